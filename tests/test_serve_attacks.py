@@ -7,8 +7,10 @@ import random
 import resource
 import socket
 import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -23,6 +25,7 @@ from distill.serving.room import Room
 from distill.teachers.server.wire import WireError, read_body, tensors_of
 from scripts.hostile_wire import crafted_body, damaged_body, read_answer
 
+ROOT = Path(__file__).resolve().parents[1]
 TOKEN = "a-token-of-more-than-sixteen"
 
 
@@ -380,3 +383,14 @@ def test_tls_handshakes_count_and_have_a_time_limit(engine, certificate, monkeyp
                            expected_hidden(engine, query))  # fmt: skip
         assert len(own_ends(url)) <= 130
         assert is_closed(crowd[-1], 8) and is_closed(crowd[-2], 8)
+
+
+@pytest.mark.full
+def test_a_server_of_its_own_stands_through_all_of_it(tmp_path):
+    """The script whose figures the docs have, for a few seconds each; readers that do not read take longer."""
+    made = subprocess.run(
+        [sys.executable, "-m", "scripts.attack", "--seconds", "4", "--seed", "7", "--only", "idle", "headers", "bodies",
+         "flips"], cwd=ROOT, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stdout + made.stderr[-2000:]
+    assert made.stdout.count("| 0 bytes |") == 4
