@@ -6,8 +6,11 @@ import pytest
 import torch
 from helpers import assert_as_good_as_torch
 
+from distill.models.head import probe_logits
 from distill.models.packed import packing_problem
 from distill.models.patching import patch
+from distill.models.pruning import cut_config
+from distill.models.work import work_of
 from scripts.families import checks
 from scripts.families.configs import shortened, tiny_config
 
@@ -49,6 +52,25 @@ def test_tiny_configurations_have_each_kind_of_layer():
     assert tiny_config("llama", scale=2).hidden_size == 2 * tiny_config("llama").hidden_size
     with pytest.raises(ValueError, match="family: expected a model type"):
         tiny_config("llamma")
+
+
+@pytest.mark.parametrize("name, field, whole, cut", [("zamba2", "hybrid_layer_ids", [1, 3], [0, 1]),
+                                                     ("qwen2_moe", "mlp_only_layers", [0, 3], [1])])  # fmt: skip
+def test_lists_of_layers_numbers_are_cut_with_the_layers(name, field, whole, cut):
+    config = tiny_config(name, **{} if name == "zamba2" else {field: whole})
+    if name == "zamba2":
+        config.layers_block_type, config.hybrid_layer_ids = ["linear_attention", "hybrid"] * 2, whole
+    assert getattr(cut_config(config, [1, 3]), field) == cut
+
+
+@pytest.mark.parametrize("name", ["recurrent_gemma", "xlstm"])
+def test_soft_caps_of_logits_are_read_by_any_name(name):
+    assert probe_logits(checks.random_model(name), "teacher").softcap is not None
+
+
+def test_models_without_attention_have_work_to_count():
+    work = work_of(checks.random_model("falcon_mamba"), trains=True)
+    assert work is not None and work.token > 0 and work.pair == 0
 
 
 # ---- on a GPU

@@ -400,6 +400,8 @@ def choose_attention(model: nn.Module, batch: int, length: int, *, backward: boo
     config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
     dtype = torch.float16 if next(model.parameters()).dtype == torch.float16 else torch.bfloat16
     heads, kv_heads, width = attention_sizes(config)
+    if not heads:  # nothing to time
+        return BACKENDS[0], {}
     name, times = fastest_attention(batch, heads, kv_heads, length, width, dtype, backward=backward)
     log.info("attention: %s (%s)", name, ", ".join(f"{key} {ms:.3f} ms" for key, ms in times.items()))
     return name, times

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from distill.core.eval_mode import eval_mode
 from distill.models.output_rows import output_rows
 
+CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")  # in configurations
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -89,8 +90,10 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def attention_sizes(config: Any) -> tuple[int, int, int]:
-    """Heads of queries, heads of keys and values, and the width of a head, as a text configuration has them."""
-    heads = config.num_attention_heads
+    """Return heads of queries, of keys and values, and a head's width; zeros for a model without attention."""
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        return 0, 0, 0
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return heads, getattr(config, "num_key_value_heads", None) or heads, width
 
@@ -299,7 +302,8 @@ def _product(hidden: torch.Tensor, head: HeadWeights) -> torch.Tensor:
 
 def _candidates(config: Any) -> list[LogitTransform]:
     """Readings of a configuration, the likeliest first. `logits_scaling` divides in Granite, multiplies elsewhere."""
-    softcap = getattr(config, "final_logit_softcapping", None)
+    caps = (getattr(config, field, None) for field in CAPS)
+    softcap = next((cap for cap in caps if cap is not None), None)
     scales = []
     if scaling := getattr(config, "logits_scaling", None):
         scales += [1.0 / scaling, float(scaling)]

@@ -25,6 +25,8 @@ PER_LAYER = (
     "intermediate_size",
     "activation_sparsity_pattern",
 )  # lists with one entry a layer, beside those of "layer"
+# lists of layers' numbers
+LAYER_NUMBERS = ("attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids", "mlp_only_layers", "moe_layers")
 JOINED = {"embed_tokens_per_layer.weight": 1, "per_layer_model_projection.weight": 0}  # by the dimension of the layers
 # what a module may know of its position and of others', which the configuration is held to
 POSITION = ("layer_id", "layer_number", "kv_shared_layer_index", "store_full_length_kv")
@@ -149,7 +151,7 @@ def student_config(config: Any, keep: Sequence[int]) -> Any:
 
 
 def cut_config(config: Any, keep: Sequence[int]) -> Any:
-    """A copy of `config` for the layers `keep`: the number of layers, and every list with one entry a layer.
+    """A copy of `config` for the layers `keep`: the number of layers, and lists with one entry a layer or of numbers.
 
     Raises:
         ValueError: a kept layer takes the keys and values of one that is not.
@@ -160,7 +162,9 @@ def cut_config(config: Any, keep: Sequence[int]) -> Any:
     if sharing := getattr(text, "num_kv_shared_layers", None):
         text.num_kv_shared_layers = _kept_sharing(text.layer_types, total - sharing, keep)
     for name, value in vars(text).items():
-        if isinstance(value, list | tuple) and len(value) == total and ("layer" in name or name in PER_LAYER):
+        if isinstance(value, list | tuple) and name in LAYER_NUMBERS:
+            setattr(text, name, [keep.index(number) for number in value if number in keep])
+        elif isinstance(value, list | tuple) and len(value) == total and ("layer" in name or name in PER_LAYER):
             setattr(text, name, [value[number] for number in keep])
     text.num_hidden_layers = len(keep)
     return config

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 LAYERS = 4
-VOCABULARY = 259
+VOCABULARY = 320  # beyond those of the tokenizer, since the tokenizers of some families add their own
 LENGTH = 512
 # of a configuration's fields, in whatever family they occur: widths, in columns, and all others
 WIDTHS: dict[str, int] = {
