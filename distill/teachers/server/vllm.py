@@ -10,7 +10,7 @@ raised) is refused with a 400, so one token's are asked of each server before a 
 
 Its forwards hold whatever else it computes just then, so that two answers to the same question may differ in their last
 bits: a run is resumed, but not to the bit. Its hidden states are read by `vllm_hidden.py`. Written from vLLM's
-documentation and tested against exchanges made after it: never run against vLLM.
+documentation, tested against exchanges made after it, and tried against vLLM 0.32.0.
 """
 
 from __future__ import annotations
