@@ -162,14 +162,16 @@ def run(
     folder = run_folder(resolved.name, name=name, resume=resume, runs=runs) if ranks.is_first() else None
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
     if processes > 1:
-        from distill.core.worlds import require_teacher_ranks
-        from distill.planning.ranks import training_ranks
+        from distill.planning.served import share_out
         from distill.planning.steps import accumulation_steps
 
-        require_teacher_ranks(resolved.parallel.teacher_ranks or 0, processes)
-        # what their number makes impossible
-        accumulation_steps(resolved.train, resolved.data, training_ranks(resolved, processes))
-        raise typer.Exit(launch.restart(processes))
+        given = resolved
+        processes, resolved = share_out(given, processes, folder / RECIPE_FILE if resume and folder else None)
+        accumulation_steps(resolved.train, resolved.data, processes)  # what their number makes impossible
+        if processes > 1:
+            chosen = resolved.parallel
+            more = [f"parallel.teacher={chosen.teacher}", f"parallel.teacher_gpus={chosen.teacher_gpus}"]
+            raise typer.Exit(launch.restart(processes, more if resolved is not given else []))
     from distill.run import run as run_recipe
 
     try:
@@ -309,6 +311,7 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     quieten()
     launch.end_with_launcher()
+    launch.end_with_owner()
     code = run_command()
     if ranks.is_one_of_several():
         ranks.leave(code)

@@ -54,7 +54,7 @@ from distill.models.meta import follows_model
 from distill.models.precision import Precision, resolve_device, resolve_precision
 from distill.models.sharding import is_sharded, whole_student
 from distill.models.trial_save import mend_generation_config, try_saving
-from distill.planning.ranks import choose_ranks_here
+from distill.planning.served import is_sharded_where_served
 from distill.planning.sharing import plan_sharing
 from distill.planning.steps import accumulation_steps
 from distill.recipe import Recipe, dump
@@ -64,12 +64,12 @@ from distill.reports.curves import draw_curves
 from distill.reports.first_look import first_look
 from distill.reports.model_card import licence_of, on_the_hub, write_model_card
 from distill.reports.preamble import Plan, preamble, result_table, show_samples
-from distill.serving.ranks import answer_ranks, worlds_of
 from distill.teachers.base import OpenContext, TeacherSource
 from distill.teachers.identity import model_name
 from distill.teachers.opening import Pair, opened_pair, patch_models, prepare_models, use_plugin
 from distill.teachers.plugin import allowed_plugin
 from distill.teachers.registry import source_of
+from distill.teachers.server.launched import launched_servers
 from distill.training.arguments import fused_optimizer, require_optimizer, training_arguments
 from distill.training.checkpoints import half_written
 from distill.training.conclusion import trained_weights_kept
@@ -131,16 +131,13 @@ def run(
     device = resolve_device(recipe.train)
     forget_accelerates_settings(os.environ)
     runs = runs_folder(recipe.output_dir)
-    recipe = choose_ranks_here(recipe, device, world_size(), lambda: (
-        run_folder(recipe.name, name=name, resume=True, runs=runs) / RECIPE_FILE if resume else None
-    ))  # fmt: skip
-    with worlds_of(recipe) as worlds:
-        process = PartialState(cpu=device.type == "cpu", **(worlds.own_group() if worlds else store_of_attempt()))
-        if worlds is not None and worlds.is_teacher:
-            answer_ranks(recipe, device, worlds)
-        folder = of_the_first(lambda: run_folder(recipe.name, name=name, resume=bool(resume), runs=runs))
-        with explained(recipe, folder), RunLock(folder) as held, contextlib.ExitStack() as opened:
-            return _run(recipe, held, opened, process, resume, lock, own_terms)
+    process = PartialState(cpu=device.type == "cpu", **store_of_attempt())
+    folder = of_the_first(lambda: run_folder(recipe.name, name=name, resume=bool(resume), runs=runs))
+    with explained(recipe, folder), RunLock(folder) as held, contextlib.ExitStack() as opened:
+        if recipe.parallel.teacher == "served":
+            sharded = is_sharded_where_served(recipe, device, world_size())
+            opened.enter_context(launched_servers(recipe, device, sharded=sharded))
+        return _run(recipe, held, opened, process, resume, lock, own_terms)
 
 
 def _run(

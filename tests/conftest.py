@@ -254,7 +254,7 @@ def subject_of(request, caches):
     from subjects import CACHED, SERVED, SUBJECTS
 
     def make(name):
-        if name in SERVED:
+        if name in SERVED or name == "launched":
             return request.getfixturevalue("served").subject(name)
         return caches.subject(name) if name in CACHED else SUBJECTS[name]()
 

@@ -1,28 +1,26 @@
 """What the invariants look at in tests: several teachers, two tokenizers, a teacher on disk, a student that answers."""
 
-import atexit
 import contextlib
 import functools
 import json
-import threading
+import os
 from dataclasses import replace
 
 import numpy as np
 import torch
 from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
-from torch.distributed import PrefixStore, TCPStore
 from two_tokenizers import MERGED, PIECES, WORDS, readers
 
 from distill.caching.make import load, make_cache
-from distill.core.worlds import Worlds
 from distill.data.formats import Format
 from distill.doctor.elsewhere import ELSEWHERE
 from distill.doctor.rollouts import StudentRollouts, prompts_of
 from distill.doctor.rows import Rows, SpanRows, nearest
 from distill.doctor.subject import Subject
 from distill.generation.sampling import Sampling
-from distill.recipe import Teacher, parse
+from distill.recipe import parse
 from distill.recipe.loss import Loss
+from distill.teachers.base import open_context
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import Settings
 from distill.teachers.cache.teacher import CachedTeacher
@@ -34,9 +32,8 @@ from distill.teachers.keep.store import Store
 from distill.teachers.keep.teacher import KeptTeacher
 from distill.teachers.mixture import MixtureTeacher
 from distill.teachers.model import LoadedTeacher
-from distill.teachers.ranks.link import StudentLink, TeacherLink
-from distill.teachers.ranks.teacher import RanksTeacher
 from distill.teachers.routed.teacher import RoutedTeacher
+from distill.teachers.server.launched import Child, LaunchedServers, LaunchedSource, LaunchedTeacher
 from distill.teachers.server.teacher import ServerTeacher
 from distill.training.trainer import DistillationTrainer
 
@@ -60,42 +57,6 @@ def rows(count=6):
             labels[masked] = -100
         made.append({"input_ids": ids, "labels": labels, "position_ids": [*range(half), *range(length - half)]})
     return made
-
-
-@functools.cache
-def link():
-    """To `one`'s teacher, which a thread of this process holds as a rank of its own would."""
-    from distill.serving.ranks import Answering, forward_of
-
-    store, cpu = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), torch.device("cpu")
-
-    def answer():
-        worlds, teacher = Worlds(PrefixStore("link", store.clone()), 1, 1, 1), LoadedTeacher(one().teacher.model)
-        answering = Answering(TeacherLink(worlds, cpu), functools.partial(forward_of, teacher, cpu), False)
-        answering.introduce(teacher)
-        answering.run()
-        worlds.end()
-
-    teacher = threading.Thread(target=answer, daemon=True)
-    teacher.start()
-    worlds = Worlds(PrefixStore("link", store.clone()), 0, 1, 1)
-    made = StudentLink(worlds, cpu)
-
-    def close():
-        """Threads have left store and group before the process takes them down."""
-        made.close()
-        worlds.end()
-        teacher.join()
-        made.group = None
-
-    atexit.register(close)
-    return made
-
-
-def apart():
-    """One teacher on a rank of its own."""
-    ELSEWHERE[RanksTeacher] = ELSEWHERE[ServerTeacher]  # doctor itself, one process, loads it
-    return replace(one(TWO_TERMS), teacher=RanksTeacher(link(), Teacher(model="none"), torch.float32))
 
 
 def several(loss=None, weights=(3.0, 1.0)):
@@ -210,10 +171,25 @@ class Served:
         self.stack = contextlib.ExitStack()
         self.url = self.stack.enter_context(serving(engine_in(folder)))
 
+    def launched(self):
+        """The same teacher, as a run that has started this server has it."""
+        from served import recipe_in
+
+        address = self.folder / "address"
+        address.write_text(self.url)
+        servers = LaunchedServers([Child(os.getpid(), str(address), os.devnull)], "any", sharded=False)
+        recipe = recipe_in(self.folder, "parallel={teacher: served, teacher_gpus: 1}")
+        ELSEWHERE[LaunchedTeacher] = ELSEWHERE[ServerTeacher]  # doctor itself, one process, loads it
+        return LaunchedTeacher(LaunchedSource(recipe), servers, open_context(recipe))
+
     def subject(self, kind):
-        """One of SERVED."""
+        """One of SERVED, or `launched`."""
         from served import opened, recipe_in
 
+        if kind == "launched":
+            tokenizer = tiny_tokenizer()
+            student, loss = tiny_model(tokenizer, seed=2), Loss.model_validate(TWO_TERMS)
+            return Subject(student, self.launched(), rows(), loss, tokenizers=(tokenizer, tokenizer))
         top_k = ["teacher.top_k=8", "loss.terms.0.type=reverse_kl"] if kind == "served top k" else []
         teacher, vocabulary = opened(
             recipe_in(self.folder, "teacher={type: server}".replace("}", f", url: '{self.url}'}}"), *top_k)
@@ -352,16 +328,14 @@ SUBJECTS |= {"routed": routed, "routed answering": routed_answering}
 KINDS |= {"context": ["informed", "informed answering"], "routed": ["routed", "routed answering"]}
 SUBJECTS |= {"routed informed": routed_informed, "routed informed answering": routed_informed_answering}
 KINDS["routed"] += ["routed informed", "routed informed answering"]
-SUBJECTS |= {"apart": apart}
-KINDS |= {"ranks": ["apart"]}
-KINDS |= {"keep": ["kept"], "cache": list(CACHED), "server": list(SERVED)}
+KINDS |= {"keep": ["kept"], "cache": list(CACHED), "server": list(SERVED), "launched": ["launched"]}
 
 
 COMMON = "train: {steps: 6, batch_size: 2, device: cpu}\n"
 TEXT = "data: {source: text.txt, max_length: 64, cache: false}\n" + COMMON
 RECIPES = {
     "one": "teacher: {model: teacher}\nstudent: {from_teacher: {layers: 3}}\n" + TEXT,
-    "apart": "teacher: {model: teacher}\nparallel: {teacher: ranks, teacher_ranks: 1}\n"
+    "launched": "teacher: {model: teacher}\nparallel: {teacher: served, teacher_gpus: 1}\n"
     "student: {from_teacher: {layers: 3}}\n" + TEXT,
     "kept": "teacher: {model: teacher, keep: kept}\nstudent: {from_teacher: {layers: 3}}\n" + TEXT,
     "answering": "teacher: {model: teacher}\nstudent: {from_teacher: {layers: 3}}\n"

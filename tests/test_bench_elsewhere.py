@@ -52,21 +52,21 @@ def test_what_fails_says_so_and_costs_only_itself(monkeypatch, capsys):
     def fails(folder, until):
         metrics_of(folder, [sys.executable, "-c", "raise SystemExit('no such GPU')", "x"], "", 3, until)
 
-    monkeypatch.setitem(elsewhere.CASES, "ranks", fails)
+    monkeypatch.setitem(elsewhere.CASES, "launched", fails)
     monkeypatch.setitem(elsewhere.CASES, "ddp", lambda folder, until: ["row"])
-    assert list(elsewhere.run(False, "ranks,ddp")) == ["row"]
+    assert list(elsewhere.run(False, "launched,ddp")) == ["row"]
     said = capsys.readouterr().out
-    assert "ranks failed: x: ended with 1\nno such GPU" in said and "ddp: " in said
+    assert "launched failed: x: ended with 1\nno such GPU" in said and "ddp: " in said
 
 
-def test_by_arithmetic_ranks_beat_shards_and_lose_to_copies_in_fp8():
+def test_by_arithmetic_a_served_teacher_beats_shards_and_loses_to_copies_in_fp8():
     """70B to 8B on two H200."""
-    ranks, shards, copies = (
+    served, shards, copies = (
         elsewhere.planned(elsewhere.LARGE_RECIPE, [*elsewhere.LARGE, *overrides])
         for overrides in elsewhere.LARGE_WAYS.values()
     )
-    assert shards[0] < ranks[0] < copies[0]
-    assert (ranks[1], shards[1], copies[1]) == (False, True, True)  # of an fp8 teacher copies are taken; bf16 is cut
+    assert shards[0] < served[0] < copies[0]
+    assert (served[1], shards[1], copies[1]) == (False, True, True)  # of an fp8 teacher copies are taken; bf16 is cut
     assert elsewhere.planned(RECIPE, ["parallel.strategy=ddp", "parallel.teacher=copied"])[1]
 
 
@@ -90,5 +90,5 @@ def test_every_case_runs(case, tiny):
     if case != "large":
         elsewhere.SMALLER.append("teacher.dtype=float32")
     rows = list(elsewhere.run(False, case))
-    assert len(rows) == {"ranks": 1, "ddp": 1, "served": 5, "keep": 2, "large": 3}[case]
+    assert len(rows) == {"launched": 1, "ddp": 1, "served": 5, "keep": 2, "large": 3}[case]
     assert all(row.tokens_per_s > 0 for row in rows)

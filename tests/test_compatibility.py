@@ -15,7 +15,7 @@ OF_KIND = {
     "cache": ["teacher={type: cache, path: there}"],
     "server": ["teacher={type: server, url: 'http://127.0.0.1:1'}"],
     "keep": ["teacher.keep=there"],
-    "ranks": ["parallel={teacher: ranks, teacher_ranks: 1}"],
+    "launched": ["parallel={teacher: served, teacher_gpus: 1}"],
     "mixture": ["teacher=null", "teachers=[{model: t}, {model: u, weight: 3}]"],
     "cross": ["student.vocabulary=cross"],
     "routed": [
@@ -39,7 +39,7 @@ WITH = {
     "int8 teacher": ["teacher.dtype=int8"],
     "offloaded teacher": ["teacher.offload=cpu"],
     "sharded teacher": ["parallel.teacher=sharded"],
-    "teacher's ranks": ["parallel={teacher: ranks, teacher_ranks: 1}"],
+    "launched server": ["parallel={teacher: served, teacher_gpus: 1}"],
     "kept teacher": ["teacher.keep=there"],
     "cut student": ["student={from_teacher: {layers: 1}}"],
     "teacher's context": ["teacher.context={template: 'Be brief.'}"],

@@ -22,7 +22,7 @@ from distill.teachers.registry import SOURCES
 SAYS = {
     "one": "same ids and positions",
     "kept": "same ids and positions",
-    "apart": "same ids and positions",
+    "launched": "same ids and positions",
     "answering": "answers of the student's own after the data's prompts",
     "several": "of the mixture (over 259 columns) from itself",
     "across": "spans cover the same",
@@ -58,7 +58,7 @@ def test_resume_is_exact(name, subject_of):
 
 
 def test_ranks_change_nothing(subject_of, forked_ranks):
-    names = [name for name in EVERY if name != "apart"]  # its processes are those of tests/test_ranks.py
+    names = [name for name in EVERY if name != "launched"]  # see tests/test_launched_server.py
     findings = invariants_runs.ranks_of([subject_of(name) for name in names])
     assert all(finding.passed for finding in findings), dict(zip(names, findings, strict=True))
 

@@ -13,7 +13,7 @@ from distill.teachers.own_top_k import OwnTopKLoss
 ALONE = {"terms": [{"type": "top_k_reverse_kl", "k": 8}]}
 
 
-@pytest.mark.parametrize("name", ["served", "hidden", "informed", "kept", "apart"])
+@pytest.mark.parametrize("name", ["served", "hidden", "informed", "kept", "launched"])
 def test_every_teacher_of_hidden_states_can_be_read_so(name, subject_of):
     subject = replace(subject_of(name), loss=Loss.model_validate(OWN_TOP_K))
     finding = fused_equals_reference(subject)

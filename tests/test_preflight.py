@@ -239,7 +239,7 @@ def test_a_teacher_of_70b_is_shared_by_four_gpus():
     gathered = max(2 * report.teacher.linear / 80, 128_256 * 8192) * 2
     assert report.memory.parts["teacher"] == pytest.approx(whole / 4 + gathered)
     assert report.memory.parts["student"] < 2 * PUBLISHED["llama-3.1-8b"] / 3.5
-    in_fp8 = of_70b("teacher.dtype=fp8", "loss.terms=[{type: cross_entropy}]")  # nobody asks it, so no ranks of its own
+    in_fp8 = of_70b("teacher.dtype=fp8", "loss.terms=[{type: cross_entropy}]")  # nobody asks it, so no server
     assert f"teacher.dtype: {SHARDED_FP8}; use bfloat16" in in_fp8.problems
     assert of_70b("teacher.dtype=fp8").strategy.endswith("teacher on 2")
     assert not of_70b("parallel.teacher=copied").fits

@@ -6,7 +6,7 @@ import pytest
 
 from distill.planning.devices import find_device
 from distill.planning.preflight import situation_of
-from distill.planning.ranks import choose_ranks, training_ranks
+from distill.planning.served import choose_served, training_gpus
 from distill.planning.step_time import StepTokens, step_time
 from distill.recipe import Parallel, load
 from distill.teachers.cache.format import MANIFEST
@@ -44,7 +44,7 @@ MEASURED = {
     ("many_gpus", "flagship", "ours, 4 GPUs"): (4, many_gpus.SHAPES["flagship"]),
     ("many_gpus", "large", "ours, 4 GPUs"): (4, many_gpus.SHAPES["large"]),
     ("elsewhere", "8B to 1B", "both on each GPU, DDP"): (2, COPIED),
-    ("elsewhere", "8B to 1B", "1 rank trains, 1 teaches"): (2, elsewhere.RANKS),
+    ("elsewhere", "8B to 1B", "1 rank trains, 1 teaches"): (2, elsewhere.LAUNCHED),
 }
 
 
@@ -66,7 +66,7 @@ def planned(gpus, overrides, case="", folder=None, hidden=False):
         )
     recipe = load(path, words)
     device, data = find_device("H200"), recipe.data
-    situation = situation_of(recipe, device, training_ranks(recipe, gpus))
+    situation = situation_of(recipe, device, training_gpus(recipe, gpus))
     tokens = recipe.train.batch_size * data.max_length * situation.accumulation * situation.world
     learned, pairs = tokens, tokens * (data.max_length + 1) / 2
     if case == "chat_step":
@@ -95,5 +95,5 @@ def test_auto_takes_what_was_the_faster_on_two_gpus():
     both, apart = (row["tokens_per_s"] for row in rows)
     recipe = load(many_gpus.RECIPE, many_gpus.DRY).model_copy(update={"parallel": Parallel()})
     device = find_device("H200")
-    chosen = choose_ranks(situation_of(recipe, device, 2), device)
-    assert both > apart and chosen.parallel.teacher_ranks is None
+    chosen = choose_served(situation_of(recipe, device, 2), device)
+    assert both > apart and chosen.parallel.teacher_gpus is None

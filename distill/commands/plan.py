@@ -106,6 +106,8 @@ def _print(report: Preflight, measured: Any) -> None:
     moment = max(memory.moments, key=lambda name: memory.moments[name])
     rows.append([f"peak, in the {moment}", f"{memory.peak / GIB:.2f}"])
     rows.append(["the device has", f"{device.memory_bytes / GIB:.2f}"])
+    if report.teacher_held:
+        rows.append(["each GPU of the teacher server", f"{report.teacher_held / GIB:.2f}"])
     ours = device.family is None or device.family in FAMILIES
     title = "memory of each GPU" if device.cuda and ours else "memory (arithmetic of our kernels; PyTorch takes more)"
     console.show_table([title, "GiB"], rows, numbers=True)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from distill.commands.arguments import Overrides, load_recipe
 from distill.core import console, launch
+from distill.core.files import write_text
 from distill.core.ranks import is_first
 from distill.recipe.shipped import shipped_recipes
+
+if TYPE_CHECKING:
+    import uvicorn
 
 
 def serve(
@@ -19,13 +25,16 @@ def serve(
     ],
     overrides: Overrides = None,
     host: Annotated[str, typer.Option("--host", help="Other than loopback needs a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="To listen on.")] = 8765,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="To listen on; 0 for a free one.")] = 8765,
     token_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Its content is the bearer token; else DISTILL_SERVE_TOKEN.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens of a request.")] = 65_536,
     batch_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of a forward, over requests.")] = 16_384,
     queue_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens that may wait.")] = 1 << 20,
+    address_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Written once it answers: its address.")
+    ] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(metavar="FILE", help="For https, with --ssl-keyfile.")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Its private key.")] = None,
 ) -> None:
@@ -67,16 +76,25 @@ def serve(
             engine.follow()
             return
         app = make_app(engine, token, Limits(max_tokens, batch_tokens, queue_tokens))
-        address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
         console.say("\n".join(describe(engine)))
+        bound = listeners[0].getsockname()[1]
+        address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{bound}"
         console.say(f"{'serving':<12}{address}  (teacher.type=server teacher.url={address}; Ctrl-C ends it)")
         server = Server(app, listeners, **tls)
+        if address_file is not None:
+            threading.Thread(target=_write_address, args=(server, address, address_file), daemon=True).start()
         if isinstance(engine, ShardedEngine):
             engine.run(server, app.state.worker)
         else:
             server.run()
     if not server.started:
         raise typer.Exit(1)
+
+
+def _write_address(server: uvicorn.Server, address: str, file: Path) -> None:
+    while not server.started:
+        time.sleep(0.01)
+    write_text(file, address + "\n")
 
 
 def _recipe(name: str, overrides: list[str], of_model: Any) -> Any:

@@ -12,6 +12,7 @@ starts nothing. To use fewer GPUs than there are: `CUDA_VISIBLE_DEVICES=0,1 dist
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -34,7 +35,10 @@ ACCELERATES = {
 }
 
 LAUNCHER = "DISTILL_LAUNCHER"  # in the environment of the processes: the one that started them
+OWNER = "DISTILL_OWNER"  # in the environment of a process that a run started for itself: the process of that run
 LOOKS_EVERY_S = 1.0
+OWNER_EVERY_S = 0.25
+PR_SET_PDEATHSIG = 1  # of Linux
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +63,36 @@ def end_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True, name="launcher").start()
+
+
+def end_with_owner() -> None:
+    """Kill this process as soon as the run that started it for itself is gone, by whatever signal.
+
+    Nothing happens in a process that no run started. Linux does so at once; elsewhere, and where the run ended before
+    this was called, a thread looks.
+    """
+    if OWNER not in os.environ:
+        return
+    owner = int(os.environ[OWNER])
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        while os.getppid() == owner:
+            time.sleep(OWNER_EVERY_S)
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True, name="owner").start()
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process of this host has not ended; one that nobody has waited for yet has."""
+    import psutil  # comes with accelerate
+
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def forget_accelerates_settings(environment: MutableMapping[str, str]) -> None:
@@ -108,9 +142,9 @@ def threads_each(processes: int, cores: int) -> int:
 command_line: list[str] = []  # the arguments of the command that this process carries out
 
 
-def restart(processes: int) -> int:
-    """Carry out this very command in so many processes; see `start`."""
-    return start(processes, command_line)
+def restart(processes: int, overrides: Sequence[str] = ()) -> int:
+    """Carry out this very command, with overrides of the recipe added, in so many processes; see `start`."""
+    return start(processes, [*command_line, *overrides])
 
 
 def start(processes: int, arguments: Sequence[str]) -> int:

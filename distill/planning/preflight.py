@@ -20,7 +20,6 @@ from distill_kernels.launch import OLDER
 
 from distill.core.folders import runs_folder
 from distill.core.units import GIB
-from distill.core.worlds import require_teacher_ranks
 from distill.data.report import DataReport
 from distill.data.sources import STDLIB, local_path, missing_source
 from distill.models.fp8_student import fp8_problem
@@ -33,7 +32,7 @@ from distill.planning.answer_time import Answers, answers_of
 from distill.planning.caching import what_caching_takes
 from distill.planning.devices import Device
 from distill.planning.memory import Memory, step_memory
-from distill.planning.ranks import choose_ranks, ranks_fault, training_ranks
+from distill.planning.served import choose_served, served_fault, training_gpus
 from distill.planning.sharing import as_requested, sharing_of, teacher_side
 from distill.planning.situation import Situation
 from distill.planning.step_time import StepTokens, step_time
@@ -53,7 +52,8 @@ class Preflight:
     """What `check` found; sizes in bytes, times in seconds, None where it cannot be known beforehand.
 
     Attributes:
-        device, gpus, strategy: what the run was planned for; `training` of the GPUs train, others hold the teacher.
+        device, gpus, strategy: what the run was planned for; `training` of the GPUs train, the others
+            serve the teacher, each with `teacher_held` bytes of it.
         teacher, student: sizes of the models.
         memory: of one device in a training step.
         fits: whether that fits.
@@ -88,6 +88,7 @@ class Preflight:
     disk: float = 0.0
     disk_free: float = 0.0
     host: float = 0.0
+    teacher_held: float = 0.0
     moved: float = 0.0
     teacher_text: str = ""
     vocabulary: str = ""
@@ -131,9 +132,8 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
         ValueError: a setting that no run can have.
     """
     require_arguments(recipe.train.arguments)
-    recipe = choose_ranks(situation_of(recipe, device, gpus), device)
-    require_teacher_ranks(recipe.parallel.teacher_ranks or 0, gpus)
-    situation = situation_of(recipe, device, training_ranks(recipe, gpus))
+    recipe = choose_served(situation_of(recipe, device, gpus), device)
+    situation = situation_of(recipe, device, training_gpus(recipe, gpus) if device.cuda else gpus)
     source, student = situation.source, situation.student
     sharing = _sharing(situation, device)
     tokens = recipe.train.batch_size * recipe.data.max_length * situation.accumulation * situation.world
@@ -166,8 +166,8 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
             f"memory: the peak of {memory.peak / GIB:.1f} GiB exceeds {USABLE:.0%} of the "
             f"{device.memory_bytes / GIB:.1f} GiB of {device.name}",
         )
-    if recipe.parallel.teacher_ranks is not None:
-        _teachers_ranks(situation, report)
+    if recipe.parallel.teacher_gpus is not None:
+        _teacher_server(situation, report)
     footprint = situation.footprint(sharing.teacher_sharded)
     report.host = footprint.host * gpus
     report.moved = footprint.moved * situation.accumulation * is_soft(recipe.loss)
@@ -195,16 +195,17 @@ def _sharing(situation: Situation, device: Device) -> Sharing:
     return sharing_of(situation) if device.cuda else as_requested(situation.recipe)
 
 
-def _teachers_ranks(situation: Situation, report: Preflight) -> None:
-    """What the ranks take that hold the teacher, beside those that train."""
-    side, count = teacher_side(situation), situation.recipe.parallel.teacher_ranks or 0
+def _teacher_server(situation: Situation, report: Preflight) -> None:
+    """What the GPUs of the teacher server take, beside those that train."""
+    side, count = teacher_side(situation), situation.recipe.parallel.teacher_gpus or 0
     how = "shards" if side.sharded else "a copy each" if count > 1 else "whole"
     report.strategy += f" on {situation.world}, teacher on {count}"
+    report.teacher_held = side.held
     report.notes.append(
-        f"parallel.teacher: {count} of {report.gpus} hold the teacher ({how}, {side.held / GIB:.1f} GiB each); a step "
+        f"parallel.teacher: {count} of {report.gpus} serve the teacher ({how}, {side.held / GIB:.1f} GiB each); a step "
         "takes as long as the slower side"
     )
-    if report.device.cuda and (fault := ranks_fault(situation, side)):
+    if report.device.cuda and (fault := served_fault(situation, side)):
         report.fits = False
         report.problems.append(fault)
 

@@ -43,7 +43,7 @@ class Needs(NamedTuple):
 
 
 class TeacherSide(NamedTuple):
-    """What each of the teacher's ranks holds.
+    """What each GPU of a teacher server that the launch starts holds.
 
     Attributes:
         sharded: shards of one teacher; else a copy each.
@@ -90,7 +90,7 @@ def sharing_of(situation: Situation) -> Sharing:
     ways = [step_memory(situation, sharded=sharded) for sharded in (False, True)]
     others = [way.peak - way.parts["teacher"] for way in ways]
     needs = Needs(ways[0].parts["teacher"], situation.footprint(sharded=True).gathered, *others)
-    teachers = "copied" if parallel.teacher == "ranks" or not situation.source.shardable else parallel.teacher
+    teachers = "copied" if parallel.teacher == "served" or not situation.source.shardable else parallel.teacher
     sharing = choose_sharing(parallel.strategy, needs, usable, world, teachers)
     why = (
         f"of {usable / GIB:.1f} GiB usable on each of {world} GPUs the teacher takes {needs.teacher / GIB:.1f} "
@@ -134,19 +134,19 @@ def choose_sharing(
 
 
 def teacher_side(situation: Situation) -> TeacherSide:
-    """How the teacher's ranks hold it, on devices such as the training ranks'."""
-    recipe, ranks = situation.recipe, situation.recipe.parallel.teacher_ranks or 1
-    plain = situation.of(recipe.model_copy(update={"parallel": Parallel()}))._replace(world=ranks)
+    """How a teacher server that the launch starts holds it, on devices such as those that train."""
+    recipe, gpus = situation.recipe, situation.recipe.parallel.teacher_gpus or 1
+    plain = situation.of(recipe.model_copy(update={"parallel": Parallel()}))._replace(world=gpus)
     copied, cut, shape = plain.footprint(), plain.footprint(sharded=True), plain.source.shapes()[0]
     tokens = recipe.train.batch_size * recipe.data.max_length
     wide = 2 * shape.hidden + shape.query + 2 * shape.key_value + 3 * shape.intermediate
-    answers = 2 * situation.accumulation * tokens * shape.hidden * situation.world / ranks
+    answers = 2 * situation.accumulation * tokens * shape.hidden * situation.world / gpus
     work = situation.precision.teacher.itemsize * (tokens * wide + answers)
     ways = {
         False: max(copied.weights + work, copied.loading),
-        True: copied.weights / ranks + cut.gathered + work,
+        True: copied.weights / gpus + cut.gathered + work,
     }
     layout = recipe.parallel.teacher_layout
-    can_shard = ranks > 1 and not plain.source.problems(cuda=True, sharded=True)
+    can_shard = gpus > 1 and not plain.source.problems(cuda=True, sharded=True)
     sharded = layout == "sharded" or (layout == "auto" and can_shard and ways[False] > situation.usable)
     return TeacherSide(sharded, ways[sharded], ways[sharded] <= situation.usable, copied)

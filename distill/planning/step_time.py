@@ -2,7 +2,7 @@
 
     seconds of a model = products' FLOPs / (0.72 bf16 peak) + attention's / (0.4 bf16 peak) + bytes / (0.875 bandwidth)
     of a step = student, recomputed layers, both heads, optimizer, exchange + max(teacher's layers, bytes moved / bus)
-    with ranks of its own for the teacher: the larger of the training side, on its ranks, and the teacher's layers
+    with a teacher server on GPUs of its own: the larger of the training side, on its GPUs, and the teacher's layers
 
 In fp8 the decoder's products run at 0.72 of the dense fp8 peak. The teacher's head is the loss's, so its product stays
 with those who train. The parts are added: a GPU at its power limit gains nothing by doing two of them at once. A device
@@ -95,7 +95,7 @@ def step_time(
     work += clock.seconds(teacher._replace(token=0.0, pair=0.0, token_bytes=0.0))
     students = _student_seconds(situation, clock, work)
     teachers = _teacher_seconds(situation, clock._replace(tokens=read), teacher)
-    apart = recipe.parallel.teacher_ranks
+    apart = recipe.parallel.teacher_gpus
     return StepTime(flops, max(students, teachers) if apart else students + teachers)
 
 
@@ -118,11 +118,11 @@ def _student_seconds(situation: Situation, clock: Clock, work: float) -> float:
 
 
 def _teacher_seconds(situation: Situation, clock: Clock, teacher: Work) -> float:
-    """Of the teacher's layers, on the ranks that hold it."""
+    """Of the teacher's layers, on the GPUs that hold it."""
     dtypes = {section.dtype for section in situation.source.sections.values()}
     work = clock.seconds(teacher._replace(trained=0.0, trained_bytes=0.0), dtypes == {"fp8"})
     ranks, in_shards, footprint = situation.world, sharing_of(situation).teacher_sharded, situation.footprint()
-    if apart := situation.recipe.parallel.teacher_ranks:
+    if apart := situation.recipe.parallel.teacher_gpus:
         ranks, (in_shards, _, _, footprint) = apart, teacher_side(situation)
     calls = clock.calls * is_soft(situation.recipe.loss) / ranks
     bus, link = (REACHED * rate * 1e9 for rate in (clock.card.link, clock.card.peers or clock.card.link))

@@ -32,7 +32,7 @@ FEATURES: dict[str, Callable[[Sections], bool]] = {
     "int8 teacher": lambda recipe: recipe.teacher.dtype == "int8",
     "offloaded teacher": lambda recipe: recipe.teacher.offload is not None,
     "sharded teacher": lambda recipe: recipe.parallel.teacher == "sharded",
-    "teacher's ranks": lambda recipe: recipe.parallel.teacher == "ranks",
+    "launched server": lambda recipe: recipe.parallel.teacher == "served",
     "kept teacher": lambda recipe: recipe.teacher.keep is not None,
     "cut student": lambda recipe: recipe.student.is_cut,
     "teacher's context": lambda recipe: recipe.teacher.context is not None,
@@ -53,7 +53,7 @@ class Conflict(NamedTuple):
     message: str
 
 
-_RANKS = "parallel.teacher: ranks holds one loaded teacher that reads the student's own rows and no cache; got {0}"
+_LAUNCHED = "parallel.teacher: served is for one loaded teacher that reads the student's own rows and no cache; got {0}"
 _ONE = (
     "loss.terms: policy_gradient and top_k_reverse_kl need one teacher a token, which gives hidden states and not its "
     "top k, of the student's tokenizer"
@@ -121,13 +121,13 @@ CONFLICTS: tuple[Conflict, ...] = (
         "cross", "fp8 teacher",
         "teacher.dtype: fp8 does not work with student.vocabulary: cross; use bfloat16",
     ),
-    Conflict("cache", "teacher's ranks", _RANKS.format("teacher.type: cache")),
-    Conflict("server", "teacher's ranks", _RANKS.format("teacher.type: server")),
-    Conflict("keep", "teacher's ranks", _RANKS.format("teacher.keep")),
-    Conflict("mixture", "teacher's ranks", _RANKS.format("several teachers")),
-    Conflict("routed", "teacher's ranks", _RANKS.format("several teachers")),
-    Conflict("cross", "teacher's ranks", _RANKS.format("student.vocabulary: cross")),
-    Conflict("context", "teacher's ranks", _RANKS.format("teacher.context")),
+    Conflict("cache", "launched server", _LAUNCHED.format("teacher.type: cache")),
+    Conflict("server", "launched server", _LAUNCHED.format("teacher.type: server")),
+    Conflict("keep", "launched server", _LAUNCHED.format("teacher.keep")),
+    Conflict("mixture", "launched server", _LAUNCHED.format("several teachers")),
+    Conflict("routed", "launched server", _LAUNCHED.format("several teachers")),
+    Conflict("cross", "launched server", _LAUNCHED.format("student.vocabulary: cross")),
+    Conflict("context", "launched server", _LAUNCHED.format("teacher.context")),
     *(Conflict(other, "separate terms", _ONE) for other in ("mixture", "cross", "teacher's top k")),
     Conflict("cross", "label smoothing", _ACROSS.format("loss.label_smoothing")),
     Conflict("cross", "z-loss", _ACROSS.format("loss.z_loss")),
@@ -160,8 +160,8 @@ CONFLICTS: tuple[Conflict, ...] = (
         "loss.schedule: with type: server, which is asked ahead, expected a divergence of weight above 0 in every step",
     ),
     Conflict(
-        "ranks", "teacher for some steps",
-        "loss.schedule: with parallel.teacher: ranks, asked ahead, expected a divergence of weight above 0 in every "
+        "launched", "teacher for some steps",
+        "loss.schedule: with parallel.teacher: served, asked ahead, expected a divergence of weight above 0 in every "
         "step",
     ),
     Conflict(
@@ -231,7 +231,7 @@ COMMANDS: dict[str, dict[Kind, str]] = {
         "context": "--teacher: this run's teacher read more than the student (teacher.context); name one",
     },
 }
-KINDS: tuple[Kind, ...] = ("model", "cache", "keep", "server", "ranks", "mixture", "routed", "cross", "context")
+KINDS: tuple[Kind, ...] = ("model", "cache", "keep", "server", "launched", "mixture", "routed", "cross", "context")
 
 
 def conflicts(recipe: Sections) -> Iterator[str]:

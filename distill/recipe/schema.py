@@ -148,6 +148,7 @@ def parse(
     tree = parse_yaml(text, origin)
     if of_run:
         _split_by_the_runs_seed(tree)
+        _serve_where_ranks_were(tree)
     tree.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:100] or "recipe")
     apply_overrides(tree, overrides, list_defaults={("loss", "terms"): Loss().model_dump()["terms"]})
     try:
@@ -162,6 +163,13 @@ def _split_by_the_runs_seed(tree: dict[str, object]) -> None:
         validation = data.setdefault("validation", {})
         if isinstance(validation, dict):
             validation.setdefault("seed", train["seed"])
+
+
+def _serve_where_ranks_were(tree: dict[str, object]) -> None:
+    """An earlier version held such a teacher on ranks of its own."""
+    parallel = tree.get("parallel")
+    if isinstance(parallel, dict) and (ranks := parallel.pop("teacher_ranks", None)) is not None:
+        parallel |= {"teacher": "served", "teacher_gpus": ranks}
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, of_run: bool = False) -> Recipe:

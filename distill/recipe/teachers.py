@@ -9,7 +9,7 @@ from distill.recipe.loss import Loss
 from distill.recipe.models import Student, Teacher, WeightedTeacher
 from distill.recipe.train import Parallel, Train
 
-Kind = Literal["model", "cache", "keep", "server", "ranks", "mixture", "routed", "cross", "context"]
+Kind = Literal["model", "cache", "keep", "server", "launched", "mixture", "routed", "cross", "context"]
 CHECKPOINT = ("model", "init", "config", "revision", "trust_remote_code")  # fields that say which model it is
 
 
@@ -53,7 +53,7 @@ def kind_of(recipe: Sections) -> Kind:
         return "context"
     if recipe.teacher.keep is not None:
         return "keep"
-    return "ranks" if recipe.parallel.teacher == "ranks" else "model"
+    return "launched" if recipe.parallel.teacher == "served" else "model"
 
 
 def loaded_section(recipe: Sections, teacher: Teacher | None = None) -> Teacher:

@@ -136,23 +136,34 @@ class Parallel(Section):
     Attributes:
         strategy: how the student is held: `ddp` copies it to every device, `fsdp` shards it (FSDP2), `auto` copies it
             where that fits.
-        teacher: how the teacher is held: `copied` to every device, `sharded` (FSDP2, gathered a layer at a time), on
-            `ranks` of its own, while the others train, or `auto`: copied where that fits beside the student, and on
-            ranks of its own where `distill check`'s arithmetic says that this is faster.
-        teacher_ranks: how many ranks hold the teacher; the others train.
-        teacher_layout: how they hold it: each a copy, or shards of one; `auto` copies it where it fits.
+        teacher: how the teacher is held: `copied` to every device, `sharded` (FSDP2, gathered a layer at a time),
+            `served` by a teacher server that the launch starts on GPUs of its own, while the others train, or `auto`:
+            copied where that fits beside the student, and served where `distill check`'s arithmetic says that this is
+            faster.
+        teacher_gpus: how many GPUs of this machine the teacher server has, its last ones (on a CPU, processes); the
+            others train.
+        teacher_layout: how the teacher server holds the teacher: a copy a GPU, or shards of one; `auto` copies it where
+            it fits.
     """
 
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
-    teacher: Literal["auto", "copied", "sharded", "ranks"] = "auto"
-    teacher_ranks: Count | None = None
+    teacher: Literal["auto", "copied", "sharded", "served"] = "auto"
+    teacher_gpus: Count | None = None
     teacher_layout: Literal["auto", "copied", "sharded"] = "auto"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _names_what_replaced_ranks(cls, given: object) -> object:
+        if isinstance(given, dict) and (given.get("teacher") == "ranks" or "teacher_ranks" in given):
+            came = "teacher: ranks" if given.get("teacher") == "ranks" else "teacher_ranks"
+            raise ValueError(f"expected teacher: served with teacher_gpus, which replaced ranks of its own; got {came}")
+        return given
+
     @model_validator(mode="after")
-    def _has_ranks_for_the_teacher(self) -> Self:
-        apart = self.teacher == "ranks"
-        if apart and self.teacher_ranks is None:
-            raise ValueError("teacher_ranks is missing: how many of the processes hold the teacher")
-        if not apart and (self.teacher_ranks is not None or self.teacher_layout != "auto"):
-            raise ValueError("teacher_ranks and teacher_layout belong to teacher: ranks")
+    def _has_gpus_for_the_teacher(self) -> Self:
+        served = self.teacher == "served"
+        if served and self.teacher_gpus is None:
+            raise ValueError("teacher_gpus is missing: how many of the GPUs hold the teacher")
+        if not served and (self.teacher_gpus is not None or self.teacher_layout != "auto"):
+            raise ValueError("teacher_gpus and teacher_layout belong to teacher: served")
         return self

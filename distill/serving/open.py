@@ -19,7 +19,6 @@ from starlette.applications import Starlette
 from distill.core import console
 from distill.core.launch import processes_to_start, visible_gpus
 from distill.core.ranks import is_first, world_size
-from distill.core.worlds import Worlds
 from distill.models.attention_choice import AttentionChoices
 from distill.models.cards import family_in
 from distill.models.sharding import Sharing
@@ -28,6 +27,7 @@ from distill.recipe.compatibility import require_command
 from distill.recipe.yaml_text import to_yaml
 from distill.serving.connections import DEFAULT_PATIENCE, Patience, Server, listen
 from distill.serving.engine import Engine
+from distill.serving.peers import Peers
 from distill.serving.sharded import ShardedEngine
 from distill.teachers.base import open_context
 from distill.teachers.cache.identity import text_hashes
@@ -102,8 +102,8 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Engin
     given = teacher, recipe.teacher, vocabulary.tokenizer, template, most_tokens
     if not sharded:
         return Engine(*given)
-    assert Worlds.current is not None
-    return ShardedEngine(*given, worlds=Worlds.current, budget=budget)
+    assert Peers.current is not None
+    return ShardedEngine(*given, peers=Peers.current, budget=budget)
 
 
 def read_token(path: Path | None) -> str | None:

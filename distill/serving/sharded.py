@@ -6,7 +6,7 @@ answer W requests that go alone at once, or W times the tokens packed. In every 
     step/n      in the launch's store: each process's requests, as /v1/targets takes them (`teachers/server/wire.py`)
 
 is read by the others, who send the hidden states that were asked of them to the first one, by send and receive; a
-process that has nothing to compute goes forward with two tokens. Each gives signs of life (`core/worlds.py`): where one
+process that has nothing to compute goes forward with two tokens. Each gives signs of life (`peers.py`): where one
 is gone, what waits and what comes is refused with a 503, and the server ends.
 """
 
@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import uvicorn
@@ -30,17 +31,17 @@ from accelerate import PartialState
 
 from distill.core.faults import RunError, TeacherGone
 from distill.core.ranks import world_size
-from distill.core.worlds import BEAT_S, LOOKS_S, STORE_GONE, Worlds, clone, join
 from distill.models.precision import resolve_device
 from distill.recipe import Recipe
 from distill.serving.engine import Answer, Engine, Job, Options
-from distill.serving.ranks import NOBODY
+from distill.serving.peers import BEAT_S, LOOKS_S, STORE_GONE, Peers, clone, join
 from distill.serving.worker import Shares, Worker
-from distill.teachers.server.wire import read_body
+from distill.teachers.server.wire import TargetRequest, read_body
 
 REFUSES_S = 2.0  # after a process is gone: so that who waits hears of it
 PART = struct.Struct("<BBI")  # of a step: what is done, the process that does it, bytes of the request
 ALONE, LOGITS, ENDS = 1, 2, 4
+NOBODY = TargetRequest(np.zeros((1, 2), np.int32), None, np.zeros(1, np.int32))  # of a process without a request
 
 
 class ShardedEngine(Engine):
@@ -48,13 +49,13 @@ class ShardedEngine(Engine):
 
     Args:
         given: as `Engine` takes them.
-        worlds: of the launch, in which the first process is by itself.
+        peers: the processes of the launch.
         budget: tokens of a forward, of one process.
     """
 
-    def __init__(self, *given: Any, worlds: Worlds, budget: int) -> None:
+    def __init__(self, *given: Any, peers: Peers, budget: int) -> None:
         super().__init__(*given)
-        self.worlds, self.budget, self.forwards = worlds, budget, worlds.teachers + 1
+        self.peers, self.budget, self.forwards = peers, budget, peers.world
         self.identity.notes["processes"] = self.forwards
         self.fault: str | None = None
         self._steps = itertools.count()
@@ -82,7 +83,7 @@ class ShardedEngine(Engine):
             nothing = self.weights.weight.new_zeros(0, self.weights.weight.shape[1])
             return [self._encoded(job, found.get(id(job), nothing)) for job in jobs]
         except Exception as error:  # the others are at another step than this one
-            gone = next(filter(None, map(self.worlds.fault_soon, self.worlds.others)), None)
+            gone = self.peers.fault_soon()
             self.fault = gone or f"rank 0: {type(error).__name__}: {error!s:.200}".splitlines()[0]
             raise TeacherGone(self.fault) from error
 
@@ -93,9 +94,9 @@ class ShardedEngine(Engine):
             for job in share:
                 query = job.query.body()
                 body += PART.pack(logits | ALONE * job.alone, rank, len(query)) + query
-        self.worlds.store.set(f"step/{number}", body)  # type: ignore[arg-type]
+        self.peers.store.set(f"step/{number}", body)  # type: ignore[arg-type]
         if number > 1:  # all have gone through the step before the last one with this process
-            self.worlds.store.delete_key(f"step/{number - 2}")
+            self.peers.store.delete_key(f"step/{number - 2}")
 
     def _received(self, rank: int, share: Sequence[Job]) -> Sequence[torch.Tensor]:
         sizes = [len(job.query.rows) for job in share]
@@ -123,7 +124,7 @@ class ShardedEngine(Engine):
         finally:
             if self.fault:
                 raise RunError(f"{self.fault}, so this server ends")
-            self.worlds.store.set(f"step/{next(self._steps)}", PART.pack(ENDS, 0, 0))  # type: ignore[arg-type]
+            self.peers.store.set(f"step/{next(self._steps)}", PART.pack(ENDS, 0, 0))  # type: ignore[arg-type]
 
     def watch(self, lose: Callable[[Exception], None], end: Callable[[], None]) -> None:
         """Begin to look after the other side: where one is gone, `lose` what waits, and `end` soon after."""
@@ -132,7 +133,7 @@ class ShardedEngine(Engine):
             while self.fault is None:
                 time.sleep(BEAT_S / 4)
                 try:
-                    self.fault = self.fault or self.worlds.fault()
+                    self.fault = self.fault or self.peers.fault()
                 except ValueError as error:  # that it ended by
                     self.fault = str(error)
             lose(TeacherGone(self.fault))
@@ -163,7 +164,7 @@ class ShardedEngine(Engine):
             while at < len(body):
                 what, rank, size = PART.unpack_from(body, at)
                 query, at = body[at + PART.size : at + PART.size + size], at + PART.size + size
-                if rank == self.worlds.rank:
+                if rank == self.peers.rank:
                     options = Options(deterministic=bool(what & ALONE), logits=bool(what & LOGITS))
                     share.append(Job(read_body(query, json_body=False), options))
             if what & ENDS:
@@ -176,13 +177,13 @@ class ShardedEngine(Engine):
         """What the first process has shared out; looked for less often the longer nothing comes."""
         begun = time.monotonic()
         try:
-            while not self.worlds.store.check([f"step/{number}"]):
-                if self.fault and self.worlds.ends():
+            while not self.peers.store.check([f"step/{number}"]):
+                if self.fault and self.peers.ends():
                     raise SystemExit(1)
                 if self.fault:
                     raise RunError(f"{self.fault}, so this server ends")
                 time.sleep(min(max(LOOKS_S, (time.monotonic() - begun) / 100), 20 * LOOKS_S))
-            return self.worlds.store.get(f"step/{number}")
+            return self.peers.store.get(f"step/{number}")
         except RuntimeError as error:
             raise error if isinstance(error, RunError) else RunError(f"{STORE_GONE}, so this server ends") from error
 
@@ -193,8 +194,8 @@ def join_launch(recipe: Recipe) -> Iterator[None]:
     if world_size() == 1:
         yield
         return
-    with join(world_size() - 1) as worlds:
-        store, rank = dist.PrefixStore("shards", clone(worlds.store)), worlds.rank
+    with join() as peers:
+        store, rank = dist.PrefixStore("shards", clone(peers.store)), peers.rank
         device = resolve_device(recipe.train)
         PartialState(cpu=device.type == "cpu", store=store, rank=rank, world_size=world_size())
         yield

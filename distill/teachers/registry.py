@@ -15,8 +15,8 @@ from distill.teachers.keep.source import KeepSource
 from distill.teachers.measure import Measure
 from distill.teachers.mixture import MixtureSource
 from distill.teachers.model import ModelSource
-from distill.teachers.ranks.teacher import RanksSource
 from distill.teachers.routed.teacher import RoutedSource
+from distill.teachers.server.launched import LaunchedSource
 from distill.teachers.server.teacher import ServerSource
 
 SOURCES: dict[Kind, Callable[[Recipe], TeacherSource]] = {
@@ -24,7 +24,7 @@ SOURCES: dict[Kind, Callable[[Recipe], TeacherSource]] = {
     "cache": CacheSource,
     "server": ServerSource,
     "keep": KeepSource,
-    "ranks": RanksSource,
+    "launched": LaunchedSource,
     "mixture": MixtureSource,
     "routed": RoutedSource,
     "cross": CrossSource,

@@ -27,7 +27,6 @@ from distill.core.faults import TeacherGone
 from distill.core.files import sync
 from distill.core.labels import count_learned
 from distill.core.manifest import write_manifest
-from distill.core.worlds import Worlds
 from distill.data.collator import Collator, PlainRows, padding_token
 from distill.data.mixing import MixedRows
 from distill.generation.on_policy import OnPolicy
@@ -40,6 +39,7 @@ from distill.teachers.base import Batch, Teacher
 from distill.teachers.blame import teacher_fault
 from distill.teachers.losses import LossSpec
 from distill.teachers.objective import DistillationObjective
+from distill.teachers.server.launched import LaunchedServers
 from distill.training.asking import Asking, ended_by
 from distill.training.checkpoint_weights import load_weights
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old
@@ -103,7 +103,7 @@ class DistillationTrainer(Trainer):
         args.average_tokens_across_devices = True
         args.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]
         if args.n_gpu > 1:
-            if Worlds.current is None:  # else the teacher's ranks have the others
+            if LaunchedServers.current is None:  # else the teacher server has the others
                 log.warning("%d GPUs are visible to one process; using one. Start with torchrun for all.", args.n_gpu)
             args._n_gpu = 1
         loaded = {"teacher": teacher} if isinstance(teacher, nn.Module) else teacher.models

@@ -2,14 +2,14 @@
 
 At the flagship's shapes (8B to 1B, 2 x 4,096 tokens a step):
 
-    ranks    one rank trains and one holds the teacher, NCCL between them
+    launched the run trains on GPU 0 and starts a teacher server on GPU 1 itself
     ddp      both GPUs hold both models
     served   the teacher on GPU 1 behind HTTP on loopback: to a run on GPU 0, then to clients
     keep     one GPU: the epoch that asks the teacher, and the second, which reads
 
 At those of 70B to 8B, all weights of the student trained, on two GPUs, each beside what `check` works out for it:
 
-    large    a teacher in fp8 on a rank of its own; everything in shards, in bf16; the teacher in fp8 on both
+    large    a teacher in fp8 served from a GPU of its own; everything in shards, in bf16; the teacher in fp8 on both
 
 Cases are measured in the order in which they are named, each within its share of seconds (`LIMITS`) and what those
 before it have left over. Each measurement is a process of its own, which is ended with all that it has started once it
@@ -38,15 +38,15 @@ from scripts.bench.many_gpus import DRY, FEWEST, PHASES, RECIPE, ROOT, metrics_o
 LENGTH, ROWS = 4096, 2
 STEPS = 14
 EPOCH, LOG_EVERY = 24, 4  # steps of 64 MiB: 1.5 GiB on disk
-LIMITS = {"ranks": 60.0, "ddp": 30.0, "served": 60.0, "keep": 80.0, "large": 180.0}  # seconds
+LIMITS = {"launched": 60.0, "ddp": 30.0, "served": 60.0, "keep": 80.0, "large": 180.0}  # seconds
 SERVER_GPU = "1"
 SMALLER: list[str] = []  # overrides, for a trial without GPUs
 PROGRAM = "import sys; from scripts.bench import elsewhere; elsewhere.serve(int(sys.argv[1]), sys.argv[2:])"
-RANKS = ["parallel.teacher=ranks", "parallel.teacher_ranks=1"]
+LAUNCHED = ["parallel.teacher=served", "parallel.teacher_gpus=1"]
 LARGE_RECIPE = ROOT / "recipes" / "llama3-70b-to-8b-lora.yaml"
 LARGE = ["student.lora=null", "train.save_every=null", "train.eval_every=null", "data.validation={max_rows: 2}"]
 LARGE_WAYS = {
-    "teacher in fp8 on a rank of its own, 1 trains": ["teacher.dtype=fp8", *RANKS],
+    "teacher in fp8 served from a GPU of its own, 1 trains": ["teacher.dtype=fp8", *LAUNCHED],
     "both in shards, bf16": ["parallel.strategy=fsdp", "parallel.teacher=sharded"],
     "teacher in fp8 on both, student in shards": ["teacher.dtype=fp8", "parallel.strategy=fsdp",
                                                   "parallel.teacher=copied"],
@@ -127,9 +127,10 @@ def said_in(line: str) -> dict[str, Any]:
     return found
 
 
-def ranks_rows(folder: Path, until: float) -> list[Row]:
-    """One rank trains, one teaches; and what `check` says of that."""
-    return [_of_two(folder, until, "1 rank trains, 1 teaches", RECIPE, [f"train.steps={STEPS}", *RANKS], STEPS // 2)]
+def launched_rows(folder: Path, until: float) -> list[Row]:
+    """One GPU trains, one serves; and what `check` says of that."""
+    overrides = [f"train.steps={STEPS}", *LAUNCHED]
+    return [_of_two(folder, until, "launch serves from GPU 1, trains on GPU 0", RECIPE, overrides, STEPS // 2)]
 
 
 def ddp_rows(folder: Path, until: float) -> list[Row]:
@@ -153,7 +154,8 @@ def large_rows(folder: Path, until: float) -> Iterator[Row]:
 def _of_two(folder: Path, until: float, title: str, recipe: Path, overrides: Sequence[str], lines: int) -> Row:
     from distill.recipe import load
 
-    words = command(recipe, overrides, title.replace(" ", "-").replace(",", ""), 2)
+    processes = 1 if "parallel.teacher=served" in overrides else 2
+    words = command(recipe, overrides, title.replace(" ", "-").replace(",", ""), processes)
     found = summary(metrics_of(folder, words, "0,1", lines, until))
     expected, chosen = planned(recipe, overrides)
     resolved = load(recipe, [*DRY, *overrides, *SMALLER])
@@ -167,20 +169,20 @@ def planned(recipe: Path, overrides: Sequence[str]) -> tuple[float, bool]:
     """Tokens a second on two H200 as `distill check` works them out, and whether `parallel`'s `auto` comes to this."""
     from distill.planning.devices import find_device
     from distill.planning.preflight import situation_of
-    from distill.planning.ranks import choose_ranks, training_ranks
+    from distill.planning.served import choose_served, training_gpus
     from distill.planning.sharing import sharing_of
     from distill.planning.step_time import StepTokens, step_time
     from distill.recipe import Parallel, load
 
     device = find_device("H200")
     given = load(recipe, [*DRY, *overrides])
-    situation = situation_of(given, device, training_ranks(given, 2))
+    situation = situation_of(given, device, training_gpus(given, 2))
     tokens = float(given.train.batch_size * given.data.max_length * situation.world)
     time = step_time(situation, device, StepTokens(tokens, tokens, tokens * (given.data.max_length + 1) / 2))
     open_ = situation_of(given.model_copy(update={"parallel": Parallel()}), device, 2)
-    chosen = choose_ranks(open_, device)
-    same = chosen.parallel.teacher_ranks == given.parallel.teacher_ranks
-    if given.parallel.teacher_ranks is None:
+    chosen = choose_served(open_, device)
+    same = chosen.parallel.teacher_gpus == given.parallel.teacher_gpus
+    if given.parallel.teacher_gpus is None:
         same = same and sharing_of(open_)[:2] == sharing_of(situation)[:2]
     return (float("nan") if time is None or time.seconds is None else tokens / time.seconds), same
 
@@ -206,7 +208,7 @@ def show(row: Row) -> Row:
 
 
 CASES: dict[str, Callable[[Path, float], Iterable[Row]]] = {
-    "ranks": ranks_rows, "ddp": ddp_rows, "served": served_rows, "keep": keep_rows, "large": large_rows,
+    "launched": launched_rows, "ddp": ddp_rows, "served": served_rows, "keep": keep_rows, "large": large_rows,
 }  # fmt: skip
 
 

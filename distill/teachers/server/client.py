@@ -90,6 +90,7 @@ class Servers:
     Attributes:
         received: bytes of answers so far, and `positions` that they were for, for the figure of bytes a token.
         expected: hash of the identity that every answer must bear; None before it is known.
+        ended: returns why no answer will come any more, of servers that this run started; None while one may.
     """
 
     def __init__(self, place: Place) -> None:
@@ -103,6 +104,7 @@ class Servers:
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []  # from the first `submit` on
         self._closed = threading.Event()
+        self.ended: Callable[[], str | None] = lambda: None
         self.received = self.positions = 0
 
     def close(self) -> None:
@@ -179,6 +181,8 @@ class Servers:
                 except _TryAgain as again:
                     values = str(again)
                     continue
+            if (ended := self.ended()) is not None:
+                raise TeacherGone(ended)
             if time.monotonic() - silent_since > self.place.wait or self._closed.is_set():
                 faults = "; ".join(f"{server.url}: {server.fault or values}" for server in self._servers)
                 raise TeacherGone(f"teacher.url: no answer within {self.place.wait:g} s ({faults})")

@@ -1,11 +1,10 @@
-"""When a teacher on ranks of its own is the faster way, what each side holds, and what a recipe may say of it."""
+"""When a teacher server that the launch starts pays, what each side holds, and what a recipe may say of it."""
 
 from pathlib import Path
 
 import pytest
-import torch
 
-from distill.planning import ranks as planning
+from distill.planning import served as planning
 from distill.planning.devices import find_device
 from distill.planning.preflight import check, situation_of
 from distill.recipe import RecipeError, load, parse
@@ -21,30 +20,30 @@ def lora_70b(*overrides):
 
 def chosen(recipe, gpu="H100", gpus=4):
     device = find_device(gpu)
-    return planning.choose_ranks(situation_of(recipe, device, gpus), device).parallel
+    return planning.choose_served(situation_of(recipe, device, gpus), device).parallel
 
 
-def test_an_fp8_teacher_that_fits_beside_no_student_gets_ranks():
+def test_an_fp8_teacher_that_fits_beside_no_student_gets_a_server():
     """70B in fp8 on 2, the LoRA student on 2: it cannot be cut, and copies leave no room; 3 would wait for 1."""
     recipe, device = lora_70b("teacher.dtype=fp8"), find_device("H100")
     parallel = chosen(recipe)
-    assert (parallel.teacher, parallel.teacher_ranks) == ("ranks", 2)
+    assert (parallel.teacher, parallel.teacher_gpus) == ("served", 2)
     ways = {
-        each.recipe.parallel.teacher_ranks: planning._seconds_a_token(each, device)
-        for each in planning._with_ranks(situation_of(recipe, device, 4))
+        each.recipe.parallel.teacher_gpus: planning._seconds_a_token(each, device)
+        for each in planning._with_servers(situation_of(recipe, device, 4))
     }
     assert ways.keys() == {2, 3} and ways[2] < ways[3]
 
 
-def test_where_all_can_do_both_ranks_lose():
+def test_where_all_can_do_both_a_server_loses():
     """70B in bf16, on 2 + 2 as on 3 + 1: its products take longer than those of both models on all four."""
     recipe, device = lora_70b(), find_device("H100")
     situation = situation_of(recipe, device, 4)
-    assert planning.choose_ranks(situation, device) is recipe
+    assert planning.choose_served(situation, device) is recipe
     together = planning._seconds_a_token(situation, device)
     apart = {
-        each.recipe.parallel.teacher_ranks: planning._seconds_a_token(each, device)
-        for each in planning._with_ranks(situation)
+        each.recipe.parallel.teacher_gpus: planning._seconds_a_token(each, device)
+        for each in planning._with_servers(situation)
     }
     assert apart.keys() == {2, 3} and min(apart.values()) > together  # three that train leave no whole micro-batches
     # of two in shards, a token: products of 68.5e9 weights without the head's, 1,024.5 pairs, what the layers move, and
@@ -65,47 +64,52 @@ def test_where_all_can_do_both_ranks_lose():
     ],
 )
 def test_nothing_is_chosen_that_was_not_asked_for_or_is_not_known(overrides, gpu):
-    assert chosen(lora_70b(*overrides), gpu).teacher_ranks is None
+    assert chosen(lora_70b(*overrides), gpu).teacher_gpus is None
 
 
-def test_a_run_chooses_on_gpus_and_keeps_what_it_began_with(tmp_path, monkeypatch):
-    recipe, cuda = lora_70b("teacher.dtype=fp8"), torch.device("cuda", 0)
-    assert planning.choose_ranks_here(recipe, torch.device("cpu"), 4, lambda: None) is recipe
-    situation, device = situation_of(recipe, find_device("H100"), 4), find_device("H100")
-    monkeypatch.setattr(planning.Situation, "here", staticmethod(lambda *_: situation))
+def test_a_launch_chooses_on_gpus_and_a_resumed_run_keeps_what_it_began_with(tmp_path, monkeypatch):
+    recipe, device = lora_70b("teacher.dtype=fp8"), find_device("H100")
+    monkeypatch.setattr(planning.Situation, "here", staticmethod(lambda *_: situation_of(recipe, device, 4)))
     monkeypatch.setattr(planning, "find_device", lambda _: device)
-    assert planning.choose_ranks_here(recipe, cuda, 4, lambda: None).parallel.teacher_ranks == 2
+    training, chosen = planning.share_out(recipe, 4, None)
+    assert (training, chosen.parallel.teacher, chosen.parallel.teacher_gpus) == (2, "served", 2)
     begun = tmp_path / "recipe.yaml"
     begun.write_text((ROOT / "recipes/llama3-70b-to-8b-lora.yaml").read_text())
-    assert planning.choose_ranks_here(recipe, cuda, 4, lambda: begun) is recipe
-    begun.write_text(begun.read_text() + "parallel: {teacher: ranks, teacher_ranks: 3}\n")
-    assert planning.choose_ranks_here(recipe, cuda, 4, lambda: begun).parallel.teacher_ranks == 3
+    assert planning.share_out(recipe, 4, begun) == (4, recipe)
+    for parallel in ("{teacher: served, teacher_gpus: 3}", "{teacher: ranks, teacher_ranks: 3}"):  # the latter of old
+        began = begun.read_text().partition("parallel:")[0]
+        begun.write_text(began + f"parallel: {parallel}\n")
+        assert planning.share_out(recipe, 4, begun)[0] == 1
+    with pytest.raises(ValueError, match="teacher_gpus: expected fewer than the 2 GPUs there are"):
+        planning.share_out(chosen, 2, None)
 
 
 def test_check_says_what_both_sides_hold():
     report = check(lora_70b("teacher.dtype=fp8"), find_device("H100"), gpus=4, look_at_data=False)
     assert report.ok and report.fits and report.training == 2 and report.strategy.endswith("on 2, teacher on 2")
-    assert any("2 of 4 hold the teacher (a copy each, 70." in note for note in report.notes)
+    assert any("2 of 4 serve the teacher (a copy each, 70." in note for note in report.notes)
     head = 128256 * 8192 * 2 / GIB
     assert report.memory.parts["teacher"] / GIB == pytest.approx(head)
     shards = check(
-        lora_70b("parallel={teacher: ranks, teacher_ranks: 2}"), find_device("H100"), gpus=4, look_at_data=False
+        lora_70b("parallel={teacher: served, teacher_gpus: 2}"), find_device("H100"), gpus=4, look_at_data=False
     )
     assert any("(shards, 71." in note for note in shards.notes) and shards.ok
-    one = lora_70b("parallel={teacher: ranks, teacher_ranks: 1}", "train.tokens_per_step=98304")
+    one = lora_70b("parallel={teacher: served, teacher_gpus: 1}", "train.tokens_per_step=98304")
     whole = check(one, find_device("H100"), gpus=4, look_at_data=False)
-    assert not whole.ok and any("parallel.teacher_ranks: each takes 13" in problem for problem in whole.problems)
-    with pytest.raises(ValueError, match="one or more to train; got 1 in all"):
+    assert not whole.ok and any("parallel.teacher_gpus: each takes 13" in problem for problem in whole.problems)
+    with pytest.raises(ValueError, match="expected fewer than the 1 GPUs there are"):
         check(one, find_device("H100"), gpus=1, look_at_data=False)
 
 
 @pytest.mark.parametrize(
     "parallel, told",
     [
-        ("{teacher: ranks}", "parallel: teacher_ranks is missing"),
-        ("{teacher: copied, teacher_ranks: 1}", "teacher_ranks and teacher_layout belong to teacher: ranks"),
-        ("{teacher_layout: sharded}", "teacher_ranks and teacher_layout belong to teacher: ranks"),
-        ("{teacher: ranks, teacher_ranks: 0}", "parallel.teacher_ranks"),
+        ("{teacher: served}", "parallel: teacher_gpus is missing"),
+        ("{teacher: copied, teacher_gpus: 1}", "teacher_gpus and teacher_layout belong to teacher: served"),
+        ("{teacher_layout: sharded}", "teacher_gpus and teacher_layout belong to teacher: served"),
+        ("{teacher: served, teacher_gpus: 0}", "parallel.teacher_gpus"),
+        ("{teacher: ranks, teacher_gpus: 1}", "expected teacher: served with teacher_gpus.*got teacher: ranks"),
+        ("{teacher: served, teacher_ranks: 1}", "expected teacher: served with teacher_gpus.*got teacher_ranks"),
     ],
 )
 def test_what_a_recipe_may_say(parallel, told):
