@@ -122,6 +122,8 @@ def test_a_checkpoint_without_a_manifest_is_used_only_unverified(workplace, fini
 
 def test_checkpoints_that_lost_their_state_do_not_mean_a_fresh_start(workplace, finished, capsys):
     (workplace / "runs/whole/checkpoint-4/trainer_state.json").unlink()
+    assert run_command(["verify", "whole"]) == 1
+    assert "DAMAGED  checkpoint-4        trainer_state.json cannot be read" in capsys.readouterr().out
     assert run_command(["run", "r.yaml", "--name", "whole", "--resume"]) == 0
     said = capsys.readouterr().out
     assert "runs/whole/checkpoint-4 cannot be used: trainer_state.json cannot be read (FileNotFoundError" in said

@@ -77,7 +77,7 @@ def _run(folder: Path) -> Iterator[Line]:
     yield noted(folder / METRICS_FILE, lambda: _metrics(folder / METRICS_FILE))
     for path in files(folder):
         yield noted(path, lambda path=path: _rollouts(path))  # type: ignore[misc]
-    for path in checkpoints(folder):
+    for path in checkpoints(folder, damaged=True):
         yield _line(path.name, lambda path=path: _checkpoint(path))  # type: ignore[misc]
     for path in half_written(folder):
         yield path.name, "not finished; nothing reads it", True
