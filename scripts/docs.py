@@ -24,6 +24,7 @@ from distill.cli import app  # noqa: E402
 from distill.commands.reference import json_schema, settings  # noqa: E402
 from distill.recipe.shipped import SCHEMA_FILE, shipped_recipes  # noqa: E402
 from scripts import chat_samples, compiled, gpu_page, kernel_page, readme, template_page  # noqa: E402
+from scripts.families import page as family_page  # noqa: E402
 
 NOTE = "<!-- written by python -m scripts.docs -->"
 TOOLS = ("TRL", "torchtune", "axolotl")
@@ -49,6 +50,7 @@ def generated() -> dict[Path, str]:
                 text = _block(text, "families", gpu_page.families())
             text = _block(text, "cards", gpu_page.cards()) if path.name == "gpus.md" else text
             text = chat_templates(text) if path.name == "chat-templates.md" else text
+            text = _block(text, "models", family_page.table()) if path.name == "supported-models.md" else text
             files[path] = _block(text, "recipes", recipes_part()) if path.name == "recipes.md" else text
     return files
 

@@ -11,8 +11,8 @@ from distill.models.packed import packing_problem
 from distill.models.patching import patch
 from distill.models.pruning import cut_config
 from distill.models.work import work_of
-from scripts.families import checks
-from scripts.families.configs import shortened, tiny_config
+from scripts.families import checks, page
+from scripts.families.configs import families, shortened, tiny_config
 
 # what each of them is tried for: `python -m scripts.families` tries every family that transformers has
 KINDS = {
@@ -44,6 +44,13 @@ def test_a_failure_of_a_family_is_a_row_and_not_the_end(tmp_path, monkeypatch):
     found = checks.examine("llama", tmp_path)
     assert [line.partition(":")[0] for line in found["failed"]] == ["divergences"]
     assert found["resume"] == "to the bit"
+
+
+def test_every_recorded_failure_has_a_reason():
+    rows = page.read_rows()
+    assert len(rows) >= 60 and rows.keys() <= set(families())
+    failed = {name for name, row in rows.items() if row["failed"]}
+    assert failed == page.KNOWN.keys(), "explain what fails in scripts/families/page.py"
 
 
 def test_tiny_configurations_have_each_kind_of_layer():

@@ -109,7 +109,7 @@ LEFT_OUT = {
         "roberta-prelayernorm roc_bert roformer trocr whisper xlm xlm-roberta xlm-roberta-xl xlnet xmod cpmant"
     ),
     "text is a part of what it reads or writes": (
-        "aria_text blt emu3 fuyu gemma4 gemma4_unified gemma3n git got_ocr2 llama4 mllama moshi "
+        "aria_text blt emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama moshi "
         "moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp dots3_note"
     ),
     "drafts for another model": "gemma4_assistant gemma4_unified_assistant",
