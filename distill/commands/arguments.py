@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from distill.commands.paths import teachers_of
 from distill.core import console
 from distill.core.folders import RECIPE_FILE, RUNS, require_folder
 from distill.recipe import Recipe, load
@@ -61,8 +62,7 @@ def load_recipe(argument: str, overrides: Sequence[str] | None) -> tuple[Path, R
     for field, spec in (("teacher.config", recipe.teacher), ("student.config", recipe.student)):
         if spec.init == "random" and spec.config is not None:
             find_architecture(spec.config, field)
-    for number, teacher in enumerate(recipe.teachers or [recipe.teacher]):
-        name = f"teachers.{number}" if recipe.teachers else "teacher"
+    for name, teacher in teachers_of(recipe).items():
         for field, folder in (("keep", teacher.keep), ("path", teacher.path)):
             if folder is not None:
                 require_folder(Path(folder).expanduser(), f"{name}.{field}")

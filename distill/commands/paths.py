@@ -25,7 +25,7 @@ def path_notes(recipe: Recipe) -> list[str]:
             with contextlib.suppress(ValueError):  # which `path_faults` says
                 if not resolve_model_source(section.model, f"{name}.model").local:
                     notes.append(_taken_for_a_hub_id(f"{name}.model", section.model))
-    for name, teacher in _teachers(recipe).items():
+    for name, teacher in teachers_of(recipe).items():
         if teacher.path is not None and not Path(teacher.path).expanduser().exists():
             near = near_path(teacher.path)
             notes.append(f"{name}.path: {teacher.path} does not exist yet{near}; distill cache makes it")
@@ -37,13 +37,14 @@ def path_notes(recipe: Recipe) -> list[str]:
     return [note for note in notes if note]
 
 
-def _teachers(recipe: Recipe) -> dict[str, Teacher]:
+def teachers_of(recipe: Recipe) -> dict[str, Teacher]:
+    """Return the recipe's teachers by the field that names each."""
     several: dict[str, Teacher] = {f"teachers.{number}": teacher for number, teacher in enumerate(recipe.teachers)}
     return several or {"teacher": recipe.teacher}
 
 
 def _models(recipe: Recipe) -> dict[str, ModelSection]:
-    return {**_teachers(recipe), "student": recipe.student}
+    return {**teachers_of(recipe), "student": recipe.student}
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:

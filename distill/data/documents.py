@@ -13,9 +13,15 @@ from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 
+try:
+    import resource
+except ImportError:  # no such limits on this system
+    resource = None  # type: ignore[assignment]
+
 import numpy as np
 
 from distill.core.faults import RunError
+from distill.core.tokenizer_trial import MOST_BYTES, may_grow
 from distill.data.packing import Documents, Ragged
 from distill.data.rows import size_of
 from distill.data.sources import Row, RowFault, Source
@@ -79,12 +85,15 @@ def _batches(rows: Iterable[tuple[int, Row | RowFault]]) -> Iterator[Batch]:
 def _encoded(batches: Iterator[Batch], encoder: RowEncoder, workers: int) -> Iterator[tuple[Iterable[Document], Tally]]:
     """Each batch's documents, in order, and a tally that is complete once they are read; of several processes, with
     at most two batches a worker under way."""
-    if workers < 2:
+    bounded = _may_grow(encoder)
+    if workers < 2 and not bounded:
         for batch in batches:
             tally = Tally()
             yield encoder.documents(batch, tally), tally
         return
-    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_set_encoder, initargs=(encoder,)) as pool:
+    workers = max(workers, 1)
+    most = MOST_BYTES if bounded else None
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_set_encoder, initargs=(encoder, most)) as pool:
         waiting: deque[Future[tuple[list[Document], Tally]]] = deque()
         try:
             for batch in batches:
@@ -93,7 +102,13 @@ def _encoded(batches: Iterator[Batch], encoder: RowEncoder, workers: int) -> Ite
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
-        except BrokenProcessPool as error:
+        except (MemoryError, BrokenProcessPool) as error:
+            if bounded:
+                name = getattr(getattr(encoder, "tokenizer", None), "name_or_path", "") or "the teacher"
+                raise ValueError(
+                    f"teacher.model: the tokenizer of {name} takes more than {MOST_BYTES >> 30} GiB of memory for some "
+                    "rows of the data: its normalizer makes much text out of little"
+                ) from error
             raise RunError(
                 f"a process that tokenises died; most often the machine ran out of memory: lower data.workers "
                 f"(now {workers})"
@@ -103,8 +118,16 @@ def _encoded(batches: Iterator[Batch], encoder: RowEncoder, workers: int) -> Ite
 _encoder_here: RowEncoder | None = None
 
 
-def _set_encoder(encoder: RowEncoder) -> None:
+def _may_grow(encoder: RowEncoder) -> bool:
+    """Whether the encoder's tokenizer, a program of others, may need bounds that only a process of its own has."""
+    backend = getattr(getattr(encoder, "tokenizer", None), "backend_tokenizer", None)
+    return backend is not None and may_grow(json.loads(backend.to_str()).get("normalizer"))
+
+
+def _set_encoder(encoder: RowEncoder, most: int | None) -> None:
     global _encoder_here
+    if most is not None and resource is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (2 * most, 2 * most))  # the libraries that are loaded take a part
     _encoder_here = encoder
 
 

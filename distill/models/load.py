@@ -31,6 +31,7 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from distill.core.files import replacing_folder
+from distill.core.tokenizer_trial import require_bounded
 from distill.models.adapters import add_lora, load_and_merge, merged, save_adapter
 from distill.models.attention import keep_soft_cap
 from distill.models.document_rope import rope_by_document
@@ -68,6 +69,8 @@ def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedT
         raise ValueError(f"{field}.model: no tokenizer, since no model is named; data.source: synthetic needs none")
     source = resolve_tokenizer_source(spec, f"{field}.model")
     arguments = remote_arguments(section, field) | ({"gguf_file": source.gguf_file} if source.gguf_file else {})
+    if not source.gguf_file:
+        require_bounded(_folder_of(source, section), spec, f"{field}.model")
     with loading(spec, source, f"{field}.model"):
         tokenizer = AutoTokenizer.from_pretrained(source.location, **arguments)
         # data.max_length is held to both models; the tokenizer's own limit would be warned of for each longer text
@@ -84,6 +87,17 @@ def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedT
             raise ValueError(f"{field}.model: the tokenizer of {spec} has neither a padding nor an end-of-text token")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _folder_of(source: ModelSource, section: ModelSection) -> Path:
+    """Where a model's tokenizer lies; of the hub, fetched as the loading does next."""
+    if source.local:
+        return Path(source.location)
+    file = cached_file(
+        source.location, "tokenizer.json", revision=section.revision, _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False,
+    )  # fmt: skip
+    return Path(file).parent if file is not None else Path(source.location)
 
 
 def load_teacher(

@@ -1,0 +1,91 @@
+"""Tokenizers that others wrote: one that never ends, or fills the memory, is one line that names it."""
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+
+from distill.core import tokenizer_trial
+from distill.data.load import load_data
+from distill.models.load import load_tokenizer
+from distill.recipe import Data, Teacher
+
+ROWS = [{"text": f"The teacher explains number {number} and the student listens."} for number in range(8)]
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
+    tokenizer = tiny_tokenizer()
+    save_tiny(tmp_path / "model", tiny_model(tokenizer, seed=1), tokenizer)
+    return tmp_path / "model"
+
+
+def with_normalizer(folder, normalizer, pre_tokenizer=None):
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["normalizer"] = normalizer
+    if pre_tokenizer is not None:
+        content["pre_tokenizer"] = pre_tokenizer
+    path.write_text(json.dumps(content))
+
+
+def growing(pattern, times=8):
+    first = {"type": "Replace", "pattern": {"String": pattern}, "content": "a" * 90}
+    more = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 90}
+    return {"type": "Sequence", "normalizers": [first, *[more] * times]}
+
+
+@pytest.mark.parametrize("pattern", ["n", "a word that no other text holds"])
+def test_a_normalizer_that_makes_endless_text_is_refused_before_it_is_used_here(saved, pattern):
+    with_normalizer(saved, growing(pattern))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    with pytest.raises(
+        ValueError, match=r"^teacher\.model: the tokenizer of .* takes more than 4 GiB of memory"
+    ) as told:
+        load_tokenizer(Teacher(model=str(saved)))
+    assert "\n" not in str(told.value)
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < max(before, 5 << 20), "KiB"
+
+
+def test_a_tokenizer_that_takes_too_long_is_ended(saved, monkeypatch):
+    monkeypatch.setattr(tokenizer_trial, "MOST_SECONDS", 0.01)
+    search = {"type": "Split", "pattern": {"Regex": "(a|aa)+"}, "behavior": "Isolated", "invert": False}
+    with_normalizer(saved, None, {"type": "Sequence", "pretokenizers": [search, BYTES]})
+    with pytest.raises(ValueError, match=r"^teacher\.model: the tokenizer of .* takes longer than 0.01 s"):
+        load_tokenizer(Teacher(model=str(saved)))
+
+
+def test_a_normalizer_that_grows_only_with_the_data_is_refused_in_a_process_of_its_own(saved):
+    grown = growing("", times=8)
+    grown["normalizers"][0] = {"type": "Replace", "pattern": {"Regex": "[\u1200-\u1210]"}, "content": "a" * 90}
+    with_normalizer(saved, {"type": "Sequence", "normalizers": [
+        {"type": "Replace", "pattern": {"Regex": "a"}, "content": "b"}, *grown["normalizers"]
+    ]})  # fmt: skip
+    tokenizer = load_tokenizer(Teacher(model=str(saved)))
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, {"text": "a \u1200 of Ethiopia"}]))
+    with pytest.raises(ValueError, match=r"^teacher\.model: the tokenizer of .* 4 GiB of memory for some rows") as told:
+        load_data(Data(source="a.jsonl", max_length=64), tokenizer, seed=0)
+    assert "\n" not in str(told.value)
+    Path("b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert len(load_data(Data(source="b.jsonl", max_length=64), tokenizer, seed=0).train) > 0
+
+
+@pytest.mark.parametrize(
+    "normalizer, grows",
+    [
+        (None, False),
+        ({"type": "NFC"}, False),
+        ({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, {"type": "Lowercase"}]}, False),
+        ({"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}, False),
+        ({"type": "Replace", "pattern": {"String": " "}, "content": "x" * 17}, True),
+        ({"type": "Sequence", "normalizers": [{"type": "Replace", "content": "abc"}] * 3}, True),
+        ({"type": "Precompiled", "precompiled_charsmap": ""}, True),
+    ],
+)
+def test_which_normalizers_may_make_much_of_little(normalizer, grows):
+    assert tokenizer_trial.may_grow(normalizer) == grows
