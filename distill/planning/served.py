@@ -97,8 +97,8 @@ def share_out(recipe: Recipe, gpus: int, begun: Path | None) -> tuple[int, Recip
         if before.teacher == "served":
             parallel = before.model_copy(update={"strategy": recipe.parallel.strategy})
             recipe = recipe.model_copy(update={"parallel": parallel})
-    elif recipe.parallel.teacher == "auto":
-        recipe = choose_served(Situation.here(recipe, torch.device("cuda", 0), gpus), find_device(None))
+    elif recipe.parallel.teacher == "auto" and (device := find_device(None)).card is not None:
+        recipe = choose_served(Situation.here(recipe, torch.device("cuda", 0), gpus), device)
     return training_gpus(recipe, gpus), recipe
 
 
