@@ -102,7 +102,7 @@ def decoder_of(model: nn.Module) -> nn.Module:
     """The body of a causal language model: its `__call__` returns the hidden states that the head takes."""
     model = bare(model)
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
-    if decoder is model:  # transformers looks for it by the name that it has in a larger model (Llama 4)
+    if decoder is model or isinstance(decoder, nn.Linear):  # transformers goes by names (Llama 4, ModernBERT's decoder)
         decoder = getattr(model, "model", None)
     if decoder is None or decoder is model:
         raise ValueError(f"model: expected a causal language model with a decoder and a head, got {_name(model)}")

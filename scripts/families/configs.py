@@ -115,6 +115,7 @@ LEFT_OUT = {
     "drafts for another model": "gemma4_assistant gemma4_unified_assistant",
     "the class of another family under a second name": "gpt-sw3",
     "its default configuration does not open in transformers 5.23": "dbrx",
+    "its head is more than a linear layer: it is refused in one line": "modernbert-decoder",
 }
 
 
