@@ -156,6 +156,7 @@ def test_every_free_setting_is_left_out(name):
         "student.lora.save": "adapter",
         "teacher.offload": "cpu",
         "train.cuda_graph": "false",
+        "train.on_divergence": "stop",
         "teacher.url": "http://b",
         "teacher.token_file": "t",
     }

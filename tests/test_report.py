@@ -109,6 +109,13 @@ def test_an_unfinished_run_has_a_page_too(folder):
     assert "<svg" not in text and "Recipe" in text
 
 
+def test_a_run_of_few_steps_has_no_plots_of_one_dot(folder):
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0, "kl": 1.5, "agreement": 0.5}) + "\n")
+    text = page(read_run(folder))
+    Page(text)
+    assert "<svg" not in text and "No curves: a line takes two logged steps" in text
+
+
 def test_the_time_split_weighs_intervals_by_their_steps(folder):
     """Two intervals, of 1 and of 9 steps; a phase's share is its seconds over those of all."""
     rows = [{"step": 1, "loss": 2.0, "kl": 2.0, "seconds": 9.0}, {"step": 10, "loss": 1.0, "kl": 1.0, "seconds": 9.0}]

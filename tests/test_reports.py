@@ -106,12 +106,14 @@ def test_curves_draw_what_there_is(tmp_path):
     assert len(charts) == 4 and "prefers-color-scheme: dark" in path.read_text() and "var(" not in path.read_text()
     boxes = [[float(chart.get(key)) for key in ("x", "y", "width", "height")] for chart in charts]
     assert all(x + w <= float(root.get("width")) and y + h <= float(root.get("height")) for x, y, w, h in boxes)
-    assert draw_curves([{"step": 1, "loss": 2.0}], path)
+    assert draw_curves([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}], path)
     smaller = ElementTree.parse(path).getroot()
     assert float(smaller.get("width")) < float(root.get("width")), (
         "one figure needs one chart, not a page of empty ones"
     )
-    assert draw_curves([{"step": 1, "loss": None, "kl": 1.0, "eval_kl": 2.0}, {"kl": 3.0}], path)
+    assert draw_curves(
+        [{"step": 1, "loss": None, "kl": 1.0, "eval_kl": 2.0}, {"kl": 3.0}, {"step": 2, "kl": 3.0}], path
+    )
     assert [file.name for file in tmp_path.iterdir()] == ["curves.svg"]
 
 
@@ -124,7 +126,7 @@ def test_a_picture_of_one_theme_has_no_other(tmp_path):
         assert palette["paper"] in inside and palette["paper"] not in outside
 
 
-@pytest.mark.parametrize("nothing", [[], [{"step": 1}], [{"loss": 1.0}], [{"step": 1, "loss": None}]])
+@pytest.mark.parametrize("nothing", [[], [{"step": 1}], [{"loss": 1.0}], [{"step": 1, "loss": 1.0}]])
 def test_nothing_to_draw_makes_no_file(nothing, tmp_path):
     assert draw_curves(nothing, tmp_path / "curves.svg") is False
     assert not list(tmp_path.iterdir())

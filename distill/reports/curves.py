@@ -52,7 +52,8 @@ def panels_of(measure: Measure = KL) -> list[Panel]:
 
 
 def charts_of(rows: Rows, measure: Measure = KL) -> list[tuple[Panel, list[Series]]]:
-    """The panels that `rows` have figures for, with their lines; the loss is left out where it is the divergence."""
+    """The panels that `rows` have figures of two steps for, with their lines; the loss is left out where it is the
+    divergence."""
     charts = []
     for panel in panels_of(measure):
         if panel.key == "loss" and all(_same(row.get("loss"), row.get(measure.key)) for row in rows if "loss" in row):
@@ -61,13 +62,13 @@ def charts_of(rows: Rows, measure: Measure = KL) -> list[tuple[Panel, list[Serie
             Series(name, points(rows, prefix + panel.key, panel.factor), color)
             for color, (name, prefix) in enumerate((("training", ""), ("held out", "eval_")))
         ]
-        if any(line.points for line in lines):
+        if any(len(line.points) > 1 for line in lines):
             charts.append((panel, [line for line in lines if line.points]))
     names = [key[7:] for key in (rows[-1] if rows else ()) if key.startswith("tokens_")]
     for panel in panels_of(measure)[1:4]:
         own = ((name, points(rows, f"{panel.key}_{name}", panel.factor)) for name in names)
         lines = [Series(name, line, 2 + number) for number, (name, line) in enumerate(own) if line]
-        if lines:
+        if any(len(line.points) > 1 for line in lines):
             charts.append((panel._replace(title=f"{panel.title}, by route"), lines))
     return charts
 

@@ -248,7 +248,10 @@ def _charts(rows: Rows, measure: Measure) -> str:
         chart = line_chart(lines, panel.title, from_zero=panel.from_zero)
         figures.append(f"<figure><figcaption>{html.escape(panel.title)}<b>{last}</b></figcaption>{chart}</figure>")
     names = {line.color: line.name for _, lines in charts for line in lines}
-    return f'{legend(names)}<div class="charts">{"".join(figures)}</div>' if charts else ""
+    if not charts:
+        few = "No curves: a line takes two logged steps, which a smaller train.log_every gives."
+        return f'<p class="note">{few}</p>' if rows else ""
+    return f'{legend(names)}<div class="charts">{"".join(figures)}</div>'
 
 
 def legend(names: Mapping[int, str]) -> str:
