@@ -90,6 +90,7 @@ def test_types_round_as_they_say(type, tmp_path):
     sizes = {name: write_gguf(folder, tmp_path / f"{name}.gguf", name).bytes for name in ("f32", type)}
     written = write_gguf(folder, tmp_path / "x.gguf", type)
     assert 0 < written.kl < 0.01, "rounding shows, and little"
+    assert ("activations to 8 bits" in written.note) == (type == "q8_0")
     assert sizes[type] < {"f16": 0.65, "bf16": 0.65, "q8_0": 0.5}[type] * sizes["f32"]
 
 
@@ -157,6 +158,15 @@ def test_ways_of_splitting_have_names(split, name, tmp_path):
     assert split_name(json.loads(tokenizer.backend_tokenizer.to_str())) == name
     folder = saved(tmp_path / "m", split)
     assert write_gguf(folder, tmp_path / "m.gguf", "f32").kl < 1e-6, "and read back, they split alike"
+
+
+def test_text_that_llama_cpp_would_not_normalise_is_named(tmp_path):
+    from tokenizers import normalizers
+
+    folder, tokenizer = saved(tmp_path / "m"), tiny_tokenizer(300)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    tokenizer.save_pretrained(folder)
+    assert "NFC" in write_gguf(folder, tmp_path / "m.gguf", "f32").note
 
 
 def test_other_tokenizers_are_refused(tmp_path):

@@ -5,14 +5,12 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from tiny import save_models, tiny_model, tiny_tokenizer
 
 from distill.caching.sample import AnswerSettings, sample
 from distill.cli import run_command
 from distill.data.chat import load_template
 from distill.data.load import load_data
-from distill.generation.decode_loop import EngineSettings, Generated
 from distill.generation.prompts import read_prompts
 from distill.generation.sampling import Sampling
 from distill.recipe import parse
@@ -205,45 +203,3 @@ def test_help_loads_nothing_heavy():
     code = "import sys; from distill.cli import run_command; run_command(['sample', '--help']); " \
            "sys.exit('torch' in sys.modules)"  # fmt: skip
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
-
-
-def test_vllm_is_asked_as_it_documents(workplace, monkeypatch):
-    """A stand-in with vLLM's names: weights are handed over anew before each call of a model that trains."""
-    import types
-
-    from distill.generation import engines
-
-    calls = []
-
-    class LLM:
-        def __init__(self, **settings):
-            calls.append(("load", sorted(settings)))
-            assert (engines.Path(settings["model"]) / "config.json").exists()
-            self.folder = settings["model"]
-
-        def collective_rpc(self, name):
-            calls.append(name)
-
-        def reset_prefix_cache(self):
-            calls.append("reset")
-
-        def generate(self, requests, settings, use_tqdm):
-            assert [list(request) for request in requests] == [["prompt_token_ids"]] * 2
-            outs = [types.SimpleNamespace(token_ids=[9] * (s["max_tokens"] - 1) + [0]) for s in settings]
-            return [types.SimpleNamespace(outputs=[out]) for out in outs]
-
-    fake = types.SimpleNamespace(LLM=LLM, SamplingParams=dict, __spec__=object())
-    monkeypatch.setitem(sys.modules, "vllm", fake)
-    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: object())
-    model = tiny_model(tiny_tokenizer())
-    made = engines.engine_for(
-        "vllm", model, EngineSettings(0, [0], vocab_size=200, max_length=64), tokenizer=tiny_tokenizer(), trains=True
-    )
-    assert made.allowed == list(range(200))
-    with torch.no_grad():
-        model.model.norm.weight.fill_(0.5)
-    assert made.generate([[1], [2, 3]], max_new_tokens=[2, 3]) == Generated([[9, 0], [9, 9, 0]], [False, False])
-    assert calls[1:] == ["reload_weights", "reset"]
-    from safetensors.torch import load_file
-
-    assert load_file(made.path / "model.safetensors")["model.norm.weight"][0] == 0.5

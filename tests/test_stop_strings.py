@@ -11,7 +11,7 @@ from tiny import save_models, tiny_model, tiny_tokenizer
 from distill.caching.sample import AnswerSettings, sample
 from distill.generation import decode_loop
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
-from distill.generation.engines import TransformersEngine, engine_for
+from distill.generation.engines import TransformersEngine
 from distill.generation.sampling import GREEDY, Sampling
 from distill.generation.stopping import StopStrings, ended
 from distill.recipe import parse
@@ -195,36 +195,3 @@ def test_answers_in_a_file_end_with_it(tmp_path, monkeypatch):
             stopped += 1
             assert not row["truncated"] and not any(letter in text[:-8] for letter in "eato")
     assert stopped >= 3
-
-
-def test_vllm_is_given_them(tmp_path, monkeypatch):
-    """A stand-in with vLLM's names, whose answers run past the string."""
-    import sys
-
-    from distill.generation import engines
-
-    asked, tokenizer = [], tiny_tokenizer()
-    letters = tokenizer("ab, END and on", add_special_tokens=False)["input_ids"]
-
-    class LLM:
-        def __init__(self, **_):
-            pass
-
-        def generate(self, requests, settings, use_tqdm):
-            asked.extend(settings)
-            log_probs = [{token: SimpleNamespace(logprob=-1.0)} for token in letters]
-            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=letters, logprobs=log_probs)])]
-
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM, SamplingParams=dict, __spec__=object()))
-    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: object())
-    settings = EngineSettings(2, [0], log_probs=True, stop=StopStrings(tokenizer, ["END"]))
-    engine = engine_for("vllm", tiny_model(tokenizer), settings, tokenizer=tokenizer)
-    found = engine.generate([[5]], max_new_tokens=40, sampling=Sampling(0.7, 3, 0.9, 0.1))
-    text = tokenizer.decode(found.tokens[0])
-    assert text.endswith("END") and found.truncated == [False] and len(found.log_probs[0]) == len(found.tokens[0])
-    (params,) = asked
-    assert params["stop"] == ["END"] and params["detokenize"]
-    assert [params[name] for name in ("temperature", "top_k", "top_p", "min_p")] == [0.7, 3, 0.9, 0.1]
-    engine.stop = None
-    engine.generate([[5]], max_new_tokens=40)
-    assert asked[1]["stop"] is None and not asked[1]["detokenize"] and asked[1]["top_k"] == -1

@@ -124,8 +124,8 @@ def export(
     if gguf is not None:
         file = written["gguf"]
         console.say(
-            f"wrote {file.path}: {file.bytes / 1e6:,.0f} MB, read back and compared; rounding to {gguf} moves it by "
-            f"{file.kl:.1e} nats a token" + (f"; {file.note}" if file.note else "")
+            f"wrote {file.path}: {file.bytes / 1e6:,.0f} MB, read back and compared; rounding its weights to {gguf} "
+            f"costs {file.kl:.1e} nats a token" + (f"; {file.note}" if file.note else "")
         )
     if push is not None:
         console.say(f"pushed to {written['address']}")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +19,8 @@ from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, G
 from distill.generation.sampling import Sampling, as_wide
 from distill.generation.stopping import StopStrings, ended
 from distill.generation.trial import why_not
-from distill.models.head import bare, find_head
+from distill.models.head import bare
 from distill.models.kv_cache import PreallocatedCache, unsupported_layers
-from distill.models.load import save_student
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +53,8 @@ def engine_for(
     if name == "vllm":
         if importlib.util.find_spec("vllm") is None:
             raise ValueError(f"{field}: vllm is not installed (pip install vllm); engine distill needs nothing more")
+        from distill.generation.vllm_engine import VllmEngine
+
         return VllmEngine(model, tokenizer, settings, trains)
     if name == "distill":
         reason = why_not(model)
@@ -175,61 +174,6 @@ class _Draws:
         """Of the tokens drawn, also of those that padding replaces after an answer's end."""
         found: list[list[float]] = torch.cat(self._log_probs, 1).tolist()
         return found
-
-
-class VllmEngine(Engine):
-    """vLLM in this process, on the same GPU; a model that trains is handed over through a folder before each call."""
-
-    MEMORY = 0.3  # share of the GPU's memory that vLLM takes for weights and cache
-
-    def __init__(self, model: nn.Module, tokenizer: Any, settings: EngineSettings, trains: bool) -> None:
-        from vllm import LLM
-
-        self.model, self.tokenizer, self.ends, self.trains = model, tokenizer, sorted(set(settings.ends)), trains
-        columns, rows = settings.vocab_size, len(find_head(model).linear.weight)  # type: ignore[arg-type]
-        self.allowed = list(range(columns)) if columns is not None and columns < rows else None
-        self.log_probs, self.stop = settings.log_probs, settings.stop
-        self._folder = tempfile.TemporaryDirectory(prefix="distill-vllm-")
-        self.path = Path(self._folder.name) / "model"
-        self._hand_over()
-        self.llm: Any = LLM(
-            model=str(self.path),
-            dtype="bfloat16",
-            gpu_memory_utilization=self.MEMORY,
-            max_model_len=settings.max_length,
-        )
-
-    def answer(self, request: Request) -> Generated:
-        """vLLM forms its own batches, and cuts off by `min_p` before the others."""
-        from vllm import SamplingParams
-
-        if self.trains:
-            self._hand_over()
-            self.llm.collective_rpc("reload_weights")
-            self.llm.reset_prefix_cache()
-        drawn = request.sampling._asdict() | {"top_k": request.sampling.top_k or -1}
-        settings = [
-            SamplingParams(
-                **drawn, max_tokens=limit, seed=seed % 2**63, stop_token_ids=self.ends,
-                allowed_token_ids=self.allowed, logprobs=0 if self.log_probs else None,
-                stop=self.stop and list(self.stop.strings), detokenize=self.stop is not None, skip_special_tokens=False,
-            )
-            for limit, seed in zip(request.limits, request.seeds, strict=True)
-        ]  # fmt: skip
-        requests = [{"prompt_token_ids": list(prompt)} for prompt in request.prompts]
-        outputs = [output.outputs[0] for output in self.llm.generate(requests, settings, use_tqdm=False)]
-        limits = zip(outputs, request.limits, strict=True)
-        answers = [ended(output.token_ids, limit, self.ends, self.stop) for output, limit in limits]
-        log_probs = [
-            [each[token].logprob for token, each in zip(tokens, output.logprobs, strict=False)]
-            for (tokens, _), output in zip(answers, outputs, strict=True)
-            if self.log_probs
-        ]
-        return Generated([tokens for tokens, _ in answers], [cut for _, cut in answers], log_probs)
-
-    def _hand_over(self) -> None:
-        """Write the weights as they stand; adapters are merged into a copy."""
-        save_student(self.model, self.tokenizer, self.path)
 
 
 class AnswersTogether(Engine):

@@ -1,0 +1,1 @@
+"""Real engines for tests: vLLM and llama.cpp, each in an environment of its own."""
