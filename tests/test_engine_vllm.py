@@ -36,14 +36,15 @@ STATES = (
 )  # fmt: skip
 
 
-def rollouts(*arguments: str | Path) -> object:
-    """What engine_rollouts.py prints, run in vLLM's environment."""
+def rollouts(what: str, given: Path, out: Path) -> object:
+    """What engine_rollouts.py finds, run in vLLM's environment."""
     program = Path(__file__).with_name("engine_rollouts.py")
     done = subprocess.run(
-        [vllm.python(), program, *arguments], env=vllm.environment(), capture_output=True, text=True, timeout=1100,
+        [vllm.python(), program, what, given, out], env=vllm.environment(), capture_output=True, text=True,
+        timeout=1100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(out.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +63,9 @@ def place(tmp_path_factory) -> Path:
     return write_models(tmp_path_factory.mktemp("place"), **TINY)
 
 
-def test_greedy_answers_are_our_loops_before_and_after_the_weights_change(smollm2):
+def test_greedy_answers_are_our_loops_before_and_after_the_weights_change(smollm2, tmp_path):
     """64 tokens of SmolLM2 in float32; its head is tied, and a shuffled embedding is another head."""
-    before, after = rollouts("answers", smollm2)
+    before, after = rollouts("answers", smollm2, tmp_path / "answers.json")
     assert before["vllm"] == before["own"] and sum(map(len, before["own"])) > 100
     for found in (before, after):
         assert found["gap"] < 1e-3, "log-probabilities of the same tokens, float32"
@@ -87,7 +88,7 @@ def test_a_run_learns_from_its_rollouts_with_answers_drawn_ahead(place, tmp_path
     output_dir: {tmp_path}/runs
     """
     (tmp_path / "recipe.yaml").write_text(dump(parse(text, (), name="vllm")))
-    made = rollouts("run", tmp_path / "recipe.yaml")
+    made = rollouts("run", tmp_path / "recipe.yaml", tmp_path / "run.json")
     rows = [json.loads(line) for line in (Path(made["folder"]) / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
     assert len(steps) == 4 and all(row["rollouts"] > 0 for row in steps)
