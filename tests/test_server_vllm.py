@@ -2,6 +2,7 @@
 
 import fcntl
 import itertools
+import json
 import shutil
 import threading
 import time
@@ -162,13 +163,13 @@ def vllm_with_folder(engine, folder, change):
 
     async def completions(request):
         query = await request.json()
-        if "prompt_logprobs" in query:
-            return await plain.routes[1].endpoint(request)
         (prompt,) = query["prompt"]
         name = f"cmpl-{next(counts)}.safetensors"
         await run_in_threadpool(begin, folder / name, prompt)
         params = {"kv_transfer_params": {"hidden_states_path": str(elsewhere / name)}}
         answer = {"id": "cmpl-1", "object": "text_completion", "choices": [{"index": 0, "text": ""}]}
+        if "prompt_logprobs" in query:  # a file is written for these too
+            answer = json.loads((await plain.routes[1].endpoint(request)).body)
         return JSONResponse(answer | change("answer", params))
 
     return Starlette(routes=[plain.routes[0], Route("/v1/completions", completions, methods=["POST"])])

@@ -49,10 +49,8 @@ from distill.teachers.server.vllm import VllmExchange
 from distill.teachers.server.wire import JSON, TargetRequest, documents
 
 LOOKS_S = 0.002
-HEALTH_S, DEAD_S = (
-    2.0,
-    15.0,
-)  # between two looks at the servers while a file is awaited; until one that is silent is dead
+HEALTH_S = 2.0  # between two looks at the servers while a file is awaited
+DEAD_S = 15.0  # that a server may be silent before it counts as dead
 
 
 class Ends(NamedTuple):
@@ -159,15 +157,7 @@ class VllmHiddenExchange(VllmExchange):
     @torch.no_grad()
     def _hidden(self, body: bytes, ids: np.ndarray) -> torch.Tensor:
         """Hidden states [tokens, H] of a document, after the final norm, from the file that an answer names."""
-        try:
-            named = json.loads(body)["kv_transfer_params"]["hidden_states_path"]
-            path = self.folder / Path(named).name
-        except (ValueError, KeyError, TypeError):
-            raise TeacherGone(
-                "teacher.folder: an answer without kv_transfer_params.hidden_states_path: start vLLM with the method "
-                "extract_hidden_states and its ExampleHiddenStatesConnector"
-            ) from None
-        found = self._loaded(path)
+        found = self._loaded(self._file_of(body))
         states, tokens = found.get("hidden_states"), found.get("token_ids")
         if states is None or tokens is None or states.dim() != 3 or states.shape[2] != self.spec.hidden:
             got, width = None if states is None else tuple(states.shape), self.spec.hidden
@@ -175,6 +165,16 @@ class VllmHiddenExchange(VllmExchange):
         if len(states) < len(ids) or tokens[: len(ids)].tolist() != ids.tolist():
             raise TeacherGone("teacher.folder: a file of other tokens than were asked about")
         return self.ends.norm(states[: len(ids), -1].to(self.spec.dtype))
+
+    def _file_of(self, body: bytes) -> Path:
+        """Return the path of the file that an answer names, as it is reached here."""
+        try:
+            return self.folder / Path(json.loads(body)["kv_transfer_params"]["hidden_states_path"]).name
+        except (ValueError, KeyError, TypeError):
+            raise TeacherGone(
+                "teacher.folder: an answer without kv_transfer_params.hidden_states_path: start vLLM with the method "
+                "extract_hidden_states and its ExampleHiddenStatesConnector"
+            ) from None
 
     def _loaded(self, path: Path) -> dict[str, torch.Tensor]:
         """The tensors of a file once it is written; it is deleted.
@@ -213,9 +213,7 @@ class VllmHiddenExchange(VllmExchange):
             ValueError: they differ: layers, norm, head or soft cap are not the server's.
         """
         try:
-            asker = VllmExchange(self.servers, self.logprobs)
-            asker.model = self.model
-            expected = asker.ask(query).result()["label_logprob"].double()
+            expected = self._label_log_probs(query).double()
         except TeacherGone as refused:
             return f"its log-probabilities are not compared: {refused}"
         weight, bias, _ = self.ends.head
@@ -231,6 +229,26 @@ class VllmHiddenExchange(VllmExchange):
                 "its last layer id is not the number of layers, or teacher.model is another model than it serves"
             )
         return f"log-probabilities of {len(own)} tokens are the server's own, to {off:.1g} nats"
+
+    def _label_log_probs(self, query: TargetRequest) -> torch.Tensor:
+        """Return the server's own log-probabilities of the tokens that follow, float32 [rows].
+
+        A document is a request: for each the connector writes a file, which nobody else would delete.
+        """
+        asker = VllmExchange(self.servers, self.logprobs)
+        asker.model = self.model
+
+        def part(piece: Any) -> Future[torch.Tensor]:
+            one = TargetRequest(piece.ids[None].astype(np.int32), None, piece.query.astype(np.int32))
+
+            def read(body: torch.Tensor) -> torch.Tensor:
+                answer = body.numpy().tobytes()
+                self._loaded(self._file_of(answer))
+                return asker.read(answer, one)["label_logprob"]
+
+            return self.servers.submit("/v1/completions", asker._question(one), len(one.rows), read, JSON)
+
+        return torch.cat([asked.result() for asked in [part(piece) for piece in documents(query, 0, beyond=1)]])
 
 
 MOST_OFF = 0.1  # nats a token: half precision moves them by a tenth of that
