@@ -9,8 +9,8 @@ it is the tail. No endpoint says how many it gives: more than `--max-logprobs` (
 raised) is refused with a 400, so one token's are asked of each server before a run begins.
 
 Its forwards hold whatever else it computes just then, so that two answers to the same question may differ in their last
-bits: a run is resumed, but not to the bit. Its hidden states are read by `vllm_hidden.py`. Written from vLLM's
-documentation, tested against exchanges made after it, and tried against vLLM 0.32.0.
+bits: a run is resumed, but not to the bit. Its hidden states are read by `vllm_hidden.py`. Tests run it
+against vLLM 0.32.0 on CPUs.
 """
 
 from __future__ import annotations

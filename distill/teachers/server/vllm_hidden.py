@@ -12,9 +12,8 @@ in `.lock`; it is read under a shared one, then both are deleted. The layer whos
 one's output before the final norm, which is applied here, as is the head: both are read from the files of
 `teacher.model`, the layers between are not. A document is a request, since an answer names one file.
 
-On the first batch the server's `prompt_logprobs` of 64 tokens are compared with those that follow here. Written from
-vLLM's documentation ("Hidden State Extraction"), tested against exchanges made after it, and tried against vLLM
-0.32.0.
+On the first batch the server's `prompt_logprobs` of 64 tokens are compared with those that follow here. Source:
+vLLM's documentation, "Hidden State Extraction"; tests run it against vLLM 0.32.0 on CPUs.
 """
 
 from __future__ import annotations
