@@ -64,6 +64,7 @@ from distill.reports.curves import draw_curves
 from distill.reports.first_look import first_look
 from distill.reports.model_card import licence_of, on_the_hub, write_model_card
 from distill.reports.preamble import Plan, preamble, result_table, show_samples
+from distill.reports.records import BEFORE_FILE, note_beginning, note_end, read_before
 from distill.teachers.base import OpenContext, TeacherSource
 from distill.teachers.identity import model_name
 from distill.teachers.opening import Pair, opened_pair, patch_models, prepare_models, use_plugin
@@ -78,7 +79,6 @@ from distill.training.failures import explained
 from distill.training.graphs import GraphedSteps
 from distill.training.lock import LOCK_FILE, lock_of, locked_attention, read_lock, require_same, require_same_run
 from distill.training.progress import MetricsFile, ProgressReport, read_metrics
-from distill.training.records import BEFORE_FILE, note_beginning, note_end, read_before
 from distill.training.resuming import resume_plan, without_known_warnings
 from distill.training.soundness import resumable
 from distill.training.stored_rollouts import store_rollouts

@@ -58,9 +58,9 @@ def _line(what: str, read: Callable[[], str]) -> Line:
 def _run(folder: Path) -> Iterator[Line]:
     from distill.core.manifest import MANIFEST, fault_of_noted
     from distill.recipe import load
+    from distill.reports.records import BEFORE_FILE, METRICS_FILE
     from distill.training.checkpoints import checkpoints, half_written
     from distill.training.lock import LOCK_FILE
-    from distill.training.records import BEFORE_FILE, METRICS_FILE
     from distill.training.stored_rollouts import FOLDER, files
 
     def noted(path: Path, read: Callable[[], str]) -> Line:
