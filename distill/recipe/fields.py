@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 from pydantic.fields import FieldInfo
@@ -27,7 +27,7 @@ class Usual(NamedTuple):
 
     low: float
     high: float
-    applies: Callable[[Any], bool] = lambda section: True
+    applies: Callable[[object], bool] = lambda section: True
 
     @staticmethod
     def of(field: FieldInfo) -> Usual | None:
