@@ -255,9 +255,10 @@ def test_decoding_equals_the_last_rows_of_full_attention(kernel_device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size, heads", [(64, (64, 8)), (80, (4, 2)), (128, (4, 2)), (256, (4, 2))], ids=str)
+@pytest.mark.parametrize("size, heads", [(64, (64, 8)), (80, (32, 8)), (128, (32, 8)), (256, (32, 8))], ids=str)
 @pytest.mark.parametrize("window", [None, 128])
 def test_real_shapes(device, size, heads, dtype, window):
+    """Many heads: of a few sinks, whose gradients are one sum each, eager's error is small or large by chance."""
     check((1, *heads, 1027, 1027, size), dtype, device, sinks_dtype=torch.float32, window=window)
     check((1, *heads, 1027, 1027, size), dtype, device, window=window, documents=[0, 100, 101, 640, 1000])
 

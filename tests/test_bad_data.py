@@ -207,7 +207,7 @@ NOTHING = lines([{"text": ""}, {"text": None}])
         ),
         (
             "a.jsonl.gz",
-            gzip.compress("{}".encode("utf-32")),
+            gzip.compress("{}".encode("utf-32"), mtime=0),
             "UTF-32, expected UTF-8; convert it: zcat a.jsonl.gz | iconv",
         ),
         (

@@ -111,9 +111,9 @@ class _Trial:
         if not self.padding_is_differentiable(one):
             return GRADIENT_NOT_FINITE
         cut = self.length
-        late = torch.minimum(_distances(packed[0], packed[1]), _distances(packed[0], packed[2]))[cut:]
-        early = torch.minimum(_distances(packed[0], packed[3]), _distances(packed[0], packed[4]))[:cut]
-        carried, shifted = torch.cat([early, late]), _distances(packed[0], alone)
+        late = torch.minimum(distances(packed[0], packed[1]), distances(packed[0], packed[2]))[cut:]
+        early = torch.minimum(distances(packed[0], packed[3]), distances(packed[0], packed[4]))[:cut]
+        carried, shifted = torch.cat([early, late]), distances(packed[0], alone)
         if carried.max() <= self.tolerance and shifted.max() <= self.alone_tolerance:
             return None
         # experts that get more or fewer tokens round otherwise: as a row does when other rows stand beside it
@@ -121,7 +121,7 @@ class _Trial:
             self.hidden((one, four), (three, five), (two, six), (two, five), (three, six))[0],
             self.hidden((one, four), (two, five), (three, six), (three, five), (two, six))[0],
         ]
-        rounding = torch.minimum(*(_distances(packed[0], row) for row in beside))
+        rounding = torch.minimum(*(distances(packed[0], row) for row in beside))
         if carried.max() > max(self.tolerance, ROUNDINGS * rounding.max().item()):
             return CARRIES
         if shifted.max() <= self.alone_tolerance:
@@ -164,8 +164,8 @@ class _Trial:
         )
 
 
-def _distances(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Relative distance of each token, [T], of two [T, hidden]."""
+def distances(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the relative distance of each token, float64 [..., T], of two [..., T, hidden]."""
     one, other = one.double(), other.double()
     return (one - other).norm(dim=-1) / one.norm(dim=-1).clamp_min(1e-30)
 
