@@ -15,6 +15,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
 from distill.core.folders import RUN_LOCK
+from distill.core.manifest import MANIFEST
 from distill.doctor import examine, invariants, invariants_runs
 from distill.models import attention, patching
 from distill.recipe import load
@@ -130,7 +131,8 @@ def test_memory_that_runs_out_is_one_line_and_leaves_nothing_half_written(workpl
     assert "train.gradient_checkpointing to true" in line and "`distill check`" in line
     folder = workplace / "runs" / "large"
     written = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    assert written <= {RUN_LOCK, "recipe.yaml", "lock.yaml", "attention.json", "before.json", "metrics.jsonl"}, written
+    whole = {"recipe.yaml", "lock.yaml", "attention.json", "before.json", "metrics.jsonl", MANIFEST}
+    assert written <= {RUN_LOCK, *whole}, written
     for path in folder.glob("*.json"):
         json.loads(path.read_text())
 

@@ -1,5 +1,6 @@
 """Steps that are replayed from CUDA graphs: the bits of launched ones, whatever else a run does meanwhile."""
 
+import contextlib
 import copy
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from tiny import tiny_model
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
-from distill.models import fp8_student, output_rows, shared_input
+from distill.models import fp8_student, output_rows, shared_input, trial
 from distill.models.fp8_student import compute_in_fp8
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import decoder_of
@@ -134,13 +135,21 @@ def same(folder, **more):
     ],
 )  # fmt: skip
 def test_the_bits_of_launched_steps(tmp_path, more, monkeypatch):
-    calls = []
+    calls, trials, perturbed = [], [], trial.perturbed
 
     def noted(*args):
-        if torch.is_grad_enabled():  # not a joined teacher's, nor a trial of a joined student's
+        if torch.is_grad_enabled() and not trials:  # not a joined teacher's
             calls.append(args[0].dtype)
         return shared(*args)
 
+    @contextlib.contextmanager
+    def within(module):
+        trials.append(module)
+        with perturbed(module):
+            yield
+        trials.pop()
+
+    monkeypatch.setattr(trial, "perturbed", within)
     monkeypatch.setattr(shared_input, "shared_linear", noted)
     monkeypatch.setattr(fp8_student, "GAINS_FROM", 1)  # so small are these
     _, said, _ = same(tmp_path, **more)
