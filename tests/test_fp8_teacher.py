@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from distill.cli import run_command
 from distill.data.collator import Collator
-from distill.models import patching, residual_norms
+from distill.models import recognition, residual_norms
 from distill.models.fingerprint import fingerprint
 from distill.models.fp8_teacher import is_quantised, load_a_layer_at_a_time, quantise
 from distill.models.load import load_teacher
@@ -76,7 +76,8 @@ def test_a_patched_teacher_quantises_what_its_norms_make(monkeypatch):
     swap_linears_for_fp8(teacher, keep=["lm_head", "0.mlp.up_proj"])  # of the first MLP one product stays as it is
     patch(teacher, "teacher", attention=None)
     made, layer = [], teacher.model.layers[1]
-    monkeypatch.setattr(patching, "fp8_rms_norm", lambda *args: made.append(args[4] is not None) or fp8_rms_norm(*args))
+    noted = lambda *args: made.append(args[4] is not None) or fp8_rms_norm(*args)  # noqa: E731
+    monkeypatch.setattr(recognition, "fp8_rms_norm", noted)
 
     def logits():
         made.clear()

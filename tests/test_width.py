@@ -22,7 +22,7 @@ COMMANDS = (
     ["settings", "data"],
     ["settings", "loss.terms"],
     ["validate", "my.yaml"],
-    ["validate", "llama3-8b-to-1b-on-policy"],
+    ["validate", "llama3-8b-to-1b-cached"],
     ["check", "my.yaml"],
     ["check", "llama3-70b-to-8b-lora", "--gpu", "4090", "--gpus", "4", "--no-data"],
     ["check", "llama3-8b-to-1b", "--gpu", "v100", "teacher.offload=cpu", "--no-data"],

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 from distill.core.files import near_path
 from distill.data.sources import STDLIB, local_path, missing_source
-from distill.models.source import resolve_model_source
+from distill.models.source import PACKAGE_PREFIX, resolve_model_source
 from distill.recipe import ModelSection, Recipe, Teacher
 
 
@@ -22,6 +23,8 @@ def path_notes(recipe: Recipe) -> list[str]:
     notes = []
     for name, section in _models(recipe).items():
         if section.model is not None and section.init == "pretrained":
+            if fault := _absent_package(section.model, f"{name}.model"):
+                notes.append(fault)
             with contextlib.suppress(ValueError):  # which `path_faults` says
                 if not resolve_model_source(section.model, f"{name}.model").local:
                     notes.append(_taken_for_a_hub_id(f"{name}.model", section.model))
@@ -59,10 +62,24 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
 def _missing_models(recipe: Recipe) -> Iterator[str]:
     for name, section in _models(recipe).items():
         if section.model is not None and section.init == "pretrained":
+            if _absent_package(section.model, f"{name}.model"):
+                continue  # to be brought, as what is on the hub: a note
             try:
                 resolve_model_source(section.model, f"{name}.model")
             except ValueError as error:
                 yield str(error)
+
+
+def _absent_package(model: str, field: str) -> str | None:
+    """Return that a package with a model is not installed yet; None for any other model."""
+    package = model.removeprefix(PACKAGE_PREFIX).partition("/")[0]
+    if not model.startswith(PACKAGE_PREFIX) or not package.isidentifier() or importlib.util.find_spec(package):
+        return None
+    try:
+        resolve_model_source(model, field)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _missing_data(recipe: Recipe) -> Iterator[str]:
