@@ -13,7 +13,7 @@ from tiny import tiny_model
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
-from distill.models import fp8_student, output_rows, shared_input, trial
+from distill.models import fp8_student, output_rows, packed, shared_input, trial
 from distill.models.fp8_student import compute_in_fp8
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import decoder_of
@@ -135,7 +135,7 @@ def same(folder, **more):
     ],
 )  # fmt: skip
 def test_the_bits_of_launched_steps(tmp_path, more, monkeypatch):
-    calls, trials, perturbed = [], [], trial.perturbed
+    calls, trials, perturbed, problem = [], [], trial.perturbed, packed.packing_problem
 
     def noted(*args):
         if torch.is_grad_enabled() and not trials:  # not a joined teacher's
@@ -149,7 +149,14 @@ def test_the_bits_of_launched_steps(tmp_path, more, monkeypatch):
             yield
         trials.pop()
 
+    def asked(*args, **options):
+        trials.append(args[0])
+        found = problem(*args, **options)
+        trials.pop()
+        return found
+
     monkeypatch.setattr(trial, "perturbed", within)
+    monkeypatch.setattr(packed, "packing_problem", asked)
     monkeypatch.setattr(shared_input, "shared_linear", noted)
     monkeypatch.setattr(fp8_student, "GAINS_FROM", 1)  # so small are these
     _, said, _ = same(tmp_path, **more)
