@@ -68,7 +68,7 @@ def test_a_normalizer_that_grows_only_with_the_data_is_refused_in_a_process_of_i
     ]})  # fmt: skip
     tokenizer = load_tokenizer(Teacher(model=str(saved)))
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, {"text": "a \u1200 of Ethiopia"}]))
-    with pytest.raises(ValueError, match=r"^teacher\.model: the tokenizer of .* 4 GiB of memory for some rows") as told:
+    with pytest.raises(ValueError, match=r"^teacher\.model: the tokenizer of .* 8 GiB of memory for some rows") as told:
         load_data(Data(source="a.jsonl", max_length=64), tokenizer, seed=0)
     assert "\n" not in str(told.value)
     Path("b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
