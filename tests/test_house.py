@@ -14,7 +14,7 @@ from scripts import house
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "kernels" / "distill_kernels"
 MOST_BRANCHES = 20
-MOST_LINES = {"distill": 44_115, "kernels": 14_080}
+MOST_LINES = {"distill": 44_130, "kernels": 14_080}
 MOST_ANY = {"distill/recipe": 0, "distill/core": 0, "distill": 655}
 # over six today; the list only gets shorter
 LONG_SIGNATURES = {

@@ -106,8 +106,8 @@ def _encoded(batches: Iterator[Batch], encoder: RowEncoder, workers: int) -> Ite
             if bounded:
                 name = getattr(getattr(encoder, "tokenizer", None), "name_or_path", "") or "the teacher"
                 raise ValueError(
-                    f"teacher.model: the tokenizer of {name} takes more than {2 * MOST_BYTES >> 30} GiB of memory for some "
-                    "rows of the data: its normalizer makes much text out of little"
+                    f"teacher.model: the tokenizer of {name} takes more than {2 * MOST_BYTES >> 30} GiB of memory for "
+                    "some rows of the data: its normalizer makes much text out of little"
                 ) from error
             raise RunError(
                 f"a process that tokenises died; most often the machine ran out of memory: lower data.workers "

@@ -76,7 +76,12 @@ def weights_problem(section: ModelSection, field: str) -> str | None:
     """
     if section.model is None or section.init == "random":
         return None
-    source = resolve_model_source(section.model, f"{field}.model")
+    try:
+        source = resolve_model_source(section.model, f"{field}.model")
+    except ValueError:
+        if section.config is None:
+            raise
+        return None  # a model that is still to come, such as another run's student; its configuration is named
     if not source.local or source.gguf_file or quantisation_of(config := load_config(section, field)):
         return None
     model = meta_model(config, f"{field}.model").model

@@ -95,6 +95,7 @@ def try_saving(student: Any, tokenizer: PreTrainedTokenizerBase | None, field: s
             part = "its tokenizer"
             tokenizer.save_pretrained(scratch)
             again = type(tokenizer).from_pretrained(scratch)
+            again.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         except Exception as error:  # libraries, and a model's own code, may raise anything
             if disk_code(error) is not None:
                 raise

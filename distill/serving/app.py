@@ -188,7 +188,8 @@ class Service:
     async def health(self, request: Request) -> Response:
         """Whether it runs, and how much waits; needs no token."""
         status, code = ("ends", 503) if self.worker.lost else ("ok", 200)
-        return JSONResponse({"status": status, "waiting": self.worker.waiting, **self.worker.served}, code)
+        response = JSONResponse({"status": status, "waiting": self.worker.waiting, **self.worker.served}, code)
+        return await self._sound(request, response)
 
     async def identity(self, request: Request) -> Response:
         """Who the teacher is."""

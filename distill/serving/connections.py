@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import resource
 import socket
 import struct
 import time
@@ -22,6 +21,11 @@ from typing import Any, NamedTuple
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+try:
+    import resource
+except ImportError:  # no such limits on this system
+    resource = None  # type: ignore[assignment]
 
 MOST_OPEN = 4096  # connections, where the limit of open files allows so many
 LEAST_OPEN = 128
@@ -55,6 +59,8 @@ def most_connections() -> int:
     Raises:
         ValueError: it leaves room for too few.
     """
+    if resource is None:
+        return MOST_OPEN
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_OPEN if soft == resource.RLIM_INFINITY else min(soft - RESERVED_FILES, MOST_OPEN)
     if most < LEAST_OPEN:
