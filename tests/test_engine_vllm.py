@@ -37,7 +37,7 @@ STATES = (
 
 
 def rollouts(what: str, given: Path, out: Path) -> object:
-    """What engine_rollouts.py finds, run in vLLM's environment."""
+    """Run engine_rollouts.py in vLLM's environment; returns what it wrote."""
     program = Path(__file__).with_name("engine_rollouts.py")
     done = subprocess.run(
         [vllm.python(), program, what, given, out], env=vllm.environment(), capture_output=True, text=True,

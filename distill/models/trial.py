@@ -51,18 +51,15 @@ def mismatch(module: nn.Module, own: Forward, ours: Forward, *inputs: torch.Tens
         How they differ; None where they do not.
     """
     with perturbed(module), _differentiable(module, gradients) as parameters:
-        try:
-            expected, wanted = _run(own, inputs, parameters, gradients)
-        except torch.OutOfMemoryError:
-            raise
-        except MISFITS as error:
-            return Mismatch(f"it takes or returns something else ({first_line(error)})")
-        try:
-            actual, given = _run(ours, inputs, parameters, gradients)
-        except torch.OutOfMemoryError:
-            raise
-        except MISFITS as error:
-            return Mismatch(f"our forward does not serve it ({first_line(error)})")
+        results = []
+        for forward, otherwise in ((own, "it takes or returns something else"), (ours, "our forward does not serve it")):
+            try:
+                results.append(_run(forward, inputs, parameters, gradients))
+            except torch.OutOfMemoryError:
+                raise
+            except MISFITS as error:
+                return Mismatch(f"{otherwise} ({first_line(error)})")
+    (expected, wanted), (actual, given) = results
     if len(actual) != len(expected) or not all(map(is_close, actual, expected)):
         return Mismatch("its output is another one")
     largest = max((tensor.norm().item() for tensor in wanted.values()), default=0.0)
