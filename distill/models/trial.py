@@ -52,7 +52,8 @@ def mismatch(module: nn.Module, own: Forward, ours: Forward, *inputs: torch.Tens
     """
     with perturbed(module), _differentiable(module, gradients) as parameters:
         results = []
-        for forward, otherwise in ((own, "it takes or returns something else"), (ours, "our forward does not serve it")):
+        tried = {"it takes or returns something else": own, "our forward does not serve it": ours}
+        for otherwise, forward in tried.items():
             try:
                 results.append(_run(forward, inputs, parameters, gradients))
             except torch.OutOfMemoryError:
