@@ -361,8 +361,12 @@ class TeacherSource(Protocol):
         """What its divergence is called, over which outcomes."""
         return KL
 
+    def note_data(self, splits: Splits) -> None:
+        """Note the rows that the teacher will read, as it reads them itself."""
+        return
+
     def data_problems(self, splits: Splits) -> list[str]:
-        """Why it cannot teach these rows: documents that are missing."""
+        """Why it cannot teach these rows, as it reads them itself: documents that are missing."""
         return []
 
     def follow(self, other: TeacherSource) -> None:
