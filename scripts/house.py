@@ -1,6 +1,7 @@
 """The shape of the house, counted: floors, imports upward, cycles, branches on the kind of teacher, lines.
 
     python -m scripts.house
+    python -m scripts.house --language [PACKAGE ...]        docstrings instead; see scripts/language.py
 
 A package imports from packages on lower floors only. Imports inside functions and under TYPE_CHECKING count.
 `tests/test_house.py` holds these figures.
@@ -8,12 +9,16 @@ A package imports from packages on lower floors only. Imports inside functions a
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from scripts.language import print_language
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -242,7 +247,20 @@ def long_signatures(root: Path = ROOT, most: int = 6) -> list[tuple[str, int]]:
 
 
 def main() -> None:
-    """Print all of it."""
+    """Print the counts that are asked for."""
+    parser = argparse.ArgumentParser(description="Count how far the code keeps to the rules of the house.")
+    parser.add_argument(
+        "--language", nargs="*", metavar="PACKAGE", help="count docstrings; list the places in these packages"
+    )
+    listed = parser.parse_args().language
+    if listed is None:
+        print_structure()
+    else:
+        sys.exit(0 if print_language(listed) else 1)
+
+
+def print_structure() -> None:
+    """Print floors, cycles, branches, long signatures, lines and uses of `Any`."""
     wrong, rings, asked, hidden, long = upward(), cycles(), branches(), private(), long_signatures()
     print(f"{'imports upward or sideways':<44}{len(wrong):>6}")
     for arrow in wrong:

@@ -9,7 +9,7 @@ import pytest
 from transformers import Trainer
 
 from distill.training.trainer import DistillationTrainer
-from scripts import house
+from scripts import house, language
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "kernels" / "distill_kernels"
@@ -31,6 +31,38 @@ LONG_SIGNATURES = {
     "distill/run.py:_run",
     "distill/training/lock.py:lock_of",
     "distill/training/trainer.py:__init__",
+}
+# by package: docstrings that open with a fragment, public names without a docstring, `# fmt: skip`; only lowered
+LANGUAGE_BOUNDS = {
+    "distill": (1, 0, 8),
+    "distill/caching": (13, 0, 8),
+    "distill/commands": (19, 1, 9),
+    "distill/core": (27, 1, 4),
+    "distill/data": (40, 6, 11),
+    "distill/doctor": (50, 1, 32),
+    "distill/evaluation": (9, 0, 6),
+    "distill/generation": (26, 0, 14),
+    "distill/models": (91, 17, 25),
+    "distill/planning": (35, 0, 3),
+    "distill/recipe": (24, 0, 7),
+    "distill/reports": (19, 0, 11),
+    "distill/serving": (17, 0, 4),
+    "distill/teachers": (187, 1, 54),
+    "distill/training": (39, 0, 11),
+    "distill_kernels": (9, 5, 7),
+    "distill_kernels/attention": (5, 2, 46),
+    "distill_kernels/decoding": (11, 2, 13),
+    "distill_kernels/layers": (5, 5, 47),
+    "distill_kernels/losses": (38, 1, 71),
+    "distill_kernels/matmul": (9, 4, 17),
+    "distill_kernels/optim": (6, 3, 3),
+    "scripts": (11, 4, 12),
+    "scripts/bench": (21, 16, 55),
+    "scripts/engines": (1, 0, 5),
+    "scripts/examples": (1, 8, 10),
+    "scripts/families": (1, 0, 2),
+    "scripts/study": (26, 0, 32),
+    "tests": (202, 0, 337),
 }
 # of transformers.Trainer, and the versions they were read in
 READ_IN = {
@@ -152,6 +184,41 @@ def test_the_measure_sees_what_it_is_for(tmp_path, files, expected):
         (tmp_path / name).write_text(text)
     for measure in (house.upward, house.cycles, house.private, house.branches, house.homeless):
         assert bool(measure(tmp_path)) is (measure.__name__ == expected), measure.__name__
+
+
+def test_docstrings_keep_to_their_bounds():
+    """`python -m scripts.house --language PACKAGE` lists the places."""
+    counts = language.count_language(ROOT)
+    assert set(counts) == set(LANGUAGE_BOUNDS), "a package without bounds, or bounds without a package"
+    over = {
+        package: (count.bounded, LANGUAGE_BOUNDS[package])
+        for package, count in counts.items()
+        if any(found > bound for found, bound in zip(count.bounded, LANGUAGE_BOUNDS[package], strict=True))
+    }
+    assert not over, f"found, allowed (fragments, undocumented, fmt: skip): {over}"
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ('"""Module."""\ndef f():\n    """Return x."""\n', (0, 0, 0)),
+        ('"""What a file holds."""\n', (1, 0, 0)),
+        ('"""Module."""\ndef _f():\n    """Whether it is."""\n', (1, 0, 0)),
+        ('"""Module."""\ndef f(): ...\n', (0, 1, 0)),
+        ("x = 1\n", (0, 1, 0)),
+        ('"""Module."""\nclass A:\n    """A."""\n    def f(self): ...\n    def _g(self): ...\n', (0, 1, 0)),
+        ('"""Module."""\nclass _A:\n    def f(self): ...\n', (0, 0, 0)),
+        ('"""Module."""\ndef f():\n    """Return g."""\n    def g(): ...\n', (0, 0, 0)),
+        ('"""Module."""\nfrom b import Base\nclass A(Base[int]):\n    """A."""\n    def f(self): ...\n', (0, 0, 0)),
+        ('"""Module."""\nx = 1  # fmt: skip\n', (0, 0, 1)),
+    ],
+)
+def test_the_language_count_sees_fragments_and_missing_docstrings(tmp_path, text, expected):
+    folder = tmp_path / "distill" / "data"
+    folder.mkdir(parents=True)
+    (folder / "b.py").write_text('"""Module."""\nclass Base:\n    """B."""\n    def f(self):\n        """F."""\n')
+    (folder / "a.py").write_text(text)
+    assert language.count_language(tmp_path)["distill/data"].bounded == expected
 
 
 def test_overridden_private_methods_of_trainer_are_the_ones_that_were_read():
