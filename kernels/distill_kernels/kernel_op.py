@@ -37,10 +37,15 @@ class KernelOp:
     """
 
     def __init__(
-        self, name: str, launch: Callable[..., Any], fake: Callable[..., Any], *,
-        setup_context: Callable[..., None] | None = None, backward: Callable[..., Any] | None = None,
+        self,
+        name: str,
+        launch: Callable[..., Any],
+        fake: Callable[..., Any],
+        *,
+        setup_context: Callable[..., None] | None = None,
+        backward: Callable[..., Any] | None = None,
         mutates: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.launch = launch
         self.function: type[torch.autograd.Function] | None = None
         definition = torch.library.custom_op(f"distill::{name}", launch, mutates_args=mutates)

@@ -101,9 +101,16 @@ FAMILIES = {
     INTERPRETER: Family(99 << 10, tma=True, warpgroups=True, fp8=True, measured=True),
 }
 _OF_CAPABILITY = {
-    (8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_86", (8, 9): "sm_89", (9, 0): "sm_90", (10, 0): "sm_100",
-    (10, 3): "sm_100", (12, 0): "sm_120", (12, 1): "sm_120",
-}  # fmt: skip
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 7): "sm_86",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90",
+    (10, 0): "sm_100",
+    (10, 3): "sm_100",
+    (12, 0): "sm_120",
+    (12, 1): "sm_120",
+}
 OLDER, UNKNOWN = "older", "unknown"  # no kernel is launched there
 
 
@@ -231,9 +238,14 @@ class Launch:
         self._runners: dict[typing.Any, Callable[..., None]] = {}
 
     def __call__(
-        self, kernel: typing.Any, grid: int | tuple[int, int, int], kinds: typing.Any, tensors: Sequence[torch.Tensor],
-        others: Sequence[typing.Any], **options: typing.Any,
-    ) -> None:  # fmt: skip
+        self,
+        kernel: typing.Any,
+        grid: int | tuple[int, int, int],
+        kinds: typing.Any,
+        tensors: Sequence[torch.Tensor],
+        others: Sequence[typing.Any],
+        **options: typing.Any,
+    ) -> None:
         """Launch `kernel` with `tensors` and then `others`, which hold every constant in the signature's order."""
         kinds = (kinds, grid, torch.cuda.current_device() if torch.cuda.is_initialized() else None)
         runner = self._runners.get(kinds)

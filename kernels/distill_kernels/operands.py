@@ -48,10 +48,13 @@ def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     first, elements = tensors[0], 0
     for tensor in tensors:
         if (
-            type(tensor) not in _PLAIN or tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:]
-            or not tensor.is_contiguous() or tensor.storage_offset() != first.storage_offset() + elements
+            type(tensor) not in _PLAIN
+            or tensor.dtype != first.dtype
+            or tensor.shape[1:] != first.shape[1:]
+            or not tensor.is_contiguous()
+            or tensor.storage_offset() != first.storage_offset() + elements
             or tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
-        ):  # fmt: skip
+        ):
             return None
         elements += tensor.numel()
     return first.detach().as_strided((sum(len(tensor) for tensor in tensors), *first.shape[1:]), first.stride())

@@ -64,9 +64,17 @@ def reference_sample(
 
 @triton.jit
 def _sample_kernel(
-    logits_ptr, seeds_ptr, draws_ptr, out_ptr, stride_row, columns, quarter, rate,
-    GREEDY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    seeds_ptr,
+    draws_ptr,
+    out_ptr,
+    stride_row,
+    columns,
+    quarter,
+    rate,
+    GREEDY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One row: the first column of the largest (noisy) logit."""
     row = tl.program_id(0).to(tl.int64)
     seed, draw = tl.load(seeds_ptr + row), tl.load(draws_ptr + row)
@@ -101,9 +109,18 @@ def _sample(logits: torch.Tensor, seeds: torch.Tensor, draws: torch.Tensor, temp
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         _sample_kernel[(rows,)](
-            logits, seeds, draws, out, logits.stride(0), columns, cdiv(columns, 4),
-            0.0 if temperature == 0 else 1 / temperature, GREEDY=temperature == 0, BLOCK=BLOCK, num_warps=8,
-        )  # fmt: skip
+            logits,
+            seeds,
+            draws,
+            out,
+            logits.stride(0),
+            columns,
+            cdiv(columns, 4),
+            0.0 if temperature == 0 else 1 / temperature,
+            GREEDY=temperature == 0,
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
     return out
 
 

@@ -152,8 +152,12 @@ def _kept(path: Path, key: str, named: Mapping[str, Way], launch: Callable[[Way]
             _write(path, choices)
             _log.warning(
                 "%s: timed %d ways in %.1f s, once for this GPU; takes %s (kept in %s; DISTILL_TUNE=0 times nothing)",
-                key, len(times), time.perf_counter() - began, choices[key], path,
-            )  # fmt: skip
+                key,
+                len(times),
+                time.perf_counter() - began,
+                choices[key],
+                path,
+            )
     return choices[key]
 
 

@@ -40,9 +40,13 @@ PROGRAMS = 2  # a multiprocessor, which is as many as their tiles leave shared m
 
 
 def reference_decode_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, masking: Masking,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    masking: Masking,
     starts: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """The definition: new token s of S sees keys from start and below length - S + 1 + s, the last `window` of them."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     group, new = q.shape[1] // k.shape[1], q.shape[2]
@@ -73,13 +77,45 @@ def reference_decode_attention(
 
 @triton.jit
 def _chunk_kernel(
-    q_ptr, k_ptr, v_ptr, lengths_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr, stride_qb, stride_qh, stride_qs,
-    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_ob, stride_oh, stride_os,
-    kv_heads, new, slots, window, score_scale, cap, cap_rate,
-    WHOLE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, STARTS: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lengths_ptr,
+    starts_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_kt,
+    stride_vb,
+    stride_vh,
+    stride_vt,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    kv_heads,
+    new,
+    slots,
+    window,
+    score_scale,
+    cap,
+    cap_rate,
+    WHOLE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STARTS: tl.constexpr,
+    SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """Softmax over one chunk of one sequence's keys, for the ROWS >= GROUP * new query rows of one key head.
 
     WHOLE: the chunk is all there is, and what is written are the results. Else it is its part, in fp32, and the lse.
@@ -145,9 +181,21 @@ def _chunk_kernel(
 
 @triton.jit
 def _combine_kernel(
-    part_ptr, lse_ptr, out_ptr, stride_ob, stride_oh, stride_os, kv_heads, new, chunks,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    part_ptr,
+    lse_ptr,
+    out_ptr,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    kv_heads,
+    new,
+    chunks,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     if EARLY:  # this kernel started while the chunks were still being made
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
@@ -193,9 +241,15 @@ _launch_chunks, _launch_combine = Launch(), Launch()
 
 
 def decode_on_triton(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, masking: Masking, out: torch.Tensor,
-    starts: torch.Tensor | None = None, pace: Pace | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    masking: Masking,
+    out: torch.Tensor,
+    starts: torch.Tensor | None = None,
+    pace: Pace | None = None,
+) -> torch.Tensor:
     """Fill `out`. `pace` is for measurements."""
     batches, heads, new, size = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
@@ -218,30 +272,70 @@ def decode_on_triton(
     begins = lengths if starts is None else starts
     kinds = (pace, starts is None, masking.kinds(q, k, v, lengths, begins))
     _launch_chunks(
-        _chunk_kernel, (chunks, batches * kv_heads, 1), kinds, (), (
-            q, k, v, lengths, begins, q if sinks is None else sinks, parts, lse, *q.stride()[:3], *k.stride()[:3],
-            *v.stride()[:3], *out.stride()[:3], kv_heads, new, slots,
-            UNBOUNDED if masking.window is None else masking.window, *masking.score_factors, chunks == 1, group,
-            size, block_d, rows, pace.keys, starts is not None, sinks is not None, masking.softcap is not None,
-            dot_precision(q.dtype), early,
-        ), num_warps=pace.warps, num_stages=stages if q.element_size() == 2 else 1,
-    )  # fmt: skip
+        _chunk_kernel,
+        (chunks, batches * kv_heads, 1),
+        kinds,
+        (),
+        (
+            q,
+            k,
+            v,
+            lengths,
+            begins,
+            q if sinks is None else sinks,
+            parts,
+            lse,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *out.stride()[:3],
+            kv_heads,
+            new,
+            slots,
+            UNBOUNDED if masking.window is None else masking.window,
+            *masking.score_factors,
+            chunks == 1,
+            group,
+            size,
+            block_d,
+            rows,
+            pace.keys,
+            starts is not None,
+            sinks is not None,
+            masking.softcap is not None,
+            dot_precision(q.dtype),
+            early,
+        ),
+        num_warps=pace.warps,
+        num_stages=stages if q.element_size() == 2 else 1,
+    )
     if chunks == 1:
         return out
     at_once = next_power_of_2(chunks)
     warps = 4 if facts.measured else min(max(at_once * block_d // 2048, 4), 16)  # measured, it spills
     _launch_combine(
-        _combine_kernel, (new * group, batches * kv_heads, 1), (chunks, kv_heads, q.dtype, q.shape), (),
+        _combine_kernel,
+        (new * group, batches * kv_heads, 1),
+        (chunks, kv_heads, q.dtype, q.shape),
+        (),
         (parts, lse, out, *out.stride()[:3], kv_heads, new, chunks, group, size, block_d, at_once, early),
-        num_warps=warps, **({"launch_pdl": True} if early else {}),
-    )  # fmt: skip
+        num_warps=warps,
+        **({"launch_pdl": True} if early else {}),
+    )
     return out
 
 
 def _launch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, scale: float, window: int | None,
-    softcap: float | None, starts: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    starts: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     masking = Masking(True, scale, window, softcap, sinks=sinks)
     out = positions_first(q)
     if not runs_on_triton(q):

@@ -57,12 +57,38 @@ from distill_kernels.operands import check_tensor, rows_of
 
 @triton.jit
 def _forward_kernel(
-    q_tiles, k_tiles, v_tiles, out_ptr, lse_ptr, ranges_ptr, sinks_ptr, stride_ob, stride_oh, stride_om,
-    batches, heads, group, queries, keys, window, score_scale, cap, cap_rate,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    PRECISION: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    q_tiles,
+    k_tiles,
+    v_tiles,
+    out_ptr,
+    lse_ptr,
+    ranges_ptr,
+    sinks_ptr,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    batches,
+    heads,
+    group,
+    queries,
+    keys,
+    window,
+    score_scale,
+    cap,
+    cap_rate,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    LEFT: tl.constexpr,
+    PACKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """One tile of queries of one head, over all of its keys; if SPLIT, over one part of them (see `parts.py`)."""
     # the last query tiles of a causal batch have the most keys: they start first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -73,7 +99,7 @@ def _forward_kernel(
     row = m + tl.arange(0, BLOCK_M)
     start, inside, outside, end, low, high = key_tiles(
         m, row, batch, ranges_ptr, queries, keys, batches, window, BLOCK_M, BLOCK_N, CAUSAL, LEFT, PACKED
-    )  # fmt: skip
+    )
     if SPLIT:
         start, end = part_of_tiles(start, end, BLOCK_N)
     q = load_tile(q_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
@@ -122,9 +148,13 @@ _launch = Launch()
 
 
 def forward_on_triton(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking, tile: Tiles | None = None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    masking: Masking,
+    tile: Tiles | None = None,
     parts: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Out, [B, T, H, D] in memory, and lse fp32 [B, H, T]. `tile` and `parts` are for measurements."""
     batches, heads, queries, size = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
@@ -143,21 +173,47 @@ def forward_on_triton(
     sums, weights = (out, lse) if parts == 1 else (new_sums(parts, q), new_weights(parts, q))
     q, k, v, sinks = aligned(q, "q"), aligned(k, "k"), aligned(v, "v"), rows_of(masking.sinks)
     tensors = (
-        tiles_of(q, tile.queries, block_d, tma), tiles_of(k, tile.keys, block_d, tma),
-        tiles_of(v, tile.keys, block_d, tma), sums, weights, ranges, lse if sinks is None else sinks,
-    )  # fmt: skip
+        tiles_of(q, tile.queries, block_d, tma),
+        tiles_of(k, tile.keys, block_d, tma),
+        tiles_of(v, tile.keys, block_d, tma),
+        sums,
+        weights,
+        ranges,
+        lse if sinks is None else sinks,
+    )
     numbers = (
-        *out.stride()[:3], batches, heads, heads // kv_heads, queries, keys,
-        UNBOUNDED if masking.window is None else masking.window, *masking.score_factors,
-    )  # fmt: skip
+        *out.stride()[:3],
+        batches,
+        heads,
+        heads // kv_heads,
+        queries,
+        keys,
+        UNBOUNDED if masking.window is None else masking.window,
+        *masking.score_factors,
+    )
     constants = (
-        size, block_d, tile.queries, tile.keys, masking.causal, masking.packed or masking.window is not None,
-        masking.packed, masking.softcap is not None, sinks is not None, dot_precision(q.dtype), parts > 1, tma,
-    )  # fmt: skip
+        size,
+        block_d,
+        tile.queries,
+        tile.keys,
+        masking.causal,
+        masking.packed or masking.window is not None,
+        masking.packed,
+        masking.softcap is not None,
+        sinks is not None,
+        dot_precision(q.dtype),
+        parts > 1,
+        tma,
+    )
     _launch(
-        _forward_kernel, (tiles, batches * heads, parts), (tile, masking.kinds(q, k, v)), (),
-        (*tensors, *numbers, *constants), num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+        _forward_kernel,
+        (tiles, batches * heads, parts),
+        (tile, masking.kinds(q, k, v)),
+        (),
+        (*tensors, *numbers, *constants),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
     if parts > 1:
         merge_parts(sums, weights, out, lse)
     return out, lse
@@ -168,10 +224,17 @@ def _new_lse(q: torch.Tensor) -> torch.Tensor:
 
 
 def _launch_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None, causal: bool, scale: float, window: int | None, softcap: float | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
     sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     masking = Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, sinks)
     if q.numel() == 0 or k.numel() == 0 or not runs_on_triton(q):
         out, lse = reference_attention(q, k, v, masking)
@@ -184,10 +247,20 @@ def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, so
 
 
 def _launch_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None, causal: bool, scale: float,
-    window: int | None, softcap: float | None, sinks: torch.Tensor | None = None,
-) -> list[torch.Tensor]:  # fmt: skip
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
     """dq, dk, dv and, where there are sinks, their gradient."""
     masking = Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, sinks)
     if q.numel() == 0 or k.numel() == 0 or not runs_on_triton(q):

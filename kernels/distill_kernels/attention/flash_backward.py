@@ -20,6 +20,7 @@ import functools
 
 import torch
 
+from distill_kernels.attention.key_gradient import _key_gradient_kernel
 from distill_kernels.attention.operands import (
     Masking,
     Tiles,
@@ -43,7 +44,7 @@ from distill_kernels.attention.parts import (
     running_at_once,
     store_sums,
 )
-from distill_kernels.attention.ranges import UNBOUNDED, dense_or_packed_interval, key_tiles, packed_ranges
+from distill_kernels.attention.ranges import UNBOUNDED, key_tiles, packed_ranges
 from distill_kernels.launch import INTERPRETER, Launch, cdiv, device_facts, tl, triton
 from distill_kernels.operands import rows_of
 
@@ -52,10 +53,26 @@ PADDING = 128  # rows of lse and delta are padded to this, so that no tile needs
 
 @triton.jit
 def _row_terms_kernel(
-    out_ptr, dout_ptr, lse_ptr, terms_ptr, sinks_ptr, sums_ptr, stride_ob, stride_oh, stride_om, stride_gb, stride_gh,
-    stride_gm, heads, queries, padded_rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    out_ptr,
+    dout_ptr,
+    lse_ptr,
+    terms_ptr,
+    sinks_ptr,
+    sums_ptr,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_gb,
+    stride_gh,
+    stride_gm,
+    heads,
+    queries,
+    padded_rows,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     SINKS: tl.constexpr,
-):  # fmt: skip
+):
     """terms[0] = lse to base 2, terms[1] = delta, both [B * H, padded]; padding rows get p = exp2(s - inf) = 0.
 
     With SINKS also these rows' sum of the sinks' gradients, [B * H, programs].
@@ -82,122 +99,41 @@ def _row_terms_kernel(
 
 
 @triton.jit
-def _gather_queries(
-    dk, dv, k, v, q_tiles, dout_tiles, lse_ptr, delta_ptr, ranges_ptr, batch, batches, head, heads, n,
-    start, end, queries, padded_rows, keys, window, score_scale, cap, cap_rate,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Add the share of query tiles [start, end) of one head to dk and dv."""
-    for m in tl.range(start, end, BLOCK_M):
-        m = tl.multiple_of(m, BLOCK_M)
-        row = m + tl.arange(0, BLOCK_M)
-        terms_at = (batch.to(tl.int64) * heads + head) * padded_rows + row
-        q = load_tile(q_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
-        lse = tl.load(lse_ptr + terms_at)
-        s = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M], keys by queries
-        if SOFTCAP:
-            s, tanh = softcapped(s, cap_rate, cap)
-        p = tl.exp2(s * score_scale - lse[None, :])
-        if MASKED:
-            low, high = dense_or_packed_interval(
-                tl.minimum(row, queries - 1), batch, ranges_ptr, queries, batches, keys, keys - queries, window,
-                CAUSAL, PACKED, False,
-            )  # fmt: skip
-            column = n + tl.arange(0, BLOCK_N)
-            p = tl.where((column[:, None] >= low[None, :]) & (column[:, None] < high[None, :]), p, 0.0)
-        dout = load_tile(dout_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-        dp = tl.dot(v, dout.T, input_precision=PRECISION)
-        delta = tl.load(delta_ptr + terms_at)
-        ds = p * (dp - delta[None, :])
-        if SOFTCAP:
-            ds = ds * (1 - tanh * tanh)
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    return dk, dv
-
-
-@triton.jit
-def _key_gradient_kernel(
-    q_tiles, k_tiles, v_tiles, dout_tiles, dk_ptr, dv_ptr, lse_ptr, delta_ptr, key_ranges_ptr, ranges_ptr,
-    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    batches, heads, kv_heads, group, queries, padded_rows, keys, window, scale, score_scale, cap, cap_rate,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    SPLIT: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    # the first key tiles of a causal batch are attended by the most queries, and start first
-    n = tl.program_id(0) * BLOCK_N
-    batch = tl.program_id(1) // kv_heads
-    kv_head = tl.program_id(1) % kv_heads
-    last_column = tl.minimum(n + BLOCK_N, keys) - 1
-    shift = queries - keys
-    first_low, first_high = dense_or_packed_interval(
-        n, batch, key_ranges_ptr, keys, batches, queries, shift, window, CAUSAL, PACKED, True
-    )
-    last_low, last_high = dense_or_packed_interval(
-        last_column, batch, key_ranges_ptr, keys, batches, queries, shift, window, CAUSAL, PACKED, True
-    )
-    # query tiles [start, inside) and [outside, end) cross an interval's end; a partial key tile is all masked
-    end = tl.maximum(last_high, 0)
-    start = tl.maximum(first_low, 0) // BLOCK_M * BLOCK_M
-    inside = tl.where(n + BLOCK_N > keys, end, last_low)
-    inside = tl.minimum((inside + BLOCK_M - 1) // BLOCK_M, tl.cdiv(end, BLOCK_M)) * BLOCK_M
-    inside = tl.maximum(inside, start)
-    if RIGHT:
-        outside = tl.maximum(inside, first_high // BLOCK_M * BLOCK_M)
-    else:
-        outside = tl.maximum(inside, end)
-    if SPLIT:
-        start, end = part_of_tiles(start, end, BLOCK_M)
-        inside = tl.minimum(tl.maximum(inside, start), end)
-        outside = tl.minimum(tl.maximum(outside, start), end)
-
-    k = load_tile(k_tiles, batch, kv_head, n, BLOCK_N, HEAD_DIM, BLOCK_D, TMA)
-    v = load_tile(v_tiles, batch, kv_head, n, BLOCK_N, HEAD_DIM, BLOCK_D, TMA)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for member in range(group):
-        head = kv_head * group + member
-        dk, dv = _gather_queries(
-            dk, dv, k, v, q_tiles, dout_tiles, lse_ptr, delta_ptr, ranges_ptr, batch, batches, head, heads, n,
-            start, inside, queries, padded_rows, keys, window, score_scale, cap, cap_rate,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, CAUSAL, PACKED, SOFTCAP, PRECISION, TMA,
-        )  # fmt: skip
-        dk, dv = _gather_queries(
-            dk, dv, k, v, q_tiles, dout_tiles, lse_ptr, delta_ptr, ranges_ptr, batch, batches, head, heads, n,
-            inside, outside, queries, padded_rows, keys, window, score_scale, cap, cap_rate,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, CAUSAL, PACKED, SOFTCAP, PRECISION, TMA,
-        )  # fmt: skip
-        if RIGHT:
-            dk, dv = _gather_queries(
-                dk, dv, k, v, q_tiles, dout_tiles, lse_ptr, delta_ptr, ranges_ptr, batch, batches, head, heads, n,
-                outside, end, queries, padded_rows, keys, window, score_scale, cap, cap_rate,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, CAUSAL, PACKED, SOFTCAP, PRECISION, TMA,
-            )  # fmt: skip
-    row = n + tl.arange(0, BLOCK_N)
-    if SPLIT:
-        store_sums(dk_ptr, dk, row, keys, HEAD_DIM, BLOCK_D)
-        store_sums(dv_ptr, dv, row, keys, HEAD_DIM, BLOCK_D)
-    else:
-        column = tl.arange(0, BLOCK_D)
-        stored = (row < keys)[:, None] & (column < HEAD_DIM)[None, :]
-        batch_64, head_64, row_64 = batch.to(tl.int64), kv_head.to(tl.int64), row[:, None].to(tl.int64)
-        dk_at = dk_ptr + batch_64 * stride_kb + head_64 * stride_kh + row_64 * stride_kn + column[None, :]
-        dv_at = dv_ptr + batch_64 * stride_vb + head_64 * stride_vh + row_64 * stride_vn + column[None, :]
-        tl.store(dk_at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=stored)
-        tl.store(dv_at, dv.to(dv_ptr.dtype.element_ty), mask=stored)
-
-
-@triton.jit
 def _query_gradient_kernel(
-    q_tiles, k_tiles, v_tiles, dout_tiles, dq_ptr, lse_ptr, delta_ptr, ranges_ptr, stride_qb, stride_qh, stride_qm,
-    batches, heads, group, queries, padded_rows, keys, window, scale, score_scale, cap, cap_rate,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    SPLIT: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    q_tiles,
+    k_tiles,
+    v_tiles,
+    dout_tiles,
+    dq_ptr,
+    lse_ptr,
+    delta_ptr,
+    ranges_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    batches,
+    heads,
+    group,
+    queries,
+    padded_rows,
+    keys,
+    window,
+    scale,
+    score_scale,
+    cap,
+    cap_rate,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    LEFT: tl.constexpr,
+    PACKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TMA: tl.constexpr,
+):
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = tl.program_id(1) // heads
     head = tl.program_id(1) % heads
@@ -206,7 +142,7 @@ def _query_gradient_kernel(
     row = m + tl.arange(0, BLOCK_M)
     start, inside, outside, end, low, high = key_tiles(
         m, row, batch, ranges_ptr, queries, keys, batches, window, BLOCK_M, BLOCK_N, CAUSAL, LEFT, PACKED
-    )  # fmt: skip
+    )
     if SPLIT:
         start, end = part_of_tiles(start, end, BLOCK_N)
     q = load_tile(q_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
@@ -245,10 +181,18 @@ _launch_rows, _launch_keys, _launch_queries = Launch(), Launch(), Launch()
 
 
 def backward_on_triton(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    masking: Masking, key_tile: Tiles | None = None, query_tile: Tiles | None = None, key_parts: int | None = None,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    masking: Masking,
+    key_tile: Tiles | None = None,
+    query_tile: Tiles | None = None,
+    key_parts: int | None = None,
     query_parts: int | None = None,
-) -> list[torch.Tensor]:  # fmt: skip
+) -> list[torch.Tensor]:
     """dq, dk, dv and, with sinks, theirs by the kernels above. The last four arguments are for measurements."""
     batches, heads, queries, size = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
@@ -269,11 +213,28 @@ def backward_on_triton(
     if sinks is not None:
         sink_sums = torch.empty(batches, heads, padded_rows // block_m, dtype=torch.float32, device=q.device)
     _launch_rows(
-        _row_terms_kernel, (padded_rows // block_m, batches * heads, 1), kinds, (),
-        (out, dout, lse, terms, lse if sinks is None else sinks, terms if sink_sums is None else sink_sums,
-         *out.stride()[:3], *dout.stride()[:3], heads, queries, padded_rows, size, block_d, block_m,
-         sinks is not None),
-    )  # fmt: skip
+        _row_terms_kernel,
+        (padded_rows // block_m, batches * heads, 1),
+        kinds,
+        (),
+        (
+            out,
+            dout,
+            lse,
+            terms,
+            lse if sinks is None else sinks,
+            terms if sink_sums is None else sink_sums,
+            *out.stride()[:3],
+            *dout.stride()[:3],
+            heads,
+            queries,
+            padded_rows,
+            size,
+            block_d,
+            block_m,
+            sinks is not None,
+        ),
+    )
     window = UNBOUNDED if masking.window is None else masking.window
     ranges = key_ranges = lse
     if masking.cu_seqlens_q is not None and masking.cu_seqlens_k is not None:
@@ -281,9 +242,7 @@ def backward_on_triton(
         ranges = packed_ranges(*both, batches * queries, causal, masking.window)
         key_ranges = packed_ranges(*both, batches * keys, causal, masking.window, from_keys=True)
     scale, intervals = float(masking.scale), masking.packed or masking.window is not None
-    constants = (
-        masking.causal, intervals, masking.packed, masking.softcap is not None, dot_precision(q.dtype),
-    )  # fmt: skip
+    constants = (masking.causal, intervals, masking.packed, masking.softcap is not None, dot_precision(q.dtype))
     tma = by_descriptors(facts, key_tile)
     tiles, seen = cdiv(keys, key_tile.keys), most_keys(key_tile.keys, queries, masking.causal, masking.window)
     at_once = running_at_once(block_d, facts)
@@ -291,14 +250,44 @@ def backward_on_triton(
     sums = None if parts == 1 else new_sums(2 * parts, k)
     dk_sums, dv_sums = (dk, dv) if sums is None else (sums[:parts], sums[parts:])
     _launch_keys(
-        _key_gradient_kernel, (tiles, batches * kv_heads, parts), (key_tile, kinds), (), (
-            tiles_of(q, key_tile.queries, block_d, tma), tiles_of(k, key_tile.keys, block_d, tma),
-            tiles_of(v, key_tile.keys, block_d, tma), tiles_of(dout, key_tile.queries, block_d, tma),
-            dk_sums, dv_sums, terms[0], terms[1], key_ranges, ranges, *dk.stride()[:3], *dv.stride()[:3],
-            batches, heads, kv_heads, heads // kv_heads, queries, padded_rows, keys, window, scale,
-            *masking.score_factors, size, block_d, key_tile.queries, key_tile.keys, *constants, parts > 1, tma,
-        ), num_warps=key_tile.warps, num_stages=key_tile.stages,
-    )  # fmt: skip
+        _key_gradient_kernel,
+        (tiles, batches * kv_heads, parts),
+        (key_tile, kinds),
+        (),
+        (
+            tiles_of(q, key_tile.queries, block_d, tma),
+            tiles_of(k, key_tile.keys, block_d, tma),
+            tiles_of(v, key_tile.keys, block_d, tma),
+            tiles_of(dout, key_tile.queries, block_d, tma),
+            dk_sums,
+            dv_sums,
+            terms[0],
+            terms[1],
+            key_ranges,
+            ranges,
+            *dk.stride()[:3],
+            *dv.stride()[:3],
+            batches,
+            heads,
+            kv_heads,
+            heads // kv_heads,
+            queries,
+            padded_rows,
+            keys,
+            window,
+            scale,
+            *masking.score_factors,
+            size,
+            block_d,
+            key_tile.queries,
+            key_tile.keys,
+            *constants,
+            parts > 1,
+            tma,
+        ),
+        num_warps=key_tile.warps,
+        num_stages=key_tile.stages,
+    )
     if sums is not None:
         add_parts(sums, dk, scale, dv)
     tma = by_descriptors(facts, tile)
@@ -306,14 +295,40 @@ def backward_on_triton(
     parts = query_parts or part_count(tiles * batches * heads, cdiv(seen, tile.keys), at_once)
     dq_sums = dq if parts == 1 else new_sums(parts, q)
     _launch_queries(
-        _query_gradient_kernel, (tiles, batches * heads, parts), (tile, kinds), (), (
-            tiles_of(q, tile.queries, block_d, tma), tiles_of(k, tile.keys, block_d, tma),
-            tiles_of(v, tile.keys, block_d, tma), tiles_of(dout, tile.queries, block_d, tma),
-            dq_sums, terms[0], terms[1], ranges, *dq.stride()[:3], batches, heads, heads // kv_heads, queries,
-            padded_rows, keys, window, scale, *masking.score_factors, size, block_d, tile.queries, tile.keys,
-            *constants, parts > 1, tma,
-        ), num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+        _query_gradient_kernel,
+        (tiles, batches * heads, parts),
+        (tile, kinds),
+        (),
+        (
+            tiles_of(q, tile.queries, block_d, tma),
+            tiles_of(k, tile.keys, block_d, tma),
+            tiles_of(v, tile.keys, block_d, tma),
+            tiles_of(dout, tile.queries, block_d, tma),
+            dq_sums,
+            terms[0],
+            terms[1],
+            ranges,
+            *dq.stride()[:3],
+            batches,
+            heads,
+            heads // kv_heads,
+            queries,
+            padded_rows,
+            keys,
+            window,
+            scale,
+            *masking.score_factors,
+            size,
+            block_d,
+            tile.queries,
+            tile.keys,
+            *constants,
+            parts > 1,
+            tma,
+        ),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
     if parts > 1:
         add_parts(dq_sums, dq, scale)
     if sinks is None or sink_sums is None:

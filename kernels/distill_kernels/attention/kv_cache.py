@@ -92,9 +92,14 @@ class KVCache:
         self._longest += new
 
     def attend(
-        self, q: torch.Tensor, *, scale: float | None = None, window: int | None = None, softcap: float | None = None,
+        self,
+        q: torch.Tensor,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
         sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """`decode_attention` of the newest tokens' q [B, H, S, D], whose keys were appended before."""
         keys, values = self.keys.transpose(1, 2), self.values.transpose(1, 2)
         return decode_attention(q, keys, values, self.lengths, scale=scale, window=window, softcap=softcap, sinks=sinks)
@@ -121,9 +126,22 @@ class KVCache:
 
 @triton.jit
 def _put_kernel(
-    keys_ptr, values_ptr, k_ptr, v_ptr, lengths_ptr, stride_cb, stride_ct, stride_ch, stride_kb, stride_kh, stride_vb,
-    stride_vh, limit, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    keys_ptr,
+    values_ptr,
+    k_ptr,
+    v_ptr,
+    lengths_ptr,
+    stride_cb,
+    stride_ct,
+    stride_ch,
+    stride_kb,
+    stride_kh,
+    stride_vb,
+    stride_vh,
+    limit,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One sequence's and head's new key and value into their slot; a slot outside the cache is left out."""
     batch, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(lengths_ptr + batch).to(tl.int64) - 1
@@ -137,9 +155,12 @@ def _put_kernel(
 
 
 def put_newest(
-    cached_keys: torch.Tensor, cached_values: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
+    cached_keys: torch.Tensor,
+    cached_values: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     lengths: torch.Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Write the newest position of every sequence into its own slot, in one launch that a CUDA graph can replay.
 
     Args:
@@ -166,6 +187,18 @@ def put_newest(
     assert cached_keys.is_contiguous() and cached_values.is_contiguous()
     keys, values, lengths = rows_of(keys), rows_of(values), rows_of(lengths)
     _put_kernel[(batch, kv_heads)](
-        cached_keys, cached_values, keys, values, lengths, *cached_keys.stride()[:3], keys.stride(0), keys.stride(1),
-        values.stride(0), values.stride(1), limit, SIZE=size, BLOCK=next_power_of_2(size), num_warps=1,
-    )  # fmt: skip
+        cached_keys,
+        cached_values,
+        keys,
+        values,
+        lengths,
+        *cached_keys.stride()[:3],
+        keys.stride(0),
+        keys.stride(1),
+        values.stride(0),
+        values.stride(1),
+        limit,
+        SIZE=size,
+        BLOCK=next_power_of_2(size),
+        num_warps=1,
+    )

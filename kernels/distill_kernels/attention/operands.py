@@ -160,9 +160,16 @@ def choose_tiles(kernel: str, block_d: int, dtype: torch.dtype, facts: DeviceFac
 def around(tile: Tiles) -> tuple[Tiles, ...]:
     """The tile, and those a step from it: half and twice its queries, keys and warps, a stage less and more."""
     queries, keys, warps, stages, _ = tile
-    near = [tile._replace(queries=queries // 2), tile._replace(queries=queries * 2), tile._replace(keys=keys // 2),
-            tile._replace(keys=keys * 2), tile._replace(warps=12 - warps), tile._replace(stages=stages + 1),
-            tile._replace(stages=stages - 1), tile._replace(queries=queries * 2, warps=8)]  # fmt: skip
+    near = [
+        tile._replace(queries=queries // 2),
+        tile._replace(queries=queries * 2),
+        tile._replace(keys=keys // 2),
+        tile._replace(keys=keys * 2),
+        tile._replace(warps=12 - warps),
+        tile._replace(stages=stages + 1),
+        tile._replace(stages=stages - 1),
+        tile._replace(queries=queries * 2, warps=8),
+    ]
     # PADDING of flash_backward.py bounds the queries
     fits = (each for each in near if 16 <= each.queries <= 128 and 16 <= each.keys <= 128 and each.stages > 0)
     return tuple(dict.fromkeys((tile, *fits)))
@@ -264,9 +271,8 @@ _checked: dict[tuple[object, ...], dict[str, object]] = {}  # descriptors withou
 
 @triton.jit
 def load_tile(
-    source, batch, head, first,
-    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    source, batch, head, first, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr
+):
     """[ROWS, BLOCK_D] of one head from position `first` on, 0 beyond its end; `source` is of `tiles_of`."""
     if TMA:
         tile = source.load([batch, head, first, 0]).reshape(ROWS, BLOCK_D)

@@ -78,9 +78,21 @@ def store_part(sums_ptr, weights_ptr, acc, m_i, l_i, row, queries, HEAD_DIM: tl.
 
 @triton.jit
 def _merge_kernel(
-    sums_ptr, weights_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_om, heads, queries, parts,
-    PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+    sums_ptr,
+    weights_ptr,
+    out_ptr,
+    lse_ptr,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    heads,
+    queries,
+    parts,
+    PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -112,9 +124,21 @@ def _merge_kernel(
 
 @triton.jit
 def _add_kernel(
-    sums_ptr, out_ptr, other_ptr, stride_ob, stride_oh, stride_om, heads, positions, parts, scale,
-    PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+    sums_ptr,
+    out_ptr,
+    other_ptr,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    heads,
+    positions,
+    parts,
+    scale,
+    PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     """`out` from the first parts, times `scale`, and `other` from as many behind them where the grid says so."""
     if tl.program_id(2) == 1:
         out_ptr = other_ptr
@@ -167,6 +191,10 @@ def _rows_at_a_time(parts: int, out: torch.Tensor) -> tuple[tuple[int, int], dic
     block_d = head_block(size)
     block_m = max(1, 1024 // block_d)
     constants = {
-        "PARTS": next_power_of_2(parts), "HEAD_DIM": size, "BLOCK_D": block_d, "BLOCK_M": block_m, "num_warps": 4,
-    }  # fmt: skip
+        "PARTS": next_power_of_2(parts),
+        "HEAD_DIM": size,
+        "BLOCK_D": block_d,
+        "BLOCK_M": block_m,
+        "num_warps": 4,
+    }
     return (cdiv(positions, block_m), batches * heads), constants

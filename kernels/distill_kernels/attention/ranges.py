@@ -26,9 +26,14 @@ UNBOUNDED = 1 << 30  # a window no sequence reaches
 
 
 def reference_ranges(
-    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, rows: int, causal: bool, window: int | None, *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    rows: int,
+    causal: bool,
+    window: int | None,
+    *,
     from_keys: bool = False,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Intervals int64 [2, rows] of flat positions on the other side; rows behind the last document get empty ones."""
     own, other = (cu_seqlens_k, cu_seqlens_q) if from_keys else (cu_seqlens_q, cu_seqlens_k)
     own, other = own.long(), other.long()
@@ -80,9 +85,18 @@ def attended_interval(diagonal, first, last, window, CAUSAL: tl.constexpr, FROM_
 
 @triton.jit
 def dense_or_packed_interval(
-    row, batch, ranges_ptr, rows, batches, others, shift, window,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr, FROM_KEYS: tl.constexpr,
-):  # fmt: skip
+    row,
+    batch,
+    ranges_ptr,
+    rows,
+    batches,
+    others,
+    shift,
+    window,
+    CAUSAL: tl.constexpr,
+    PACKED: tl.constexpr,
+    FROM_KEYS: tl.constexpr,
+):
     """Interval of `row` (int32 scalar or block, below `rows`) on the other side, in positions of this batch entry."""
     if PACKED:
         at = ranges_ptr + batch.to(tl.int64) * rows + row
@@ -95,9 +109,20 @@ def dense_or_packed_interval(
 
 @triton.jit
 def key_tiles(
-    m, row, batch, ranges_ptr, queries, keys, batches, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
+    m,
+    row,
+    batch,
+    ranges_ptr,
+    queries,
+    keys,
+    batches,
+    window,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    LEFT: tl.constexpr,
+    PACKED: tl.constexpr,
+):
     """The key tiles that the query tile at `m` visits, and each row's interval.
 
     Tiles [start, inside) and [outside, end) cross an interval's end; [inside, outside) lie within every row's.
@@ -128,9 +153,17 @@ def key_tiles(
 
 @triton.jit
 def _ranges_kernel(
-    own_ptr, other_ptr, out_ptr, rows, documents, steps, window,
-    CAUSAL: tl.constexpr, FROM_KEYS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    own_ptr,
+    other_ptr,
+    out_ptr,
+    rows,
+    documents,
+    steps,
+    window,
+    CAUSAL: tl.constexpr,
+    FROM_KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     # the last document that starts at or before the row, by bisection; empty documents are stepped over
     below = tl.zeros([BLOCK], tl.int32)
@@ -153,9 +186,14 @@ def _ranges_kernel(
 
 
 def packed_ranges(
-    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, rows: int, causal: bool, window: int | None, *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    rows: int,
+    causal: bool,
+    window: int | None,
+    *,
     from_keys: bool = False,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """`reference_ranges` as int32 in one launch, without waiting for the device.
 
     Lengths of `cu_seqlens_from_position_ids` keep what was made of them, for all of a model's layers; but not where
@@ -181,9 +219,17 @@ def _packed_ranges(
     out = torch.empty(2, rows, dtype=torch.int32, device=own.device)
     documents, block = own.numel() - 1, 256
     _ranges_kernel[(cdiv(rows, block),)](
-        own, other, out, rows, documents, documents.bit_length(), UNBOUNDED if window is None else window,
-        CAUSAL=causal, FROM_KEYS=from_keys, BLOCK=block,
-    )  # fmt: skip
+        own,
+        other,
+        out,
+        rows,
+        documents,
+        documents.bit_length(),
+        UNBOUNDED if window is None else window,
+        CAUSAL=causal,
+        FROM_KEYS=from_keys,
+        BLOCK=block,
+    )
     return out
 
 

@@ -55,9 +55,14 @@ def reference_attention(
 
 
 def reference_attention_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
     masking: Masking,
-) -> list[torch.Tensor]:  # fmt: skip
+) -> list[torch.Tensor]:
     """dq, dk, dv and, with sinks, theirs by the formulas of `flash_backward.py`."""
     dtype = _computed_in(q.dtype)
     group = q.shape[1] // k.shape[1]

@@ -91,12 +91,38 @@ def reference_product(x: torch.Tensor, product: Product, out: torch.Tensor) -> N
 
 @triton.jit(do_not_specialize=["square_parts"])
 def _product_kernel(
-    x_ptr, weight_ptrs, up_ptr, bias_ptrs, out_ptr, norm_ptr, scaled_ptr, squares_ptr, parts_ptr, counters_ptr, M, K,
-    sizes, stride_x, stride_out, square_parts, eps, part,
-    SEGMENTS: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
-    SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PREFETCH: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptrs,
+    up_ptr,
+    bias_ptrs,
+    out_ptr,
+    norm_ptr,
+    scaled_ptr,
+    squares_ptr,
+    parts_ptr,
+    counters_ptr,
+    M,
+    K,
+    sizes,
+    stride_x,
+    stride_out,
+    square_parts,
+    eps,
+    part,
+    SEGMENTS: tl.constexpr,
+    GATED: tl.constexpr,
+    ADDS: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """Of the stream's squares a part is written where ADDS, else all are read.
 
     parts: fp32 [tiles, SPLITS, 1 or 2, BLOCK_M, BLOCK_N]; counters: int32 [tiles], zero before and after.
@@ -126,9 +152,23 @@ def _product_kernel(
     m = tl.arange(0, BLOCK_M)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     total, total_up = multiply(
-        x_ptr, weight_ptr, up_ptr, m, rows, M, K, stride_x, first, part, GATED, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+        x_ptr,
+        weight_ptr,
+        up_ptr,
+        m,
+        rows,
+        M,
+        K,
+        stride_x,
+        first,
+        part,
+        GATED,
+        EVEN,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
         PRECISION,
-    )  # fmt: skip
+    )
 
     done = True
     if SPLITS > 1:
@@ -204,13 +244,38 @@ def multiply_rows(rows: torch.Tensor, stream: Stream, product: Product, scratch:
     last = len(weights) - 1
     three = range(3)
     _product_kernel[(tiles_of(product, tile), splits)](
-        x, tuple(weights[min(i, last)] for i in three), weights[0] if product.up is None else product.up,
-        tuple(biases[min(i, last)] for i in three), out, product.norm, stream.scaled, stream.squares, scratch.parts,
-        scratch.counters, count, inputs, tuple(weights[min(i, last)].shape[0] for i in three), x.stride(0),
-        out.stride(0), stream.squares.shape[0], product.eps, part, SEGMENTS=len(weights), GATED=product.up is not None,
-        ADDS=product.adds, BIAS=product.biases[0] is not None, EVEN=splits * part == inputs, SPLITS=splits,
-        PARTS=sum_block(stream.squares), BLOCK_M=max(16, next_power_of_2(count)), BLOCK_N=tile.outputs,
-        BLOCK_K=tile.inputs, PREFETCH=min(most, next_power_of_2(part)),
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", EARLY=facts.starts_early, num_warps=tile.warps,
-        num_stages=tile.stages, **early_options(facts),
-    )  # fmt: skip
+        x,
+        tuple(weights[min(i, last)] for i in three),
+        weights[0] if product.up is None else product.up,
+        tuple(biases[min(i, last)] for i in three),
+        out,
+        product.norm,
+        stream.scaled,
+        stream.squares,
+        scratch.parts,
+        scratch.counters,
+        count,
+        inputs,
+        tuple(weights[min(i, last)].shape[0] for i in three),
+        x.stride(0),
+        out.stride(0),
+        stream.squares.shape[0],
+        product.eps,
+        part,
+        SEGMENTS=len(weights),
+        GATED=product.up is not None,
+        ADDS=product.adds,
+        BIAS=product.biases[0] is not None,
+        EVEN=splits * part == inputs,
+        SPLITS=splits,
+        PARTS=sum_block(stream.squares),
+        BLOCK_M=max(16, next_power_of_2(count)),
+        BLOCK_N=tile.outputs,
+        BLOCK_K=tile.inputs,
+        PREFETCH=min(most, next_power_of_2(part)),
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        EARLY=facts.starts_early,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **early_options(facts),
+    )

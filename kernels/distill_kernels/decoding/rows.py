@@ -38,9 +38,13 @@ def prefetch(weight_ptr, rows, first, last, K, COLUMNS: tl.constexpr):
         at = weight_ptr + rows.to(tl.int64)[:, None] * K + column[None, :]
         inside = tl.broadcast_to((column < last)[None, :], at.shape)
         tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r",
-            [at.to(tl.int64), inside.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+            "=r,l,r",
+            [at.to(tl.int64), inside.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -65,9 +69,23 @@ def sum_block(squares: torch.Tensor) -> int:
 
 @triton.jit
 def multiply(
-    x_ptr, weight_ptr, up_ptr, m, rows, M, K, stride_x, first, part, GATED: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    up_ptr,
+    m,
+    rows,
+    M,
+    K,
+    stride_x,
+    first,
+    part,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """x W^T, fp32 [BLOCK_M, BLOCK_N], over columns `first` to `first + part`, and x U^T where GATED; in x's dtype.
 
     `rows` of the weights exist; rows of x from M on, and columns from K on, count as 0. EVEN: no column is from K on.

@@ -87,9 +87,7 @@ def reference_finish(logits: torch.Tensor, draw: Draw, books: Books) -> None:
 
 
 @triton.jit
-def _embed_kernel(
-    token_ptr, weight_ptr, norm_ptr, x_ptr, scaled_ptr, squares_ptr, column_ptr, H, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _embed_kernel(token_ptr, weight_ptr, norm_ptr, x_ptr, scaled_ptr, squares_ptr, column_ptr, H, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     if row == 0:
         tl.store(column_ptr, tl.load(column_ptr) + 1)  # read, less one, by the step's last kernel
@@ -107,10 +105,31 @@ def _embed_kernel(
 
 @triton.jit(do_not_specialize=["square_parts"])
 def _scores_kernel(
-    x_ptr, squares_ptr, weight_ptr, seeds_ptr, draws_ptr, found_ptr, index_ptr, M, K, square_parts, eps, part, V,
-    quarter, rate, GREEDY: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    squares_ptr,
+    weight_ptr,
+    seeds_ptr,
+    draws_ptr,
+    found_ptr,
+    index_ptr,
+    M,
+    K,
+    square_parts,
+    eps,
+    part,
+    V,
+    quarter,
+    rate,
+    GREEDY: tl.constexpr,
+    EVEN: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """found: fp32 [FIELDS, M, tiles]; index: int32 [M, tiles]."""
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     QUARTER: tl.constexpr = BLOCK_N // 4
@@ -157,10 +176,27 @@ def _scores_kernel(
 
 @triton.jit
 def _finish_kernel(
-    found_ptr, index_ptr, token_ptr, made_ptr, limits_ptr, done_ptr, ended_ptr, lengths_ptr, answers_ptr,
-    log_probs_ptr, column_ptr, ends_ptr, M, tiles, most, ends, pad,
-    TILES: tl.constexpr, ENDS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    found_ptr,
+    index_ptr,
+    token_ptr,
+    made_ptr,
+    limits_ptr,
+    done_ptr,
+    ended_ptr,
+    lengths_ptr,
+    answers_ptr,
+    log_probs_ptr,
+    column_ptr,
+    ends_ptr,
+    M,
+    tiles,
+    most,
+    ends,
+    pad,
+    TILES: tl.constexpr,
+    ENDS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, TILES)
@@ -228,9 +264,7 @@ class TileScores(NamedTuple):
         return cls(numbers, torch.empty(rows, tiles, dtype=torch.int32, device=device))
 
 
-def score_tokens(
-    stream: Stream, eps: float, weight: torch.Tensor, draw: Draw, found: TileScores, tile: Tile
-) -> None:  # fmt: skip
+def score_tokens(stream: Stream, eps: float, weight: torch.Tensor, draw: Draw, found: TileScores, tile: Tile) -> None:
     """Launch the head's product and fill `found`.
 
     Args:
@@ -243,13 +277,34 @@ def score_tokens(
     part = cdiv(inputs, tile.inputs) * tile.inputs
     most = max(128, next_power_of_2(PREFETCHED // (tile.outputs * weight.element_size())) // 2)
     _scores_kernel[(found.columns.shape[1],)](
-        x, squares, weight, draw.seeds, draw.draws, found.numbers, found.columns, rows, inputs, squares.shape[0], eps,
-        part, draw.columns, cdiv(draw.columns, 4), 0.0 if draw.temperature == 0 else 1 / draw.temperature,
-        GREEDY=draw.temperature == 0, EVEN=part == inputs, PARTS=sum_block(squares),
-        BLOCK_M=max(16, next_power_of_2(rows)), BLOCK_N=tile.outputs, BLOCK_K=tile.inputs,
-        PREFETCH=min(most, next_power_of_2(part)), PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        EARLY=facts.starts_early, num_warps=tile.warps, num_stages=tile.stages, **early_options(facts),
-    )  # fmt: skip
+        x,
+        squares,
+        weight,
+        draw.seeds,
+        draw.draws,
+        found.numbers,
+        found.columns,
+        rows,
+        inputs,
+        squares.shape[0],
+        eps,
+        part,
+        draw.columns,
+        cdiv(draw.columns, 4),
+        0.0 if draw.temperature == 0 else 1 / draw.temperature,
+        GREEDY=draw.temperature == 0,
+        EVEN=part == inputs,
+        PARTS=sum_block(squares),
+        BLOCK_M=max(16, next_power_of_2(rows)),
+        BLOCK_N=tile.outputs,
+        BLOCK_K=tile.inputs,
+        PREFETCH=min(most, next_power_of_2(part)),
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        EARLY=facts.starts_early,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **early_options(facts),
+    )
 
 
 def finish_tokens(found: TileScores, books: Books) -> None:
@@ -257,8 +312,26 @@ def finish_tokens(found: TileScores, books: Books) -> None:
     rows, tiles = found.columns.shape
     facts = device_facts(found.columns.device)
     _finish_kernel[(rows,)](
-        found.numbers, found.columns, books.token, books.made, books.limits, books.done.view(torch.uint8),
-        books.ended.view(torch.uint8), books.lengths, books.answers, books.log_probs, books.column, books.ends, rows,
-        tiles, books.answers.shape[1], books.ends.shape[0], books.pad, TILES=next_power_of_2(tiles),
-        ENDS=next_power_of_2(books.ends.shape[0]), EARLY=facts.starts_early, num_warps=4, **early_options(facts),
-    )  # fmt: skip
+        found.numbers,
+        found.columns,
+        books.token,
+        books.made,
+        books.limits,
+        books.done.view(torch.uint8),
+        books.ended.view(torch.uint8),
+        books.lengths,
+        books.answers,
+        books.log_probs,
+        books.column,
+        books.ends,
+        rows,
+        tiles,
+        books.answers.shape[1],
+        books.ends.shape[0],
+        books.pad,
+        TILES=next_power_of_2(tiles),
+        ENDS=next_power_of_2(books.ends.shape[0]),
+        EARLY=facts.starts_early,
+        num_warps=4,
+        **early_options(facts),
+    )

@@ -32,10 +32,17 @@ def reference_bias_gelu(
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _forward_kernel(
-    x_ptr, bias_ptr, y_ptr, x_stride, n_rows,
-    ACTIVATION: tl.constexpr, N_COLS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr,
+    bias_ptr,
+    y_ptr,
+    x_stride,
+    n_rows,
+    ACTIVATION: tl.constexpr,
+    N_COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     POLICY: tl.constexpr,
-):  # fmt: skip
+):
     column_blocks: tl.constexpr = (N_COLS + COLUMNS - 1) // COLUMNS  # not divided by at run time
     rows = (tl.program_id(0) // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     cols = (tl.program_id(0) % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
@@ -50,10 +57,23 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["n_rows", "rows_per_group"])
 def _backward_kernel(
-    dy_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr, dy_stride, x_stride, n_rows, rows_per_group,
-    ACTIVATION: tl.constexpr, N_COLS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    NEED_DBIAS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    bias_ptr,
+    dx_ptr,
+    partial_ptr,
+    dy_stride,
+    x_stride,
+    n_rows,
+    rows_per_group,
+    ACTIVATION: tl.constexpr,
+    N_COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NEED_DBIAS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     column_blocks: tl.constexpr = (N_COLS + COLUMNS - 1) // COLUMNS
@@ -123,10 +143,18 @@ def _launch_forward(x: torch.Tensor, bias: torch.Tensor, activation: str) -> tor
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if n_rows:
         _forward_kernel[(cdiv(n_rows, tile.rows) * cdiv(columns, tile.columns),)](
-            x, bias, y, x_stride, n_rows,
-            ACTIVATION=activation, N_COLS=columns, ROWS=tile.rows, COLUMNS=tile.columns, POLICY=tile.policy,
+            x,
+            bias,
+            y,
+            x_stride,
+            n_rows,
+            ACTIVATION=activation,
+            N_COLS=columns,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            POLICY=tile.policy,
             num_warps=tile.warps,
-        )  # fmt: skip
+        )
     return y
 
 
@@ -154,10 +182,24 @@ def _launch_backward(
     groups = cdiv(n_rows, rows_per_group)
     partials = torch.empty((groups, columns), dtype=torch.float32, device=x.device) if need_dbias else dx
     _backward_kernel[(groups * column_blocks,)](
-        dy, x, bias, dx, partials, dy_stride, x_stride, n_rows, rows_per_group,
-        ACTIVATION=activation, N_COLS=columns, ROWS=tile.rows, COLUMNS=tile.columns, NEED_DBIAS=need_dbias,
-        STAGES=tile.stages, EARLY=early, num_warps=tile.warps,
-    )  # fmt: skip
+        dy,
+        x,
+        bias,
+        dx,
+        partials,
+        dy_stride,
+        x_stride,
+        n_rows,
+        rows_per_group,
+        ACTIVATION=activation,
+        N_COLS=columns,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        NEED_DBIAS=need_dbias,
+        STAGES=tile.stages,
+        EARLY=early,
+        num_warps=tile.warps,
+    )
     return dx, column_sums(partials, bias.dtype, early) if need_dbias else dy.new_empty(0)
 
 

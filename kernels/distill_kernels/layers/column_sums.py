@@ -32,7 +32,7 @@ def sums_tile(n_rows: int, n_cols: int) -> SumsTile:
 @triton.jit(do_not_specialize=["n_rows"])
 def _column_sums_kernel(
     partials_ptr, out_ptr, n_rows, n_cols, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr
-):  # fmt: skip
+):
     if EARLY:  # this kernel started while the partial sums were still being made
         tl.extra.cuda.gdc_wait()
     cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -53,7 +53,14 @@ def column_sums(partials: torch.Tensor, dtype: torch.dtype, early: bool = False)
     tile = sums_tile(rows, columns)
     out = torch.empty(columns, dtype=dtype, device=partials.device)
     _column_sums_kernel[(cdiv(columns, tile.columns),)](
-        partials, out, rows, columns, ROWS=tile.rows, COLUMNS=tile.columns, EARLY=early, num_warps=tile.warps,
+        partials,
+        out,
+        rows,
+        columns,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        EARLY=early,
+        num_warps=tile.warps,
         **({"launch_pdl": True} if early else {}),
-    )  # fmt: skip
+    )
     return out

@@ -34,9 +34,17 @@ def reference_glu(gate: torch.Tensor, up: torch.Tensor | None, activation: str) 
 
 @triton.jit(do_not_specialize=["blocks_per_row"])
 def _forward_kernel(
-    gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, up_offset, n_cols, blocks_per_row,
-    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    gate_stride,
+    up_stride,
+    up_offset,
+    n_cols,
+    blocks_per_row,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
     cols = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     mask = cols < n_cols
@@ -48,9 +56,22 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["blocks_per_row"])
 def _backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, dy_stride, gate_stride, up_stride, up_offset, out_stride, out_offset,
-    n_cols, blocks_per_row, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    dgate_ptr,
+    dup_ptr,
+    dy_stride,
+    gate_stride,
+    up_stride,
+    up_offset,
+    out_stride,
+    out_offset,
+    n_cols,
+    blocks_per_row,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
     cols = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     mask = cols < n_cols
@@ -78,9 +99,18 @@ def _launch_forward(gate: torch.Tensor, up: torch.Tensor | None, activation: str
             columns = elements  # contiguous: one long row
         blocks = cdiv(columns, BLOCK)
         _forward_kernel[(blocks * (elements // columns),)](
-            gate, source, y, gate_stride, up_stride, up_offset, columns, blocks,
-            ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+            gate,
+            source,
+            y,
+            gate_stride,
+            up_stride,
+            up_offset,
+            columns,
+            blocks,
+            ACTIVATION=activation,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
     return y
 
 
@@ -101,9 +131,13 @@ def _launch_backward(
 
 
 def _fill_gradients(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, dgate: torch.Tensor, dup: torch.Tensor | None,
+    dy: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    dgate: torch.Tensor,
+    dup: torch.Tensor | None,
     activation: str,
-) -> None:  # fmt: skip
+) -> None:
     """Fills dgate and dup, rows of both equally far apart."""
     elements, columns = dy.numel(), dy.shape[-1]
     dy, dy_stride = as_rows(dy)
@@ -116,9 +150,23 @@ def _fill_gradients(
             columns = elements
         blocks = cdiv(columns, BLOCK)
         _backward_kernel[(blocks * (elements // columns),)](
-            dy, gate, source, dgate, dgate if dup is None else dup, dy_stride, gate_stride, up_stride, up_offset,
-            out_stride, up_offset, columns, blocks, ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+            dy,
+            gate,
+            source,
+            dgate,
+            dgate if dup is None else dup,
+            dy_stride,
+            gate_stride,
+            up_stride,
+            up_offset,
+            out_stride,
+            up_offset,
+            columns,
+            blocks,
+            ACTIVATION=activation,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
 
 
 def _fake_backward(

@@ -47,7 +47,7 @@ def _pointwise(x, target, LOG_TARGET: tl.constexpr):
 @triton.jit
 def _forward_kernel(
     x_ptr, target_ptr, out_ptr, n, scale, LOG_TARGET: tl.constexpr, REDUCE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     # out: the loss of each element, or one partial sum a program
     total = tl.zeros([BLOCK], tl.float32)
     first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -68,9 +68,19 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    grad_ptr, x_ptr, target_ptr, dx_ptr, dtarget_ptr, n, scale, LOG_TARGET: tl.constexpr, REDUCE: tl.constexpr,
-    NEED_DX: tl.constexpr, NEED_DTARGET: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    grad_ptr,
+    x_ptr,
+    target_ptr,
+    dx_ptr,
+    dtarget_ptr,
+    n,
+    scale,
+    LOG_TARGET: tl.constexpr,
+    REDUCE: tl.constexpr,
+    NEED_DX: tl.constexpr,
+    NEED_DTARGET: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
     target = tl.load(target_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -112,9 +122,16 @@ def _launch_forward(x: torch.Tensor, target: torch.Tensor, reduction: str, log_t
     programs = min(blocks, device_facts(x.device).multiprocessors * PROGRAMS)
     partials = torch.empty((programs, 1), dtype=torch.float32, device=x.device)
     _forward_kernel[(programs,)](
-        x, target, partials, count, _scale(x.shape, reduction),
-        LOG_TARGET=log_target, REDUCE=True, BLOCK=BLOCK, num_warps=WARPS,
-    )  # fmt: skip
+        x,
+        target,
+        partials,
+        count,
+        _scale(x.shape, reduction),
+        LOG_TARGET=log_target,
+        REDUCE=True,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
     return column_sums(partials, dtype).view(())
 
 
@@ -124,26 +141,46 @@ def _fake_forward(x: torch.Tensor, target: torch.Tensor, reduction: str, log_tar
 
 
 def _launch_backward(
-    grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: str, log_target: bool, need_dx: bool,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    reduction: str,
+    log_target: bool,
+    need_dx: bool,
     need_dtarget: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     # returns dx and dtarget, each empty where not needed
     x, target = x.contiguous(), target.contiguous()
     dx = torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device)
     dtarget = torch.empty(x.shape if need_dtarget else 0, dtype=target.dtype, device=x.device)
     if x.numel():
         _backward_kernel[(cdiv(x.numel(), BLOCK),)](
-            grad.contiguous(), x, target, dx, dtarget, x.numel(), _scale(x.shape, reduction),
-            LOG_TARGET=log_target, REDUCE=reduction != "none", NEED_DX=need_dx, NEED_DTARGET=need_dtarget,
-            BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+            grad.contiguous(),
+            x,
+            target,
+            dx,
+            dtarget,
+            x.numel(),
+            _scale(x.shape, reduction),
+            LOG_TARGET=log_target,
+            REDUCE=reduction != "none",
+            NEED_DX=need_dx,
+            NEED_DTARGET=need_dtarget,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
     return dx, dtarget
 
 
 def _fake_backward(
-    grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: str, log_target: bool, need_dx: bool,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    reduction: str,
+    log_target: bool,
+    need_dx: bool,
     need_dtarget: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape if need_dx else 0), target.new_empty(x.shape if need_dtarget else 0)
 
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 import torch
 
 from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats
-from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton
 from distill_kernels.layers.column_sums import column_sums
-from distill_kernels.layers.rows import affine_forward_rows, as_rows, opaque, stages_that_fit, two_sums_rows
+from distill_kernels.layers.layer_norm_kernels import _backward_kernel, _column_kernel, _forward_kernel
+from distill_kernels.layers.rows import affine_forward_rows, as_rows, stages_that_fit, two_sums_rows
 from distill_kernels.operands import rows_of
 
 MAX_HIDDEN = 16_384
@@ -37,155 +38,8 @@ def reference_layer_norm(
     return y.to(x.dtype)
 
 
-@triton.jit
-def _norm_rows(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, weight, bias, rows, cols, x_stride, n_rows, eps,
-    H: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, STATS: tl.constexpr, LOOP: tl.constexpr,
-):  # fmt: skip
-    mask = (rows < n_rows)[:, None] & (cols < H)[None, :]  # [ROWS, BLOCK_H]
-    at = x_ptr + rows[:, None] * x_stride + cols[None, :]
-    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(x, 1) / H  # [ROWS]
-    centred = tl.where((cols < H)[None, :], x - mean[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(centred * centred, 1) / H + eps)
-    y = centred * rstd[:, None]
-    if HAS_WEIGHT:
-        if not LOOP:
-            weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0)  # [BLOCK_H]
-        y *= weight.to(tl.float32)[None, :]
-    if HAS_BIAS:
-        if not LOOP:
-            bias = tl.load(bias_ptr + cols, mask=cols < H, other=0.0)
-        y += bias.to(tl.float32)[None, :]
-    tl.store(y_ptr + rows[:, None] * H + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
-    if STATS:
-        tl.store(mean_ptr + rows, mean, mask=rows < n_rows)
-        tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
-
-
 # Weights are loaded as vectors, not as rows of one: a row's own layout is taken for the whole tile, and where it has
 # fewer columns than the program has threads, every row of the tile is spread over all warps.
-@triton.jit(do_not_specialize=["n_rows"])
-def _forward_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, x_stride, n_rows, eps,
-    H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    STATS: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """ROWS rows a program, or with LOOP every so many, so that weight and bias are read once a program."""
-    cols = tl.arange(0, BLOCK_H)
-    weight, bias = 0.0, 0.0
-    if LOOP:
-        if HAS_WEIGHT:
-            weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0)  # [BLOCK_H]
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + cols, mask=cols < H, other=0.0)
-        for start in tl.range(tl.program_id(0) * ROWS, n_rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-            rows = start + tl.arange(0, ROWS).to(tl.int64)
-            _norm_rows(
-                x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, weight, bias, rows, cols, x_stride, n_rows,
-                eps, H, HAS_WEIGHT, HAS_BIAS, STATS, LOOP,
-            )  # fmt: skip
-    else:
-        rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        _norm_rows(
-            x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, weight, bias, rows, cols, x_stride, n_rows, eps,
-            H, HAS_WEIGHT, HAS_BIAS, STATS, LOOP,
-        )  # fmt: skip
-
-
-@triton.jit
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit(do_not_specialize=["n_rows", "zero"])
-def _backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_ptr, dy_stride, x_stride, n_rows, zero,
-    H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEED_SUMS: tl.constexpr,
-    SUM_ROWS: tl.constexpr, TWICE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """SUM_ROWS: rows of a tile lie in the same threads, and share their sums. TWICE: x and dy are made fp32 twice.
-
-    Between a row's loads and its dx lie the sums over it, for which all warps wait. Kept in fp32 meanwhile, n and dn
-    take twice the registers of the 16 bits that they come from.
-    """
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-    cols = tl.arange(0, BLOCK_H)
-    if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0)  # [BLOCK_H]
-    kept: tl.constexpr = 1 if SUM_ROWS else ROWS
-    dweight = tl.zeros([kept, BLOCK_H], tl.float32)
-    dbias = tl.zeros([kept, BLOCK_H], tl.float32)
-    step = tl.num_programs(0) * ROWS
-    for start in tl.range(tl.program_id(0) * ROWS, n_rows, step, num_stages=STAGES):
-        rows = start + tl.arange(0, ROWS).to(tl.int64)  # [ROWS]
-        mask = (rows < n_rows)[:, None] & (cols < H)[None, :]  # [ROWS, BLOCK_H]
-        narrow_x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0)
-        narrow_dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0)
-        mean = tl.load(mean_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
-        rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
-        dy = narrow_dy.to(tl.float32)
-        x = narrow_x.to(tl.float32)
-        if x_ptr.dtype.element_ty.primitive_bitwidth == 16 and BLOCK_H <= 4096:  # longer rows would spill
-            normed = x * rstd - mean * rstd  # one instruction; x is rounded more than the difference then is
-        else:
-            normed = (x - mean) * rstd
-        # lanes beyond H: dy = 0 takes them out of every sum
-        if NEED_SUMS:
-            if SUM_ROWS:
-                dweight += tl.sum(dy * normed, 0, keep_dims=True)
-                dbias += tl.sum(dy, 0, keep_dims=True)
-            else:
-                dweight += dy * normed
-                dbias += dy
-        dnormed = dy
-        if HAS_WEIGHT:
-            dnormed = dy * weight.to(tl.float32)[None, :]
-        total, along = tl.reduce((dnormed, dnormed * normed), 1, _add_pairs, keep_dims=True)  # one barrier for both
-        if TWICE:
-            x = opaque(narrow_x, zero).to(tl.float32)
-            dnormed = opaque(narrow_dy, zero).to(tl.float32)
-            if HAS_WEIGHT:
-                dnormed = dnormed * weight.to(tl.float32)[None, :]
-            if BLOCK_H > 4096:
-                normed = (x - mean) * rstd
-        if TWICE and BLOCK_H <= 4096:
-            slope = along * rstd * rstd / H
-            dx = dnormed * rstd - (total * rstd / H - mean * slope) - x * slope
-        else:
-            dx = dnormed * rstd - total * rstd / H - normed * (along * rstd / H)
-        tl.store(dx_ptr + rows[:, None] * H + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    if NEED_SUMS:
-        partial_ptr += tl.program_id(0).to(tl.int64) * 2 * H  # [programs, 2, H]
-        tl.store(partial_ptr + cols, tl.sum(dweight, 0), mask=cols < H)
-        tl.store(partial_ptr + H + cols, tl.sum(dbias, 0), mask=cols < H)
-
-
-@triton.jit(do_not_specialize=["n_rows", "rows_per_group"])
-def _column_kernel(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, partial_ptr, dy_stride, x_stride, n_rows, rows_per_group,
-    H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    column_blocks: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
-    group = tl.program_id(0) // column_blocks
-    cols = (tl.program_id(0) % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)[None, :]  # [1, COLUMNS]
-    dweight = tl.zeros([ROWS, COLUMNS], tl.float32)
-    dbias = tl.zeros([ROWS, COLUMNS], tl.float32)
-    first = group * rows_per_group
-    last = tl.minimum(first + rows_per_group, n_rows)
-    for start in tl.range(first, last, ROWS, num_stages=STAGES):
-        rows = start + tl.arange(0, ROWS)[:, None].to(tl.int64)  # [ROWS, 1]
-        mask = (rows < last) & (cols < H)
-        x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + rows * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        mean = tl.load(mean_ptr + rows, mask=rows < last, other=0.0)
-        rstd = tl.load(rstd_ptr + rows, mask=rows < last, other=0.0)
-        dweight += dy * ((x - mean) * rstd)
-        dbias += dy
-    partial_ptr += group.to(tl.int64) * 2 * H  # [groups, 2, H]
-    tl.store(partial_ptr + cols, tl.sum(dweight, 0, keep_dims=True), mask=cols < H)
-    tl.store(partial_ptr + H + cols, tl.sum(dbias, 0, keep_dims=True), mask=cols < H)
 
 
 def _column_partials(
@@ -200,9 +54,21 @@ def _column_partials(
     groups = cdiv(n_rows, rows_per_group)
     partials = torch.empty((groups, 2 * hidden), dtype=torch.float32, device=x.device)
     _column_kernel[(groups * column_blocks,)](
-        dy, x, mean, rstd, partials, dy_stride, x_stride, n_rows, rows_per_group,
-        H=hidden, ROWS=rows, COLUMNS=columns, STAGES=3, num_warps=4,
-    )  # fmt: skip
+        dy,
+        x,
+        mean,
+        rstd,
+        partials,
+        dy_stride,
+        x_stride,
+        n_rows,
+        rows_per_group,
+        H=hidden,
+        ROWS=rows,
+        COLUMNS=columns,
+        STAGES=3,
+        num_warps=4,
+    )
     return partials
 
 
@@ -224,12 +90,25 @@ def _launch_forward(
         if config.programs:
             programs = min(programs, config.programs * facts.multiprocessors)
         _forward_kernel[(programs,)](
-            x, weight, bias, y, mean, rstd, x_stride, n_rows, eps,
-            H=hidden, BLOCK_H=block, ROWS=config.rows, HAS_WEIGHT=weight is not None,
-            HAS_BIAS=bias is not None, STATS=stats, LOOP=config.programs > 0,
+            x,
+            weight,
+            bias,
+            y,
+            mean,
+            rstd,
+            x_stride,
+            n_rows,
+            eps,
+            H=hidden,
+            BLOCK_H=block,
+            ROWS=config.rows,
+            HAS_WEIGHT=weight is not None,
+            HAS_BIAS=bias is not None,
+            STATS=stats,
+            LOOP=config.programs > 0,
             STAGES=stages_that_fit(config.stages, config.rows * block * x.element_size(), facts.shared_bytes),
             num_warps=config.warps,
-        )  # fmt: skip
+        )
     return y, mean, rstd
 
 
@@ -242,9 +121,13 @@ def _fake_forward(
 
 
 def _launch_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor, rstd: torch.Tensor,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
     need_sums: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     # returns dx, and fp32 [2, H]: the gradients of weight and bias (empty where not needed)
     hidden = x.shape[-1]
     facts, narrow = device_facts(x.device), x.element_size() == dy.element_size() == 2
@@ -266,19 +149,39 @@ def _launch_backward(
     else:
         partials = _column_partials(dy, x, mean, rstd, dy_stride, x_stride) if apart else rstd
     _backward_kernel[(programs,)](
-        dy, x, weight, mean, rstd, dx, partials, dy_stride, x_stride, n_rows, 0,
-        H=hidden, BLOCK_H=block, ROWS=config.rows, HAS_WEIGHT=weight is not None, NEED_SUMS=need_sums and not apart,
+        dy,
+        x,
+        weight,
+        mean,
+        rstd,
+        dx,
+        partials,
+        dy_stride,
+        x_stride,
+        n_rows,
+        0,
+        H=hidden,
+        BLOCK_H=block,
+        ROWS=config.rows,
+        HAS_WEIGHT=weight is not None,
+        NEED_SUMS=need_sums and not apart,
         SUM_ROWS=config.rows > 1 and block >= config.warps * 512 // x.element_size(),
-        TWICE=config.twice and narrow, EARLY=early,
-        STAGES=stages_that_fit(config.stages, tile_bytes, facts.shared_bytes), num_warps=config.warps,
-    )  # fmt: skip
+        TWICE=config.twice and narrow,
+        EARLY=early,
+        STAGES=stages_that_fit(config.stages, tile_bytes, facts.shared_bytes),
+        num_warps=config.warps,
+    )
     return dx, column_sums(partials, torch.float32, early).view(2, hidden) if need_sums else rstd.new_empty(0)
 
 
 def _fake_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor, rstd: torch.Tensor,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
     need_sums: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), rstd.new_empty((2, x.shape[-1]) if need_sums else 0)
 
 

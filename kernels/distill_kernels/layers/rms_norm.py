@@ -21,9 +21,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats, takes_shortcut
-from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton
 from distill_kernels.layers.column_sums import column_sums
-from distill_kernels.layers.rows import as_rows, forward_rows, one_sum_rows, opaque, stages_that_fit
+from distill_kernels.layers.rms_norm_kernels import _backward_kernel, _forward_kernel
+from distill_kernels.layers.rows import as_rows, forward_rows, one_sum_rows, stages_that_fit
 from distill_kernels.operands import differentiable_once, rows_of
 
 Form = Literal["llama", "gemma"]
@@ -52,96 +53,14 @@ def reference_add_rms_norm(
     return reference_rms_norm(total, weight, eps, form), total
 
 
-@triton.jit(do_not_specialize=["n_rows"])
-def _forward_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, rstd_ptr, x_stride, residual_stride, n_rows, eps,
-    H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    cols = tl.arange(0, BLOCK_H)  # the weight is loaded as a vector: as a row of one it would set the tile's layout
-    at = rows[:, None] * H + cols[None, :]  # [ROWS, BLOCK_H]
-    mask = (rows < n_rows)[:, None] & (cols < H)[None, :]
-    x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    narrow = x_ptr.dtype.element_ty
-    if HAS_RESIDUAL:
-        narrow = sum_ptr.dtype.element_ty
-        residual = tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=mask, other=0.0)
-        rounded = (x + residual.to(tl.float32)).to(narrow)
-        tl.store(sum_ptr + at, rounded, mask=mask)
-        x = rounded.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(x * x, 1) / H + eps)  # [ROWS]
-    y = x * rstd[:, None]
-    if FORM == "llama":
-        weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
-        y = y.to(narrow).to(tl.float32) * weight[None, :]
-    elif FORM == "gemma":
-        y *= 1.0 + tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
-    if y_ptr.dtype.element_ty == tl.float8e4nv:  # matmul/fp8.py: each row's scale takes the place of 1/rms
-        y = y.to(narrow).to(tl.float32)
-        rstd = tl.maximum(tl.max(tl.abs(y), 1) / 448.0, 1e-12)
-        y /= rstd[:, None]
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
-
-
-@triton.jit
-def _times_weight(dy, weight, FORM: tl.constexpr):
-    if FORM == "gemma":
-        return dy * (1.0 + weight.to(tl.float32))[None, :]
-    elif FORM == "llama":
-        return dy * weight.to(tl.float32)[None, :]
-    else:
-        return dy
-
-
-@triton.jit(do_not_specialize=["n_rows", "zero"])
-def _backward_kernel(
-    dy_ptr, dsum_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, narrow_ptr, partial_ptr, dy_stride, dsum_stride, x_stride,
-    n_rows, zero, H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr,
-    HAS_DSUM: tl.constexpr, NARROW: tl.constexpr, NEED_DWEIGHT: tl.constexpr, TWICE: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """TWICE: x and dy are made fp32 twice, and wait in 16 bits for the sum over their row (see layer_norm)."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-    cols = tl.arange(0, BLOCK_H)
-    weight = 1.0
-    if FORM != "none":
-        weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0)  # [BLOCK_H]
-    dweight = tl.zeros([ROWS, BLOCK_H], tl.float32)
-    step = tl.num_programs(0) * ROWS
-    for start in tl.range(tl.program_id(0) * ROWS, n_rows, step, num_stages=STAGES):
-        rows = start + tl.arange(0, ROWS).to(tl.int64)  # [ROWS]
-        mask = (rows < n_rows)[:, None] & (cols < H)[None, :]  # [ROWS, BLOCK_H]
-        narrow_x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0)
-        narrow_dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0)
-        rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
-        normed = narrow_x.to(tl.float32) * rstd
-        dy = narrow_dy.to(tl.float32)
-        if NEED_DWEIGHT:
-            dweight += dy * normed
-        dnormed = _times_weight(dy, weight, FORM)
-        along = tl.sum(dnormed * normed, 1, keep_dims=True) / H
-        if TWICE:
-            normed = opaque(narrow_x, zero).to(tl.float32) * rstd
-            dnormed = _times_weight(opaque(narrow_dy, zero).to(tl.float32), weight, FORM)
-        dx = (dnormed - normed * along) * rstd
-        if HAS_DSUM:
-            dsum_at = dsum_ptr + rows[:, None] * dsum_stride + cols[None, :]
-            dx += tl.load(dsum_at, mask=mask, other=0.0).to(tl.float32)
-        at = rows[:, None] * H + cols[None, :]
-        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        if NARROW:
-            tl.store(narrow_ptr + at, dx.to(narrow_ptr.dtype.element_ty), mask=mask)
-    if NEED_DWEIGHT:
-        partial_ptr += tl.program_id(0).to(tl.int64) * H + cols
-        tl.store(partial_ptr, tl.sum(dweight, 0), mask=cols < H)
-
-
 def launch_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, form: str,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    form: str,
     dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # returns y, the sum (empty without a residual) and 1/rms
     hidden = x.shape[-1]
     n_rows = x.numel() // hidden
@@ -160,17 +79,34 @@ def launch_norm(
     if n_rows:
         config = forward_rows(hidden, n_rows, device_facts(x.device).multiprocessors)
         _forward_kernel[(cdiv(n_rows, config.rows),)](
-            x, residual, weight, y, total, rstd, x_stride, residual_stride, n_rows, eps,
-            H=hidden, BLOCK_H=next_power_of_2(hidden), ROWS=config.rows, FORM="none" if weight is None else form,
-            HAS_RESIDUAL=residual is not None, num_warps=config.warps,
-        )  # fmt: skip
+            x,
+            residual,
+            weight,
+            y,
+            total,
+            rstd,
+            x_stride,
+            residual_stride,
+            n_rows,
+            eps,
+            H=hidden,
+            BLOCK_H=next_power_of_2(hidden),
+            ROWS=config.rows,
+            FORM="none" if weight is None else form,
+            HAS_RESIDUAL=residual is not None,
+            num_warps=config.warps,
+        )
     return y, total, rstd
 
 
 def _fake_forward(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, form: str,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    form: str,
     dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     narrow = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     wide = narrow if weight is None or form == "gemma" else torch.promote_types(narrow, weight.dtype)
     rows = x.numel() // x.shape[-1]
@@ -179,9 +115,15 @@ def _fake_forward(
 
 
 def _launch_backward(
-    dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor,
-    form: str, need_dweight: bool, narrow_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    form: str,
+    need_dweight: bool,
+    narrow_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # returns dx in x's dtype, dweight, and dx in another dtype (both empty where not needed)
     hidden = x.shape[-1]
     facts, narrow = device_facts(x.device), x.element_size() == dy.element_size() == 2
@@ -207,22 +149,46 @@ def _launch_backward(
     partials = torch.empty((programs, hidden), dtype=torch.float32, device=x.device) if need_dweight else rstd
     if n_rows:
         _backward_kernel[(programs,)](
-            dy, dsum, x, weight, rstd, dx, other, partials, dy_stride, dsum_stride, x_stride, n_rows, 0,
-            H=hidden, BLOCK_H=block, ROWS=config.rows, FORM="none" if weight is None else form,
-            HAS_DSUM=dsum is not None, NARROW=narrow_dtype is not None, NEED_DWEIGHT=need_dweight,
-            TWICE=config.twice and narrow, EARLY=early,
+            dy,
+            dsum,
+            x,
+            weight,
+            rstd,
+            dx,
+            other,
+            partials,
+            dy_stride,
+            dsum_stride,
+            x_stride,
+            n_rows,
+            0,
+            H=hidden,
+            BLOCK_H=block,
+            ROWS=config.rows,
+            FORM="none" if weight is None else form,
+            HAS_DSUM=dsum is not None,
+            NARROW=narrow_dtype is not None,
+            NEED_DWEIGHT=need_dweight,
+            TWICE=config.twice and narrow,
+            EARLY=early,
             STAGES=stages_that_fit(config.stages, tile_bytes, facts.shared_bytes),
             num_warps=config.warps,
-        )  # fmt: skip
+        )
     if weight is None or not need_dweight:
         return dx, rstd.new_empty(0), other
     return dx, column_sums(partials, weight.dtype, early), other
 
 
 def _fake_backward(
-    dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor,
-    form: str, need_dweight: bool, narrow_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    form: str,
+    need_dweight: bool,
+    narrow_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dweight = torch.empty_like(weight) if weight is not None and need_dweight else rstd.new_empty(0)
     other = x.new_empty(0) if narrow_dtype is None else x.new_empty(x.shape, dtype=narrow_dtype)
     return x.new_empty(x.shape), dweight, other
@@ -328,9 +294,12 @@ def rms_norm(
 
 
 def rms_norm_and_input(
-    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, form: Form = "llama",
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    form: Form = "llama",
     dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`rms_norm(x, ...)` and x, for whatever else reads x: its gradient is added in the norm's backward kernel.
 
     Args:

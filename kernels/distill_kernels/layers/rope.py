@@ -41,10 +41,23 @@ def reference_rope(
 
 @triton.jit
 def _rotate_heads(
-    x_ptr, y_ptr, x_head_stride, y_head_stride, first_head, cos1, cos2, sin1, sin2,
-    HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, COPY_REST: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    x_head_stride,
+    y_head_stride,
+    first_head,
+    cos1,
+    cos2,
+    sin1,
+    sin2,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    COPY_REST: tl.constexpr,
+):
     # one token: x_ptr and y_ptr point at its first head
     heads = first_head + tl.arange(0, BLOCK_HEADS)[:, None]  # [BLOCK_HEADS, 1]
     dims = tl.arange(0, BLOCK_HALF)[None, :]  # [1, BLOCK_HALF]
@@ -64,13 +77,39 @@ def _rotate_heads(
 
 @triton.jit
 def _rope_kernel(
-    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, q_batch_stride, q_head_stride, q_token_stride,
-    k_batch_stride, k_head_stride, k_token_stride, q_out_batch_stride, q_out_head_stride, q_out_token_stride,
-    k_out_batch_stride, k_out_head_stride, k_out_token_stride, cos_batch_stride, cos_token_stride, sin_batch_stride,
-    sin_token_stride, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-    COPY_REST: tl.constexpr, BACKWARD: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    q_batch_stride,
+    q_head_stride,
+    q_token_stride,
+    k_batch_stride,
+    k_head_stride,
+    k_token_stride,
+    q_out_batch_stride,
+    q_out_head_stride,
+    q_out_token_stride,
+    k_out_batch_stride,
+    k_out_head_stride,
+    k_out_token_stride,
+    cos_batch_stride,
+    cos_token_stride,
+    sin_batch_stride,
+    sin_token_stride,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    COPY_REST: tl.constexpr,
+    BACKWARD: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, BLOCK_HALF)[None, :]  # [1, BLOCK_HALF]
@@ -88,14 +127,42 @@ def _rope_kernel(
     k_out_ptr += batch * k_out_batch_stride + token * k_out_token_stride
     for head in tl.static_range(0, Q_HEADS, BLOCK_Q):
         _rotate_heads(
-            q_ptr, q_out_ptr, q_head_stride, q_out_head_stride, head, cos1, cos2, sin1, sin2,
-            Q_HEADS, DIM, HALF, BLOCK_Q, BLOCK_HALF, BLOCK_REST, COPY_REST,
-        )  # fmt: skip
+            q_ptr,
+            q_out_ptr,
+            q_head_stride,
+            q_out_head_stride,
+            head,
+            cos1,
+            cos2,
+            sin1,
+            sin2,
+            Q_HEADS,
+            DIM,
+            HALF,
+            BLOCK_Q,
+            BLOCK_HALF,
+            BLOCK_REST,
+            COPY_REST,
+        )
     for head in tl.static_range(0, K_HEADS, BLOCK_K):
         _rotate_heads(
-            k_ptr, k_out_ptr, k_head_stride, k_out_head_stride, head, cos1, cos2, sin1, sin2,
-            K_HEADS, DIM, HALF, BLOCK_K, BLOCK_HALF, BLOCK_REST, COPY_REST,
-        )  # fmt: skip
+            k_ptr,
+            k_out_ptr,
+            k_head_stride,
+            k_out_head_stride,
+            head,
+            cos1,
+            cos2,
+            sin1,
+            sin2,
+            K_HEADS,
+            DIM,
+            HALF,
+            BLOCK_K,
+            BLOCK_HALF,
+            BLOCK_REST,
+            COPY_REST,
+        )
 
 
 class RopeConfig(NamedTuple):
@@ -115,9 +182,14 @@ def rope_config(q_heads: int, k_heads: int, half: int) -> RopeConfig:
 
 
 def _rotate(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_out: torch.Tensor, k_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_out: torch.Tensor,
+    k_out: torch.Tensor,
     backward: bool,
-) -> None:  # fmt: skip
+) -> None:
     batch, q_heads, tokens, dim = q.shape
     k_heads, half = k.shape[1], cos.shape[-1] // 2
     if batch * tokens == 0:
@@ -128,12 +200,32 @@ def _rotate(
     sin_batch, sin_token, _ = sin.stride()
     in_place = q_out is q
     _rope_kernel[(tokens, batch)](
-        q, k, cos, sin, q_out, k_out, *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3],
-        0 if shared else cos_batch, cos_token, 0 if shared else sin_batch, sin_token,
-        Q_HEADS=q_heads, K_HEADS=k_heads, DIM=dim, HALF=half, BLOCK_Q=config.q_heads, BLOCK_K=config.k_heads,
-        BLOCK_HALF=next_power_of_2(half), BLOCK_REST=next_power_of_2(dim - 2 * half),
-        COPY_REST=dim > 2 * half and not in_place, BACKWARD=backward, num_warps=config.warps,
-    )  # fmt: skip
+        q,
+        k,
+        cos,
+        sin,
+        q_out,
+        k_out,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *q_out.stride()[:3],
+        *k_out.stride()[:3],
+        0 if shared else cos_batch,
+        cos_token,
+        0 if shared else sin_batch,
+        sin_token,
+        Q_HEADS=q_heads,
+        K_HEADS=k_heads,
+        DIM=dim,
+        HALF=half,
+        BLOCK_Q=config.q_heads,
+        BLOCK_K=config.k_heads,
+        BLOCK_HALF=next_power_of_2(half),
+        BLOCK_REST=next_power_of_2(dim - 2 * half),
+        COPY_REST=dim > 2 * half and not in_place,
+        BACKWARD=backward,
+        num_warps=config.warps,
+    )
 
 
 def _last_contiguous(*tensors: torch.Tensor) -> list[torch.Tensor]:

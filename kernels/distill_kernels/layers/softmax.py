@@ -85,9 +85,7 @@ def _forward_split_statistics(x_ptr, parts_ptr, x_stride, n_cols, per_part, BLOC
 
 
 @triton.jit
-def _forward_split_write(
-    x_ptr, parts_ptr, y_ptr, x_stride, n_cols, per_part, BLOCK: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
+def _forward_split_write(x_ptr, parts_ptr, y_ptr, x_stride, n_cols, per_part, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     lanes = tl.arange(0, PARTS)
     parts_ptr += row * parts * 2 + lanes * 2
@@ -155,7 +153,7 @@ def _backward_split_product(dy_ptr, y_ptr, parts_ptr, dy_stride, n_cols, per_par
 @triton.jit
 def _backward_split_write(
     dy_ptr, y_ptr, parts_ptr, dx_ptr, dy_stride, n_cols, per_part, BLOCK: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
+):
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     lanes = tl.arange(0, PARTS)
     product = tl.sum(tl.load(parts_ptr + row * parts + lanes, mask=lanes < parts, other=0.0), 0)
@@ -228,9 +226,16 @@ def _launch_forward(x: torch.Tensor) -> torch.Tensor:
             x, statistics, stride, n_cols, per_part, BLOCK=chosen.block, num_warps=chosen.warps
         )
         _forward_split_write[(n_rows, parts)](
-            x, statistics, y, stride, n_cols, per_part,
-            BLOCK=chosen.block, PARTS=next_power_of_2(parts), num_warps=chosen.warps,
-        )  # fmt: skip
+            x,
+            statistics,
+            y,
+            stride,
+            n_cols,
+            per_part,
+            BLOCK=chosen.block,
+            PARTS=next_power_of_2(parts),
+            num_warps=chosen.warps,
+        )
     return y
 
 
@@ -255,9 +260,17 @@ def _launch_backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             dy, y, products, stride, n_cols, per_part, BLOCK=chosen.block, num_warps=chosen.warps
         )
         _backward_split_write[(n_rows, parts)](
-            dy, y, products, dx, stride, n_cols, per_part,
-            BLOCK=chosen.block, PARTS=next_power_of_2(parts), num_warps=chosen.warps,
-        )  # fmt: skip
+            dy,
+            y,
+            products,
+            dx,
+            stride,
+            n_cols,
+            per_part,
+            BLOCK=chosen.block,
+            PARTS=next_power_of_2(parts),
+            num_warps=chosen.warps,
+        )
     return dx
 
 

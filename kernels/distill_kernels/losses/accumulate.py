@@ -18,9 +18,8 @@ LARGE, SMALL = (128, 256, 64), (128, 128, 32)  # of A^T, of B, and rows of both;
 
 @triton.jit
 def _accumulate_kernel(
-    a_desc, b_desc, c_desc, M, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):  # fmt: skip
+    a_desc, b_desc, c_desc, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
     columns = tl.cdiv(N, BLOCK_N)
     steps = tl.cdiv(K, BLOCK_K)
     for t in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * columns, tl.num_programs(0), flatten=True):
@@ -54,8 +53,15 @@ def add_product_(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Ten
         TensorDescriptor.from_tensor(a, [block_k, block_m]),
         TensorDescriptor.from_tensor(b, [block_k, block_n]),
         TensorDescriptor.from_tensor(c, [block_m, block_n // 2]),
-        m, n, k, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=8, num_stages=3,
-    )  # fmt: skip
+        m,
+        n,
+        k,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=8,
+        num_stages=3,
+    )
     return c
 
 

@@ -18,9 +18,7 @@ from distill_kernels.operands import check_tensor
 
 REDUCTIONS = ("mean", "sum", "none")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-INTEGERS = (
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64
-)  # fmt: skip
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 MOST_TOP_K = 511  # and the tail: 512 lanes of a program, as for 256; refused where no kernel runs as well
 WHOLE = (
     "a whole tensor (a head sharded by FSDP2 is gathered by its own module: call distill_kernels.head_loss; a head cut "
@@ -65,9 +63,14 @@ def _check_weight(name: str, weight: torch.Tensor, hidden: torch.Tensor, hidden_
 
 
 def check_tokens(
-    labels: torch.Tensor | None, token_weights: torch.Tensor | None, num_items: torch.Tensor | int | None,
-    valid_rows: torch.Tensor | None, *, leading: torch.Size, device: torch.device,
-) -> None:  # fmt: skip
+    labels: torch.Tensor | None,
+    token_weights: torch.Tensor | None,
+    num_items: torch.Tensor | int | None,
+    valid_rows: torch.Tensor | None,
+    *,
+    leading: torch.Size,
+    device: torch.device,
+) -> None:
     """What belongs to tokens: labels and weights of the shape `leading`, rows among them, all on `device`.
 
     Raises:
@@ -147,8 +150,9 @@ def check_arguments(objective: Objective, inputs: Inputs, *, sharded: bool = Fal
     hard = inputs.labels is not None or objective.hard_weight == 0.0
     expect(hard, "labels", "token indices, since the loss has a cross-entropy term", None)
     for name, bias, width in (
-        ("student_bias", inputs.student_bias, heads[0][1]), ("teacher_bias", inputs.teacher_bias, heads[-1][1])
-    ):  # fmt: skip
+        ("student_bias", inputs.student_bias, heads[0][1]),
+        ("teacher_bias", inputs.teacher_bias, heads[-1][1]),
+    ):
         if bias is not None:
             expect(bias.shape == (width,), name, f"shape [{width}]", list(bias.shape))
     _check_lora(inputs)

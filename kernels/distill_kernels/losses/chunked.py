@@ -142,9 +142,19 @@ class ChunkedLoss(nn.Module):
             ValueError: naming the argument that does not fit, or where `fn` returns another shape than [n].
         """
         inputs = Inputs(
-            student_hidden, student_weight, teacher_hidden, teacher_weight, labels, student_bias, teacher_bias,
-            student_lora, token_weights, num_items, valid_rows, vocab_size,
-        )  # fmt: skip
+            student_hidden,
+            student_weight,
+            teacher_hidden,
+            teacher_weight,
+            labels,
+            student_bias,
+            teacher_bias,
+            student_lora,
+            token_weights,
+            num_items,
+            valid_rows,
+            vocab_size,
+        )
         lora_a, lora_b, lora_scale = lora_of(student_lora)
         vocab, dtype = check_arguments(NO_TEACHER, inputs)
         hidden = student_hidden.flatten(0, -2)

@@ -165,9 +165,16 @@ def _add_at_labels_(gradient: torch.Tensor, targets: torch.Tensor, value: float)
 
 
 def reference_rows(
-    student_raw: torch.Tensor, teacher_raw: torch.Tensor | None, objective: Objective, *, labels: torch.Tensor | None,
-    row_scale: torch.Tensor, with_gradient: bool = True, with_stats: bool = False, shard: VocabShard | None = None,
-) -> RowResult:  # fmt: skip
+    student_raw: torch.Tensor,
+    teacher_raw: torch.Tensor | None,
+    objective: Objective,
+    *,
+    labels: torch.Tensor | None,
+    row_scale: torch.Tensor,
+    with_gradient: bool = True,
+    with_stats: bool = False,
+    shard: VocabShard | None = None,
+) -> RowResult:
     """Loss, gradient and statistics of rows whose logits exist; the specification, and what CPU tensors get.
 
     Args:
@@ -236,9 +243,13 @@ def reference_rows(
 
 
 def reference_stats(
-    z: torch.Tensor, z_teacher: torch.Tensor | None, o: Objective, targets: torch.Tensor | None, kept: torch.Tensor,
+    z: torch.Tensor,
+    z_teacher: torch.Tensor | None,
+    o: Objective,
+    targets: torch.Tensor | None,
+    kept: torch.Tensor,
     shard: VocabShard | None = None,
-) -> TokenStats:  # fmt: skip
+) -> TokenStats:
     """`TokenStats` of rows of transformed logits [n, V] at T = 1; zeros where `kept` is False."""
     zeros = z.new_zeros(z.shape[0])
     log_s = log_softmax(z, shard)

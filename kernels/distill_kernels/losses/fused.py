@@ -54,9 +54,18 @@ class _Workspace:
 
 
 def fused_linear_divergence(
-    student: Head, teacher: Head | Mixture | None, batch: Batch, objective: Objective, wanted: Wanted, *, vocab: int,
-    dtype: torch.dtype, workspace: int | None = None, shard: VocabShard | None = None, descriptors: bool = True,
-) -> Outcome:  # fmt: skip
+    student: Head,
+    teacher: Head | Mixture | None,
+    batch: Batch,
+    objective: Objective,
+    wanted: Wanted,
+    *,
+    vocab: int,
+    dtype: torch.dtype,
+    workspace: int | None = None,
+    shard: VocabShard | None = None,
+    descriptors: bool = True,
+) -> Outcome:
     """`linear_divergence` by Triton kernels and cuBLAS; see linear.py for the arguments. No host sync.
 
     `descriptors=False` keeps to products by cuBLAS and the fold kernel, as devices without TMA do.
@@ -106,9 +115,15 @@ def fused_linear_divergence(
     if isinstance(teacher, Mixture):
         at_one = both and wanted.stats
         mixer = TeacherMixer(
-            teacher, plan.chunk_rows, vocab, logit_dtype, o.temperature, at_one=at_one, descriptors=descriptors,
+            teacher,
+            plan.chunk_rows,
+            vocab,
+            logit_dtype,
+            o.temperature,
+            at_one=at_one,
+            descriptors=descriptors,
             shard=shard,
-        )  # fmt: skip
+        )
 
     def pick(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         rows = tensor[start:stop] if batch.rows is None else tensor[batch.rows[start:stop]]
@@ -127,9 +142,15 @@ def fused_linear_divergence(
         rows = None if batch.rows is None else batch.rows[start:stop]
         if batch.lse is not None and batch.labels is not None:
             hard = HardRows(
-                batch.labels[here], batch.row_scale[here], rows, batch.lse[start:stop], shard.vocab,
-                o.hard_weight, o.label_smoothing, o.z_loss,
-            )  # fmt: skip
+                batch.labels[here],
+                batch.row_scale[here],
+                rows,
+                batch.lse[start:stop],
+                shard.vocab,
+                o.hard_weight,
+                o.label_smoothing,
+                o.z_loss,
+            )
             s = s._replace(values=s.values.view(dtype))
             project(student, pick(hidden, start, stop), s, transforms[0], hard, descriptors=descriptors)
             return
@@ -256,9 +277,13 @@ def _put(d_hidden: torch.Tensor, where: slice | torch.Tensor, d_x: torch.Tensor)
 
 
 def _add_weight_gradient(
-    d_weight: torch.Tensor | None, gradients: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, vocab: int,
+    d_weight: torch.Tensor | None,
+    gradients: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    vocab: int,
     wide: bool,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """`dW + gradients^T hidden`, in place where dW exists; fp32 if `wide` or the weight is fp32."""
     fp32 = wide or weight.dtype == torch.float32
     if d_weight is None:

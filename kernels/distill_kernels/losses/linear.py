@@ -29,9 +29,15 @@ REFERENCE_CHUNK_ELEMENTS = 8 << 20  # logits of one chunk and model on the CPU: 
 
 
 def row_scales(
-    student_hidden: torch.Tensor, labels: torch.Tensor | None, token_weights: torch.Tensor | None,
-    num_items: torch.Tensor | int | None, rows: torch.Tensor | None, *, ignore_index: int, reduction: str,
-) -> torch.Tensor:  # fmt: skip
+    student_hidden: torch.Tensor,
+    labels: torch.Tensor | None,
+    token_weights: torch.Tensor | None,
+    num_items: torch.Tensor | int | None,
+    rows: torch.Tensor | None,
+    *,
+    ignore_index: int,
+    reduction: str,
+) -> torch.Tensor:
     """What every row's loss is multiplied by, [N]: 0 where ignored, its token weight, over the number of items.
 
     For reduction "mean" the number of items is `num_items`, or else the number of rows that count: those of `rows`
@@ -70,9 +76,17 @@ def find_rows(row_scale: torch.Tensor) -> torch.Tensor | None:
 
 
 def linear_divergence(
-    student: Head, teacher: Head | Mixture | None, batch: Batch, objective: Objective, wanted: Wanted, *, vocab: int,
-    dtype: torch.dtype, workspace: int | None = None, shard: VocabShard | None = None,
-) -> Outcome:  # fmt: skip
+    student: Head,
+    teacher: Head | Mixture | None,
+    batch: Batch,
+    objective: Objective,
+    wanted: Wanted,
+    *,
+    vocab: int,
+    dtype: torch.dtype,
+    workspace: int | None = None,
+    shard: VocabShard | None = None,
+) -> Outcome:
     """The loss of every row and the wanted gradients of their sum.
 
     Args:
@@ -112,9 +126,17 @@ def project(head: Head, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def reference_linear_divergence(
-    student: Head, teacher: Head | Mixture | None, batch: Batch, objective: Objective, wanted: Wanted, *, vocab: int,
-    dtype: torch.dtype, workspace: int | None = None, shard: VocabShard | None = None,
-) -> Outcome:  # fmt: skip
+    student: Head,
+    teacher: Head | Mixture | None,
+    batch: Batch,
+    objective: Objective,
+    wanted: Wanted,
+    *,
+    vocab: int,
+    dtype: torch.dtype,
+    workspace: int | None = None,
+    shard: VocabShard | None = None,
+) -> Outcome:
     """`linear_divergence` in plain PyTorch, chunk by chunk: the specification of the fused path, and the CPU's path.
 
     Products and row arithmetic run in fp32 (fp64 where `dtype` is fp64), whatever the inputs' dtype. `workspace`
@@ -141,7 +163,7 @@ def reference_linear_divergence(
         elif isinstance(teacher, Mixture):
             row_loss = functools.partial(
                 reference_mixture_rows, mixture=teacher, here=here, project=project, shard=shard
-            )  # fmt: skip
+            )
         result = row_loss(
             project(student, x),
             project(teacher, teacher.hidden[here].to(wide)) if isinstance(teacher, Head) else None,

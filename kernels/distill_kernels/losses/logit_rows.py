@@ -60,10 +60,26 @@ def _online(z, maxima, totals, hard, inverse_t, BOTH: tl.constexpr):
 
 @triton.jit
 def _gradient(
-    z, log_s, log_t, columns, label, lse1, sums, scale, V, inverse_t, weights, shares, hard,
-    KINDS: tl.constexpr, HARD: tl.constexpr, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr, CENTRED: tl.constexpr,
+    z,
+    log_s,
+    log_t,
+    columns,
+    label,
+    lse1,
+    sums,
+    scale,
+    V,
+    inverse_t,
+    weights,
+    shares,
+    hard,
+    KINDS: tl.constexpr,
+    HARD: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    CENTRED: tl.constexpr,
     APART: tl.constexpr,
-):  # fmt: skip
+):
     """The student's gradient and `f` of a block."""
     f = tl.zeros_like(z)
     g = tl.zeros_like(z)
@@ -79,11 +95,30 @@ def _gradient(
 
 @triton.jit(do_not_specialize=["N", "S"])
 def _logits_kernel(
-    logits, labels_ptr, scale_ptr, loss_ptr, N, S, V, strides, inverse_t, weights, shares, hard,
-    KINDS: tl.constexpr, TEMPERED: tl.constexpr, HARD: tl.constexpr, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr,
-    CENTRED: tl.constexpr, APART: tl.constexpr, GRADIENT: tl.constexpr, WHOLE: tl.constexpr, STEPS: tl.constexpr,
+    logits,
+    labels_ptr,
+    scale_ptr,
+    loss_ptr,
+    N,
+    S,
+    V,
+    strides,
+    inverse_t,
+    weights,
+    shares,
+    hard,
+    KINDS: tl.constexpr,
+    TEMPERED: tl.constexpr,
+    HARD: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    APART: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    STEPS: tl.constexpr,
     LANES: tl.constexpr,
-):  # fmt: skip
+):
     """Rows of `logits`, of student, teacher and gradient, whose `strides` of batch and row follow each other."""
     student_ptr, teacher_ptr, gradient_ptr = logits
     student_batch, student_row, teacher_batch, teacher_row, gradient_batch, gradient_row = strides
@@ -166,9 +201,26 @@ def _logits_kernel(
                         if SOFT:
                             zt = _load(teacher, columns, V, "evict_first")
                     f, g = _gradient(
-                        zs, zs * inverse_t - lse_s, zt * inverse_t - lse_t, columns, label, lse1, sums, scale, V,
-                        inverse_t, weights, shares, hard, KINDS, HARD, SMOOTHED, Z_LOSS, CENTRED, APART,
-                    )  # fmt: skip
+                        zs,
+                        zs * inverse_t - lse_s,
+                        zt * inverse_t - lse_t,
+                        columns,
+                        label,
+                        lse1,
+                        sums,
+                        scale,
+                        V,
+                        inverse_t,
+                        weights,
+                        shares,
+                        hard,
+                        KINDS,
+                        HARD,
+                        SMOOTHED,
+                        Z_LOSS,
+                        CENTRED,
+                        APART,
+                    )
                     if SOFT and not CENTRED:
                         f_sum += tl.sum(f, 0)
                     tl.store(gradient + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
@@ -197,9 +249,13 @@ def launch_shape(vocab: int, rows: int, facts: DeviceFacts, *, soft: bool) -> tu
 
 
 def launch_logit_rows(
-    student: torch.Tensor, teacher: torch.Tensor | None, labels: torch.Tensor | None, row_scale: torch.Tensor,
-    objective: Objective, gradient: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+    student: torch.Tensor,
+    teacher: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    row_scale: torch.Tensor,
+    objective: Objective,
+    gradient: torch.Tensor | None,
+) -> torch.Tensor:
     """Row losses [N]; fills `gradient`. Logits are [B, S, V] with columns side by side."""
     o = objective
     batches, length, vocab = student.shape
@@ -212,20 +268,42 @@ def launch_logit_rows(
     if loss.numel() == 0:
         return loss
     _logits_kernel[(programs,)](
-        (student, other, out), labels, row_scale, loss, batches * length, length, vocab,
+        (student, other, out),
+        labels,
+        row_scale,
+        loss,
+        batches * length,
+        length,
+        vocab,
         (*student.stride()[:2], *other.stride()[:2], *out.stride()[:2]),
-        1.0 / o.temperature, o.weights, o.parameters, (o.hard_weight, o.label_smoothing, o.z_loss),
-        KINDS=o.kinds, TEMPERED=o.temperature != 1.0, HARD=o.hard_weight != 0.0, SMOOTHED=o.label_smoothing != 0.0,
-        Z_LOSS=o.z_loss != 0.0, CENTRED=any(kind != terms.FORWARD_KL for kind in o.kinds), APART=o.top_apart,
-        GRADIENT=gradient is not None, WHOLE=whole, STEPS=STEPS, LANES=lanes, num_warps=warps,
-    )  # fmt: skip
+        1.0 / o.temperature,
+        o.weights,
+        o.parameters,
+        (o.hard_weight, o.label_smoothing, o.z_loss),
+        KINDS=o.kinds,
+        TEMPERED=o.temperature != 1.0,
+        HARD=o.hard_weight != 0.0,
+        SMOOTHED=o.label_smoothing != 0.0,
+        Z_LOSS=o.z_loss != 0.0,
+        CENTRED=any(kind != terms.FORWARD_KL for kind in o.kinds),
+        APART=o.top_apart,
+        GRADIENT=gradient is not None,
+        WHOLE=whole,
+        STEPS=STEPS,
+        LANES=lanes,
+        num_warps=warps,
+    )
     return loss
 
 
 def reference_logit_rows(
-    student: torch.Tensor, teacher: torch.Tensor | None, labels: torch.Tensor | None, row_scale: torch.Tensor,
-    objective: Objective, gradient: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+    student: torch.Tensor,
+    teacher: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    row_scale: torch.Tensor,
+    objective: Objective,
+    gradient: torch.Tensor | None,
+) -> torch.Tensor:
     """The same in plain PyTorch, some rows at a time, in fp32 (fp64 for fp64 logits)."""
     vocab, wide = student.shape[-1], row_scale.dtype
     flat, loss = student.reshape(-1, vocab), row_scale.new_empty(row_scale.shape)
@@ -251,9 +329,13 @@ def reference_logit_rows(
 
 
 def logit_rows(
-    student: torch.Tensor, teacher: torch.Tensor | None, labels: torch.Tensor | None, row_scale: torch.Tensor,
-    objective: Objective, gradient: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+    student: torch.Tensor,
+    teacher: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    row_scale: torch.Tensor,
+    objective: Objective,
+    gradient: torch.Tensor | None,
+) -> torch.Tensor:
     """`launch_logit_rows` or `reference_logit_rows`, by the tensor's device and dtype."""
     batch = Batch(labels, row_scale, None).side_by_side()
     check_values(batch, student.shape[-1], labels_count=objective.hard_weight != 0.0)

@@ -24,9 +24,13 @@ SECOND_BACKWARD = "the loss was already differentiated: its gradient is made onc
 
 @torch.library.custom_op("distill::logit_divergence", mutates_args=())
 def logit_divergence_op(
-    student: torch.Tensor, teacher: torch.Tensor | None, labels: torch.Tensor | None, row_scale: torch.Tensor,
-    objective: str, with_gradient: bool,
-) -> list[torch.Tensor]:  # fmt: skip
+    student: torch.Tensor,
+    teacher: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    row_scale: torch.Tensor,
+    objective: str,
+    with_gradient: bool,
+) -> list[torch.Tensor]:
     """Row losses [N] and their sum's gradient for the student's logits [B, S, V] (empty where unwanted)."""
     shape = student.shape if with_gradient else (0,)
     gradient = torch.empty(shape, dtype=student.dtype, device=student.device)
@@ -146,8 +150,9 @@ def distillation_loss(
     settings = (
         ("temperature", plain(temperature, "temperature")),
         ("scale_by_temperature_squared", scale_by_temperature_squared),
-        ("label_smoothing", plain(label_smoothing, "label_smoothing")), ("z_loss", plain(z_loss, "z_loss")),
-    )  # fmt: skip
+        ("label_smoothing", plain(label_smoothing, "label_smoothing")),
+        ("z_loss", plain(z_loss, "z_loss")),
+    )
     terms = tuple(LossTerm(*map(plain, term)) for term in terms)
     objective = (_objective if torch.compiler.is_compiling() else _cached_objective)(terms, settings)
     for name, tensor in (("student_logits", student_logits), ("teacher_logits", teacher_logits)):
@@ -181,9 +186,14 @@ def distillation_loss(
     student = _as_batches(student_logits)
     rows = student.shape[0] * student.shape[1]
     scale = row_scales(
-        student_logits.new_empty(0).expand(rows, 0), labels, token_weights, num_items, None,
-        ignore_index=ignore_index, reduction=reduction,
-    )  # fmt: skip
+        student_logits.new_empty(0).expand(rows, 0),
+        labels,
+        token_weights,
+        num_items,
+        None,
+        ignore_index=ignore_index,
+        reduction=reduction,
+    )
     per_row = reduction == "none"
     scale, down = (scale, None) if per_row or not wanted else power_of_two(scale, student.dtype)
     if torch.compiler.is_compiling():

@@ -121,10 +121,19 @@ def mixed_logits(
 
 
 def reference_mixture_rows(
-    student_raw: torch.Tensor, _: None, objective: Objective, *, labels: torch.Tensor | None, row_scale: torch.Tensor,
-    with_gradient: bool = True, with_stats: bool = False, shard: VocabShard | None = None, mixture: Mixture, here: Rows,
+    student_raw: torch.Tensor,
+    _: None,
+    objective: Objective,
+    *,
+    labels: torch.Tensor | None,
+    row_scale: torch.Tensor,
+    with_gradient: bool = True,
+    with_stats: bool = False,
+    shard: VocabShard | None = None,
+    mixture: Mixture,
+    here: Rows,
     project: Callable[[Head, torch.Tensor], torch.Tensor],
-) -> RowResult:  # fmt: skip
+) -> RowResult:
     """`reference_rows` with the mixture for a teacher.
 
     Args:
@@ -146,6 +155,11 @@ def reference_mixture_rows(
         stats = reference_rows(student_raw.clone(), at_one, o, **settings, with_gradient=False, with_stats=True).stats  # type: ignore[arg-type]
     mixed = mixed_logits(logits, mixture.shares, o.temperature, shard)
     result = reference_rows(
-        student_raw, mixed, o, **settings, with_gradient=with_gradient, with_stats=with_stats and not apart  # type: ignore[arg-type]
-    )  # fmt: skip
+        student_raw,
+        mixed,
+        o,
+        **settings,
+        with_gradient=with_gradient,
+        with_stats=with_stats and not apart,  # type: ignore[arg-type]
+    )
     return result._replace(stats=stats) if apart else result

@@ -32,9 +32,20 @@ from distill_kernels.losses.terms import Objective
 
 @triton.jit
 def _mix_kernel(
-    mixed, newcomer, made, norms_ptr, V, tiles, strides, inverse_t, temperature, log_rest, log_share,
-    TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    mixed,
+    newcomer,
+    made,
+    norms_ptr,
+    V,
+    tiles,
+    strides,
+    inverse_t,
+    temperature,
+    log_rest,
+    log_share,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One row of `mix_in`, whose tiles' new numbers are `made`; the log sums of exps are given."""
     mixed_ptr, mixed_shift_ptr = mixed
     next_ptr, next_shift_ptr = newcomer
@@ -83,11 +94,21 @@ def mix_in(mixed: Logits, other: Logits, share: float, temperature: float, shard
         norms = join_normalisers(shard.ranks.gather(fold_rows(mixed, other, temperature, **flags)))[1::3]
     if n and vocab:
         _mix_kernel[(n,)](
-            (mixed.values, mixed.shift), (other.values, other.shift), (shift, total), norms, vocab, tiles,
+            (mixed.values, mixed.shift),
+            (other.values, other.shift),
+            (shift, total),
+            norms,
+            vocab,
+            tiles,
             (mixed.values.stride(0), other.values.stride(0), norms.stride(0)),
-            1.0 / temperature, temperature, math.log1p(-share), math.log(share),
-            TILE=TILE, BLOCK=8, num_warps=8,
-        )  # fmt: skip
+            1.0 / temperature,
+            temperature,
+            math.log1p(-share),
+            math.log(share),
+            TILE=TILE,
+            BLOCK=8,
+            num_warps=8,
+        )
     return Logits(mixed.values, shift, total, total)
 
 
@@ -106,9 +127,17 @@ class TeacherMixer:
     """
 
     def __init__(
-        self, mixture: Mixture, chunk_rows: int, vocab: int, dtype: torch.dtype, temperature: float, *,
-        at_one: bool, descriptors: bool, shard: VocabShard,
-    ) -> None:  # fmt: skip
+        self,
+        mixture: Mixture,
+        chunk_rows: int,
+        vocab: int,
+        dtype: torch.dtype,
+        temperature: float,
+        *,
+        at_one: bool,
+        descriptors: bool,
+        shard: VocabShard,
+    ) -> None:
         self.shard = shard
         self.mixture, self.temperature, self.descriptors = mixture, temperature, descriptors
         self.at_one = at_one and temperature != 1.0
@@ -147,9 +176,15 @@ class TeacherMixer:
 
 
 def run_mixed_rows(
-    student: Logits, teacher: Logits, objective: Objective, *, stats: torch.Tensor | None,
-    gradient: torch.Tensor | None, at_one: Logits | None, **rows: Any,
-) -> None:  # fmt: skip
+    student: Logits,
+    teacher: Logits,
+    objective: Objective,
+    *,
+    stats: torch.Tensor | None,
+    gradient: torch.Tensor | None,
+    at_one: Logits | None,
+    **rows: Any,
+) -> None:
     """`run_rows`; its statistics come from the mixture at temperature 1, `at_one`, where that is apart."""
     if at_one is not None and stats is not None:
         plain = objective._replace(temperature=1.0, weights=objective.divergence_weights)

@@ -137,9 +137,19 @@ class FusedDistillationLoss(nn.Module):
                 teacher's tensor, labels or `valid_rows` were modified in place.
         """
         inputs = Inputs(
-            student_hidden, student_weight, teacher_hidden, teacher_weight, labels, student_bias, teacher_bias,
-            student_lora, token_weights, num_items, valid_rows, vocab_size,
-        )  # fmt: skip
+            student_hidden,
+            student_weight,
+            teacher_hidden,
+            teacher_weight,
+            labels,
+            student_bias,
+            teacher_bias,
+            student_lora,
+            token_weights,
+            num_items,
+            valid_rows,
+            vocab_size,
+        )
         return fused_loss(self._settings(), inputs, return_stats, teachers=teachers, tp_group=tp_group)
 
     def _settings(self) -> Settings:
@@ -157,9 +167,13 @@ class _OneDivergence(FusedDistillationLoss):
     """One divergence and the hard-label term."""
 
     def __init__(
-        self, divergence: LossTerm, temperature: float, scale_by_temperature_squared: bool, ce_weight: float,
+        self,
+        divergence: LossTerm,
+        temperature: float,
+        scale_by_temperature_squared: bool,
+        ce_weight: float,
         settings: dict[str, object],
-    ) -> None:  # fmt: skip
+    ) -> None:
         terms = [divergence, LossTerm("cross_entropy", ce_weight)]
         super().__init__(terms, temperature, scale_by_temperature_squared, **settings)  # type: ignore[arg-type]
 
@@ -277,6 +291,18 @@ class FusedCrossEntropyLoss(FusedDistillationLoss):
     ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
         """As `FusedDistillationLoss.forward`, without the teacher's arguments."""
         return super().forward(
-            student_hidden, student_weight, None, None, labels, student_bias, None, student_lora, token_weights,
-            num_items, valid_rows, vocab_size, return_stats, tp_group=tp_group,
-        )  # fmt: skip
+            student_hidden,
+            student_weight,
+            None,
+            None,
+            labels,
+            student_bias,
+            None,
+            student_lora,
+            token_weights,
+            num_items,
+            valid_rows,
+            vocab_size,
+            return_stats,
+            tp_group=tp_group,
+        )

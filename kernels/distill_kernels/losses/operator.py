@@ -29,14 +29,32 @@ from distill_kernels.operands import differentiable_once, own_output
 
 @torch.library.custom_op("distill::linear_divergence", mutates_args=())
 def linear_divergence_op(
-    student_hidden: torch.Tensor, student_weight: torch.Tensor, student_bias: torch.Tensor | None,
-    lora_a: torch.Tensor | None, lora_b: torch.Tensor | None, teacher_hidden: Sequence[torch.Tensor],
-    teacher_weight: Sequence[torch.Tensor], teacher_bias: Sequence[torch.Tensor | None], labels: torch.Tensor | None,
-    row_scale: torch.Tensor, valid_rows: torch.Tensor | None, mixture: Sequence[float], objective: str,
-    lora_scale: float, vocab: int, dtype: torch.dtype, workspace: int | None, skip_rows: bool, all_count: bool,
-    per_row: bool, wanted: list[bool], teacher_ids: torch.Tensor | None, teacher_logprobs: torch.Tensor | None,
-    tail: str, shard: str,
-) -> list[torch.Tensor]:  # fmt: skip
+    student_hidden: torch.Tensor,
+    student_weight: torch.Tensor,
+    student_bias: torch.Tensor | None,
+    lora_a: torch.Tensor | None,
+    lora_b: torch.Tensor | None,
+    teacher_hidden: Sequence[torch.Tensor],
+    teacher_weight: Sequence[torch.Tensor],
+    teacher_bias: Sequence[torch.Tensor | None],
+    labels: torch.Tensor | None,
+    row_scale: torch.Tensor,
+    valid_rows: torch.Tensor | None,
+    mixture: Sequence[float],
+    objective: str,
+    lora_scale: float,
+    vocab: int,
+    dtype: torch.dtype,
+    workspace: int | None,
+    skip_rows: bool,
+    all_count: bool,
+    per_row: bool,
+    wanted: list[bool],
+    teacher_ids: torch.Tensor | None,
+    teacher_logprobs: torch.Tensor | None,
+    tail: str,
+    shard: str,
+) -> list[torch.Tensor]:
     """Loss ([] or, `per_row`, [N]), statistics [7, N], gradients of the five student tensors; empty where unwanted."""
     rows = _rows_to_compute(row_scale, valid_rows, skip_rows)
     heads = [Head(*tensors) for tensors in zip(teacher_hidden, teacher_weight, teacher_bias, strict=True)]
@@ -67,10 +85,32 @@ def _rows_to_compute(row_scale: torch.Tensor, valid_rows: torch.Tensor | None, s
 
 @linear_divergence_op.register_fake
 def _(
-    student_hidden, student_weight, student_bias, lora_a, lora_b, teacher_hidden, teacher_weight, teacher_bias,
-    labels, row_scale, valid_rows, mixture, objective, lora_scale, vocab, dtype, workspace, skip_rows, all_count,
-    per_row, wanted, teacher_ids, teacher_logprobs, tail, shard,
-):  # fmt: skip
+    student_hidden,
+    student_weight,
+    student_bias,
+    lora_a,
+    lora_b,
+    teacher_hidden,
+    teacher_weight,
+    teacher_bias,
+    labels,
+    row_scale,
+    valid_rows,
+    mixture,
+    objective,
+    lora_scale,
+    vocab,
+    dtype,
+    workspace,
+    skip_rows,
+    all_count,
+    per_row,
+    wanted,
+    teacher_ids,
+    teacher_logprobs,
+    tail,
+    shard,
+):
     n = student_hidden.shape[0]
     inputs = (student_hidden, student_weight, student_bias, lora_a, lora_b)
     return [
@@ -110,7 +150,7 @@ def _op_backward(ctx: Any, upstream: list[torch.Tensor]) -> tuple[Any, ...]:
         scale, factor = power_of_two(row_scale * upstream[0], settings[4])
         made = linear_divergence_op(
             *students, *teachers, labels, scale, valid_rows, *settings, wanted, *top, *ctx.text
-        )[2:]  # fmt: skip
+        )[2:]
     else:
         wanted, made, factor = ctx.wanted, ctx.saved_tensors, upstream[0][:, None] if ctx.per_row else upstream[0]
     gradients = [_times(gradient, factor) if want else None for gradient, want in zip(made, wanted, strict=False)]
@@ -194,9 +234,14 @@ class Settings(NamedTuple):
 
 
 def fused_loss(
-    settings: Settings, inputs: Inputs, return_stats: bool, *, top: TopK | None = None,
-    teachers: Sequence[TeacherHead] | None = None, tp_group: Any = None,
-) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:  # fmt: skip
+    settings: Settings,
+    inputs: Inputs,
+    return_stats: bool,
+    *,
+    top: TopK | None = None,
+    teachers: Sequence[TeacherHead] | None = None,
+    tp_group: Any = None,
+) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
     """What every module calls.
 
     With `top`, [..., K] of every token, the divergence is from this teacher, and none comes as a head; with `teachers`
@@ -249,10 +294,24 @@ def fused_loss(
     if torch.compiler.is_compiling():
         parts = [[head[part] for head in teacher_heads] for part in range(3)]
         loss, stats, *_ = linear_divergence_op(
-            *students, *parts, labels, scale, valid_rows, mixture, encoded, lora[2], vocab, dtype, workspace, skip,
-            all_count, per_row, list(Wanted(stats=return_stats) if again else wanted),
-            *(top or (None, None, "")), "" if shard is None else shard.encode(),
-        )  # fmt: skip
+            *students,
+            *parts,
+            labels,
+            scale,
+            valid_rows,
+            mixture,
+            encoded,
+            lora[2],
+            vocab,
+            dtype,
+            workspace,
+            skip,
+            all_count,
+            per_row,
+            list(Wanted(stats=return_stats) if again else wanted),
+            *(top or (None, None, "")),
+            "" if shard is None else shard.encode(),
+        )
     else:
         rows = _rows_to_compute(scale, valid_rows, skip)
         teacher, compared = teacher_of(teacher_heads, mixture, objective)

@@ -45,9 +45,16 @@ class Plan(NamedTuple):
 
 
 def plan_chunks(
-    rows: int, vocab: int, *, logit_bytes: int, models: int, weight_bytes: int, memory_bytes: int,
-    workspace: int | None = None, narrow_weight: bool = True,
-) -> Plan:  # fmt: skip
+    rows: int,
+    vocab: int,
+    *,
+    logit_bytes: int,
+    models: int,
+    weight_bytes: int,
+    memory_bytes: int,
+    workspace: int | None = None,
+    narrow_weight: bool = True,
+) -> Plan:
     """The plan for `rows` tokens.
 
     Args:

@@ -39,9 +39,17 @@ from distill_kernels.losses.terms import Objective
 
 @triton.jit
 def _all_normalisers(
-    student, teacher, row, tiles, inverse_t,
-    TEMPERED: tl.constexpr, HARD: tl.constexpr, HAS_TEACHER: tl.constexpr, STATS: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
+    student,
+    teacher,
+    row,
+    tiles,
+    inverse_t,
+    TEMPERED: tl.constexpr,
+    HARD: tl.constexpr,
+    HAS_TEACHER: tl.constexpr,
+    STATS: tl.constexpr,
+    TILES: tl.constexpr,
+):
     """Maximum, log sum of exps at T and at T = 1 of a row, of the student and of the teacher (their tiles' numbers)."""
     start = row * tiles
     student_shift, student_total, student_hard = student
@@ -63,9 +71,18 @@ def _all_normalisers(
 
 @triton.jit
 def _fold_rows_kernel(
-    student, teacher, norms_ptr, tiles, norms_stride, inverse_t,
-    TEMPERED: tl.constexpr, HARD: tl.constexpr, HAS_TEACHER: tl.constexpr, STATS: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
+    student,
+    teacher,
+    norms_ptr,
+    tiles,
+    norms_stride,
+    inverse_t,
+    TEMPERED: tl.constexpr,
+    HARD: tl.constexpr,
+    HAS_TEACHER: tl.constexpr,
+    STATS: tl.constexpr,
+    TILES: tl.constexpr,
+):
     """One row's six normalisers over the columns of this rank, for the ranks to join."""
     norms = _all_normalisers(
         student, teacher, tl.program_id(0).to(tl.int64), tiles, inverse_t, TEMPERED, HARD, HAS_TEACHER, STATS, TILES
@@ -76,12 +93,36 @@ def _fold_rows_kernel(
 
 @triton.jit
 def _row_kernel(
-    student, teacher, gradient_ptr, tokens, figures, joint, sizes, strides,
-    inverse_t, weights, shares, stats_weights, hard, student_scale, inverse_cap, first_rank,
-    KINDS: tl.constexpr, TEMPERED: tl.constexpr, HARD: tl.constexpr, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, HAS_TEACHER: tl.constexpr, APART: tl.constexpr, GRADIENT: tl.constexpr,
-    STATS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    student,
+    teacher,
+    gradient_ptr,
+    tokens,
+    figures,
+    joint,
+    sizes,
+    strides,
+    inverse_t,
+    weights,
+    shares,
+    stats_weights,
+    hard,
+    student_scale,
+    inverse_cap,
+    first_rank,
+    KINDS: tl.constexpr,
+    TEMPERED: tl.constexpr,
+    HARD: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    HAS_TEACHER: tl.constexpr,
+    APART: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    STATS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One row, of whose columns V of `whole_vocab` are here; loss and statistics are these columns' parts.
 
     With `mean_ptr`: without `GRADIENT`, what `centred` needs goes there, summed over the columns here; with it, the
@@ -224,9 +265,11 @@ def _row_kernel(
             agreement = agreement_part(tl.sum(tops), V, whole_vocab)
             entropies = -tl.sum(entropy_s), -tl.sum(entropy_t)
             store_figures(
-                stats_ptr, stats_stride, row,
+                stats_ptr,
+                stats_stride,
+                row,
                 (divergence, -student_label, entropies[0], entropies[1], agreement, student_label, teacher_label),
-            )  # fmt: skip
+            )
 
 
 def fold_rows(student: Logits, other: Logits, temperature: float, **flags: bool) -> torch.Tensor:
@@ -236,17 +279,32 @@ def fold_rows(student: Logits, other: Logits, temperature: float, **flags: bool)
     if vocab:
         tiles = cdiv(vocab, TILE)
         _fold_rows_kernel[(n,)](
-            student[1:], other[1:], norms, tiles, norms.stride(0), 1.0 / temperature, **flags,
-            TILES=next_power_of_2(tiles), num_warps=1,
-        )  # fmt: skip
+            student[1:],
+            other[1:],
+            norms,
+            tiles,
+            norms.stride(0),
+            1.0 / temperature,
+            **flags,
+            TILES=next_power_of_2(tiles),
+            num_warps=1,
+        )
     return norms
 
 
 def run_rows(
-    student: Logits, teacher: Logits | None, objective: Objective, *, labels: torch.Tensor | None,
-    row_scale: torch.Tensor, rows: torch.Tensor | None, loss: torch.Tensor, stats: torch.Tensor | None,
-    gradient: torch.Tensor | None, shard: VocabShard,
-) -> torch.Tensor:  # fmt: skip
+    student: Logits,
+    teacher: Logits | None,
+    objective: Objective,
+    *,
+    labels: torch.Tensor | None,
+    row_scale: torch.Tensor,
+    rows: torch.Tensor | None,
+    loss: torch.Tensor,
+    stats: torch.Tensor | None,
+    gradient: torch.Tensor | None,
+    shard: VocabShard,
+) -> torch.Tensor:
     """Launch the row kernel over the n rows of `student`; their log sums of exps over all columns, fp32 [n].
 
     Args:
@@ -266,9 +324,11 @@ def run_rows(
         return loss.new_empty(0)
     other = student if teacher is None else teacher
     flags = {
-        "TEMPERED": o.temperature != 1.0, "HARD": o.hard_weight != 0.0, "HAS_TEACHER": teacher is not None,
+        "TEMPERED": o.temperature != 1.0,
+        "HARD": o.hard_weight != 0.0,
+        "HAS_TEACHER": teacher is not None,
         "STATS": stats is not None,
-    }  # fmt: skip
+    }
     norms = join_normalisers(shard.ranks.gather(fold_rows(student, other, o.temperature, **flags)))
     mean = None
 
@@ -277,17 +337,40 @@ def run_rows(
             return
         out = student.values if gradient is None else gradient
         _row_kernel[(n,)](
-            tuple(student[:2]), tuple(other[:2]), out, (labels, row_scale, rows), (loss, stats), (norms, mean),
+            tuple(student[:2]),
+            tuple(other[:2]),
+            out,
+            (labels, row_scale, rows),
+            (loss, stats),
+            (norms, mean),
             (vocab, shard.vocab, cdiv(vocab, TILE)),
-            (student.values.stride(0), other.values.stride(0), out.stride(0),
-             0 if stats is None else stats.stride(0), norms.stride(0)),
-            1.0 / o.temperature, o.weights, o.parameters, o.divergence_weights,
-            (o.hard_weight, o.label_smoothing, o.z_loss), o.student_scale,
-            1.0 / o.student_softcap if o.student_softcap else 0.0, 1.0 if shard.speaks else 0.0,
-            KINDS=o.kinds, SMOOTHED=o.label_smoothing != 0.0, Z_LOSS=o.z_loss != 0.0, SCALED=o.student_scale != 1.0,
-            CAPPED=o.student_softcap != 0.0, APART=o.top_apart, GRADIENT=gradient is not None, TILE=TILE, BLOCK=8,
-            num_warps=8, **flags,
-        )  # fmt: skip
+            (
+                student.values.stride(0),
+                other.values.stride(0),
+                out.stride(0),
+                0 if stats is None else stats.stride(0),
+                norms.stride(0),
+            ),
+            1.0 / o.temperature,
+            o.weights,
+            o.parameters,
+            o.divergence_weights,
+            (o.hard_weight, o.label_smoothing, o.z_loss),
+            o.student_scale,
+            1.0 / o.student_softcap if o.student_softcap else 0.0,
+            1.0 if shard.speaks else 0.0,
+            KINDS=o.kinds,
+            SMOOTHED=o.label_smoothing != 0.0,
+            Z_LOSS=o.z_loss != 0.0,
+            SCALED=o.student_scale != 1.0,
+            CAPPED=o.student_softcap != 0.0,
+            APART=o.top_apart,
+            GRADIENT=gradient is not None,
+            TILE=TILE,
+            BLOCK=8,
+            num_warps=8,
+            **flags,
+        )
 
     if gradient is not None and any(kind != terms.FORWARD_KL for kind in o.kinds):
         mean = torch.zeros(3, n, dtype=torch.float32, device=loss.device)

@@ -145,10 +145,17 @@ def _divergence(term: LossTerm) -> tuple[int, float]:
 
 
 def make_objective(
-    terms: Sequence[LossTerm], *, temperature: float = 1.0, scale_by_temperature_squared: bool = True,
-    label_smoothing: float = 0.0, z_loss: float = 0.0, student_logit_scale: float = 1.0,
-    student_softcap: float | None = None, teacher_logit_scale: float = 1.0, teacher_softcap: float | None = None,
-) -> Objective:  # fmt: skip
+    terms: Sequence[LossTerm],
+    *,
+    temperature: float = 1.0,
+    scale_by_temperature_squared: bool = True,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    student_logit_scale: float = 1.0,
+    student_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+) -> Objective:
     """Check `terms` and their settings and reduce them to an `Objective`.
 
     Terms of weight 0 are left out, equal divergences are added up, and the factor T^2 is multiplied in.

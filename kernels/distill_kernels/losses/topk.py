@@ -140,9 +140,19 @@ class FusedTopKKLLoss(FusedDistillationLoss):
         if self.teacher_factor != 1.0:
             logprobs = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32)) * self.teacher_factor
         inputs = Inputs(
-            student_hidden, student_weight, None, None, labels, student_bias, None, student_lora, token_weights,
-            num_items, valid_rows, vocab_size,
-        )  # fmt: skip
+            student_hidden,
+            student_weight,
+            None,
+            None,
+            labels,
+            student_bias,
+            None,
+            student_lora,
+            token_weights,
+            num_items,
+            valid_rows,
+            vocab_size,
+        )
         top = TopK(teacher_ids, logprobs, self.tail)
         return fused_loss(self._settings(), inputs, return_stats, top=top, tp_group=tp_group)
 

@@ -39,12 +39,38 @@ BLOCK = 16  # tiles
 
 @triton.jit
 def _top_k_kernel(
-    student, gradient_ptr, teacher, tokens, figures, joint, sizes, strides, inverse_t, weights, shares, stats_factor,
-    hard, student_scale, inverse_cap, whole_vocab, start,
-    KINDS: tl.constexpr, BUCKET: tl.constexpr, SAMPLED: tl.constexpr, TEMPERED: tl.constexpr, HARD: tl.constexpr,
-    SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, GRADIENT: tl.constexpr,
-    SPEAKS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+    student,
+    gradient_ptr,
+    teacher,
+    tokens,
+    figures,
+    joint,
+    sizes,
+    strides,
+    inverse_t,
+    weights,
+    shares,
+    stats_factor,
+    hard,
+    student_scale,
+    inverse_cap,
+    whole_vocab,
+    start,
+    KINDS: tl.constexpr,
+    BUCKET: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    TEMPERED: tl.constexpr,
+    HARD: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    SPEAKS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """One row, of whose columns V from `start` on are here, with what all ranks hold given (`Joint`). Loss and
     statistics are these columns' parts; what belongs to the row and not to columns is added where it `SPEAKS`."""
     values_ptr, shift_ptr = student
@@ -194,10 +220,19 @@ def _top_k_kernel(
 
 
 def run_top_k_rows(
-    student: Logits, teacher: Logits | None, objective: Objective, *, labels: torch.Tensor | None,
-    row_scale: torch.Tensor, rows: torch.Tensor | None, loss: torch.Tensor, stats: torch.Tensor | None,
-    gradient: torch.Tensor | None, shard: VocabShard, top: TopK,
-) -> None:  # fmt: skip
+    student: Logits,
+    teacher: Logits | None,
+    objective: Objective,
+    *,
+    labels: torch.Tensor | None,
+    row_scale: torch.Tensor,
+    rows: torch.Tensor | None,
+    loss: torch.Tensor,
+    stats: torch.Tensor | None,
+    gradient: torch.Tensor | None,
+    shard: VocabShard,
+    top: TopK,
+) -> None:
     """As `run_rows`, for a teacher of K tokens a row; `teacher` is None, `top` is of all tokens, as `labels` are, with
     ids of the whole vocabulary. Overwrites `student.values` even without a gradient.
     """
@@ -212,22 +247,56 @@ def run_top_k_rows(
     bucket = tail == "bucket"
     at_one = o.temperature != 1.0 and (o.hard_weight != 0.0 or stats is not None)
     joint = join_top_k(
-        student, top, row_scale, rows, shard, temperature=o.temperature, bucket=bucket and bool(o.kinds),
-        at_one=at_one, block=BLOCK,
-    )  # fmt: skip
+        student,
+        top,
+        row_scale,
+        rows,
+        shard,
+        temperature=o.temperature,
+        bucket=bucket and bool(o.kinds),
+        at_one=at_one,
+        block=BLOCK,
+    )
     if vocab == 0:
         return
     _top_k_kernel[(n,)](
-        tuple(student[:2]), out, (ids, given), (labels, row_scale, rows), (loss, stats), tuple(joint),
+        tuple(student[:2]),
+        out,
+        (ids, given),
+        (labels, row_scale, rows),
+        (loss, stats),
+        tuple(joint),
         (vocab, tiles, k),
-        (student.values.stride(0), out.stride(0), ids.stride(0), given.stride(0),
-         0 if stats is None else stats.stride(0), joint.norms.stride(0)),
-        1.0 / o.temperature, o.weights, o.parameters, o.divergence_weights[0] / o.weights[0] if o.kinds else 0.0,
-        (o.hard_weight, o.label_smoothing, o.z_loss), o.student_scale,
+        (
+            student.values.stride(0),
+            out.stride(0),
+            ids.stride(0),
+            given.stride(0),
+            0 if stats is None else stats.stride(0),
+            joint.norms.stride(0),
+        ),
+        1.0 / o.temperature,
+        o.weights,
+        o.parameters,
+        o.divergence_weights[0] / o.weights[0] if o.kinds else 0.0,
+        (o.hard_weight, o.label_smoothing, o.z_loss),
+        o.student_scale,
         1.0 / o.student_softcap if o.student_softcap else 0.0,
-        shard.vocab, shard.start,
-        KINDS=o.kinds, BUCKET=bucket, SAMPLED=tail == "sampled", TEMPERED=o.temperature != 1.0,
-        HARD=o.hard_weight != 0.0, SMOOTHED=o.label_smoothing != 0.0, Z_LOSS=o.z_loss != 0.0,
-        SCALED=o.student_scale != 1.0, CAPPED=o.student_softcap != 0.0, GRADIENT=gradient is not None,
-        SPEAKS=shard.speaks, TILE=TILE, BLOCK=BLOCK, LANES=next_power_of_2(k + 1), num_warps=8,
-    )  # fmt: skip
+        shard.vocab,
+        shard.start,
+        KINDS=o.kinds,
+        BUCKET=bucket,
+        SAMPLED=tail == "sampled",
+        TEMPERED=o.temperature != 1.0,
+        HARD=o.hard_weight != 0.0,
+        SMOOTHED=o.label_smoothing != 0.0,
+        Z_LOSS=o.z_loss != 0.0,
+        SCALED=o.student_scale != 1.0,
+        CAPPED=o.student_softcap != 0.0,
+        GRADIENT=gradient is not None,
+        SPEAKS=shard.speaks,
+        TILE=TILE,
+        BLOCK=BLOCK,
+        LANES=next_power_of_2(k + 1),
+        num_warps=8,
+    )

@@ -159,10 +159,17 @@ def _over_samples(
 
 
 def reference_top_k_rows(
-    student_raw: torch.Tensor, teacher_raw: torch.Tensor | None, objective: Objective, *, labels: torch.Tensor | None,
-    row_scale: torch.Tensor, with_gradient: bool = True, with_stats: bool = False, shard: VocabShard | None = None,
+    student_raw: torch.Tensor,
+    teacher_raw: torch.Tensor | None,
+    objective: Objective,
+    *,
+    labels: torch.Tensor | None,
+    row_scale: torch.Tensor,
+    with_gradient: bool = True,
+    with_stats: bool = False,
+    shard: VocabShard | None = None,
     top: TopK,
-) -> RowResult:  # fmt: skip
+) -> RowResult:
     """`reference_rows` for a teacher of K tokens a row; `teacher_raw` is None. The kernel in topk_kernel.py follows it.
 
     With `shard`, ids are those of the whole vocabulary.
@@ -175,9 +182,15 @@ def reference_top_k_rows(
     o, kept = objective, row_scale != 0
     hard = o._replace(kinds=(), weights=(), parameters=(), divergence_weights=())
     result = reference_rows(
-        student_raw, None, hard, labels=labels, row_scale=row_scale, with_gradient=with_gradient,
-        with_stats=with_stats, shard=shard,
-    )  # fmt: skip
+        student_raw,
+        None,
+        hard,
+        labels=labels,
+        row_scale=row_scale,
+        with_gradient=with_gradient,
+        with_stats=with_stats,
+        shard=shard,
+    )
     if not o.kinds:
         return result
     given = top.logprobs.to(student_raw.dtype)

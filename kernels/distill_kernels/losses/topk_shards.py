@@ -62,10 +62,24 @@ def tail_normaliser(
 
 @triton.jit
 def _fold_top_k_kernel(
-    student, teacher, scale_ptr, rows_ptr, norms_ptr, top_ptr, sizes, start, strides, inverse_t,
-    BUCKET: tl.constexpr, AT_ONE: tl.constexpr, SPEAKS: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
+    student,
+    teacher,
+    scale_ptr,
+    rows_ptr,
+    norms_ptr,
+    top_ptr,
+    sizes,
+    start,
+    strides,
+    inverse_t,
+    BUCKET: tl.constexpr,
+    AT_ONE: tl.constexpr,
+    SPEAKS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    LANES: tl.constexpr,
+):
     """One row's part of `Joint` over the columns of this rank, which count from `start`."""
     values_ptr, shift_ptr, total_ptr, hard_ptr = student
     V, whole_vocab, tiles, K = sizes
@@ -119,9 +133,17 @@ def _fold_top_k_kernel(
 
 
 def join_top_k(
-    student: Logits, teacher: TopK, row_scale: torch.Tensor, rows: torch.Tensor | None, shard: VocabShard, *,
-    temperature: float, bucket: bool, at_one: bool, block: int,
-) -> Joint:  # fmt: skip
+    student: Logits,
+    teacher: TopK,
+    row_scale: torch.Tensor,
+    rows: torch.Tensor | None,
+    shard: VocabShard,
+    *,
+    temperature: float,
+    bucket: bool,
+    at_one: bool,
+    block: int,
+) -> Joint:
     """Exchange what the outcomes of the n rows of `student` need.
 
     Args:
@@ -141,12 +163,25 @@ def join_top_k(
     if vocab:
         tiles = cdiv(vocab, TILE)
         _fold_top_k_kernel[(n,)](
-            tuple(student), (ids, given), row_scale, rows, norms, top, (vocab, shard.vocab, tiles, k), shard.start,
-            (student.values.stride(0), ids.stride(0), given.stride(0), norms.stride(0)), 1.0 / temperature,
-            BUCKET=bucket, AT_ONE=at_one, SPEAKS=shard.speaks,
-            TILE=TILE, BLOCK=block, TILES=next_power_of_2(tiles), LANES=next_power_of_2(k + 1),
+            tuple(student),
+            (ids, given),
+            row_scale,
+            rows,
+            norms,
+            top,
+            (vocab, shard.vocab, tiles, k),
+            shard.start,
+            (student.values.stride(0), ids.stride(0), given.stride(0), norms.stride(0)),
+            1.0 / temperature,
+            BUCKET=bucket,
+            AT_ONE=at_one,
+            SPEAKS=shard.speaks,
+            TILE=TILE,
+            BLOCK=block,
+            TILES=next_power_of_2(tiles),
+            LANES=next_power_of_2(k + 1),
             num_warps=8 if bucket else 4,
-        )  # fmt: skip
+        )
     arrived = shard.ranks.add_later(top)
     norms = join_normalisers(shard.ranks.gather(norms), NORMS)
     arrived()

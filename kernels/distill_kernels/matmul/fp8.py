@@ -51,9 +51,17 @@ def reference_fp8_linear(
 
 @triton.jit
 def quantize_rows_kernel(
-    x_ptr, up_ptr, x8_ptr, scale_ptr, K, stride_x, stride_up, ACTIVATION: tl.constexpr, TINY: tl.constexpr,
+    x_ptr,
+    up_ptr,
+    x8_ptr,
+    scale_ptr,
+    K,
+    stride_x,
+    stride_up,
+    ACTIVATION: tl.constexpr,
+    TINY: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """One row a program, read once; of x, or of ACTIVATION(x) * up, rounded as `glu` leaves it."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
@@ -81,9 +89,18 @@ def _quantize_rows(
         warps = min(16, max(1, block // 1024))
         other = x if up is None else up
         quantize_rows_kernel[(rows,)](
-            x, other, x8, scale, inputs, x.stride(0), other.stride(0), ACTIVATION=activation, TINY=TINY, BLOCK=block,
+            x,
+            other,
+            x8,
+            scale,
+            inputs,
+            x.stride(0),
+            other.stride(0),
+            ACTIVATION=activation,
+            TINY=TINY,
+            BLOCK=block,
             num_warps=warps,
-        )  # fmt: skip
+        )
     return x8, scale
 
 
@@ -184,9 +201,12 @@ class Fp8Rows(torch.Tensor):
 
 
 def fp8_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6, form: Form = "llama",
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float = 1e-6,
+    form: Form = "llama",
     residual: torch.Tensor | None = None,
-) -> tuple[Fp8Rows, torch.Tensor]:  # fmt: skip
+) -> tuple[Fp8Rows, torch.Tensor]:
     """`quantize_rows(rms_norm(x))`, or of `add_rms_norm` with a residual, for `Fp8Linear`; bit for bit, in one pass.
 
     Args:

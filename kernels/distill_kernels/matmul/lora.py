@@ -114,9 +114,11 @@ class _LoraLinears(torch.autograd.Function):
             narrow = _narrow(adapters, x.dtype)
             a, ctx.ranks = torch.cat(narrow[:count]), [len(matrix) for matrix in adapters[:count]]
             outputs, ctx.joined = products(x, weights, biases)
-            lows = [_low(rows, a, scales[0])] if len(set(scales)) == 1 else [
-                _low(rows, matrix, scale) for matrix, scale in zip(narrow[:count], scales, strict=True)
-            ]  # fmt: skip
+            lows = (
+                [_low(rows, a, scales[0])]
+                if len(set(scales)) == 1
+                else [_low(rows, matrix, scale) for matrix, scale in zip(narrow[:count], scales, strict=True)]
+            )
             each = lows if len(lows) == count else lows[0].split(ctx.ranks, 1)
             for out, low, b in zip(outputs, each, narrow[count:], strict=True):
                 out.reshape(-1, out.shape[-1]).addmm_(low, b.t())
@@ -182,9 +184,11 @@ def lora_linear(
 
 
 def lora_linears(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
     adapters: Sequence[tuple[torch.Tensor, torch.Tensor, float]],
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+) -> tuple[torch.Tensor, ...]:
     """`lora_linear` of several layers that read the same x, whose weights lie side by side, as one node of autograd.
 
     Args:
@@ -208,9 +212,14 @@ def lora_linears(
 
 
 def lora_linear_of(
-    function: Callable[..., torch.Tensor], parts: Sequence[torch.Tensor], weight: torch.Tensor,
-    bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, scale: float,
-) -> torch.Tensor:  # fmt: skip
+    function: Callable[..., torch.Tensor],
+    parts: Sequence[torch.Tensor],
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
     """`lora_linear(function(*parts), ...)` that keeps `parts` and calls `function` again in the backward.
 
     Args:

@@ -40,9 +40,11 @@ class SiblingOutputs(Generic[T]):
         return SiblingOutputs, ()
 
     def take(
-        self, layer: Hashable, x: torch.Tensor,
+        self,
+        layer: Hashable,
+        x: torch.Tensor,
         compute: Callable[[torch.Tensor], tuple[dict[Hashable, T], Sequence[torch.Tensor]] | None],
-    ) -> T | None:  # fmt: skip
+    ) -> T | None:
         """The output of `layer` for `x`; None where it cannot be computed.
 
         Args:

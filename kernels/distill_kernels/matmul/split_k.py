@@ -48,10 +48,25 @@ def reference_split_k_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.
 
 @triton.jit
 def split_k_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, partials_ptr, counters_ptr, M, N, K, stride_x, stride_weight, part,
-    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    partials_ptr,
+    counters_ptr,
+    M,
+    N,
+    K,
+    stride_x,
+    stride_weight,
+    part,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """partials: fp32 [tiles, SPLITS, BLOCK_N, BLOCK_M]; counters: int32 [tiles], zero before and after; part: inner
     length of a split, a multiple of BLOCK_K."""
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -145,10 +160,27 @@ def _launch(
         tiles * splits * block_n * block_m if splits > 1 else 0, dtype=torch.float32, device=x.device
     )
     split_k_kernel[(tiles, splits)](
-        x, weight, x if bias is None else rows_of(bias), y, partials, _zero_counters(x.device), rows, outputs, inputs,
-        x.stride(0), weight.stride(0), part, HAS_BIAS=bias is not None, EVEN=part * splits == inputs, SPLITS=splits,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+        x,
+        weight,
+        x if bias is None else rows_of(bias),
+        y,
+        partials,
+        _zero_counters(x.device),
+        rows,
+        outputs,
+        inputs,
+        x.stride(0),
+        weight.stride(0),
+        part,
+        HAS_BIAS=bias is not None,
+        EVEN=part * splits == inputs,
+        SPLITS=splits,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=warps,
+        num_stages=stages,
+    )
     return y
 
 

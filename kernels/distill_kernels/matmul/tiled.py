@@ -63,9 +63,21 @@ def choose_tile(rows: int, outputs: int, facts: DeviceFacts) -> Tile:
 
 @triton.jit
 def _tiled_kernel(
-    x_blocks, weight_blocks, y_blocks, bias_ptr, M, N, K, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    x_blocks,
+    weight_blocks,
+    y_blocks,
+    bias_ptr,
+    M,
+    N,
+    K,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """GATED: the activation, where gate and up are in turn the columns of the product; see gated.py."""
     row_blocks = tl.cdiv(M, BLOCK_M)
     steps = tl.cdiv(K, BLOCK_K)
@@ -111,11 +123,23 @@ def launch_tiles(
     x, weight = (m if has_aligned_rows(m) else m.clone(memory_format=torch.contiguous_format) for m in (x, weight))
     programs = min(facts.multiprocessors, cdiv(rows, tile.rows) * cdiv(outputs, tile.columns))
     _tiled_kernel[(programs,)](
-        blocks_of(x, tile.rows, DEPTH, facts.tma), blocks_of(weight, tile.columns, DEPTH, facts.tma),
-        blocks_of(y, tile.rows, tile.columns // pair, facts.tma), rows_of(bias), rows, outputs, inputs,
-        HAS_BIAS=bias is not None, GATED=activation, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=DEPTH,
-        GROUP=tile.group, TMA=facts.tma, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+        blocks_of(x, tile.rows, DEPTH, facts.tma),
+        blocks_of(weight, tile.columns, DEPTH, facts.tma),
+        blocks_of(y, tile.rows, tile.columns // pair, facts.tma),
+        rows_of(bias),
+        rows,
+        outputs,
+        inputs,
+        HAS_BIAS=bias is not None,
+        GATED=activation,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=DEPTH,
+        GROUP=tile.group,
+        TMA=facts.tma,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
     return y
 
 

@@ -61,9 +61,17 @@ class Signals(NamedTuple):
 
 
 def reference_adamw(
-    parameter: torch.Tensor, gradient: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor,
-    step: torch.Tensor, *, lr: float | torch.Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    step: torch.Tensor,
+    *,
+    lr: float | torch.Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One AdamW update in the dtype of `parameter`; returns the new parameter and both moments, changes nothing.
 
     `step` counts this update in: 1 at the first.
@@ -118,12 +126,41 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["seed", "squares_ptr", "lr_ptr", "grad_scale_ptr", "found_inf_ptr"])
 def adamw_kernel(
-    table_ptr, gradients_ptr, blocks_ptr, rows_ptr, squares_ptr, lr_ptr, grad_scale_ptr, found_inf_ptr,
-    lr, log2_beta1, log2_beta2, beta1, beta2, rest1, rest2, eps, weight_decay, max_norm, sign, seed,
-    LR_ON_DEVICE: tl.constexpr, HAS_GRAD_SCALE: tl.constexpr, HAS_FOUND_INF: tl.constexpr, CLIP: tl.constexpr,
-    SKIP: tl.constexpr, COUNT: tl.constexpr, PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, STATE: tl.constexpr,
-    MASTER: tl.constexpr, ALIGNED: tl.constexpr, STOCHASTIC: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    table_ptr,
+    gradients_ptr,
+    blocks_ptr,
+    rows_ptr,
+    squares_ptr,
+    lr_ptr,
+    grad_scale_ptr,
+    found_inf_ptr,
+    lr,
+    log2_beta1,
+    log2_beta2,
+    beta1,
+    beta2,
+    rest1,
+    rest2,
+    eps,
+    weight_decay,
+    max_norm,
+    sign,
+    seed,
+    LR_ON_DEVICE: tl.constexpr,
+    HAS_GRAD_SCALE: tl.constexpr,
+    HAS_FOUND_INF: tl.constexpr,
+    CLIP: tl.constexpr,
+    SKIP: tl.constexpr,
+    COUNT: tl.constexpr,
+    PARAMETER: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    STATE: tl.constexpr,
+    MASTER: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Update BLOCK elements of one tensor, in place; if COUNT, a tensor's last program to finish counts its step.
 
     table, gradients, blocks and rows are `multi_tensor.Bucket`'s; the other pointers lead to fp32 scalars (lr's to one

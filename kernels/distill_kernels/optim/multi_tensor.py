@@ -153,9 +153,16 @@ def reference_sum_of_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["count", "programs"])
 def sum_of_squares_kernel(
-    table_ptr, gradients_ptr, blocks_ptr, partials_ptr, count, programs,  # partials: fp32 [programs]
-    GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    table_ptr,
+    gradients_ptr,
+    blocks_ptr,
+    partials_ptr,
+    count,
+    programs,  # partials: fp32 [programs]
+    GRADIENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Each program sums the squares of every `programs`-th block: the order of summation never changes."""
     total = tl.zeros((BLOCK,), tl.float32)
     offsets = tl.arange(0, BLOCK)

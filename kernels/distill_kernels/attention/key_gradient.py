@@ -1,0 +1,286 @@
+"""The kernel of dk and dv: a program owns a tile of keys and visits the queries that attend to it.
+
+The formulas stand in `flash_backward.py`, which launches it.
+"""
+
+from __future__ import annotations
+
+from distill_kernels.attention.operands import (
+    load_tile,
+    softcapped,
+)
+from distill_kernels.attention.parts import (
+    part_of_tiles,
+    store_sums,
+)
+from distill_kernels.attention.ranges import dense_or_packed_interval
+from distill_kernels.launch import tl, triton
+
+
+@triton.jit
+def _gather_queries(
+    dk,
+    dv,
+    k,
+    v,
+    q_tiles,
+    dout_tiles,
+    lse_ptr,
+    delta_ptr,
+    ranges_ptr,
+    batch,
+    batches,
+    head,
+    heads,
+    n,
+    start,
+    end,
+    queries,
+    padded_rows,
+    keys,
+    window,
+    score_scale,
+    cap,
+    cap_rate,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PACKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Add the share of query tiles [start, end) of one head to dk and dv."""
+    for m in tl.range(start, end, BLOCK_M):
+        m = tl.multiple_of(m, BLOCK_M)
+        row = m + tl.arange(0, BLOCK_M)
+        terms_at = (batch.to(tl.int64) * heads + head) * padded_rows + row
+        q = load_tile(q_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
+        lse = tl.load(lse_ptr + terms_at)
+        s = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M], keys by queries
+        if SOFTCAP:
+            s, tanh = softcapped(s, cap_rate, cap)
+        p = tl.exp2(s * score_scale - lse[None, :])
+        if MASKED:
+            low, high = dense_or_packed_interval(
+                tl.minimum(row, queries - 1),
+                batch,
+                ranges_ptr,
+                queries,
+                batches,
+                keys,
+                keys - queries,
+                window,
+                CAUSAL,
+                PACKED,
+                False,
+            )
+            column = n + tl.arange(0, BLOCK_N)
+            p = tl.where((column[:, None] >= low[None, :]) & (column[:, None] < high[None, :]), p, 0.0)
+        dout = load_tile(dout_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        dp = tl.dot(v, dout.T, input_precision=PRECISION)
+        delta = tl.load(delta_ptr + terms_at)
+        ds = p * (dp - delta[None, :])
+        if SOFTCAP:
+            ds = ds * (1 - tanh * tanh)
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _key_gradient_kernel(
+    q_tiles,
+    k_tiles,
+    v_tiles,
+    dout_tiles,
+    dk_ptr,
+    dv_ptr,
+    lse_ptr,
+    delta_ptr,
+    key_ranges_ptr,
+    ranges_ptr,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    batches,
+    heads,
+    kv_heads,
+    group,
+    queries,
+    padded_rows,
+    keys,
+    window,
+    scale,
+    score_scale,
+    cap,
+    cap_rate,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    RIGHT: tl.constexpr,
+    PACKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    # the first key tiles of a causal batch are attended by the most queries, and start first
+    n = tl.program_id(0) * BLOCK_N
+    batch = tl.program_id(1) // kv_heads
+    kv_head = tl.program_id(1) % kv_heads
+    last_column = tl.minimum(n + BLOCK_N, keys) - 1
+    shift = queries - keys
+    first_low, first_high = dense_or_packed_interval(
+        n, batch, key_ranges_ptr, keys, batches, queries, shift, window, CAUSAL, PACKED, True
+    )
+    last_low, last_high = dense_or_packed_interval(
+        last_column, batch, key_ranges_ptr, keys, batches, queries, shift, window, CAUSAL, PACKED, True
+    )
+    # query tiles [start, inside) and [outside, end) cross an interval's end; a partial key tile is all masked
+    end = tl.maximum(last_high, 0)
+    start = tl.maximum(first_low, 0) // BLOCK_M * BLOCK_M
+    inside = tl.where(n + BLOCK_N > keys, end, last_low)
+    inside = tl.minimum((inside + BLOCK_M - 1) // BLOCK_M, tl.cdiv(end, BLOCK_M)) * BLOCK_M
+    inside = tl.maximum(inside, start)
+    if RIGHT:
+        outside = tl.maximum(inside, first_high // BLOCK_M * BLOCK_M)
+    else:
+        outside = tl.maximum(inside, end)
+    if SPLIT:
+        start, end = part_of_tiles(start, end, BLOCK_M)
+        inside = tl.minimum(tl.maximum(inside, start), end)
+        outside = tl.minimum(tl.maximum(outside, start), end)
+
+    k = load_tile(k_tiles, batch, kv_head, n, BLOCK_N, HEAD_DIM, BLOCK_D, TMA)
+    v = load_tile(v_tiles, batch, kv_head, n, BLOCK_N, HEAD_DIM, BLOCK_D, TMA)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for member in range(group):
+        head = kv_head * group + member
+        dk, dv = _gather_queries(
+            dk,
+            dv,
+            k,
+            v,
+            q_tiles,
+            dout_tiles,
+            lse_ptr,
+            delta_ptr,
+            ranges_ptr,
+            batch,
+            batches,
+            head,
+            heads,
+            n,
+            start,
+            inside,
+            queries,
+            padded_rows,
+            keys,
+            window,
+            score_scale,
+            cap,
+            cap_rate,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_M,
+            BLOCK_N,
+            True,
+            CAUSAL,
+            PACKED,
+            SOFTCAP,
+            PRECISION,
+            TMA,
+        )
+        dk, dv = _gather_queries(
+            dk,
+            dv,
+            k,
+            v,
+            q_tiles,
+            dout_tiles,
+            lse_ptr,
+            delta_ptr,
+            ranges_ptr,
+            batch,
+            batches,
+            head,
+            heads,
+            n,
+            inside,
+            outside,
+            queries,
+            padded_rows,
+            keys,
+            window,
+            score_scale,
+            cap,
+            cap_rate,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_M,
+            BLOCK_N,
+            False,
+            CAUSAL,
+            PACKED,
+            SOFTCAP,
+            PRECISION,
+            TMA,
+        )
+        if RIGHT:
+            dk, dv = _gather_queries(
+                dk,
+                dv,
+                k,
+                v,
+                q_tiles,
+                dout_tiles,
+                lse_ptr,
+                delta_ptr,
+                ranges_ptr,
+                batch,
+                batches,
+                head,
+                heads,
+                n,
+                outside,
+                end,
+                queries,
+                padded_rows,
+                keys,
+                window,
+                score_scale,
+                cap,
+                cap_rate,
+                HEAD_DIM,
+                BLOCK_D,
+                BLOCK_M,
+                BLOCK_N,
+                True,
+                CAUSAL,
+                PACKED,
+                SOFTCAP,
+                PRECISION,
+                TMA,
+            )
+    row = n + tl.arange(0, BLOCK_N)
+    if SPLIT:
+        store_sums(dk_ptr, dk, row, keys, HEAD_DIM, BLOCK_D)
+        store_sums(dv_ptr, dv, row, keys, HEAD_DIM, BLOCK_D)
+    else:
+        column = tl.arange(0, BLOCK_D)
+        stored = (row < keys)[:, None] & (column < HEAD_DIM)[None, :]
+        batch_64, head_64, row_64 = batch.to(tl.int64), kv_head.to(tl.int64), row[:, None].to(tl.int64)
+        dk_at = dk_ptr + batch_64 * stride_kb + head_64 * stride_kh + row_64 * stride_kn + column[None, :]
+        dv_at = dv_ptr + batch_64 * stride_vb + head_64 * stride_vh + row_64 * stride_vn + column[None, :]
+        tl.store(dk_at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=stored)
+        tl.store(dv_at, dv.to(dv_ptr.dtype.element_ty), mask=stored)

@@ -1,0 +1,220 @@
+"""The kernels of a projection to logits: the persistent GEMM with its epilogue, and the reduction of cuBLAS's output.
+
+The formulas stand in `projection.py`, which launches them.
+"""
+
+from __future__ import annotations
+
+from distill_kernels.launch import tl, triton
+from distill_kernels.layers.fast_math import exp
+from distill_kernels.losses.row_parts import hard_gradient, narrow, to_raw
+from distill_kernels.operands import load_block, store_block
+
+
+@triton.jit
+def _scale_and_cap(
+    z,
+    columns,
+    V,
+    bias_ptr,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    LOG2_E: tl.constexpr,
+):
+    """Raw logits [rows, columns] without bias -> logits."""
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
+    if SCALED:
+        z *= scale
+    if CAPPED:  # tanh(x) = 1 - 2 / (1 + exp(2x)), which saturates without overflow
+        z = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(z * (2.0 / softcap) * LOG2_E)))
+    return z
+
+
+@triton.jit
+def _store_tile(
+    z,
+    row,
+    tile,
+    values_blocks,
+    bias_ptr,
+    numbers,
+    hard,
+    rows_ptr,
+    N,
+    V,
+    tiles,
+    scale,
+    softcap,
+    exponent,
+    HAS_BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
+    BOTH: tl.constexpr,
+    LOG2_E: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Of raw logits [rows, TILE] from `row` on the relative ones with shift, total, total at T = 1 (`numbers`), or the
+    gradient of `hard` rows. `exponent` is log2(e) / T."""
+    rows = row + tl.arange(0, z.shape[0])
+    column = tile * z.shape[1]
+    if hard is not None:
+        labels_ptr, scale_ptr, lse_ptr, whole_vocab, weight, smoothing, z_loss = hard
+        inside = rows < N
+        lse = tl.load(lse_ptr + rows, mask=inside, other=0.0)[:, None]
+        if rows_ptr is not None:
+            rows = tl.load(rows_ptr + rows, mask=inside, other=0)
+        label = narrow(tl.load(labels_ptr + rows, mask=inside, other=0), V)[:, None]
+        row_scale = tl.load(scale_ptr + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
+        weights = weight, smoothing, z_loss
+        HALF: tl.constexpr = z.shape[1] // 2  # of a tile at a time, in half the registers
+        halves = tl.split(tl.permute(tl.reshape(z, (z.shape[0], 2, HALF)), (0, 2, 1)))
+        at = tl.arange(0, HALF)
+        for half in tl.static_range(2):
+            start = column + half * HALF
+            z = _scale_and_cap(halves[half], start + at, V, bias_ptr, scale, softcap, HAS_BIAS, SCALED, CAPPED, LOG2_E)
+            g = hard_gradient(exp(z - lse), at[None, :], label - start, lse, whole_vocab, weights, True, True)
+            g = to_raw(g, z, row_scale, scale, 1.0 / softcap, SCALED, CAPPED)
+            store_block(values_blocks, tl.where(row_scale == 0.0, 0.0, g), row, start, TMA)
+    else:
+        columns = column + tl.arange(0, z.shape[1])
+        z = _scale_and_cap(z, columns, V, bias_ptr, scale, softcap, HAS_BIAS, SCALED, CAPPED, LOG2_E)
+        if MASKED:
+            z = tl.where((columns < V)[None, :], z, -float("inf"))
+        shift = tl.max(z, 1)
+        shift = tl.where(shift == -float("inf"), 0.0, shift)
+        z -= shift[:, None]
+        total = tl.sum(tl.exp2(z * exponent), 1)
+        total_hard = total
+        if BOTH:
+            total_hard = tl.sum(tl.exp2(z * LOG2_E), 1)
+        if HAS_BIAS:  # a bias may be -inf and stays so; anything else stays within fp16
+            z = tl.where(z == -float("inf"), z, tl.maximum(z, -65504.0))
+        else:
+            z = tl.maximum(z, -65504.0)
+        store_block(values_blocks, z, row, column, TMA)
+        shift_ptr, total_ptr, hard_ptr = numbers
+        where = rows.to(tl.int64) * tiles + tile
+        tl.store(shift_ptr + where, shift, mask=rows < N)
+        tl.store(total_ptr + where, total, mask=rows < N)
+        if BOTH:
+            tl.store(hard_ptr + where, total_hard, mask=rows < N)
+
+
+@triton.jit
+def _project_kernel(
+    hidden_blocks,
+    weight_blocks,
+    values_blocks,
+    bias_ptr,
+    numbers,
+    hard,
+    rows_ptr,
+    N,
+    V,
+    H,
+    tiles,
+    scale,
+    softcap,
+    exponent,
+    HAS_BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
+    BOTH: tl.constexpr,
+    LOG2_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    row_blocks = tl.cdiv(N, BLOCK_N)
+    steps = tl.cdiv(H, BLOCK_H)
+    for t in tl.range(tl.program_id(0), row_blocks * tiles, tl.num_programs(0), flatten=True):
+        row_block = t % row_blocks  # fastest, so that programs side by side share a tile of the weight in L2
+        tile = t // row_blocks
+        z = tl.zeros((BLOCK_N, TILE), tl.float32)
+        for step in range(steps):
+            x = load_block(hidden_blocks, row_block * BLOCK_N, step * BLOCK_H, BLOCK_N, BLOCK_H, TMA)
+            w = load_block(weight_blocks, tile * TILE, step * BLOCK_H, TILE, BLOCK_H, TMA)
+            z = tl.dot(x, w.T, z)
+        _store_tile(
+            z,
+            row_block * BLOCK_N,
+            tile,
+            values_blocks,
+            bias_ptr,
+            numbers,
+            hard,
+            rows_ptr,
+            N,
+            V,
+            tiles,
+            scale,
+            softcap,
+            exponent,
+            HAS_BIAS,
+            SCALED,
+            CAPPED,
+            MASKED,
+            BOTH,
+            LOG2_E,
+            TMA,
+        )
+
+
+@triton.jit
+def _fold_kernel(
+    raw_ptr,
+    values_blocks,
+    bias_ptr,
+    numbers,
+    hard,
+    rows_ptr,
+    N,
+    V,
+    raw_stride,
+    tiles,
+    first_tile,
+    scale,
+    softcap,
+    exponent,
+    HAS_BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BOTH: tl.constexpr,
+    LOG2_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Columns `first_tile * TILE` on of the raw logits lie in `raw_ptr` [N, ...] from its first column."""
+    row = tl.program_id(0) * BLOCK_N
+    raw_blocks = raw_ptr, raw_stride, N, V - first_tile * TILE
+    z = load_block(raw_blocks, row, tl.program_id(1) * TILE, BLOCK_N, TILE, False).to(tl.float32)
+    _store_tile(
+        z,
+        row,
+        first_tile + tl.program_id(1),
+        values_blocks,
+        bias_ptr,
+        numbers,
+        hard,
+        rows_ptr,
+        N,
+        V,
+        tiles,
+        scale,
+        softcap,
+        exponent,
+        HAS_BIAS,
+        SCALED,
+        CAPPED,
+        True,
+        BOTH,
+        LOG2_E,
+        False,
+    )
