@@ -46,10 +46,17 @@ data: {source: synthetic, max_length: 32, cache: false}
 train: {steps: 1, device: cpu}
 """
 MODEL = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32_768, "hidden_size": 64,
-    "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "max_position_embeddings": 4096, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32_768,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
 FILES = 1024  # that the server may have open
 MOST_MEMORY, MOST_LOG = 1280 << 20, 1 << 20  # bytes that an attack may cost
 TARGETS = "/v1/targets?deterministic=1"
@@ -120,9 +127,13 @@ def serving(folder: Path) -> Iterator[Attacked]:
     log = folder / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "distill", *words], cwd=folder, env=environment, stdout=output, stderr=output,
+            [sys.executable, "-m", "distill", *words],
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=output,
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES)),
-        )  # fmt: skip
+        )
     try:
         server = Attacked(port, token, psutil.Process(process.pid), log, torch.empty(0))
         until = time.monotonic() + 180

@@ -36,8 +36,12 @@ def inspected() -> str:
         Path(folder, "kinds.yaml").write_text(RECIPE)
         environment = {"COLUMNS": "120", "DISTILL_CACHE": str(Path(folder, "cache")), "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
-            [sys.executable, "-m", "distill", "inspect", "kinds.yaml"], cwd=folder, capture_output=True, text=True,
-            check=True, env=os.environ | environment,
-        )  # fmt: skip
+            [sys.executable, "-m", "distill", "inspect", "kinds.yaml"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | environment,
+        )
     lines = [line.rstrip() for line in done.stdout.strip().splitlines()]
     return "\n".join(["```yaml", RECIPE.rstrip(), "```", "", "```text", "$ distill inspect kinds.yaml", *lines, "```"])

@@ -130,7 +130,7 @@ step(Sampling(0.7)), step(Sampling(0.0))
 """,
         {"rows": (32, 128), "dtype": ("bfloat16", "float32"), "hidden": (576, 1728)},
     ),
-}  # fmt: skip
+}
 
 
 class Case(NamedTuple):
@@ -180,22 +180,30 @@ def page() -> str:
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     done = {family: {row["case"] for row in rows if row["family"] == family} for family in FAMILIES}
     lines = [
-        "# What kernels are compiled to", "", "<!-- written by python -m scripts.docs -->", "",
+        "# What kernels are compiled to",
+        "",
+        "<!-- written by python -m scripts.docs -->",
+        "",
         "Every kernel, compiled without a GPU by Triton's compiler and the assembler of each family "
         "(`python -m scripts.compiled`): registers of a thread / bytes that it spills / KiB of shared memory of a "
         "program, the most over all cases, and what moves and multiplies tiles. `cp.async` and `tma` are asynchronous "
         "copies; `mma`, `wgmma`, `tcgen05` and `mfma` tensor-core instructions. Only sm_90 was also run and measured; "
-        "that the others compile, fit and keep their registers does not say how fast they are, or that they agree.", "",
+        "that the others compile, fit and keep their registers does not say how fast they are, or that they agree.",
+        "",
         "Tables of tiles were measured on sm_90. On any other family attention's tiles, and for the losses the kernel "
         "that makes sums beside the product against cuBLAS and a fold, are timed once per shape, 5 to 10 ways each, "
         "and kept under `~/.cache/distill/tuned` by GPU, Triton release and kernels' source; which of the two wins on "
         "an A100 is not known. One line says when that happens. `DISTILL_TUNE=0` takes the tables' first way, as do "
         "deterministic runs and captured graphs; a run writes what it chose into its `kernels.json`, and `--resume` "
-        "goes by it. `DISTILL_FAMILY=sm_80` takes that family's paths on another GPU, to test them.", "",
-        "Cases compiled: " + ", ".join(f"{family} {len(done[family])}" for family in FAMILIES)
-        + f", of {sum(case.paired for case in cases())} in all that meet every pair of settings.", "",
-        f"| kernel | {' | '.join(FAMILIES)} |", "|---" * (len(FAMILIES) + 1) + "|",
-    ]  # fmt: skip
+        "goes by it. `DISTILL_FAMILY=sm_80` takes that family's paths on another GPU, to test them.",
+        "",
+        "Cases compiled: "
+        + ", ".join(f"{family} {len(done[family])}" for family in FAMILIES)
+        + f", of {sum(case.paired for case in cases())} in all that meet every pair of settings.",
+        "",
+        f"| kernel | {' | '.join(FAMILIES)} |",
+        "|---" * (len(FAMILIES) + 1) + "|",
+    ]
     for module, kernel in dict.fromkeys((row["module"], row["kernel"]) for row in rows):
         cells = []
         for family in FAMILIES:

@@ -77,11 +77,15 @@ def _block(text: str, name: str, content: str) -> str:
 def settings_page() -> str:
     """docs/settings.md."""
     lines = [
-        "# Settings", "", NOTE, "",
+        "# Settings",
+        "",
+        NOTE,
+        "",
         "Every setting of a recipe. `distill settings FIELD` prints the same in the terminal and also finds the names "
         "that other tools use; `distill schema` prints a JSON schema, by which editors complete and check. Of a list "
-        "(`[]`) an override names an item by its number: `loss.terms.0.weight=0.5`.", "",
-    ]  # fmt: skip
+        "(`[]`) an override names an item by its number: `loss.terms.0.weight=0.5`.",
+        "",
+    ]
     section = ""
     for setting in settings():
         top = setting.name.split(".")[0].split("[")[0]

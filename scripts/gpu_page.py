@@ -26,8 +26,10 @@ def families() -> str:
 
 def cards() -> str:
     """A line for each card, as `check --gpu` plans with it."""
-    lines = ["| `--gpu` | family | memory, GiB | GB/s | bf16, TFLOP/s | fp8, TFLOP/s | PCIe, GB/s |",
-             "|---|---|---:|---:|---:|---:|---:|"]  # fmt: skip
+    lines = [
+        "| `--gpu` | family | memory, GiB | GB/s | bf16, TFLOP/s | fp8, TFLOP/s | PCIe, GB/s |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
     for name, card in CARDS.items():
         rates = [f"{rate:,g}" if rate is not None else "none" for rate in (card.bf16, card.fp8)]
         cells = [name, card.family, f"{card.memory_gib:g}", f"{card.bandwidth:,g}", *rates, f"{card.link:g}"]

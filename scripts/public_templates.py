@@ -115,9 +115,12 @@ def tokenizer_of(specials: list[str], template: str) -> Any:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=specials[0], pad_token="<|pad|>",
-        bos_token="<|bos|>" if "<|bos|>" in specials else None, chat_template=template,
-    )  # fmt: skip
+        tokenizer_object=backend,
+        eos_token=specials[0],
+        pad_token="<|pad|>",
+        bos_token="<|bos|>" if "<|bos|>" in specials else None,
+        chat_template=template,
+    )
     return tokenizer
 
 

@@ -46,7 +46,7 @@ STUDIES = {
         "SmolLM2-135M-Instruct and itself with more to read, exact answers to held-out questions "
         "(`python -m scripts.study.privileged`):",
     ),
-}  # fmt: skip
+}
 STUDY_RESULTS = ROOT / "scripts" / "study" / "results"
 
 HEADINGS = {

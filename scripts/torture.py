@@ -37,10 +37,18 @@ train: {steps: STEPS, batch_size: 2, learning_rate: 3e-3, warmup: 0, log_every: 
 generate: {prompts: []}
 """
 MODEL = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 32,
-    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "max_position_embeddings": 64, "attention_dropout": 0.1, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "attention_dropout": 0.1,
+    "tie_word_embeddings": False,
+}
 DISTURBANCES = ("kill one", "kill all", "SIGTERM", "stop", "full disk", "flipped bit", "deleted file", "two at once")
 
 
@@ -65,9 +73,14 @@ class Runs:
             log.write_bytes(b"")  # what it prints has room; what it saves has none
         with log.open("ab") as out:
             return subprocess.Popen(
-                command, cwd=self.folder, env=environment, stdout=out, stderr=out, start_new_session=True,
+                command,
+                cwd=self.folder,
+                env=environment,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
                 preexec_fn=limit,
-            )  # fmt: skip
+            )
 
     def outcome(self, name: str) -> tuple[bytes, object]:
         """What a run came to: its student's weights and its figures."""

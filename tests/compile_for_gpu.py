@@ -23,9 +23,13 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
 INSTRUCTIONS = {
-    "cp.async": "cp.async.c", "tma": "cp.async.bulk.tensor", "mma": "mma.sync", "wgmma": "wgmma.mma",
-    "tcgen05": "tcgen05.mma", "mfma": "v_mfma",
-}  # fmt: skip
+    "cp.async": "cp.async.c",
+    "tma": "cp.async.bulk.tensor",
+    "mma": "mma.sync",
+    "wgmma": "wgmma.mma",
+    "tcgen05": "tcgen05.mma",
+    "mfma": "v_mfma",
+}
 
 
 class Compiled(NamedTuple):
@@ -119,8 +123,9 @@ def main(family: str, snippet: str) -> None:
             print(
                 f"{self._fn_name} {hashlib.sha256(code.encode()).hexdigest()[:16]}: {registers} registers, "
                 f"{spilled} bytes spilled, {kernel.metadata.shared} bytes shared, "
-                f"{getattr(kernel.metadata, 'tmem_size', 0)} columns, {moves}", flush=True,
-            )  # fmt: skip
+                f"{getattr(kernel.metadata, 'tmem_size', 0)} columns, {moves}",
+                flush=True,
+            )
         # nothing is returned, since it could not be launched
 
     JITFunction.run = compile_only

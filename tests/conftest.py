@@ -59,10 +59,20 @@ def pytest_configure(config):
 
 # Files whose tests take longest begin first, so that no worker ends long after the others.
 LONGEST = (
-    "test_conformance.py", "test_crash.py", "test_keep.py", "test_resume_smaller.py", "test_launch.py",
-    "test_cache_sharded.py", "test_other_systems.py", "test_trainer.py", "test_several_teachers.py",
-    "test_locking.py", "test_server_teacher.py", "test_sharded_run.py", "test_compiling.py",
-)  # fmt: skip
+    "test_conformance.py",
+    "test_crash.py",
+    "test_keep.py",
+    "test_resume_smaller.py",
+    "test_launch.py",
+    "test_cache_sharded.py",
+    "test_other_systems.py",
+    "test_trainer.py",
+    "test_several_teachers.py",
+    "test_locking.py",
+    "test_server_teacher.py",
+    "test_sharded_run.py",
+    "test_compiling.py",
+)
 
 
 def pytest_xdist_auto_num_workers(config) -> int:
@@ -179,6 +189,52 @@ def kernel_device(device):
 
     with interpreted():
         yield device
+
+
+@pytest.fixture(params=["specification", "kernel"])
+def where(request, device):
+    """The device, for the CPU's path and for the kernels (which a CUDA device takes in both)."""
+    if request.param == "specification":
+        yield device
+        return
+    pytest.importorskip("triton")
+    from distill_kernels.launch import interpreted
+
+    with interpreted():
+        yield device
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A tiny tokenizer with a chat template."""
+    from tiny import tiny_tokenizer
+
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a tiny teacher, a student and text, for tests of the teacher server."""
+    from served import write_models
+
+    return write_models(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+def engine(place):
+    """The server's engine over the teacher in `place`."""
+    from served import engine_in
+
+    return engine_in(place)
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    """The address at which `engine` is served."""
+    from served import serving
+
+    with serving(engine) as address:
+        yield address
 
 
 @pytest.fixture(scope="session")

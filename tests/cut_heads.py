@@ -78,11 +78,15 @@ def outcome_of(case, device, mesh=None):
     elif case.mixture:
         several = [
             TeacherHead(
-                t[f"x{number}"], give(f"w{number}", how), (0.5, 0.3, 0.2)[number],
-                give(f"bias{number}", how) if case.bias else None, 1.0 + 0.2 * number, 20.0 if number else None,
+                t[f"x{number}"],
+                give(f"w{number}", how),
+                (0.5, 0.3, 0.2)[number],
+                give(f"bias{number}", how) if case.bias else None,
+                1.0 + 0.2 * number,
+                20.0 if number else None,
             )
             for number, how in enumerate(case.teachers)
-        ]  # fmt: skip
+        ]
         named["teachers"] = several if len(several) > 1 else [*several, several[0]._replace(share=0.0)]
     else:
         (how,) = case.teachers

@@ -30,10 +30,17 @@ PIPE, STDOUT = subprocess.PIPE, subprocess.STDOUT
 TESTS = Path(__file__).resolve().parent
 PLACES = [str(TESTS.parent), str(TESTS.parent / "kernels"), str(TESTS)]
 PRELOADED = (
-    "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "transformers.trainer",
-    "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "distill.cli", "distill.run", "distill.caching.make",
-    "pytest", "triton",
-)  # fmt: skip
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+    "transformers.trainer",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "distill.cli",
+    "distill.run",
+    "distill.caching.make",
+    "pytest",
+    "triton",
+)
 
 
 def free_port() -> int:
@@ -63,9 +70,11 @@ class Server:
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())], env=clean_environment(), pass_fds=[theirs.fileno()],
+            [sys.executable, __file__, str(theirs.fileno())],
+            env=clean_environment(),
+            pass_fds=[theirs.fileno()],
             start_new_session=True,
-        )  # fmt: skip
+        )
         theirs.close()
 
 

@@ -64,15 +64,18 @@ def call(
 STUDENT = {"student_hidden": lambda: floats(4, H), "student_weight": lambda: floats(V, H) * 0.2}
 TEACHER = {"teacher_hidden": lambda: floats(4, 24), "teacher_weight": lambda: floats(V, 24, seed=1) * 0.2}
 TOKENS = {
-    "labels": lambda: below(V, 4, seed=1), "student_bias": lambda: floats(V, seed=2),
-    "token_weights": lambda: floats(4, seed=3).abs() + 0.5, "valid_rows": lambda: torch.tensor([3, 0, 2]),
-    "lora_a": lambda: floats(3, H, seed=4), "lora_b": lambda: floats(V, 3, seed=5) * 0.2,
-}  # fmt: skip
+    "labels": lambda: below(V, 4, seed=1),
+    "student_bias": lambda: floats(V, seed=2),
+    "token_weights": lambda: floats(4, seed=3).abs() + 0.5,
+    "valid_rows": lambda: torch.tensor([3, 0, 2]),
+    "lora_a": lambda: floats(3, H, seed=4),
+    "lora_b": lambda: floats(V, 3, seed=5) * 0.2,
+}
 TEACHER_BIAS = {"teacher_bias": lambda: floats(V, seed=6)}
 TOP_K = {
     "teacher_ids": lambda: floats(4, V, seed=8).argsort(-1)[:, :K].contiguous(),
     "teacher_logprobs": lambda: floats(4, K, seed=7).log_softmax(-1) - 0.3,
-}  # fmt: skip
+}
 LEARNED = "student_hidden student_weight student_bias lora_a lora_b"
 
 
@@ -86,10 +89,16 @@ def linear(loss: Callable[..., object], *given: dict[str, Callable[[], torch.Ten
 
 def logits(loss: Callable[..., object], scalar: bool = True) -> Call:
     return call(
-        loss, "student_logits", student_logits=lambda: floats(4, V), teacher_logits=lambda: floats(4, V, seed=1),
-        labels=TOKENS["labels"], token_weights=TOKENS["token_weights"], fixed="token_weights", scalar=scalar,
+        loss,
+        "student_logits",
+        student_logits=lambda: floats(4, V),
+        teacher_logits=lambda: floats(4, V, seed=1),
+        labels=TOKENS["labels"],
+        token_weights=TOKENS["token_weights"],
+        fixed="token_weights",
+        scalar=scalar,
         family="logits",
-    )  # fmt: skip
+    )
 
 
 def several_teachers(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, x: torch.Tensor, w: torch.Tensor):
@@ -174,9 +183,7 @@ CACHE = {"k": lambda: floats(2, 2, 12, 16), "v": lambda: floats(2, 2, 12, 16, se
 CALLS: dict[str, Call] = {
     "BiasGELU": call(lambda x, b: layer(ours.BiasGELU(H), bias=b)(x), "x b", x=ROWS["x"], b=ROWS["weight"]),
     "ChunkedLoss": linear(ours.ChunkedLoss(own_loss), TEACHER, TEACHER_BIAS),
-    "Fp8Linear": call(
-        lambda x, weight, bias: ours.Fp8Linear(weight, bias)(x), dtypes=SIXTEEN, **MATRICES
-    ),
+    "Fp8Linear": call(lambda x, weight, bias: ours.Fp8Linear(weight, bias)(x), dtypes=SIXTEEN, **MATRICES),
     "FusedAdamW": call(
         adamw, gradient=lambda: floats(9, 16), parameter=lambda: floats(9, 16, seed=1), other=lambda: floats(5)
     ),
@@ -188,23 +195,39 @@ CALLS: dict[str, Call] = {
     "FusedTVDLoss": linear(ours.FusedTVDLoss(reduction="none"), TEACHER, TEACHER_BIAS, scalar=False),
     "FusedTopKKLLoss": linear(ours.FusedTopKKLLoss(ce_weight=0.5), TOP_K),
     "KVCache": call(
-        cached, keys=lambda: floats(2, 2, 3, 16), values=lambda: floats(2, 2, 3, 16, seed=1),
-        newest=lambda: floats(2, 2, 1, 16), counts=lambda: torch.tensor([3, 2]), q=lambda: floats(2, 4, 1, 16),
+        cached,
+        keys=lambda: floats(2, 2, 3, 16),
+        values=lambda: floats(2, 2, 3, 16, seed=1),
+        newest=lambda: floats(2, 2, 1, 16),
+        counts=lambda: torch.tensor([3, 2]),
+        q=lambda: floats(2, 4, 1, 16),
     ),
     "LayerNorm": call(
-        lambda x, w, b: layer(ours.LayerNorm(H), weight=w, bias=b)(x), "x w b",
-        x=ROWS["x"], w=ROWS["weight"], b=lambda: floats(H, seed=2),
+        lambda x, w, b: layer(ours.LayerNorm(H), weight=w, bias=b)(x),
+        "x w b",
+        x=ROWS["x"],
+        w=ROWS["weight"],
+        b=lambda: floats(H, seed=2),
     ),
     "RMSNorm": call(
-        lambda x, r, w: layer(ours.RMSNorm(H, form="gemma"), weight=w)(x, r), "x r w",
-        x=ROWS["x"], r=lambda: floats(5, H, seed=1), w=ROWS["weight"],
+        lambda x, r, w: layer(ours.RMSNorm(H, form="gemma"), weight=w)(x, r),
+        "x r w",
+        x=ROWS["x"],
+        r=lambda: floats(5, H, seed=1),
+        w=ROWS["weight"],
     ),
     "SplitKLinear": call(
         lambda x, weight, bias: ours.SplitKLinear(weight, bias)(x), "x weight bias", dtypes=SIXTEEN, **MATRICES
     ),
     "TeacherHead": call(
-        several_teachers, "x w", scalar=True, hidden=TEACHER["teacher_hidden"], weight=TEACHER["teacher_weight"],
-        bias=TEACHER_BIAS["teacher_bias"], x=STUDENT["student_hidden"], w=STUDENT["student_weight"],
+        several_teachers,
+        "x w",
+        scalar=True,
+        hidden=TEACHER["teacher_hidden"],
+        weight=TEACHER["teacher_weight"],
+        bias=TEACHER_BIAS["teacher_bias"],
+        x=STUDENT["student_hidden"],
+        w=STUDENT["student_weight"],
     ),
     "add_rms_norm": call(ours.add_rms_norm, "x residual weight", residual=lambda: floats(5, H, seed=1), **ROWS),
     "bias_gelu": call(ours.bias_gelu, "x bias", x=ROWS["x"], bias=ROWS["weight"]),
@@ -212,8 +235,13 @@ CALLS: dict[str, Call] = {
         inside, "hidden weight bias", hidden=ROWS["x"], weight=MATRICES["weight"], bias=MATRICES["bias"]
     ),
     "cross_entropy": call(
-        ours.cross_entropy, "student_logits", fixed="token_weights", scalar=True,
-        student_logits=lambda: floats(4, V), labels=TOKENS["labels"], token_weights=TOKENS["token_weights"],
+        ours.cross_entropy,
+        "student_logits",
+        fixed="token_weights",
+        scalar=True,
+        student_logits=lambda: floats(4, V),
+        labels=TOKENS["labels"],
+        token_weights=TOKENS["token_weights"],
     ),
     "cu_seqlens_from_position_ids": call(
         ours.cu_seqlens_from_position_ids, position_ids=lambda: torch.tensor([[0, 1, 2, 0], [0, 1, 0, 1]])
@@ -226,9 +254,14 @@ CALLS: dict[str, Call] = {
         scalar=False,
     ),
     "flash_attention": call(
-        ours.flash_attention, "q k v sinks", q=lambda: floats(1, 2, 20, 16), k=lambda: floats(1, 1, 20, 16),
-        v=lambda: floats(1, 1, 20, 16, seed=1), sinks=lambda: floats(2, seed=3),
-        cu_seqlens_q=lambda: torch.tensor([0, 7, 20]), cu_seqlens_k=lambda: torch.tensor([0, 9, 20]),
+        ours.flash_attention,
+        "q k v sinks",
+        q=lambda: floats(1, 2, 20, 16),
+        k=lambda: floats(1, 1, 20, 16),
+        v=lambda: floats(1, 1, 20, 16, seed=1),
+        sinks=lambda: floats(2, seed=3),
+        cu_seqlens_q=lambda: torch.tensor([0, 7, 20]),
+        cu_seqlens_k=lambda: torch.tensor([0, 9, 20]),
     ),
     "fp8_linear": call(in_fp8, dtypes=SIXTEEN, **MATRICES),
     "fused_cross_entropy_loss": linear(ours.fused_cross_entropy_loss),
@@ -239,36 +272,52 @@ CALLS: dict[str, Call] = {
     "fused_kl_loss": linear(ours.fused_kl_loss, TEACHER, TEACHER_BIAS),
     "fused_log_probs": call(
         lambda lora_a, lora_b, **k: ours.fused_log_probs(lora=(lora_a, lora_b, 0.5), **k),
-        "hidden weight bias lora_a lora_b", hidden=STUDENT["student_hidden"], weight=STUDENT["student_weight"],
-        bias=TOKENS["student_bias"], **{name: TOKENS[name] for name in ("labels", "valid_rows", "lora_a", "lora_b")},
+        "hidden weight bias lora_a lora_b",
+        hidden=STUDENT["student_hidden"],
+        weight=STUDENT["student_weight"],
+        bias=TOKENS["student_bias"],
+        **{name: TOKENS[name] for name in ("labels", "valid_rows", "lora_a", "lora_b")},
     ),
     "fused_skew_kl_loss": linear(ours.fused_skew_kl_loss, TEACHER, TEACHER_BIAS),
-    "fused_top_k_kl_loss": linear(
-        lambda **k: ours.fused_top_k_kl_loss(tail="renormalize", **k), TOP_K
-    ),
+    "fused_top_k_kl_loss": linear(lambda **k: ours.fused_top_k_kl_loss(tail="renormalize", **k), TOP_K),
     "fused_tvd_loss": linear(ours.fused_tvd_loss, TEACHER, TEACHER_BIAS),
     "geglu": call(ours.geglu, "gate up", gate=lambda: floats(5, H), up=lambda: floats(5, H, seed=1)),
     "glu": call(ours.glu, "gate", gate=lambda: floats(5, 2 * H)),
     "head_loss": call(
-        through_head, scalar=True, learned="student_hidden student_weight student_bias", **STUDENT, **TEACHER,
-        student_bias=TOKENS["student_bias"], labels=TOKENS["labels"],
+        through_head,
+        scalar=True,
+        learned="student_hidden student_weight student_bias",
+        **STUDENT,
+        **TEACHER,
+        student_bias=TOKENS["student_bias"],
+        labels=TOKENS["labels"],
     ),
     "jsd": logits(ours.jsd),
     "kl_div": logits(ours.kl_div),
     "kl_probabilities": call(
-        ours.kl_probabilities, "input target", scalar=True,
-        input=lambda: floats(5, H).log_softmax(-1), target=lambda: floats(5, H, seed=1).softmax(-1),
+        ours.kl_probabilities,
+        "input target",
+        scalar=True,
+        input=lambda: floats(5, H).log_softmax(-1),
+        target=lambda: floats(5, H, seed=1).softmax(-1),
     ),
     "layer_norm": call(ours.layer_norm, "x weight bias", bias=lambda: floats(H, seed=2), **ROWS),
     "lora_linear": call(
-        lambda x, weight, bias, a, b: ours.lora_linear(x, weight, bias, a, b, 0.5), "x a b", **MATRICES,
-        a=lambda: floats(3, H, seed=3), b=lambda: floats(V, 3, seed=4),
+        lambda x, weight, bias, a, b: ours.lora_linear(x, weight, bias, a, b, 0.5),
+        "x a b",
+        **MATRICES,
+        a=lambda: floats(3, H, seed=3),
+        b=lambda: floats(V, 3, seed=4),
     ),
     "quantize_rows": call(ours.quantize_rows, x=ROWS["x"]),
     "rms_norm": call(ours.rms_norm, "x weight", **ROWS),
     "rope": call(
-        ours.rope, "q k", q=lambda: floats(2, 2, 3, 16), k=lambda: floats(2, 1, 3, 16),
-        cos=lambda: floats(2, 3, 12), sin=lambda: floats(2, 3, 12, seed=1),
+        ours.rope,
+        "q k",
+        q=lambda: floats(2, 2, 3, 16),
+        k=lambda: floats(2, 1, 3, 16),
+        cos=lambda: floats(2, 3, 12),
+        sin=lambda: floats(2, 3, 12, seed=1),
     ),
     "sample_tokens": call(
         ours.sample_tokens, logits=lambda: floats(5, V), seeds=lambda: below(1 << 40, 5), draws=lambda: below(9, 5)
@@ -282,4 +331,4 @@ CALLS: dict[str, Call] = {
         ours.triton_linear, dtypes=SIXTEEN, x=lambda: floats(N, H), weight=MATRICES["weight"], bias=MATRICES["bias"]
     ),
     "tvd": logits(ours.tvd),
-}  # fmt: skip
+}

@@ -115,9 +115,14 @@ def outcomes_of(student, teacher, batch, o, wanted, spans, dtype, path, top_of_p
         return Head(*(t.double() if isinstance(t, torch.Tensor) else t for t in head))
 
     exact = reference_linear_divergence(
-        wide(student), each_head(teacher, wide), batch._replace(row_scale=batch.row_scale.double()), o, wanted,
-        vocab=vocab, dtype=torch.float64,
-    )  # fmt: skip
+        wide(student),
+        each_head(teacher, wide),
+        batch._replace(row_scale=batch.row_scale.double()),
+        o,
+        wanted,
+        vocab=vocab,
+        dtype=torch.float64,
+    )
 
     def work(ranks):
         shard = VocabShard(ranks, spans)

@@ -87,11 +87,16 @@ def read_by_two(student="pieces", teacher="merged"):
         spans = pair.spans.reshape(-1, 4)
         labels = np.full(len(pair.student), -100)
         labels[spans[:, 0]] = pair.student[spans[:, 0]]
-        documents.append({
-            "input_ids": pair.student.tolist(), "labels": labels.tolist(),
-            "position_ids": list(range(len(pair.student))), "teacher_input_ids": pair.teacher.tolist(),
-            "teacher_position_ids": list(range(len(pair.teacher))), "spans": spans.ravel().tolist(),
-        })  # fmt: skip
+        documents.append(
+            {
+                "input_ids": pair.student.tolist(),
+                "labels": labels.tolist(),
+                "position_ids": list(range(len(pair.student))),
+                "teacher_input_ids": pair.teacher.tolist(),
+                "teacher_position_ids": list(range(len(pair.teacher))),
+                "spans": spans.ravel().tolist(),
+            }
+        )
     return both, [SpanRows.joined(documents[at : at + 2]) for at in range(0, min(len(documents), 8), 2)]
 
 
@@ -155,10 +160,12 @@ class Caches:
         # the last row holds one document: rows of equal counts would hide a mean of means
         documents = nearest([part for row in train for part in Rows.documents(row)], 7, 64)
         return Subject(
-            tiny_model(self.tokenizer, seed=2), CachedTeacher(cache),
+            tiny_model(self.tokenizer, seed=2),
+            CachedTeacher(cache),
             [Rows.joined(documents[at : at + 2]) for at in range(0, 7, 2)],
-            Loss.model_validate(loss), tokenizers=(self.tokenizer, self.tokenizer),
-        )  # fmt: skip
+            Loss.model_validate(loss),
+            tokenizers=(self.tokenizer, self.tokenizer),
+        )
 
 
 class Served:
@@ -218,9 +225,12 @@ def one(loss=None):
     """One teacher; its student's rows are shorter than they could be."""
     tokenizer = tiny_tokenizer()
     return Subject(
-        tiny_model(tokenizer), tiny_model(tokenizer, hidden=64, seed=1), rows(),
-        Loss.model_validate(loss or {"terms": [{"type": "jsd"}]}), tokenizers=(tokenizer, tokenizer),
-    )  # fmt: skip
+        tiny_model(tokenizer),
+        tiny_model(tokenizer, hidden=64, seed=1),
+        rows(),
+        Loss.model_validate(loss or {"terms": [{"type": "jsd"}]}),
+        tokenizers=(tokenizer, tokenizer),
+    )
 
 
 def with_answers(subject, prompts=False):
@@ -267,13 +277,19 @@ def routed(loss=None):
     other = tiny_model(tokenizer, hidden=48, seed=7)
     made = [part | {"route": [number % 3 % 2]} for number, part in enumerate(subject.documents())]
     teachers = list(subject.teacher.models.values())
-    members = [LoadedTeacher(other, field="teachers.0"), MixtureTeacher(
-        [LoadedTeacher(model, field=f"teachers.{number}") for number, model in enumerate(teachers, 1)], (3.0, 1.0)
-    )]  # fmt: skip
+    members = [
+        LoadedTeacher(other, field="teachers.0"),
+        MixtureTeacher(
+            [LoadedTeacher(model, field=f"teachers.{number}") for number, model in enumerate(teachers, 1)], (3.0, 1.0)
+        ),
+    ]
     return replace(
-        subject, teacher=RoutedTeacher(members, ["code", "talk"]), weights=(1.0, 0.75, 0.25),
-        rows=[Rows.joined(made[at : at + 2]) for at in range(0, len(made), 2)], tokenizers=(tokenizer,) * 4,
-    )  # fmt: skip
+        subject,
+        teacher=RoutedTeacher(members, ["code", "talk"]),
+        weights=(1.0, 0.75, 0.25),
+        rows=[Rows.joined(made[at : at + 2]) for at in range(0, len(made), 2)],
+        tokenizers=(tokenizer,) * 4,
+    )
 
 
 def routed_answering():
@@ -293,9 +309,12 @@ def routed_informed():
         if part["route"] != [1]:
             part |= {f"teacher_{name}": part[name] for name in ("input_ids", "position_ids")}
     return replace(
-        subject, teacher=RoutedTeacher([code, own, talk], ["code", "own", "talk"]), weights=(1.0, 1.0, 0.75, 0.25),
-        rows=[Rows.joined(made[at : at + 2]) for at in range(0, len(made), 2)], tokenizers=(plain.tokenizers[0],) * 5,
-    )  # fmt: skip
+        subject,
+        teacher=RoutedTeacher([code, own, talk], ["code", "own", "talk"]),
+        weights=(1.0, 1.0, 0.75, 0.25),
+        rows=[Rows.joined(made[at : at + 2]) for at in range(0, len(made), 2)],
+        tokenizers=(plain.tokenizers[0],) * 5,
+    )
 
 
 def routed_informed_answering():

@@ -106,10 +106,15 @@ def test_a_run_goes_on_with_either_and_what_it_was_saved_as_may_change(workplace
     assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
 
 
-@pytest.mark.parametrize("student", [
-    "{from_teacher: {layers: 2}, lora: {save: adapter}}", "{model: a/b, vocabulary: extend, lora: {save: adapter}}",
-    "{model: a.gguf, lora: {save: adapter}}", "{init: random, config: llama-3.2-1b, lora: {save: adapter}}",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "student",
+    [
+        "{from_teacher: {layers: 2}, lora: {save: adapter}}",
+        "{model: a/b, vocabulary: extend, lora: {save: adapter}}",
+        "{model: a.gguf, lora: {save: adapter}}",
+        "{init: random, config: llama-3.2-1b, lora: {save: adapter}}",
+    ],
+)
 def test_an_adapter_without_a_base_to_name_is_refused(student):
     with pytest.raises(ValueError, match=r"lora\.save: adapter names the model it belongs to") as error:
         parse(f"teacher: {{model: t}}\nstudent: {student}\ndata: {{source: a.txt}}\ntrain: {{steps: 1}}")

@@ -281,10 +281,19 @@ def test_trainer_learns_and_evaluates_the_same(tmp_path, accumulate, head_output
             distill.patch(model)
             widths = head_outputs(model)
         arguments = TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=4 // accumulate, gradient_accumulation_steps=accumulate,
-            max_steps=4, logging_steps=1, report_to="none", save_strategy="no", learning_rate=1e-2, use_cpu=True,
-            disable_tqdm=True, seed=1, prediction_loss_only=True,
-        )  # fmt: skip
+            str(tmp_path),
+            per_device_train_batch_size=4 // accumulate,
+            gradient_accumulation_steps=accumulate,
+            max_steps=4,
+            logging_steps=1,
+            report_to="none",
+            save_strategy="no",
+            learning_rate=1e-2,
+            use_cpu=True,
+            disable_tqdm=True,
+            seed=1,
+            prediction_loss_only=True,
+        )
         data = Dataset.from_list(rows)
         trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data)
         trainer.train()

@@ -46,15 +46,19 @@ def columns(lists):
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=6),
-    st.integers(1, 12), st.integers(0, 3),
-)  # fmt: skip
+    st.integers(1, 12),
+    st.integers(0, 3),
+)
 def test_room_is_what_the_longest_answer_takes(learned, new, more):
     """As `Document` tells it of the batch, but for what follows an answer in a template, which is in it already."""
     labels = [[-100, *(7 if each else -100 for each in document), 7] for document in learned]
     ids = [[7] * len(each) for each in labels]
     teacher = [[7] * (len(each) + more) for each in labels]
-    documents = Documents({"input_ids": columns(ids), "teacher_input_ids": columns(teacher), "labels": columns(labels)},
-                          np.arange(len(ids)), {})  # fmt: skip
+    documents = Documents(
+        {"input_ids": columns(ids), "teacher_input_ids": columns(teacher), "labels": columns(labels)},
+        np.arange(len(ids)),
+        {},
+    )
     room = documents.lengths_with_answers(new, 14)
     for own, other, label, found in zip(ids, teacher, labels, room.tolist(), strict=True):
         prompt = Document(own, label, 0, other).prompt_length

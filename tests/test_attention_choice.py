@@ -34,8 +34,9 @@ def test_each_model_is_timed_once_on_the_shapes_of_the_run(timed, tmp_path):
     assert timed == [(3, 64, False), (3, 64, True)]
     choices.write(tmp_path)
     assert json.loads((tmp_path / ATTENTION_FILE).read_text())["student"] == {
-        "backend": "triton", "milliseconds": {"triton": 1.2346, "cudnn": 1.0},
-    }  # fmt: skip
+        "backend": "triton",
+        "milliseconds": {"triton": 1.2346, "cudnn": 1.0},
+    }
 
 
 def test_a_resumed_run_does_not_choose_again(timed, tmp_path):

@@ -20,12 +20,15 @@ PROMPT, NEW = [5, 6, 7, 8], 3
 KINDS = {"llama": {}, "window": {"kind": "mistral", "sliding_window": 3}}
 WAYS = {
     f"{'patched' if patched else 'plain'} {str(weights)[6:]}{' autocast' * (autocast is not None)}{' lora' * lora}": (
-        patched, weights, autocast, lora
+        patched,
+        weights,
+        autocast,
+        lora,
     )
     for autocast, patched, weights, lora in itertools.product(
         (torch.bfloat16, None), (False, True), (torch.float32, torch.bfloat16), (False, True)
     )
-}  # fmt: skip
+}
 
 
 @pytest.mark.few(6)
@@ -43,9 +46,10 @@ def test_generation_and_forward_take_every_mix_of_dtypes(
         patch(model, "student")
     stored, allocate = [], ragged_cache.RaggedLayer.lazy_initialization
     monkeypatch.setattr(
-        ragged_cache.RaggedLayer, "lazy_initialization",
+        ragged_cache.RaggedLayer,
+        "lazy_initialization",
         lambda layer, *states: (allocate(layer, *states), stored.append({layer.keys.dtype, layer.values.dtype})),
-    )  # fmt: skip
+    )
     settings = EngineSettings(0, [], autocast=autocast, log_probs=True)
     answer = DecodeLoop(model, settings).generate([PROMPT], max_new_tokens=NEW)
     assert stored and all(dtypes == {computes} for dtypes in stored)
@@ -68,9 +72,15 @@ def test_generation_and_forward_take_every_mix_of_dtypes(
         whole = model(input_ids=ids, use_cache=False).logits
         cache = PreallocatedCache(model.config, len(PROMPT) + NEW)
         out = model.generate(
-            input_ids=ids[:, : len(PROMPT)], max_new_tokens=NEW, past_key_values=cache, do_sample=False,
-            output_logits=True, return_dict_in_generate=True, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
+            input_ids=ids[:, : len(PROMPT)],
+            max_new_tokens=NEW,
+            past_key_values=cache,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
     assert_as_good_as_torch(whole, *given(ids), computes, "forward")
     eager, wide = (logits[0, len(PROMPT) - 1 : -1] for logits in given(out.sequences))
     assert_as_good_as_torch(torch.cat(out.logits), eager, wide, computes, "generate")

@@ -132,9 +132,13 @@ def test_rows_that_see_nothing_give_zeros_and_no_gradient(kernel_device):
     nothing = torch.tensor([0, 0, 0], device=kernel_device)
     with poisoned_memory():
         given = gradients(
-            lambda *x: flash_attention(*x[:3], sinks=x[3], cu_seqlens_q=nothing), q, k, v,
-            sinks_of(2, device=kernel_device), dout,
-        )  # fmt: skip
+            lambda *x: flash_attention(*x[:3], sinks=x[3], cu_seqlens_q=nothing),
+            q,
+            k,
+            v,
+            sinks_of(2, device=kernel_device),
+            dout,
+        )
     assert not any(value.any() for value in given)
 
 

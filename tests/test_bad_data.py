@@ -64,35 +64,68 @@ def dropped(out):
 
 def test_rows_of_every_kind_of_fault_are_counted_by_reason(workplace, capsys):
     bad = [
-        b'{"text": ""}', b'{"text": " \\t "}', b'{"text": null}', b"{}", b'{"text": 7}', b'{"text": ["a"]}', b"[1]",
-        b"7", b"null", b'{"text": "\xff\xfe"}', b'{"text": "\\ud800"}', b"nonsense",
+        b'{"text": ""}',
+        b'{"text": " \\t "}',
+        b'{"text": null}',
+        b"{}",
+        b'{"text": 7}',
+        b'{"text": ["a"]}',
+        b"[1]",
+        b"7",
+        b"null",
+        b'{"text": "\xff\xfe"}',
+        b'{"text": "\\ud800"}',
+        b"nonsense",
         b'{"text": ' + DIGITS.encode() + b"}",
-        DEEP.encode(), b'{"text": NaN}', b"\0\0", b'{"text": "cut off in the mid',
-    ]  # fmt: skip
+        DEEP.encode(),
+        b'{"text": NaN}',
+        b"\0\0",
+        b'{"text": "cut off in the mid',
+    ]
     assert distil(workplace, "a.jsonl", lines(GOOD) + b"\n".join(bad)) == 0
     out, err = capsys.readouterr()
     assert dropped(out) == {
-        "empty": 2, "null": 1, "no value": 1, "wrong type": 3, "not a JSON object": 3, "invalid UTF-8": 1,
-        "invalid Unicode": 1, "invalid JSON": 5,
-    }  # fmt: skip
+        "empty": 2,
+        "null": 1,
+        "no value": 1,
+        "wrong type": 3,
+        "not a JSON object": 3,
+        "invalid UTF-8": 1,
+        "invalid Unicode": 1,
+        "invalid JSON": 5,
+    }
     assert "23 rows read" in out and err == "" and (workplace / "runs/r/student/model.safetensors").exists()
 
 
 def test_chats_of_every_kind_of_fault_are_counted_by_reason(workplace, capsys):
     bad = [
-        {"messages": None}, {"messages": []}, {"messages": [None]}, {"messages": 7}, {"messages": "hello"},
-        {"messages": '[{"role": "user"'}, {"messages": DEEP}, {"messages": [{"role": None, "content": "x"}]},
-        {"messages": [{"role": "user", "content": None}, TURNS[1]]}, {"messages": [{"role": "user", "content": 7}]},
+        {"messages": None},
+        {"messages": []},
+        {"messages": [None]},
+        {"messages": 7},
+        {"messages": "hello"},
+        {"messages": '[{"role": "user"'},
+        {"messages": DEEP},
+        {"messages": [{"role": None, "content": "x"}]},
+        {"messages": [{"role": "user", "content": None}, TURNS[1]]},
+        {"messages": [{"role": "user", "content": 7}]},
         {"messages": [TURNS[0], {"role": "assistant", "content": [{"type": "image", "url": "x"}]}]},
-        {"messages": TURNS[:1]}, {"messages": TURNS, "tools": DEEP}, {"messages": TURNS, "tools": 7},
+        {"messages": TURNS[:1]},
+        {"messages": TURNS, "tools": DEEP},
+        {"messages": TURNS, "tools": 7},
         {"messages": [TURNS[0], {"role": "assistant", "content": " "}]},
         {"messages": [{**TURNS[0], "deep": json.loads("[" * 900 + "]" * 900)}, TURNS[1]]},
-    ]  # fmt: skip
+    ]
     assert distil(workplace, "a.jsonl", lines([*({"messages": TURNS} for _ in range(4)), *bad])) == 0
     assert dropped(capsys.readouterr().out) == {
-        "null": 2, "empty": 2, "wrong type": 6, "invalid JSON": 3, "not text": 1, "no assistant turn": 1,
+        "null": 2,
+        "empty": 2,
+        "wrong type": 6,
+        "invalid JSON": 3,
+        "not text": 1,
+        "no assistant turn": 1,
         "nested too deeply": 1,
-    }  # fmt: skip
+    }
 
 
 def test_nulls_that_a_table_puts_into_every_message_are_no_fault(workplace, capsys):
@@ -252,7 +285,7 @@ def test_data_of_no_use(workplace, name, content, expected, capsys):
         ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "cannot be told from this"),
         ("always the same", "data.chat_template: user: not rendered by the chat template t.jinja; 4 of 4 rows"),
     ],
-)  # fmt: skip
+)
 def test_templates_that_cannot_work(workplace, template, expected, capsys):
     (workplace / "t.jinja").write_text(template)
     assert distil(workplace, "a.jsonl", lines([{"messages": TURNS}] * 4), "data.chat_template=t.jinja") == 2

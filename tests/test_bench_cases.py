@@ -222,10 +222,17 @@ def test_steps_of_heads_of_two_sizes_have_one_loss(device):
 
 def test_kernels_of_the_breakdown_find_their_class():
     spent = breakdown.spent(
-        [("nvjet_tst_128x256_64x4_h_bz_NNT", 3000.0), ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 500.0),
-         ("_attention_kernel", 400.0), ("_project_kernel", 250.0), ("_adamw_kernel", 40.0), ("_swiglu_kernel", 10.0),
-         ("_key_gradient_kernel", 100.0)], 2,
-    )  # fmt: skip
+        [
+            ("nvjet_tst_128x256_64x4_h_bz_NNT", 3000.0),
+            ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 500.0),
+            ("_attention_kernel", 400.0),
+            ("_project_kernel", 250.0),
+            ("_adamw_kernel", 40.0),
+            ("_swiglu_kernel", 10.0),
+            ("_key_gradient_kernel", 100.0),
+        ],
+        2,
+    )
     assert spent["products"] == 1.5 and spent["attention"] == 0.5 and spent["optimizer"] == 0.02
     assert spent["loss: logits and their rows"] == 0.125 and spent["norms, gates, rotary, additions"] == 0.005
     assert set(breakdown.WATTS_OF) | {"products", "attention", "norms, gates, rotary, additions"} == set(

@@ -19,10 +19,15 @@ def test_every_command_is_a_valid_recipe(shape):
 
 def test_figures_are_medians_of_the_steady_steps():
     rows = [
-        {"step": step, "tokens_per_second": speed, "tokens_seen": 100.0 * step, "peak_memory_gib": 1.0 + step,
-         **dict.fromkeys(("time_data", "time_teacher", "time_student", "time_loss", "time_optimizer"), 0.25)}
+        {
+            "step": step,
+            "tokens_per_second": speed,
+            "tokens_seen": 100.0 * step,
+            "peak_memory_gib": 1.0 + step,
+            **dict.fromkeys(("time_data", "time_teacher", "time_student", "time_loss", "time_optimizer"), 0.25),
+        }
         for step, speed in ((1, 1.0), (2, 2.0), (4, 50.0), (6, 70.0), (8, 60.0))
-    ]  # fmt: skip
+    ]
     found = summary([{"step": 0, "eval_loss": 1.0}, *rows])
     assert found["tokens_per_second"] == 60.0 and found["peak_memory_gib"] == 9.0
     assert found["tokens"] == 100.0 and found["time_loss"] == 0.25 and "mfu" not in found

@@ -108,9 +108,13 @@ def test_what_sampling_adds_to_a_loss_is_known():
     times = 4000
     generator = torch.Generator().manual_seed(1)
     said = encode(
-        x_t.expand(times, -1), HeadWeights(w_t, None, None), LogitTransform(), torch.zeros(times, dtype=torch.long),
-        Encoding(512, 16, "sampled"), generator=generator,
-    )  # fmt: skip
+        x_t.expand(times, -1),
+        HeadWeights(w_t, None, None),
+        LogitTransform(),
+        torch.zeros(times, dtype=torch.long),
+        Encoding(512, 16, "sampled"),
+        generator=generator,
+    )
     full = FusedKLLoss()(x, w, x_t, w_t)
     loss = FusedTopKKLLoss(tail="sampled")
     _, stats = loss(x.expand(times, -1), w, said.ids, said.logprobs, return_stats=True)
@@ -133,9 +137,12 @@ def test_errors_of_few_tokens_on_peaked_distributions():
     errors = []
     for k in (8, 64, 256):
         said = encode(
-            x_t, HeadWeights(w_t, None, None), LogitTransform(), torch.zeros(96, dtype=torch.long),
+            x_t,
+            HeadWeights(w_t, None, None),
+            LogitTransform(),
+            torch.zeros(96, dtype=torch.long),
             Encoding(4096, k, "bucket"),
-        ).to(torch.float16)  # fmt: skip
+        ).to(torch.float16)
         found = gradient(FusedTopKKLLoss()(x, w, said.ids, normalised(said.logprobs, said.tail)))
         errors.append(float((found - full).norm() / full.norm()))
     assert errors[0] > errors[1] > errors[2] and errors[2] < 0.02 < errors[0], errors

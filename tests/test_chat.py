@@ -59,11 +59,6 @@ CHAT = [
 BOTH = ["First.<|end|>", "Second.<|end|>"]
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
-
-
 def learned(source, tokenizer, messages, tools=None, **options):
     """What is learned, example by example; of one example its parts alone."""
     first = options.pop("first_trained", 0)
@@ -73,12 +68,18 @@ def learned(source, tokenizer, messages, tools=None, **options):
 
 
 @pytest.mark.parametrize(
-    "source", [CHAT_TEMPLATE, MARKED, MARKED_CONTENT_ONLY, MARKED_TOO_FAR, OPENS_THOUGHT, TOOLS, ENDS_THE_CHAT],
+    "source",
+    [CHAT_TEMPLATE, MARKED, MARKED_CONTENT_ONLY, MARKED_TOO_FAR, OPENS_THOUGHT, TOOLS, ENDS_THE_CHAT],
     ids=[
-        "plain prefix", "marked", "marks content only", "marks beyond the end", "opens a thought", "tools",
+        "plain prefix",
+        "marked",
+        "marks content only",
+        "marks beyond the end",
+        "opens a thought",
+        "tools",
         "ends the chat",
     ],
-)  # fmt: skip
+)
 def test_all_turns_or_the_last_with_their_end_tokens(source, tokenizer):
     assert learned(source, tokenizer, CHAT) == BOTH
     assert learned(source, tokenizer, CHAT, train_on="last") == BOTH[1:]
@@ -131,12 +132,15 @@ CALLS = (
         ("{{ '(' + call.function.arguments + ')' }}", '({"a": 1})'),  # as DeepSeek's
         ("{{ call.function.arguments }}", '{"a": 1}'),
         ("{% for name, value in call.function.arguments | items %}{{ name }}={{ value }}{% endfor %}", "a=1"),
-        ("{% if call.function.arguments is string %}{{ call.function.arguments }}{% else %}"
-         "{{ call.function.arguments | tojson }}{% endif %}", '{"a": 1}'),
+        (
+            "{% if call.function.arguments is string %}{{ call.function.arguments }}{% else %}"
+            "{{ call.function.arguments | tojson }}{% endif %}",
+            '{"a": 1}',
+        ),
         ("{{ call.function.name }}", "add"),
     ],
     ids=["as JSON", "as text", "printed", "item by item", "as it is", "not at all"],
-)  # fmt: skip
+)
 def test_arguments_of_tool_calls_are_given_as_the_template_reads_them(writes, said, tokenizer):
     """Objects (transformers) and JSON text (OpenAI) end as the same words, neither quoted twice nor as Python."""
     for arguments in ({"a": 1}, '{"a": 1}'):

@@ -12,7 +12,6 @@ from distill.data import rendering, turns
 from distill.data.chat import ChatOptions, ChatTemplate, load_template
 from distill.data.rendering import Renderer
 from distill.data.sources import RowFault
-from distill.generation.engines import end_tokens
 from distill.generation.prompts import read_prompts
 from distill.recipe.data import Fields
 
@@ -29,23 +28,12 @@ THINKS = (
 CUTS_THOUGHTS = CHAT_TEMPLATE.replace("{{ message['content'] }}", "{{ message['content'].split('</think>')[-1] }}")
 # as DeepSeek-R1: the prompt opens a thought, and finished turns leave it out
 OPENS_AND_CUTS = CUTS_THOUGHTS.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
-# no turn is closed: the next one's header ends it, as GLM's
-HEADERS = (
-    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}[{{ call.function | tojson }}]{% endfor %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
 # an answer is closed when another turn follows, as Apertus'
 CLOSED_BY_THE_NEXT = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<|start|>{{ m.content }}"
     "{% if not loop.last %}<|end|>{% endif %}{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>{% endif %}"
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
 
 
 def answer(text, **more):
@@ -66,18 +54,34 @@ def texts(source, messages, tools=None, tokenizer=None, **options):
     "source, messages, tools, field",
     [
         (CHAT_TEMPLATE, [ASKED, answer("", tool_calls=[CALL])], None, "tool_calls"),
-        (TOOLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
-         [ASKED, answer("", tool_calls=[CALL, CALL])], [TOOL], "the second of parallel tool_calls"),
-        (TOOLS.replace("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}"),
-         [ASKED, answer("I look.", tool_calls=[CALL])], [TOOL], "content beside tool_calls"),
+        (
+            TOOLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
+            [ASKED, answer("", tool_calls=[CALL, CALL])],
+            [TOOL],
+            "the second of parallel tool_calls",
+        ),
+        (
+            TOOLS.replace("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}"),
+            [ASKED, answer("I look.", tool_calls=[CALL])],
+            [TOOL],
+            "content beside tool_calls",
+        ),
         (CHAT_TEMPLATE, [ASKED, answer("Fine.")], [TOOL], "tools"),
-        ("{% for m in messages if m.role != 'system' %}" + CHAT_TEMPLATE.partition("%}")[2].replace("message", "m"),
-         [{"role": "system", "content": "Be brief."}, ASKED, answer("Fine.")], None, "system"),
-        ("{% for m in messages if m.role != 'tool' %}" + TOOLS.partition("{% for m in messages %}")[2],
-         [ASKED, answer("", tool_calls=[CALL]), {"role": "tool", "content": "Snow"}, answer("Snow.")], None, "tool"),
+        (
+            "{% for m in messages if m.role != 'system' %}" + CHAT_TEMPLATE.partition("%}")[2].replace("message", "m"),
+            [{"role": "system", "content": "Be brief."}, ASKED, answer("Fine.")],
+            None,
+            "system",
+        ),
+        (
+            "{% for m in messages if m.role != 'tool' %}" + TOOLS.partition("{% for m in messages %}")[2],
+            [ASKED, answer("", tool_calls=[CALL]), {"role": "tool", "content": "Snow"}, answer("Snow.")],
+            None,
+            "tool",
+        ),
     ],
     ids=["calls", "the second call", "text beside a call", "tools", "a system prompt", "a tool's result"],
-)  # fmt: skip
+)
 def test_what_the_template_leaves_out_drops_the_row(source, messages, tools, field, tokenizer):
     with pytest.raises(RowFault, match=rf"^{field}: not rendered by this chat template; choose a template"):
         texts(source, messages, tools)
@@ -138,8 +142,10 @@ def test_reasoning_is_learned_where_the_template_writes_it(field):
 
 
 def test_reasoning_that_is_not_written_is_named_dropped_or_required(tmp_path, tokenizer):
-    rows = [{"messages": [{"role": "user", "content": f"And {n}?"}, answer("Four.", reasoning_content="2 and 2")]}
-            for n in range(4)]  # fmt: skip
+    rows = [
+        {"messages": [{"role": "user", "content": f"And {n}?"}, answer("Four.", reasoning_content="2 and 2")]}
+        for n in range(4)
+    ]
     bare = [{"messages": [ASKED, answer("Fine.")]}] * 5
     path = write(tmp_path / "a.jsonl", rows + bare)
     kept = load(path, tokenizer)
@@ -170,8 +176,10 @@ def test_reasoning_is_written_after_the_prompt_that_opens_it(tokenizer):
 def test_inspect_and_check_name_what_is_not_learned(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save_tiny(tmp_path / "teacher", tiny_model(tiny_tokenizer()), tiny_tokenizer())
-    rows = [{"messages": [{"role": "user", "content": f"And {n}?"}, answer("Four.", reasoning_content="2")]}
-            for n in range(8)]  # fmt: skip
+    rows = [
+        {"messages": [{"role": "user", "content": f"And {n}?"}, answer("Four.", reasoning_content="2")]}
+        for n in range(8)
+    ]
     write(tmp_path / "a.jsonl", rows)
     (tmp_path / "r.yaml").write_text(
         "{teacher: {model: ./teacher}, student: {from_teacher: {layers: 1}}, data: {source: ./a.jsonl, "
@@ -186,8 +194,11 @@ def test_inspect_and_check_name_what_is_not_learned(tmp_path, monkeypatch, capsy
 
 
 def test_empty_answers_are_dropped_unless_the_recipe_keeps_them(tmp_path, tokenizer):
-    rows = [{"messages": [{"role": "user", "content": f"And {n}?"}, answer(said)]} for n in range(4)
-            for said in ("Fine.", "")]  # fmt: skip
+    rows = [
+        {"messages": [{"role": "user", "content": f"And {n}?"}, answer(said)]}
+        for n in range(4)
+        for said in ("Fine.", "")
+    ]
     path = write(tmp_path / "a.jsonl", rows)
     splits = load(path, tokenizer)
     assert splits.report.dropped == {"empty": 4}
@@ -271,49 +282,23 @@ def test_calls_as_text_are_read_and_an_empty_list_is_none(tmp_path, tokenizer):
 # where turns end
 
 
-def served(folder, source, specials, **config):
-    """A tokenizer read from a folder whose generation configuration is `config`."""
-    save_tiny(folder, None, tiny_tokenizer(256 + len(specials), chat_template=source, specials=specials))
-    (folder / "generation_config.json").write_text(json.dumps(config))
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)
-
-
-SPECIALS = ("<|end|>", "<|user|>", "<|pad|>", "<|tool|>", "<|assistant|>", "<|system|>")
-
-
-def test_the_next_header_ends_a_turn_where_the_model_stops_at_it(tmp_path):
-    tokenizer = served(tmp_path / "glm", HEADERS, SPECIALS, eos_token_id=[0, 1, 3])
-    chat = [ASKED, answer("", tool_calls=[CALL]), {"role": "tool", "content": "Snow"}, answer("It snows."), ASKED,
-            answer("Yes.")]  # fmt: skip
-    call = json.dumps(CALL["function"])
-    assert texts(HEADERS, chat, tokenizer=tokenizer) == [[f"[{call}]<|tool|>", "It snows.<|user|>", "Yes.<|user|>"]]
-    template = load_template("tokenizer", tokenizer)
-    assert template.closings() == {"<|user|>", "<|tool|>"}
-    assert end_tokens(tokenizer, tiny_model(tokenizer), template) == [0, 1, 3]
-
-
-def test_the_end_of_text_ends_a_turn_where_the_model_does_not_stop_at_the_next_header(tmp_path):
-    tokenizer = served(tmp_path / "hy", HEADERS, SPECIALS, eos_token_id=0)
-    assert texts(HEADERS, [ASKED, answer("Yes."), ASKED, answer("No.")], tokenizer=tokenizer) == [
-        ["Yes.<|end|>"], ["No.<|end|>"],
-    ]  # fmt: skip
-
-
-def test_a_last_turn_that_is_left_open_is_closed_as_the_others_are(tmp_path):
-    tokenizer = served(tmp_path / "apertus", CLOSED_BY_THE_NEXT, ("<|end|>", "<|user|>", "<|pad|>", "<|start|>"))
-    chat = [ASKED, answer("Yes."), ASKED, answer("No.")]
-    assert texts(CLOSED_BY_THE_NEXT, chat, tokenizer=tokenizer) == [["Yes.<|end|>", "No.<|end|>"]]
-
-
 # an example a turn
 
 
 def test_examples_of_one_conversation_are_held_out_together_and_kept_apart_in_the_cache(tmp_path):
     tokenizer = tiny_tokenizer(chat_template=DROPS_REASONING)
-    rows = [{"messages": [CHAT[0], {"role": "user", "content": f"Is it {n}?"}, answer(f"Yes, {n}."), CHAT[3],
-                          answer(f"No, {n}.")]} for n in range(12)]  # fmt: skip
+    rows = [
+        {
+            "messages": [
+                CHAT[0],
+                {"role": "user", "content": f"Is it {n}?"},
+                answer(f"Yes, {n}."),
+                CHAT[3],
+                answer(f"No, {n}."),
+            ]
+        }
+        for n in range(12)
+    ]
     path = write(tmp_path / "a.jsonl", rows)
     splits = load(path, tokenizer, validation={"fraction": 0.25})
     assert splits.report.rewritten == 12 and len(splits.train) == 18 and len(splits.validation) == 6

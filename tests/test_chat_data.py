@@ -50,8 +50,11 @@ def test_a_template_that_writes_the_beginning_itself_gives_one_and_not_two(tmp_p
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<|start|> $A", None, [("<|start|>", number)])
     assert tokenizer("a")["input_ids"][0] == number
     chats = load(write(tmp_path / "a.jsonl", [{"messages": TURNS}] * 4), tokenizer)
-    pairs = load(write(tmp_path / "b.jsonl", [{"prompt": f"Q{n}", "completion": "A"} for n in range(4)]), tokenizer,
-                 chat_template="none")  # fmt: skip
+    pairs = load(
+        write(tmp_path / "b.jsonl", [{"prompt": f"Q{n}", "completion": "A"} for n in range(4)]),
+        tokenizer,
+        chat_template="none",
+    )
     for row in [*all_rows(chats), *all_rows(pairs)]:
         assert row["input_ids"][0] == number and row["input_ids"].count(number) == 1
         assert row["labels"][0] == IGNORE_INDEX and learned(row, tokenizer) == "A<|end|>"
@@ -59,10 +62,13 @@ def test_a_template_that_writes_the_beginning_itself_gives_one_and_not_two(tmp_p
 
 @pytest.mark.parametrize(
     "row, max_length",
-    [({"text": "<|start|>Q{n}A<|end|>"}, 64), ({"text": "<|start|>Q{n}A<|end|>"}, 3),
-     ({"prompt": "<|start|>Q{n}", "completion": " A<|end|>"}, 64)],
+    [
+        ({"text": "<|start|>Q{n}A<|end|>"}, 64),
+        ({"text": "<|start|>Q{n}A<|end|>"}, 3),
+        ({"prompt": "<|start|>Q{n}", "completion": " A<|end|>"}, 64),
+    ],
     ids=["text", "pieces", "pair"],
-)  # fmt: skip
+)
 def test_texts_that_hold_their_beginning_and_end_get_no_second_ones(row, max_length, tmp_path):
     tokenizer = tiny_tokenizer(chat_template=None)
     tokenizer.bos_token = "<|start|>"
@@ -71,10 +77,18 @@ def test_texts_that_hold_their_beginning_and_end_get_no_second_ones(row, max_len
     bare = [{name: text[9:] if name != "completion" else text for name, text in one.items()} for one in said]
     bare = [{name: text.removesuffix("<|end|>") for name, text in one.items()} for one in bare]
     found = [
-        load_data(Data(source=write(tmp_path / f"{number}.jsonl", rows), max_length=max_length, packing=False,
-                       validation={"fraction": 0.25}), tokenizer, seed=0)
+        load_data(
+            Data(
+                source=write(tmp_path / f"{number}.jsonl", rows),
+                max_length=max_length,
+                packing=False,
+                validation={"fraction": 0.25},
+            ),
+            tokenizer,
+            seed=0,
+        )
         for number, rows in enumerate((said, bare))
-    ]  # fmt: skip
+    ]
     one, other = (sorted((row["input_ids"], row["labels"]) for row in all_rows(splits)) for splits in found)
     assert one == other and all(ids.count(1) == 1 and ids[0] == 1 and ids.count(0) <= 1 for ids, _ in one)
 
@@ -106,9 +120,11 @@ def test_tool_calls_are_learned_token_by_token_and_their_results_are_not(tmp_pat
     )
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     turns = [
-        {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "2"}, {"role": "assistant", "content": "Two."},
-    ]  # fmt: skip
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "Two."},
+    ]
     tokenizer = tiny_tokenizer(chat_template=template)
     path = write(tmp_path / "a.jsonl", [{"messages": turns}] * 4)
     assert learned(load(path, tokenizer).train[0], tokenizer) == '[add {"a": 1}]<|end|>Two.<|end|>'
@@ -129,8 +145,9 @@ def test_a_template_of_the_recipe_goes_with_the_student_and_is_what_it_is_judged
     recipe = parse(
         "{teacher: {model: teacher}, student: {from_teacher: {layers: 1}}, train: {steps: 1, batch_size: 2}, data: {"
         "source: one.jsonl, chat_template: own.jinja, fields: {messages: turns}, max_length: 96, train_on: last}}",
-        ["train.device=cpu"], name="own",
-    )  # fmt: skip
+        ["train.device=cpu"],
+        name="own",
+    )
     tokenizer = source_of(recipe).vocabulary().tokenizer
     asked = tokenizer.decode(encode_prompt(tokenizer, "Q")[0])
     assert asked == "<|start|>I am user\nQ<|end|>\n<|start|>I am assistant\n"

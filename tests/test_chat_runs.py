@@ -29,11 +29,19 @@ def own_folder(tmp_path, monkeypatch):
     tokenizer = tiny_tokenizer(chat_template=DROPS_REASONING)
     save_tiny(tmp_path / "teacher", tiny_model(tokenizer, seed=1), tokenizer)
     rows = [
-        {"messages": [turn for k in range(3) for turn in (
-            {"role": "user", "content": f"Is it {n}{k}?"}, {"role": "assistant", "content": f"Yes, {n}{k}."}
-        )], "hint": HINTS[n % 2]}
+        {
+            "messages": [
+                turn
+                for k in range(3)
+                for turn in (
+                    {"role": "user", "content": f"Is it {n}{k}?"},
+                    {"role": "assistant", "content": f"Yes, {n}{k}."},
+                )
+            ],
+            "hint": HINTS[n % 2],
+        }
         for n in range(12)
-    ]  # fmt: skip
+    ]
     write(tmp_path / "a.jsonl", rows)
     return tokenizer
 
@@ -55,8 +63,12 @@ def learned_texts(splits, tokenizer, ids="input_ids"):
             labels = row["labels"][start:end]
             first = next(n for n, label in enumerate(labels) if label != IGNORE_INDEX)
             assert all(label != IGNORE_INDEX for label in labels[first:]), "one stretch, at the end"
-            found.append((tokenizer.decode(row["input_ids"][start : start + first]),
-                          tokenizer.decode(row["input_ids"][start + first : end])))  # fmt: skip
+            found.append(
+                (
+                    tokenizer.decode(row["input_ids"][start : start + first]),
+                    tokenizer.decode(row["input_ids"][start + first : end]),
+                )
+            )
     return found
 
 

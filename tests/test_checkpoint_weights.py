@@ -17,42 +17,94 @@ from distill.training.checkpoint_weights import load_weights
 from distill.training.trainer import DistillationTrainer
 
 COMMON = {
-    "vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "eos_token_id": 0, "pad_token_id": 2,
-    "bos_token_id": None, "initializer_range": 0.15,
-}  # fmt: skip
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "eos_token_id": 0,
+    "pad_token_id": 2,
+    "bos_token_id": None,
+    "initializer_range": 0.15,
+}
 EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4}
-ROUTED = EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
-                    "topk_group": 1}  # fmt: skip
+ROUTED = EXPERTS | {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 LINEAR = {
-    "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 4,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-}  # fmt: skip
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2}
-VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-          "image_size": 28, "patch_size": 14}  # fmt: skip
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 FAMILIES = {
     "mixtral": EXPERTS,
     "qwen3_moe": EXPERTS,
     "qwen3_next": EXPERTS | LINEAR | {"shared_expert_intermediate_size": 32},
-    "deepseek_v2": ROUTED | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-                             "v_head_dim": 8, "num_key_value_heads": 4},
-    "deepseek_v3": ROUTED | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-                             "v_head_dim": 8, "num_key_value_heads": 4},
+    "deepseek_v2": ROUTED
+    | {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+    },
+    "deepseek_v3": ROUTED
+    | {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+    },
     "glm4_moe": ROUTED,
     "olmoe": EXPERTS,
     "minimax": EXPERTS | {"layer_types": ["linear_attention", "full_attention"], "block_size": 16},
     "minimax_m2": EXPERTS | {"rotary_dim": 8},
     "granitemoehybrid": EXPERTS | MAMBA | {"shared_intermediate_size": 32, "layer_types": ["mamba", "attention"]},
-    "jamba": {"num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 2, "attn_layer_offset": 1,
-              "expert_layer_period": 2, "expert_layer_offset": 1, "use_mamba_kernels": False, "mamba_dt_rank": 4,
-              "mamba_d_state": 8},
-    "nemotron_h": ROUTED | {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "num_hidden_layers": 4,
-                            "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2,
-                            "moe_shared_expert_intermediate_size": 32},
+    "jamba": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "use_mamba_kernels": False,
+        "mamba_dt_rank": 4,
+        "mamba_d_state": 8,
+    },
+    "nemotron_h": ROUTED
+    | {
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+        "num_hidden_layers": 4,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "moe_shared_expert_intermediate_size": 32,
+    },
     "olmo_hybrid": LINEAR,
     "gpt_neox": {},
-}  # fmt: skip
+}
 
 
 def made(kind):
@@ -154,9 +206,16 @@ def test_weights_of_two_dtypes_are_not_rounded(tmp_path):
 
 def test_the_best_checkpoint_is_loaded_by_the_models_own_names(tmp_path):
     run = trainer(
-        tmp_path / "run", "mixtral", save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
-        load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=False,
-    )  # fmt: skip
+        tmp_path / "run",
+        "mixtral",
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=False,
+    )
     run.train()
     best = tmp_path / "run" / run.state.best_model_checkpoint.rpartition("/")[2]
     expected = made("mixtral")
@@ -168,13 +227,15 @@ def test_the_best_checkpoint_is_loaded_by_the_models_own_names(tmp_path):
 @pytest.mark.parametrize(
     "change, said",
     [
-        (lambda found: found.pop("model.layers.0.block_sparse_moe.experts.3.w2.weight"),
-         r"model\.layers\.0\.mlp\.experts\.down_proj: expected the shape \[4, 32, 64\]"),
+        (
+            lambda found: found.pop("model.layers.0.block_sparse_moe.experts.3.w2.weight"),
+            r"model\.layers\.0\.mlp\.experts\.down_proj: expected the shape \[4, 32, 64\]",
+        ),
         (lambda found: found.pop("model.norm.weight"), r"its files lack model\.norm\.weight"),
         (lambda found: found.update({"model.extra.weight": torch.ones(2)}), r"its files hold model\.extra\.weight"),
     ],
     ids=["an expert", "a norm", "one too many"],
-)  # fmt: skip
+)
 def test_a_checkpoint_of_other_weights_is_refused(tmp_path, change, said):
     made("mixtral").save_pretrained(tmp_path)
     found = load_file(tmp_path / "model.safetensors")

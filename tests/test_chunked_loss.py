@@ -43,9 +43,18 @@ def test_equals_autograd_over_full_logits(device, monkeypatch, dtype, given):
     def ours(leaves):
         x, w, bias, a, b = leaves
         return ChunkedLoss(own_loss)(
-            x, w, x_t, w_t, labels, student_bias=bias, student_lora=(a, b, 0.5), token_weights=weights,
-            num_items=items, valid_rows=valid, vocab_size=200,
-        )  # fmt: skip
+            x,
+            w,
+            x_t,
+            w_t,
+            labels,
+            student_bias=bias,
+            student_lora=(a, b, 0.5),
+            token_weights=weights,
+            num_items=items,
+            valid_rows=valid,
+            vocab_size=200,
+        )
 
     def exactly(leaves):
         return full(leaves, x_t.double(), w_t.double(), labels, items, weights)

@@ -29,9 +29,12 @@ ESCAPE = "\x1b"
 
 def distill(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "distill", *arguments], capture_output=True, text=True, cwd=ROOT,
+        [sys.executable, "-m", "distill", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
         env={**os.environ, **environment},
-    )  # fmt: skip
+    )
 
 
 def test_all_commands_are_met_here():
@@ -135,10 +138,18 @@ def test_a_failed_check_is_1(capsys):
 def test_the_shell_completes_commands_options_recipes_and_runs(tmp_path):
     def complete(words: str, number: int, cwd: Path = ROOT) -> list[str]:
         answer = subprocess.run(
-            [sys.executable, "-m", "distill"], capture_output=True, text=True, cwd=cwd,
-            env={**os.environ, "_DISTILL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(number),
-                 "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"},
-        )  # fmt: skip
+            [sys.executable, "-m", "distill"],
+            capture_output=True,
+            text=True,
+            cwd=cwd,
+            env={
+                **os.environ,
+                "_DISTILL_COMPLETE": "complete_bash",
+                "COMP_WORDS": words,
+                "COMP_CWORD": str(number),
+                "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
+            },
+        )
         return answer.stdout.split()
 
     assert complete("distill ex", 1) == ["export"]

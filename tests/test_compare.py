@@ -71,8 +71,9 @@ def test_seeds_are_one_line_and_differences_are_named(folder, capsys):
         "slow-0 (3 seeds)<" in page and "fast-0 (3 seeds): train.learning_rate=0.001<" in page and "<script" not in page
     )
     assert re.findall("<figcaption>(.*?)</figcaption>", page) == [
-        "KL to the teacher (nats a token), held out", "KL to the teacher (nats a token), in training"
-    ], "one panel each"  # fmt: skip
+        "KL to the teacher (nats a token), held out",
+        "KL to the teacher (nats a token), in training",
+    ], "one panel each"
     assert run_command(["compare", *ALL, "--json"]) == 0
     groups = json.loads(capsys.readouterr().out)
     assert [group["runs"] for group in groups] == [ALL[:3], ALL[3:]] and groups[0]["p_value"] is None
@@ -130,8 +131,9 @@ def test_what_leaves_the_steps_as_they_are_makes_no_group(folder, capsys):
     make_run("alone", 0.5, seed=9, more=", batch_size: 8", processes=1)
     make_run("half", 0.5, seed=10, more=", batch_size: 8, tokens_per_step: 8192")
     assert groups_of(capsys, "whole", "alone", "resumed", "half") == [
-        (["whole", "resumed"], {}), (["alone", "half"], {"train.tokens_per_step": 8192})
-    ]  # fmt: skip
+        (["whole", "resumed"], {}),
+        (["alone", "half"], {"train.tokens_per_step": 8192}),
+    ]
 
 
 @pytest.mark.parametrize("name", FREE)

@@ -221,13 +221,23 @@ def test_whole_steps_of_the_models_that_tests_run_on_a_gpu_compile():
 # where a kernel spills more than it may, and that is not mended: on sm_90 tables are changed with a GPU at hand only;
 # rows of 16,384 in float32 give RMSNorm's backward pass 128 registers a thread
 SPILLS = {
-    ("sm_90", "_key_gradient_kernel"), ("sm_90", "_combine_kernel"),
+    ("sm_90", "_key_gradient_kernel"),
+    ("sm_90", "_combine_kernel"),
     *((family, "_backward_kernel") for family in ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")),
-}  # fmt: skip
+}
 PRODUCTS = {
-    "_forward_kernel", "_key_gradient_kernel", "_query_gradient_kernel", "_chunk_kernel", "_project_kernel",
-    "_accumulate_kernel", "_tiled_kernel", "split_k_kernel", "_product_kernel", "_attention_kernel", "_scores_kernel",
-}  # fmt: skip
+    "_forward_kernel",
+    "_key_gradient_kernel",
+    "_query_gradient_kernel",
+    "_chunk_kernel",
+    "_project_kernel",
+    "_accumulate_kernel",
+    "_tiled_kernel",
+    "split_k_kernel",
+    "_product_kernel",
+    "_attention_kernel",
+    "_scores_kernel",
+}
 
 
 @pytest.mark.full

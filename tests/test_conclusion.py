@@ -131,8 +131,9 @@ def test_weights_outlive_what_fails_after_the_last_step(place, monkeypatch, caps
     assert (place / "exported/recipe.yaml").is_file() and (place / "exported/tokenizer.json").is_file()
     assert run_command([*arguments, "--name", "r", "--resume"]) == 0
     assert run_command([*arguments, "--name", "whole"]) == 0
-    ours, resumed, whole = (load_file(place / name / "model.safetensors") for name in
-                            ("exported", "runs/r/student", "runs/whole/student"))  # fmt: skip
+    ours, resumed, whole = (
+        load_file(place / name / "model.safetensors") for name in ("exported", "runs/r/student", "runs/whole/student")
+    )
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
     assert all(torch.equal(ours[name], value) for name, value in whole.items())
 

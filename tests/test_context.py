@@ -5,13 +5,12 @@ import json
 import pytest
 import torch
 from datasets import Dataset
-from subjects import informed, informed_answering
+from subjects import informed
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import TrainingArguments
 
 from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.data.collator import Collator
-from distill.doctor.invariants import both_read_the_same, fused_equals_reference
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.documents import Document, as_row, documents_of
 from distill.generation.on_policy import OnPolicy
@@ -22,7 +21,6 @@ from distill.recipe.models import Context
 from distill.run import run
 from distill.teachers.context.data import LEAK, ContextCollator
 from distill.teachers.context.teacher import ContextSource, ContextTeacher
-from distill.teachers.model import LoadedTeacher
 from distill.training.checkpoints import checkpoints
 from distill.training.trainer import DistillationTrainer
 
@@ -77,8 +75,11 @@ def test_the_teacher_reads_more_and_answers_are_the_same(tmp_path, monkeypatch, 
             question = own.split("user\n")[1].split("<|end|>")[0]
             text = other.split("<|end|>")[0] if place == "system" else other.split("user\n")[1].split("<|end|>")[0]
             hint = f"Know that {HINT}"
-            assert {"system": text.startswith(f"<|start|>system\n{hint}"), "before": text.endswith(f"\n\n{question}"),
-                    "after": text.startswith(f"{question}\n\n{hint}")}[place]  # fmt: skip
+            assert {
+                "system": text.startswith(f"<|start|>system\n{hint}"),
+                "before": text.endswith(f"\n\n{question}"),
+                "after": text.startswith(f"{question}\n\n{hint}"),
+            }[place]
     assert "tokens more a document" in str(splits.report)
 
 
@@ -223,79 +224,18 @@ def test_rows_hold_the_teachers_longer_answers():
     subject = informed()
     batch = subject.batch()
     rows = OnPolicy(
-        DecodeLoop(subject.student, EngineSettings(2, [0])), fraction=1.0, max_new_tokens=9, sampling=Sampling(1.0),
-        seed=3, max_length=24,
-    ).replace([batch], 0, lambda rows: rows)[0]  # fmt: skip
+        DecodeLoop(subject.student, EngineSettings(2, [0])),
+        fraction=1.0,
+        max_new_tokens=9,
+        sampling=Sampling(1.0),
+        seed=3,
+        max_length=24,
+    ).replace([batch], 0, lambda rows: rows)[0]
     assert rows and all(len(row["teacher_input_ids"]) <= 24 for row in rows)
     ContextCollator(Collator(2), 2)(rows)
 
 
 # ------------------------------------------------------------------ doctor's mutations
-
-
-@pytest.mark.parametrize("subject", [informed, informed_answering])
-def test_the_teachers_prompt_in_the_students_rows_is_found(subject, monkeypatch):
-    own = ContextTeacher.student_batch
-
-    def leaking(self, batch, needs_targets):
-        width = batch["input_ids"].shape[1]
-        return own(self, batch, needs_targets) | {"input_ids": batch["teacher_input_ids"][:, :width]}
-
-    subject = subject()
-    longest = max(len(row["teacher_input_ids"]) for row in subject.rows)
-    monkeypatch.setattr(ContextTeacher, "student_batch", leaking)
-    subject.batch = lambda rows=None, **more: type(subject).batch(subject, rows, pad_to_multiple_of=longest, **more)
-    finding = both_read_the_same(subject)
-    assert not finding.passed and finding.detail == "input_ids differ"
-
-
-def test_private_words_in_the_students_prompt_are_found():
-    subject = informed()
-    assert both_read_the_same(subject).passed
-    leaking = []
-    for document in subject.documents():
-        secret = list(range(200, 220))
-        other = [*document["teacher_input_ids"][:1], *secret, *document["teacher_input_ids"][1:]]
-        own = [document["input_ids"][0], *secret[3:18], *document["input_ids"][1:]]
-        labels = [-100] * 16 + document["labels"][1:]
-        leaking.append({
-            "input_ids": own, "labels": labels, "position_ids": list(range(len(own))), "teacher_input_ids": other,
-            "teacher_position_ids": list(range(len(other))),
-        })  # fmt: skip
-    subject.rows = leaking
-    finding = both_read_the_same(subject)
-    assert not finding.passed and "stand in the student's prompt" in finding.detail
-    same = [row | {f"teacher_{name}": row[name] for name in ("input_ids", "position_ids")} for row in leaking]
-    subject.rows = same
-    assert "reads nothing that the student does not" in both_read_the_same(subject).detail
-
-
-@pytest.mark.parametrize("off", [-1, 1])
-def test_targets_of_the_wrong_token_are_found(off, monkeypatch):
-    spread = ContextTeacher.targets
-    monkeypatch.setattr(ContextTeacher, "targets", lambda self, batch: spread(self, batch).roll(off, 1))
-    assert not fused_equals_reference(informed()).passed
-
-
-def test_a_teacher_that_reads_the_students_prompt_is_found(monkeypatch):
-    """The teacher without its context: all would train, and teach nothing that is private."""
-    monkeypatch.setattr(ContextTeacher, "targets", lambda self, batch: LoadedTeacher.targets(
-        self, {name: batch[name] for name in ("input_ids", "position_ids")}))  # fmt: skip
-    assert not fused_equals_reference(informed()).passed
-    assert not both_read_the_same(informed()).passed
-
-
-def test_new_answers_after_another_prompt_are_found(monkeypatch):
-    subject = informed_answering()
-    answered = Document.answered
-    monkeypatch.setattr(
-        Document,
-        "answered",
-        lambda self, prompt, answer, *more: answered(self, self.teacher_ids[: len(prompt)], answer, *more),
-    )
-    fresh = subject.rollouts.answered(subject.student, subject.documents(), 2)
-    subject.rows = [row for row in fresh if any(label != -100 for label in row["labels"])]
-    assert not both_read_the_same(subject).passed
 
 
 # ------------------------------------------------------------------ the student as teacher
@@ -336,9 +276,17 @@ def test_a_resumed_run_goes_on_with_the_average(tmp_path):
         student = tiny_model(tiny_tokenizer())
         teacher = ContextTeacher(tiny_model(tiny_tokenizer()), ema=0.5)
         arguments = TrainingArguments(
-            str(folder), max_steps=4, save_steps=2, per_device_train_batch_size=2, learning_rate=1e-2, use_cpu=True,
-            report_to="none", disable_tqdm=True, logging_steps=1, seed=1,
-        )  # fmt: skip
+            str(folder),
+            max_steps=4,
+            save_steps=2,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+            logging_steps=1,
+            seed=1,
+        )
         return DistillationTrainer(student, teacher, arguments, loss="reverse_kl", train_dataset=rows)
 
     straight = trainer(tmp_path / "a")
@@ -389,10 +337,11 @@ def test_a_run_learns_from_its_own_prompted_self(tmp_path, monkeypatch, own):
         "teacher: {type: student, ema: 0.99, context: {template: 'Know that {hint}'}}\n" + BASE,
         [
             "train={steps: 6, batch_size: 2, tokens_per_step: 768, learning_rate: 3e-3, device: cpu, log_every: 1}",
-            "loss.terms=[{type: reverse_kl}]", "generate={prompts: [Hello], max_new_tokens: 3}",
+            "loss.terms=[{type: reverse_kl}]",
+            "generate={prompts: [Hello], max_new_tokens: 3}",
             *["data.on_policy={max_new_tokens: 8}"] * own,
         ],
-    )  # fmt: skip
+    )
     result = run(recipe)
     assert result.before.reverse_kl > 0 and result.after.reverse_kl < result.before.reverse_kl
     answers = json.loads((result.folder / "result.json").read_text())["answers"]

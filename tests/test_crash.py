@@ -159,9 +159,17 @@ def test_a_lost_terminal_is_a_checkpoint_and_code_0(workplace, undisturbed, fork
     takes = {"terminal": True} if forked else {"preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}
     name = f"hung-up-{forked}"
     process = start(
-        workplace, "--name", name, "train.save_every=null", forked=forked, stdin=theirs, stdout=theirs, stderr=theirs,
-        start_new_session=True, **takes,
-    )  # fmt: skip
+        workplace,
+        "--name",
+        name,
+        "train.save_every=null",
+        forked=forked,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        **takes,
+    )
     os.close(theirs)
     folder = workplace / "runs" / name
     metrics = folder / "metrics.jsonl"

@@ -35,8 +35,10 @@ def case(dtype=torch.float64, *, shared=30, scale=4.0, device="cpu"):
         ids_s[spans[0][span, 0]] = pairs[0][at]
         if number:
             ids_t[spans[1][span, 0]] = pairs[1][at]
-    x, w, y, v = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in
-                  ((n_s, 16), (VS, 16), (n_t, 24), (VT, 24)))  # fmt: skip
+    x, w, y, v = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((n_s, 16), (VS, 16), (n_t, 24), (VT, 24))
+    )
     x, w, y, v = (t.to(device, dtype) for t in (x * scale / 4, w, y * scale / 5, v))
     spans = Spans(*(part.to(device) for part in spans))
     return x.requires_grad_(), w.requires_grad_(), y, v, spans, ids_s.to(device), ids_t.to(device), pairs

@@ -174,10 +174,12 @@ def test_the_command_draws_by_them(tmp_path, monkeypatch):
     (tmp_path / "q.txt").write_text("What?\nWhere to?\n")
     rows = {}
     for name, options in {
-        "greedy": ["--temperature", "0"], "k": ["--temperature", "5", "--top-k", "1"],
-        "p": ["--temperature", "5", "--top-p", "0.00001"], "m": ["--temperature", "5", "--min-p", "1"],
+        "greedy": ["--temperature", "0"],
+        "k": ["--temperature", "5", "--top-k", "1"],
+        "p": ["--temperature", "5", "--top-p", "0.00001"],
+        "m": ["--temperature", "5", "--min-p", "1"],
         "free": ["--temperature", "5"],
-    }.items():  # fmt: skip
+    }.items():
         command = ["sample", "r.yaml", "--prompts", "q.txt", "--from", "teacher", "--out", f"{name}.jsonl"]
         assert run_command([*command, "--max-new-tokens", "6", *options]) == 0
         rows[name] = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]

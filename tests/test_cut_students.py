@@ -11,20 +11,31 @@ from distill.recipe import Student
 
 SLIDING = ["sliding_attention", "full_attention"]
 GEMMA = {
-    "num_hidden_layers": 6, "layer_types": SLIDING * 3, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2,
-    "vocab_size_per_layer_input": 259, "sliding_window": 16,
-}  # fmt: skip
+    "num_hidden_layers": 6,
+    "layer_types": SLIDING * 3,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 259,
+    "sliding_window": 16,
+}
 KINDS = {
-    "gemma3n_text": GEMMA | {"laurel_rank": 8, "intermediate_size": [64, 32] * 3,
-                             "activation_sparsity_pattern": [0.0, 0.5] * 3},
+    "gemma3n_text": GEMMA
+    | {"laurel_rank": 8, "intermediate_size": [64, 32] * 3, "activation_sparsity_pattern": [0.0, 0.5] * 3},
     "gemma4_text": GEMMA | {"global_head_dim": 8, "use_double_wide_mlp": True},
-    "olmo_hybrid": FAMILIES["olmo_hybrid"] | {"num_hidden_layers": 4, "layer_types": ["linear_attention",
-                                              "full_attention"] * 2},
-    "llama4_text": {"num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 1, "moe_layers": [],
-                    "intermediate_size_mlp": 64, "layer_types": ["chunked_attention", "full_attention"] * 2,
-                    "no_rope_layers": [1, 0] * 2, "attention_chunk_size": 64},
+    "olmo_hybrid": FAMILIES["olmo_hybrid"]
+    | {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "llama4_text": {
+        "num_hidden_layers": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "moe_layers": [],
+        "intermediate_size_mlp": 64,
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
+        "no_rope_layers": [1, 0] * 2,
+        "attention_chunk_size": 64,
+    },
     "rwkv": {"attention_hidden_size": 32},
-}  # fmt: skip
+}
 
 
 def made(kind):
@@ -40,9 +51,16 @@ def logits(model):
 
 @pytest.mark.parametrize(
     "kind, keep",
-    [("gemma3n_text", [2, 3]), ("gemma3n_text", [2, 3, 5]), ("gemma4_text", [2, 3, 5]),
-     ("gemma4_text", [1, 3]), ("gemma4_text", [0, 2, 3, 4, 5]), ("olmo_hybrid", [0, 3]), ("llama4_text", [0, 1, 3])],
-)  # fmt: skip
+    [
+        ("gemma3n_text", [2, 3]),
+        ("gemma3n_text", [2, 3, 5]),
+        ("gemma4_text", [2, 3, 5]),
+        ("gemma4_text", [1, 3]),
+        ("gemma4_text", [0, 2, 3, 4, 5]),
+        ("olmo_hybrid", [0, 3]),
+        ("llama4_text", [0, 1, 3]),
+    ],
+)
 def test_a_cut_student_is_the_kept_layers_and_saves_as_it_is(tmp_path, kind, keep):
     teacher = made(kind)
     student = cut_layers(teacher, keep)

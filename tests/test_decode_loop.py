@@ -33,8 +33,9 @@ def theirs(model, prompts, new, **more):
     width = max(map(len, prompts))
     ids = torch.tensor([[2] * (width - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False, use_cache=True,
-                         pad_token_id=2, **more)[:, width:].tolist()  # fmt: skip
+    out = model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False, use_cache=True, pad_token_id=2, **more
+    )[:, width:].tolist()
     ends = more.get("eos_token_id", [0])
     cut = []
     for tokens in out:

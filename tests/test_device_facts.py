@@ -15,10 +15,15 @@ def gpu(monkeypatch):
 
     def of(capability: tuple[int, int], shared: int = 227 << 10) -> DeviceFacts:
         properties = SimpleNamespace(
-            name="NVIDIA X", major=capability[0], minor=capability[1], multi_processor_count=132,
-            shared_memory_per_block=48 << 10, shared_memory_per_block_optin=shared, L2_cache_size=50 << 20,
+            name="NVIDIA X",
+            major=capability[0],
+            minor=capability[1],
+            multi_processor_count=132,
+            shared_memory_per_block=48 << 10,
+            shared_memory_per_block_optin=shared,
+            L2_cache_size=50 << 20,
             total_memory=80 << 30,
-        )  # fmt: skip
+        )
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
         launch._cuda_facts.cache_clear()
         return launch.device_facts(torch.device("cuda", 0))
@@ -30,10 +35,19 @@ def gpu(monkeypatch):
 @pytest.mark.parametrize(
     "capability, family",
     [
-        ((7, 0), OLDER), ((7, 5), OLDER), ((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 9), "sm_89"), ((9, 0), "sm_90"),
-        ((10, 0), "sm_100"), ((10, 3), "sm_100"), ((12, 0), "sm_120"), ((12, 1), "sm_120"), ((13, 0), UNKNOWN),
+        ((7, 0), OLDER),
+        ((7, 5), OLDER),
+        ((8, 0), "sm_80"),
+        ((8, 6), "sm_86"),
+        ((8, 9), "sm_89"),
+        ((9, 0), "sm_90"),
+        ((10, 0), "sm_100"),
+        ((10, 3), "sm_100"),
+        ((12, 0), "sm_120"),
+        ((12, 1), "sm_120"),
+        ((13, 0), UNKNOWN),
     ],
-)  # fmt: skip
+)
 def test_families(gpu, capability, family):
     facts = gpu(capability)
     assert facts.family == family_of(capability) == family

@@ -254,8 +254,13 @@ def test_a_tokenising_process_that_dies(given, tmp_path, monkeypatch, capsys):
             assert kill_children() == 1  # it has the batch by now
 
     monkeypatch.setattr(documents, "_batches", killing)
-    ends_in_one_line(capsys, given, "data.cache=false", "data.workers=2",
-                     says=["a process that tokenises died", "lower data.workers (now 2)"])  # fmt: skip
+    ends_in_one_line(
+        capsys,
+        given,
+        "data.cache=false",
+        "data.workers=2",
+        says=["a process that tokenises died", "lower data.workers (now 2)"],
+    )
     assert not (tmp_path / "runs").exists()
 
 

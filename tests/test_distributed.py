@@ -43,9 +43,7 @@ def rows(count=16):
         length = 5 + number % 6
         ids = torch.randint(3, 259, (length,), generator=generator).tolist()
         masked = 1 + number % 4  # the ranks get different numbers of trained tokens
-        made.append(
-            {"input_ids": ids, "labels": [-100] * masked + ids[masked:], "position_ids": list(range(length))}
-        )  # fmt: skip
+        made.append({"input_ids": ids, "labels": [-100] * masked + ids[masked:], "position_ids": list(range(length))})
     return Dataset.from_list(made)
 
 
@@ -61,14 +59,25 @@ def train_with_trainer(kind, folder, *, batch_size, accumulation):
         student,
         teacher,
         TrainingArguments(
-            str(folder), max_steps=2, per_device_train_batch_size=batch_size, per_device_eval_batch_size=batch_size,
-            gradient_accumulation_steps=accumulation, optim="sgd", learning_rate=0.5, lr_scheduler_type="constant",
-            logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, seed=3,
+            str(folder),
+            max_steps=2,
+            per_device_train_batch_size=batch_size,
+            per_device_eval_batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+            optim="sgd",
+            learning_rate=0.5,
+            lr_scheduler_type="constant",
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            seed=3,
         ),
         loss=loss,
         train_dataset=rows(),
         eval_dataset=rows(8),
-    )  # fmt: skip
+    )
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     figures = {

@@ -65,9 +65,7 @@ def test_specification_equals_the_definitions(term, temperature):
     labels = torch.randint(0, 33, (5,))
     hard = {"label_smoothing": 0.1, "z_loss": 0.01} if term.type == "cross_entropy" else {}
     loss, grad = exact_rows(z, z_teacher, [term], labels, temperature=temperature, scale=0.7, cap=9.0, **hard)
-    objective = make_objective(
-        [term], temperature=temperature, student_logit_scale=0.7, student_softcap=9.0, **hard
-    )  # fmt: skip
+    objective = make_objective([term], temperature=temperature, student_logit_scale=0.7, student_softcap=9.0, **hard)
     ours = reference_rows(z, z_teacher, objective, labels=labels, row_scale=torch.ones(5, dtype=torch.float64))
     assert relative_error(ours.loss, loss) < 1e-12
     assert relative_error(ours.gradient, grad) < 1e-11

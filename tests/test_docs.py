@@ -199,9 +199,16 @@ def given() -> dict[str, object]:
     labels = input_ids.clone()
     labels[:, :3] = -100
     return {
-        "__name__": "__main__", "torch": torch, "F": torch.nn.functional, "student": student, "model": student,
-        "teacher": teacher, "input_ids": input_ids, "labels": labels, "x": torch.randn(8, 32),
-    }  # fmt: skip
+        "__name__": "__main__",
+        "torch": torch,
+        "F": torch.nn.functional,
+        "student": student,
+        "model": student,
+        "teacher": teacher,
+        "input_ids": input_ids,
+        "labels": labels,
+        "x": torch.randn(8, 32),
+    }
 
 
 def check_imports(block: Block) -> None:

@@ -17,8 +17,18 @@ from distill.doctor.rows import Rows, some_rows
 from distill.recipe import load
 from distill.teachers.model import LoadedTeacher
 
-NAMES = ["fused loss", "divergence", "accumulation", "packing", "padding", "patching", "workspace", "same tokens",
-         "gradients", "resume"]  # fmt: skip
+NAMES = [
+    "fused loss",
+    "divergence",
+    "accumulation",
+    "packing",
+    "padding",
+    "patching",
+    "workspace",
+    "same tokens",
+    "gradients",
+    "resume",
+]
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(60))
 RECIPE = """
 teacher: {model: teacher}
@@ -57,9 +67,10 @@ def test_a_recipe_is_examined(workplace, no_second_process, capsys):
 def test_a_fault_is_code_1_with_the_figure(workplace, monkeypatch, no_second_process, capsys):
     targets = LoadedTeacher.targets
     monkeypatch.setattr(
-        LoadedTeacher, "targets",
+        LoadedTeacher,
+        "targets",
         lambda self, batch: targets(self, {**batch, "input_ids": batch["input_ids"].roll(1, dims=1)}),
-    )  # fmt: skip
+    )
     assert run_command(["doctor", "r.yaml", "student.lora=null", "--json"]) == 1
     findings = {row["name"]: row["passed"] for row in json.loads(capsys.readouterr().out)["recipe"]}
     assert findings.pop("fused loss") is False and findings.pop("same tokens") is False

@@ -17,16 +17,20 @@ from distill.training.trainer import DistillationTrainer
 
 LIMIT = 16  # tokens that the short set is for
 LONG = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": LIMIT,
-    "short_factor": [1.0] * 4, "long_factor": [1.0, 3.0, 9.0, 27.0],
-}  # fmt: skip
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": LIMIT,
+    "short_factor": [1.0] * 4,
+    "long_factor": [1.0, 3.0, 9.0, 27.0],
+}
 KINDS = {
     "phi3": {"rope_parameters": LONG, "original_max_position_embeddings": LIMIT},
     "phimoe": {
-        "rope_parameters": LONG | {"short_mscale": 1.0, "long_mscale": 1.3}, "num_local_experts": 2,
+        "rope_parameters": LONG | {"short_mscale": 1.0, "long_mscale": 1.3},
+        "num_local_experts": 2,
         "num_experts_per_tok": 1,
     },
-}  # fmt: skip
+}
 LENGTHS = (LIMIT - 5, LIMIT + 9, LIMIT)
 
 

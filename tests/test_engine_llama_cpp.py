@@ -32,9 +32,13 @@ SPLITS = {
     ),
 }
 LLAMA_3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 KINDS = {
     "llama": {"kind": "llama", "tie": True},
     "llama, untied": {"kind": "llama", "tie": False},
@@ -46,15 +50,69 @@ KINDS = {
 # pieces of the texts: words, numbers, code, scripts without spaces, emoji of several code points, runs of white space,
 # tokens added to the vocabulary
 PIECES = (
-    "the teacher explains", " student", "It's", "they'LL", "don't", "naïve café", "Straße",
-    "ΑΒΓ αβγ", "Привет, мир", "東京タワー", "你好，世界", "안녕하세요", "مرحبا", "שלום", "ไทย", "हिन्दी", "🎉",
-    "👩‍👩‍👧‍👦", "🇫🇷", "👍🏽", "…", "—", "“quoted”", "3.14159", "1,024", "2026-11-25", "0x1F", "007",
-    "12345678901", "a1b2c3", "def f(x):\n    return x**2", "x != y && z", "{\"key\": [1, 2]}",
-    "<b>bold</b>", "https://example.org/a?b=c#d", "C:\\path", "$\\frac{1}{2}$", "||", "```python",
-    " ", "  ", "    ", "\t", "\t\t", "\n", "\n\n\n", "\r\n", " \n ", "\u00a0", "\u200b", "\u3000",
-    "_", "__init__", "CamelCaseName", "ALLCAPS", "aaaaaaaaaaaa", "!!!???", "#@%^&*", "<|start|>",
-    "<|end|>", "<|extra_0|>", "<|extra_1|>",
-)  # fmt: skip
+    "the teacher explains",
+    " student",
+    "It's",
+    "they'LL",
+    "don't",
+    "naïve café",
+    "Straße",
+    "ΑΒΓ αβγ",
+    "Привет, мир",
+    "東京タワー",
+    "你好，世界",
+    "안녕하세요",
+    "مرحبا",
+    "שלום",
+    "ไทย",
+    "हिन्दी",
+    "🎉",
+    "👩‍👩‍👧‍👦",
+    "🇫🇷",
+    "👍🏽",
+    "…",
+    "—",
+    "“quoted”",
+    "3.14159",
+    "1,024",
+    "2026-11-25",
+    "0x1F",
+    "007",
+    "12345678901",
+    "a1b2c3",
+    "def f(x):\n    return x**2",
+    "x != y && z",
+    '{"key": [1, 2]}',
+    "<b>bold</b>",
+    "https://example.org/a?b=c#d",
+    "C:\\path",
+    "$\\frac{1}{2}$",
+    "||",
+    "```python",
+    " ",
+    "  ",
+    "    ",
+    "\t",
+    "\t\t",
+    "\n",
+    "\n\n\n",
+    "\r\n",
+    " \n ",
+    "\u00a0",
+    "\u200b",
+    "\u3000",
+    "_",
+    "__init__",
+    "CamelCaseName",
+    "ALLCAPS",
+    "aaaaaaaaaaaa",
+    "!!!???",
+    "#@%^&*",
+    "<|start|>",
+    "<|end|>",
+    "<|extra_0|>",
+    "<|extra_1|>",
+)
 
 
 def texts(count: int, seed: int) -> list[str]:
@@ -77,9 +135,12 @@ def read_back(path: Path, folder: Path, ids: list[int]) -> torch.Tensor:
     from transformers import AutoConfig
 
     model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True),
+        path.parent,
+        gguf_file=path.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
         config=AutoConfig.from_pretrained(folder),
-    ).eval()  # fmt: skip
+    ).eval()
     return model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
 
 
@@ -132,9 +193,11 @@ def test_each_kind_computes_what_the_student_does(kind, tmp_path):
     assert abs(kl(own, made.top[0])) < 1e-5
     for given, answer in zip((prompt, ids[:20]), made.greedy, strict=True):
         greedy = model.generate(
-            input_ids=torch.tensor([given]), attention_mask=torch.ones(1, len(given), dtype=torch.int64),
-            max_new_tokens=24, do_sample=False,
-        )[0, len(given):].tolist()  # fmt: skip
+            input_ids=torch.tensor([given]),
+            attention_mask=torch.ones(1, len(given), dtype=torch.int64),
+            max_new_tokens=24,
+            do_sample=False,
+        )[0, len(given) :].tolist()
         assert answer == greedy
 
 

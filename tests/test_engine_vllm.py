@@ -27,22 +27,25 @@ pytestmark = [
 
 TINY = {"hidden": 128, "layers": 3}  # heads of 32, the narrowest that vLLM's CPU attention takes
 STATES = (
-    "--no-enable-chunked-prefill", "--speculative_config",
-    json.dumps({
-        "method": "extract_hidden_states", "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [TINY["layers"]]}},
-    }),
+    "--no-enable-chunked-prefill",
+    "--speculative_config",
+    json.dumps(
+        {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [TINY["layers"]]}},
+        }
+    ),
     "--kv_transfer_config",
-)  # fmt: skip
+)
 
 
 def rollouts(what: str, given: Path, out: Path) -> object:
     """Run engine_rollouts.py in vLLM's environment; returns what it wrote."""
     program = Path(__file__).with_name("engine_rollouts.py")
     done = subprocess.run(
-        [vllm.python(), program, what, given, out], env=vllm.environment(), capture_output=True, text=True,
-        timeout=1100,
-    )  # fmt: skip
+        [vllm.python(), program, what, given, out], env=vllm.environment(), capture_output=True, text=True, timeout=1100
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text())
 
@@ -118,9 +121,10 @@ def test_hidden_states_are_the_loaded_teachers(place, tmp_path):
     states = tmp_path / "states"
     states.mkdir()
     connector = {
-        "kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer",
+        "kv_connector": "ExampleHiddenStatesConnector",
+        "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": str(states)},
-    }  # fmt: skip
+    }
     with vllm.serving(place / "teacher", *STATES, json.dumps(connector), log=tmp_path / "log") as url:
         recipe = recipe_in(place, *from_server(url, protocol="vllm", folder=str(states), wait=60.0))
         result = run(recipe, name="hidden")

@@ -97,17 +97,32 @@ def train(case, folder, *, processes, size=None, device="cpu", **settings):
         student,
         tiny_model(seed=1, hidden=64, dtype=torch.float64),
         TrainingArguments(
-            str(folder), num_train_epochs=2, per_device_train_batch_size=size, per_device_eval_batch_size=1,
-            gradient_accumulation_steps=case.together // size // processes, optim="sgd", learning_rate=0.5,
-            lr_scheduler_type="cosine", warmup_steps=2, logging_steps=1, report_to="none", disable_tqdm=True,
-            use_cpu=device == "cpu", seed=3, max_grad_norm=0.5, **({"save_strategy": "no"} | settings.pop("saves", {})),
-            **({"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
-               if sharded else {}),
+            str(folder),
+            num_train_epochs=2,
+            per_device_train_batch_size=size,
+            per_device_eval_batch_size=1,
+            gradient_accumulation_steps=case.together // size // processes,
+            optim="sgd",
+            learning_rate=0.5,
+            lr_scheduler_type="cosine",
+            warmup_steps=2,
+            logging_steps=1,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=device == "cpu",
+            seed=3,
+            max_grad_norm=0.5,
+            **({"save_strategy": "no"} | settings.pop("saves", {})),
+            **(
+                {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+                if sharded
+                else {}
+            ),
         ),
         loss={"terms": [{"type": "forward_kl"}, {"type": "cross_entropy", "weight": 0.5}]},
         train_dataset=Dataset.from_list(pairs(case.rows)) if case.own_words else rows(case.rows),
         eval_dataset=rows(7, seed=5),
-    )  # fmt: skip
+    )
     if sharded:  # gradients in the weights' own float64
         made.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
     if case.own_words:
@@ -126,17 +141,19 @@ def run_all(folder, device, *names):
     found = {}
     for name in names:
         case, place = CASES[name], folder / name
-        found[name] = train(
-            case, place, processes=2, device=device, saves={"save_strategy": "steps", "save_steps": 1}
-        )  # fmt: skip
+        found[name] = train(case, place, processes=2, device=device, saves={"save_strategy": "steps", "save_steps": 1})
         if name in RESUMED:  # at the end of the first epoch's first step, and within the second epoch
             steps = len(found[name]["steps"])
             for step in (1, steps // 2 + 1):
                 checkpoint = str(place / f"checkpoint-{step}")
                 found[f"{name} from {step}"] = train(
-                    case, place / "again", processes=2, size=RESUMED[name], device=device,
+                    case,
+                    place / "again",
+                    processes=2,
+                    size=RESUMED[name],
+                    device=device,
                     resume_from_checkpoint=checkpoint,
-                )  # fmt: skip
+                )
         AcceleratorState._reset_state()
         PartialState._shared_state.clear()
     torch.save(found, folder / f"rank-{dist.get_rank()}.pt")
@@ -192,10 +209,13 @@ def hold_resumed(seen, name):
     whole = seen[name][0]["steps"], seen[name][1]["steps"]
     for step in (1, len(whole[0]) // 2 + 1):
         left = {
-            number: {**whole[0][number], **{key: whole[0][number][key] + whole[1][number][key]
-                                            for key in ("rows", "loss")}}
-            for number in whole[0] if number > step
-        }  # fmt: skip
+            number: {
+                **whole[0][number],
+                **{key: whole[0][number][key] + whole[1][number][key] for key in ("rows", "loss")},
+            }
+            for number in whole[0]
+            if number > step
+        }
         assert left
         one, other = seen[f"{name} from {step}"]
         hold_steps(one["steps"], other["steps"], left)
@@ -335,8 +355,13 @@ def test_fused_losses_of_no_rows(kernel_device, dtype, lora):
     ]
     for loss in losses:
         x, w, a, b = draw(4, 16), draw(48, 16), draw(2, 16), draw(48, 2)
-        value = loss(x, w, (draw(4, 16, grad=False), draw(48, 16, grad=False)), **both,
-                     student_lora=(a, b, 0.5) if lora else None)  # fmt: skip
+        value = loss(
+            x,
+            w,
+            (draw(4, 16, grad=False), draw(48, 16, grad=False)),
+            **both,
+            student_lora=(a, b, 0.5) if lora else None,
+        )
         value.backward()
         assert value == 0
         for tensor in (x, w, a, b) if lora else (x, w):

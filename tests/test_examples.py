@@ -134,8 +134,10 @@ def test_kernels_are_a_package_of_their_own(tmp_path):
     where = tmp_path / "site"
     run = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(where)!r}); {code}"],
-        capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert run.stdout.split() == [str(where / "distill_kernels" / "__init__.py"), "False"], run.stderr
 
 

@@ -61,8 +61,10 @@ def test_tiny_configurations_have_each_kind_of_layer():
         tiny_config("llamma")
 
 
-@pytest.mark.parametrize("name, field, whole, cut", [("zamba2", "hybrid_layer_ids", [1, 3], [0, 1]),
-                                                     ("qwen2_moe", "mlp_only_layers", [0, 3], [1])])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, field, whole, cut",
+    [("zamba2", "hybrid_layer_ids", [1, 3], [0, 1]), ("qwen2_moe", "mlp_only_layers", [0, 3], [1])],
+)
 def test_lists_of_layers_numbers_are_cut_with_the_layers(name, field, whole, cut):
     config = tiny_config(name, **{} if name == "zamba2" else {field: whole})
     if name == "zamba2":
@@ -92,9 +94,27 @@ def outcome(model, batch):
 
 
 DENSE = (
-    "cohere2", "diffllama", "doge", "exaone4", "gemma2", "gemma3_text", "glm4", "gpt2", "granite", "hunyuan_v1_dense",
-    "llama", "mistral", "nemotron", "olmo2", "phi3", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2",
-)  # fmt: skip
+    "cohere2",
+    "diffllama",
+    "doge",
+    "exaone4",
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "gpt2",
+    "granite",
+    "hunyuan_v1_dense",
+    "llama",
+    "mistral",
+    "nemotron",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+)
 EXPERTS = ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "granitemoe", "minimax_m2", "mixtral", "olmoe", "qwen3_moe")
 
 

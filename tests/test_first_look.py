@@ -95,11 +95,13 @@ def test_a_run_says_both(tmp_path, monkeypatch, capsys):
     save_models(tmp_path, student={"seed": 0}, teacher={"seed": 1})
     rows = [{"prompt": f"Say {n}?", "completion": f"It is {n}."} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    run(parse(
-        "teacher: {model: teacher}\nstudent: {model: student}\ntrain: {steps: 1}\ngenerate: {prompts: []}\n"
-        "loss: {terms: [{type: reverse_kl}]}\n"
-        "data: {source: rows.jsonl, max_length: 64, cache: false, on_policy: {max_new_tokens: 4}}\n"
-    ))  # fmt: skip
+    run(
+        parse(
+            "teacher: {model: teacher}\nstudent: {model: student}\ntrain: {steps: 1}\ngenerate: {prompts: []}\n"
+            "loss: {terms: [{type: reverse_kl}]}\n"
+            "data: {source: rows.jsonl, max_length: 64, cache: false, on_policy: {max_new_tokens: 4}}\n"
+        )
+    )
     said = capsys.readouterr().out
     assert "answers     the teacher's likeliest token is the data's: " in said
     assert "prompts     100.0% of " in said

@@ -61,9 +61,13 @@ def check(shape, dtype, device, *, cu=None, seed=0, **options):
     if cu is not None:
         cu = torch.tensor(cu, dtype=torch.int32, device=device)
     masking = Masking(
-        options.get("causal", True), options.get("scale") or shape[-1] ** -0.5, options.get("window"),
-        options.get("softcap"), cu, cu,
-    )  # fmt: skip
+        options.get("causal", True),
+        options.get("scale") or shape[-1] ** -0.5,
+        options.get("window"),
+        options.get("softcap"),
+        cu,
+        cu,
+    )
     ours = gradients(lambda *x: flash_attention(*x, cu_seqlens_q=cu, **options), q, k, v, dout)
     theirs = gradients(lambda *x: eager(*x, masking), q, k, v, dout)
     exact_inputs = [x.double() for x in (q, k, v, dout)]

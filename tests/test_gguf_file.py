@@ -19,9 +19,13 @@ from distill.reports.gguf_file import LLAMA_3, TEXTS, split_name, write_gguf
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 LLAMA_3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 
 
 def saved(folder: Path, split=None, **more) -> Path:
@@ -121,7 +125,7 @@ def test_the_rope_scaling_of_llama_3_is_written(tmp_path):
         ("mistral", {"sliding_window": 16}, "sliding windows"),
         ("llama", {"attention_bias": True}, "biases of a Llama"),
     ],
-)  # fmt: skip
+)
 def test_what_the_format_cannot_tell_is_refused(kind, more, message, tmp_path):
     folder = saved(tmp_path / "m", kind=kind, **more)
     with pytest.raises(ValueError, match=r"--gguf: cannot be written") as error:

@@ -32,8 +32,15 @@ import torch
 from forked import PLACES
 
 RECORDED = Path(__file__).with_name("golden_runs.json")
-HELD_OUT = ("forward_kl", "reverse_kl", "agreement", "student_cross_entropy", "teacher_cross_entropy",
-            "student_entropy", "teacher_entropy")  # fmt: skip
+HELD_OUT = (
+    "forward_kl",
+    "reverse_kl",
+    "agreement",
+    "student_cross_entropy",
+    "teacher_cross_entropy",
+    "student_entropy",
+    "teacher_entropy",
+)
 VERSIONS = ("torch", "transformers", "tokenizers", "peft")
 
 COMMON = """
@@ -75,27 +82,34 @@ RUNS = {
     "mixture": Golden("teachers: [{model: teacher, weight: 3}, {model: other}]\n" + STUDENT + TWO_TERMS + TEXT),
     "retokenised": Golden(
         "teacher: {model: merged}\nstudent: {model: pieces, vocabulary: cross, lora: {r: 2, head: true}}\n"
-        + TWO_TERMS + TEXT
+        + TWO_TERMS
+        + TEXT
     ),
     "served": Golden("teacher: {type: server, url: '{url}'}\n" + STUDENT + TWO_TERMS + TEXT),
     "served top k": Golden("teacher: {type: server, url: '{url}', top_k: 8}\n" + STUDENT + REVERSE + TEXT),
     "filled while read": Golden("teacher: {model: teacher, keep: kept}\n" + STUDENT + TWO_TERMS + TEXT),
     "top k filled while read": Golden(
-        "teacher: {model: teacher, keep: kept-top-k, keep_as: top_k, top_k: 8}\n" + STUDENT
-        + "loss: {terms: [{type: forward_kl}]}\n" + TEXT
+        "teacher: {model: teacher, keep: kept-top-k, keep_as: top_k, top_k: 8}\n"
+        + STUDENT
+        + "loss: {terms: [{type: forward_kl}]}\n"
+        + TEXT
     ),
     "stored": Golden(
         "teacher: {type: cache, path: hidden, model: teacher}\n" + STUDENT + TWO_TERMS + TEXT,
         before=("cache golden.yaml --hidden --dtype float32 --out hidden",),
     ),
     "stored top k": Golden(
-        "teacher: {type: cache, path: top-k, model: teacher}\n" + STUDENT + "loss: {terms: [{type: forward_kl}]}\n"
+        "teacher: {type: cache, path: top-k, model: teacher}\n"
+        + STUDENT
+        + "loss: {terms: [{type: forward_kl}]}\n"
         + TEXT,
         before=("cache golden.yaml --top-k 8 --tail sampled --out top-k",),
     ),
     "on-policy": Golden(TEACHER + STUDENT + REVERSE + PAIRS % ("", ROLLOUTS)),
     "policy gradient": Golden(
-        TEACHER + STUDENT + "loss: {terms: [{type: policy_gradient}]}\n"
+        TEACHER
+        + STUDENT
+        + "loss: {terms: [{type: policy_gradient}]}\n"
         + PAIRS % ("", ", on_policy: {fraction: 1.0, max_new_tokens: 6}")
     ),
     "context": Golden(f"teacher: {{model: teacher, {INFORMED}}}\n" + STUDENT + TWO_TERMS + PAIRS % ("", "")),
@@ -108,13 +122,15 @@ RUNS = {
     ),
     "routed with all": Golden(
         f"teachers: [{{model: other, route: even, {INFORMED}}}, {{type: server, url: '{{url}}', route: odd}}]\n"
-        + STUDENT + REVERSE + PAIRS % (", teacher: domain", ROLLOUTS)
+        + STUDENT
+        + REVERSE
+        + PAIRS % (", teacher: domain", ROLLOUTS)
     ),
     "copies": Golden(TEACHER + STUDENT + TWO_TERMS + TEXT, processes=2),
     "sharded": Golden(
         TEACHER + STUDENT + TWO_TERMS + TEXT + "parallel: {strategy: fsdp, teacher: sharded}\n", processes=2
     ),
-}  # fmt: skip
+}
 
 
 def machine() -> dict[str, object]:
@@ -125,10 +141,13 @@ def machine() -> dict[str, object]:
     return {
         "processor": model or platform.processor() or platform.machine(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "dispatch": {name: os.environ[name] for name in ("MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR")
-                     if name in os.environ},
+        "dispatch": {
+            name: os.environ[name]
+            for name in ("MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR")
+            if name in os.environ
+        },
         "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
-    }  # fmt: skip
+    }
 
 
 def write_place(folder: Path) -> Path:
@@ -170,10 +189,12 @@ def figures_of(golden: Golden, url: str | None) -> dict[str, object]:
     return {
         "loss": [row["loss"] for row in rows],
         "gradient norm": [row["grad_norm"] for row in rows],
-        **{when: {name: finite(getattr(held_out, name)) for name in HELD_OUT}
-           for when, held_out in (("before", result.before), ("after", result.after))},
+        **{
+            when: {name: finite(getattr(held_out, name)) for name in HELD_OUT}
+            for when, held_out in (("before", result.before), ("after", result.after))
+        },
         "weights": hash_of(result.folder / "student"),
-    }  # fmt: skip
+    }
 
 
 def finite(value: float) -> float | None:

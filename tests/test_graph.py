@@ -76,10 +76,19 @@ def train(folder, graphed, *, data=None, then=None, autocast=False, steps=16, ch
     if checkpointing:
         student.gradient_checkpointing_enable({"use_reentrant": False})
     args = TrainingArguments(
-        str(folder), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=accumulation,
-        learning_rate=1e-3, logging_steps=1, report_to="none", disable_tqdm=True, save_strategy="no", bf16=autocast,
-        max_grad_norm=1.0, seed=5,
-    )  # fmt: skip
+        str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=accumulation,
+        learning_rate=1e-3,
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        bf16=autocast,
+        max_grad_norm=1.0,
+        seed=5,
+    )
     for model, role in ((teacher, "teacher"), (student, "student")):
         patch(model, role, attention="triton")
         assert not joined or join_siblings(model, trains=True)
@@ -123,17 +132,40 @@ def same(folder, **more):
 @pytest.mark.parametrize(
     "more",
     [
-        {}, {"autocast": True}, {"accumulation": 3}, {"lora": True}, {"checkpointing": True}, {"mixture": True},
-        {"data": rows(packed=True)}, {"autocast": True, "accumulation": 2, "data": rows(packed=True)},
-        {"joined": True}, {"joined": True, "autocast": True, "accumulation": 2, "data": rows(packed=True)},
-        {"joined": True, "checkpointing": True}, {"joined": True, "lora": True}, {"dropout": 0.1}, {"fp8": True},
+        {},
+        {"autocast": True},
+        {"accumulation": 3},
+        {"lora": True},
+        {"checkpointing": True},
+        {"mixture": True},
+        {"data": rows(packed=True)},
+        {"autocast": True, "accumulation": 2, "data": rows(packed=True)},
+        {"joined": True},
+        {"joined": True, "autocast": True, "accumulation": 2, "data": rows(packed=True)},
+        {"joined": True, "checkpointing": True},
+        {"joined": True, "lora": True},
+        {"dropout": 0.1},
+        {"fp8": True},
         {"fp8": True, "autocast": True},
     ],
     ids=[
-        "plain", "autocast", "accumulation", "lora", "checkpointing", "mixture", "packed", "autocast-packed", "joined",
-        "joined-autocast-packed", "joined-checkpointing", "joined-lora", "dropout", "fp8", "fp8-autocast",
+        "plain",
+        "autocast",
+        "accumulation",
+        "lora",
+        "checkpointing",
+        "mixture",
+        "packed",
+        "autocast-packed",
+        "joined",
+        "joined-autocast-packed",
+        "joined-checkpointing",
+        "joined-lora",
+        "dropout",
+        "fp8",
+        "fp8-autocast",
     ],
-)  # fmt: skip
+)
 def test_the_bits_of_launched_steps(tmp_path, more, monkeypatch):
     calls, trials, perturbed, problem = [], [], trial.perturbed, packed.packing_problem
 
@@ -175,13 +207,25 @@ def test_a_teacher_out_of_a_cache(tmp_path, caches, kind):
         student = subject.student.cuda()
         patch(student, "student", attention="triton")
         args = TrainingArguments(
-            str(tmp_path), max_steps=16, per_device_train_batch_size=2, learning_rate=1e-3, logging_steps=1,
-            report_to="none", disable_tqdm=True, save_strategy="no", seed=5,
-        )  # fmt: skip
+            str(tmp_path),
+            max_steps=16,
+            per_device_train_batch_size=2,
+            learning_rate=1e-3,
+            logging_steps=1,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            seed=5,
+        )
         trainer = DistillationTrainer(
-            student, subject.teacher, args, loss=subject.loss, vocab_size=subject.vocab_size,
-            train_dataset=Dataset.from_list(subject.rows[:2]), callbacks=[watch],
-        )  # fmt: skip
+            student,
+            subject.teacher,
+            args,
+            loss=subject.loss,
+            vocab_size=subject.vocab_size,
+            train_dataset=Dataset.from_list(subject.rows[:2]),
+            callbacks=[watch],
+        )
         if graphed:
             trainer.add_callback(GraphedSteps([("student", student)], always=True, say=said.append))
         trainer.train()

@@ -108,10 +108,13 @@ def trainer_of(folder, kind, **settings):
     """A trainer on what the invariants look at, by kind of teacher."""
     subject = Caches(folder / "stored").subject(kind) if kind in CACHED else SUBJECTS[kind]()
     made = DistillationTrainer(
-        subject.student, subject.teacher,
-        arguments(folder / "run", max_grad_norm=1.0, **settings), loss=subject.loss, vocab_size=subject.vocab_size,
+        subject.student,
+        subject.teacher,
+        arguments(folder / "run", max_grad_norm=1.0, **settings),
+        loss=subject.loss,
+        vocab_size=subject.vocab_size,
         train_dataset=Dataset.from_list(subject.rows),
-    )  # fmt: skip
+    )
     return made, subject
 
 

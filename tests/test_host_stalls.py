@@ -60,9 +60,13 @@ def test_a_step_does_not_wait_for_the_gpu(tmp_path, overrides, packed):
     ids = torch.randint(3, 259, (32, 128)).tolist()
     rows = Dataset.from_list([{"input_ids": row, "labels": row, "position_ids": positions} for row in ids])
     trainer = DistillationTrainer(
-        student, tiny_model(hidden=256, seed=1, dtype=precision.teacher), made, train_dataset=rows,
-        callbacks=[Strict()], optimizer_cls_and_kwargs=fused_optimizer(recipe, made),
-    )  # fmt: skip
+        student,
+        tiny_model(hidden=256, seed=1, dtype=precision.teacher),
+        made,
+        train_dataset=rows,
+        callbacks=[Strict()],
+        optimizer_cls_and_kwargs=fused_optimizer(recipe, made),
+    )
     for model, role in ((trainer.objective.teacher.model, "teacher"), (student, "student")):
         patch(model, role)
     try:

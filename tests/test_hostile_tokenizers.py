@@ -63,9 +63,13 @@ def test_a_tokenizer_that_takes_too_long_is_ended(saved, monkeypatch):
 def test_a_normalizer_that_grows_only_with_the_data_is_refused_in_a_process_of_its_own(saved):
     grown = growing("", times=8)
     grown["normalizers"][0] = {"type": "Replace", "pattern": {"Regex": "[\u1200-\u1210]"}, "content": "a" * 90}
-    with_normalizer(saved, {"type": "Sequence", "normalizers": [
-        {"type": "Replace", "pattern": {"Regex": "a"}, "content": "b"}, *grown["normalizers"]
-    ]})  # fmt: skip
+    with_normalizer(
+        saved,
+        {
+            "type": "Sequence",
+            "normalizers": [{"type": "Replace", "pattern": {"Regex": "a"}, "content": "b"}, *grown["normalizers"]],
+        },
+    )
     tokenizer = load_tokenizer(Teacher(model=str(saved)))
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, {"text": "a \u1200 of Ethiopia"}]))
     with pytest.raises(ValueError, match=r"^teacher\.model: the tokenizer of .* 8 GiB of memory for some rows") as told:

@@ -49,9 +49,10 @@ def weights_are_forgotten(patch):
 def one_cap_for_all(patch):
     make = hidden.HiddenFormat.__init__
     patch.setattr(
-        hidden.HiddenFormat, "__init__",
+        hidden.HiddenFormat,
+        "__init__",
         lambda self, head, transform: make(self, head, transform._replace(softcap=None)),
-    )  # fmt: skip
+    )
 
 
 def logits_are_mixed(patch):
@@ -71,10 +72,12 @@ def logits_are_mixed(patch):
 def second_teacher_reads_other_ids(patch):
     read = loaded.last_hidden
     patch.setattr(
-        loaded, "last_hidden",
-        lambda model, inputs: read(model, {**inputs, "input_ids": inputs["input_ids"].roll(
-            int(model.config.model_type == "gemma2"), dims=1)}),
-    )  # fmt: skip
+        loaded,
+        "last_hidden",
+        lambda model, inputs: read(
+            model, {**inputs, "input_ids": inputs["input_ids"].roll(int(model.config.model_type == "gemma2"), dims=1)}
+        ),
+    )
 
 
 def the_second_teacher_sees_all(patch):
@@ -123,17 +126,19 @@ def spans_one_token_late(patch):
 def shared_tokens_are_off_by_one(patch):
     make = SpansFormat.__init__
     patch.setattr(
-        SpansFormat, "__init__",
+        SpansFormat,
+        "__init__",
         lambda self, inner, shared: make(self, inner, shared._replace(teacher=np.roll(shared.teacher, 1))),
-    )  # fmt: skip
+    )
 
 
 def the_student_reads_for_both(patch):
     targets = CrossTeacher.targets
     patch.setattr(
-        CrossTeacher, "targets",
+        CrossTeacher,
+        "targets",
         lambda self, batch: targets(self, {**batch, "teacher_input_ids": batch["teacher_input_ids"].roll(1, dims=1)}),
-    )  # fmt: skip
+    )
 
 
 def distances_may_be_negative(patch):
@@ -226,9 +231,10 @@ def temperature_for_its_square(patch):
 
     forward = FusedTopKKLLoss.forward
     patch.setattr(
-        FusedTopKKLLoss, "forward",
+        FusedTopKKLLoss,
+        "forward",
         lambda self, *args, **kwargs: forward(self, *args, **kwargs) / self.objective.temperature,
-    )  # fmt: skip
+    )
 
 
 # ------------------------------------------------------------------ faults: the student's own answers

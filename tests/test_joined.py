@@ -100,9 +100,12 @@ def test_an_output_that_is_used_twice():
 def test_what_does_not_lie_side_by_side(change):
     first, second = joined(4, 6)
     pairs = {
-        "order": (second, first), "another": (first, torch.randn(6, 16)), "copied": (first, second.detach().clone()),
-        "transposed": (first, torch.randn(16, 6).t()), "dtype": (first, second.detach().double()),
-    }  # fmt: skip
+        "order": (second, first),
+        "another": (first, torch.randn(6, 16)),
+        "copied": (first, second.detach().clone()),
+        "transposed": (first, torch.randn(16, 6).t()),
+        "dtype": (first, second.detach().double()),
+    }
     assert side_by_side([first, second]).shape == (10, 16)
     assert side_by_side(pairs[change]) is None
 
@@ -287,10 +290,13 @@ def test_adapters_in_fp64(lie, scales):
     weights = weights if lie == "joined" else [w.clone() for w in weights]
     biases = list(torch.randn(12, dtype=torch.float64).split([8, 4]))
     adapters = [
-        (torch.randn(3, 16, dtype=torch.float64, requires_grad=True),
-         torch.randn(size, 3, dtype=torch.float64, requires_grad=True), scale)
+        (
+            torch.randn(3, 16, dtype=torch.float64, requires_grad=True),
+            torch.randn(size, 3, dtype=torch.float64, requires_grad=True),
+            scale,
+        )
         for size, scale in zip((8, 4), scales, strict=True)
-    ]  # fmt: skip
+    ]
     x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
     leaves = [x, *(matrix for a, b, _ in adapters for matrix in (a, b))]
     results = []
@@ -298,8 +304,10 @@ def test_adapters_in_fp64(lie, scales):
         if one:
             outputs = lora_linears(x, weights, biases, adapters)
         else:
-            outputs = [reference_lora_linear(x, *parts) for parts in
-                       ((w, c, *own) for w, c, own in zip(weights, biases, adapters, strict=True))]  # fmt: skip
+            outputs = [
+                reference_lora_linear(x, *parts)
+                for parts in ((w, c, *own) for w, c, own in zip(weights, biases, adapters, strict=True))
+            ]
         results.append([*outputs, *torch.autograd.grad(sum(y.sin().sum() for y in outputs), leaves)])
     for got, right in zip(*results, strict=True):
         assert (got - right).abs().max() <= 1e-12 * right.abs().max()

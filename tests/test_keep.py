@@ -132,8 +132,10 @@ def test_on_a_gpu_what_is_read_has_the_bits_of_what_was_said(here, asked):
 
 @pytest.mark.full
 def test_the_first_epoch_is_a_run_without_and_the_second_asks_nothing(here, asked):
-    plain, kept = (run(recipe("train.epochs=1", *more), name=name) for name, more in
-                   (("plain", ["teacher.keep=null"]), ("kept", [])))  # fmt: skip
+    plain, kept = (
+        run(recipe("train.epochs=1", *more), name=name)
+        for name, more in (("plain", ["teacher.keep=null"]), ("kept", []))
+    )
     assert losses(kept) == losses(plain) and same(weights(kept), weights(plain))
     assert (kept.before, kept.after) == (plain.before, plain.after)
     first = len(asked)
@@ -159,8 +161,12 @@ def test_a_full_folder_is_a_cache_that_needs_no_weights(here, asked, unloaded, c
     assert losses(cached) == losses(again) and same(weights(cached), weights(again))
     # the first epoch's numbers are the loaded teacher's, the second's were read
     assert losses(first) == losses(again) and same(weights(first), weights(again))
-    other = ["loss={temperature: 2.0, terms: [{type: jsd, beta: 0.3}, {type: cross_entropy, weight: 0.2}]}",
-             "student={init: random, config: student}", "train.epochs=1", "train.seed=7"]  # fmt: skip
+    other = [
+        "loss={temperature: 2.0, terms: [{type: jsd, beta: 0.3}, {type: cross_entropy, weight: 0.2}]}",
+        "student={init: random, config: student}",
+        "train.epochs=1",
+        "train.seed=7",
+    ]
     result = run(recipe(*other), name="other")
     assert result.after.forward_kl < result.before.forward_kl
     assert run_command(["verify", "kept"]) == 0 and "DAMAGED" not in capsys.readouterr().out
@@ -360,11 +366,17 @@ def test_two_processes_with_a_teacher_in_shards(here):
 
 def test_a_second_run_reads_while_the_first_stores(here, asked):
     holder = Forked(
-        ["-c", "import sys, time; from pathlib import Path; from distill.core.files import try_lock; "
-               "Path('kept').mkdir(exist_ok=True); f = open('kept/.keep-0000.lock', 'w'); assert try_lock(f.fileno()); "
-               "print('held', flush=True); time.sleep(300)"],
-        cwd=here, env=clean_environment(), stdout=PIPE, stderr=PIPE,
-    )  # fmt: skip
+        [
+            "-c",
+            "import sys, time; from pathlib import Path; from distill.core.files import try_lock; "
+            "Path('kept').mkdir(exist_ok=True); f = open('kept/.keep-0000.lock', 'w'); assert try_lock(f.fileno()); "
+            "print('held', flush=True); time.sleep(300)",
+        ],
+        cwd=here,
+        env=clean_environment(),
+        stdout=PIPE,
+        stderr=PIPE,
+    )
     run(recipe("train={steps: 3, batch_size: 2, device: cpu}", "teacher.keep=begun"), name="first")
     shutil.copytree("begun", "kept", dirs_exist_ok=True)
     try:

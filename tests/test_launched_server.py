@@ -39,8 +39,14 @@ train: {steps: 5, batch_size: 1, tokens_per_step: 128, learning_rate: 3e-3, warm
         device: cpu}
 generate: {prompts: [], max_new_tokens: 4}
 """
-OWN = ["data.source=pairs.jsonl", "data.max_length=96", "loss.terms=[{type: reverse_kl}]", "train.steps=3",
-       "train.tokens_per_step=192", "data.on_policy={fraction: 0.5, max_new_tokens: 6, ahead: 1}"]  # fmt: skip
+OWN = [
+    "data.source=pairs.jsonl",
+    "data.max_length=96",
+    "loss.terms=[{type: reverse_kl}]",
+    "train.steps=3",
+    "train.tokens_per_step=192",
+    "data.on_policy={fraction: 0.5, max_new_tokens: 6, ahead: 1}",
+]
 CASES = {
     "plain": ["train.eval_every=2"],
     "on-policy": OWN,
@@ -181,9 +187,9 @@ def assert_same(one, other):
     assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-@pytest.mark.parametrize("case", [
-    "plain", *(pytest.param(case, marks=pytest.mark.full) for case in CASES if case != "plain")
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "case", ["plain", *(pytest.param(case, marks=pytest.mark.full) for case in CASES if case != "plain")]
+)
 def test_it_is_the_same_to_the_bit(alone, capsys, case):
     expected = alone(case)
     capsys.readouterr()

@@ -15,11 +15,16 @@ from distill_kernels import (
 )
 
 CALLS = {
-    "softmax": softmax, "rms_norm": rms_norm, "layer_norm": layer_norm, "swiglu": swiglu, "geglu": geglu,
-    "add_rms_norm": lambda x: add_rms_norm(x, x), "bias_gelu": lambda x: bias_gelu(x, x[0]),
+    "softmax": softmax,
+    "rms_norm": rms_norm,
+    "layer_norm": layer_norm,
+    "swiglu": swiglu,
+    "geglu": geglu,
+    "add_rms_norm": lambda x: add_rms_norm(x, x),
+    "bias_gelu": lambda x: bias_gelu(x, x[0]),
     "kl_probabilities": lambda x: kl_probabilities(x, x),
     "rope": lambda x: rope(x[None, None], x[None, None], x[None], x[None]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CALLS)

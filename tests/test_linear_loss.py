@@ -45,9 +45,16 @@ def fused(heads, terms, labels, scale, vocab, *, rows=None, wanted=None, biases=
     teacher = Head(xt, wt, biases[1]) if objective.needs_teacher else None
     wanted = wanted or Wanted(True, True, biases[0] is not None)
     return fused_linear_divergence(
-        Head(x, w, biases[0]), teacher, Batch(labels, scale, rows), objective, wanted,
-        vocab=vocab, dtype=x.dtype, descriptors=descriptors, **more,
-    )  # fmt: skip
+        Head(x, w, biases[0]),
+        teacher,
+        Batch(labels, scale, rows),
+        objective,
+        wanted,
+        vocab=vocab,
+        dtype=x.dtype,
+        descriptors=descriptors,
+        **more,
+    )
 
 
 def setup(device, rows, vocab, dtype, *, hidden=(32, 48), ignored=()):
@@ -106,9 +113,15 @@ def test_full_size(device, rows, vocab):
     objective = make_objective(MIXED)
     x, w, xt, wt = (t.double() for t in heads)
     exact = reference_linear_divergence(
-        Head(x, w), Head(xt, wt), Batch(labels, scale.double(), None), objective, Wanted(True, True),
-        vocab=vocab, dtype=torch.float64, workspace=8 << 30,
-    )  # fmt: skip
+        Head(x, w),
+        Head(xt, wt),
+        Batch(labels, scale.double(), None),
+        objective,
+        Wanted(True, True),
+        vocab=vocab,
+        dtype=torch.float64,
+        workspace=8 << 30,
+    )
     assert relative_error(outcome.loss, exact.loss) < 3e-4
     assert relative_error(outcome.hidden, exact.hidden) < 3e-3
     assert relative_error(outcome.weight, exact.weight) < 3.5e-3
@@ -132,9 +145,17 @@ def test_bias_scale_soft_cap_and_smoothing(kernel_device, descriptors):
     biases = tuple(torch.randn(300, device=kernel_device).bfloat16() for _ in range(2))
     hard = {"label_smoothing": 0.1, "z_loss": 1e-3}
     outcome = fused(
-        heads, MIXED, labels, scale, 300, biases=biases, descriptors=descriptors,
-        student_logit_scale=0.6, student_softcap=8.0, **hard,
-    )  # fmt: skip
+        heads,
+        MIXED,
+        labels,
+        scale,
+        300,
+        biases=biases,
+        descriptors=descriptors,
+        student_logit_scale=0.6,
+        student_softcap=8.0,
+        **hard,
+    )
     check(outcome, heads, MIXED, labels, scale, 300, torch.bfloat16, biases=biases, cap=8.0, logit_scale=0.6, **hard)
 
 
@@ -205,9 +226,14 @@ def test_lora_head(kernel_device, path):
 
     run = fused_linear_divergence if path == "fused" else reference_linear_divergence
     outcome = run(
-        Head(x, w, None, a, b, 0.5), Head(xt, wt), Batch(labels, scale, None), make_objective(MIXED),
-        Wanted(hidden=True, lora_a=True, lora_b=True), vocab=300, dtype=x.dtype,
-    )  # fmt: skip
+        Head(x, w, None, a, b, 0.5),
+        Head(xt, wt),
+        Batch(labels, scale, None),
+        make_objective(MIXED),
+        Wanted(hidden=True, lora_a=True, lora_b=True),
+        vocab=300,
+        dtype=x.dtype,
+    )
     assert outcome.weight is None
     ours = (outcome.loss, outcome.hidden, outcome.lora_a, outcome.lora_b)
     for name, mine, eager, exact in zip(
@@ -318,9 +344,15 @@ def test_cpu_products_find_numbers_beyond_the_ends_of_rows(monkeypatch, vocab, d
     wanted, batch = Wanted(True, True, lora_a=True, lora_b=True), Batch(labels, scale, None)
     with interpreted():
         fused_linear_divergence(
-            student, teacher, batch, make_objective(MIXED), wanted, vocab=vocab, dtype=torch.bfloat16,
+            student,
+            teacher,
+            batch,
+            make_objective(MIXED),
+            wanted,
+            vocab=vocab,
+            dtype=torch.bfloat16,
             descriptors=descriptors,
-        )  # fmt: skip
+        )
     assert any(seen), "no operand with room beyond its rows was seen"
 
 
@@ -339,17 +371,27 @@ def test_strided_inputs(kernel_device):
     assert not fits_blocks(Head(*transposed[:2]), transposed[0])
 
 
-PLANS = [(rows, vocab, hidden, mib) for rows in (1, 127, 513, 2048, 8192, 9000, 65536) for vocab in (32000, 262144)
-         for hidden in (576, 4096) for mib in (None, 64, 256)]  # fmt: skip
+PLANS = [
+    (rows, vocab, hidden, mib)
+    for rows in (1, 127, 513, 2048, 8192, 9000, 65536)
+    for vocab in (32000, 262144)
+    for hidden in (576, 4096)
+    for mib in (None, 64, 256)
+]
 
 
 @pytest.mark.parametrize("models", [1, 2])
 @pytest.mark.parametrize("rows, vocab, hidden, mib", PLANS)
 def test_plans_cover_all_rows_within_their_buffer(rows, vocab, hidden, mib, models):
     plan = plan_chunks(
-        rows, vocab, logit_bytes=2, models=models, weight_bytes=2 * vocab * hidden, memory_bytes=80 << 30,
+        rows,
+        vocab,
+        logit_bytes=2,
+        models=models,
+        weight_bytes=2 * vocab * hidden,
+        memory_bytes=80 << 30,
         workspace=None if mib is None else mib << 20,
-    )  # fmt: skip
+    )
     assert sum(map(sum, plan.groups)) == rows
     for index, group in enumerate(plan.groups):
         used = 0
@@ -365,8 +407,6 @@ def test_plans_cover_all_rows_within_their_buffer(rows, vocab, hidden, mib, mode
 
 
 def test_the_plan_of_the_main_shape():
-    plan = plan_chunks(
-        8192, 128256, logit_bytes=2, models=2, weight_bytes=2 * 128256 * 2048, memory_bytes=140 << 30
-    )  # fmt: skip
+    plan = plan_chunks(8192, 128256, logit_bytes=2, models=2, weight_bytes=2 * 128256 * 2048, memory_bytes=140 << 30)
     assert [sum(group) for group in plan.groups] == [4096, 4096] and not plan.wide
     assert plan_chunks(0, 8, logit_bytes=2, models=2, weight_bytes=1, memory_bytes=1 << 30).groups == ()

@@ -88,9 +88,16 @@ def test_a_step_walks_over_no_model(tmp_path, monkeypatch, lora):
         return inner(self, memo, *args, **kwargs)
 
     arguments = TrainingArguments(
-        str(tmp_path), max_steps=4, per_device_train_batch_size=2, report_to="none", disable_tqdm=True, use_cpu=True,
-        save_strategy="no", max_grad_norm=1.0, logging_steps=100,
-    )  # fmt: skip
+        str(tmp_path),
+        max_steps=4,
+        per_device_train_batch_size=2,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        save_strategy="no",
+        max_grad_norm=1.0,
+        logging_steps=100,
+    )
     rows = [{"input_ids": list(range(start, start + 9))} for start in range(3, 15)]
     trainer = DistillationTrainer(student, tiny_model(), arguments, train_dataset=rows, callbacks=[Count()])
     monkeypatch.setattr(nn.Module, "named_modules", counted)

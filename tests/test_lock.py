@@ -59,8 +59,11 @@ def change_teacher(workplace):
 
 
 def change_template(workplace):
-    save_tiny(workplace / "teacher", tiny_model(tiny_tokenizer(), layers=3, seed=1),
-              tiny_tokenizer(chat_template="{{ messages[0]['content'] }}"))  # fmt: skip
+    save_tiny(
+        workplace / "teacher",
+        tiny_model(tiny_tokenizer(), layers=3, seed=1),
+        tiny_tokenizer(chat_template="{{ messages[0]['content'] }}"),
+    )
 
 
 @pytest.mark.few(2)

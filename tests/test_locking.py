@@ -177,8 +177,11 @@ def two(workplace, name, code=("-c", START), **more):
     """A run of two processes; `code` starts them."""
     (workplace / "long.yaml").write_text(LONG)
     environment = {key: value for key, value in os.environ.items() if key not in ranks.LAUNCHED}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "CUDA_VISIBLE_DEVICES": "",
-                    "OMP_NUM_THREADS": "1"}  # fmt: skip
+    environment |= {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     environment.pop("TRITON_INTERPRET", None)
     with (workplace / f"{name}.txt").open("w") as out:
         command = [sys.executable, *code, "run", "long.yaml", "--name", name]
@@ -270,9 +273,13 @@ def test_processes_that_torchrun_starts_again_find_each_other(tmp_path, rendezvo
     port = [] if rendezvous else [f"--master-port={free_port()}"]
     command = ["-m", "torch.distributed.run", *rendezvous, *port, "--nproc-per-node=2", "--max-restarts=1", "again.py"]
     done = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        [sys.executable, *command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     # A file a rank: two processes that print into one pipe share its lines.
     assert [(tmp_path / f"said-by-{rank}").read_text() for rank in (0, 1)] == ["[('1', 0), ('1', 1)]"] * 2

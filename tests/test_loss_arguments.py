@@ -207,8 +207,10 @@ def test_what_a_gpu_may_not_look_at_is_not_a_number(kernel_device):
     run = functools.partial(fused_linear_divergence, wanted=wanted, vocab=V, dtype=torch.float32)
     full = run(student, Head(t["xt"], t["wt"]), Batch(t["labels"], scale, None), objective)
     soft = make_objective(MIXED[:1])
-    some = [run(student, None, Batch(None, scale, None, TopK(t["ids"], t["top"], tail)), soft)
-            for tail in ("bucket", "renormalize", "sampled")]  # fmt: skip
+    some = [
+        run(student, None, Batch(None, scale, None, TopK(t["ids"], t["top"], tail)), soft)
+        for tail in ("bucket", "renormalize", "sampled")
+    ]
     for outcome in (full, *some):
         assert outcome.loss[2].isnan() and outcome.loss.isnan().sum() == 1
 

@@ -250,9 +250,34 @@ def test_opcheck(where):
     wanted = [True, True, False, False, False, True]
     torch.library.opcheck(
         linear_divergence_op,
-        (x, w, None, None, None, [xt], [wt], [None], labels, scale, None, [], objective, 1.0, V, torch.float32, None,
-         False, False, False, wanted, None, None, "", ""),
-    )  # fmt: skip
+        (
+            x,
+            w,
+            None,
+            None,
+            None,
+            [xt],
+            [wt],
+            [None],
+            labels,
+            scale,
+            None,
+            [],
+            objective,
+            1.0,
+            V,
+            torch.float32,
+            None,
+            False,
+            False,
+            False,
+            wanted,
+            None,
+            None,
+            "",
+            "",
+        ),
+    )
 
 
 @pytest.mark.parametrize(
@@ -280,9 +305,7 @@ def test_opcheck(where):
 )
 def test_mistakes_are_named(change, field):
     x, w, xt, wt, labels = draw(torch.device("cpu"))
-    arguments = {
-        "student_hidden": x, "student_weight": w, "teacher_hidden": xt, "teacher_weight": wt, "labels": labels
-    }  # fmt: skip
+    arguments = {"student_hidden": x, "student_weight": w, "teacher_hidden": xt, "teacher_weight": wt, "labels": labels}
     with pytest.raises(ValueError, match=field):
         FusedKLLoss(ce_weight=1.0)(**(arguments | change))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import relative_error
 from peft import LoraConfig, get_peft_model
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_tiny, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,11 +19,6 @@ from distill.models.source import resolve_model_source
 from distill.recipe import FromTeacher, Lora, Student, Teacher
 
 TEXT = "The teacher explains and the student listens."
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
 
 
 @pytest.fixture(scope="module")

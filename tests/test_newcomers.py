@@ -348,10 +348,13 @@ def test_chat_remembers_its_turns_and_ends_with_the_pipe(folder, monkeypatch, ca
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\nWho?\n/new\nAgain\n"))
     assert run_command(["chat", "small", "--teacher", "big", "--system", "Be brief", "--max-new-tokens", "4"]) == 0
     assert asked == [
-        ["Be brief", "Hello"], ["Be brief", "Hello"],
-        ["Be brief", "Hello", "reply 1", "Who?"], ["Be brief", "Hello", "reply 2", "Who?"],
-        ["Be brief", "Again"], ["Be brief", "Again"],
-    ]  # fmt: skip
+        ["Be brief", "Hello"],
+        ["Be brief", "Hello"],
+        ["Be brief", "Hello", "reply 1", "Who?"],
+        ["Be brief", "Hello", "reply 2", "Who?"],
+        ["Be brief", "Again"],
+        ["Be brief", "Again"],
+    ]
     said = capsys.readouterr().out
     assert said.splitlines()[:4] == ["--- teacher", "reply 1", "--- student", "reply 2"]
 

@@ -1,6 +1,5 @@
 """The student's own words in training: what is replaced, what trains; ranks, batches and resumes change nothing."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from test_trainer import arguments, weights
-from tiny import save_models, tiny_model, tiny_tokenizer
+from tiny import tiny_model, tiny_tokenizer
 from transformers import TrainingArguments
 from two_ranks import run_as_two
 
@@ -21,7 +20,7 @@ from distill.generation.from_recipe import on_policy_of
 from distill.generation.on_policy import OnPolicy
 from distill.generation.sampling import GREEDY, Sampling
 from distill.models.patching import patch
-from distill.recipe import RecipeError, parse
+from distill.recipe import parse
 from distill.teachers.objective import DistillationObjective
 from distill.training.checkpoints import checkpoints
 from distill.training.progress import MetricsFile, read_metrics
@@ -123,9 +122,14 @@ def test_the_step_counts_generated_tokens(tmp_path):
 def two_steps_of_eight(folder, batch, accumulation):
     """Weights, and of each step how many answers are the student's and how many tokens train."""
     made = trainer(
-        folder, max_steps=2, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation,
-        optim="sgd", learning_rate=1.0, own={"fraction": 0.5, "max_new_tokens": 3},
-    )  # fmt: skip
+        folder,
+        max_steps=2,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        optim="sgd",
+        learning_rate=1.0,
+        own={"fraction": 0.5, "max_new_tokens": 3},
+    )
     made.train()
     logged = [entry for entry in made.state.log_history if "rollouts" in entry]
     counts = [[entry[key] for key in ("rollouts", "trained_tokens", "rollout_truncated")] for entry in logged]
@@ -265,19 +269,35 @@ def test_resume_says_the_same_words(tmp_path):
     def student():
         return tiny_model(attention_dropout=0.1)
 
-    settings = {"max_steps": 6, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2,
-                "own": {"fraction": 0.7}, "data": packed(pairs(24), 2)}  # fmt: skip
+    settings = {
+        "max_steps": 6,
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "own": {"fraction": 0.7},
+        "data": packed(pairs(24), 2),
+    }
 
     def run(name, **more):
         model = student()
         made = DistillationTrainer(
-            model, tiny_model(seed=1, hidden=64),
-            TrainingArguments(str(tmp_path / name), per_device_train_batch_size=2, learning_rate=1e-3, logging_steps=1,
-                              report_to="none", disable_tqdm=True, use_cpu=True, seed=3,
-                              **{k: v for k, v in settings.items() if k not in ("own", "data")}),
-            loss="reverse_kl", train_dataset=Dataset.from_list(settings["data"]),
+            model,
+            tiny_model(seed=1, hidden=64),
+            TrainingArguments(
+                str(tmp_path / name),
+                per_device_train_batch_size=2,
+                learning_rate=1e-3,
+                logging_steps=1,
+                report_to="none",
+                disable_tqdm=True,
+                use_cpu=True,
+                seed=3,
+                **{k: v for k, v in settings.items() if k not in ("own", "data")},
+            ),
+            loss="reverse_kl",
+            train_dataset=Dataset.from_list(settings["data"]),
             callbacks=[MetricsFile(tmp_path / f"{name}.jsonl")],
-        )  # fmt: skip
+        )
         made.on_policy = on_policy(model, **settings["own"])
         made.train(**more)
         return made
@@ -314,90 +334,6 @@ loss: {terms: [{type: jsd, beta: 0.5}]}
 train: {steps: 3, batch_size: 2, learning_rate: 1e-3, warmup: 0, log_every: 1, device: cpu}
 generate: {prompts: []}
 """
-
-
-@pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"seed": 2})
-    lines = [json.dumps({"prompt": f"Question {n}?", "completion": f"It is {n * n}."}) for n in range(60)]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_a_run_with_the_recipes_section(workplace):
-    from distill.run import run
-
-    folder = run(parse(RECIPE)).folder
-    rows = read_metrics(folder / "metrics.jsonl")
-    assert all(row["rollouts"] > 0 and row["rollout_length"] <= 8 for row in rows if "loss" in row)
-    assert (folder / "student" / "config.json").exists()
-
-
-def test_data_without_prompts_are_refused_before_weights_are_read(workplace, monkeypatch):
-    import distill.run
-
-    Path("plain.txt").write_text("Running text, line by line.\n" * 60)
-    monkeypatch.setattr(distill.run, "opened_pair", lambda *args, **kwargs: pytest.fail("the models are read"))
-    with pytest.raises(ValueError, match=r"data\.on_policy: needs prompts"):
-        distill.run.run(parse(RECIPE, ["data.source=plain.txt"]))
-
-
-def test_memory_is_counted(workplace):
-    from distill.planning.devices import find_device
-    from distill.planning.memory import step_memory
-    from distill.planning.preflight import check, situation_of
-    from distill.teachers.registry import source_of
-
-    with_own, without = (
-        step_memory(situation_of(made, find_device("cpu"), 1))
-        for made in (parse(RECIPE), parse(RECIPE, ["data.on_policy.fraction=0"]))
-    )
-    cache = 1.5 * 64 * 64 * 2 * 2 * 16 * 4  # batch, slots, keys and values, layers, their width, bytes
-    assert with_own.parts["cache of rollouts"] == cache
-    assert with_own.peak - without.peak == cache and "cache of rollouts" not in without.parts
-    recipe = parse(RECIPE)
-    longest = source_of(recipe).vocabulary().read(recipe.data, recipe.train.seed).report.longest
-    read = check(recipe, find_device("cpu")).memory.parts["cache of rollouts"]
-    assert read == cache / 64 * (longest + recipe.data.on_policy.max_new_tokens) and 0 < longest < 64 - 8
-    situation = situation_of(parse(RECIPE, ["data.on_policy.ahead=1"]), find_device("cpu"), 1)
-    ahead = step_memory(situation)
-    assert ahead.parts["cache of rollouts"] == 2 * cache == cache + ahead.peak - with_own.peak
-
-
-@pytest.mark.parametrize(
-    "override, message",
-    [
-        ("loss.terms=[{type: cross_entropy}]", "cross_entropy"),
-        ("data.format=text", "no prompts"),
-        ("data.on_policy.fraction=1.5", "fraction"),
-        ("data.on_policy.engine=magic", "engine"),
-        ("data.on_policy.max_new_tokens=0", "max_new_tokens"),
-        ("teacher={type: cache, path: there}", "a cached teacher has not read"),
-        ("student.vocabulary=cross", "not with student.vocabulary: cross"),
-    ],
-)
-def test_recipes_that_cannot_work_are_refused(override, message):
-    with pytest.raises(RecipeError, match=message):
-        parse(RECIPE, [override])
-
-
-def test_a_fraction_of_zero_is_the_plain_run():
-    recipe = parse(RECIPE, ["data.on_policy.fraction=0", "loss.terms=[{type: cross_entropy}]"])
-    assert on_policy_of(recipe, None, None, report=DataReport(format="text"), vocab_size=1) is None
-    assert parse(RECIPE, ["data.on_policy=null"]).data.on_policy is None
-
-
-def test_what_cannot_be_answered_is_refused():
-    recipe, model, tokenizer = parse(RECIPE), tiny_model(), tiny_tokenizer()
-    more = {"vocab_size": 259}
-    with pytest.raises(ValueError, match="needs prompts"):
-        on_policy_of(recipe, model, tokenizer, report=DataReport(format="text (text)"), **more)
-    with pytest.raises(ValueError, match="needs prompts"):
-        on_policy_of(recipe, model, None, report=DataReport(), **more)
-    with pytest.raises(ValueError, match="vllm is not installed"):
-        vllm, chats = parse(RECIPE, ["data.on_policy.engine=vllm"]), DataReport(format="chat (messages)")
-        on_policy_of(vllm, model, tokenizer, report=chats, **more)
 
 
 if __name__ == "__main__":  # one of two processes

@@ -28,7 +28,7 @@ def arguments(recipe, device, folder, **more):
     device = torch.device(device)
     return training_arguments(
         recipe, folder, rows=8, device=device, precision=resolve_precision(recipe, device), **more
-    )  # fmt: skip
+    )
 
 
 def test_on_a_cpu_torch_serves(tmp_path: Path):
@@ -110,14 +110,26 @@ def test_clipping_within_the_optimizers_step_is_clipping(tmp_path, monkeypatch):
         norms = []
         monkeypatch.setattr("distill.training.health.joins_on", lambda device, within=within: within)
         arguments = TrainingArguments(
-            str(tmp_path), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, max_grad_norm=1e-2,
-            logging_steps=1, report_to="none", disable_tqdm=True, use_cpu=True, save_strategy="no", seed=3,
-        )  # fmt: skip
+            str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            max_grad_norm=1e-2,
+            logging_steps=1,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            save_strategy="no",
+            seed=3,
+        )
         rows = [{"input_ids": list(range(start, start + 9))} for start in range(3, 15)]
         trainer = DistillationTrainer(
-            tiny_model(), tiny_model(seed=1), arguments, train_dataset=rows,
+            tiny_model(),
+            tiny_model(seed=1),
+            arguments,
+            train_dataset=rows,
             optimizer_cls_and_kwargs=(FusedAdamW, {"lr": 1e-2, "eps": 1e-2}),
-        )  # fmt: skip
+        )
         clip = trainer._clip_grad_norm
 
         def see(model, clip=clip, norms=norms):

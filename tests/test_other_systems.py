@@ -94,9 +94,17 @@ def test_every_module_is_imported(system, workplace):
     assert count > 0.85 * len(files)
 
 
-TINY = ["teacher.model=teacher", "teacher.config=null", "student.config=null", "student.from_teacher.layers=2",
-        "train.steps=2", "train.save_every=1", "data.max_length=64", "data.max_rows=60",
-        "generate.prompts=[One]"]  # fmt: skip
+TINY = [
+    "teacher.model=teacher",
+    "teacher.config=null",
+    "student.config=null",
+    "student.from_teacher.layers=2",
+    "train.steps=2",
+    "train.save_every=1",
+    "data.max_length=64",
+    "data.max_rows=60",
+    "generate.prompts=[One]",
+]
 
 
 COMMANDS = """

@@ -27,9 +27,9 @@ def batch_of(packed, device, learned=0.4):
         ids = torch.randint(3, 250, (length,), generator=draw)
         labels = torch.where(torch.rand(length, generator=draw) < learned, ids, -100)
         cut = 9 if packed else 0
-        rows.append({
-            "input_ids": ids.tolist(), "labels": labels.tolist(), "position_ids": [*range(cut), *range(length - cut)],
-        })  # fmt: skip
+        rows.append(
+            {"input_ids": ids.tolist(), "labels": labels.tolist(), "position_ids": [*range(cut), *range(length - cut)]}
+        )
     collated = Collator(0, omit_plain_positions=not packed)(rows)
     return {name: tensor.to(device) for name, tensor in collated.items()}
 
@@ -152,11 +152,19 @@ def test_in_bf16_the_loss_differs_by_rounding(monkeypatch):
 
     teacher, student = (
         tiny_model(
-            hidden=hidden, layers=2, dtype=torch.bfloat16, seed=seed, intermediate_size=inner, num_attention_heads=32,
-            num_key_value_heads=8, head_dim=hidden // 32, vocab_size=32_000, initializer_range=0.02,
+            hidden=hidden,
+            layers=2,
+            dtype=torch.bfloat16,
+            seed=seed,
+            intermediate_size=inner,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=hidden // 32,
+            vocab_size=32_000,
+            initializer_range=0.02,
         ).cuda()
         for hidden, inner, seed in ((4096, 14336, 0), (2048, 8192, 1))
-    )  # fmt: skip
+    )
     batch = chats(32_000, 2, 2048)
     for model, role in ((teacher, "teacher"), (student, "student")):
         patch(model, role)

@@ -257,9 +257,12 @@ def test_under_autocast_the_products_are_in_16_bits():
     many = {"hidden": torch.randn(4, 100, H, generator=torch.Generator().manual_seed(4)), "weight": student["weight"]}
     targets = torch.randn(4, 100, HT, generator=torch.Generator().manual_seed(5))
     call = HeadCall(
-        many["hidden"], HeadWeights(many["weight"], None, None), LossInputs(targets, None, False),
-        torch.zeros(4, 100, dtype=torch.int64), None,
-    )  # fmt: skip
+        many["hidden"],
+        HeadWeights(many["weight"], None, None),
+        LossInputs(targets, None, False),
+        torch.zeros(4, 100, dtype=torch.int64),
+        None,
+    )
     with torch.autocast("cpu", torch.bfloat16):
         ids, log_p = loss_of().own_tokens(call, HeadWeights(teacher["weight"], None, None))
     narrow = {name: value.detach().bfloat16().float() for name, value in many.items()}
@@ -274,9 +277,13 @@ def test_under_autocast_the_products_are_in_16_bits():
 
 @pytest.mark.parametrize(
     "others, called_, weight",
-    [([], "kl", 1.0), ([("cross_entropy", 0.5)], "kl", 1.0), ([("reverse_kl", 0.3)], "kl", 0.3),
-     ([("jsd", 0.3), ("cross_entropy", 0.5)], "divergence", 0.3)],
-)  # fmt: skip
+    [
+        ([], "kl", 1.0),
+        ([("cross_entropy", 0.5)], "kl", 1.0),
+        ([("reverse_kl", 0.3)], "kl", 0.3),
+        ([("jsd", 0.3), ("cross_entropy", 0.5)], "divergence", 0.3),
+    ],
+)
 def test_it_is_summed_with_others_and_the_figures_are_of_whole_distributions(others, called_, weight):
     """Alone, or with hard labels alone, those of the forward KL; the log divides by the weight."""
     term = {"type": "top_k_reverse_kl", "k": 8, "weight": 0.7}
@@ -305,10 +312,12 @@ def test_it_is_summed_with_others_and_the_figures_are_of_whole_distributions(oth
 
 def test_its_weight_follows_a_schedule():
     """Down to 0, where hard labels are all that is left and the teacher is not asked."""
-    section = Loss.model_validate({
-        "terms": [{"type": "top_k_reverse_kl", "k": 8}, {"type": "cross_entropy", "weight": 0.5}],
-        "schedule": [{"setting": "terms.0.weight", "steps": [0, 4], "values": [1.0, 0.0]}],
-    })  # fmt: skip
+    section = Loss.model_validate(
+        {
+            "terms": [{"type": "top_k_reverse_kl", "k": 8}, {"type": "cross_entropy", "weight": 0.5}],
+            "schedule": [{"setting": "terms.0.weight", "steps": [0, 4], "values": [1.0, 0.0]}],
+        }
+    )
     subject = one()
     subject.loss = section
     objective = subject.objective()
@@ -329,8 +338,11 @@ TERM = "loss: {temperature: 2, terms: [{type: top_k_reverse_kl}]}\n"
 def test_recipes_that_have_it():
     recipe = parse(BASE + TERM)
     assert parse(dump(recipe)) == recipe and recipe.loss.terms[0].model_dump() == {
-        "type": "top_k_reverse_kl", "weight": 1.0, "k": 64, "tail": "bucket"
-    }  # fmt: skip
+        "type": "top_k_reverse_kl",
+        "weight": 1.0,
+        "k": 64,
+        "tail": "bucket",
+    }
     parse(BASE + TERM, ["data.on_policy={fraction: 0.5, temperature: 0.7}"])
     parse(BASE + TERM, ["teacher={type: cache, path: there}"])  # which may hold hidden states
     parse(BASE + TERM, ["loss.plugin={file: p.py, sha256: " + "0" * 64 + "}"])

@@ -16,14 +16,28 @@ from distill.recipe import dump, parse
 from distill.teachers.opening import check_packing
 
 MLA = {
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
-    "num_key_value_heads": 4, "head_dim": 8, "index_head_dim": 16,
-}  # fmt: skip
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "index_head_dim": 16,
+}
 GEMMA3N = {
-    "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 259, "hidden_size_per_layer_input": 8, "laurel_rank": 8,
-    "layer_types": ["sliding_attention", "full_attention"], "activation_sparsity_pattern": [0.95, 0.0],
-}  # fmt: skip
+    "num_kv_shared_layers": 0,
+    "vocab_size_per_layer_input": 259,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "activation_sparsity_pattern": [0.95, 0.0],
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -34,9 +48,13 @@ def test_a_convolution_in_the_last_layer_leaks_into_first_tokens_alone(last, dty
 
 
 LLAMA4 = {
-    "attention_chunk_size": 32, "floor_scale": 48, "num_local_experts": 2, "intermediate_size_mlp": 16,
-    "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0],
-}  # fmt: skip
+    "attention_chunk_size": 32,
+    "floor_scale": 48,
+    "num_local_experts": 2,
+    "intermediate_size_mlp": 16,
+    "layer_types": ["chunked_attention", "full_attention"],
+    "no_rope_layers": [1, 0],
+}
 
 
 @pytest.mark.parametrize("length", [None, 64, 48])

@@ -118,8 +118,10 @@ def test_a_batch_keeps_rows_and_shifts_once(lengths, multiple, side):
 
 
 def test_padding_is_a_document_of_its_own_on_either_side():
-    rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "position_ids": [0, 1, 2]},
-            {"input_ids": [8], "labels": [-100], "position_ids": [0]}]  # fmt: skip
+    rows = [
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "position_ids": [0, 1, 2]},
+        {"input_ids": [8], "labels": [-100], "position_ids": [0]},
+    ]
     right, left = Collator(9)(rows), Collator(9, padding_side="left")(rows)
     assert right["input_ids"][1].tolist() == [8, 9, 9] and left["input_ids"][1].tolist() == [9, 9, 8]
     assert right["position_ids"][1].tolist() == [0, 0, 1] and left["position_ids"][1].tolist() == [0, 1, 0]
@@ -127,8 +129,10 @@ def test_padding_is_a_document_of_its_own_on_either_side():
 
 
 def test_a_real_end_token_is_learned_though_it_is_the_padding_token():
-    rows = [{"input_ids": [5, 6, 0], "labels": [-100, 6, 0], "position_ids": [0, 1, 2]},
-            {"input_ids": [5, 0], "labels": [-100, 0], "position_ids": [0, 1]}]  # fmt: skip
+    rows = [
+        {"input_ids": [5, 6, 0], "labels": [-100, 6, 0], "position_ids": [0, 1, 2]},
+        {"input_ids": [5, 0], "labels": [-100, 0], "position_ids": [0, 1]},
+    ]
     batch = Collator(pad_token_id=0)(rows)
     assert batch["labels"].tolist() == [[-100, 6, 0], [-100, 0, -100]]
     assert batch["valid_rows"].tolist() == [0, 1, 3]

@@ -162,17 +162,29 @@ UNLIKE = {
     "starcoder2": {},  # pre-norm layers around LayerNorms
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2},
     "qwen3_next": {
-        "layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "num_experts_per_tok": 1,
-        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
     },  # RMSNorms with a gate
     "granitemoehybrid": {
-        "layer_types": ["mamba", "attention"], "num_local_experts": 0, "mamba_n_heads": 8, "mamba_d_head": 8,
-        "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8, "shared_intermediate_size": 64,
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 0,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+        "shared_intermediate_size": 64,
     },
     "nemotron": {},  # layers that do not hand on where documents end
     "doge": {},  # attention that makes its own mask
-}  # fmt: skip
+}
 CARRY = {"qwen3_next", "granitemoehybrid", "gpt_oss"}  # no document of a packed row is alone there, unpatched
 
 

@@ -58,13 +58,25 @@ def test_time_goes_to_the_phase_that_is_on(clock):
 
 def train(folder, callbacks=(), **settings):
     rows = Dataset.from_list([{"input_ids": list(range(3, 13))} for _ in range(16)])
-    defaults = {"max_steps": 4, "logging_steps": 2, "gradient_accumulation_steps": 2, "save_strategy": "no",
-                "report_to": "none", "disable_tqdm": True, "use_cpu": True, "eval_strategy": "steps",
-                "eval_steps": 2}  # fmt: skip
+    defaults = {
+        "max_steps": 4,
+        "logging_steps": 2,
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+    }
     trainer = DistillationTrainer(
-        tiny_model(), tiny_model(seed=1, hidden=64), TrainingArguments(str(folder), **(defaults | settings)),
-        train_dataset=rows, eval_dataset=rows, callbacks=list(callbacks),
-    )  # fmt: skip
+        tiny_model(),
+        tiny_model(seed=1, hidden=64),
+        TrainingArguments(str(folder), **(defaults | settings)),
+        train_dataset=rows,
+        eval_dataset=rows,
+        callbacks=list(callbacks),
+    )
     return trainer
 
 

@@ -12,9 +12,10 @@ from distill_kernels.attention.operands import tiles_of
 from distill_kernels.launch import FAMILIES, DeviceFacts, Launch, interpreted
 
 KERNELS = {
-    flash: ["_forward_kernel"], decode: ["_chunk_kernel", "_combine_kernel"],
+    flash: ["_forward_kernel"],
+    decode: ["_chunk_kernel", "_combine_kernel"],
     flash_backward: ["_row_terms_kernel", "_key_gradient_kernel", "_query_gradient_kernel"],
-}  # fmt: skip
+}
 
 
 def specialised(value):
@@ -85,9 +86,15 @@ def test_prepared_launches_are_those_that_would_be_looked_up(family, monkeypatch
         monkeypatch.setattr(module, "merge_parts" if module is flash else "add_parts", lambda *args: None)
     generator = random.Random(3)
     choices = [
-        (torch.bfloat16, torch.float32), (1, 2), (1, 2, 4), (16, 40), (48, 65), (None, 1, 16), (False, True),
+        (torch.bfloat16, torch.float32),
+        (1, 2),
+        (1, 2, 4),
+        (16, 40),
+        (48, 65),
+        (None, 1, 16),
         (False, True),
-    ]  # fmt: skip
+        (False, True),
+    ]
     cases = generator.sample(list(itertools.product(*choices)), 20)
     with interpreted():
         for case in cases * 8:

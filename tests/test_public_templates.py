@@ -57,16 +57,27 @@ CONVERSATIONS = {
         [TOOL],
     ),
     "turns after a call": (
-        [SYSTEM, user("ASKONE"), said("", tool_calls=[ONE]), result("RESULTONE"), said("SAYONE"), user("ASKTWO"),
-         said("SAYTWO")],
+        [
+            SYSTEM,
+            user("ASKONE"),
+            said("", tool_calls=[ONE]),
+            result("RESULTONE"),
+            said("SAYONE"),
+            user("ASKTWO"),
+            said("SAYTWO"),
+        ],
         [TOOL],
     ),
     "reasoning_content": ([user("ASKONE"), said("SAYONE", reasoning_content="THOUGHTONE")], None),
     "thinking": ([user("ASKONE"), said("SAYONE", thinking="THOUGHTONE")], None),
     "think in the text": ([user("ASKONE"), said(think("THOUGHTONE", "SAYONE"))], None),
     "reasoning in two turns": (
-        [user("ASKONE"), said("SAYONE", reasoning_content="THOUGHTONE"), user("ASKTWO"),
-         said("SAYTWO", reasoning_content="THOUGHTTWO")],
+        [
+            user("ASKONE"),
+            said("SAYONE", reasoning_content="THOUGHTONE"),
+            user("ASKTWO"),
+            said("SAYTWO", reasoning_content="THOUGHTTWO"),
+        ],
         None,
     ),
     "think in two texts": (
@@ -74,14 +85,18 @@ CONVERSATIONS = {
         None,
     ),
     "reasoning before a call": (
-        [user("ASKONE"), said("", tool_calls=[ONE], reasoning_content="THOUGHTONE"), result("RESULTONE"),
-         said("SAYONE", reasoning_content="THOUGHTTWO")],
+        [
+            user("ASKONE"),
+            said("", tool_calls=[ONE], reasoning_content="THOUGHTONE"),
+            result("RESULTONE"),
+            said("SAYONE", reasoning_content="THOUGHTTWO"),
+        ],
         [TOOL],
     ),
     "names": ([user("ASKONE", name="NAMEWORD"), said("SAYONE")], None),
     "a question at the end": ([user("ASKONE"), said("SAYONE"), user("ASKTWO")], None),
     "parts": ([user([{"type": "text", "text": "ASKONE"}]), said([{"type": "text", "text": "SAYONE"}])], None),
-}  # fmt: skip
+}
 MARKER = re.compile(r"[A-Z]+(?:ONE|TWO|WORD)")
 
 
@@ -115,9 +130,12 @@ def faults_of(template, messages, tools, stops):
         return []
     found = []
     if "reasoning" not in made.named and any("name" in m for m in messages if m["role"] == "user"):
-        found += ["name"] if not any("name" in named for named in made.named) and not any(
-            "NAMEWORD" in example.text for example in made.examples
-        ) else []  # fmt: skip
+        found += (
+            ["name"]
+            if not any("name" in named for named in made.named)
+            and not any("NAMEWORD" in example.text for example in made.examples)
+            else []
+        )
     learned = {}
     for example in made.examples:
         assert example.spans == sorted(example.spans) and all(a < b for a, b in example.spans)
@@ -220,11 +238,14 @@ EXPLAINED = {
         lambda prompt, ours, theirs, stops: ours == theirs + "<|tool_response>" and "<|tool_response>" in stops
     ),
     "reasoning that DeepSeek's template and the variant leave out, after the <think> that the prompt opens": (
-        lambda prompt, ours, theirs, stops: prompt.endswith("<think>\n") and re.fullmatch(
-            r"THOUGHT\w+\n</think>\n\n" + re.escape(theirs.removeprefix("<｜Assistant｜>").lstrip("\n")), ours
+        lambda prompt, ours, theirs, stops: (
+            prompt.endswith("<think>\n")
+            and re.fullmatch(
+                r"THOUGHT\w+\n</think>\n\n" + re.escape(theirs.removeprefix("<｜Assistant｜>").lstrip("\n")), ours
+            )
         )
     ),
-}  # fmt: skip
+}
 
 
 def test_what_is_learned_is_what_the_markers_of_trls_variants_set_off():

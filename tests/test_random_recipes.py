@@ -42,18 +42,23 @@ ANSWERS = {
     "ahead": ["0", "1", "2", "3"],
 }
 LOSSES = [
-    "{type: reverse_kl}", "{type: jsd, beta: 0.3}", "{type: forward_kl}", "{type: top_k_reverse_kl, k: 8}",
-    "{type: policy_gradient}", "{type: policy_gradient, importance: true, clip: 0.2, discount: 0.5}",
-]  # fmt: skip
+    "{type: reverse_kl}",
+    "{type: jsd, beta: 0.3}",
+    "{type: forward_kl}",
+    "{type: top_k_reverse_kl, k: 8}",
+    "{type: policy_gradient}",
+    "{type: policy_gradient, importance: true, clip: 0.2, discount: 0.5}",
+]
 TEACHERS = [
     ["teacher.model=teacher"],
     ["teacher.model=teacher", "teacher.context={template: 'Know that {hint}. '}"],
     ["teacher=null", "teachers=[{model: teacher}, {model: other, weight: 2}]"],
     [
-        "teacher=null", "teachers=[{model: teacher, route: even}, {model: other, route: odd}]",
+        "teacher=null",
+        "teachers=[{model: teacher, route: even}, {model: other, route: odd}]",
         "data.fields.teacher=domain",
     ],
-]  # fmt: skip
+]
 STUDENTS = [[], ["student.lora={r: 4}"]]
 RECIPE = f"""
 teacher: {{model: teacher}}
@@ -71,9 +76,12 @@ def drawn(seed):
     while True:
         own = ", ".join(f"{name}: {draw.choice(values)}" for name, values in ANSWERS.items())
         overrides = [
-            *(f"{name}={draw.choice(values)}" for name, values in CHOICES.items()), f"data.on_policy={{{own}}}",
-            f"loss.terms=[{draw.choice(LOSSES)}]", *draw.choice(TEACHERS), *draw.choice(STUDENTS),
-        ]  # fmt: skip
+            *(f"{name}={draw.choice(values)}" for name, values in CHOICES.items()),
+            f"data.on_policy={{{own}}}",
+            f"loss.terms=[{draw.choice(LOSSES)}]",
+            *draw.choice(TEACHERS),
+            *draw.choice(STUDENTS),
+        ]
         try:
             return load("recipe.yaml", overrides), overrides
         except RecipeError:
@@ -86,10 +94,14 @@ def workplace(tmp_path_factory):
     models = {"teacher": {"seed": 1, "layers": 3}, "other": {"seed": 3, "hidden": 48}, "student": {"seed": 2}}
     save_models(folder, **models)
     made = [
-        {"prompt": f"Say {n}{'!' * (n % 9)}", "completion": f"It is {n}." * (1 + n % 2), "hint": f"{n} is {n * n}",
-         "domain": ("even", "odd")[n % 2]}
+        {
+            "prompt": f"Say {n}{'!' * (n % 9)}",
+            "completion": f"It is {n}." * (1 + n % 2),
+            "hint": f"{n} is {n * n}",
+            "domain": ("even", "odd")[n % 2],
+        }
         for n in range(90)
-    ]  # fmt: skip
+    ]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, made)))
     (folder / "recipe.yaml").write_text(RECIPE)
     return folder

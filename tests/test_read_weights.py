@@ -23,10 +23,19 @@ from distill.reports.gguf_file import write_gguf
 from distill.teachers.server.vllm_hidden import load_ends
 
 MOE = {
-    "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 259, "hidden_size": 32, "intermediate_size": 32,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 2,
-    "eos_token_id": 0, "bos_token_id": None,
-}  # fmt: skip
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 2,
+    "eos_token_id": 0,
+    "bos_token_id": None,
+}
 LOST = "model.layers.1.self_attn.q_proj.weight"
 RECIPE = """
 teacher: {model: teacher}
@@ -112,15 +121,21 @@ def test_another_shape_is_told_with_both(tmp_path):
 @pytest.mark.parametrize(
     "change, said",
     [
-        (drop("model.layers.0.block_sparse_moe.experts.3.w2.weight"),
-         "model.layers.0.mlp.experts.down_proj: expected the shape [4, 32, 32] of config.json, got [3, 32, 32] in"),
-        (drop("model.layers.1.block_sparse_moe.experts.2.w1.weight"),
-         "model.layers.1.mlp.experts.gate_up_proj: the tensors in its files do not make it up"),
-        (put("model.layers.0.block_sparse_moe.experts.4.w9.weight", 4),
-         "its files hold model.layers.0.mlp.experts.4.w9.weight, which a MixtralForCausalLM"),
+        (
+            drop("model.layers.0.block_sparse_moe.experts.3.w2.weight"),
+            "model.layers.0.mlp.experts.down_proj: expected the shape [4, 32, 32] of config.json, got [3, 32, 32] in",
+        ),
+        (
+            drop("model.layers.1.block_sparse_moe.experts.2.w1.weight"),
+            "model.layers.1.mlp.experts.gate_up_proj: the tensors in its files do not make it up",
+        ),
+        (
+            put("model.layers.0.block_sparse_moe.experts.4.w9.weight", 4),
+            "its files hold model.layers.0.mlp.experts.4.w9.weight, which a MixtralForCausalLM",
+        ),
     ],
     ids=["an expert's", "half an expert's", "an unknown one"],
-)  # fmt: skip
+)
 def test_weights_that_are_made_of_several_tensors(tmp_path, change, said):
     folder = saved(tmp_path / "m", "mixtral")
     assert weights_problem(Student(model=str(folder)), "student") is None
@@ -130,10 +145,12 @@ def test_weights_that_are_made_of_several_tensors(tmp_path, change, said):
 def test_tied_heads_buffers_and_masks_may_be_absent_or_there(tmp_path, caplog):
     """As published checkpoints have them: a head that is tied, rotary frequencies, causal masks of early GPT-2."""
     plain = tiny_model(seed=1)
-    for number, tensors in enumerate((
-        {"lm_head.weight": plain.lm_head.weight.detach().clone()},
-        {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)},
-    )):  # fmt: skip
+    for number, tensors in enumerate(
+        (
+            {"lm_head.weight": plain.lm_head.weight.detach().clone()},
+            {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)},
+        )
+    ):
         folder = edit(save_tiny(tmp_path / str(number), plain), lambda found, tensors=tensors: found.update(tensors))
         loaded = load_teacher(Teacher(model=str(folder)))
         assert all(torch.equal(value, plain.state_dict()[name]) for name, value in loaded.state_dict().items())
@@ -155,11 +172,22 @@ def test_heads_for_later_tokens_stay_unread_with_a_line(tmp_path, caplog):
 def multimodal(folder):
     """A checkpoint of a vision and a language model of which AutoModelForCausalLM makes the language model."""
     text = {
-        "vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
-        "eos_token_id": 0, "bos_token_id": None, "pad_token_id": 2,
-    }  # fmt: skip
+        "vocab_size": 259,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "eos_token_id": 0,
+        "bos_token_id": None,
+        "pad_token_id": 2,
+    }
     vision = {"hidden_size": 32, "depth": 1, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
     config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
     torch.manual_seed(0)
@@ -233,8 +261,12 @@ def test_a_gguf_file_is_held_to_the_model(tmp_path, caplog):
 def test_every_place_that_loads_a_model_refuses(tmp_path, monkeypatch, capsys):
     """A run, its check, doctor and server, as teacher and as student; evaluation and export; the ends for vLLM."""
     monkeypatch.chdir(tmp_path)
-    save_models(tmp_path, text="The teacher explains and the student listens to it.\n" * 40, teacher={"seed": 1},
-                student={"layers": 1})  # fmt: skip
+    save_models(
+        tmp_path,
+        text="The teacher explains and the student listens to it.\n" * 40,
+        teacher={"seed": 1},
+        student={"layers": 1},
+    )
     (tmp_path / "r.yaml").write_text(RECIPE)
     shutil.copytree("teacher", "whole")
     edit(tmp_path / "teacher", drop(LOST))

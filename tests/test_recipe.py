@@ -177,8 +177,12 @@ def test_all_faults_are_reported_at_once():
     with pytest.raises(RecipeError) as caught:
         parse("techer: {}\nstudent: {model: a}\ndata: {source: 3}\ntrain: {steps: x, epoch: 1}")
     assert [line.split(": ")[1] for line in caught.value.faults] == [
-        "teacher", "data.source", "train.steps", "train.epoch", "techer",
-    ]  # fmt: skip
+        "teacher",
+        "data.source",
+        "train.steps",
+        "train.epoch",
+        "techer",
+    ]
 
 
 def test_files_that_cannot_be_read(tmp_path):

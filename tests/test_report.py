@@ -13,9 +13,15 @@ from distill.reports.style import DARK, LIGHT
 from distill.reports.svg_plot import Series, Size, limits, line_chart, short, tick_labels, ticks
 
 HELD_OUT = {
-    "tokens": 2048, "forward_kl": 1.5, "reverse_kl": 1.25, "agreement": 0.5, "student_cross_entropy": 3.0,
-    "teacher_cross_entropy": 2.0, "student_entropy": 2.5, "teacher_entropy": 2.25,
-}  # fmt: skip
+    "tokens": 2048,
+    "forward_kl": 1.5,
+    "reverse_kl": 1.25,
+    "agreement": 0.5,
+    "student_cross_entropy": 3.0,
+    "teacher_cross_entropy": 2.0,
+    "student_entropy": 2.5,
+    "teacher_entropy": 2.25,
+}
 RECIPE = """
 teacher: {model: big}
 student: {model: "<b>small"}
@@ -33,10 +39,18 @@ def folder(tmp_path, monkeypatch):
     run.mkdir(parents=True)
     (run / "recipe.yaml").write_text(RECIPE)
     rows = [
-        {"step": step, "loss": 3 / step, "kl": 2 / step, "tokens_per_second": 1000.0, "seconds": 2.0,
-         "peak_memory_gib": 3.5, "mfu_teacher": 0.25, "mfu_student": 0.125}
+        {
+            "step": step,
+            "loss": 3 / step,
+            "kl": 2 / step,
+            "tokens_per_second": 1000.0,
+            "seconds": 2.0,
+            "peak_memory_gib": 3.5,
+            "mfu_teacher": 0.25,
+            "mfu_student": 0.125,
+        }
         for step in range(1, 11)
-    ]  # fmt: skip
+    ]
     rows[4] |= {"eval_kl": 0.5, "grad_norm": None}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 11, "lo')
     answers = {"teacher": ["</pre><img src=x>"], "before": [""], "after": ["fine"]}
@@ -48,8 +62,14 @@ def folder(tmp_path, monkeypatch):
     before |= {"held_out": HELD_OUT, "answers": {"teacher": ["t"], "before": [""]}}
     (run / "before.json").write_text(json.dumps(before))
     after = HELD_OUT | {"forward_kl": 0.75, "agreement": 0.625}
-    result = {"before": HELD_OUT, "after": after, "gap_closed": 0.5, "steps": 10, "answers": answers,
-              "finished": "2026-11-23T01:12:00+00:00"}  # fmt: skip
+    result = {
+        "before": HELD_OUT,
+        "after": after,
+        "gap_closed": 0.5,
+        "steps": 10,
+        "answers": answers,
+        "finished": "2026-11-23T01:12:00+00:00",
+    }
     (run / "result.json").write_text(json.dumps(result | {"environment": {"torch": "2.<9>"}}))
     return run
 
@@ -86,13 +106,32 @@ def test_the_page_holds_the_run_and_loads_nothing(folder, capsys):
     assert not {"src", "href", "onload"} & {name for name, _ in found.attributes}
     assert "http" not in text and "url(" not in text and "@import" not in text
     for expected in (
-        "gap closed", "50.0%", "was 1.5000", "0.7500", "62.5 %", "7.39", "20.09", "2,048 held-out tokens", "held out",
-        "22 November 2026, 23:59 UTC", "1 h 12 min from start to end", "GPU 9", "--name &#x27;&lt;mine&gt;&#x27;",
+        "gap closed",
+        "50.0%",
+        "was 1.5000",
+        "0.7500",
+        "62.5 %",
+        "7.39",
+        "20.09",
+        "2,048 held-out tokens",
+        "held out",
+        "22 November 2026, 23:59 UTC",
+        "1 h 12 min from start to end",
+        "GPU 9",
+        "--name &#x27;&lt;mine&gt;&#x27;",
         "the student's likeliest next token is the teacher's",
-        "peak memory", "&lt;script&gt;alert(1)", "&lt;/pre&gt;&lt;img src=x&gt;", "(nothing)", "fine", "2.&lt;9&gt;",
-        "&lt;b&gt;small", "20.0 s of training for 20,000 tokens", "teacher's arithmetic 25.0%",
-        "below the GPU's peak 62.5%", "steps: 10",
-    ):  # fmt: skip
+        "peak memory",
+        "&lt;script&gt;alert(1)",
+        "&lt;/pre&gt;&lt;img src=x&gt;",
+        "(nothing)",
+        "fine",
+        "2.&lt;9&gt;",
+        "&lt;b&gt;small",
+        "20.0 s of training for 20,000 tokens",
+        "teacher's arithmetic 25.0%",
+        "below the GPU's peak 62.5%",
+        "steps: 10",
+    ):
         assert expected in text, expected
     assert text.count("<figure>") == 4, "one chart a figure that was logged: loss, KL, tokens per second, memory"
     assert "prefers-color-scheme: dark" in text and "width=device-width" in text

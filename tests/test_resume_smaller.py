@@ -53,10 +53,14 @@ class Seen:
 def made_of(folder, batch_size, student=None, **settings):
     defaults = {"max_steps": STEPS, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "max_grad_norm": 0.5}
     return trainer(
-        folder, student=student, dtype=torch.float64, data=settings.pop("data", rows(18)),
-        per_device_train_batch_size=batch_size, gradient_accumulation_steps=TAKEN // batch_size,
+        folder,
+        student=student,
+        dtype=torch.float64,
+        data=settings.pop("data", rows(18)),
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=TAKEN // batch_size,
         **(defaults | settings),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +119,14 @@ def test_answers_of_the_student_are_the_same_in_other_micro_batches(size, room, 
     def run(name, batch_size, checkpoint=None):
         student = tiny_model(dtype=torch.float64)
         made = made_of(
-            tmp_path / name, batch_size, student=student, data=Dataset.from_list(data), max_steps=4,
-            save_strategy="steps", save_steps=2,
-        )  # fmt: skip
+            tmp_path / name,
+            batch_size,
+            student=student,
+            data=Dataset.from_list(data),
+            max_steps=4,
+            save_strategy="steps",
+            save_steps=2,
+        )
         made.on_policy = on_policy(student, fraction=0.7, max_length=room)
         seen = Seen(made)
         made.train(resume_from_checkpoint=checkpoint)
@@ -255,7 +264,7 @@ def test_what_is_said_when_memory_runs_out_goes_on(finished, tmp_path, monkeypat
         (["train.batch_size=2", "train.tokens_per_step=null"], "expected 256; got null"),
         (["train.batch_size=4", "train.tokens_per_step=512"], "expected 256; got 512"),
     ],
-)  # fmt: skip
+)
 def test_what_would_be_another_run_is_refused(stopped, capsys, overrides, expected):
     before = (stopped / "runs/whole/recipe.yaml").read_bytes()
     assert resume(*overrides) == 2
@@ -326,9 +335,16 @@ def test_rows_that_an_epoch_would_lose_are_told(rows):
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     "batch_size, tokens, processes, expected",
-    [(4, 256, 1, (2, 256)), (6, None, 1, (3, 192)), (5, None, 1, (1, 160)), (5, 320, 1, (2, 320)),
-     (1, 256, 1, (1, 256)), (4, None, 2, (2, 256)), (6, 768, 2, (3, 768))],
-)  # fmt: skip
+    [
+        (4, 256, 1, (2, 256)),
+        (6, None, 1, (3, 192)),
+        (5, None, 1, (1, 160)),
+        (5, 320, 1, (2, 320)),
+        (1, 256, 1, (1, 256)),
+        (4, None, 2, (2, 256)),
+        (6, 768, 2, (3, 768)),
+    ],
+)
 def test_the_next_smaller_batch_keeps_the_steps_rows(batch_size, tokens, processes, expected):
     recipe = parse(RECIPE, [f"train.batch_size={batch_size}", f"train.tokens_per_step={tokens or 'null'}"])
     assert smaller_batch(recipe, processes) == expected

@@ -103,8 +103,13 @@ def test_norm_and_input(kernel_device, dtype, used):
 
     trained = (True, used != "input")
     inputs = make(kernel_device, 9, 72, dtype, "llama")
-    check_layer(lambda x, w: one(*rms_norm_and_input(x, w)), lambda x, w: one(reference_rms_norm(x, w), x), inputs,
-                dtype, differentiate=trained)  # fmt: skip
+    check_layer(
+        lambda x, w: one(*rms_norm_and_input(x, w)),
+        lambda x, w: one(reference_rms_norm(x, w), x),
+        inputs,
+        dtype,
+        differentiate=trained,
+    )
 
 
 @pytest.mark.parametrize("form", ["llama", "gemma"])
@@ -157,8 +162,12 @@ def test_strided_upstream_gradient(kernel_device):
 
 def test_large_and_empty_rows(kernel_device):
     weight = torch.ones(64, device=kernel_device)
-    check_layer(rms_norm, reference_rms_norm, (draw(8, 64, dtype=torch.float32, device=kernel_device) * 1e4, weight),
-                torch.float32)  # fmt: skip
+    check_layer(
+        rms_norm,
+        reference_rms_norm,
+        (draw(8, 64, dtype=torch.float32, device=kernel_device) * 1e4, weight),
+        torch.float32,
+    )
     zeros = torch.zeros(3, 64, device=kernel_device)
     torch.testing.assert_close(rms_norm(zeros, weight), zeros)
     x = torch.zeros(0, 64, device=kernel_device, requires_grad=True)

@@ -39,8 +39,15 @@ def test_engine_and_trainer_agree_on_what_was_drawn(workplace):
     assert [row["step"] for row in rows] == [1, 2, 4]
     for row in rows:
         assert 0 <= row["rollout_gap"] < 1e-5 and row["rollouts"] > 0
-        assert {"rollout_length", "rollout_truncated", "rollout_repeated", "agreement", "student_entropy",
-                "teacher_entropy", "kl"} <= set(row)  # fmt: skip
+        assert {
+            "rollout_length",
+            "rollout_truncated",
+            "rollout_repeated",
+            "agreement",
+            "student_entropy",
+            "teacher_entropy",
+            "kl",
+        } <= set(row)
 
 
 def test_the_likeliest_tokens_of_both_are_compared(workplace):
@@ -81,9 +88,10 @@ def test_weights_one_step_old_are_seen(workplace):
 
 def test_routes_have_lines_of_their_own(workplace):
     rows = rows_of(
-        "teacher=null", "teachers=[{model: teacher, route: even}, {model: other, route: odd}]",
+        "teacher=null",
+        "teachers=[{model: teacher, route: even}, {model: other, route: odd}]",
         "data.fields.teacher=domain",
-    )  # fmt: skip
+    )
     charts = {panel.title: [line.name for line in lines] for panel, lines in charts_of(rows)}
     assert charts["agreement with teacher (%), by route"] == ["even", "odd"]
     assert any(title.startswith("KL to teacher") and lines == ["even", "odd"] for title, lines in charts.items())

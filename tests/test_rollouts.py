@@ -112,9 +112,13 @@ def test_the_recipes_ratio_is_that_of_the_models_that_drew():
     labels = batch["labels"][:, 1:]
     learned = labels != IGNORE_INDEX
     log_s, log_t = (
-        model(**inputs, use_cache=False).logits[:, :-1].double().log_softmax(-1)
-        .gather(-1, labels.clamp_min(0)[..., None])[..., 0] for model in (subject.student, subject.teacher.model)
-    )  # fmt: skip
+        model(**inputs, use_cache=False)
+        .logits[:, :-1]
+        .double()
+        .log_softmax(-1)
+        .gather(-1, labels.clamp_min(0)[..., None])[..., 0]
+        for model in (subject.student, subject.teacher.model)
+    )
     total = 0
     for row, column in learned.nonzero().tolist():
         gain, share, at = 0.0, 1.0, column
@@ -182,8 +186,14 @@ def test_recipes_that_draw():
     two = BASE.replace("teacher: {model: t}", "teachers: [{model: t, route: a}, {model: u, route: a}]")
     with pytest.raises(RecipeError, match="one teacher a token"):
         parse(two, ["data.fields.teacher=c"])
-    for override in ("data.on_policy=null", "data.on_policy.fraction=0.5", "data.on_policy.temperature=0.7",
-                     "data.on_policy.top_k=5", "data.on_policy.top_p=0.9", "data.on_policy.min_p=0.1"):  # fmt: skip
+    for override in (
+        "data.on_policy=null",
+        "data.on_policy.fraction=0.5",
+        "data.on_policy.temperature=0.7",
+        "data.on_policy.top_k=5",
+        "data.on_policy.top_p=0.9",
+        "data.on_policy.min_p=0.1",
+    ):
         with pytest.raises(RecipeError, match="fraction 1 and temperature 1"):
             parse(BASE, [override])
 

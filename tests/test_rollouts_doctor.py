@@ -19,8 +19,13 @@ from distill.recipe import parse
 from distill.recipe.loss import Loss
 
 ALONE = {"terms": [{"type": "policy_gradient"}]}
-MADE = {"answering": answering, "informed": informed_answering, "routed": routed_answering, "one": one,
-        "drawing": lambda: answering(ALONE)}  # fmt: skip
+MADE = {
+    "answering": answering,
+    "informed": informed_answering,
+    "routed": routed_answering,
+    "one": one,
+    "drawing": lambda: answering(ALONE),
+}
 
 
 @pytest.mark.parametrize("check", ANSWER_CHECKS, ids=lambda check: check.__name__)
@@ -83,8 +88,10 @@ def test_an_answer_without_its_end(monkeypatch):
 def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_models(tmp_path, teacher={"layers": 4, "seed": 1})
-    lines = [{"messages": [{"role": "user", "content": f"Line {n}?"}, {"role": "assistant", "content": "It does."}]}
-             for n in range(40)]  # fmt: skip
+    lines = [
+        {"messages": [{"role": "user", "content": f"Line {n}?"}, {"role": "assistant", "content": "It does."}]}
+        for n in range(40)
+    ]
     (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return parse(RECIPES["answering"])
 

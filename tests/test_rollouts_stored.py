@@ -50,8 +50,9 @@ SHARDED = {
 
 
 def recipe(*overrides):
-    return parse(RECIPE if "teachers=" not in str(overrides) else RECIPE.replace("teacher: {model: teacher}\n", "", 1),
-                 overrides)  # fmt: skip
+    return parse(
+        RECIPE if "teachers=" not in str(overrides) else RECIPE.replace("teacher: {model: teacher}\n", "", 1), overrides
+    )
 
 
 def make(ways):
@@ -127,8 +128,9 @@ def test_log_probabilities_are_the_models(workplace):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(workplace)
         run(recipe("data.on_policy.store_every=1", "data.on_policy.fraction=0.5", "train.steps=1"), name="first")
-        models = [load_teacher(recipe().teacher.model_copy(update={"model": name})).eval()
-                  for name in ("student", "teacher")]  # fmt: skip
+        models = [
+            load_teacher(recipe().teacher.model_copy(update={"model": name})).eval() for name in ("student", "teacher")
+        ]
     rows = stored(workplace / "runs/first")
     (entry,) = [row for row in read_metrics(workplace / "runs/first/metrics.jsonl") if "rollouts" in row]
     assert len(rows) == entry["rollouts"] and entry["trained_tokens"] > sum(len(row["answer_ids"]) for row in rows)

@@ -78,11 +78,11 @@ def test_layouts(kernel_device):
     rotated, _ = rope(q, k, cos, sin)
     assert rotated.stride() == q.stride(), "a transposed projection keeps its layout"
     packed = draw(2, 5, 8, 16, dtype=torch.float32, device=kernel_device).transpose(1, 2)  # q, k, v of one matrix
-    check_layer(rope, reference_rope, (packed[:, :4], packed[:, 4:6], cos, sin), torch.float32,
-                differentiate=GRADIENTS)  # fmt: skip
+    check_layer(rope, reference_rope, (packed[:, :4], packed[:, 4:6], cos, sin), torch.float32, differentiate=GRADIENTS)
     backwards = q.transpose(-1, -2).contiguous().transpose(-1, -2)
-    check_layer(rope, reference_rope, (backwards, k, cos[:1].expand(2, 5, 16), sin), torch.float32,
-                differentiate=GRADIENTS)  # fmt: skip
+    check_layer(
+        rope, reference_rope, (backwards, k, cos[:1].expand(2, 5, 16), sin), torch.float32, differentiate=GRADIENTS
+    )
 
 
 @pytest.mark.parametrize("rotary", [16, 8])

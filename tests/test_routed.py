@@ -29,10 +29,13 @@ BASE = (
 
 def rows_of(count, domains=("math", "talk", "talk")):
     return [
-        {"prompt": f"Say {number}?", "completion": f"It is {'so ' * (number % 5)}{number}.",
-         "domain": domains[number % len(domains)]}
+        {
+            "prompt": f"Say {number}?",
+            "completion": f"It is {'so ' * (number % 5)}{number}.",
+            "domain": domains[number % len(domains)],
+        }
         for number in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def place(tmp_path, monkeypatch, rows):
@@ -139,8 +142,10 @@ def test_rows_at_the_wrong_teacher_are_found(subject, monkeypatch):
     targets = RoutedTeacher.targets
 
     def exchanged(self, batch):
-        other = {n.replace("route0_", "route_").replace("route1_", "route0_").replace("route_", "route1_"): v
-                 for n, v in batch.items()}  # fmt: skip
+        other = {
+            n.replace("route0_", "route_").replace("route1_", "route0_").replace("route_", "route1_"): v
+            for n, v in batch.items()
+        }
         return targets(self, other)
 
     monkeypatch.setattr(RoutedTeacher, "targets", exchanged)
@@ -202,11 +207,16 @@ def test_recipes_with_routes():
 @pytest.mark.parametrize("own", [False, True])
 def test_a_run_logs_figures_of_each_teacher(tmp_path, monkeypatch, own):
     place(tmp_path, monkeypatch, rows_of(30))
-    recipe = parse(BASE, [
-        "train={steps: 4, batch_size: 2, tokens_per_step: 384, learning_rate: 3e-3, device: cpu, log_every: 1, "
-        "eval_every: 2}",
-        "loss.terms=[{type: reverse_kl}]", "generate.prompts=[]", *["data.on_policy={max_new_tokens: 8}"] * own,
-    ])  # fmt: skip
+    recipe = parse(
+        BASE,
+        [
+            "train={steps: 4, batch_size: 2, tokens_per_step: 384, learning_rate: 3e-3, device: cpu, log_every: 1, "
+            "eval_every: 2}",
+            "loss.terms=[{type: reverse_kl}]",
+            "generate.prompts=[]",
+            *["data.on_policy={max_new_tokens: 8}"] * own,
+        ],
+    )
     result = run(recipe)
     assert result.after.reverse_kl < result.before.reverse_kl
     logged = read_metrics(result.folder / "metrics.jsonl")
@@ -234,9 +244,15 @@ def test_answers_in_one_row_are_judged_by_the_same_teachers(kind):
     for one_row in (False, True):
         engine = DecodeLoop(student, EngineSettings(2, [0], vocab_size=objective.columns))
         own = OnPolicy(
-            engine, fraction=1.0, max_new_tokens=5, sampling=Sampling(1.0), seed=3, max_length=2 * longest, multiple=64,
+            engine,
+            fraction=1.0,
+            max_new_tokens=5,
+            sampling=Sampling(1.0),
+            seed=3,
+            max_length=2 * longest,
+            multiple=64,
             one_row=one_row,
-        )  # fmt: skip
+        )
         (batch,) = own.replace(batches, 0, collate)
         assert (len(batch["input_ids"]) == 1) is one_row
         student.zero_grad()

@@ -43,10 +43,14 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixtures")
     save_models(folder, **{name: {"seed": n, "hidden": 32 + 16 * n} for n, name in enumerate(("student", *TEACHERS))})
     rows = [
-        {"prompt": f"Say {n}?", "completion": f"It is {'so ' * (n % 5)}{n}.", "domain": TEACHERS[n % 3 // 2],
-         "hint": f"{n} and no other one, of all that there are."}
+        {
+            "prompt": f"Say {n}?",
+            "completion": f"It is {'so ' * (n % 5)}{n}.",
+            "domain": TEACHERS[n % 3 // 2],
+            "hint": f"{n} and no other one, of all that there are.",
+        }
         for n in range(36)
-    ]  # fmt: skip
+    ]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "math.jsonl").write_text("\n".join(json.dumps(row) for row in rows if row["domain"] == "math"))
     return folder
@@ -93,8 +97,10 @@ def recipe_of(place, teachers, *overrides):
 def mixed(place, other):
     """Two teachers of the first route, the second of them as it is given, and one of the other route."""
     return [
-        f"model: {place}/math, weight: 3, route: math", f"{other}, route: math", f"model: {place}/talk, route: talk",
-    ]  # fmt: skip
+        f"model: {place}/math, weight: 3, route: math",
+        f"{other}, route: math",
+        f"model: {place}/talk, route: talk",
+    ]
 
 
 def informed_routes(place, more=""):
@@ -139,9 +145,14 @@ def test_a_mixture_in_a_route_is_the_mixture_without_one(place, url):
     """Loss and gradients of rows of one route, asked ahead and not."""
     served, _ = opened(recipe_of(place, mixed(place, f"type: server, url: '{url}'")))
     plain, vocabulary = opened(
-        parse(dump(recipe_of(place, [f"model: {place}/math, weight: 3", f"model: {place}/talk"],
-                             "data.fields.teacher=null")))
-    )  # fmt: skip
+        parse(
+            dump(
+                recipe_of(
+                    place, [f"model: {place}/math, weight: 3", f"model: {place}/talk"], "data.fields.teacher=null"
+                )
+            )
+        )
+    )
     rows = list(vocabulary.read(plain_data(place), 0).train)
     student = tiny_model(vocabulary.tokenizer)
     figures = []
@@ -154,8 +165,13 @@ def test_a_mixture_in_a_route_is_the_mixture_without_one(place, url):
             assert teacher.members[0].members[1]._pending and teacher.fault_of([batch]) is None
         output = student(**objective.compare(batch))
         output["loss"].backward()
-        figures.append((output["loss"].detach(), output["statistics"][:7].detach(),
-                        *(p.grad.clone() for p in student.parameters())))  # fmt: skip
+        figures.append(
+            (
+                output["loss"].detach(),
+                output["statistics"][:7].detach(),
+                *(p.grad.clone() for p in student.parameters()),
+            )
+        )
         student.zero_grad()
         objective.detach()
     for other in figures[1:]:
@@ -300,8 +316,11 @@ def test_overlap_by_route_is_that_of_dense_probabilities():
 
 def test_a_log_line_tells_the_overlap_of_each_route(place):
     """The mean of the routes' is that of all; a teacher that is the student overlaps wholly in the first step."""
-    teachers = [f"model: {place}/student, route: math", f"model: {place}/math, route: talk",
-                f"model: {place}/talk, route: talk"]  # fmt: skip
+    teachers = [
+        f"model: {place}/student, route: math",
+        f"model: {place}/math, route: talk",
+        f"model: {place}/talk, route: talk",
+    ]
     own = ("data.on_policy={max_new_tokens: 6}", "data.packing=false", "train.batch_size=4")
     rows = read_metrics(run(recipe_of(place, teachers, *own), name="overlap").folder / "metrics.jsonl")
     both = [row for row in rows if "overlap_math" in row and "overlap_talk" in row]
@@ -314,8 +333,13 @@ def test_a_log_line_tells_the_overlap_of_each_route(place):
 
 def test_check_counts_what_each_model_reads(place):
     """FLOPs of the student's and of the teacher's forward by the tokens and pairs of each document."""
-    recipe = recipe_of(place, ["model: a, route: b"], "teachers=[]", "data.fields.teacher=null",
-                       f"teacher={{model: {place}/math, {CONTEXT}}}")  # fmt: skip
+    recipe = recipe_of(
+        place,
+        ["model: a, route: b"],
+        "teachers=[]",
+        "data.fields.teacher=null",
+        f"teacher={{model: {place}/math, {CONTEXT}}}",
+    )
     report = check(recipe, find_device("H100"))
     teacher, vocabulary = opened(recipe)
     splits = vocabulary.read(recipe.data, 0)
@@ -339,23 +363,38 @@ def test_check_counts_what_each_model_reads(place):
 @pytest.mark.parametrize(
     ("teachers", "override", "told"),
     [
-        (["type: cache, path: a, route: b", "type: cache, path: c, route: b"], "",
-         "teachers.1.route: expected one cache at most in a mixture"),
-        (["model: a, route: b", f"model: c, {CONTEXT}, route: b"], "",
-         "teachers.1.route: expected one of its own, since a mixture's teachers read the same; got context"),
-        ([f"type: student, {CONTEXT}, ema: 0.9, route: a", f"type: student, {CONTEXT}, ema: 0.5, route: b"], "",
-         "teachers.1.ema: expected one running average"),
+        (
+            ["type: cache, path: a, route: b", "type: cache, path: c, route: b"],
+            "",
+            "teachers.1.route: expected one cache at most in a mixture",
+        ),
+        (
+            ["model: a, route: b", f"model: c, {CONTEXT}, route: b"],
+            "",
+            "teachers.1.route: expected one of its own, since a mixture's teachers read the same; got context",
+        ),
+        (
+            [f"type: student, {CONTEXT}, ema: 0.9, route: a", f"type: student, {CONTEXT}, ema: 0.5, route: b"],
+            "",
+            "teachers.1.ema: expected one running average",
+        ),
         (["type: student, route: a"], "", "type: student needs context"),
         ([f"model: a, {CONTEXT}, route: a"], "data.format=text", "teachers.0.context: running text has no answers"),
         ([f"type: student, {CONTEXT}, ema: 0.9, route: a"], "student.lora={r: 2}", "trains adapters; leave ema out"),
-        ([f"model: a, {CONTEXT}", "model: b"], "data.fields.teacher=null",
-         "context works for one teacher only, under teacher:, or with a route"),
+        (
+            [f"model: a, {CONTEXT}", "model: b"],
+            "data.fields.teacher=null",
+            "context works for one teacher only, under teacher:, or with a route",
+        ),
         ([f"type: server, url: 'http://a:1', {CONTEXT}, route: a"], "", "context works for one teacher only"),
-        (["type: server, url: 'http://a:1'", "model: b"], "data.fields.teacher=null",
-         "type: server works for one teacher only, under teacher:, or with a route"),
+        (
+            ["type: server, url: 'http://a:1'", "model: b"],
+            "data.fields.teacher=null",
+            "type: server works for one teacher only, under teacher:, or with a route",
+        ),
         (["model: a, keep: b, route: a"], "", "keep works for one teacher only"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(place, teachers, override, told):
     with pytest.raises(RecipeError) as error:
         recipe_of(place, teachers, *[override] * bool(override))

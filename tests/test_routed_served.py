@@ -42,9 +42,16 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def urls(place):
-    one = [open_engine(parse(f"{{teacher: {{model: {place}/{name}}}, student: {{model: {place}/student}}, "
-                             f"data: {{source: {place}/rows.jsonl}}, train: {{steps: 1, device: cpu}}}}"), 4096)
-           for name in TEACHERS]  # fmt: skip
+    one = [
+        open_engine(
+            parse(
+                f"{{teacher: {{model: {place}/{name}}}, student: {{model: {place}/student}}, "
+                f"data: {{source: {place}/rows.jsonl}}, train: {{steps: 1, device: cpu}}}}"
+            ),
+            4096,
+        )
+        for name in TEACHERS
+    ]
     with serving(one[0]) as math, serving(one[1]) as talk:
         yield {"math": math, "talk": talk}
 
@@ -122,14 +129,16 @@ def test_documents_that_a_cached_route_lacks_are_named(place, cache):
     with pytest.raises(ValueError, match=r"teachers\.1\.path: .* lacks \d+ of the \d+ documents"):
         trained(parse(dump(recipe), [f"data.source={place}/other.jsonl"], name="lacks"), "lacks")
     with pytest.raises(RecipeError, match=r"teachers\.1 is a cache, which has not read"):
-        cached(place, cache, "data.on_policy={max_new_tokens: 4}", "loss.terms=[{type: reverse_kl}]",
-               "data.packing=false")  # fmt: skip
+        cached(
+            place, cache, "data.on_policy={max_new_tokens: 4}", "loss.terms=[{type: reverse_kl}]", "data.packing=false"
+        )
 
 
 def test_the_students_answers_are_asked_of_their_teacher(place, urls):
     own = ["loss.terms=[{type: reverse_kl}]", "data.packing=false", "data.on_policy={fraction: 0.5, max_new_tokens: 6}"]
-    one, other = (trained(recipe_of(place, served, *own), name)[0]
-                  for served, name in (({}, "own"), (urls, "own-served")))  # fmt: skip
+    one, other = (
+        trained(recipe_of(place, served, *own), name)[0] for served, name in (({}, "own"), (urls, "own-served"))
+    )
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
@@ -144,8 +153,13 @@ def test_a_single_learned_row_has_the_same_bits_wherever_a_file_has_the_head(pla
             padding += 1
             save_file(weights, folder / "model.safetensors", {"format": "pt", "padding": " " * padding})
             at = head_begins(folder / "model.safetensors")
-    own = ["loss.terms=[{type: reverse_kl}]", "data.packing=false", "data.on_policy={fraction: 1, max_new_tokens: 1}",
-           "train.batch_size=1", "train.tokens_per_step=96"]  # fmt: skip
+    own = [
+        "loss.terms=[{type: reverse_kl}]",
+        "data.packing=false",
+        "data.on_policy={fraction: 1, max_new_tokens: 1}",
+        "train.batch_size=1",
+        "train.tokens_per_step=96",
+    ]
     for name in TEACHERS:
         own.append(f"teachers.{TEACHERS.index(name)}.model={tmp_path / name}")
     loaded, _ = trained(recipe_of(place, {}, *own), f"one-row-{shift}")

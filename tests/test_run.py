@@ -67,8 +67,17 @@ def test_a_run_writes_everything_and_the_student_loads(workplace, curves, capsys
     assert [row["step"] for row in read_metrics(result.folder / "metrics.jsonl")] == [1, 2, 3, 4, 6]
     assert json.loads((result.folder / "result.json").read_text())["gap_closed"] == result.gap_closed
     out = capsys.readouterr().out
-    for expected in ("teacher     teacher", "layers 0, 3", "vocabularies match", "6 of 128 tokens", "step 6/6", "kl ",
-                     "prompt: Hello", "student after", "gap closed"):  # fmt: skip
+    for expected in (
+        "teacher     teacher",
+        "layers 0, 3",
+        "vocabularies match",
+        "6 of 128 tokens",
+        "step 6/6",
+        "kl ",
+        "prompt: Hello",
+        "student after",
+        "gap closed",
+    ):
         assert expected in out, expected
 
 
@@ -76,10 +85,11 @@ def test_a_run_writes_everything_and_the_student_loads(workplace, curves, capsys
 def test_lora_and_another_loss(workplace):
     result = run(
         recipe(
-            "student={model: student, lora: {r: 4, alpha: 8, head: true}}", "train.learning_rate=2e-2",
+            "student={model: student, lora: {r: 4, alpha: 8, head: true}}",
+            "train.learning_rate=2e-2",
             "loss={temperature: 2.0, terms: [{type: jsd, beta: 0.4}, {type: reverse_kl, weight: 0.3}]}",
         )
-    )  # fmt: skip
+    )
     assert result.after.forward_kl < result.before.forward_kl
     assert (result.folder / "adapter" / "adapter_model.safetensors").exists()
     assert AutoModelForCausalLM.from_pretrained(result.folder / "student").config.vocab_size == 259
@@ -153,10 +163,12 @@ def test_random_models_on_random_tokens_need_no_tokenizer(workplace):
         tiny_model(layers=layers).config.save_pretrained(workplace / name)
     result = run(
         recipe(
-            "teacher={init: random, config: big}", "student={init: random, config: small}", "data.source=synthetic",
+            "teacher={init: random, config: big}",
+            "student={init: random, config: small}",
+            "data.source=synthetic",
             "data.max_rows=64",
         )
-    )  # fmt: skip
+    )
     assert result.steps == 6 and not (result.folder / "samples.md").exists()
 
 

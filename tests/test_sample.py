@@ -186,8 +186,20 @@ def test_engines_agree_and_unknown_ones_are_refused(workplace):
 
 
 def test_the_command(workplace, capsys):
-    arguments = ["sample", "recipe.yaml", "--prompts", "questions.txt", "--out", "answers.jsonl", "--from", "student",
-                 "--max-new-tokens", "4", "--temperature", "0"]  # fmt: skip
+    arguments = [
+        "sample",
+        "recipe.yaml",
+        "--prompts",
+        "questions.txt",
+        "--out",
+        "answers.jsonl",
+        "--from",
+        "student",
+        "--max-new-tokens",
+        "4",
+        "--temperature",
+        "0",
+    ]
     assert run_command(arguments) == 0
     out, err = capsys.readouterr()
     assert "7 answers" in out and "data.source=answers.jsonl" in out and "7 of 7 prompts" in err
@@ -200,6 +212,8 @@ def test_the_command(workplace, capsys):
 
 
 def test_help_loads_nothing_heavy():
-    code = "import sys; from distill.cli import run_command; run_command(['sample', '--help']); " \
-           "sys.exit('torch' in sys.modules)"  # fmt: skip
+    code = (
+        "import sys; from distill.cli import run_command; run_command(['sample', '--help']); "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -46,9 +46,16 @@ def recipe_of(schedule=RAMPS, terms=TERMS):
 
 
 @pytest.mark.parametrize(
-    "step, expected", [(0, (1, 0, 0, 1)), (2, (1, 0.5, 0.2, 1)), (3, (0.75, 0.75, 0.4, 1)), (4, (0.5, 1, 0.4, 1.5)),
-                       (6, (0, 1, 0.4, 2)), (900, (0, 1, 0.4, 2))],
-)  # fmt: skip
+    "step, expected",
+    [
+        (0, (1, 0, 0, 1)),
+        (2, (1, 0.5, 0.2, 1)),
+        (3, (0.75, 0.75, 0.4, 1)),
+        (4, (0.5, 1, 0.4, 1.5)),
+        (6, (0, 1, 0.4, 2)),
+        (900, (0, 1, 0.4, 2)),
+    ],
+)
 def test_straight_lines_between_points(step, expected):
     loss = recipe_of().loss.at(step)
     first, second, third = loss.terms
@@ -74,9 +81,16 @@ def test_each_step_has_the_loss_of_its_number(here):
     student, teacher = tiny_model(seed=0), tiny_model(seed=1)
     seen = []
     args = TrainingArguments(
-        str(here / "out"), max_steps=8, per_device_train_batch_size=2, learning_rate=0.0, use_cpu=True, report_to=[],
-        disable_tqdm=True, max_grad_norm=0.0, save_strategy="no",
-    )  # fmt: skip
+        str(here / "out"),
+        max_steps=8,
+        per_device_train_batch_size=2,
+        learning_rate=0.0,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        max_grad_norm=0.0,
+        save_strategy="no",
+    )
     trainer = DistillationTrainer(student, teacher, args, loss=section, train_dataset=rows)
     inner = trainer.compute_loss
 
@@ -145,10 +159,11 @@ def test_figures_do_not_follow_the_weight(here):
         ("{setting: temperature, steps: [0], values: [1]}, {setting: temperature, steps: [1], values: [1]}", "twice"),
         (
             "{setting: terms.0.weight, steps: [3], values: [0]}, {setting: terms.1.weight, steps: [0, 3], "
-            "values: [1, 0]}", "every term has weight 0 in step 3",
+            "values: [1, 0]}",
+            "every term has weight 0 in step 3",
         ),
     ],
-)  # fmt: skip
+)
 def test_bad_schedules_are_one_line(line, message):
     with pytest.raises(RecipeError) as error:
         recipe_of(line)
@@ -164,16 +179,17 @@ def test_a_served_teacher_is_asked_in_every_step():
 
 
 def test_the_largest_weight_is_known_to_the_loss_alone():
-    loss = Loss.model_validate({
-        "terms": [{"type": "reverse_kl"}], "schedule": [{"setting": "terms.0.weight", "steps": [0], "values": [3]}]
-    })  # fmt: skip
+    loss = Loss.model_validate(
+        {"terms": [{"type": "reverse_kl"}], "schedule": [{"setting": "terms.0.weight", "steps": [0], "values": [3]}]}
+    )
     assert loss.terms[0].weight == 3.0 and loss.at(0).terms[0].weight == 3.0
 
 
 def test_a_teacher_that_is_asked_ahead_is_asked_in_every_step():
     """Whatever its kind: several with routes may have one among them that is."""
-    fading = recipe_of("{setting: terms.0.weight, steps: [0, 9], values: [1, 0]}", "terms: [{type: forward_kl}, "
-                       "{type: cross_entropy}]").loss  # fmt: skip
+    fading = recipe_of(
+        "{setting: terms.0.weight, steps: [0, 9], values: [1, 0]}", "terms: [{type: forward_kl}, {type: cross_entropy}]"
+    ).loss
     objective = DistillationObjective(tiny_model(seed=1), tiny_model(), fading)
     LossSchedule(objective, fading)
     objective.teacher.ahead = 2
@@ -183,8 +199,9 @@ def test_a_teacher_that_is_asked_ahead_is_asked_in_every_step():
 
 def test_doctor_looks_at_every_term_that_is_scheduled():
     """A term that begins at 0 as well: a fault of it is found."""
-    later = recipe_of("{setting: terms.1.weight, steps: [5, 9], values: [0, 1]}", "terms: [{type: forward_kl}, "
-                      "{type: reverse_kl}]").loss  # fmt: skip
+    later = recipe_of(
+        "{setting: terms.1.weight, steps: [5, 9], values: [0, 1]}", "terms: [{type: forward_kl}, {type: reverse_kl}]"
+    ).loss
     subject = one(later)
     assert fused_equals_reference(subject).passed
     assert [term.weight for term in subject.objective().terms] == [1.0, 1.0]

@@ -85,9 +85,10 @@ def refused(capsys, *arguments, says, code=2):
 def remote(workplace, touched):
     """A teacher that brings Python of its own."""
     edit(
-        workplace / "teacher/config.json", model_type="own",
+        workplace / "teacher/config.json",
+        model_type="own",
         auto_map={"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"},
-    )  # fmt: skip
+    )
     (workplace / "teacher/own.py").write_text(REMOTE.format(touched=str(touched)))
     return workplace
 
@@ -108,8 +109,9 @@ def test_remote_code_runs_where_the_recipe_says_so_with_a_warning(remote, touche
 @pytest.mark.parametrize("side", ["teacher", "student"])
 def test_a_tokenizer_brings_no_code_either(workplace, touched, side):
     save_tiny(workplace / "student", tiny_model(), tiny_tokenizer())
-    edit(workplace / side / "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Own", None]},
-         tokenizer_class="Own")  # fmt: skip
+    edit(
+        workplace / side / "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Own", None]}, tokenizer_class="Own"
+    )
     (workplace / side / "own.py").write_text(REMOTE.format(touched=str(touched)))
     with contextlib.suppress(ValueError):
         load_tokenizer(Teacher(model=side))
@@ -216,8 +218,11 @@ def test_a_sharded_checkpoint_may_hold_tensors_and_numbers_alone(stopped, touche
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     place = folder / "pytorch_model_fsdp_0"
-    shards.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "more": [1, "a", None]},
-                checkpoint_id=place, no_dist=True)  # fmt: skip
+    shards.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "more": [1, "a", None]},
+        checkpoint_id=place,
+        no_dist=True,
+    )
     assert fault_of(folder) is None
     index = (place / ".metadata").read_bytes()
     (place / ".metadata").write_bytes(pickle.dumps(Payload(touched)))
@@ -235,9 +240,13 @@ def test_a_sharded_checkpoint_may_hold_tensors_and_numbers_alone(stopped, touche
 
 @pytest.mark.parametrize(
     "tag",
-    ["!!python/object/apply:pathlib.Path.touch [[!!python/object/apply:pathlib.Path [{touched}]]]",
-     "!!python/name:os.system", "!!python/module:os", "!!python/object/new:os.system ['touch {touched}']"],
-)  # fmt: skip
+    [
+        "!!python/object/apply:pathlib.Path.touch [[!!python/object/apply:pathlib.Path [{touched}]]]",
+        "!!python/name:os.system",
+        "!!python/module:os",
+        "!!python/object/new:os.system ['touch {touched}']",
+    ],
+)
 def test_tags_in_recipes_overrides_and_locks_are_refused(workplace, touched, tag, capsys):
     tag = tag.format(touched=touched)
     (workplace / "bad.yaml").write_text(RECIPE + f"\nname: {tag}\n")
@@ -252,13 +261,19 @@ def test_tags_in_recipes_overrides_and_locks_are_refused(workplace, touched, tag
 @pytest.mark.parametrize(
     "override",
     [
-        "student.init=os.system", "train.optimizer=os.system", "train.schedule=os.system",
+        "student.init=os.system",
+        "train.optimizer=os.system",
+        "train.schedule=os.system",
         "loss.terms.0.type=os.system",
-        "train.arguments={optim: os.system}", "train.report_to=[os.system]", "data.source=os:system.jsonl",
-        "teacher.model='package:os.path/x.gguf'", "teacher.model='package:../x/y.gguf'",
-        "teacher.model='package:tests/../../x.gguf'", "train.arguments={lr_scheduler_type: os.system}",
+        "train.arguments={optim: os.system}",
+        "train.report_to=[os.system]",
+        "data.source=os:system.jsonl",
+        "teacher.model='package:os.path/x.gguf'",
+        "teacher.model='package:../x/y.gguf'",
+        "teacher.model='package:tests/../../x.gguf'",
+        "train.arguments={lr_scheduler_type: os.system}",
     ],
-)  # fmt: skip
+)
 def test_dotted_paths_mean_nothing(workplace, override, capsys):
     called = []
     with pytest.MonkeyPatch.context() as patch:
@@ -269,11 +284,13 @@ def test_dotted_paths_mean_nothing(workplace, override, capsys):
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ cycler.__init__.__globals__.os.system('touch TOUCHED') }}",
-     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-     "{{ messages.append.__self__.__class__.__base__.__subclasses__() }}",
-     "{% set x = messages.append({'role': 'assistant', 'content': 'more'}) %}"],
-)  # fmt: skip
+    [
+        "{{ cycler.__init__.__globals__.os.system('touch TOUCHED') }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append.__self__.__class__.__base__.__subclasses__() }}",
+        "{% set x = messages.append({'role': 'assistant', 'content': 'more'}) %}",
+    ],
+)
 def test_templates_run_in_a_sandbox(workplace, touched, template, capsys):
     (workplace / "t.jinja").write_text(template.replace("TOUCHED", str(touched)) + CHAT_TEMPLATE)
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -345,10 +362,8 @@ def test_a_model_card_takes_hostile_names_for_text(workplace):
     shutil.copy(workplace / "text.txt", workplace / (hostile.replace("\n", " ").replace("/", "_") + ".txt"))
     shutil.copytree(workplace / "teacher", workplace / "<img src=x onerror=alert(1)>")
     before = everything(workplace.parent)
-    code = run_command([
-        "run", "r.yaml", f"data.source={json.dumps(hostile.replace(chr(10), ' ').replace('/', '_') + '.txt')}",
-        "teacher.model='<img src=x onerror=alert(1)>'",
-    ])  # fmt: skip
+    source = f"data.source={json.dumps(hostile.replace(chr(10), ' ').replace('/', '_') + '.txt')}"
+    code = run_command(["run", "r.yaml", source, "teacher.model='<img src=x onerror=alert(1)>'"])
     assert code == 0
     new = {path for path in everything(workplace.parent) - before if path.parts[:3] != ("work", "runs", "r")}
     assert new == {Path("work/runs")}, new
@@ -380,8 +395,11 @@ print("CALLED " + json.dumps([code, called]))
 
 def calls(workplace, *arguments):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
-    environment |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}", "HF_HOME": str(workplace / "hf"),
-                    "OMP_NUM_THREADS": "1"}  # fmt: skip
+    environment |= {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
+        "HF_HOME": str(workplace / "hf"),
+        "OMP_NUM_THREADS": "1",
+    }
     (workplace / "watched.py").write_text(WATCHED)
     done = subprocess.run(
         [sys.executable, "watched.py", *arguments], cwd=workplace, env=environment, capture_output=True, text=True

@@ -36,22 +36,6 @@ from distill.teachers.server.wire import (
 TOKEN = "a-token-of-more-than-sixteen"
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return write_models(tmp_path_factory.mktemp("served"))
-
-
-@pytest.fixture(scope="module")
-def engine(place):
-    return engine_in(place)
-
-
-@pytest.fixture(scope="module")
-def url(engine):
-    with serving(engine) as address:
-        yield address
-
-
 # ------------------------------------------------------------------ what it says
 
 
@@ -183,18 +167,29 @@ def test_who_it_is_and_its_head_once(engine, url):
 def test_garbage_is_refused_in_one_line(url):
     good = question(7)
     bodies = {
-        b"": 400, b"\x00" * 64: 400, b"{" * 100: 400, b"\xff\xff\xff\xff\xff\xff\xff\x7f{}": 400,
-        good.body()[:-9]: 400, good.body() + b"x": 400,
-    }  # fmt: skip
+        b"": 400,
+        b"\x00" * 64: 400,
+        b"{" * 100: 400,
+        b"\xff\xff\xff\xff\xff\xff\xff\x7f{}": 400,
+        good.body()[:-9]: 400,
+        good.body() + b"x": 400,
+    }
     for body, status in bodies.items():
         answer = HTTP.post(f"{url}/v1/targets", content=body)
         assert answer.status_code == status and "\n" not in answer.json()["error"], (body[:20], answer.text)
     texts = {
-        "[]": 422, "{}": 422, "[1]": 400, "nonsense": 400, '{"input_ids": [[1, 2], [3]], "rows": []}': 400,
-        '{"input_ids": [[1.5]], "rows": []}': 422, '{"input_ids": [[1, 2]], "rows": [0], "path": [1]}': 422,
-        '{"input_ids": "/etc/passwd", "rows": [0]}': 422, "[" * 100_000: 400,
-        '{"input_ids": [[1e99, 2]], "rows": [0]}': 422, '{"input_ids": [[99999999999999999999, 2]], "rows": [0]}': 422,
-    }  # fmt: skip
+        "[]": 422,
+        "{}": 422,
+        "[1]": 400,
+        "nonsense": 400,
+        '{"input_ids": [[1, 2], [3]], "rows": []}': 400,
+        '{"input_ids": [[1.5]], "rows": []}': 422,
+        '{"input_ids": [[1, 2]], "rows": [0], "path": [1]}': 422,
+        '{"input_ids": "/etc/passwd", "rows": [0]}': 422,
+        "[" * 100_000: 400,
+        '{"input_ids": [[1e99, 2]], "rows": [0]}': 422,
+        '{"input_ids": [[99999999999999999999, 2]], "rows": [0]}': 422,
+    }
     for text, status in texts.items():
         answer = HTTP.post(f"{url}/v1/targets", content=text, headers={"content-type": "application/json"})
         assert answer.status_code == status and answer.json()["error"], (text[:40], answer.text)
@@ -208,15 +203,19 @@ def test_garbage_is_refused_in_one_line(url):
         (TargetRequest(good.ids, good.positions, np.array([-1, 2], np.int32)), "rows: expected ascending"),
         (TargetRequest(np.ones((1, 600), np.int32), None, np.array([0], np.int32)), "a document of 600; at most 512"),
         (TargetRequest(np.ones((20, 400), np.int32), None, np.array([0], np.int32)), "expected 1 to 4096 tokens"),
-    ]  # fmt: skip
+    ]
     for query, told in meant:
         answer = post(url, query)
         assert answer.status_code == 422 and told in answer.json()["error"], answer.text
     for options, told in (
-        ({"top_k": 512}, "top_k"), ({"top_k": "x"}, "top_k"), ({"columns": 300}, "columns"),
-        ({"dtype": "int3"}, "dtype"), ({"top_k": 3, "tail": "none"}, "tail"), ({"temperature": "nan"}, "temperature"),
+        ({"top_k": 512}, "top_k"),
+        ({"top_k": "x"}, "top_k"),
+        ({"columns": 300}, "columns"),
+        ({"dtype": "int3"}, "dtype"),
+        ({"top_k": 3, "tail": "none"}, "tail"),
+        ({"temperature": "nan"}, "temperature"),
         ({"file": "/x"}, "no such option"),
-    ):  # fmt: skip
+    ):
         answer = post(url, good, **options)
         assert answer.status_code == 422 and told in answer.json()["error"], answer.text
     with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=10) as connection:

@@ -15,34 +15,16 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from forked import free_port
-from served import HTTP, engine_in, expected_hidden, post, question, serving, write_models
+from served import HTTP, post, question, serving
 
-from distill.cli import run_command
 from distill.serving import connections
-from distill.serving.connections import Patience, listen, most_connections
+from distill.serving.connections import Patience, most_connections
 from distill.serving.room import Room
-from distill.teachers.server.wire import WireError, read_body, tensors_of
+from distill.teachers.server.wire import WireError, read_body
 from scripts.hostile_wire import crafted_body, damaged_body, read_answer
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKEN = "a-token-of-more-than-sixteen"
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return write_models(tmp_path_factory.mktemp("served"))
-
-
-@pytest.fixture(scope="module")
-def engine(place):
-    return engine_in(place)
-
-
-@pytest.fixture(scope="module")
-def url(engine):
-    with serving(engine) as address:
-        yield address
 
 
 def connect(url, **options):
@@ -177,8 +159,9 @@ def test_answers_that_nobody_reads_are_bounded_in_memory(engine, monkeypatch):
 
     monkeypatch.setattr(engine, "answer", answered)
     size = large.nbytes
-    monkeypatch.setattr("distill.serving.engine.Job.answer_bytes",
-                        lambda job, identity: size if job.query.ids.size > 100 else 1000)  # fmt: skip
+    monkeypatch.setattr(
+        "distill.serving.engine.Job.answer_bytes", lambda job, identity: size if job.query.ids.size > 100 else 1000
+    )
     body = question(1, rows=4, length=40).body()
     header = f"POST /v1/targets HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with (
@@ -259,11 +242,12 @@ CRAFTED = {
     "float8 ids": safetensors({"input_ids": entry("F8_E4M3", [1, 8], 0, 8), "rows": ROWS}, bytes(12)),
     "bfloat16 ids": safetensors({"input_ids": entry("BF16", [1, 4], 0, 8), "rows": ROWS}, bytes(12)),
     "2^62": safetensors({"input_ids": entry("I32", [2**62, 0], 0, 0), "rows": entry("I32", [1], 0, 4)}, bytes(4)),
-    "rows of 2^62": safetensors({"input_ids": entry("I32", [1, 2], 0, 8), "rows": entry("I32", [0, 2**62], 8, 8)},
-                                bytes(8)),
+    "rows of 2^62": safetensors(
+        {"input_ids": entry("I32", [1, 2], 0, 8), "rows": entry("I32", [0, 2**62], 8, 8)}, bytes(8)
+    ),
     "200 dimensions": safetensors({"input_ids": entry("I32", [1] * 199 + [2], 0, 8), "rows": ROWS}, bytes(12)),
     "a name that is no text": safetensors({"\ud800": entry("F32", [2], 0, 8)}, bytes(8)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("body", CRAFTED.values(), ids=CRAFTED)
@@ -320,77 +304,28 @@ def test_what_is_no_http_neither_stops_nor_fills_the_log(engine, caplog):
 # ------------------------------------------------------------------ before it serves
 
 
-def one_line(capsys, *words):
-    assert run_command(["serve", "quickstart", *words]) == 2
-    printed = capsys.readouterr()
-    line = (printed.out + printed.err).strip()
-    assert "Traceback" not in line and "broke" not in line
-    return " ".join(line.split())
-
-
-def test_a_port_that_is_taken_is_named_before_anything_is_loaded(capsys):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        assert f"--port: {port} of 127.0.0.1 is in use" in one_line(capsys, "--port", str(port))
-
-
-def test_an_address_that_is_none_of_this_machines():
-    with pytest.raises(ValueError, match=r"--host: expected an address of this machine, got 192\.0\.2\.1"):
-        listen("192.0.2.1", free_port())
-    with pytest.raises(ValueError, match="--host: expected a name or an address"):
-        listen("no such host", free_port())
-    for listener in listen("127.0.0.1", 0):
-        listener.close()
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    """A self-signed one and its key; another key."""
-    folder = tmp_path_factory.mktemp("tls")
-    for name in ("one", "other"):
-        subprocess.run(
-            ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
-             "-keyout", folder / f"{name}.key", "-out", folder / f"{name}.pem"],
-            check=True, capture_output=True, timeout=60,
-        )  # fmt: skip
-    subprocess.run(["openssl", "rsa", "-aes256", "-passout", "pass:secret", "-in", folder / "one.key", "-out",
-                    folder / "locked.key"], check=True, capture_output=True, timeout=60)  # fmt: skip
-    return folder
-
-
-def test_tls_files_are_looked_at_before_anything_is_loaded(certificate, capsys, tmp_path):
-    def told(pem, key):
-        return one_line(capsys, "--ssl-certfile", str(pem), "--ssl-keyfile", str(key))
-
-    pem, key = certificate / "one.pem", certificate / "one.key"
-    assert f"--ssl-certfile: {tmp_path}/none cannot be read: No such file" in told(tmp_path / "none", key)
-    assert "--ssl-keyfile: " in (line := told(pem, tmp_path / "none")) and "No such file" in line
-    assert "--ssl-certfile: expected a PEM certificate and its key" in told(pem, certificate / "other.key")
-    assert "--ssl-certfile: expected a PEM certificate and its key" in told(key, key)
-    assert "--ssl-keyfile: expected a key without a passphrase" in told(pem, certificate / "locked.key")
-
-
-def test_tls_handshakes_count_and_have_a_time_limit(engine, certificate, monkeypatch):
-    monkeypatch.setattr(connections, "MOST_OPEN", 128)
-    tls = {"ssl_certfile": certificate / "one.pem", "ssl_keyfile": certificate / "one.key"}
-    with serving(engine, patience=Patience(headers=2.0), tls=tls) as url, contextlib.ExitStack() as stack:
-        crowd = [stack.enter_context(connect(url)) for _ in range(300)]
-        for connection in crowd[::2]:
-            with contextlib.suppress(OSError):
-                connection.sendall(b"\x16\x03\x01\x02\x00\x01\x00")  # a handshake that goes no further
-        query = question(3)
-        assert torch.equal(tensors_of(post(url, query, deterministic=1).content)["hidden"],
-                           expected_hidden(engine, query))  # fmt: skip
-        assert len(own_ends(url)) <= 130
-        assert is_closed(crowd[-1], 8) and is_closed(crowd[-2], 8)
-
-
 @pytest.mark.full
 def test_a_server_of_its_own_stands_through_all_of_it(tmp_path):
     """The script whose figures the docs have, for a few seconds each; readers that do not read take longer."""
     made = subprocess.run(
-        [sys.executable, "-m", "scripts.attack", "--seconds", "4", "--seed", "7", "--only", "idle", "headers", "bodies",
-         "flips"], cwd=ROOT, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "scripts.attack",
+            "--seconds",
+            "4",
+            "--seed",
+            "7",
+            "--only",
+            "idle",
+            "headers",
+            "bodies",
+            "flips",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert made.returncode == 0, made.stdout + made.stderr[-2000:]
     assert made.stdout.count("| 0 bytes |") == 4

@@ -35,9 +35,12 @@ def test_it_trains_as_with_the_teacher_loaded_and_leaves_no_server(tmp_path):
     (tmp_path / "distill").chmod(0o755)
     places = {"PATH": [str(tmp_path), os.environ["PATH"]], "PYTHONPATH": filter(None, sys.path)}
     made = subprocess.run(
-        ["bash", "-c", f"{command}wait"], capture_output=True, text=True, timeout=540,
+        ["bash", "-c", f"{command}wait"],
+        capture_output=True,
+        text=True,
+        timeout=540,
         env={**os.environ, **{name: os.pathsep.join(parts) for name, parts in places.items()}},
-    )  # fmt: skip
+    )
     path = tmp_path / "runs" / "served" / "result.json"
     assert path.is_file(), made.stdout + made.stderr
     alone = run(recipe, name="alone")
@@ -60,9 +63,13 @@ def served_on_a_gpu(folder, settings):
     def start(*words, gpu):
         environment = gpu_environment(CUDA_VISIBLE_DEVICES=gpu, PYTHONUNBUFFERED="1")
         return subprocess.Popen(
-            [sys.executable, "-m", "distill", *words], env=environment, cwd=folder, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            [sys.executable, "-m", "distill", *words],
+            env=environment,
+            cwd=folder,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
 
     port = str(free_port())
     with contextlib.ExitStack() as stack:

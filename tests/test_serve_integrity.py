@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from served import HTTP, engine_in, expected_hidden, question, serving, write_models
+from served import HTTP, expected_hidden, question, serving
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
@@ -20,17 +20,6 @@ from distill.teachers.server.wire import Identity, tensors_of
 from scripts.hostile_wire import flipping
 
 PATH = "/v1/targets?deterministic=1"
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    return engine_in(write_models(tmp_path_factory.mktemp("served")))
-
-
-@pytest.fixture(scope="module")
-def url(engine):
-    with serving(engine) as address:
-        yield address
 
 
 def asked(servers, query):

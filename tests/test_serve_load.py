@@ -9,23 +9,12 @@ import httpx2
 import numpy as np
 import pytest
 import torch
-from served import HTTP, engine_in, expected_hidden, post, question, serving, write_models
+from served import HTTP, expected_hidden, post, question, serving
 
 from distill.models.host_copy import HostCopy
 from distill.serving.engine import Job, Options
 from distill.serving.worker import Full, Worker
 from distill.teachers.server.wire import TargetRequest, tensors_of
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    return engine_in(write_models(tmp_path_factory.mktemp("served")))
-
-
-@pytest.fixture(scope="module")
-def url(engine):
-    with serving(engine) as address:
-        yield address
 
 
 def test_64_clients_and_those_who_misbehave(engine, url):

@@ -35,17 +35,6 @@ def place(tmp_path_factory):
     return write_models(tmp_path_factory.mktemp("place"), kind="gemma2", final_logit_softcapping=5.0)
 
 
-@pytest.fixture(scope="module")
-def engine(place):
-    return engine_in(place)
-
-
-@pytest.fixture(scope="module")
-def url(engine):
-    with serving(engine) as address:
-        yield address
-
-
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     monkeypatch.setattr(client, "LONGEST_PAUSE", 0.2)
@@ -106,11 +95,14 @@ def test_the_students_own_words_are_asked_of_as_soon_as_they_exist(place, url, a
         for n in range(40)
     ]
     (place / "chat.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    own = [f"data.source={place}/chat.jsonl", "data.max_length=96", "loss.terms=[{type: reverse_kl}]", "train.steps=3",
-           f"data.on_policy={{fraction: 0.5, max_new_tokens: 6, ahead: {ahead}}}"]  # fmt: skip
-    assert_same(
-        trained(place, f"own-served-{ahead}", *own, *from_server(url)), trained(place, f"own-{ahead}", *own)
-    )  # fmt: skip
+    own = [
+        f"data.source={place}/chat.jsonl",
+        "data.max_length=96",
+        "loss.terms=[{type: reverse_kl}]",
+        "train.steps=3",
+        f"data.on_policy={{fraction: 0.5, max_new_tokens: 6, ahead: {ahead}}}",
+    ]
+    assert_same(trained(place, f"own-served-{ahead}", *own, *from_server(url)), trained(place, f"own-{ahead}", *own))
 
 
 def test_top_k_is_what_a_cache_would_hold(place, engine, url):
@@ -280,15 +272,21 @@ def scale_is_not_told(engine, patch):
 
 def shifted_by_one(engine, patch):
     alone = Engine._alone
-    patch.setattr(engine, "_alone", lambda job: (
-        alone(engine, job) if job.options.logits else alone(engine, job).roll(1, 0)))  # fmt: skip
+    patch.setattr(
+        engine, "_alone", lambda job: alone(engine, job) if job.options.logits else alone(engine, job).roll(1, 0)
+    )
 
 
 def head_of_another(engine, patch):
     answer = engine.answer
-    patch.setattr(engine, "answer", lambda jobs: [
-        {name: value if name == "logits" else value.flip(-1) for name, value in each.items()} for each in answer(jobs)
-    ])  # fmt: skip
+    patch.setattr(
+        engine,
+        "answer",
+        lambda jobs: [
+            {name: value if name == "logits" else value.flip(-1) for name, value in each.items()}
+            for each in answer(jobs)
+        ],
+    )
 
 
 FAULTS = {

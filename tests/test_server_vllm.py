@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from served import engine_in, from_server, opened, recipe_in, write_models
+from served import from_server, opened, recipe_in, write_models
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
@@ -37,11 +37,6 @@ def place(tmp_path_factory):
     return write_models(tmp_path_factory.mktemp("place"), kind="gemma2", final_logit_softcapping=5.0)
 
 
-@pytest.fixture(scope="module")
-def engine(place):
-    return engine_in(place)
-
-
 def vllm(engine, most=20, shifted=False, asked=None, mode=lambda logits: logits.log_softmax(-1)):
     """A server that answers as vLLM's documentation has it; it never ran beside the real one."""
 
@@ -64,8 +59,16 @@ def vllm(engine, most=20, shifted=False, asked=None, mode=lambda logits: logits.
             entries = [None]
             for token, row in zip(prompt[1:], logp[:-1], strict=True):
                 chosen = [token, *row.topk(k).indices.tolist()]
-                entries.append({str(one): {"logprob": row[one].item(), "rank": int((row > row[one]).sum()) + 1,
-                                           "decoded_token": "?"} for one in chosen})  # fmt: skip
+                entries.append(
+                    {
+                        str(one): {
+                            "logprob": row[one].item(),
+                            "rank": int((row > row[one]).sum()) + 1,
+                            "decoded_token": "?",
+                        }
+                        for one in chosen
+                    }
+                )
             entries = [*entries[1:], None] if shifted else entries
             choices.append({"index": index, "text": "", "prompt_logprobs": entries, "finish_reason": "length"})
         return JSONResponse({"id": "cmpl-1", "object": "text_completion", "choices": choices[::-1]})

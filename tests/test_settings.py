@@ -135,11 +135,19 @@ def test_shipped_recipes_name_the_schema_and_pass_it(path):
 @pytest.mark.parametrize(
     "change",
     [
-        {}, {"train": {"stepz": 1}}, {"train": {"steps": "x"}}, {"loss": {"terms": [{"type": "forwrd_kl"}]}},
-        {"student": {"model": "b", "vocabulary": "kept"}}, {"data": {}}, {"train": {"steps": 1, "report_to": "wandb"}},
-        {"train": {"steps": 1, "warmup": 0.1}}, {"teacher": None}, {"train": {"steps": 0}}, {"surplus": 1},
+        {},
+        {"train": {"stepz": 1}},
+        {"train": {"steps": "x"}},
+        {"loss": {"terms": [{"type": "forwrd_kl"}]}},
+        {"student": {"model": "b", "vocabulary": "kept"}},
+        {"data": {}},
+        {"train": {"steps": 1, "report_to": "wandb"}},
+        {"train": {"steps": 1, "warmup": 0.1}},
+        {"teacher": None},
+        {"train": {"steps": 0}},
+        {"surplus": 1},
     ],
-)  # fmt: skip
+)
 def test_the_schema_refuses_what_a_recipe_refuses(change):
     tree = {"teacher": {"model": "a"}, "student": {"model": "b"}, "data": {"source": "c.jsonl"}, "train": {"steps": 1}}
     tree = {key: value for key, value in (tree | change).items() if value is not None}

@@ -116,9 +116,14 @@ def test_a_few_rows_that_all_fit_are_all_answered():
 def eight_answers(folder, size, accumulation, **own):
     """Two steps of four prompts with two answers each: weights; tokens that train and documents of each step."""
     made = trainer(
-        folder, max_steps=2, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation,
-        optim="sgd", learning_rate=1.0, own={"samples": 2, "max_new_tokens": 3} | own,
-    )  # fmt: skip
+        folder,
+        max_steps=2,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=accumulation,
+        optim="sgd",
+        learning_rate=1.0,
+        own={"samples": 2, "max_new_tokens": 3} | own,
+    )
     said, put_in = [], made.on_policy.replace
 
     def kept(*given):
@@ -191,8 +196,11 @@ def test_the_data_bring_as_many_times_fewer_rows(tmp_path):
     from distill.models.precision import Precision
 
     precision = Precision(torch.float32, torch.float32, None)
-    for override, size, steps in (("data.on_policy.samples=2", 2, 8), ("data.on_policy.samples=1", 4, 4),
-                                  ("data.on_policy.fraction=0", 4, 4)):  # fmt: skip
+    for override, size, steps in (
+        ("data.on_policy.samples=2", 2, 8),
+        ("data.on_policy.samples=1", 4, 4),
+        ("data.on_policy.fraction=0", 4, 4),
+    ):
         recipe = parse(RECIPE, ["train.steps=null", "train.epochs=1", override])
         assert loaded_rows(recipe.train, recipe.data) == size
         made = training_arguments(recipe, tmp_path, rows=31, device=torch.device("cpu"), precision=precision)

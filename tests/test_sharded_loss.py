@@ -36,8 +36,13 @@ HARD = {"label_smoothing": 0.1, "z_loss": 1e-3}
 TWISTED = {"temperature": 2.0, "student_logit_scale": 0.6, "student_softcap": 8.0}
 HT = WIDTHS[0]
 CUT, TWO = ("dtensor",), ("rows", "rows")
-READINGS = [("forward", "bucket"), ("reverse", "bucket"), ("forward", "renormalize"), ("reverse", "renormalize"),
-            ("forward", "sampled")]  # fmt: skip
+READINGS = [
+    ("forward", "bucket"),
+    ("reverse", "bucket"),
+    ("forward", "renormalize"),
+    ("reverse", "renormalize"),
+    ("forward", "sampled"),
+]
 CASES = {term.type: Case([term]) for term in ALL_TERMS} | {
     "float32": Case(MIXED, dtype=torch.float32),
     "bfloat16": Case(MIXED, dtype=torch.bfloat16),

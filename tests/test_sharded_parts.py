@@ -49,9 +49,20 @@ def test_parts_with_everything(kernel_device, spans, path):
 
     for terms in (MIXED, MIXED[::2]):  # with a sum between the sweeps, and without
         outcomes = whole_and_cut(
-            kernel_device, torch.bfloat16, terms, spans, path=path, change=change, given_rows=True, temperature=2.0,
-            label_smoothing=0.1, z_loss=1e-3, student_logit_scale=0.6, student_softcap=8.0, teacher_softcap=20.0,
-        )  # fmt: skip
+            kernel_device,
+            torch.bfloat16,
+            terms,
+            spans,
+            path=path,
+            change=change,
+            given_rows=True,
+            temperature=2.0,
+            label_smoothing=0.1,
+            z_loss=1e-3,
+            student_logit_scale=0.6,
+            student_softcap=8.0,
+            teacher_softcap=20.0,
+        )
         check_parts(*outcomes, torch.bfloat16)
 
 
@@ -127,9 +138,7 @@ def test_no_host_sync_between_the_parts(device):
     def step():
         wanted = Wanted(True, True, stats=True)
         heads = Head(x, w), Head(xt, wt)
-        linear_divergence(
-            *heads, batch, make_objective(MIXED), wanted, vocab=1000, dtype=torch.bfloat16, shard=shard
-        )  # fmt: skip
+        linear_divergence(*heads, batch, make_objective(MIXED), wanted, vocab=1000, dtype=torch.bfloat16, shard=shard)
 
     step()
     with no_syncs():

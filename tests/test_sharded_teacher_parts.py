@@ -21,8 +21,12 @@ ROWS, K = 7, 8
 READINGS = [(d, t) for t in ("bucket", "renormalize") for d in ("forward", "reverse")] + [("forward", "sampled")]
 HARD = LossTerm("cross_entropy", 0.3)
 EVERYTHING = {
-    "temperature": 2.0, "label_smoothing": 0.1, "z_loss": 1e-3, "student_logit_scale": 0.6, "student_softcap": 8.0,
-}  # fmt: skip
+    "temperature": 2.0,
+    "label_smoothing": 0.1,
+    "z_loss": 1e-3,
+    "student_logit_scale": 0.6,
+    "student_softcap": 8.0,
+}
 MIXED = [LossTerm("forward_kl", 0.5), LossTerm("reverse_kl", 0.7), HARD]
 PATHS = pytest.mark.parametrize("path", ["kernel", "reference"])
 
@@ -82,9 +86,16 @@ def test_parts_of_every_reading(kernel_device, direction, tail, path):
 )
 def test_parts_with_everything(kernel_device, direction, tail, spans, path):
     outcomes = cut_top_k(
-        kernel_device, torch.bfloat16, direction, tail, SPANS[spans], path=path, hard=True, rows=spans == "two",
+        kernel_device,
+        torch.bfloat16,
+        direction,
+        tail,
+        SPANS[spans],
+        path=path,
+        hard=True,
+        rows=spans == "two",
         **EVERYTHING,
-    )  # fmt: skip
+    )
     check_parts(*outcomes, torch.bfloat16)
 
 
@@ -183,9 +194,16 @@ def test_figures_without_gradient_and_ids_outside(kernel_device, tail, path):
         return student, ids, logprobs, TopK(*more, tail)
 
     alone, exact, parts = cut_top_k(
-        kernel_device, torch.float32, "forward", tail, SPANS["two"], path=path, change=change,
-        wanted=Wanted(stats=True), hard=True,
-    )  # fmt: skip
+        kernel_device,
+        torch.float32,
+        "forward",
+        tail,
+        SPANS["two"],
+        path=path,
+        change=change,
+        wanted=Wanted(stats=True),
+        hard=True,
+    )
     check_parts(alone, exact, parts, torch.float32)
     assert parts[0].hidden is None and parts[0].loss.isfinite().all()
 
@@ -200,8 +218,9 @@ def cut_mixture(device, dtype, terms, spans, *, path, count=2, wanted=None, chan
     student = Head(x, w, biases[0])
     if change is not None:
         student, heads = change(student, heads)
-    mixture = Mixture(tuple(heads), (0.5, 0.5) if count == 2 else (0.5, 0.3, 0.2), (1.0, 0.7, 1.2)[:count],
-                      (0.0, 20.0, 0.0)[:count])  # fmt: skip
+    mixture = Mixture(
+        tuple(heads), (0.5, 0.5) if count == 2 else (0.5, 0.3, 0.2), (1.0, 0.7, 1.2)[:count], (0.0, 20.0, 0.0)[:count]
+    )
     scale = row_scales(x, labels, None, None, None, ignore_index=-100, reduction="mean")
     chosen = (labels != -100).nonzero().squeeze(-1) if rows else None
     wanted = wanted or Wanted(True, True, True, stats=True)
@@ -297,9 +316,15 @@ def test_no_host_sync_between_the_parts(device, kind):
 
     def step():
         linear_divergence(
-            student, mixture, batch, o, Wanted(True, True, stats=True), vocab=1000, dtype=torch.bfloat16,
+            student,
+            mixture,
+            batch,
+            o,
+            Wanted(True, True, stats=True),
+            vocab=1000,
+            dtype=torch.bfloat16,
             shard=VocabShard(LeftAlone(), spans),
-        )  # fmt: skip
+        )
 
     step()
     with no_syncs():

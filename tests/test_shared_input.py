@@ -68,8 +68,12 @@ def test_under_autocast(x_dtype, dtype):
     """One rounding fewer in each gradient of an fp32 weight; gradients in the dtypes of what they belong to."""
     x, weights, biases = operands(dtype, 96)
     x = x.to(x_dtype)
-    exact = with_gradients(reference_shared_linear, *((t.double() if t is not None else t) for t in (x,)),
-                           [w.double() for w in weights], [b if b is None else b.double() for b in biases])  # fmt: skip
+    exact = with_gradients(
+        reference_shared_linear,
+        *((t.double() if t is not None else t) for t in (x,)),
+        [w.double() for w in weights],
+        [b if b is None else b.double() for b in biases],
+    )
     with torch.autocast("cpu", torch.bfloat16):
         ours = with_gradients(shared_linear, x, weights, biases)
         plain = with_gradients(reference_shared_linear, x, weights, biases)

@@ -23,11 +23,21 @@ PLANNED = {"llama3-8b-to-1b-cached": "40GB", "llama3-8b-to-1b-on-policy": "80GB"
 GIB = 2**30
 # everything that is the size of the models and the data, and nothing that makes the recipe what it is
 SMALL = [
-    "teacher.dtype=float32", "data.source=chats.jsonl", "data.subset=null", "data.max_length=160",
-    "data.workers=0", "data.validation={fraction: 0.2, max_rows: 4}", "train.tokens_per_step=320",
-    "train.batch_size=1", "train.precision=float32", "train.save_every=null", "train.eval_every=null",
-    "train.device=cpu", "train.log_every=1", "generate.prompts=[]",
-]  # fmt: skip
+    "teacher.dtype=float32",
+    "data.source=chats.jsonl",
+    "data.subset=null",
+    "data.max_length=160",
+    "data.workers=0",
+    "data.validation={fraction: 0.2, max_rows: 4}",
+    "train.tokens_per_step=320",
+    "train.batch_size=1",
+    "train.precision=float32",
+    "train.save_every=null",
+    "train.eval_every=null",
+    "train.device=cpu",
+    "train.log_every=1",
+    "generate.prompts=[]",
+]
 
 
 @pytest.mark.few(1)
@@ -69,7 +79,7 @@ def models(tmp_path_factory):
             {"role": "assistant", "content": f"The teacher said {n}."},
         ]
         for n in range(24)
-    ]  # fmt: skip
+    ]
     (root / "chats.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
     return root
 

@@ -24,8 +24,11 @@ def opened(model):
 
 
 ROUTES = {
-    "one node": opened, "fp8 student": compute_in_fp8, "joined": join_siblings, "fp8 teacher": swap_linears_for_fp8,
-}  # fmt: skip
+    "one node": opened,
+    "fp8 student": compute_in_fp8,
+    "joined": join_siblings,
+    "fp8 teacher": swap_linears_for_fp8,
+}
 
 
 @pytest.mark.parametrize("changed", ["input", "weight"])

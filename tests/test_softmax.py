@@ -48,8 +48,9 @@ def test_strides(kernel_device, way):
     base = draw(6, 4, 70, dtype=torch.float32, device=kernel_device, scale=3.0)
     for x in (base[..., 1:66], base.transpose(0, 1), base[:, :3], base.transpose(0, 2)):
         check_layer(softmax, torch_softmax, (x,), torch.float32)
-    check_layer(lambda x: softmax(x).transpose(0, 2), lambda x: torch_softmax(x).transpose(0, 2), (base,),
-                torch.float32)  # fmt: skip
+    check_layer(
+        lambda x: softmax(x).transpose(0, 2), lambda x: torch_softmax(x).transpose(0, 2), (base,), torch.float32
+    )
 
 
 @pytest.mark.few(1)

@@ -113,19 +113,29 @@ def test_a_validation_source_is_read_once(here, tmp_path):
 
 def test_each_source_is_read_in_its_own_way(here, tmp_path):
     chats = [
-        {"talk": [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"first {n}"},
-                  {"role": "user", "content": "b"}, {"role": "assistant", "content": f"second {n}"}]}
+        {
+            "talk": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": f"first {n}"},
+                {"role": "user", "content": "b"},
+                {"role": "assistant", "content": f"second {n}"},
+            ]
+        }
         for n in range(20)
-    ]  # fmt: skip
+    ]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"body": f"plain words {n}"}) for n in range(20)))
-    data = Data.model_validate({
-        "sources": [
-            {"source": "chats.jsonl", "fields": {"messages": "talk"}, "train_on": "last"},
-            {"source": "text.jsonl", "fields": {"text": "body"}, "max_rows": 10},
-        ],
-        "max_length": 96, "packing": False, "cache": False,
-    })  # fmt: skip
+    data = Data.model_validate(
+        {
+            "sources": [
+                {"source": "chats.jsonl", "fields": {"messages": "talk"}, "train_on": "last"},
+                {"source": "text.jsonl", "fields": {"text": "body"}, "max_rows": 10},
+            ],
+            "max_length": 96,
+            "packing": False,
+            "cache": False,
+        }
+    )
     splits = load_data(data, here, seed=0)
     learned = [here.decode([t for t in row["labels"] if t != -100]) for row in splits.train]
     assert any("second" in text for text in learned) and not any("first" in text for text in learned)

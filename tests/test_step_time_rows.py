@@ -20,8 +20,12 @@ OTHERS = ("launched", "LoRA", "compiled layers", "write ", "served from", "keep"
 COPIED = ["parallel.strategy=ddp", "parallel.teacher=copied"]
 CACHED = ["teacher.type=cache", "teacher.init=pretrained"]
 PAIR = small.PAIRS["smollm2"]
-SMALL = [f"teacher.config={PAIR.teacher}", f"student.config={PAIR.student}", f"train.batch_size={PAIR.batch}",
-         f"data.max_length={PAIR.length}"]  # fmt: skip
+SMALL = [
+    f"teacher.config={PAIR.teacher}",
+    f"student.config={PAIR.student}",
+    f"train.batch_size={PAIR.batch}",
+    f"data.max_length={PAIR.length}",
+]
 FP8, BOTH_FP8 = ["teacher.dtype=fp8"], ["teacher.dtype=fp8", "student.compute=fp8"]
 # case, how its shape begins, candidate: GPUs, overrides
 MEASURED = {

@@ -134,9 +134,7 @@ def test_the_loop_ends_them_whenever_it_looks(monkeypatch, strings):
             loop = Looks(model, settings._replace(stop=stop))
             found = loop.generate(MANY, **asked, batch_size=batch_size)
             assert found.tokens == [tokens[:cut] for tokens, cut in zip(free.tokens, cuts, strict=True)]
-            assert found.truncated == [
-                was and cut is None for was, cut in zip(free.truncated, cuts, strict=True)
-            ]  # fmt: skip
+            assert found.truncated == [was and cut is None for was, cut in zip(free.truncated, cuts, strict=True)]
             for ours, whole, cut in zip(found.log_probs, free.log_probs, cuts, strict=True):
                 assert ours == pytest.approx(whole[:cut], abs=1e-9)
             steps[looks, batch_size] = loop.steps

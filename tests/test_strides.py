@@ -43,9 +43,12 @@ def rows_apart(tensor: torch.Tensor) -> torch.Tensor:
 
 
 VIEWS = {
-    "strided": every_other, "offset": behind_another, "column": column_of_a_table, "transposed": transposed,
+    "strided": every_other,
+    "offset": behind_another,
+    "column": column_of_a_table,
+    "transposed": transposed,
     "apart": rows_apart,
-}  # fmt: skip
+}
 EXPANSIONS = {"expanded": 0, "widened": -1}  # the dimension along which all entries are one
 FORMS = [*VIEWS, *EXPANSIONS]
 

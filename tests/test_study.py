@@ -69,9 +69,16 @@ def tiny_study(tmp_path, monkeypatch, capsys):
     lines = [{"question": f"What is {n} plus {n}?", "answer": f"It is {n + n}, since {n} twice."} for n in range(60)]
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, lines)))
     small = [
-        "teacher.model=teacher", "teacher.config=null", "student.config=null", "data.max_length=96", "data.workers=0",
-        "train.batch_size=2", "train.tokens_per_step=192", "train.steps=6", "train.learning_rate=5e-3",
-    ]  # fmt: skip
+        "teacher.model=teacher",
+        "teacher.config=null",
+        "student.config=null",
+        "data.max_length=96",
+        "data.workers=0",
+        "train.batch_size=2",
+        "train.tokens_per_step=192",
+        "train.steps=6",
+        "train.learning_rate=5e-3",
+    ]
 
     def study(*options, more=()):
         common = ["--data", "sums.jsonl", "--out", "out", "--sources", "gsm8k", "--layers", "2"]
@@ -186,10 +193,16 @@ def row(objective, seed, kl):
     after = {"forward_kl": figure, "reverse_kl": figure, "agreement": [0.5, 0.4, 0.6]}
     before = {"forward_kl": 4.0, "agreement": 0.1, "student_cross_entropy": 5.0, "teacher_cross_entropy": 2.0}
     return {
-        "data": "gsm8k", "layers": 10, "objective": objective, "seed": seed, "tokens": 4_000_000, "before": before,
-        "after": after | {"student_cross_entropy": [3.0, 2.9, 3.1]}, "gap_closed": [1 - kl / 4, 0, 1],
+        "data": "gsm8k",
+        "layers": 10,
+        "objective": objective,
+        "seed": seed,
+        "tokens": 4_000_000,
+        "before": before,
+        "after": after | {"student_cross_entropy": [3.0, 2.9, 3.1]},
+        "gap_closed": [1 - kl / 4, 0, 1],
         "curve": [{"tokens": 0, "forward_kl": 4.0}, {"tokens": 4_000_000, "forward_kl": kl}],
-    }  # fmt: skip
+    }
 
 
 def test_only_differences_beyond_the_seeds_count():

@@ -58,9 +58,17 @@ def test_a_run_that_breaks_leaves_a_row_and_the_next_one_begins(tmp_path, monkey
     }.items():
         (tmp_path / name).write_text(text)
     args = argparse.Namespace(
-        work=tmp_path, out=tmp_path, device="cpu", workers=1, seeds=1, only=[""], set=[], quick=False, last=0.0,
+        work=tmp_path,
+        out=tmp_path,
+        device="cpu",
+        workers=1,
+        seeds=1,
+        only=[""],
+        set=[],
+        quick=False,
+        last=0.0,
         until=time.time() + 60,
-    )  # fmt: skip
+    )
     assert privileged.work(args) == 0
     rows = [json.loads(line) for line in (tmp_path / "cpu.jsonl").read_text().splitlines()]
     assert [row["key"] for row in rows] == [run.key for run in wanted[1:]], "what has its row is not made again"

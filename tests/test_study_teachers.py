@@ -94,10 +94,15 @@ def test_a_student_goes_on_with_its_own_words(tiny_study, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     "text, number",
     [
-        ("3 + 4 = 7\n#### 7", 7), ("so #### 1,234 apples for 2", 1234), ("She has 12 and then 15.", 15),
-        ("#### -3.5", -3.5), ("nobody knows", None), ("####", None), ("it is 1 #### none", None),
+        ("3 + 4 = 7\n#### 7", 7),
+        ("so #### 1,234 apples for 2", 1234),
+        ("She has 12 and then 15.", 15),
+        ("#### -3.5", -3.5),
+        ("nobody knows", None),
+        ("####", None),
+        ("it is 1 #### none", None),
     ],
-)  # fmt: skip
+)
 def test_the_final_number_of_an_answer(text, number):
     assert final_number(text) == number
 
@@ -109,12 +114,22 @@ def row(part, objective, seed, kl, *, own=1.0, teacher_right=(5, 300), right=3):
     figure = [kl, kl - 0.01, kl + 0.01]
     curve = [{"tokens": n, "forward_kl": 4 - (4 - kl) * n / 4e6, "reverse_kl": kl} for n in (0, 2e6, 4e6)]
     return {
-        "plan": "teachers", "part": part, "objective": objective, "layers": 15, "seed": seed, "tokens": 4_000_000,
-        "before": {"forward_kl": 4.0}, "after": {"forward_kl": figure, "reverse_kl": figure, "agreement": [0.5] * 3},
-        "gap_closed": [1 - kl / 4, 0, 1], "tokens_per_s": 1000, "learned_tokens": 10**6, "curve": curve,
-        "own": {"forward_kl": [own, 0, 9], "reverse_kl": [own, 0, 9]}, "right": [right, 300],
+        "plan": "teachers",
+        "part": part,
+        "objective": objective,
+        "layers": 15,
+        "seed": seed,
+        "tokens": 4_000_000,
+        "before": {"forward_kl": 4.0},
+        "after": {"forward_kl": figure, "reverse_kl": figure, "agreement": [0.5] * 3},
+        "gap_closed": [1 - kl / 4, 0, 1],
+        "tokens_per_s": 1000,
+        "learned_tokens": 10**6,
+        "curve": curve,
+        "own": {"forward_kl": [own, 0, 9], "reverse_kl": [own, 0, 9]},
+        "right": [right, 300],
         "teacher_right": list(teacher_right),
-    }  # fmt: skip
+    }
 
 
 def test_a_cache_is_as_good_only_within_the_seeds():

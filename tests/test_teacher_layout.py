@@ -24,9 +24,14 @@ LEAST = gated.Least(WIDTH, ROWS)
 def model(dtype=torch.bfloat16, **changes):
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=WIDTH, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=100, **changes,
-    )  # fmt: skip
+        hidden_size=WIDTH,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=100,
+        **changes,
+    )
     return LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
 
 
@@ -208,9 +213,13 @@ def test_a_model_that_is_not_patched_stays_as_it_is(products):
 def test_on_the_gpu():
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=4,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        num_key_value_heads=4,
         vocab_size=1000,
-    )  # fmt: skip
+    )
     with torch.device("cuda"):
         teacher = LlamaForCausalLM(config).bfloat16().eval().requires_grad_(False)
         ids = torch.randint(0, 1000, (2, 1024))

@@ -80,9 +80,15 @@ def test_one_batch_of_eight_equals_eight_of_one(tmp_path, loss):
     runs = []
     for batch, accumulation in ((8, 1), (2, 4), (1, 8)):
         made = trainer(
-            tmp_path, dtype=torch.float64, loss=loss, max_steps=2,
-            per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, optim="sgd", learning_rate=1.0,
-        )  # fmt: skip
+            tmp_path,
+            dtype=torch.float64,
+            loss=loss,
+            max_steps=2,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            optim="sgd",
+            learning_rate=1.0,
+        )
         made.train()
         runs.append((weights(made.model), history(made, "loss"), history(made, "agreement")))
     start = weights(tiny_model(dtype=torch.float64))
@@ -110,11 +116,13 @@ def test_documents_in_a_row_do_not_predict_each_other(tmp_path, given):
     runs = []
     for data, size, collator in ((apart, 8, None), (packed, 4, _as_tensors if given == "own collator" else None)):
         made = DistillationTrainer(
-            tiny_model(dtype=torch.float64), tiny_model(seed=1, hidden=64, dtype=torch.float64),
+            tiny_model(dtype=torch.float64),
+            tiny_model(seed=1, hidden=64, dtype=torch.float64),
             arguments(tmp_path, max_steps=1, per_device_train_batch_size=size, optim="sgd", learning_rate=1.0),
-            train_dataset=Dataset.from_list(list(data)), eval_dataset=Dataset.from_list(list(data)),
+            train_dataset=Dataset.from_list(list(data)),
+            eval_dataset=Dataset.from_list(list(data)),
             data_collator=collator,
-        )  # fmt: skip
+        )
         before = made.evaluate()
         made.train()
         runs.append((weights(made.model), {name: before[name] for name in ("eval_loss", "eval_cross_entropy")}, made))
@@ -205,8 +213,13 @@ def test_resume_in_the_middle_of_an_epoch_is_exact(tmp_path, lora):
             model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1))
         return model
 
-    settings = {"max_steps": 7, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 3,
-                "lr_scheduler_type": "cosine"}  # fmt: skip
+    settings = {
+        "max_steps": 7,
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "lr_scheduler_type": "cosine",
+    }
     whole = trainer(
         tmp_path / "whole", student=student(), callbacks=[MetricsFile(tmp_path / "whole.jsonl")], **settings
     )

@@ -75,8 +75,9 @@ def test_another_way_has_to_be_clearly_faster(clock, times, place):
     assert choose() == WAYS[place]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "null", '{"attention dq 64 2048": [1]}', "\xff",
-                                  '{"attention dq 64 2048": "1 2 3 4"}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", "null", '{"attention dq 64 2048": [1]}', "\xff", '{"attention dq 64 2048": "1 2 3 4"}']
+)
 def test_a_file_that_holds_anything_else_is_ignored(clock, monkeypatch, text):
     choose()
     tuning.cache_file(CPU).write_bytes(text.encode("latin1"))

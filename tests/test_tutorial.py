@@ -52,9 +52,20 @@ def test_it_leads_to_a_model_that_answers(reader, monkeypatch, capsys):
             walked.append(words[1])
     printed = capsys.readouterr().out
     assert walked == [
-        "sample", "validate", "validate", "check", "inspect", "run", "report", "eval", "generate", "run", "compare",
-        "export", "chat",
-    ]  # fmt: skip
+        "sample",
+        "validate",
+        "validate",
+        "check",
+        "inspect",
+        "run",
+        "report",
+        "eval",
+        "generate",
+        "run",
+        "compare",
+        "export",
+        "chat",
+    ]
     assert f"{QUESTIONS} answers" in printed and "verdict     it fits and can run" in printed
     assert (reader / "my-model" / "my-model-q8_0.gguf").is_file() and (reader / "runs/first/report.html").is_file()
     templates = [(reader / name).read_text().strip() for name in ("my-model/chat_template.jinja", "my-chat.jinja")]

@@ -26,8 +26,16 @@ train: {steps: 4, batch_size: 2, learning_rate: 3e-3, warmup: 0, schedule: const
         device: cpu}
 generate: {prompts: [Hello], max_new_tokens: 4}
 """
-COVERED = ["recipe.yaml", "lock.yaml", "before.json", "metrics.jsonl", "result.json", "samples.md",
-           "manifest.json", "rollouts/step-00000002.parquet"]  # fmt: skip
+COVERED = [
+    "recipe.yaml",
+    "lock.yaml",
+    "before.json",
+    "metrics.jsonl",
+    "result.json",
+    "samples.md",
+    "manifest.json",
+    "rollouts/step-00000002.parquet",
+]
 
 
 @pytest.fixture(scope="module")

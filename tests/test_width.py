@@ -37,7 +37,7 @@ COMMANDS = (
     ["generate", "one", "-p", "What is 4?", "--beside-teacher", "--max-new-tokens", "8"],
     ["export", "one", "-o", "exported", "--gguf", "q8_0"],
     ["verify", "one"],
-)  # fmt: skip
+)
 
 
 def too_wide(text: str) -> list[str]:

@@ -79,9 +79,18 @@ def tiny_config(
     }
     if kind == "gpt2":
         return AutoConfig.for_model(
-            "gpt2", vocab_size=vocab_size, n_embd=hidden, n_layer=layers, n_head=4, n_positions=512,
-            tie_word_embeddings=tie, bos_token_id=None, eos_token_id=0, pad_token_id=2, **more,
-        )  # fmt: skip
+            "gpt2",
+            vocab_size=vocab_size,
+            n_embd=hidden,
+            n_layer=layers,
+            n_head=4,
+            n_positions=512,
+            tie_word_embeddings=tie,
+            bos_token_id=None,
+            eos_token_id=0,
+            pad_token_id=2,
+            **more,
+        )
     return AutoConfig.for_model(kind, **(common | more))
 
 

@@ -43,17 +43,26 @@ def codes_of(arguments, processes, cwd, streams, timeout, all_end=False, device=
     "cuda" they are started, each with a GPU."""
     patience = datetime.timedelta(seconds=timeout)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
-    common = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
-              "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-              "TORCHELASTIC_RUN_ID": "two"}  # fmt: skip
+    common = {
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "two",
+    }
     started = [
         Forked(
-            list(map(str, arguments)), cwd=cwd, stdout=streams[0], stderr=streams[1],
+            list(map(str, arguments)),
+            cwd=cwd,
+            stdout=streams[0],
+            stderr=streams[1],
             env=clean_environment(**common, RANK=rank, LOCAL_RANK=rank),
         )
-        if device == "cpu" else started_on_gpu(arguments, cwd, streams, **common, RANK=rank, LOCAL_RANK=rank)
+        if device == "cpu"
+        else started_on_gpu(arguments, cwd, streams, **common, RANK=rank, LOCAL_RANK=rank)
         for rank in map(str, range(processes))
-    ]  # fmt: skip
+    ]
     end = time.monotonic() + timeout
     while time.monotonic() < end:
         codes = {each.poll() for each in started}
@@ -83,9 +92,14 @@ def _by_torchrun(arguments: list[str], timeout: int) -> str:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
-        "--rdzv-endpoint=localhost:0", *arguments,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:0",
+        *arguments,
+    ]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
         with ending(subprocess.Popen(command, stdout=out, stderr=error, env=gpu_environment()), timeout) as process:
             code = process.wait()

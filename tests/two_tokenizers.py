@@ -25,9 +25,10 @@ def pieces_tokenizer(vocab_size=330, *, prefix=True):
     )
     specials = [AddedToken(token, special=True, normalized=False) for token in ("<unk>", "<s>", "</s>")]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[*specials, *(f"<0x{byte:02X}>" for byte in range(256))],
+        vocab_size=vocab_size,
+        special_tokens=[*specials, *(f"<0x{byte:02X}>" for byte in range(256))],
         show_progress=False,
-    )  # fmt: skip
+    )
     # the 30 commonest characters, ties by the character: the trainer's own `limit_alphabet` breaks them by chance
     counts = Counter(TRAINING_TEXT.replace("\n", " "))
     alphabet = sorted(counts, key=lambda character: (-counts[character], character))[:30]

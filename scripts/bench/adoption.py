@@ -93,8 +93,12 @@ def _steps(
         milliseconds += [(time.perf_counter() - start) * 1e3] * (step >= 3)
         losses.append(loss.item())
     peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
-    return {"ms": statistics.median(milliseconds), "loss": losses[0], "allocated": peaks[0] / 2**20,
-            "reserved": peaks[1] / 2**20}  # fmt: skip
+    return {
+        "ms": statistics.median(milliseconds),
+        "loss": losses[0],
+        "allocated": peaks[0] / 2**20,
+        "reserved": peaks[1] / 2**20,
+    }
 
 
 def rows_of(

@@ -99,9 +99,14 @@ def _errors(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor], 
 
 
 def _measure(
-    case: str, name: str, shape: tuple[int, ...], candidates: dict[str, Callable[..., torch.Tensor]],
-    work: float, masking: Masking | None = None, dtype: torch.dtype = torch.bfloat16,
-) -> Iterator[Row]:  # fmt: skip
+    case: str,
+    name: str,
+    shape: tuple[int, ...],
+    candidates: dict[str, Callable[..., torch.Tensor]],
+    work: float,
+    masking: Masking | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Iterator[Row]:
     tensors = draw(shape, dtype)
     q, k, v, dout = tensors
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]

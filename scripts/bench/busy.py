@@ -19,10 +19,15 @@ from scripts.bench.many_gpus import DRY, ROOT
 
 RECIPES = {
     "full": ["recipes/llama3-8b-to-1b.yaml", "student.dtype=bfloat16"],
-    "lora": ["recipes/llama3-8b-to-1b-lora.yaml", "student.dtype=bfloat16", "train.gradient_checkpointing=false",
-             "train.batch_size=2", "data.max_length=4096"],
+    "lora": [
+        "recipes/llama3-8b-to-1b-lora.yaml",
+        "student.dtype=bfloat16",
+        "train.gradient_checkpointing=false",
+        "train.batch_size=2",
+        "data.max_length=4096",
+    ],
     "full, compiled layers": ["recipes/llama3-8b-to-1b.yaml", "student.dtype=bfloat16", "train.compile=true"],
-}  # fmt: skip
+}
 FIRST, LAST = 5, 9
 
 

@@ -38,9 +38,9 @@ def chats(vocabulary: int, batch: int = BATCH, length: int = LENGTH, device: str
 
 def run(quick: bool, only: str) -> Iterator[Row]:
     """`quick` leaves out torch.compile; `only` names variants, separated by commas."""
-    variants = tuple(only.split(",")) if only else (
-        "plain", "compile", "compile-rows", "liger", "distill", "distill-all-rows"
-    )  # fmt: skip
+    variants = (
+        tuple(only.split(",")) if only else ("plain", "compile", "compile-rows", "liger", "distill", "distill-all-rows")
+    )
     if quick and not only:
         variants = tuple(name for name in variants if "compile" not in name)
     results = bench_step(pair, chats, Loss(), variants=variants, rivals=PACKED_RIVALS)

@@ -45,9 +45,15 @@ def ways(model: Any, new: int, *, compiled: bool) -> dict[str, Callable[[Tokens]
     def generate(prompts: Tokens, **settings: Any) -> Tokens:
         ids = torch.tensor(prompts, device=model.device)
         out = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0,
-            eos_token_id=NO_END, use_cache=True, **settings,
-        )  # fmt: skip
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=NO_END,
+            use_cache=True,
+            **settings,
+        )
         return out[:, ids.shape[1] :].tolist()
 
     found: dict[str, Callable[[Tokens], Tokens]] = {
@@ -98,9 +104,16 @@ def _measure(name: str, new: int, compiled: bool) -> Iterator[Row]:
     for label, ms in times.items():
         note = f"{ms / new:.3f} ms a token; {shares(runs[label])}"
         yield Row(
-            "cuda_free", shape, label, ms, floor_ratio=ms / fastest, tokens_per_s=BATCH * new / ms * 1e3,
-            error=errors[label], peak_mib=peak_above_inputs(runs[label]), note=note,
-        )  # fmt: skip
+            "cuda_free",
+            shape,
+            label,
+            ms,
+            floor_ratio=ms / fastest,
+            tokens_per_s=BATCH * new / ms * 1e3,
+            error=errors[label],
+            peak_mib=peak_above_inputs(runs[label]),
+            note=note,
+        )
 
 
 def run(quick: bool, only: str) -> Iterator[Row]:

@@ -48,9 +48,12 @@ LARGE = ["student.lora=null", "train.save_every=null", "train.eval_every=null", 
 LARGE_WAYS = {
     "teacher in fp8 served from a GPU of its own, 1 trains": ["teacher.dtype=fp8", *LAUNCHED],
     "both in shards, bf16": ["parallel.strategy=fsdp", "parallel.teacher=sharded"],
-    "teacher in fp8 on both, student in shards": ["teacher.dtype=fp8", "parallel.strategy=fsdp",
-                                                  "parallel.teacher=copied"],
-}  # fmt: skip
+    "teacher in fp8 on both, student in shards": [
+        "teacher.dtype=fp8",
+        "parallel.strategy=fsdp",
+        "parallel.teacher=copied",
+    ],
+}
 
 
 def serve(port: int, overrides: Sequence[str]) -> None:
@@ -80,10 +83,14 @@ def row_of(candidate: str, found: dict[str, Any], note: str, shape: str = "") ->
     split = ", ".join(f"{phase} {found[f'time_{phase}'] * 1e3:.1f}" for phase in PHASES)
     speed = found["tokens_per_second"]
     return Row(
-        "elsewhere", shape or f"8B to 1B, {ROWS} x {LENGTH} tokens a GPU and step, bf16", candidate,
-        ms=found["tokens"] / speed * 1e3, peak_mib=found["peak_memory_gib"] * 1024, tokens_per_s=speed,
+        "elsewhere",
+        shape or f"8B to 1B, {ROWS} x {LENGTH} tokens a GPU and step, bf16",
+        candidate,
+        ms=found["tokens"] / speed * 1e3,
+        peak_mib=found["peak_memory_gib"] * 1024,
+        tokens_per_s=speed,
         note=f"{note}; {split}",
-    )  # fmt: skip
+    )
 
 
 def against_slower(found: dict[str, Any], forward: float) -> str:
@@ -97,8 +104,17 @@ def against_slower(found: dict[str, Any], forward: float) -> str:
 
 def command(recipe: Path, overrides: Sequence[str], name: str, processes: int = 1) -> list[str]:
     """What runs one measurement."""
-    launcher = ["torch.distributed.run", f"--nproc-per-node={processes}", "--rdzv-backend=c10d",
-                "--rdzv-endpoint=localhost:0", "-m"] if processes > 1 else []  # fmt: skip
+    launcher = (
+        [
+            "torch.distributed.run",
+            f"--nproc-per-node={processes}",
+            "--rdzv-backend=c10d",
+            "--rdzv-endpoint=localhost:0",
+            "-m",
+        ]
+        if processes > 1
+        else []
+    )
     return [sys.executable, "-m", *launcher, "distill", "run", str(recipe), *DRY, *overrides, *SMALLER, "--name", name]
 
 
@@ -189,8 +205,12 @@ def planned(recipe: Path, overrides: Sequence[str]) -> tuple[float, bool]:
 
 def keep_rows(folder: Path, until: float) -> list[Row]:
     """Two epochs, of which the second asks nothing; one row is held out."""
-    overrides = [f"data.max_rows={ROWS * EPOCH + 1}", f"train.steps={2 * EPOCH}",
-                 f"train.log_every={LOG_EVERY}", "teacher.keep=kept"]  # fmt: skip
+    overrides = [
+        f"data.max_rows={ROWS * EPOCH + 1}",
+        f"train.steps={2 * EPOCH}",
+        f"train.log_every={LOG_EVERY}",
+        "teacher.keep=kept",
+    ]
     lines = metrics_of(folder, command(RECIPE, overrides, "keep"), "0", 2 * EPOCH // LOG_EVERY, until)
     first, second = (summary([line for line in lines if low < line["step"] <= low + EPOCH]) for low in (0, EPOCH))
     gain = second["tokens_per_second"] / first["tokens_per_second"]
@@ -208,8 +228,12 @@ def show(row: Row) -> Row:
 
 
 CASES: dict[str, Callable[[Path, float], Iterable[Row]]] = {
-    "launched": launched_rows, "ddp": ddp_rows, "served": served_rows, "keep": keep_rows, "large": large_rows,
-}  # fmt: skip
+    "launched": launched_rows,
+    "ddp": ddp_rows,
+    "served": served_rows,
+    "keep": keep_rows,
+    "large": large_rows,
+}
 
 
 def run(quick: bool, only: str) -> Iterator[Row]:

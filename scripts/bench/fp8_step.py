@@ -100,10 +100,15 @@ def measured(name: str) -> Row:
     if "compile" in name:
         split.append(f"compiled in {warm:.0f} s")
     return Row(
-        case="fp8_step", shape=f"{TEACHER} to {STUDENT}, {BATCH} x {LENGTH} tokens", candidate=name, ms=result["ms"],
-        peak_mib=result["peak_mib"], tokens_per_s=TOKENS / result["ms"] * 1e3, joules=result["joules"],
+        case="fp8_step",
+        shape=f"{TEACHER} to {STUDENT}, {BATCH} x {LENGTH} tokens",
+        candidate=name,
+        ms=result["ms"],
+        peak_mib=result["peak_mib"],
+        tokens_per_s=TOKENS / result["ms"] * 1e3,
+        joules=result["joules"],
         note=", ".join([*split, f"loss {float(loss):.4f}"]),
-    )  # fmt: skip
+    )
 
 
 def measured_apart(name: str) -> Row:
@@ -125,9 +130,13 @@ def parts() -> Iterator[Row]:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
-    x, h, gate, up, w = draw(TOKENS, hidden), draw(TOKENS, inner), draw(TOKENS, inner), draw(TOKENS, inner), draw(
-        inner, hidden
-    )  # fmt: skip
+    x, h, gate, up, w = (
+        draw(TOKENS, hidden),
+        draw(TOKENS, inner),
+        draw(TOKENS, inner),
+        draw(TOKENS, inner),
+        draw(inner, hidden),
+    )
     dq = [draw(TOKENS, 2048), draw(TOKENS, 512), draw(TOKENS, 512)]
     _, sw = fp8_train.quantize([draw(2 * inner, hidden)])
     sw = sw.view(-1)
@@ -139,26 +148,29 @@ def parts() -> Iterator[Row]:
         "quantize x": (lambda: fp8_train.quantize([x]), 3 * x.numel()),
         "quantize silu(gate) up": (lambda: fp8_train.quantize([gate, up], "swiglu"), 5 * h.numel()),
         "quantize dq dk dv": (lambda: fp8_train.quantize(dq, factor=small), 3 * TOKENS * qkv),
-        "quantize dgate dup": (
-            lambda: fp8_train.quantize([gate, up, h], "swiglu_backward", sw), 8 * h.numel()
-        ),
+        "quantize dgate dup": (lambda: fp8_train.quantize([gate, up, h], "swiglu_backward", sw), 8 * h.numel()),
         "quantize w": (lambda: fp8_train.quantize([w]), 3 * w.numel()),
         "transpose w": (lambda: fp8_train.transpose_weights([w], sw[:inner]), 3 * w.numel()),
         "transpose x": (lambda: fp8_train.transpose_bytes(x8), 2 * x.numel()),
         "dq dk dv by columns": (lambda: fp8_train.by_columns(dq8, token, small), 3 * TOKENS * qkv),
         "dgate dup by columns": (lambda: fp8_train.by_columns(dy8, token, sw), 6 * h.numel()),
-    }  # fmt: skip
+    }
     shape = f"{TOKENS} tokens, {STUDENT}"
     times = time_in_turn({name: run for name, (run, _) in kernels.items()}, calls=10)
     for name, (_, moved) in kernels.items():
         yield Row("fp8_parts", shape, name, times[name], tb_per_s=moved / times[name] / 1e9)
     # every product as [M, K] x [N, K]: M, N, K
     shapes = {
-        "y, q k v": (TOKENS, qkv, hidden), "dx, q k v": (TOKENS, hidden, qkv), "dW, q k v": (qkv, hidden, TOKENS),
-        "y, gate": (TOKENS, inner, hidden), "dx, gate up": (TOKENS, hidden, 2 * inner),
-        "dW, gate up": (2 * inner, hidden, TOKENS), "y, down": (TOKENS, hidden, inner),
-        "dh, down": (TOKENS, inner, hidden), "dW, down": (hidden, inner, TOKENS),
-    }  # fmt: skip
+        "y, q k v": (TOKENS, qkv, hidden),
+        "dx, q k v": (TOKENS, hidden, qkv),
+        "dW, q k v": (qkv, hidden, TOKENS),
+        "y, gate": (TOKENS, inner, hidden),
+        "dx, gate up": (TOKENS, hidden, 2 * inner),
+        "dW, gate up": (2 * inner, hidden, TOKENS),
+        "y, down": (TOKENS, hidden, inner),
+        "dh, down": (TOKENS, inner, hidden),
+        "dW, down": (hidden, inner, TOKENS),
+    }
     for name, (m, n, k) in shapes.items():
         a, b = draw(m, k), draw(n, k)
         (a8, a_scale), (b8, b_scale) = fp8_train.quantize([a]), fp8_train.quantize([b])

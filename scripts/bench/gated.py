@@ -20,8 +20,15 @@ from torch.nn import functional as F
 from distill.commands.bench import joules_so_far
 from scripts.bench.harness import Row
 
-SHAPES = [(8192, 4096, 14336), (2048, 4096, 14336), (1024, 4096, 14336), (256, 4096, 14336), (8192, 2048, 8192),
-          (1024, 2048, 8192), (8192, 3584, 18944)]  # fmt: skip
+SHAPES = [
+    (8192, 4096, 14336),
+    (2048, 4096, 14336),
+    (1024, 4096, 14336),
+    (256, 4096, 14336),
+    (8192, 2048, 8192),
+    (1024, 2048, 8192),
+    (8192, 3584, 18944),
+]
 TILES = [*(Tile(128, 256, 8, 4, group) for group in (16, 8, 32, 0)), Tile(128, 256, 8, 3, 16), Tile(256, 128, 8, 4, 8)]
 SECONDS, SETTLE = 0.5, 0.25
 Outputs = tuple[torch.Tensor, ...]

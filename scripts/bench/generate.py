@@ -64,9 +64,15 @@ def candidates(model: Any, new: int, *, compiled: bool) -> dict[str, Callable[[T
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=model.device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
         out = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0,
-            eos_token_id=NO_END, use_cache=True, **settings,
-        )  # fmt: skip
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=NO_END,
+            use_cache=True,
+            **settings,
+        )
         return out[:, width:].tolist()
 
     layers = model.device.type == "cuda"
@@ -133,10 +139,16 @@ def _measure(name: str, new: int, compiled: bool) -> Iterator[Row]:
     for label, ms in times.items():
         note = f"{ms / new:.3f} ms a token, first call {first[label]:.1f} s"
         yield Row(
-            "generate", shape, label, ms, tokens_per_s=BATCH * new / ms * 1e3, error=errors[label],
+            "generate",
+            shape,
+            label,
+            ms,
+            tokens_per_s=BATCH * new / ms * 1e3,
+            error=errors[label],
             floor_ratio=ms / times["generate, default cache"] if "generate, default cache" in times else None,
-            peak_mib=peak_above_inputs(runs[label]), note=note + f", fp32 same {same:.3f}",
-        )  # fmt: skip
+            peak_mib=peak_above_inputs(runs[label]),
+            note=note + f", fp32 same {same:.3f}",
+        )
 
 
 def run(quick: bool, only: str) -> Iterator[Row]:

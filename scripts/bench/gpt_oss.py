@@ -29,9 +29,12 @@ def make(device: str, dtype: torch.dtype, **more: Any) -> Any:
     """Two layers with the sizes of gpt-oss-20b; `more` changes them."""
     settings: dict[str, Any] = {"num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 1024}
     config = GptOssConfig(
-        num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], pad_token_id=0,
-        attn_implementation="eager", **settings | more,
-    )  # fmt: skip
+        num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+        pad_token_id=0,
+        attn_implementation="eager",
+        **settings | more,
+    )
     torch.manual_seed(0)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -103,8 +106,12 @@ def errors(plain: Any, patched: Any, documents: Sequence[torch.Tensor]) -> dict[
         each = {key: error(value, right[key]) for key, value in made.items()}
         sinks = max(value for key, value in each.items() if key.endswith("sinks"))
         rest = max(value for key, value in each.items() if key != "hidden")
-        found[name] = {"hidden": each["hidden"], "worst": worst(made["hidden"], right["hidden"]), "d": rest,
-                       "dsinks": sinks}  # fmt: skip
+        found[name] = {
+            "hidden": each["hidden"],
+            "worst": worst(made["hidden"], right["hidden"]),
+            "d": rest,
+            "dsinks": sinks,
+        }
     return found
 
 
@@ -138,6 +145,11 @@ def run(quick: bool, only: str) -> Iterator[Row]:
         for part, runs in (("forward", forward), ("forward + backward", both)):
             for candidate, ms in time_in_turn(runs, rounds=3 if quick else 7).items():
                 yield Row(
-                    "gpt_oss", f"{shape}, {part}", candidate, ms, peak_mib=peak_above_inputs(runs[candidate]),
-                    error=found[candidate], tokens_per_s=sum(lengths) / ms * 1e3,
-                )  # fmt: skip
+                    "gpt_oss",
+                    f"{shape}, {part}",
+                    candidate,
+                    ms,
+                    peak_mib=peak_above_inputs(runs[candidate]),
+                    error=found[candidate],
+                    tokens_per_s=sum(lengths) / ms * 1e3,
+                )

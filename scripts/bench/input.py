@@ -37,10 +37,19 @@ def run(quick: bool, only: str) -> Iterator[Row]:
         name = f"{workers} {'worker' if workers == 1 else 'workers'}"
         if only not in name:
             continue
-        recipe = load(ROOT / "recipes/llama3-8b-to-1b.yaml", [
-            *DRY, f"data.max_length={LENGTH}", f"data.max_rows={ROWS}", f"train.batch_size={BATCH}",
-            f"data.workers={workers}", "data.cache=false", "train.eval_every=null", "train.save_every=null",
-        ])  # fmt: skip
+        recipe = load(
+            ROOT / "recipes/llama3-8b-to-1b.yaml",
+            [
+                *DRY,
+                f"data.max_length={LENGTH}",
+                f"data.max_rows={ROWS}",
+                f"train.batch_size={BATCH}",
+                f"data.workers={workers}",
+                "data.cache=false",
+                "train.eval_every=null",
+                "train.save_every=null",
+            ],
+        )
         device = resolve_device(recipe.train)
         data = load_data(recipe.data, None, seed=0, vocab_size=256).train.map(two_documents, with_indices=True)
         with tempfile.TemporaryDirectory() as folder:

@@ -105,11 +105,9 @@ def liger(term: LossTerm) -> dict[str, Candidate]:
         return distance(given, kept[id(i)])
 
     return {
-        f"{name}, after bf16 softmaxes": Candidate(
-            lambda z, i: distance(normalise(z, -1), normalise(i.teacher, -1))
-        ),
+        f"{name}, after bf16 softmaxes": Candidate(lambda z, i: distance(normalise(z, -1), normalise(i.teacher, -1))),
         f"{name} alone, from probabilities": Candidate(alone, given=lambda z: normalise(z, -1)),
-    }  # fmt: skip
+    }
 
 
 def candidates(term: LossTerm) -> dict[str, Candidate]:

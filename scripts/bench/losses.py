@@ -217,9 +217,15 @@ def exact_gradients_from(
     n, vocab = inputs.shape.rows, inputs.shape.vocab
     scale = torch.full((n,), 1.0 / n, dtype=torch.float64, device=inputs.x.device)
     outcome = reference_linear_divergence(
-        Head(inputs.x.detach().double(), inputs.w.detach().double()), teacher, Batch(labels, scale, None, top_k),
-        objective, Wanted(True, True), vocab=vocab, dtype=torch.float64, workspace=4 * rows * vocab * 8,
-    )  # fmt: skip
+        Head(inputs.x.detach().double(), inputs.w.detach().double()),
+        teacher,
+        Batch(labels, scale, None, top_k),
+        objective,
+        Wanted(True, True),
+        vocab=vocab,
+        dtype=torch.float64,
+        workspace=4 * rows * vocab * 8,
+    )
     assert outcome.hidden is not None and outcome.weight is not None
     return outcome.hidden.float(), outcome.weight.float()
 
@@ -230,8 +236,10 @@ def gradient_errors(inputs: Inputs, step: Callable[[], None], exact: tuple[torch
     found = {}
     for name, leaf, right in (("dx", inputs.x, exact[0]), ("dW", inputs.w, exact[1])):
         if leaf.requires_grad:
-            difference = sum((a.float() - b).square().sum(dtype=torch.float64) for a, b in
-                             zip(leaf.grad.split(4096), right.split(4096), strict=True))  # fmt: skip
+            difference = sum(
+                (a.float() - b).square().sum(dtype=torch.float64)
+                for a, b in zip(leaf.grad.split(4096), right.split(4096), strict=True)
+            )
             norm = sum(b.square().sum(dtype=torch.float64) for b in right.split(4096))
             found[name] = float((difference / norm).sqrt())
     return found
@@ -273,9 +281,14 @@ def compare(shape: Shape, term: LossTerm, candidates: dict[str, Callable], round
 
 
 def measured(
-    case: str, inputs: Inputs, losses: dict[str, Callable], bare: tuple[str, Callable[[], None]], exact: dict[str, Any],
-    only: str, quick: bool,
-) -> list[Row]:  # fmt: skip
+    case: str,
+    inputs: Inputs,
+    losses: dict[str, Callable],
+    bare: tuple[str, Callable[[], None]],
+    exact: dict[str, Any],
+    only: str,
+    quick: bool,
+) -> list[Row]:
     """Rows of losses at the main shape: errors first, where there are `exact` gradients, then peaks and times in turn
     with the floor `bare`."""
     steps = {name: inputs.run(loss) for name, loss in losses.items() if only in name}

@@ -27,15 +27,31 @@ from scripts.bench.harness import Row
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "llama3-8b-to-1b.yaml"
-DRY = ["teacher.init=random", "student.init=random", "data.source=synthetic", "data.workers=0", "data.max_rows=512",
-       "data.validation={max_rows: 8}", "generate.prompts=[]", "student.dtype=bfloat16", "train.tokens_per_step=null",
-       "train.log_every=2", "train.report_to=none"]  # fmt: skip
+DRY = [
+    "teacher.init=random",
+    "student.init=random",
+    "data.source=synthetic",
+    "data.workers=0",
+    "data.max_rows=512",
+    "data.validation={max_rows: 8}",
+    "generate.prompts=[]",
+    "student.dtype=bfloat16",
+    "train.tokens_per_step=null",
+    "train.log_every=2",
+    "train.report_to=none",
+]
 SHAPES: dict[str, list[str]] = {
     "flagship": ["parallel.strategy=ddp", "train.steps=12"],
-    "large": ["parallel.strategy=fsdp", "parallel.teacher=sharded", "teacher.config=llama-3.1-70b",
-              "student.config=llama-3.1-8b", "train.batch_size=1", "train.gradient_checkpointing=true",
-              "train.steps=6"],
-}  # fmt: skip
+    "large": [
+        "parallel.strategy=fsdp",
+        "parallel.teacher=sharded",
+        "teacher.config=llama-3.1-70b",
+        "student.config=llama-3.1-8b",
+        "train.batch_size=1",
+        "train.gradient_checkpointing=true",
+        "train.steps=6",
+    ],
+}
 LIMIT_S = 600.0
 FEWEST = 3  # logging steps, in the first two of which everything compiles
 PHASES = ("data", "teacher", "student", "loss", "optimizer")
@@ -44,9 +60,21 @@ PHASES = ("data", "teacher", "student", "loss", "optimizer")
 def command(shape: str, processes: int, name: str) -> list[str]:
     """What runs one measurement."""
     return [
-        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--rdzv-backend=c10d",
-        "--rdzv-endpoint=localhost:0", "-m", "distill", "run", str(RECIPE), *DRY, *SHAPES[shape], "--name", name,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={processes}",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:0",
+        "-m",
+        "distill",
+        "run",
+        str(RECIPE),
+        *DRY,
+        *SHAPES[shape],
+        "--name",
+        name,
+    ]
 
 
 def summary(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -65,9 +93,12 @@ def environment(gpus: str) -> dict[str, str]:
     """Of a process on these GPUs."""
     places = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
-        "CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": os.pathsep.join(places), "PYTHONUNBUFFERED": "1", "COLUMNS": "240",
+        "CUDA_VISIBLE_DEVICES": gpus,
+        "PYTHONPATH": os.pathsep.join(places),
+        "PYTHONUNBUFFERED": "1",
+        "COLUMNS": "240",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"),
-    }  # fmt: skip
+    }
 
 
 def end(process: subprocess.Popen[str]) -> None:

@@ -62,8 +62,13 @@ def run(quick: bool, only: str) -> Iterator[Row]:
         floor = max(times["resident"], moved / rate / 1e6)
         for label, call in candidates.items():
             yield Row(
-                case="offload", shape=f"{TEACHER} forward, {name} tokens, bf16", candidate=label, ms=times[label],
-                floor_ratio=times[label] / floor, peak_mib=peak_above_inputs(call), error={"hidden": errors[label]},
+                case="offload",
+                shape=f"{TEACHER} forward, {name} tokens, bf16",
+                candidate=label,
+                ms=times[label],
+                floor_ratio=times[label] / floor,
+                peak_mib=peak_above_inputs(call),
+                error={"hidden": errors[label]},
                 tokens_per_s=batch * length / times[label] * 1e3,
                 note=f"{moved / 2**30:.1f} GiB of layers; the bus carries {rate:.1f} GB/s",
-            )  # fmt: skip
+            )

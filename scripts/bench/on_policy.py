@@ -63,12 +63,16 @@ TRL: dict[str, dict[str, Any]] = {
     "TRL, 16 x 4": {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4},
     "TRL, 64 x 1": {"per_device_train_batch_size": 64},
     "TRL, 16 x 4, liger": {
-        "per_device_train_batch_size": 16, "gradient_accumulation_steps": 4, "use_liger_kernel": True,
+        "per_device_train_batch_size": 16,
+        "gradient_accumulation_steps": 4,
+        "use_liger_kernel": True,
     },
     "TRL, 16 x 4, static cache": {
-        "per_device_train_batch_size": 16, "gradient_accumulation_steps": 4, "cache_implementation": "static",
+        "per_device_train_batch_size": 16,
+        "gradient_accumulation_steps": 4,
+        "cache_implementation": "static",
     },
-}  # fmt: skip
+}
 OURS = {
     "ours": ["train.cuda_graph=false"],
     "ours, ahead": ["train.cuda_graph=false", "data.on_policy.ahead=1"],
@@ -174,15 +178,28 @@ def trl(name: str, pair: Pair, warm: int, steps: int) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = DistillationConfig(
-            output_dir=folder, max_steps=warm + steps, max_completion_length=pair.new, beta=1.0, temperature=1.0,
-            gradient_checkpointing=False, bf16=cuda, report_to="none", save_strategy="no", logging_steps=steps,
-            optim="adamw_torch_fused", **TRL[name],
-        )  # fmt: skip
+            output_dir=folder,
+            max_steps=warm + steps,
+            max_completion_length=pair.new,
+            beta=1.0,
+            temperature=1.0,
+            gradient_checkpointing=False,
+            bf16=cuda,
+            report_to="none",
+            save_strategy="no",
+            logging_steps=steps,
+            optim="adamw_torch_fused",
+            **TRL[name],
+        )
         rows = [{"prompt": text} for text in prompts(PROMPTS * (warm + steps), config.vocab_size)]
         Counting(
-            student, teacher, arguments, train_dataset=rows, processing_class=tokenizer_of(config.vocab_size),
+            student,
+            teacher,
+            arguments,
+            train_dataset=rows,
+            processing_class=tokenizer_of(config.vocab_size),
             callbacks=[timed],
-        ).train()  # fmt: skip
+        ).train()
     return timed.result
 
 
@@ -195,18 +212,31 @@ def ours(name: str, pair: Pair, warm: int, steps: int) -> dict[str, Any]:
 
     timed = Timed(warm, steps)
     with tempfile.TemporaryDirectory() as folder:
-        recipe = load(ROOT / "recipes/llama3-8b-to-1b-on-policy.yaml", [
-            *(item for item in DRY if not item.startswith("data.source")), f"teacher.model={folder}",
-            f"teacher.config={_architecture(pair.teacher)}", f"student.config={_architecture(pair.student)}",
-            f"data.source={folder}/rows.jsonl", "data.subset=null", "data.format=prompt_completion",
-            f"data.max_length={pair.length}", "data.max_rows=null", "data.cache=false",
-            f"data.on_policy={{fraction: 1, max_new_tokens: {pair.new}, batch_size: {PROMPTS}}}",
-            f"train.batch_size={pair.micro}", f"train.tokens_per_step={pair.rows * pair.length}",
-            f"train.steps={warm + steps}",  # both even: steps whose answers are drawn together are timed together
-            f"train.log_every={warm}",  # `steps` is a multiple: the last line is of timed ones
-            "train.gradient_checkpointing=false", "train.eval_every=null",
-            "train.save_every=null", *([] if torch.cuda.is_available() else ["student.dtype=float32"]), *OURS[name],
-        ])  # fmt: skip
+        recipe = load(
+            ROOT / "recipes/llama3-8b-to-1b-on-policy.yaml",
+            [
+                *(item for item in DRY if not item.startswith("data.source")),
+                f"teacher.model={folder}",
+                f"teacher.config={_architecture(pair.teacher)}",
+                f"student.config={_architecture(pair.student)}",
+                f"data.source={folder}/rows.jsonl",
+                "data.subset=null",
+                "data.format=prompt_completion",
+                f"data.max_length={pair.length}",
+                "data.max_rows=null",
+                "data.cache=false",
+                f"data.on_policy={{fraction: 1, max_new_tokens: {pair.new}, batch_size: {PROMPTS}}}",
+                f"train.batch_size={pair.micro}",
+                f"train.tokens_per_step={pair.rows * pair.length}",
+                f"train.steps={warm + steps}",  # both even: steps whose answers are drawn together are timed together
+                f"train.log_every={warm}",  # `steps` is a multiple: the last line is of timed ones
+                "train.gradient_checkpointing=false",
+                "train.eval_every=null",
+                "train.save_every=null",
+                *([] if torch.cuda.is_available() else ["student.dtype=float32"]),
+                *OURS[name],
+            ],
+        )
         vocabulary = load_config(recipe.student, "student").vocab_size
         tokenizer_of(vocabulary).save_pretrained(folder)
         # answers a little longer than any that is drawn, so that what is drawn fits into the rows
@@ -250,11 +280,16 @@ def rows_of(shape: str, pair: Pair, results: Sequence[tuple[str, dict[str, float
             note.append(f"{speeds[name] / speeds['ours']:.2f} x ours")
         made.append(
             Row(
-                case="on_policy", shape=f"{shape}, {PROMPTS} prompts x {pair.new} new tokens", candidate=name,
-                ms=figures["ms"], peak_mib=figures["peak_mib"], tokens_per_s=speeds[name],
-                joules=figures["joules"], note=", ".join([*note, *([said] if said else [])]),
+                case="on_policy",
+                shape=f"{shape}, {PROMPTS} prompts x {pair.new} new tokens",
+                candidate=name,
+                ms=figures["ms"],
+                peak_mib=figures["peak_mib"],
+                tokens_per_s=speeds[name],
+                joules=figures["joules"],
+                note=", ".join([*note, *([said] if said else [])]),
             )
-        )  # fmt: skip
+        )
     return made
 
 

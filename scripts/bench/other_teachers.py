@@ -59,8 +59,9 @@ def mixture_rows(quick: bool, only: str) -> list[Row]:
             s * (x @ w.t()).float().softmax(-1)
             for s, x, w in zip(SHARES, (i.x_teacher, y), (i.w_teacher, v), strict=True)
         ).log()
-        return torch.nn.functional.kl_div((i.x @ i.w.t()).float().log_softmax(-1), log_t, log_target=True,
-                                          reduction="batchmean")  # fmt: skip
+        return torch.nn.functional.kl_div(
+            (i.x @ i.w.t()).float().log_softmax(-1), log_t, log_target=True, reduction="batchmean"
+        )
 
     one = FusedKLLoss(skip_ignored_rows=False)
     losses: dict[str, Callable[[Inputs], Any]] = {
@@ -105,8 +106,10 @@ def cross_rows(quick: bool, only: str) -> list[Row]:
             return module(x[None], *heads, SpanTargets(x_teacher[None], spans, inputs.labels, other))
 
         losses[name] = lambda i, f=across: f(i.x, i.w, i.x_teacher, i.w_teacher)
-        wide = [t.detach().double().requires_grad_(t.requires_grad) for t in
-                (inputs.x, inputs.w, inputs.x_teacher, inputs.w_teacher)]  # fmt: skip
+        wide = [
+            t.detach().double().requires_grad_(t.requires_grad)
+            for t in (inputs.x, inputs.w, inputs.x_teacher, inputs.w_teacher)
+        ]
         loss = across(*wide)
         exact[name] = tuple(g.float() for g in torch.autograd.grad(loss, wide[:2]))
         del wide, loss

@@ -71,9 +71,13 @@ def _attend_by_varlen(*models: Any) -> None:
 
 
 def _logits_step(
-    teacher: nn.Module, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer, compiles: str = "",
+    teacher: nn.Module,
+    student: nn.Module,
+    batch: Batch,
+    optimizer: torch.optim.Optimizer,
+    compiles: str = "",
     selects: bool = False,
-) -> Step:  # fmt: skip
+) -> Step:
     """The step by logits.
 
     Args:

@@ -136,6 +136,9 @@ def run(quick: bool, only: str) -> Iterator[Row]:
     held = engine.identity.dtype
     limits = Limits() if engine.device.type == "cuda" else Limits(budget=1024)
     yield from compare(
-        engine, length=length, requests=64 if quick else 256, limits=limits,
+        engine,
+        length=length,
+        requests=64 if quick else 256,
+        limits=limits,
         shape=f"{config}, rows of {length} tokens, {held}",
-    )  # fmt: skip
+    )

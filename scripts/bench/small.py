@@ -81,9 +81,14 @@ PAIRS = {
 TUNED = "max-autotune-no-cudagraphs"
 MODES = ("default", "reduce-overhead", TUNED, "max-autotune")  # each finds kernels of those before it
 LAYERS = (
-    "layers", f"layers, {TUNED}", "layers, reduce-overhead", "layers, max-autotune", "layers, in one graph",
-    f"layers, {TUNED}, in one graph", "layers, LoRA",
-)  # fmt: skip
+    "layers",
+    f"layers, {TUNED}",
+    "layers, reduce-overhead",
+    "layers, max-autotune",
+    "layers, in one graph",
+    f"layers, {TUNED}, in one graph",
+    "layers, LoRA",
+)
 RIVALS = ("plain", "liger", *(f"compile: {what}" for what in (*LAYERS, *MODES, "default, in one graph")))
 FP32, LORA = "student.dtype=float32", "student.lora={r: 16}"
 LAUNCHED = "train.cuda_graph=false"
@@ -268,11 +273,22 @@ def ours(name: str, pair: Pair) -> dict[str, Any]:
 
     steps = pair.warm + pair.timed
     timed, trace = Timed(pair), Trace(steps + 1, steps + 1 + TRACED)
-    recipe = load(ROOT / "recipes/llama3-8b-to-1b.yaml", [
-        *DRY, f"teacher.config={pair.teacher}", f"student.config={pair.student}", f"train.batch_size={pair.batch}",
-        f"data.max_length={pair.length}", f"data.max_rows={2 * pair.batch * steps}", f"train.steps={trace.last + 1}",
-        "train.log_every=20", "data.workers=1", "data.cache=false", *OURS[name],
-    ])  # fmt: skip
+    recipe = load(
+        ROOT / "recipes/llama3-8b-to-1b.yaml",
+        [
+            *DRY,
+            f"teacher.config={pair.teacher}",
+            f"student.config={pair.student}",
+            f"train.batch_size={pair.batch}",
+            f"data.max_length={pair.length}",
+            f"data.max_rows={2 * pair.batch * steps}",
+            f"train.steps={trace.last + 1}",
+            "train.log_every=20",
+            "data.workers=1",
+            "data.cache=false",
+            *OURS[name],
+        ],
+    )
 
     class Run(DistillationTrainer):
         def __init__(self, *args: Any, callbacks: Any = None, train_dataset: Any = None, **more: Any) -> None:
@@ -326,9 +342,13 @@ def candidate(program: str, *arguments: str, limit: float) -> dict[str, Any]:
     says why."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:  # a pipe's other end may live on
         process = subprocess.Popen(
-            [sys.executable, "-m", program, *arguments], cwd=ROOT, env=COMPILER | os.environ,
-            stdout=out, stderr=errors, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-m", program, *arguments],
+            cwd=ROOT,
+            env=COMPILER | os.environ,
+            stdout=out,
+            stderr=errors,
+            start_new_session=True,
+        )
         try:
             code, why = process.wait(limit), ""
         except subprocess.TimeoutExpired:

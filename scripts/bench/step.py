@@ -28,9 +28,12 @@ PAIRS = {  # teacher, student, variants; Liger takes no heads of different sizes
     "qwen2.5": ("qwen2.5-7b", "qwen2.5-1.5b", ("plain", "compile", "distill", "distill-fp8")),
 }
 NAMES = {
-    "distill": "ours", "distill-fp8": "ours, fp8 teacher", "distill-compile": "ours, compiled layers",
-    "distill-all-rows": "ours, all rows of the last layers", "distill-apart": "ours, weights where they came",
-}  # fmt: skip
+    "distill": "ours",
+    "distill-fp8": "ours, fp8 teacher",
+    "distill-compile": "ours, compiled layers",
+    "distill-all-rows": "ours, all rows of the last layers",
+    "distill-apart": "ours, weights where they came",
+}
 
 
 def random_model(name: str, seed: int, **settings: Any) -> Any:
@@ -115,17 +118,25 @@ def chosen(quick: bool, only: str) -> list[tuple[str, str, tuple[str, ...]]]:
     name, _, variants = only.partition(" ") if only.split(" ")[0] in PAIRS else ("flagship" if only else "", "", only)
     picked = {name: PAIRS[name]} if name else {"flagship": PAIRS["flagship"]} if quick else PAIRS
     return [
-        (teacher, student, tuple(variants.split(",")) if variants else
-         tuple(each for each in every if not (quick and "compile" in each)))
+        (
+            teacher,
+            student,
+            tuple(variants.split(","))
+            if variants
+            else tuple(each for each in every if not (quick and "compile" in each)),
+        )
         for teacher, student, every in picked.values()
-    ]  # fmt: skip
+    ]
 
 
 def run(quick: bool, only: str) -> Iterator[Row]:
     """`quick` leaves out torch.compile and all pairs but the flagship's; `only` names a pair, variants, or both."""
     for teacher, student, variants in chosen(quick, only):
         results = bench_step(
-            functools.partial(pair, teacher, student), lambda words: make_batch(BATCH, LENGTH, words), Loss(),
-            variants=variants, rivals=OTHERS,
-        )  # fmt: skip
+            functools.partial(pair, teacher, student),
+            lambda words: make_batch(BATCH, LENGTH, words),
+            Loss(),
+            variants=variants,
+            rivals=OTHERS,
+        )
         yield from rows_of(results, "step", f"{teacher} to {student}, {BATCH} x {LENGTH} tokens, bf16")

@@ -43,9 +43,16 @@ def write_cache(folder: Path, teacher: Any, rows: list[dict[str, Any]], *, hidde
     head, shape = read_head(find_head(teacher)), probe_logits(teacher, "teacher")
     kind = {"kind": "hidden", "dtype": "bfloat16"} if hidden else {"kind": "top_k", "k": K, "tail": "bucket"}
     plan = {
-        "version": 1, "dtype": "float16", "temperature": None if hidden else 1.0, "vocabulary": len(head.weight),
-        "hidden": head.weight.shape[1], "scale": shape.scale, "softcap": shape.softcap, "seed": 0, **kind,
-    }  # fmt: skip
+        "version": 1,
+        "dtype": "float16",
+        "temperature": None if hidden else 1.0,
+        "vocabulary": len(head.weight),
+        "hidden": head.weight.shape[1],
+        "scale": shape.scale,
+        "softcap": shape.softcap,
+        "seed": 0,
+        **kind,
+    }
     length = len(rows[0]["input_ids"])
     work = plan_work([rows], width=bytes_a_token(plan), max_length=length, packing=False, shard_bytes=SHARD_BYTES)
     open_folder(folder, plan, first=True)
@@ -130,6 +137,11 @@ def run(quick: bool, only: str) -> Iterator[Row]:
         patch(model, role, attention=choose_attention(model, BATCH, LENGTH, backward=role == "student")[0])
     with tempfile.TemporaryDirectory() as folder:
         yield from compare(
-            teacher, student, batch_size=BATCH, length=LENGTH, steps=6 if quick else 16, folder=Path(folder),
+            teacher,
+            student,
+            batch_size=BATCH,
+            length=LENGTH,
+            steps=6 if quick else 16,
+            folder=Path(folder),
             shape=f"{TEACHER} to {STUDENT}, {BATCH} x {LENGTH} tokens, bf16",
-        )  # fmt: skip
+        )

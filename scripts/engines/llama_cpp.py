@@ -81,13 +81,15 @@ def judge(
     folder = folder_of("llama_cpp")
     shutil.copy(HERE / PROGRAM, folder / PROGRAM)  # Node.js looks for packages beside the program
     asked = {
-        "model": str(model), "texts": list(texts), "greedy": {"prompts": list(prompts), "count": count},
-        "sequences": list(sequences), "top": top,
-    }  # fmt: skip
+        "model": str(model),
+        "texts": list(texts),
+        "greedy": {"prompts": list(prompts), "count": count},
+        "sequences": list(sequences),
+        "top": top,
+    }
     done = subprocess.run(
-        ["node", PROGRAM], cwd=folder, input=json.dumps(asked), capture_output=True, text=True,
-        timeout=SECONDS,
-    )  # fmt: skip
+        ["node", PROGRAM], cwd=folder, input=json.dumps(asked), capture_output=True, text=True, timeout=SECONDS
+    )
     if done.returncode:
         raise RuntimeError(f"llama.cpp: {model}: {done.stderr.strip()[-500:]}")
     made = json.loads(done.stdout)

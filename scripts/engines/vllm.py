@@ -27,17 +27,29 @@ START_SECONDS = 240
 METADATA = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n"
 # the CPU build's events have no `query`, and it cannot pin memory; both are needed by the hidden-state connector alone
 PATCHES = (
-    ("v1/worker/cpu/shm.py", "        self.record = noop\n        self.wait = noop\n",
-     "        self.query = lambda: True\n        self.record = noop\n        self.wait = noop\n"),
-    ("v1/worker/cpu_model_runner.py", "            self.record = lambda: None\n            self.synchronize",
-     "            self.query = lambda: True\n            self.record = lambda: None\n            self.synchronize"),
-    ("distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py", "pin_memory=True",
-     "pin_memory=False"),
-)  # fmt: skip
+    (
+        "v1/worker/cpu/shm.py",
+        "        self.record = noop\n        self.wait = noop\n",
+        "        self.query = lambda: True\n        self.record = noop\n        self.wait = noop\n",
+    ),
+    (
+        "v1/worker/cpu_model_runner.py",
+        "            self.record = lambda: None\n            self.synchronize",
+        "            self.query = lambda: True\n            self.record = lambda: None\n            self.synchronize",
+    ),
+    (
+        "distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py",
+        "pin_memory=True",
+        "pin_memory=False",
+    ),
+)
 ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-}  # fmt: skip
+}
 
 
 def installed() -> bool:
@@ -101,9 +113,22 @@ def serving(model: Path, *more: str, log: Path, max_model_len: int = 512) -> Ite
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
-        folder_of("vllm") / "bin" / "vllm", "serve", model, "--host", "127.0.0.1", "--port", str(port),
-        "--max-model-len", str(max_model_len), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8", *more,
-    ]  # fmt: skip
+        folder_of("vllm") / "bin" / "vllm",
+        "serve",
+        model,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--max-model-len",
+        str(max_model_len),
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-num-seqs",
+        "8",
+        *more,
+    ]
     with log.open("w") as output:
         server = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment(), start_new_session=True

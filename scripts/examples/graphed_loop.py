@@ -17,9 +17,15 @@ def model(seed: int, layers: int) -> LlamaForCausalLM:
     """A small Llama of random weights."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
-        LlamaConfig(vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=layers,
-                    num_attention_heads=4, num_key_value_heads=2)
-    )  # fmt: skip
+        LlamaConfig(
+            vocab_size=512,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+    )
 
 
 def main(steps: int = 30, graphed: bool = True) -> tuple[list[float], int]:

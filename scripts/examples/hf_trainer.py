@@ -37,19 +37,34 @@ def main(steps: int = 40, patched: bool = True) -> list[float]:
     """Train and return the logged losses, the evaluation's last."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                    num_attention_heads=2, max_position_embeddings=64, tie_word_embeddings=False)
-    )  # fmt: skip
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+            tie_word_embeddings=False,
+        )
+    )
     if patched:
         distill.patch(model)  # or AutoFusedModelForCausalLM.from_pretrained in place of AutoModelForCausalLM's
         # what the head gives out: no columns of logits, in training or in evaluation
         model.lm_head.register_forward_hook(lambda head, given, logits: check(logits.shape[-1] == 0))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            folder, max_steps=steps, per_device_train_batch_size=8, gradient_accumulation_steps=2, learning_rate=1e-2,
-            logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
+            folder,
+            max_steps=steps,
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-2,
+            logging_steps=1,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
             prediction_loss_only=True,
-        )  # fmt: skip
+        )
         data = rows()
         trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data, data_collator=padded)
         trainer.train()

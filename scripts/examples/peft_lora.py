@@ -18,9 +18,16 @@ def base() -> LlamaForCausalLM:
     """A small Llama with random weights; in earnest, AutoModelForCausalLM.from_pretrained."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                    num_attention_heads=2, max_position_embeddings=64, tie_word_embeddings=False)
-    )  # fmt: skip
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+            tie_word_embeddings=False,
+        )
+    )
 
 
 def main(steps: int = 60, patch_first: bool = True) -> tuple[list[float], float]:

@@ -31,9 +31,16 @@ def main(steps: int = 40, trainer_class: type[SFTTrainer] = FusedSFTTrainer, pat
     """Train and return the logged losses, the evaluation's last."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                    num_attention_heads=2, max_position_embeddings=64, tie_word_embeddings=False)
-    )  # fmt: skip
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+            tie_word_embeddings=False,
+        )
+    )
     if patched:
         distill.patch(model)  # or AutoFusedModelForCausalLM.from_pretrained in place of AutoModelForCausalLM's
         # what the head gives out: no columns of logits, in training or in evaluation
@@ -47,10 +54,19 @@ def main(steps: int = 40, trainer_class: type[SFTTrainer] = FusedSFTTrainer, pat
     data = Dataset.from_dict({"input_ids": counting})
     with tempfile.TemporaryDirectory() as folder:
         arguments = SFTConfig(
-            folder, max_steps=steps, per_device_train_batch_size=8, gradient_accumulation_steps=2, learning_rate=1e-2,
-            logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, bf16=False,
-            dataloader_pin_memory=False, prediction_loss_only=True,
-        )  # fmt: skip
+            folder,
+            max_steps=steps,
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-2,
+            logging_steps=1,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            bf16=False,
+            dataloader_pin_memory=False,
+            prediction_loss_only=True,
+        )
         trainer = trainer_class(model, arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
         trainer.train()
         evaluated = trainer.evaluate()["eval_loss"]

@@ -34,9 +34,13 @@ class DistillationSFTTrainer(SFTTrainer):
             taught = self.teacher(**ask).hidden_states[-1][:, :-1]
         student = self.accelerator.unwrap_model(model)
         loss = self.loss_fn(
-            outputs.hidden_states[-1][:, :-1], student.get_output_embeddings().weight,
-            taught, self.teacher.get_output_embeddings().weight, labels, num_items=num_items_in_batch,
-        )  # fmt: skip
+            outputs.hidden_states[-1][:, :-1],
+            student.get_output_embeddings().weight,
+            taught,
+            self.teacher.get_output_embeddings().weight,
+            labels,
+            num_items=num_items_in_batch,
+        )
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes  # which averages gradients; the count is of all ranks
         return (loss, outputs) if return_outputs else loss
@@ -45,9 +49,16 @@ class DistillationSFTTrainer(SFTTrainer):
 def model(hidden: int) -> LlamaForCausalLM:
     """A small Llama with random weights; in earnest, AutoModelForCausalLM.from_pretrained."""
     return LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCAB, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=2,
-                    num_attention_heads=2, max_position_embeddings=64, tie_word_embeddings=False)
-    )  # fmt: skip
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+            tie_word_embeddings=False,
+        )
+    )
 
 
 def main(steps: int = 40, accumulate: int = 2) -> list[float]:
@@ -63,13 +74,25 @@ def main(steps: int = 40, accumulate: int = 2) -> list[float]:
     rows = Dataset.from_dict({"input_ids": [torch.randint(2, VOCAB, (length,)).tolist() for length in lengths]})
     with tempfile.TemporaryDirectory() as folder:
         trainer = DistillationSFTTrainer(
-            student, SFTConfig(folder, max_steps=steps, per_device_train_batch_size=8 // accumulate,
-                               gradient_accumulation_steps=accumulate, learning_rate=1e-2, logging_steps=1,
-                               report_to="none", save_strategy="no", disable_tqdm=True, bf16=False,
-                               dataloader_pin_memory=False),
-            train_dataset=rows, processing_class=tokenizer, teacher=teacher,
+            student,
+            SFTConfig(
+                folder,
+                max_steps=steps,
+                per_device_train_batch_size=8 // accumulate,
+                gradient_accumulation_steps=accumulate,
+                learning_rate=1e-2,
+                logging_steps=1,
+                report_to="none",
+                save_strategy="no",
+                disable_tqdm=True,
+                bf16=False,
+                dataloader_pin_memory=False,
+            ),
+            train_dataset=rows,
+            processing_class=tokenizer,
+            teacher=teacher,
             loss_fn=FusedDistillationLoss([LossTerm("forward_kl", 1.0), LossTerm("cross_entropy", 0.01)]),
-        )  # fmt: skip
+        )
         trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

@@ -58,9 +58,11 @@ SIZES: dict[str, int | None] = {
 # lists with an entry a layer
 PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types", "block_types")
 GEMMA3N = {
-    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
     "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
-}  # fmt: skip
+}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {

@@ -7,8 +7,15 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).with_name("results.jsonl")
-PARTS = (("attention", "attention"), ("residual_norm", "residuals"), ("rms_norm", "norms"), ("layer_norm", "norms"),
-         ("glu", "MLP"), ("bias_gelu", "MLP"), ("rope", "rotary"))  # fmt: skip
+PARTS = (
+    ("attention", "attention"),
+    ("residual_norm", "residuals"),
+    ("rms_norm", "norms"),
+    ("layer_norm", "norms"),
+    ("glu", "MLP"),
+    ("bias_gelu", "MLP"),
+    ("rope", "rotary"),
+)
 # families of which a check fails, and why
 KNOWN: dict[str, str] = {
     "gemma4_unified_text": "transformers refuses to name one size of head for layers whose heads differ",

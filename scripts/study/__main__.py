@@ -61,16 +61,28 @@ def plan_of(name: str) -> Plan:
         from scripts.study import teacher_runs, teacher_verdict
 
         return Plan(
-            teacher_setups, teacher_runs.TeacherBench, teacher_runs.run_one, teacher_verdict.markdown,
-            teacher_verdict.markdown, teacher_verdict.draw, "-teachers.jsonl", ("teachers.md", "teachers.svg"),
-        )  # fmt: skip
+            teacher_setups,
+            teacher_runs.TeacherBench,
+            teacher_runs.run_one,
+            teacher_verdict.markdown,
+            teacher_verdict.markdown,
+            teacher_verdict.draw,
+            "-teachers.jsonl",
+            ("teachers.md", "teachers.svg"),
+        )
     from scripts.study import plot, runs, verdict
 
     fp8 = name == "fp8"
     return Plan(
-        setups, runs.Bench, runs.run_one, verdict.markdown, verdict.markdown if fp8 else verdict.overview, plot.draw,
-        "-fp8.jsonl" if fp8 else ".jsonl", ("fp8.md", "fp8.svg") if fp8 else ("verdict.md", "study.svg"),
-    )  # fmt: skip
+        setups,
+        runs.Bench,
+        runs.run_one,
+        verdict.markdown,
+        verdict.markdown if fp8 else verdict.overview,
+        plot.draw,
+        "-fp8.jsonl" if fp8 else ".jsonl",
+        ("fp8.md", "fp8.svg") if fp8 else ("verdict.md", "study.svg"),
+    )
 
 
 def share(text: str) -> tuple[int, int]:
@@ -138,9 +150,13 @@ def setups(args: argparse.Namespace) -> list[Any]:
     layers = args.layers or ([15] if fp8 else [10, 15])
     objectives = args.objectives or (["forward KL", *FP8] if fp8 else list(OBJECTIVES))
     return grid(
-        sources(args), layers=layers[:1] if args.quick else layers, objectives=objectives,
-        seeds=1 if args.quick else args.seeds, more=more, probe_rates=not (args.quick or args.no_rates or fp8),
-    )  # fmt: skip
+        sources(args),
+        layers=layers[:1] if args.quick else layers,
+        objectives=objectives,
+        seeds=1 if args.quick else args.seeds,
+        more=more,
+        probe_rates=not (args.quick or args.no_rates or fp8),
+    )
 
 
 def teacher_setups(args: argparse.Namespace) -> list[Any]:
@@ -148,9 +164,13 @@ def teacher_setups(args: argparse.Namespace) -> list[Any]:
     from scripts.study.teachers import grid
 
     return grid(
-        sources(args)["gsm8k"], layers=(args.layers or [15])[: 1 if args.quick else None], parts=args.parts,
-        seeds=1 if args.quick else args.seeds, more=[f"train.device={args.device}", *args.set], quick=args.quick,
-    )  # fmt: skip
+        sources(args)["gsm8k"],
+        layers=(args.layers or [15])[: 1 if args.quick else None],
+        parts=args.parts,
+        seeds=1 if args.quick else args.seeds,
+        more=[f"train.device={args.device}", *args.set],
+        quick=args.quick,
+    )
 
 
 def train(args: argparse.Namespace, plan: Plan) -> None:

@@ -43,9 +43,14 @@ WITHOUT_PROMPTS = ("python-stdlib",)
 LEARNING_RATES = {"learning rate x 0.5": 0.5, "learning rate x 2": 2.0}
 PROBED = (BASELINE, "forward KL")
 QUICK = (
-    "data.max_length=128", "data.max_rows=60", "data.workers=0", "data.validation.max_rows=6", "train.batch_size=1",
-    "train.tokens_per_step=128", "train.steps=2",
-)  # fmt: skip
+    "data.max_length=128",
+    "data.max_rows=60",
+    "data.workers=0",
+    "data.validation.max_rows=6",
+    "train.batch_size=1",
+    "train.tokens_per_step=128",
+    "train.steps=2",
+)
 
 
 def told_of(recipe: Recipe, data: str) -> dict[str, Any]:
@@ -128,9 +133,13 @@ def grid(
 
     def setup(data: str, depth: int, objective: str, seed: int, name: str = "", *extra: str) -> Setup:
         settings = (
-            *sources[data], f"student.from_teacher.layers={depth}", f"train.seed={seed}", *KNOWN[objective],
-            *more, *extra,
-        )  # fmt: skip
+            *sources[data],
+            f"student.from_teacher.layers={depth}",
+            f"train.seed={seed}",
+            *KNOWN[objective],
+            *more,
+            *extra,
+        )
         return Setup(data, depth, ", ".join(filter(None, [objective, name])), seed, settings)
 
     found = [

@@ -17,8 +17,9 @@ from scripts.study.verdict import Rows, by_objective, settings_of
 COLORS = {
     LIGHT["quiet"]: DARK["quiet"],
     **{LIGHT[f"series-{number}"]: DARK[f"series-{number}"] for number in range(6)},
-    "#a16207": "#facc15", "#4d7c0f": "#a3e635",
-}  # fmt: skip
+    "#a16207": "#facc15",
+    "#4d7c0f": "#a3e635",
+}
 
 
 class Panel(NamedTuple):
@@ -117,8 +118,15 @@ def both_themes(svg: str) -> str:
 def _line(axes: Any, curves: list[list[dict[str, float]]], figure: str, name: str, color: str) -> None:
     tokens = [point["tokens"] / 1e6 for point in curves[0]]
     values = [[curve[i][figure] for curve in curves] for i in range(min(map(len, curves)))]
-    axes.plot(tokens[: len(values)], [statistics.fmean(v) for v in values], color=color, lw=1.5, marker="o", ms=2.5,
-              label=name)  # fmt: skip
+    axes.plot(
+        tokens[: len(values)],
+        [statistics.fmean(v) for v in values],
+        color=color,
+        lw=1.5,
+        marker="o",
+        ms=2.5,
+        label=name,
+    )
     if len(curves) > 1:
         low, high = [min(v) for v in values], [max(v) for v in values]
         axes.fill_between(tokens[: len(values)], low, high, color=color, alpha=0.15, lw=0)

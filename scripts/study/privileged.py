@@ -30,8 +30,14 @@ from scripts.study.privileged_plan import BOTH, CONTEXT, PROMPTS, SOLUTIONS, TAU
 from scripts.study.tasks import MIXED, TASKS, rows_of
 
 PLAN = "privileged"
-QUICK = ("train.steps=2", "train.tokens_per_step=512", "train.batch_size=1", "train.warmup=1", "train.log_every=1",
-         "data.validation.max_rows=4")  # fmt: skip
+QUICK = (
+    "train.steps=2",
+    "train.tokens_per_step=512",
+    "train.batch_size=1",
+    "train.warmup=1",
+    "train.log_every=1",
+    "data.validation.max_rows=4",
+)
 BEFORE, INFORMED = "before training", "the teacher, which reads the prompt"
 Rows = list[dict[str, str]]
 
@@ -142,10 +148,12 @@ def run_one(run: Run, folder: Path, device: str, more: Sequence[str]) -> dict[st
     shutil.rmtree(result.folder)
     before, after = result.before, result.after
     return found | {
-        "kl": [before.forward_kl, after.forward_kl], "reverse_kl": [before.reverse_kl, after.reverse_kl],
-        "held_out_tokens": after.tokens, "train_seconds": round(trained - start, 1),
+        "kl": [before.forward_kl, after.forward_kl],
+        "reverse_kl": [before.reverse_kl, after.reverse_kl],
+        "held_out_tokens": after.tokens,
+        "train_seconds": round(trained - start, 1),
         "seconds": round(time.perf_counter() - start, 1),
-    }  # fmt: skip
+    }
 
 
 def row_of(run: Run) -> dict[str, Any]:
@@ -281,8 +289,11 @@ def _started(own: Sequence[str], args: argparse.Namespace) -> subprocess.Popen[b
 
 def main() -> int:
     """Lead, or work for the leader."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.study.privileged", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.study.privileged",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of rows and the log")
     parser.add_argument("--work", type=Path, default=Path("/tmp/study-privileged"), help="folder of data and models")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")

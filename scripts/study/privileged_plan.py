@@ -38,8 +38,12 @@ FROM_CONTEXT: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 RATES = ("5e-6", "8e-5")  # beside the common learning rate, with one seed: would another have favoured another method?
 ENOUGH = 3  # seeds before the other learning rates are looked at
-PROBED = ("cross-entropy, the teacher's answers", "forward KL, the teacher's answers", "reverse KL, own answers",
-          "policy gradient, own answers")  # fmt: skip
+PROBED = (
+    "cross-entropy, the teacher's answers",
+    "forward KL, the teacher's answers",
+    "reverse KL, own answers",
+    "policy gradient, own answers",
+)
 SOLUTION = 'teacher.context={template: "{solution}", place: before}'
 FROM_SOLUTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "cross-entropy, the solutions": (GOLD, (SOLUTION, HARD)),
@@ -78,8 +82,9 @@ class Run(NamedTuple):
         """The whole recipe, with the tasks' rows and the models in `folder`."""
         base = (
             f"data.source={folder}/{self.task}-{self.rows}.jsonl",
-            f"data.validation.source={folder}/{self.task}-held-out.jsonl", f"train.seed={self.seed}",
-        )  # fmt: skip
+            f"data.validation.source={folder}/{self.task}-held-out.jsonl",
+            f"train.seed={self.seed}",
+        )
         return load(RECIPE, [*base, *(setting.replace("{folder}", str(folder)) for setting in self.settings), *more])
 
     @property

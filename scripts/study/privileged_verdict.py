@@ -75,10 +75,11 @@ def table(rows: Rows, part: str, task: str) -> str:
     base = groups.get(against, [])
     heads = [f"{domain}, % exact | 95 % of questions" for domain in domains]
     lines = [
-        f"**{part}: {task}** (held out: {questions})", "",
+        f"**{part}: {task}** (held out: {questions})",
+        "",
         f"| method | seeds | {' | '.join(heads)} | KL to its teacher | p, by question, against {against} |",
         "|---|---:|" + "---:|---:|" * len(domains) + "---:|---:|",
-    ]  # fmt: skip
+    ]
     for method, group in groups.items():
         cells = [method, str(len(group))]
         for domain in domains:

@@ -102,9 +102,12 @@ class Bench:
     def judge(self, student: Any, setup: Setup, recipe: Recipe) -> Judgement:
         """Held-out figures with intervals."""
         return judge(
-            student, self.teacher, self.splits(setup).validation, batch_size=recipe.train.batch_size,
+            student,
+            self.teacher,
+            self.splits(setup).validation,
+            batch_size=recipe.train.batch_size,
             autocast=self.precision.autocast,
-        )  # fmt: skip
+        )
 
     def before(self, student: Any, setup: Setup, recipe: Recipe) -> Judgement:
         """The same of the student that is not trained yet, once for each data set and depth."""
@@ -144,10 +147,13 @@ class Quality(TrainerCallback):
         """The student's held-out figures as it stands."""
         assert self.trainer is not None
         found = evaluate(
-            self.trainer.model, self.bench.teacher, self.rows,  # type: ignore[arg-type]
-            batch_size=self.recipe.train.batch_size, autocast=self.bench.precision.autocast,
+            self.trainer.model,
+            self.bench.teacher,
+            self.rows,  # type: ignore[arg-type]
+            batch_size=self.recipe.train.batch_size,
+            autocast=self.bench.precision.autocast,
             objective=self.trainer.objective,
-        )  # fmt: skip
+        )
         return {name: getattr(found, name) for name in CURVE}
 
 
@@ -181,17 +187,26 @@ def train(
             recipe, Path(folder), rows=len(splits.train), device=bench.device, precision=bench.precision
         )
         trainer = DistillationTrainer(
-            student, args=arguments, loss=recipe.loss, train_dataset=splits.train,
-            processing_class=bench.tokenizer, callbacks=[quality] if quality else [],
-            optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments), **({"teacher": bench.teacher} | kind),
-        )  # fmt: skip
+            student,
+            args=arguments,
+            loss=recipe.loss,
+            train_dataset=splits.train,
+            processing_class=bench.tokenizer,
+            callbacks=[quality] if quality else [],
+            optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
+            **({"teacher": bench.teacher} | kind),
+        )
         trainer.remove_callback(PrinterCallback)
         if quality is not None:
             quality.trainer = trainer
         trainer.on_policy = on_policy_of(
-            recipe, student, bench.tokenizer, report=splits.report, vocab_size=trainer.objective.columns,
+            recipe,
+            student,
+            bench.tokenizer,
+            report=splits.report,
+            vocab_size=trainer.objective.columns,
             autocast=bench.precision.autocast,
-        )  # fmt: skip
+        )
         start = time.perf_counter()
         trainer.train()
         if bench.device.type == "cuda":
@@ -225,15 +240,23 @@ def row_of(
     tokens = (recipe.train.steps or 0) * (recipe.train.tokens_per_step or 0)
     ends = [{"tokens": n, **point_of(j)} for n, j in ((0, before), (tokens, after))]
     return {
-        "key": setup.key, "data": setup.data, "layers": setup.layers, "objective": setup.objective,
-        "seed": setup.seed, "settings": setup.shown, "tokens": tokens,
-        "held_out_tokens": after.tokens, "held_out_rows": after.rows,
+        "key": setup.key,
+        "data": setup.data,
+        "layers": setup.layers,
+        "objective": setup.objective,
+        "seed": setup.seed,
+        "settings": setup.shown,
+        "tokens": tokens,
+        "held_out_tokens": after.tokens,
+        "held_out_rows": after.rows,
         "after": {name: list(figure) for name, figure in after.figures.items()},
         "before": {name: figure.value for name, figure in before.figures.items()},
-        "gap_closed": list(after.gap_closed(before)), "calibration_error": after.calibration_error,
-        "curve": [ends[0], *curve, ends[1]], "seconds": round(took.seconds, 2),
+        "gap_closed": list(after.gap_closed(before)),
+        "calibration_error": after.calibration_error,
+        "curve": [ends[0], *curve, ends[1]],
+        "seconds": round(took.seconds, 2),
         "tokens_per_s": round(tokens / took.seconds),
-    }  # fmt: skip
+    }
 
 
 def free(bench: Bench) -> None:

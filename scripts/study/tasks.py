@@ -43,7 +43,7 @@ CATEGORIES = {
     "furniture": "chair table sofa bed desk couch bookcase wardrobe dresser stool bench cupboard armchair",
     "job": "doctor nurse teacher lawyer engineer farmer baker plumber carpenter electrician pilot chef dentist "
     "firefighter journalist architect accountant butcher tailor surgeon librarian",
-}  # fmt: skip
+}
 PAST = (
     "go went, see saw, eat ate, drink drank, swim swam, run ran, sing sang, ring rang, begin began, come came, "
     "become became, give gave, take took, make made, break broke, speak spoke, steal stole, choose chose, freeze "
@@ -70,7 +70,7 @@ PAST = (
     "returned, cover covered, enter entered, suffer suffered, climb climbed, rob robbed, hug hugged, beg begged, "
     "worry worried, hurry hurried, bury buried, deny denied, reply replied, apply applied, raise raised, promise "
     "promised"
-)  # fmt: skip
+)
 PEOPLE = "Maria Tom Anna Peter Sofia Ben Clara Luis Emma Omar Julia Max Nina Paul Rosa Sam Lena Hugo Ivy Karl"
 THINGS = "apples books coins pens stamps eggs cards shells"
 
@@ -97,17 +97,31 @@ def _sums(draw: random.Random) -> list[Item]:
         name, other = draw.sample(PEOPLE.split(), 2)
         thing, a, b, c = draw.choice(THINGS.split()), draw.randint(6, 30), draw.randint(2, 9), draw.randint(2, 5)
         more, less = a + b, a - c
-        item = draw.choice((
-            Item(f"{name} has {a} {thing} and gets {b} more from {other}. How many {thing} does {name} have now?",
-                 f"{more}", f"{a} + {b} = {more}. The answer is {more}."),
-            Item(f"{name} has {a} {thing} and gives {c} to {other}. How many {thing} does {name} have left?",
-                 f"{less}", f"{a} - {c} = {less}. The answer is {less}."),
-            Item(f"{name} has {a} {thing}, gives {c} to {other} and then finds {b} more. How many {thing} does {name} "
-                 "have now?", f"{less + b}", f"{a} - {c} = {less}, and {less} + {b} = {less + b}. "
-                 f"The answer is {less + b}."),
-            Item(f"{name} buys {c} bags with {b} {thing} in each bag. How many {thing} does {name} buy?",
-                 f"{b * c}", f"{c} x {b} = {b * c}. The answer is {b * c}."),
-        ))  # fmt: skip
+        item = draw.choice(
+            (
+                Item(
+                    f"{name} has {a} {thing} and gets {b} more from {other}. How many {thing} does {name} have now?",
+                    f"{more}",
+                    f"{a} + {b} = {more}. The answer is {more}.",
+                ),
+                Item(
+                    f"{name} has {a} {thing} and gives {c} to {other}. How many {thing} does {name} have left?",
+                    f"{less}",
+                    f"{a} - {c} = {less}. The answer is {less}.",
+                ),
+                Item(
+                    f"{name} has {a} {thing}, gives {c} to {other} and then finds {b} more. How many {thing} does "
+                    f"{name} have now?",
+                    f"{less + b}",
+                    f"{a} - {c} = {less}, and {less} + {b} = {less + b}. The answer is {less + b}.",
+                ),
+                Item(
+                    f"{name} buys {c} bags with {b} {thing} in each bag. How many {thing} does {name} buy?",
+                    f"{b * c}",
+                    f"{c} x {b} = {b * c}. The answer is {b * c}.",
+                ),
+            )
+        )
         found[item.prompt] = item
     return list(found.values())
 
@@ -162,10 +176,17 @@ def rows_of(name: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     shots = task.shown(items[:SHOTS])
     both = "\n\n".join(TASKS[other].shown(_first(other)) for other in MIXED)
     rows = [
-        {"prompt": task.asked(item), "completion": f" {item.solution or item.completion}", "right": item.completion,
-         "domain": name, "shots": shots, "both": both, "solution": f"Solution: {item.solution}"}
+        {
+            "prompt": task.asked(item),
+            "completion": f" {item.solution or item.completion}",
+            "right": item.completion,
+            "domain": name,
+            "shots": shots,
+            "both": both,
+            "solution": f"Solution: {item.solution}",
+        }
         for item in items[SHOTS:]
-    ]  # fmt: skip
+    ]
     return rows[task.held_out :], rows[: task.held_out]
 
 

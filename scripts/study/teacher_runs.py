@@ -60,14 +60,21 @@ class TeacherBench(Bench):
             rows = min(len(find_head(model).linear.weight) for model in (self.teacher, student))
             teacher = LoadedTeacher(self.teacher, tokenizer=self.tokenizer)
             loaded = Loaded(
-                recipe, self.splits(setup), Pair(teacher, student, Vocabulary(recipe, recipe.teacher), rows, "", None),
-                self.precision, encodable(teacher, self.device), probe_logits(student, "student"),
-            )  # fmt: skip
+                recipe,
+                self.splits(setup),
+                Pair(teacher, student, Vocabulary(recipe, recipe.teacher), rows, "", None),
+                self.precision,
+                encodable(teacher, self.device),
+                probe_logits(student, "student"),
+            )
             settings = Settings(K, tail=setup.tail).checked()
             make_cache(
-                loaded, folder, settings, say=functools.partial(print, flush=True),
+                loaded,
+                folder,
+                settings,
+                say=functools.partial(print, flush=True),
                 progress=functools.partial(_quietly, f"caching, {setup.tail}"),
-            )  # fmt: skip
+            )
             self._caches[key] = TeacherCache(str(folder))
         return self._caches[key]
 
@@ -135,9 +142,11 @@ def answer(model: Any, bench: TeacherBench, documents: Sequence[Document], recip
     """Answers to the documents' prompts, drawn at T = 1 or the likeliest ones; the same prompt draws by one seed."""
     prompts = [document.prompt for document in documents]
     made = bench.engine(model, recipe).generate(
-        prompts, max_new_tokens=[min(LONGEST, recipe.data.max_length - len(prompt)) for prompt in prompts],
-        sampling=Sampling(float(drawn)), seeds=list(range(len(prompts))),
-    )  # fmt: skip
+        prompts,
+        max_new_tokens=[min(LONGEST, recipe.data.max_length - len(prompt)) for prompt in prompts],
+        sampling=Sampling(float(drawn)),
+        seeds=list(range(len(prompts))),
+    )
     told = zip(documents, prompts, made.tokens, strict=True)
     return Answers(
         [document.answered(prompt, tokens) for document, prompt, tokens in told],
@@ -150,15 +159,19 @@ def on_its_own_words(student: Any, bench: TeacherBench, setup: TeacherSetup, rec
     documents = bench.documents(setup)
     said = answer(student, bench, documents, recipe, drawn=True)
     found = judge(
-        student, bench.teacher, [as_row([document]) for document in said.documents],
-        batch_size=recipe.train.batch_size, autocast=bench.precision.autocast,
-    )  # fmt: skip
+        student,
+        bench.teacher,
+        [as_row([document]) for document in said.documents],
+        batch_size=recipe.train.batch_size,
+        autocast=bench.precision.autocast,
+    )
     figures: dict[str, Any] = {name: list(figure) for name, figure in found.figures.items()}
     figures |= {"answers": len(documents), "length": found.tokens / len(documents), "truncated": said.truncated}
     return {
-        "own": figures, "right": right(student, bench, documents, recipe),
+        "own": figures,
+        "right": right(student, bench, documents, recipe),
         "teacher_right": bench.teacher_right(setup, recipe),
-    }  # fmt: skip
+    }
 
 
 def right(model: Any, bench: TeacherBench, documents: Sequence[Document], recipe: Recipe) -> list[int]:

@@ -62,14 +62,17 @@ def cache_table(groups: Groups, layers: int) -> str:
     base = after(_base(groups, CACHE), "forward_kl")
     rows = [
         [
-            name, str(len(group)), mean_and_spread(after(group, "forward_kl")),
+            name,
+            str(len(group)),
+            mean_and_spread(after(group, "forward_kl")),
             _mean(after(group, "reverse_kl"), ".3f"),
-            _mean(after(group, "agreement"), ".1%"), _mean([row["gap_closed"][0] for row in group], ".1%"),
+            _mean(after(group, "agreement"), ".1%"),
+            _mean([row["gap_closed"][0] for row in group], ".1%"),
             _mean([row["tokens_per_s"] for row in group], ",.0f"),
             "" if name == BASES[CACHE] else shown_p(welch(base, after(group, "forward_kl"))),
         ]
         for name, group in groups.items()
-    ]  # fmt: skip
+    ]
     heads = ["teacher", "seeds", "KL to teacher", "reverse KL", "agreement", "gap closed", "tokens/s", "p, online"]
     return _table(title, heads, rows)
 
@@ -85,18 +88,27 @@ def own_table(groups: Groups, layers: int) -> str:
     base = _base(groups, OWN)
     rows = [
         [
-            name, str(len(group)), *(mean_and_spread(after(group, f"{way}_kl")) for way in ("forward", "reverse")),
+            name,
+            str(len(group)),
+            *(mean_and_spread(after(group, f"{way}_kl")) for way in ("forward", "reverse")),
             *(mean_and_spread(own(group, f"{way}_kl")) for way in ("forward", "reverse")),
             f"{sum(row['right'][0] for row in group)} of {sum(row['right'][1] for row in group)}",
             _mean([row["learned_tokens"] / 1e6 for row in group], ".2f"),
             "" if name == BASES[OWN] else shown_p(welch(own(base, "reverse_kl"), own(group, "reverse_kl"))),
         ]
         for name, group in groups.items()
-    ]  # fmt: skip
+    ]
     heads = [
-        "second stage", "seeds", "held out: KL", "reverse KL", "own words: KL", "reverse KL", "right", "M learned",
+        "second stage",
+        "seeds",
+        "held out: KL",
+        "reverse KL",
+        "own words: KL",
+        "reverse KL",
+        "right",
+        "M learned",
         "p, own reverse KL",
-    ]  # fmt: skip
+    ]
     return _table(title, heads, rows)
 
 

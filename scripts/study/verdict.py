@@ -60,12 +60,17 @@ def table(rows: Rows, data: str, layers: int) -> str:
         low = min(row["after"]["forward_kl"][1] for row in group)
         high = max(row["after"]["forward_kl"][2] for row in group)
         cells = [
-            name, str(len(group)), mean_and_spread(kl), f"{low:.3f} to {high:.3f}",
-            f"{statistics.fmean(after(group, 'reverse_kl')):.3f}", f"{statistics.fmean(after(group, 'agreement')):.1%}",
+            name,
+            str(len(group)),
+            mean_and_spread(kl),
+            f"{low:.3f} to {high:.3f}",
+            f"{statistics.fmean(after(group, 'reverse_kl')):.3f}",
+            f"{statistics.fmean(after(group, 'agreement')):.1%}",
             _perplexity(statistics.fmean(after(group, "student_cross_entropy"))),
             f"{statistics.fmean(row['gap_closed'][0] for row in group):.1%}",
-            "" if name == BASELINE else shown_p(welch(base, kl)), "" if name == PLAIN else shown_p(welch(plain, kl)),
-        ]  # fmt: skip
+            "" if name == BASELINE else shown_p(welch(base, kl)),
+            "" if name == PLAIN else shown_p(welch(plain, kl)),
+        ]
         if statistics.fmean(kl) == best:
             cells = [f"**{cell}**" if cell else "" for cell in cells]
         lines.append("| " + " | ".join(cells) + " |")

@@ -1,0 +1,97 @@
+"""A recipe's on-policy section: a run, refusals before weights are read, planned memory."""
+
+import json
+from pathlib import Path
+
+import pytest
+from test_on_policy import RECIPE
+from tiny import save_models, tiny_model, tiny_tokenizer
+
+from distill.data.report import DataReport
+from distill.generation.from_recipe import on_policy_of
+from distill.recipe import RecipeError, parse
+from distill.training.progress import read_metrics
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"seed": 2})
+    lines = [json.dumps({"prompt": f"Question {n}?", "completion": f"It is {n * n}."}) for n in range(60)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_run_with_the_recipes_section(workplace):
+    from distill.run import run
+
+    folder = run(parse(RECIPE)).folder
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert all(row["rollouts"] > 0 and row["rollout_length"] <= 8 for row in rows if "loss" in row)
+    assert (folder / "student" / "config.json").exists()
+
+
+def test_data_without_prompts_are_refused_before_weights_are_read(workplace, monkeypatch):
+    import distill.run
+
+    Path("plain.txt").write_text("Running text, line by line.\n" * 60)
+    monkeypatch.setattr(distill.run, "opened_pair", lambda *args, **kwargs: pytest.fail("the models are read"))
+    with pytest.raises(ValueError, match=r"data\.on_policy: needs prompts"):
+        distill.run.run(parse(RECIPE, ["data.source=plain.txt"]))
+
+
+def test_memory_is_counted(workplace):
+    from distill.planning.devices import find_device
+    from distill.planning.memory import step_memory
+    from distill.planning.preflight import check, situation_of
+    from distill.teachers.registry import source_of
+
+    with_own, without = (
+        step_memory(situation_of(made, find_device("cpu"), 1))
+        for made in (parse(RECIPE), parse(RECIPE, ["data.on_policy.fraction=0"]))
+    )
+    cache = 1.5 * 64 * 64 * 2 * 2 * 16 * 4  # batch, slots, keys and values, layers, their width, bytes
+    assert with_own.parts["cache of rollouts"] == cache
+    assert with_own.peak - without.peak == cache and "cache of rollouts" not in without.parts
+    recipe = parse(RECIPE)
+    longest = source_of(recipe).vocabulary().read(recipe.data, recipe.train.seed).report.longest
+    read = check(recipe, find_device("cpu")).memory.parts["cache of rollouts"]
+    assert read == cache / 64 * (longest + recipe.data.on_policy.max_new_tokens) and 0 < longest < 64 - 8
+    situation = situation_of(parse(RECIPE, ["data.on_policy.ahead=1"]), find_device("cpu"), 1)
+    ahead = step_memory(situation)
+    assert ahead.parts["cache of rollouts"] == 2 * cache == cache + ahead.peak - with_own.peak
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("loss.terms=[{type: cross_entropy}]", "cross_entropy"),
+        ("data.format=text", "no prompts"),
+        ("data.on_policy.fraction=1.5", "fraction"),
+        ("data.on_policy.engine=magic", "engine"),
+        ("data.on_policy.max_new_tokens=0", "max_new_tokens"),
+        ("teacher={type: cache, path: there}", "a cached teacher has not read"),
+        ("student.vocabulary=cross", "not with student.vocabulary: cross"),
+    ],
+)
+def test_recipes_that_cannot_work_are_refused(override, message):
+    with pytest.raises(RecipeError, match=message):
+        parse(RECIPE, [override])
+
+
+def test_a_fraction_of_zero_is_the_plain_run():
+    recipe = parse(RECIPE, ["data.on_policy.fraction=0", "loss.terms=[{type: cross_entropy}]"])
+    assert on_policy_of(recipe, None, None, report=DataReport(format="text"), vocab_size=1) is None
+    assert parse(RECIPE, ["data.on_policy=null"]).data.on_policy is None
+
+
+def test_what_cannot_be_answered_is_refused():
+    recipe, model, tokenizer = parse(RECIPE), tiny_model(), tiny_tokenizer()
+    more = {"vocab_size": 259}
+    with pytest.raises(ValueError, match="needs prompts"):
+        on_policy_of(recipe, model, tokenizer, report=DataReport(format="text (text)"), **more)
+    with pytest.raises(ValueError, match="needs prompts"):
+        on_policy_of(recipe, model, None, report=DataReport(), **more)
+    with pytest.raises(ValueError, match="vllm is not installed"):
+        vllm, chats = parse(RECIPE, ["data.on_policy.engine=vllm"]), DataReport(format="chat (messages)")
+        on_policy_of(vllm, model, tokenizer, report=chats, **more)
