@@ -1,4 +1,4 @@
-"""Where a turn ends in training: at the token that inference stops at, by the template and the model's settings."""
+"""The end of a turn in training: the token that inference stops at, by the template and the model's settings."""
 
 import json
 
