@@ -2,7 +2,7 @@
 
 Needs no GPU. Compiles the grid below by tests/compile_for_gpu.py (some minutes; longer for `--all`, every combination
 in place of every pair), and writes a row a kernel, family and case to scripts/compiled.jsonl, from which scripts.docs
-makes docs/compiled.md. tests/test_compiles.py holds the same cases to each family's limits.
+makes docs/reference/compiled-kernels.md. tests/test_compiles.py holds the same cases to each family's limits.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def rows_of(case: Case) -> Iterator[dict[str, object]]:
 
 
 def page() -> str:
-    """docs/compiled.md: of each kernel and family the largest figures over the cases."""
+    """docs/reference/compiled-kernels.md: of each kernel and family the largest figures over the cases."""
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     done = {family: {row["case"] for row in rows if row["family"] == family} for family in FAMILIES}
     lines = [

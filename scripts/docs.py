@@ -1,9 +1,10 @@
 """Write everything that is generated: `python -m scripts.docs [--check]`.
 
-Tables of README.md and docs/ from measured rows; docs/settings.md and recipes/recipe.schema.json from the recipe's
-schema; docs/cli.md from the command line's own definitions; docs/kernels.md from the public names; docs/recipes.md from
-the recipes; tables of GPUs from the cards that `check` knows. `--check` writes nothing, and fails where a file differs
-from what would be written.
+Tables of README.md and docs/ from measured rows; docs/reference/settings/ and recipes/recipe.schema.json from the
+recipe's schema; docs/reference/cli.md from the command line's own definitions; docs/reference/api/ and the table of
+docs/reference/kernels.md from the public names; docs/reference/recipes.md from the recipes; tables of GPUs from the
+cards that `check` knows; docs/contributing.md from CONTRIBUTING.md. `--check` writes nothing, and fails where a file
+differs from what would be written.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -21,13 +24,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(folder) for folder in (ROOT, ROOT / "kernels") if str(folder) not in sys.path]
 
 from distill.cli import app  # noqa: E402
-from distill.commands.reference import json_schema, settings  # noqa: E402
+from distill.commands.reference import json_schema  # noqa: E402
 from distill.recipe.shipped import SCHEMA_FILE, shipped_recipes  # noqa: E402
-from scripts import chat_samples, compiled, gpu_page, kernel_page, readme, template_page  # noqa: E402
+from scripts import api_pages, chat_samples, compiled, gpu_page, readme, settings_pages, template_page  # noqa: E402
 from scripts.families import page as family_page  # noqa: E402
 
-NOTE = "<!-- written by python -m scripts.docs -->"
-TOOLS = ("TRL", "torchtune", "axolotl")
+NOTE = settings_pages.NOTE
 
 
 def generated() -> dict[Path, str]:
@@ -36,16 +38,18 @@ def generated() -> dict[Path, str]:
     docs = ROOT / "docs"
     files = {
         ROOT / "recipes" / SCHEMA_FILE: json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n",
-        docs / "settings.md": settings_page(),
-        docs / "cli.md": cli_page(),
-        docs / "compiled.md": compiled.page(),
+        docs / "reference/cli.md": cli_page(),
+        docs / "reference/compiled-kernels.md": compiled.page(),
+        docs / "contributing.md": contributing_page(),
+        **{docs / "reference/settings" / name: text for name, text in settings_pages.pages().items()},
+        **{docs / "reference/api" / name: text for name, text in api_pages.pages().items()},
     }
     for picture in readme.STUDY_RESULTS.glob("*.svg"):  # the site holds what lies under docs/ only
         files[docs / "assets" / picture.name] = picture.read_text(encoding="utf-8")
     for path in [ROOT / "README.md", *sorted(docs.rglob("*.md"))]:
         if path not in files:
             text = readme.fill(path.read_text(encoding="utf-8"), rows)
-            text = _block(text, "kernels", kernel_page.page(rows)) if path.name == "kernels.md" else text
+            text = _block(text, "kernels", api_pages.table(rows)) if path.name == "kernels.md" else text
             if path.name in ("README.md", "gpus.md"):
                 text = _block(text, "families", gpu_page.families())
             text = _block(text, "cards", gpu_page.cards()) if path.name == "gpus.md" else text
@@ -56,12 +60,12 @@ def generated() -> dict[Path, str]:
 
 
 def chat_templates(text: str) -> str:
-    """docs/chat-templates.md with its table, which stays as it is where the templates cannot be had."""
+    """Return docs/guides/chat-templates.md with its table, which is kept where the templates cannot be read."""
     text = _block(text, "inspect", chat_samples.inspected())
     try:
         return _block(text, "templates", template_page.table())
     except OSError as error:
-        print(f"docs/chat-templates.md: its table is left as it is: {error}", file=sys.stderr)
+        print(f"docs/guides/chat-templates.md: its table is left as it is: {error}", file=sys.stderr)
         return text
 
 
@@ -74,32 +78,14 @@ def _block(text: str, name: str, content: str) -> str:
     return f"{before}{opening}\n{content}\n{closing}{after}"
 
 
-def settings_page() -> str:
-    """docs/settings.md."""
-    lines = [
-        "# Settings",
-        "",
-        NOTE,
-        "",
-        "Every setting of a recipe. `distill settings FIELD` prints the same in the terminal and also finds the names "
-        "that other tools use; `distill schema` prints a JSON schema, by which editors complete and check. Of a list "
-        "(`[]`) an override names an item by its number: `loss.terms.0.weight=0.5`.",
-        "",
-    ]
-    section = ""
-    for setting in settings():
-        top = setting.name.split(".")[0].split("[")[0]
-        if top != section:
-            section = top
-            lines += [f"## {top}", ""]
-        lines += [f"### `{setting.name}`", ""] if setting.name != top else []
-        lines += [setting.meaning[:1].upper() + setting.meaning[1:], ""]
-        facts = [f"type: {setting.type.replace(' | ', ', ')}" if "|" in setting.type else f"type: {setting.type}"]
-        facts += [f"default: `{setting.default}`"] if setting.default else []
-        facts.append(f"since {setting.since}")
-        facts += [f"{tool}: `{name}`" for tool, name in setting.elsewhere.items()]
-        lines += ["; ".join(facts), ""]
-    return "\n".join(lines)
+def contributing_page() -> str:
+    """Return CONTRIBUTING.md as a page of the site: links are made relative to docs/, other files become plain text."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    text = re.sub(r"\[([^]]+)\]\((?![a-z]+:|#|docs/)[^)]+\)", r"\1", text).replace("](docs/", "](")
+    # an indented block's brackets are taken for links by the site's check of references
+    text = re.sub(r"(?:(?<=\n\n)|\A)((?: {4}.*\n)+)", lambda block: f"```text\n{textwrap.dedent(block[1])}```\n", text)
+    title, rest = text.split("\n", 1)
+    return f"{title}\n\n{NOTE}\n{rest}"
 
 
 def commands() -> Iterator[tuple[str, Any]]:
@@ -115,7 +101,7 @@ def commands() -> Iterator[tuple[str, Any]]:
 
 
 def cli_page() -> str:
-    """docs/cli.md."""
+    """Return docs/reference/cli.md."""
     lines = ["# Commands", "", NOTE, ""]
     lines += ["Exit codes: 0 done, 1 a check failed, or the machine or the numbers did, 2 your input (one line), "]
     lines += ["130 Ctrl-C, which finishes the step, writes a checkpoint and prints the command that goes on.", ""]

@@ -1,4 +1,4 @@
-"""The generated parts of docs/gpus.md and the README: which GPU takes which path, from the table that `check` uses."""
+"""The generated tables of docs/reference/gpus.md: which GPU runs which kernels, from the table that `check` uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of chat templates in docs/chat-templates.md, found by rendering each of TRL's original templates."""
+"""The table of chat templates in docs/guides/chat-templates.md, found by rendering each of TRL's original templates."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from distill.recipe import Data
 
 DOCS = Path(__file__).parents[1] / "docs"
 SAMPLES = DOCS / "samples"
-PAGE = (DOCS / "data-formats.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "guides" / "data-formats.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"<!-- (?P<kind>sample|read): (?P<name>\S+) -->\n+```\w*\n(?P<text>.*?)\n```", re.DOTALL)
 BLOCKS = {(match["kind"], match["name"]): match["text"] for match in BLOCK.finditer(PAGE)}
 CHATML = (

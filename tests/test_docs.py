@@ -19,10 +19,11 @@ from doc_blocks import PAGES, ROOT, Block
 
 import distill
 from distill.cli import app
+from distill.commands.reference import settings
 from distill.recipe import Recipe, load, parse
 from distill.recipe.shipped import find_recipe, shipped_recipes
 from distill.recipe.yaml_text import parse_yaml
-from scripts import docs, kernel_page, readme
+from scripts import api_pages, docs, readme, settings_pages
 
 COMMANDS = typer.main.get_command(app)
 OPTIONAL = {"trl", "vllm", "liger_kernel", "lightning", "wandb", "openai", "lm_eval"}
@@ -65,16 +66,39 @@ def test_a_headline_says_where_the_others_are_better():
         readme.compared(line, rows)
 
 
-def test_every_public_name_is_on_the_kernels_page():
+def test_every_public_name_has_its_reference_and_its_line_in_the_table():
     public = {*distill_kernels.__all__, *distill._HERE}
-    listed = [entry.name for entries in kernel_page.GROUPS.values() for entry in entries]
+    listed = [entry.name for entries in api_pages.GROUPS.values() for entry in entries]
     assert set(listed) == public and len(listed) == len(public)
-    text = (ROOT / "docs" / "kernels.md").read_text()
-    assert all(f"[`{name}`](#" in text and re.search(rf"^::: \S+\.{name}$", text, re.M) for name in public)
+    table = (ROOT / "docs" / "reference" / "kernels.md").read_text()
+    references = "".join(page.read_text() for page in (ROOT / "docs" / "reference" / "api").glob("*.md"))
+    assert all(f"[`{name}`](api/" in table and re.search(rf"^::: \S+\.{name}$", references, re.M) for name in public)
+
+
+def test_every_reference_of_the_api_pages_names_something_with_a_docstring():
+    for page in PAGES:
+        for target in re.findall(r"^::: (\S+)$", page.read_text(), re.M):
+            module, _, name = target.rpartition(".")
+            assert getattr(importlib.import_module(module), name).__doc__, f"{page}: {target}"
+
+
+def test_every_setting_is_on_the_page_of_its_section():
+    pages = settings_pages.pages()
+    for setting in settings():
+        file = settings_pages.SECTIONS.get(settings_pages.section_of(setting.name), ("index.md",))[0]
+        assert re.search(rf"^#+ `?{re.escape(setting.name)}`?$", pages[file], re.M), f"{setting.name}: not in {file}"
+    assert settings_pages.section_of("data.on_policy.samples") == "data.on_policy"
+    assert settings_pages.section_of("teachers[].model") == "teachers"
+
+
+def test_a_page_with_another_name_leads_to_the_new_one():
+    moved = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["plugins"]["redirects"]["redirect_maps"]
+    assert not [page for page in moved if (ROOT / "docs" / page).exists()]
+    assert not [page for page in moved.values() if not (ROOT / "docs" / page).is_file()]
 
 
 def test_the_command_line_reference_is_complete():
-    text = (ROOT / "docs" / "cli.md").read_text()
+    text = (ROOT / "docs" / "reference" / "cli.md").read_text()
     for name, command in docs.commands():
         section = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
         assert all(option in section for parameter in command.params for option in parameter.opts if "--" in option)

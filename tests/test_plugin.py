@@ -198,7 +198,7 @@ def test_without_a_plugin_a_strange_type_is_a_mistake(workplace, capsys):
 @pytest.fixture
 def selective(tmp_path):
     """The file of the page's example."""
-    page = (Path(__file__).parents[1] / "docs/how-to/plugin.md").read_text()
+    page = (Path(__file__).parents[1] / "docs/guides/custom-loss.md").read_text()
     path = tmp_path / "selective.py"
     path.write_text(re.search(r"```python\n(# selective\.py\n.*?)```", page, re.DOTALL)[1])
     return path

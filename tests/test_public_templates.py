@@ -189,7 +189,7 @@ def test_the_docs_keep_their_table_where_the_templates_cannot_be_had(monkeypatch
     def unreachable(requirement):
         raise OSError(f"{requirement} cannot be downloaded: no network")
 
-    page = (docs.ROOT / "docs" / "chat-templates.md").read_text(encoding="utf-8")
+    page = (docs.ROOT / "docs" / "guides" / "chat-templates.md").read_text(encoding="utf-8")
     monkeypatch.setattr(public_templates, "wheel", unreachable)
     public_templates.templates.cache_clear()
     assert docs.chat_templates(page) == page

@@ -1,4 +1,4 @@
-"""The command of docs/how-to/teacher-elsewhere.md: one process serves the recipe's teacher, another trains from it."""
+"""The command of docs/guides/remote-teachers.md: one process serves the recipe's teacher, another trains from it."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from two_ranks import ending, gpu_environment
 from distill.recipe import dump
 from distill.run import run
 
-PAGE = doc_blocks.ROOT / "docs" / "how-to" / "teacher-elsewhere.md"
+PAGE = doc_blocks.ROOT / "docs" / "guides" / "remote-teachers.md"
 
 
 @pytest.mark.full

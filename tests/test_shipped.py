@@ -82,7 +82,7 @@ def test_commands_in_headers_are_valid(path):
 
 
 def test_the_docs_list_every_recipe():
-    text = (ROOT / "docs" / "recipes.md").read_text()
+    text = (ROOT / "docs" / "reference" / "recipes.md").read_text()
     assert all(f"\n| `{path.stem}` | " in text for path in RECIPES)
 
 

@@ -12,7 +12,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
 
-PAGE = ROOT / "docs" / "tutorial.md"
+PAGE = ROOT / "docs" / "getting-started" / "tutorial.md"
 NAME = re.compile(r"(?:# |\{#- )([\w.-]+\.\w+)")  # a block's first line where the block is a file
 SMALLER = {"run": ["train.steps=2", "train.epochs=null"], "doctor": None}
 QUESTIONS = 20

@@ -1,6 +1,6 @@
 """What data sheets say of GPUs, and which path our kernels take on each architecture family.
 
-One table for the plan of a run (`distill check`), utilisation, `distill doctor --machine` and docs/gpus.md.
+One table for the plan of a run (`distill check`), utilisation, `distill doctor --machine` and docs/reference/gpus.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rows of `results.jsonl`, and the table that docs/supported-models.md has of them."""
+"""The rows of `results.jsonl`, and the table that docs/reference/supported-models.md has of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/kernels.md says of each public name: what it replaces, and the rows in which that is measured."""
+"""The Python API pages under docs/reference/api, and the table of docs/reference/kernels.md, from the public names."""
 
 from __future__ import annotations
 
@@ -34,10 +34,39 @@ def _logits(case: str, *rivals: str) -> Headline:
     return Headline(case, (f"logits {case}", "4096 x 128256"), "ours", ("eager", "torch.compile", *rivals), "ms")
 
 
+NOTE = "<!-- written by python -m scripts.docs -->"
+INDEX = """\
+# Python API
+
+{note}
+
+Names are imported from `distill`, unless their reference shows a longer path. Losses, layers, attention, linear \
+layers and the optimizer are also in `distill_kernels`, which needs only torch and Triton (`pip install ./kernels`).
+
+```python
+from distill import DistillationTrainer, FusedKLLoss, patch
+from distill_kernels import flash_attention
+```
+
+| page | names |
+|---|---|
+{rows}
+
+How fast each of them is, and what it replaces: [kernels](../kernels.md).
+"""
+FILES = {
+    "Losses over hidden states": "losses.md",
+    "Losses over logits": "logit-losses.md",
+    "Layers": "layers.md",
+    "Attention and decoding": "attention.md",
+    "Linear layers": "linear-layers.md",
+    "Optimizer": "optimizer.md",
+    "Models, recipes and training": "training.md",
+}
 _SOFTMAXES = ", after bf16 softmaxes"
 _BARE = "floor: bare products"
 GROUPS: dict[str, tuple[Entry, ...]] = {
-    "Losses over hidden states and heads": (
+    "Losses over hidden states": (
         Entry(
             "FusedKLLoss",
             "projecting both hidden states, `log_softmax`, `kl_div`",
@@ -84,16 +113,16 @@ GROUPS: dict[str, tuple[Entry, ...]] = {
         Entry("fused_cross_entropy_loss", "`FusedCrossEntropyLoss` as a function"),
         Entry("fused_log_probs", "log-probability of each label under a model, without logits"),
         Entry("fused_distillation_loss", "`FusedDistillationLoss` as a function"),
-        Entry("ChunkedLoss", "a loss of one's own over full logits, made chunk by chunk"),
+        Entry("ChunkedLoss", "a custom loss over full logits, computed chunk by chunk"),
         Entry("LossTerm", "(one term of a sum: a divergence, its parameter and weight)"),
-        Entry("TokenStats", "(what losses report a token: KL, entropies, agreement)"),
+        Entry("TokenStats", "(statistics per token: KL, entropies, top-1 agreement)"),
         Entry(
             "TeacherHead",
             "averaging several teachers' probabilities",
             Headline("", ("mixture of teachers", LOSS[1]), "two teachers", ("one teacher",), "ms"),
         ),
         Entry("head_loss", "calling a loss on `lm_head.weight`, where FSDP2 shards it"),
-        Entry("call_inside", "(runs a function inside of a module's forward, with its hooks)"),
+        Entry("call_inside", "(runs a function inside a module's forward, so that its hooks run)"),
     ),
     "Losses over logits": (
         Entry("kl_div", "`F.kl_div` of two `log_softmax`", _logits("forward_kl", f"Liger LigerKLDIVLoss{_SOFTMAXES}")),
@@ -131,7 +160,7 @@ GROUPS: dict[str, tuple[Entry, ...]] = {
         Entry("layer_norm", "`F.layer_norm`; `LayerNorm` as a function"),
         Entry("swiglu", "`F.silu(gate) * up`"),
         Entry("geglu", "`F.gelu(gate) * up`"),
-        Entry("glu", "both, by the name of the activation"),
+        Entry("glu", "SwiGLU or GeGLU, by the name of the activation"),
         Entry(
             "BiasGELU",
             "`nn.Linear`'s bias, then `nn.GELU`",
@@ -145,7 +174,7 @@ GROUPS: dict[str, tuple[Entry, ...]] = {
             _layer("softmax", "8192x4096 bfloat16, 64 MiB", "torch.softmax", "torch.compile", "liger"),
         ),
     ),
-    "Attention, decoding, sampling": (
+    "Attention and decoding": (
         Entry(
             "flash_attention",
             "`F.scaled_dot_product_attention`; packed documents and grouped heads",
@@ -157,10 +186,10 @@ GROUPS: dict[str, tuple[Entry, ...]] = {
             Headline("", ("decode", "B=64 H=32/8 T=1024 D=128"), "ours", ("SDPA",), "ms"),
         ),
         Entry("KVCache", "`DynamicCache`, `StaticCache`", _BY_CLAIM["answers of a 1B student, 32 at once"]),
-        Entry("cu_seqlens_from_position_ids", "finding packed documents on the host"),
+        Entry("cu_seqlens_from_position_ids", "finding the bounds of packed documents on the host"),
         Entry("sample_tokens", "`torch.multinomial` after temperature, top-k and top-p"),
     ),
-    "Matrix products": (
+    "Linear layers": (
         Entry(
             "SplitKLinear",
             "`nn.Linear` for few rows",
@@ -176,32 +205,63 @@ GROUPS: dict[str, tuple[Entry, ...]] = {
         Entry("fp8_linear", "`Fp8Linear` as a function"),
         Entry("quantize_rows", "scaling each row into fp8's range"),
         Entry("swap_linears_for_fp8", "replacing a model's linear layers one by one"),
-        Entry("lora_linear", "`x W + (x A) B` in PEFT's three products"),
+        Entry("lora_linear", "`x W + (x A) B` as PEFT computes it, in three GEMMs"),
     ),
     "Optimizer": (Entry("FusedAdamW", "`torch.optim.AdamW(fused=True)`", _BY_CLAIM["AdamW, 1.24 B parameters"]),),
-    "Trainer, models, recipes (package `distill`)": (
+    "Models, recipes and training": (
         Entry(
             "DistillationTrainer",
-            "`transformers.Trainer` with a loss of one's own",
+            "`transformers.Trainer` with a custom loss",
             _BY_CLAIM["training step, 8B to 1B"],
         ),
         Entry("AutoFusedModelForCausalLM", "`AutoModelForCausalLM`"),
-        Entry("patch", "layers, attention and loss of a model that is loaded"),
-        Entry("unpatch", "nothing: gives a patched model its own forwards back"),
-        Entry("Recipe", "(a checked YAML file, as an object)"),
+        Entry("patch", "the layers, attention and loss of a loaded model"),
+        Entry("unpatch", "(restores the original forwards of a patched model)"),
+        Entry("Recipe", "(a validated recipe file, as an object)"),
     ),
 }
 
 
-def page(rows: list[dict[str, Any]]) -> str:
-    """The page's generated part: a table and the references of each group."""
+# names that are used from their own module, shown after the public ones of the page
+MORE: dict[str, tuple[str, ...]] = {
+    "training.md": (
+        "distill.recipe.load",
+        "distill.recipe.parse",
+        "distill.recipe.dump",
+        "distill.run.run",
+        "distill.run.RunResult",
+    ),
+    "attention.md": ("distill.generation.decode_loop.DecodeLoop", "distill.generation.decode_loop.EngineSettings"),
+    "losses.md": ("distill.teachers.policy_gradient.policy_gradient_loss",),
+}
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each API page by its file name: the docstrings, rendered by mkdocstrings."""
+    rows = "\n".join(f"| [{title}]({file}) | {_names(title, file)} |" for title, file in FILES.items())
+    found = {"index.md": INDEX.format(note=NOTE, rows=rows)}
+    for title, file in FILES.items():
+        targets = [_target(entry.name) for entry in GROUPS[title]] + list(MORE.get(file, ()))
+        found[file] = "\n".join([f"# {title}", "", NOTE, "", *(f"::: {target}\n" for target in targets)])
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the tables of docs/reference/kernels.md: what each name replaces, and how much faster it is."""
     lines: list[str] = []
     for title, entries in GROUPS.items():
         lines += [f"## {title}", "", "| name | in place of | measured |", "|---|---|---|"]
         for entry in entries:
-            lines.append(f"| [`{entry.name}`](#{_target(entry.name)}) | {entry.replaces} | {_figure(entry, rows)} |")
-        lines += ["", *(f"::: {_target(entry.name)}\n" for entry in entries)]
+            link = f"api/{FILES[title]}#{_target(entry.name)}"
+            lines.append(f"| [`{entry.name}`]({link}) | {entry.replaces} | {_figure(entry, rows)} |")
+        lines.append("")
     return "\n".join(lines)
+
+
+def _names(title: str, file: str) -> str:
+    """Return links to all names of a page."""
+    targets = [_target(entry.name) for entry in GROUPS[title]] + list(MORE.get(file, ()))
+    return ", ".join(f"[`{target.rpartition('.')[2]}`]({file}#{target})" for target in targets)
 
 
 def _target(name: str) -> str:
@@ -217,7 +277,7 @@ def _figure(entry: Entry, rows: list[dict[str, Any]]) -> str:
     unit = UNITS[line.figure]
     where = f"{ours['case']}, {ours['shape']}, {ours['commit']}"
     if best["candidate"] == _BARE:
-        return f"{cell(ours, line.figure)} {unit}, {1 / ratio:.2f} x its bare matrix products ({where})"
+        return f"{cell(ours, line.figure)} {unit}, {1 / ratio:.2f} x its GEMMs alone ({where})"
     return (
         f"{cell(ours, line.figure)} {unit}; {best['candidate']} {cell(best, line.figure)} {unit} ({ratio:.2f} x; "
         f"{where})"

@@ -1,0 +1,85 @@
+"""The pages under docs/reference/settings: every setting of a recipe, a page for each section.
+
+pages()     # {"index.md": "# Settings ...", "teacher.md": "# teacher ...", ...}
+"""
+
+from __future__ import annotations
+
+from distill.commands.reference import Setting, settings
+
+NOTE = "<!-- written by python -m scripts.docs -->"
+# page by section; the longest name that a setting begins with counts
+SECTIONS = {
+    "teacher": ("teacher.md", "the teacher model, or the server or cache that stands for it"),
+    "teachers": ("teachers.md", "several teachers: a mixture, or one for each row"),
+    "student": ("student.md", "the student model, its initialisation and LoRA"),
+    "data": ("data.md", "sources, formats, templates, packing, validation split"),
+    "data.on_policy": ("on-policy.md", "student-generated outputs: sampling, engines, staleness"),
+    "loss": ("loss.md", "divergences, weights, temperature, schedules, plugins"),
+    "train": ("train.md", "steps, batch sizes, optimizer, precision, checkpoints"),
+    "parallel": ("parallel.md", "how models are placed on several GPUs"),
+    "generate": ("generate.md", "sample outputs before and after training"),
+}
+INTRODUCTION = """\
+# Settings
+
+{note}
+
+Every setting of a recipe, by section. `distill settings FIELD` prints the same in the terminal \
+and also finds a setting by the name that TRL, torchtune or axolotl gives it; `distill schema` prints a JSON schema \
+with which editors complete and check a recipe.
+
+On the command line a setting is given as `section.name=value`; an item of a list (`[]`) by its number: \
+`loss.terms.0.weight=0.5`.
+
+| section | settings | contents |
+|---|---:|---|
+{rows}
+
+Two settings belong to no section.
+"""
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page by its file name."""
+    by_section: dict[str, list[Setting]] = {section: [] for section in ["", *SECTIONS]}
+    for setting in settings():
+        by_section[section_of(setting.name)].append(setting)
+    rows = "\n".join(
+        f"| [`{section}`]({file}) | {sum(item.name != section for item in by_section[section])} | {contents} |"
+        for section, (file, contents) in SECTIONS.items()
+    )
+    found = {"index.md": INTRODUCTION.format(note=NOTE, rows=rows) + "\n" + _entries(by_section[""])}
+    for section, (file, _) in SECTIONS.items():
+        heading, *rest = by_section[section]
+        found[file] = f"# {section}\n\n{NOTE}\n\n{_sentence(heading.meaning)}\n\n{_entries(rest)}"
+    return found
+
+
+def section_of(name: str) -> str:
+    """Return the section of SECTIONS that a setting belongs to; "" where it belongs to none."""
+    plain = name.replace("[]", "")
+    return max((section for section in SECTIONS if f"{plain}.".startswith(f"{section}.")), key=len, default="")
+
+
+def _entries(found: list[Setting]) -> str:
+    """Return a heading for each setting, with its description, type and default."""
+    lines: list[str] = []
+    for setting in found:
+        lines += [f"## `{setting.name}`", "", _sentence(setting.meaning), "", _facts(setting), ""]
+        if setting.elsewhere:
+            names = "; ".join(f"{tool} `{name}`" for tool, name in setting.elsewhere.items())
+            lines += [f"In other tools: {names}", ""]
+    return "\n".join(lines)
+
+
+def _facts(setting: Setting) -> str:
+    """Return the line of type, default and version."""
+    facts = [f"Type: {setting.type.replace(' | ', ', ')}"]
+    facts += [f"default: `{setting.default}`"] if setting.default and setting.default != "required" else []
+    facts += ["required"] if setting.default == "required" else []
+    return "; ".join([*facts, f"since {setting.since}"])
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
