@@ -35,6 +35,7 @@ from distill.teachers.model import LoadedTeacher
 from distill.teachers.routed.teacher import RoutedTeacher
 from distill.teachers.server.launched import Child, LaunchedServers, LaunchedSource, LaunchedTeacher
 from distill.teachers.server.teacher import ServerTeacher
+from distill.teachers.student import AveragedTeacher
 from distill.training.trainer import DistillationTrainer
 
 TWO_TERMS = {"temperature": 2.0, "terms": [{"type": "jsd", "beta": 0.3}, {"type": "cross_entropy", "weight": 0.5}]}
@@ -261,7 +262,9 @@ def informed(loss=None, ema=None):
         made.append(document | {"teacher_input_ids": other, "teacher_position_ids": list(range(len(other)))})
     joined = [Rows.joined(made[at : at + 2]) for at in range(0, len(made), 2)]
     (teacher,) = subject.teacher.models.values()
-    return replace(subject, teacher=ContextTeacher(teacher, ema=ema), rows=joined)
+    return replace(
+        subject, teacher=ContextTeacher(teacher if ema is None else AveragedTeacher(teacher, ema)), rows=joined
+    )
 
 
 def informed_answering():
@@ -341,7 +344,7 @@ OWN_TOP_K = {
 }
 SUBJECTS["own top k"] = lambda: one(OWN_TOP_K)
 SUBJECTS |= {"kept": kept, "informed": informed, "informed answering": informed_answering}
-# by the kind of teacher, as `distill.teachers.registry.SOURCES` has them
+# by the kind of teacher
 KINDS = {"model": ["one", "answering", "drawing", "own top k"], "mixture": ["several"], "cross": ["across"]}
 SUBJECTS |= {"routed": routed, "routed answering": routed_answering}
 KINDS |= {"context": ["informed", "informed answering"], "routed": ["routed", "routed answering"]}

@@ -20,7 +20,9 @@ from distill.recipe import RecipeError, dump, load, parse
 from distill.recipe.models import Context
 from distill.run import run
 from distill.teachers.context.data import LEAK, ContextCollator
-from distill.teachers.context.teacher import ContextSource, ContextTeacher
+from distill.teachers.context.teacher import ContextTeacher
+from distill.teachers.registry import source_of
+from distill.teachers.student import AveragedTeacher
 from distill.training.checkpoints import checkpoints
 from distill.training.trainer import DistillationTrainer
 
@@ -43,7 +45,7 @@ def data_of(tmp_path, rows, monkeypatch, context="{template: 'Know that {hint}'}
     if not (tmp_path / "student").exists():
         save_tiny(tmp_path / "student", tiny_model(tokenizer), tokenizer)
     (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    source = ContextSource(parse(f"teacher: {{model: student, context: {context}}}\n" + BASE, overrides))
+    source = source_of(parse(f"teacher: {{model: student, context: {context}}}\n" + BASE, overrides))
     vocabulary = source.vocabulary()
     return vocabulary.read(source.recipe.data, 0), vocabulary.tokenizer, source
 
@@ -274,7 +276,7 @@ def test_a_resumed_run_goes_on_with_the_average(tmp_path):
     def trainer(folder):
         torch.manual_seed(0)
         student = tiny_model(tiny_tokenizer())
-        teacher = ContextTeacher(tiny_model(tiny_tokenizer()), ema=0.5)
+        teacher = ContextTeacher(AveragedTeacher(tiny_model(tiny_tokenizer()), 0.5))
         arguments = TrainingArguments(
             str(folder),
             max_steps=4,
@@ -293,12 +295,13 @@ def test_a_resumed_run_goes_on_with_the_average(tmp_path):
     straight.train()
     resumed = trainer(tmp_path / "b")
     resumed.train(resume_from_checkpoint=str(checkpoints(tmp_path / "a")[0]))
-    for of in (lambda t: t.model, lambda t: t.objective.teacher.model):
+    for of in (lambda t: t.model, lambda t: t.objective.teacher.inner.model):
         pairs = list(zip(of(straight).parameters(), of(resumed).parameters(), strict=True))
         assert pairs and all(torch.equal(*pair) for pair in pairs)
     first, last = (straight.state.log_history[at]["loss"] for at in (0, 3))
     assert first > 0 and last > 0
-    moved = zip(straight.objective.teacher.model.parameters(), tiny_model(tiny_tokenizer()).parameters(), strict=True)
+    average = straight.objective.teacher.inner.model
+    moved = zip(average.parameters(), tiny_model(tiny_tokenizer()).parameters(), strict=True)
     assert any(not torch.equal(*pair) for pair in moved), "the teacher follows"
 
 

@@ -63,7 +63,8 @@ def test_a_teacher_that_reads_the_students_prompt_is_found(monkeypatch):
     monkeypatch.setattr(
         ContextTeacher,
         "targets",
-        lambda self, batch: LoadedTeacher.targets(self, {name: batch[name] for name in ("input_ids", "position_ids")}),
+        lambda self, batch: self.inner.targets(
+            {name: batch[name] for name in ("input_ids", "position_ids")}),
     )
     assert not fused_equals_reference(informed()).passed
     assert not both_read_the_same(informed()).passed

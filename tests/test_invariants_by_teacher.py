@@ -253,7 +253,7 @@ def answers_depend_on_the_batch(patch):
 # what a run makes of the recipe's models, weights and caches
 REMADE = {
     "several": lambda made: MixtureTeacher([member.model for member in made.teacher.members], made.weights),
-    "across": lambda made: CrossTeacher(made.teacher.model, made.reference.shared),
+    "across": lambda made: CrossTeacher(made.teacher.inner.model, made.reference.shared),
     "answering": lambda made: made.teacher,
 }
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from distill.data.collator import valid_rows
 from distill.doctor.rows import Row
 from distill.teachers.base import Batch, Teacher
 from distill.teachers.cache.format import HEAD
@@ -77,6 +78,22 @@ ELSEWHERE: dict[type[Teacher], Elsewhere] = {
     ServerTeacher: Elsewhere(_served_logits, _served_tokens, ServerTeacher.place, reconnected),
 }  # fmt: skip
 BY_NAME = {kind.__name__: elsewhere for kind, elsewhere in ELSEWHERE.items()}
+
+
+def logits_of(teacher: Teacher, row: Mapping[str, Any], device: torch.device) -> torch.Tensor:
+    """Return the full logits [N, V] of a teacher at the places of a row whose next token has a label.
+
+    Args:
+        teacher: of one model, or without a model in this process.
+        row: as the teacher reads it, with `input_ids` and `labels`; one document.
+    """
+    ids, labels = (torch.as_tensor(row[name], device=device)[None] for name in ("input_ids", "labels"))
+    places = valid_rows(labels)
+    if not teacher.models:
+        batch = {"input_ids": ids, "labels": labels, "valid_rows": places}
+        return ELSEWHERE[type(teacher)].logits(teacher, [row], batch)
+    (model,) = teacher.models.values()
+    return model(input_ids=ids, use_cache=False).logits[0, places]
 
 
 def place_of(teacher: Teacher) -> dict[str, Any]:

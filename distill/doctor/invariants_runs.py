@@ -153,7 +153,7 @@ def _write(subject: Subject, rows: Sequence[Any], folder: Path) -> None:
                         ("student", subject.student)]:  # fmt: skip
         _base(model).cpu().float().save_pretrained(folder / name)
     description = {
-        "format": type(subject.teacher.format).__name__, "teacher": subject.reference.description(),
+        "reference": type(subject.reference).__name__, "teacher": subject.reference.description(),
         "teachers": len(models), "loss": subject.loss.model_dump(), "vocab_size": subject.vocab_size,
         "rows": [{key: list(map(int, row[key])) for key in row} for row in rows], "weights": list(subject.weights),
         "rollouts": None if subject.rollouts is None else dataclasses.asdict(subject.rollouts),
@@ -169,7 +169,7 @@ def _read_subject(folder: Path) -> Subject:
         for name in ("student", *(f"teacher.{number}" for number in range(read["teachers"])))
     )
     return Subject(
-        student, BY_NAME[read["format"]].rebuilt(models, read["weights"], read["teacher"]), read["rows"],
+        student, BY_NAME[read["reference"]].rebuilt(models, read["weights"], read["teacher"]), read["rows"],
         Loss.model_validate(read["loss"]), read["vocab_size"], read["weights"],
         rollouts=None if read["rollouts"] is None else StudentRollouts(**read["rollouts"]),
     )  # fmt: skip

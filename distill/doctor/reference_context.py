@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from distill.core.labels import IGNORE_INDEX
+from distill.doctor.elsewhere import logits_of, place_of, teacher_at
 from distill.doctor.reference import Reads, Reference, Verdict
 from distill.doctor.reference_loss import Mixture
+from distill.doctor.reference_top_k import TopKReference
 from distill.doctor.rows import Row, TwoPromptRows, bounds, first_learned
 from distill.teachers.base import Batch, Teacher
+from distill.teachers.context.data import ContextCollator
 from distill.teachers.context.teacher import ContextTeacher
 
 FEW = 4  # tokens: so short a context may stand in a prompt by chance
@@ -26,21 +28,15 @@ class ContextReference(Reference):
 
     def teacher_logits(self, rows: Sequence[Row], batch: Batch, keep: torch.Tensor) -> Mixture:
         """Its logits [N, V] for what is learned, from a forward over each document alone."""
-        (model,) = self.teacher.models.values()
-        found = []
-        for row in rows:
-            for document in self.rows.documents(row):
-                ids = torch.as_tensor(document["teacher_input_ids"], device=keep.device)
-                later = len(ids) - len(document["labels"])  # the answer stands so much later than in the student's
-                learned = [at for at, label in enumerate(document["labels"]) if at and label != IGNORE_INDEX]
-                logits = model(input_ids=ids[None], use_cache=False).logits[0]
-                found.append(logits[[at + later - 1 for at in learned]])
-        return [(1.0, torch.cat(found))]
+        documents = [document for row in rows for document in self.rows.documents(row)]
+        inner, read = self.teacher.inner, map(ContextCollator.teacher_row, documents)
+        return [(1.0, torch.cat([logits_of(inner, row, keep.device) for row in read]))]
 
     def reads(self, student: nn.Module, batch: Batch) -> Reads:
-        (model,) = self.teacher.models.values()
         names = ("input_ids", "position_ids")
-        return [(model, {n: batch[f"teacher_{n}"] for n in names}), (student, {n: batch[n] for n in names})]
+        models = self.teacher.models.values()
+        calls: Reads = [(model, {n: batch[f"teacher_{n}"] for n in names}) for model in models]
+        return [*calls, (student, {n: batch[n] for n in names})]
 
     def same_tokens(self, batch: Batch, columns: int, student_rows: int) -> Verdict:
         """As for one reading; and each answer is the same tokens to both, and what only the teacher reads stands in no
@@ -70,9 +66,20 @@ class ContextReference(Reference):
                 more += len(private)
         return same, f"{detail}; answers are the same tokens to both, and {more} before them are the teacher's alone"
 
+    def description(self) -> Mapping[str, Any]:
+        return place_of(self.teacher.inner)
+
     @staticmethod
     def rebuilt(models: list[nn.Module], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
-        return ContextTeacher(models[0])
+        return ContextTeacher(models[0] if models else teacher_at(description))
+
+
+class ContextTopKReference(TopKReference, ContextReference):
+    """Of K tokens of each distribution, over another reading of the rows."""
+
+    def stored(self, rows: Sequence[Row], batch: Batch) -> Mapping[str, torch.Tensor]:
+        own = self.teacher.inner_batch(batch)
+        return super().stored_by(self.teacher.inner, [ContextCollator.teacher_row(row) for row in rows], own)
 
 
 def _only_in(longer: list[int], shorter: list[int]) -> list[int]:

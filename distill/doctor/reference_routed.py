@@ -10,12 +10,13 @@ from distill_kernels import LossTerm
 from torch import nn
 
 from distill.core.labels import IGNORE_INDEX
-from distill.doctor.elsewhere import ELSEWHERE, place_of, teacher_at
+from distill.doctor.elsewhere import logits_of, place_of, teacher_at
 from distill.doctor.reference import MixtureReference, Reads, Reference, Verdict
 from distill.doctor.reference_loss import token_loss
 from distill.doctor.rows import RoutedRows, Row, bounds
 from distill.recipe.loss import Loss
 from distill.teachers.base import Batch, Teacher
+from distill.teachers.context.data import ContextCollator
 from distill.teachers.context.teacher import ContextTeacher
 from distill.teachers.mixture import MixtureTeacher
 from distill.teachers.model import LoadedTeacher
@@ -46,7 +47,7 @@ class RoutedReference(Reference):
                     continue
                 with torch.no_grad():
                     group = self.groups[document["route"][0]]
-                    teachers = [(share, _logits(member, document, at)[:, :columns]) for share, member in group]
+                    teachers = [(share, _logits(member, document, device)[:, :columns]) for share, member in group]
                 own = student(input_ids=ids[None], use_cache=False).logits[0, at, :columns]
                 mean = token_loss(own, teachers, labels[at + 1], loss, at, self.dtype)
                 total = total.to(device) + len(at) * mean
@@ -65,7 +66,7 @@ class RoutedReference(Reference):
         """Each model its route's documents, row by row, padded to the longest row."""
         calls: Reads = []
         for number, group in enumerate(self.groups):
-            lines, reading = [], PREFIX if isinstance(group[0][1], ContextTeacher) else ""
+            lines, reading = [], PREFIX if group[0][1].reading == "context" else ""
             read = (batch[f"{reading}{name}"].tolist() for name in ("input_ids", "position_ids"))
             own = (batch[name].tolist() for name in ("position_ids", "routes"))
             for ids, positions, plain, routes in zip(*read, *own, strict=True):
@@ -78,7 +79,7 @@ class RoutedReference(Reference):
             longest = max(len(ids) for ids, _ in lines)
             for _, positions in lines:
                 positions += range(longest - len(positions))
-            pad = group[0][1].model.config.pad_token_id or 0 if reading else 0
+            pad = group[0][1].pad_token_id if reading else 0
             padded = [ids + [pad] * (longest - len(ids)) for ids, _ in lines]
             made = {"input_ids": torch.tensor(padded), "position_ids": torch.tensor([at for _, at in lines])}
             here = [model for _, member in group for model in member.models.values()]
@@ -93,7 +94,7 @@ class RoutedReference(Reference):
         return same and -1 not in routes, f"{detail}; each document at its own teacher: tokens learned {counts}"
 
     def description(self) -> dict[str, Any]:
-        members = [[(place_of(m), isinstance(m, ContextTeacher)) for _, m in group] for group in self.groups]
+        members = [[(place_of(_inside(m)), m.reading) for _, m in group] for group in self.groups]
         return {"routes": list(self.teacher.routes), "members": members}
 
     @staticmethod
@@ -101,20 +102,20 @@ class RoutedReference(Reference):
         left, numbered, members = iter(models), enumerate(weights), []
         for group in description["members"]:
             own, shares = [], []
-            for (place, has_context), (number, share) in zip(group, numbered, strict=False):
+            for (place, reading), (number, share) in zip(group, numbered, strict=False):
                 teacher: Any = teacher_at(place) if place else LoadedTeacher(next(left), field=f"teachers.{number}")
-                own.append(ContextTeacher(teacher) if has_context else teacher)
+                own.append(ContextTeacher(teacher) if reading == "context" else teacher)
                 shares.append(share)
             members.append(own[0] if len(own) == 1 else MixtureTeacher(own, shares))
         return RoutedTeacher(members, description["routes"])
 
 
-def _logits(member: Any, document: Row, at: torch.Tensor) -> torch.Tensor:
-    """What one teacher says after the places `at` of a document, [N, V]."""
-    if not member.models:
-        alone = {"input_ids": torch.tensor([document["input_ids"]], device=at.device), "valid_rows": at}
-        return ELSEWHERE[type(member)].logits(member, [document], alone)
-    (model,) = member.models.values()
-    ids = document[f"{PREFIX * isinstance(member, ContextTeacher)}input_ids"]
-    later = len(ids) - len(document["labels"])  # the answer stands so much later than in the student's
-    return model(input_ids=torch.tensor([ids], device=at.device), use_cache=False).logits[0, at + later]
+def _inside(member: Any) -> Any:
+    """The teacher that computes what one with a context of its own gives."""
+    return member.inner if member.reading == "context" else member
+
+
+def _logits(member: Any, document: Row, device: torch.device) -> torch.Tensor:
+    """What one teacher says of a document's learned tokens, [N, V]."""
+    row = ContextCollator.teacher_row(document) if member.reading == "context" else document
+    return logits_of(_inside(member), row, device)

@@ -16,12 +16,15 @@ import torch
 from distill_kernels import LossTerm
 from torch import nn
 
-from distill.doctor.reference import Description, Reads, Reference, Verdict, worst_of
+from distill.data.collator import valid_rows
+from distill.doctor.elsewhere import logits_of, place_of, teacher_at
+from distill.doctor.reference import INPUTS, Description, Reads, Reference, Verdict, worst_of
 from distill.doctor.reference_loss import of_kl
 from distill.doctor.rows import OTHERS, Row, SpanRows
 from distill.recipe.loss import Loss
 from distill.teachers.base import Batch, Teacher
 from distill.teachers.cross.alignment import Shared
+from distill.teachers.cross.data import CrossCollator
 from distill.teachers.cross.encode import Reader, end_pairs
 from distill.teachers.cross.loss import CrossTokenizerLoss, Spans, SpanTargets
 from distill.teachers.cross.teacher import CrossTeacher
@@ -48,17 +51,27 @@ class SpansReference(Reference):
         """Row by row without padding, from both models' full logits and the spans of the rows themselves."""
         losses, device = [], batch["input_ids"].device
         for row in rows:
-            tensors = {name: torch.tensor(row[name], device=device) for name in row}
-            z_t, z_s = (
-                model(**{name: ids[None] for name, ids in inputs.items()}, use_cache=False).logits[0].to(self.dtype)
-                for model, inputs in self.reads(student, tensors)
-            )
+            inputs = {name: torch.tensor(row[name], device=device)[None] for name in INPUTS}
+            z_s = student(**inputs, use_cache=False).logits[0].to(self.dtype)
+            with torch.no_grad():
+                z_t = self._teacher_logits(row, device).to(self.dtype)
             spans = torch.tensor(row["spans"]).view(-1, 4)
             losses.append(dense_spans(
                 Reading(z_s, row["input_ids"]), Reading(z_t.detach(), row["teacher_input_ids"]),
                 Spans(spans[:, :2], spans[:, 2:]), self.shared, loss,
             ))  # fmt: skip
         return torch.cat(losses).mean()
+
+    def _teacher_logits(self, row: Row, device: torch.device) -> torch.Tensor:
+        """Full logits [S', V] over the teacher's reading, each document by itself; 0 where nothing is compared."""
+        found: list[torch.Tensor] = []
+        for document in self.rows.documents(row):
+            own = CrossCollator.teacher_row(document)
+            places = valid_rows(torch.as_tensor(own["labels"], device=device)[None])
+            logits = logits_of(self.teacher.inner, own, device)
+            whole = logits.new_zeros(len(own["input_ids"]), logits.shape[-1])
+            found.append(whole.index_copy(0, places, logits))
+        return torch.cat(found)
 
     def each(self, loss_of: Callable[..., Any], objective: Any, call: Sequence[Any]) -> torch.Tensor:
         """Each span's divergence and the log-probabilities of its text, [M, 3]."""
@@ -82,9 +95,9 @@ class SpansReference(Reference):
         return "the teacher over its own spans", worst_of(values)
 
     def reads(self, student: nn.Module, batch: Batch) -> Reads:
-        (model,) = self.teacher.models.values()
         others = {name.removeprefix("teacher_"): batch[name] for name in OTHERS}
-        return [(model, others), (student, {name: batch[name] for name in others})]
+        calls: Reads = [(model, others) for model in self.teacher.models.values()]
+        return [*calls, (student, {name: batch[name] for name in others})]
 
     def same_tokens(self, batch: Batch, columns: int, student_rows: int) -> Verdict:
         """Whether each span is the same bytes in both readings, labels stand where spans begin, and shared tokens are
@@ -115,11 +128,12 @@ class SpansReference(Reference):
         return True, f"own ids and positions each; {len(spans)} spans cover the same {count} bytes in both readings"
 
     def description(self) -> Description:
-        return {"shared": [ids.tolist() for ids in self.teacher.format.shared]}
+        return {"shared": [ids.tolist() for ids in self.teacher.format.shared], "place": place_of(self.teacher.inner)}
 
     @staticmethod
     def rebuilt(models: list[nn.Module], weights: Sequence[float], description: Description) -> Teacher:
-        return CrossTeacher(models[0], Shared(*map(np.array, description["shared"])))
+        teacher = models[0] if models else teacher_at(description["place"])
+        return CrossTeacher(teacher, Shared(*map(np.array, description["shared"])))
 
 
 def same_bytes(student: bytes, teacher: bytes, student_puts: bool, teacher_puts: bool) -> bool:

@@ -42,6 +42,15 @@ class TopKReference(Reference):
         teacher.format = TopKFormat({**self.manifest, "temperature": 2.0})
         return teacher
 
+    def stored(self, rows: Sequence[Row], batch: Batch) -> Mapping[str, torch.Tensor]:
+        """`ids`, `logprobs` and `tail` of the learned positions: of rows, or, without any, of what the batch holds."""
+        return self.stored_by(self.teacher, rows, batch)
+
+    @staticmethod
+    def stored_by(teacher: Any, rows: Sequence[Row], batch: Batch) -> Mapping[str, torch.Tensor]:
+        """The same of a teacher's own rows and batch."""
+        return ELSEWHERE[type(teacher)].tokens(teacher, rows, batch)
+
     def loss(
         self, student: nn.Module, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None
     ) -> torch.Tensor:
@@ -49,7 +58,7 @@ class TopKReference(Reference):
         labels = shifted(batch["labels"])
         keep = labels != IGNORE_INDEX
         z_s = student(**{name: batch[name] for name in INPUTS}, use_cache=False).logits[keep]
-        stored = ELSEWHERE[type(self.teacher)].tokens(self.teacher, rows, batch)
+        stored = self.stored(rows, batch)
         tail = self.manifest["tail"]
         ids, probabilities = stored["ids"].long(), stored["logprobs"].double().exp()
         if tail != "sampled":  # rounding moved their sum; the tail is stored on its own and is what counts
@@ -77,7 +86,7 @@ class TopKReference(Reference):
         if not fine:
             return fine, detail
         expected = shifted(batch["labels"]).flatten()[batch["valid_rows"]]
-        stored = ELSEWHERE[type(self.teacher)].tokens(self.teacher, (), batch)
+        stored = self.stored((), batch)
         if int(stored["ids"].max()) >= self.manifest["vocabulary"]:
             return False, f"a stored id is not below {self.manifest['vocabulary']:,}"
         if self.manifest["tail"] == "sampled" or self.temperature != 1.0:
@@ -87,6 +96,6 @@ class TopKReference(Reference):
         worst = off.abs().max().item() if len(off) else 0.0
         if worst > STORED:
             return False, f"the stored log-probabilities of the tokens that stand here are off by {worst:.1e}"
-        where = "cache" if "cached_ids" in batch else "answer"
+        where = "cache" if any("cached_ids" in name for name in batch) else "answer"
         count = int(matches.any(-1).sum())
         return True, f"{detail}; {len(expected)} places found in the {where}, {count} of them with the token there"

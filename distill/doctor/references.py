@@ -6,29 +6,30 @@ from collections.abc import Sequence
 from typing import Any
 
 from distill.doctor.reference import MixtureReference, Reference
-from distill.doctor.reference_context import ContextReference
+from distill.doctor.reference_context import ContextReference, ContextTopKReference
 from distill.doctor.reference_routed import RoutedReference
 from distill.doctor.reference_spans import SpansReference
 from distill.doctor.reference_top_k import TopKReference
 from distill.teachers.base import TargetFormat, Teacher
 from distill.teachers.cache.top_k import TopKFormat
-from distill.teachers.context.teacher import ContextFormat
 from distill.teachers.cross.teacher import SpansFormat
 from distill.teachers.hidden import HiddenFormat
 from distill.teachers.mixture import MixtureFormat
 from distill.teachers.routed.teacher import RoutedFormat
 
-REFERENCES: dict[type[TargetFormat], type[Reference]] = {
-    HiddenFormat: Reference,
-    MixtureFormat: MixtureReference,
-    TopKFormat: TopKReference,
-    SpansFormat: SpansReference,
-    ContextFormat: ContextReference,
-    RoutedFormat: RoutedReference,
+# by what targets are, and by the rows that the teacher reads
+REFERENCES: dict[tuple[type[TargetFormat], str], type[Reference]] = {
+    (HiddenFormat, "same"): Reference,
+    (HiddenFormat, "context"): ContextReference,
+    (TopKFormat, "same"): TopKReference,
+    (TopKFormat, "context"): ContextTopKReference,
+    (SpansFormat, "retokenised"): SpansReference,
+    (MixtureFormat, "same"): MixtureReference,
+    (RoutedFormat, "same"): RoutedReference,
 }
-BY_NAME = {format.__name__: reference for format, reference in REFERENCES.items()}
+BY_NAME = {reference.__name__: reference for reference in REFERENCES.values()}
 
 
 def reference_of(teacher: Teacher, weights: Sequence[float] = (1.0,), tokenizers: Any = None) -> Reference:
     """The reference for a teacher's format; arguments as of `Reference`."""
-    return REFERENCES[type(teacher.format)](teacher, weights, tokenizers)
+    return REFERENCES[type(teacher.format), teacher.reading](teacher, weights, tokenizers)

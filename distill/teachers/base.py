@@ -5,14 +5,14 @@
     targets = teacher.targets(batch)           # once a micro-batch, without a graph
     loss = teacher.format.loss(section, pairing)
 
-A new kind is one file with a source and a teacher, and a line in `registry.SOURCES` and `compatibility.KINDS`.
+A new backend is one file with a source and a teacher, and a line in `registry.BACKENDS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 from distill_kernels import LossTerm
@@ -41,6 +41,7 @@ Batch = Mapping[str, torch.Tensor]
 Collate = Callable[[Sequence[Mapping[str, Sequence[int]]]], dict[str, torch.Tensor]]
 # what a teacher says of a batch, opaque to everybody but its format; None where the loss needs none
 Targets = object
+Prompt = str | list[dict[str, str]]
 TOP = 8  # likeliest tokens of both models that `overlap` compares
 LossResult = torch.Tensor | tuple[torch.Tensor, Sequence[torch.Tensor]]
 
@@ -185,9 +186,12 @@ class Teacher(Protocol):
         whole_documents: rows must hold whole documents, as they were when it was asked: doctor may not cut them.
         ahead: micro-batches that it may be asked of before they are needed.
         prefix: what stands before `input_ids` and `position_ids` in the names of what it reads of a batch.
+        reading: which tokens it reads for the student's: the `same`, the same answers after a `context`, or the same
+            text `retokenised`.
     """
 
     prefix: str = ""
+    reading: Literal["same", "context", "retokenised"] = "same"
     format: TargetFormat
     models: Mapping[str, nn.Module]
     judges_new_rows: bool = True
@@ -247,12 +251,13 @@ class Teacher(Protocol):
         """Put layers into 8 bits where the recipe has it and loading has not: after patching, before it is asked."""
         return
 
-    def prove(self, batch: Batch, student: nn.Module, pairing: Pairing) -> list[str]:
+    def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
         """Once, on the first held-out batch: quantises, and says in lines what that costs, or what share is matched."""
         return []
 
-    def respond(self, prompts: Sequence[str], settings: Generate) -> list[str] | None:
-        """Greedy answers; None where it cannot speak. Of a sharded teacher every process must call this."""
+    def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
+        """Greedy answers to questions, or to conversations of messages; None where it cannot generate. Of a sharded
+        teacher every process must call this."""
         return None
 
     @property

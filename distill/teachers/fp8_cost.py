@@ -31,20 +31,21 @@ class Fp8Cost(NamedTuple):
     Attributes:
         layers: linear layers now in fp8.
         teacher_kl: KL(teacher before || teacher after), nats a trained token of the batch.
-        student_kl: KL(teacher before || student), the same.
+        student_kl: KL(teacher before || student), the same; None where the student reads other tokens.
         skip: what `teacher.fp8_skip` left out.
     """
 
     layers: int
     teacher_kl: float
-    student_kl: float
+    student_kl: float | None
     skip: Sequence[str] = ()
 
     def __str__(self) -> str:
         left = f" and {', '.join(self.skip)}" if self.skip else ""
+        beside = "" if self.student_kl is None else f" beside KL(teacher, student) {self.student_kl:.4f}"
         return (
             f"{self.layers} linear layers in fp8, the head{left} as before; on one batch KL(teacher, fp8 teacher) "
-            f"{self.teacher_kl:.4f} beside KL(teacher, student) {self.student_kl:.4f}"
+            f"{self.teacher_kl:.4f}{beside}"
         )
 
 
@@ -82,7 +83,7 @@ class Before:
 
 @torch.no_grad()
 def quantise_and_measure(
-    teacher: nn.Module, format: HiddenFormat, batch: Batch, student: nn.Module, pairing: Pairing,
+    teacher: nn.Module, format: HiddenFormat, batch: Batch, student: nn.Module | None, pairing: Pairing,
     skip: Sequence[str] = (),
 ) -> Fp8Cost:  # fmt: skip
     """Quantise the teacher in place and measure by how much that moves it.
@@ -91,7 +92,7 @@ def quantise_and_measure(
         teacher: after patching and before sharding.
         format: its targets.
         batch: collated, on the models' device.
-        student: as it stands.
+        student: as it stands; None where it reads other tokens.
         pairing: of both.
         skip: what stays as it is, as `teacher.fp8_skip` names it.
 
@@ -99,11 +100,15 @@ def quantise_and_measure(
         ValueError: The teacher has no linear layer whose sizes divide by 16, or not what `skip` names.
     """
     before = Before(teacher, format, batch, pairing.vocab_size)
-    inputs = {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")}
-    with eval_mode(student):
-        hidden = decoder_of(student)(**inputs, use_cache=False).last_hidden_state
+    hidden = None
+    if student is not None:
+        inputs = {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")}
+        with eval_mode(student):
+            hidden = decoder_of(student)(**inputs, use_cache=False).last_hidden_state
     layers = quantise(teacher, skip)
-    of_student = before.divergence(hidden, read_head(find_head(student)), pairing.student)
+    of_student = None
+    if student is not None and hidden is not None:
+        of_student = before.divergence(hidden, read_head(find_head(student)), pairing.student)
     return Fp8Cost(layers, before.moved(), of_student, skip)
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from distill_kernels import TeacherHead
 from torch import nn
 
 from distill.core.ranks import is_first
+from distill.data.load import Splits
 from distill.generation.answers import generate
 from distill.models.fingerprint import model_identity
 from distill.models.head import LogitTransform
@@ -27,8 +29,8 @@ from distill.models.load import load_tokenizer
 from distill.models.shape import Shape
 from distill.models.vocabulary import compare
 from distill.models.work import total_work
-from distill.recipe import Generate, Recipe, Student
-from distill.recipe.teachers import describe_teacher
+from distill.recipe import Data, Generate, ModelSection, Recipe, Student
+from distill.recipe.teachers import TeacherDescription
 from distill.teachers.base import (
     Batch,
     Collate,
@@ -37,16 +39,18 @@ from distill.teachers.base import (
     LossResult,
     OpenContext,
     Pairing,
+    Prompt,
     Teacher,
     TeacherSource,
 )
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.hidden import FusedFormat, HiddenFormat, pairing_of
 from distill.teachers.losses import TargetLoss
-from distill.teachers.model import LoadedTeacher, ModelSource
-from distill.teachers.vocabulary import Vocabulary
+from distill.teachers.model import LoadedTeacher
+from distill.teachers.vocabulary import Vocabulary, is_synthetic
 
 log = logging.getLogger(__name__)
+MEMBER = re.compile(r"member\d+_")  # what stands before the names of a member's own columns
 
 
 class MixtureFormat(FusedFormat):
@@ -132,6 +136,10 @@ class SeveralTeachers(Teacher):
         """Cut from the first one."""
         return self.members[0].cut_student(section, device, dtype)
 
+    def quantise(self) -> None:
+        for member in self.members:
+            member.quantise()
+
     def follow(self, student: nn.Module) -> None:
         for member in self.members:
             member.follow(student)
@@ -144,8 +152,12 @@ class SeveralTeachers(Teacher):
         for member in self.members:
             member.restore(checkpoint)
 
-    def prove(self, batch: Batch, student: nn.Module, pairing: Pairing) -> list[str]:
+    def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
         return [line for _, member, own in self.batches(batch) for line in member.prove(own, student, pairing)]
+
+    def settle(self) -> None:
+        for member in self.members:
+            member.settle()
 
     def elsewhere(self) -> dict[str, object]:
         """The fingerprints of the members whose weights are not here."""
@@ -170,30 +182,29 @@ class MixtureTeacher(SeveralTeachers):
                 f"teachers: expected a weight >= 0 for each of {len(members)} models, not all 0; got {list(weights)}"
             )
         super().__init__(members)
-        if sum(not member.judges_new_rows for member in self.members) > 1:
-            raise ValueError("teachers: expected one cache at most in a mixture, whose batches hold what it says")
         self.weights = tuple(weight / sum(weights) for weight in weights)
         self.format = MixtureFormat([cast("HiddenFormat", member.format) for member in self.members], self.weights)
 
     def collate(self, plain: Collate) -> Collate:
-        for member in self.members:
-            plain = member.collate(plain)
-        return plain
+        return MixtureCollator(plain, [member.collate for member in self.members])
 
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
-        for member in self.members:
-            batch = member.student_batch(batch, needs_targets)
-        return dict(batch)
+        for _, member, own in self.batches(batch):
+            member.student_batch(own, needs_targets)  # which holds that nothing is missing
+        return {name: value for name, value in batch.items() if not MEMBER.match(name)}
 
     def batches(self, batch: Batch) -> Iterator[tuple[int, Teacher, Batch]]:
+        plain = {name: value for name, value in batch.items() if not MEMBER.match(name)}
         for number, member in enumerate(self.members):
-            yield number, member, batch
+            own = f"member{number}_"
+            named = {name.removeprefix(own): value for name, value in batch.items() if name.startswith(own)}
+            yield number, member, {**plain, **named}
 
     def targets(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Each teacher's last hidden states, [B, S, its hidden size]."""
-        return tuple(cast("torch.Tensor", member.targets(batch)) for member in self.members)
+        return tuple(cast("torch.Tensor", member.targets(own)) for _, member, own in self.batches(batch))
 
-    def respond(self, prompts: Sequence[str], settings: Generate) -> list[str] | None:
+    def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
         """None where one of them is not loaded."""
         first = self.members[0]
         if len(self.models) < len(self.members) or not isinstance(first, LoadedTeacher) or not is_first():
@@ -207,6 +218,32 @@ class MixtureTeacher(SeveralTeachers):
     def fingerprint(self) -> dict[str, object]:
         here = model_identity(MixtureModel(list(self.models.values()), self.weights)) if self.models else {}
         return here | self.elsewhere()
+
+
+class MixtureCollator:
+    """Makes a batch, and beside it under `member{n}_` what the collator of each member adds.
+
+    Args:
+        plain: makes the batch that all read.
+        members: of each member what wraps a collator.
+    """
+
+    def __init__(self, plain: Collate, members: Sequence[Callable[[Collate], Collate]]) -> None:
+        self.plain, self.members = plain, list(members)
+
+    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+        """Collate rows."""
+        batch = dict(self.plain(rows))
+        more: dict[str, torch.Tensor] = {}
+
+        def collated(_: object) -> dict[str, torch.Tensor]:
+            return dict(batch)
+
+        for number, member in enumerate(self.members):
+            made = member(collated)(rows)
+            batch |= {name: value for name, value in made.items() if name == "valid_rows"}
+            more |= {f"member{number}_{name}": value for name, value in made.items() if name not in batch}
+        return batch | more
 
 
 class MixtureModel(nn.Module):
@@ -253,14 +290,26 @@ class MixtureModel(nn.Module):
 
 
 class MixtureSource(TeacherSource):
-    """The models that the recipe's `teachers` names."""
+    """Several teachers of a recipe.
 
-    def __init__(self, recipe: Recipe) -> None:
-        description = describe_teacher(recipe)
-        self.recipe, self.weights, self.sections = recipe, description.weights, description.members
-        self.members: list[TeacherSource] = [
-            ModelSource(recipe, section, field) for field, section in self.sections.items()
-        ]
+    Args:
+        recipe: the run's.
+        description: of its teachers.
+        members: their sources, in that order.
+    """
+
+    def __init__(self, recipe: Recipe, description: TeacherDescription, members: Sequence[TeacherSource]) -> None:
+        self.recipe, self.weights, self.members = recipe, description.weights, list(members)
+        self.all_sections = description.members
+        self.sections = {field: section for field, section in description.members.items() if section.is_loaded}
+
+    @property
+    def config_section(self) -> ModelSection:
+        return self.members[0].config_section
+
+    @property
+    def tokenizer_section(self) -> ModelSection:
+        return self.members[0].tokenizer_section
 
     def shapes(self) -> list[Shape]:
         return [shape for member in self.members for shape in member.shapes()]
@@ -270,7 +319,16 @@ class MixtureSource(TeacherSource):
 
     def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
         settings: Any = {"cuda": cuda, "sharded": sharded, "family": family}
-        return [text for member in self.members for text in member.problems(**settings)] + [SHARDED] * sharded
+        texts = [(n, text) for n, member in enumerate(self.members) for text in member.problems(**settings)]
+        return [*(of_member(*each) for each in texts), *[SHARDED] * sharded]
+
+    def note_data(self, splits: Splits) -> None:
+        for member in self.members:
+            member.note_data(splits)
+
+    def data_problems(self, splits: Splits) -> list[str]:
+        texts = [(n, text) for n, member in enumerate(self.members) for text in member.data_problems(splits)]
+        return [of_member(*each) for each in texts]
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """All are held, and run one after another; the loss reads their hidden states one teacher at a time."""
@@ -284,23 +342,37 @@ class MixtureSource(TeacherSource):
     def title(self) -> str:
         return " + ".join(
             f"{weight:.2f} x {member.title()}" + (f" with {section.adapter}" if section.adapter else "")
-            for weight, member, section in zip(self.weights, self.members, self.sections.values(), strict=True)
+            for weight, member, section in zip(self.weights, self.members, self.all_sections.values(), strict=True)
         )
 
     def open(self, context: OpenContext, vocabulary: Vocabulary) -> MixtureTeacher:
-        sections = list(self.sections.values())
+        sections = list(self.all_sections.values())
         for number, section in enumerate(sections):
-            if any(section.model == other.model and section.config == other.config for other in sections[:number]):
+            same = [
+                other for other in sections[:number] if (other.model, other.config) == (section.model, section.config)
+            ]
+            if section.is_loaded and same:
                 log.info("teachers.%d: %s is loaded a second time", number, section.model or section.config)
         return MixtureTeacher([member.open(context, vocabulary) for member in self.members], self.weights)
+
+
+def of_member(number: int, text: str) -> str:
+    """Return a message with the field of one of several teachers."""
+    return re.sub("^teacher[.]", f"teachers.{number}.", text)
 
 
 class MixtureVocabulary(Vocabulary):
     """One tokenizer for several teachers and a student."""
 
     def __init__(self, source: MixtureSource) -> None:
-        super().__init__(source.recipe, source.tokenizer_section)
+        section = source.config_section if is_synthetic(source.recipe.data) else source.tokenizer_section
+        super().__init__(source.recipe, section)
         self.source = source
+
+    def read(self, data: Data, seed: int) -> Splits:
+        splits = super().read(data, seed)
+        self.source.note_data(splits)
+        return splits
 
     def tokenizers(self) -> list[Any] | None:
         if self.tokenizer is None:

@@ -33,7 +33,17 @@ from distill.models.shape import USABLE, Shape
 from distill.recipe import Generate, Recipe, Student
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.models import EIGHT_BITS
-from distill.teachers.base import Batch, CutStudent, OpenContext, Pairing, TargetFormat, Targets, Teacher, TeacherSource
+from distill.teachers.base import (
+    Batch,
+    CutStudent,
+    OpenContext,
+    Pairing,
+    Prompt,
+    TargetFormat,
+    Targets,
+    Teacher,
+    TeacherSource,
+)
 from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 from distill.teachers.fp8_cost import Offer, fp8_offers, quantise_and_measure
 from distill.teachers.hidden import HiddenFormat, ModelHead
@@ -82,7 +92,7 @@ class LoadedTeacher(Teacher):
         if self.fp8 and not is_quantised(self.model):
             quantise(self.model, self.skip)
 
-    def prove(self, batch: Batch, student: nn.Module, pairing: Pairing) -> list[str]:
+    def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
         if not self.fp8:
             return []
         if is_quantised(self.model):
@@ -95,7 +105,7 @@ class LoadedTeacher(Teacher):
         """See `fp8_cost`; none of a teacher that is quantised already, since it does not fit whole."""
         return [] if is_quantised(self.model) else fp8_offers(self.model, self.hidden, batch, timed)
 
-    def respond(self, prompts: Sequence[str], settings: Generate) -> list[str] | None:
+    def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
         if self.tokenizer is None or not (is_first() or self.is_collective):
             return None
         return generate(self.model, self.tokenizer, prompts, settings.max_new_tokens)

@@ -1,17 +1,67 @@
-"""What a teacher reads in the place of the student's rows: a second reading of each row, in batches of its own."""
+"""A teacher that reads other tokens than the student: a second reading of each row, in a batch of its own.
+
+Beside the student's columns a batch holds the teacher's, made by the inner teacher's own collator and named with the
+prefix `teacher_`: `teacher_input_ids`, `teacher_labels`, `teacher_valid_rows` and what else it needs. Labels of the
+teacher's reading stand at the tokens whose prediction is compared, so that its outputs are computed, stored or queried
+there and nowhere else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from distill.data.collator import Collator
-from distill.teachers.base import Batch, Collate
+from distill.teachers.base import Batch, Collate, Pairing, Teacher
+from distill.teachers.model import LoadedTeacher
+from distill.teachers.wrapping import WrappingTeacher
 
 OWN = ("input_ids", "labels", "position_ids")
 PREFIX = "teacher_"
+Row = Mapping[str, Any]
+
+
+class ReadingTeacher(WrappingTeacher):
+    """A teacher whose inner teacher reads the columns named `teacher_...` of a batch.
+
+    Args:
+        teacher: whatever computes the outputs; a causal language model too.
+
+    Attributes:
+        needed: columns without which a batch cannot be compared: the teacher's ids, and what aligns both readings.
+    """
+
+    prefix = PREFIX
+    needed: tuple[str, ...]
+
+    def __init__(self, teacher: Teacher | nn.Module) -> None:
+        super().__init__(LoadedTeacher(teacher) if isinstance(teacher, nn.Module) else teacher)
+
+    @property
+    def pad_token_id(self) -> int:
+        """Token id that pads the teacher's rows; any will do."""
+        model: Any = next(iter(self.models.values()), None)
+        return (0 if model is None else getattr(model.config, "pad_token_id", None)) or 0
+
+    def inner_batch(self, batch: Batch) -> dict[str, torch.Tensor]:
+        names = [name for name in batch if name.startswith(PREFIX) and name not in self.needed[1:]]
+        return {name.removeprefix(PREFIX): batch[name] for name in names}
+
+    def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
+        if missing := sorted({"input_ids", "labels", *self.needed} - set(batch)):
+            raise ValueError(
+                f"batch: expected {', '.join(missing)} too, as {type(self).__name__}.collate gives them; got "
+                f"{sorted(batch)}"
+            )
+        own = set(self.needed)
+        return {name: value for name, value in batch.items() if name not in own and not name.startswith(PREFIX)}
+
+    def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
+        """The student is not compared on the teacher's rows."""
+        return self.inner.prove(self.inner_batch(batch), None, pairing)
 
 
 class SecondReading:
@@ -20,21 +70,28 @@ class SecondReading:
     Args:
         plain: makes the student's batch.
         pad_token_id: the teacher's; any id does.
+        inner: makes the teacher's collator of a plain one; None for a plain one.
     """
 
-    def __init__(self, plain: Collate, pad_token_id: int) -> None:
+    def __init__(
+        self, plain: Collate, pad_token_id: int, inner: Callable[[Collate], Collate] | None = None
+    ) -> None:  # fmt: skip
         self.plain = plain
-        inner = getattr(plain, "collator", plain)
-        self.padding_side: Literal["right", "left"] = getattr(inner, "padding_side", "right")
-        self.teacher = Collator(
-            pad_token_id, getattr(inner, "pad_to_multiple_of", None), self.padding_side,
-            getattr(inner, "omit_plain_positions", True),
+        given = getattr(plain, "collator", plain)
+        self.padding_side: Literal["right", "left"] = getattr(given, "padding_side", "right")
+        own = Collator(
+            pad_token_id, getattr(given, "pad_to_multiple_of", None), self.padding_side,
+            getattr(given, "omit_plain_positions", True),
         )  # fmt: skip
+        self.teacher = own if inner is None else inner(own)
 
-    def both(
-        self, rows: Sequence[Mapping[str, Sequence[int]]]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """The student's batch, and `teacher_input_ids` with `teacher_position_ids` where a row holds several documents.
+    @staticmethod
+    def teacher_row(row: Row) -> Row:
+        """The teacher's row of a row: `input_ids`, `labels` at the tokens that are compared, `position_ids`."""
+        raise NotImplementedError
+
+    def both(self, rows: Sequence[Row]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The student's batch, and the teacher's under names with the prefix.
 
         Raises:
             ValueError: rows without the teacher's reading.
@@ -42,27 +99,9 @@ class SecondReading:
         if any(f"{PREFIX}input_ids" not in row for row in rows):
             raise ValueError("rows: expected teacher_input_ids and teacher_position_ids, which the recipe's data have")
         batch = self.plain([{name: row[name] for name in OWN} for row in rows])
-        readings = [(row[f"{PREFIX}input_ids"], row[f"{PREFIX}position_ids"]) for row in rows]
-        teacher = self.teacher([{"input_ids": ids, "labels": ids, "position_ids": at} for ids, at in readings])
-        return batch, {PREFIX + name: teacher[name] for name in ("input_ids", "position_ids") if name in teacher}
+        teacher = self.teacher([self.teacher_row(row) for row in rows])
+        return batch, {PREFIX + name: value for name, value in teacher.items()}
 
     def begin(self, width: int, length: int) -> int:
         """Where a row of so many tokens begins in a batch of this width."""
         return (width - length) * (self.padding_side == "left")
-
-
-def reading_of(batch: Batch) -> dict[str, torch.Tensor]:
-    """The teacher's part of a batch, by the names that a model takes."""
-    names = ("input_ids", "position_ids")
-    return {name: batch[PREFIX + name] for name in names if PREFIX + name in batch}
-
-
-def without_reading(batch: Batch, needed: Sequence[str], maker: str) -> dict[str, torch.Tensor]:
-    """The student's part of a batch.
-
-    Raises:
-        ValueError: a batch without what is needed, which `maker` adds.
-    """
-    if missing := sorted({"input_ids", "labels", *needed} - set(batch)):
-        raise ValueError(f"batch: expected {', '.join(missing)} too, as {maker} gives them; got {sorted(batch)}")
-    return {name: value for name, value in batch.items() if name != "spans" and not name.startswith(PREFIX)}

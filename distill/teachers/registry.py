@@ -1,4 +1,10 @@
-"""Every kind of teacher, in one table."""
+"""The teacher that a recipe asks for, put together of a backend, a store, its rows and a combination.
+
+    source_of(recipe)   =   routes or a mixture ( rows ( store ( backend ) ) , ... )
+
+Each layer is there where the recipe names it: `teacher.keep` a store, `teacher.context` or `student.vocabulary: cross`
+other rows than the student's, `teachers` several teachers.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from distill.recipe import Recipe
-from distill.recipe.teachers import Kind, kind_of
+from distill.recipe import Teacher as TeacherSection
+from distill.recipe.teachers import describe_teacher
 from distill.teachers.base import TeacherSource
 from distill.teachers.cache.teacher import CacheSource
 from distill.teachers.context.teacher import ContextSource
@@ -18,23 +25,54 @@ from distill.teachers.model import ModelSource
 from distill.teachers.routed.teacher import RoutedSource
 from distill.teachers.server.launched import LaunchedSource
 from distill.teachers.server.teacher import ServerSource
+from distill.teachers.student import AverageSource
 
-SOURCES: dict[Kind, Callable[[Recipe], TeacherSource]] = {
-    "model": ModelSource,
-    "cache": CacheSource,
-    "server": ServerSource,
-    "keep": KeepSource,
+Maker = Callable[[Recipe, TeacherSection, str], TeacherSource]
+# by what computes the outputs: of a recipe with this teacher alone, its section and the field that holds it
+BACKENDS: dict[str, Maker] = {
+    "local": ModelSource,
+    "average": AverageSource,
     "launched": LaunchedSource,
-    "mixture": MixtureSource,
-    "routed": RoutedSource,
-    "cross": CrossSource,
-    "context": ContextSource,
+    "server": ServerSource,
+    "cache": CacheSource,
 }
 
 
 def source_of(recipe: Recipe) -> TeacherSource:
-    """The recipe's teacher, before it is loaded."""
-    return SOURCES[kind_of(recipe)](recipe)
+    """Return the recipe's teacher, before it is loaded."""
+    description = describe_teacher(recipe)
+    members = [source_for(recipe, section, field) for field, section in description.members.items()]
+    if not recipe.teachers:
+        return members[0]
+    return (RoutedSource if description.routes else MixtureSource)(recipe, description, members)
+
+
+def source_for(recipe: Recipe, section: TeacherSection, field: str) -> TeacherSource:
+    """Return one teacher of a recipe, before it is loaded.
+
+    Args:
+        recipe: the run's.
+        section: of the teacher; of one of several without its weight and route.
+        field: of the recipe that holds it, such as `teachers.1`.
+    """
+    alone = recipe.model_copy(update={"teacher": section, "teachers": []}) if recipe.teachers else recipe
+    source = BACKENDS[backend_of(recipe, section)](alone, section, field)
+    if section.keep is not None:
+        source = KeepSource(alone)
+    if section.context is not None:
+        source = ContextSource(source, section.context)
+    if recipe.student.vocabulary == "cross":
+        source = CrossSource(source)
+    return source
+
+
+def backend_of(recipe: Recipe, section: TeacherSection) -> str:
+    """Return the name in `BACKENDS` of what computes a teacher's outputs."""
+    if not section.is_loaded:
+        return section.type
+    if section.ema is not None:
+        return "average"
+    return "launched" if recipe.parallel.teacher == "served" else "local"
 
 
 def measure_of(recipe: Recipe, stored: Mapping[str, Any] | None = None) -> Measure:

@@ -20,7 +20,16 @@ from distill.models.shape import Shape
 from distill.models.work import head_work
 from distill.recipe import FromTeacher, Generate, ModelSection, Recipe, Student
 from distill.recipe import Teacher as TeacherSection
-from distill.teachers.base import Batch, Collate, CutStudent, OpenContext, TargetFormat, Teacher, TeacherSource
+from distill.teachers.base import (
+    Batch,
+    Collate,
+    CutStudent,
+    OpenContext,
+    Prompt,
+    TargetFormat,
+    Teacher,
+    TeacherSource,
+)
 from distill.teachers.cache.encode import unpack_hidden
 from distill.teachers.cache.format import (
     DTYPES,
@@ -105,7 +114,7 @@ class CachedTeacher(Teacher):
         stored = section.model_copy(update={"from_teacher": None, "model": str(self.cache.path / STUDENT)})
         return CutStudent(load_student(stored, device=device, dtype=dtype), indices)
 
-    def respond(self, prompts: Sequence[str], settings: Generate) -> list[str] | None:
+    def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
         return self.cache.answers(settings)
 
     def small(self, layers: Sequence[int]) -> CachedTeacher:
@@ -166,9 +175,9 @@ class CacheSource(TeacherSource):
 
     shardable = False
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.section, self.sections = recipe, recipe.teacher, {}
-        self.folder = Path(recipe.teacher.path or "").expanduser()
+    def __init__(self, recipe: Recipe, section: TeacherSection | None = None, field: str = "teacher") -> None:
+        self.recipe, self.section, self.field, self.sections = recipe, section or recipe.teacher, field, {}
+        self.folder = Path(self.section.path or "").expanduser()
 
     @property
     def manifest(self) -> Plan | None:

@@ -9,7 +9,7 @@ exceeds it is cut off both.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,11 +17,12 @@ import torch
 from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.data.formats import Sample
 from distill.data.report import DataReport
-from distill.data.sources import Row, RowFault
+from distill.data.sources import Row as DataRow
+from distill.data.sources import RowFault
 from distill.data.tally import Tally
 from distill.data.tokenise import TOO_LONG, Batch, Document, Encoder, Partly, clean
 from distill.recipe.models import Context
-from distill.teachers.reading import PREFIX, SecondReading
+from distill.teachers.reading import PREFIX, Row, SecondReading
 
 SHORT = 16  # characters: a shorter text may stand in a prompt by chance
 LEAK = "the student's prompt holds what only the teacher reads"
@@ -149,7 +150,7 @@ class ContextEncoder(Encoder):
         return sample._replace(messages=messages)
 
 
-def filled(context: Context, row: Row) -> str:
+def filled(context: Context, row: DataRow) -> str:
     """The template with a row's columns in it.
 
     Raises:
@@ -158,7 +159,7 @@ def filled(context: Context, row: Row) -> str:
     return "".join(text + ("" if column is None else _value(row, column)) for text, column in context.parts)
 
 
-def _value(row: Row, column: str) -> str:
+def _value(row: DataRow, column: str) -> str:
     value = row.get(column)
     given = value if isinstance(value, list) else [value]
     parts = [part for part in given if isinstance(part, str) and part.strip()]
@@ -167,7 +168,7 @@ def _value(row: Row, column: str) -> str:
     return "\n\n".join(parts)
 
 
-def _secrets(context: Context, row: Row, private: str) -> list[str]:
+def _secrets(context: Context, row: DataRow, private: str) -> list[str]:
     """What no prompt of the student's may hold: the columns' texts; of a template without columns all of it."""
     return [_value(row, column).strip() for column in context.columns] or [private.strip()]
 
@@ -181,35 +182,32 @@ class ContextReport(DataReport):
 
 
 class ContextCollator(SecondReading):
-    """Adds to a plain collator's batch the teacher's reading, and where in it each learned token is predicted."""
+    """Adds to a plain collator's batch the teacher's reading, in which the learned tokens have labels too."""
 
     def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-        """As `Collator`, and `teacher_input_ids`, `teacher_position_ids` (where a row holds several documents), and
-        `teacher_rows` int64 [M], the flat positions of the teacher's that `valid_rows` correspond to.
+        """As `Collator`, and the teacher's columns; `teacher_rows` int64 [M] are the flat positions of the teacher's
+        that `valid_rows` correspond to.
 
         Raises:
             ValueError: rows without the teacher's reading, or with another answer in it.
         """
         batch, reading = self.both(rows)
-        width = reading["teacher_input_ids"].shape[1]
-        places = [torch.zeros(0, dtype=torch.int64)]
-        for number, row in enumerate(rows):
-            begin = number * width + self.begin(width, len(row["teacher_input_ids"]))
-            places += [begin + aligned for aligned in _aligned(row)]
-        return batch | reading | {"teacher_rows": torch.cat(places)}
+        return batch | reading | {"teacher_rows": reading[f"{PREFIX}valid_rows"]}
 
+    @staticmethod
+    def teacher_row(row: Row) -> dict[str, Any]:
+        """The teacher's row, with the student's labels at the same tokens of each document.
 
-def _aligned(row: Mapping[str, Sequence[int]]) -> Iterator[torch.Tensor]:
-    """Of each document the places in the teacher's row that predict what is learned, int64.
-
-    Raises:
-        ValueError: they predict other tokens.
-    """
-    labels, other = torch.as_tensor(row["labels"]), torch.as_tensor(row["teacher_input_ids"])
-    bounds = (document_bounds(row[f"{reader}position_ids"]) for reader in ("", PREFIX))
-    for (start, end), (_, other_end) in zip(*bounds, strict=True):
-        learned = (labels[start + 1 : end] != IGNORE_INDEX).nonzero().squeeze(1) + start + 1
-        places = learned + (other_end - end)
-        if len(learned) and not torch.equal(other[places].long(), labels[learned].long()):
-            raise ValueError("rows: the teacher's reading of an answer is not the student's, token by token")
-        yield places - 1
+        Raises:
+            ValueError: they are other tokens.
+        """
+        own, ids = (np.asarray(row[name]) for name in ("labels", f"{PREFIX}input_ids"))
+        labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
+        bounds = (document_bounds(row[f"{reader}position_ids"]) for reader in ("", PREFIX))
+        for (start, end), (_, other_end) in zip(*bounds, strict=True):
+            learned = np.flatnonzero(own[start + 1 : end] != IGNORE_INDEX) + start + 1
+            places = learned + (other_end - end)
+            if not np.array_equal(ids[places], own[learned]):
+                raise ValueError("rows: the teacher's reading of an answer is not the student's, token by token")
+            labels[places] = own[learned]
+        return {"input_ids": ids, "labels": labels, "position_ids": row[f"{PREFIX}position_ids"]}

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import ChatOptions
 from distill.data.formats import Format
 from distill.data.load import Splits, load_rows
@@ -92,8 +93,7 @@ class CrossCollator(SecondReading):
     """Adds to a plain collator's batch the teacher's reading and the spans in flat positions."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """As `Collator`, and `teacher_input_ids`, `teacher_position_ids` (where a row holds several documents), `spans`
-        int64 [M, 4]."""
+        """As `Collator`, and the teacher's columns, whose labels are the tokens of spans; `spans` int64 [M, 4]."""
         batch, teacher = self.both(rows)
         spans = [torch.zeros(0, 4, dtype=torch.int64)]
         for number, row in enumerate(rows):
@@ -103,3 +103,12 @@ class CrossCollator(SecondReading):
                 own[:, side] += number * width + self.begin(width, len(row[name]))
             spans.append(own.view(-1, 4))
         return batch | teacher | {"spans": torch.cat(spans)}
+
+    @staticmethod
+    def teacher_row(row: Mapping[str, Any]) -> dict[str, Any]:
+        """The teacher's row, with labels at the tokens of spans."""
+        ids = np.asarray(row["teacher_input_ids"])
+        labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
+        for _, _, start, stop in np.asarray(row["spans"]).reshape(-1, 4).tolist():
+            labels[start:stop] = ids[start:stop]
+        return {"input_ids": ids, "labels": labels, "position_ids": row["teacher_position_ids"]}

@@ -18,22 +18,22 @@ from torch import nn
 
 from distill.data.chat import with_template
 from distill.data.load import Splits
-from distill.models.head import LogitTransform, last_hidden
+from distill.models.head import LogitTransform
 from distill.models.load import load_tokenizer
-from distill.recipe import Data, ModelSection, Recipe
-from distill.teachers.base import Batch, Collate, HeadCall, LossResult, OpenContext, Pairing, TargetFormat
+from distill.recipe import Data
+from distill.teachers.base import Batch, Collate, HeadCall, LossResult, OpenContext, Pairing, TargetFormat, Teacher
 from distill.teachers.cross.alignment import Shared
 from distill.teachers.cross.data import CrossCollator, load_cross_data
 from distill.teachers.cross.encode import Reader
 from distill.teachers.cross.loss import CHUNK_SHARE, ELEMENT_BYTES, CrossTokenizerLoss, Spans, SpanTargets
 from distill.teachers.cross.vocabularies import Vocabularies, compare_by_bytes, readers_of, require_rows
-from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
+from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.hidden import HiddenFormat
 from distill.teachers.losses import HeldOutLoss, LossSpec, TargetLoss, build_loss
 from distill.teachers.measure import SPANS, Measure
-from distill.teachers.model import LoadedTeacher, ModelSource, shortened
-from distill.teachers.reading import PREFIX, reading_of, without_reading
+from distill.teachers.reading import ReadingTeacher
 from distill.teachers.vocabulary import Match, Vocabulary, is_synthetic
+from distill.teachers.wrapping import WrappingSource, readings_of
 
 
 class SpansFormat(TargetFormat):
@@ -74,38 +74,44 @@ class SpansFormat(TargetFormat):
         return True
 
 
-class CrossTeacher(LoadedTeacher):
-    """A loaded teacher that reads by its own tokenizer; its batches come from `CrossCollator`.
+class CrossTeacher(ReadingTeacher):
+    """A teacher that reads by its own tokenizer; its batches come from `CrossCollator`.
 
     Args:
-        model, tokenizer: as of `LoadedTeacher`.
+        teacher: as it is by itself, with hidden states and a head; a causal language model too.
         shared: the ids of the same tokens in both vocabularies.
+
+    Raises:
+        ValueError: it gives K tokens of each distribution, which are of another vocabulary than the student's.
     """
 
+    reading = "retokenised"
     judges_new_rows = False
-    prefix = PREFIX
+    needed = ("teacher_input_ids", "spans")
 
-    def __init__(self, model: nn.Module, shared: Shared, tokenizer: Any = None) -> None:
-        super().__init__(model, tokenizer=tokenizer)
-        self.shared = shared
+    def __init__(self, teacher: Teacher | nn.Module, shared: Shared) -> None:
+        super().__init__(teacher)
+        if not isinstance(self.inner.format, HiddenFormat):
+            raise ValueError(
+                "student.vocabulary: cross compares whole distributions; expected hidden states, got top k"
+            )
+        self.judges_new_rows, self.hidden, self.shared = False, self.inner.format, shared
         self.format = self.spans = SpansFormat(self.hidden, shared)
 
     def collate(self, plain: Collate) -> Collate:
-        return CrossCollator(plain, getattr(self.model.config, "pad_token_id", None) or 0)
-
-    def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
-        return without_reading(batch, ("teacher_input_ids", "spans"), "CrossCollator")
+        return CrossCollator(plain, self.pad_token_id, self.inner.collate)
 
     def targets(self, batch: Batch) -> SpanTargets:
-        spans = batch["spans"]
+        spans, hidden = batch["spans"], self.inner.targets(self.inner_batch(batch))
+        assert isinstance(hidden, torch.Tensor)
         return SpanTargets(
-            last_hidden(self.model, reading_of(batch)), Spans(spans[:, :2], spans[:, 2:]), batch["input_ids"],
-            batch["teacher_input_ids"],
+            hidden, Spans(spans[:, :2], spans[:, 2:]), batch["input_ids"], batch["teacher_input_ids"]
         )  # fmt: skip
 
     @torch.no_grad()
-    def prove(self, batch: Batch, student: nn.Module, pairing: Pairing) -> list[str]:
-        """How much of what the teacher says is said in tokens that the student has."""
+    def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
+        """What the inner teacher proves, and the share of its probability on tokens that the student has."""
+        lines = super().prove(batch, student, pairing)
         targets, loss = self.targets(batch), self.spans.loss([LossTerm("forward_kl", 1.0)], pairing)
         with self.hidden.head.open() as head:
             share = loss.matched(targets, head, pairing.columns).item()
@@ -113,48 +119,51 @@ class CrossTeacher(LoadedTeacher):
             f"{share:.1%} of the teacher's probability is on shared tokens, over {len(targets.spans.student):,} "
             "aligned places of held-out text; figures are means over such places"
         )
-        return [f"{'matched':<12}{matched}"]
+        return [*lines, f"{'matched':<12}{matched}"]
 
     def small(self, layers: Sequence[int]) -> CrossTeacher:
-        return CrossTeacher(shortened(self.model, layers), self.shared)
+        return CrossTeacher(self.inner.small(layers), self.shared)
 
 
-class CrossSource(ModelSource):
-    """The recipe's teacher beside a student with `vocabulary: cross`."""
+class CrossSource(WrappingSource):
+    """The source of a teacher beside a student with `vocabulary: cross`."""
 
     def vocabulary(self) -> CrossVocabulary:
-        return CrossVocabulary(self.recipe, self.section)
+        return CrossVocabulary(self)
 
     def measure(self) -> Measure:
         return SPANS
 
-    def footprint(self, context: FootprintContext) -> Footprint:
-        """The model's; the loss's chunks are cut by the device's memory."""
-        workspace = context.memory_bytes / CHUNK_SHARE * ELEMENT_BYTES
-        return super().footprint(context)._replace(workspace=workspace, wide_head_gradient=True)
+    def note_data(self, splits: Splits) -> None:
+        self.inner.note_data(readings_of(splits, CrossCollator.teacher_row))
 
-    def smaller(self, family: str | None = None) -> list[SmallerTeacher]:
-        """In host memory: fp8 does not work across tokenizers."""
-        return [way for way in super().smaller(family) if way.same_targets]
+    def data_problems(self, splits: Splits) -> list[str]:
+        return self.inner.data_problems(readings_of(splits, CrossCollator.teacher_row))
+
+    def footprint(self, context: FootprintContext) -> Footprint:
+        """The inner teacher's; the loss's chunks are cut by the device's memory."""
+        workspace = context.memory_bytes / CHUNK_SHARE * ELEMENT_BYTES
+        return self.inner.footprint(context)._replace(workspace=workspace, wide_head_gradient=True)
 
     def open(self, context: OpenContext, vocabulary: Vocabulary) -> CrossTeacher:
         assert isinstance(vocabulary, CrossVocabulary)
-        return CrossTeacher(self.load(context), vocabulary.vocabularies.shared, vocabulary.teacher_tokenizer)
+        return CrossTeacher(self.inner.open(context, vocabulary.inner), vocabulary.vocabularies.shared)
 
 
 class CrossVocabulary(Vocabulary):
     """Two tokenizers: the student's makes the data, the teacher's a second reading of them."""
 
-    def __init__(self, recipe: Recipe, teacher: ModelSection) -> None:
+    def __init__(self, source: CrossSource) -> None:
+        recipe = source.recipe
         if is_synthetic(recipe.data):
             raise ValueError(
                 f"data.source: {recipe.data.source} has no text, by which student.vocabulary: cross compares"
             )
-        self.recipe = recipe
+        self.recipe, self.source, self.inner = recipe, source, source.inner.vocabulary()
         template = recipe.data.chat_template
         self.tokenizer = with_template(load_tokenizer(recipe.student, "student"), template)
         self.student_tokenizer = self.tokenizer
-        self.teacher_tokenizer = with_template(load_tokenizer(teacher), template)
+        self.teacher_tokenizer = self.inner.tokenizer
 
     @functools.cached_property
     def readers(self) -> tuple[Reader, Reader]:
@@ -175,7 +184,9 @@ class CrossVocabulary(Vocabulary):
         return None
 
     def read(self, data: Data, seed: int) -> Splits:
-        return load_cross_data(data, self.tokenizer, self.teacher_tokenizer, seed=seed)
+        splits = load_cross_data(data, self.tokenizer, self.teacher_tokenizer, seed=seed)
+        self.source.note_data(splits)
+        return splits
 
     def prepare(self) -> None:
         """Both tokenizers must be of bytes."""

@@ -24,7 +24,7 @@ from distill.data.collator import valid_rows
 from distill.models.host_copy import for_transfer, to_device
 from distill.models.work import Work
 from distill.recipe import Generate, Student
-from distill.teachers.base import Batch, Collate, CutStudent, Pairing, TargetFormat, Targets, Teacher
+from distill.teachers.base import Batch, Collate, CutStudent, Pairing, Prompt, TargetFormat, Targets, Teacher
 from distill.teachers.cache.encode import rounding_cost
 from distill.teachers.cache.format import ANSWERS, DTYPES, MANIFEST, Document, Plan, documents_of, write_signed
 from distill.teachers.cache.plan import EncodableTeacher, encodable, stored_tensors
@@ -191,7 +191,7 @@ class KeptTeacher(Teacher):
     def quantise(self) -> None:
         self.inner.quantise()
 
-    def prove(self, batch: Batch, student: nn.Module, pairing: Pairing) -> list[str]:
+    def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
         """What quantising the teacher costs, and what storing its hidden states in fp8 does."""
         plain = self.student_batch(batch, False)
         lines = self.inner.prove(plain, student, pairing)
@@ -202,7 +202,7 @@ class KeptTeacher(Teacher):
             lines.append(f"{'keep':<12}hidden states in fp8: on one batch KL(teacher, what is stored) {cost:.2g}")
         return lines
 
-    def respond(self, prompts: Sequence[str], settings: Generate) -> list[str] | None:
+    def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
         """Its answers, which are stored for runs that will not load it."""
         answers, folder = self.inner.respond(prompts, settings), self.store.folder
         fills = folder is not None and self.store.writes and not (folder / MANIFEST).is_file()

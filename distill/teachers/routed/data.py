@@ -102,10 +102,13 @@ class RouteRows(Sequence[Mapping[str, np.ndarray]]):
         return len(self.rows)
 
     def __getitem__(self, number: Any) -> Any:
-        row = self.rows[number]
-        own = zip(document_bounds(row["position_ids"]), row["route"], strict=True)
-        places = [place for bounds, route in own if route == self.route for place in range(*bounds)]
-        return {name: np.asarray(row[name])[places] for name in OWN}
+        row, found = self.rows[number], dict[str, np.ndarray]()
+        for reading, names in READ.items():
+            if f"{reading}input_ids" in row:
+                own = zip(document_bounds(row[f"{reading}position_ids"]), row["route"], strict=True)
+                places = [place for bounds, route in own if route == self.route for place in range(*bounds)]
+                found |= {f"{reading}{name}": np.asarray(row[f"{reading}{name}"])[places] for name in names}
+        return found
 
 
 class RoutedCollator:

@@ -7,9 +7,8 @@ routes, each over its own tokens and divided by the tokens of all, are added up.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from distill_kernels import LossTerm, TokenStats
@@ -24,8 +23,8 @@ from distill.data.tokenise import Encoder
 from distill.models.fingerprint import model_identity
 from distill.models.head import LogitTransform
 from distill.models.work import Work, total_work
-from distill.recipe import Data, Generate, ModelSection, Part, Recipe, Teacher
-from distill.recipe.teachers import describe_teacher
+from distill.recipe import Data, Generate, Part, Recipe
+from distill.recipe.teachers import TeacherDescription
 from distill.teachers.base import (
     Batch,
     Collate,
@@ -34,6 +33,7 @@ from distill.teachers.base import (
     LossResult,
     OpenContext,
     Pairing,
+    Prompt,
     TargetFormat,
     TeacherSource,
 )
@@ -41,22 +41,19 @@ from distill.teachers.base import Teacher as AnyTeacher
 from distill.teachers.cache.teacher import CacheSource
 from distill.teachers.cache.top_k import spread
 from distill.teachers.context.data import ContextEncoder, ContextReport
-from distill.teachers.context.teacher import ContextSource
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.hidden import HiddenFormat, pairing_of
 from distill.teachers.losses import PER_ROUTE, LossSpec, TargetLoss
 from distill.teachers.mixture import (
-    SHARDED,
     MixtureFormat,
     MixtureSource,
     MixtureTeacher,
     MixtureVocabulary,
     SeveralTeachers,
+    of_member,
 )
-from distill.teachers.model import ModelSource
 from distill.teachers.reading import PREFIX
 from distill.teachers.routed.data import RoutedCollator, RoutedEncoder, RouteRows
-from distill.teachers.server.teacher import ServerSource
 
 E = TypeVar("E", bound=Encoder)
 
@@ -240,11 +237,11 @@ class RoutedTeacher(SeveralTeachers):
         weights = [tensor for name, tensor in self.members[route].head_tensors() if tensor.dim() == 2]
         return [(weight.shape[1], weight.dtype) for weight in weights]
 
-    def respond(self, prompts: Sequence[str], settings: Generate) -> list[str] | None:
+    def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
         """None: a prompt names no teacher."""
         return None
 
-    def prove(self, batch: Batch, student: nn.Module, pairing: Pairing) -> list[str]:
+    def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
         """How many tokens of the first held-out batch are whose; and what each teacher that occurs has to prove."""
         counts = {name: len(batch.get(f"route{n}_rows", ())) for n, name in enumerate(self.routes)}
         shares = ", ".join(f"{count:,} by {name}" for name, count in counts.items())
@@ -267,56 +264,40 @@ class RoutedTeacher(SeveralTeachers):
         return zip(self.routes, self.members, strict=True)
 
 
-ELSEWHERE: dict[str, Callable[[Recipe], TeacherSource]] = {"server": ServerSource, "cache": CacheSource}
-
-
-def _of_member(number: int, text: str) -> str:
-    return re.sub("^teacher[.]", f"teachers.{number}.", text)
-
-
 class RoutedSource(MixtureSource):
-    """What the recipe's `teachers` names, with routes: models, servers, caches."""
+    """Several teachers of a recipe, by route; arguments as of `MixtureSource`."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        description = describe_teacher(recipe)
-        super().__init__(recipe)
+    def __init__(self, recipe: Recipe, description: TeacherDescription, members: Sequence[TeacherSource]) -> None:
+        super().__init__(recipe, description, members)
         self.routes = description.routes
-        self.members = [self._source(*each) for each in self.sections.items()]
         self.contexts = {
             route: section.context
-            for route, section in zip(self.routes, self.sections.values(), strict=True)
+            for route, section in zip(self.routes, self.all_sections.values(), strict=True)
             if section.context is not None
         }
-        self.sections = {field: section for field, section in self.sections.items() if section.is_loaded}
-
-    def _source(self, field: str, section: Teacher) -> TeacherSource:
-        if section.is_loaded:
-            return (ModelSource if section.context is None else ContextSource)(self.recipe, section, field)
-        return ELSEWHERE[section.type](self.recipe.model_copy(update={"teacher": section, "teachers": []}))
-
-    @property
-    def config_section(self) -> ModelSection:
-        return self.members[0].config_section
-
-    @property
-    def tokenizer_section(self) -> ModelSection:
-        return self.members[0].tokenizer_section
 
     def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
-        settings: Any = {"cuda": cuda, "sharded": sharded, "family": family}
         caches = {n: member for n, member in enumerate(self.members) if isinstance(member, CacheSource)}
-        texts = [(n, text) for n, member in enumerate(self.members) for text in member.problems(**settings)]
-        texts += [(n, f"teacher.path: expected a cache of hidden states, got {made['kind']}; distill cache --hidden")
-                  for n, cache in caches.items() if (made := cache.manifest) and made["kind"] != "hidden"]  # fmt: skip
-        return [*(_of_member(*each) for each in texts), *[SHARDED] * sharded]
+        return super().problems(cuda=cuda, sharded=sharded, family=family) + [
+            f"teachers.{n}.path: expected a cache of hidden states, got {made['kind']}; distill cache --hidden"
+            for n, cache in caches.items() if (made := cache.manifest) and made["kind"] != "hidden"
+        ]  # fmt: skip
+
+    def note_data(self, splits: Splits) -> None:
+        for number, member in enumerate(self.members):
+            member.note_data(self._of(number, splits))
 
     def data_problems(self, splits: Splits) -> list[str]:
-        problems, order = [], list(dict.fromkeys(self.routes))
-        for number, member in enumerate(self.members):
-            own = [RouteRows(rows, order.index(self.routes[number])) for rows in splits[:2]]
-            texts = member.data_problems(Splits(own[0], own[1], splits.report))
-            problems += [_of_member(number, text) for text in texts]
-        return problems
+        texts = [
+            (n, text) for n, member in enumerate(self.members) for text in member.data_problems(self._of(n, splits))
+        ]
+        return [of_member(*each) for each in texts]
+
+    def _of(self, number: int, splits: Splits) -> Splits:
+        """The documents of a member's route."""
+        route = list(dict.fromkeys(self.routes)).index(self.routes[number])
+        train, validation = (RouteRows(rows, route) for rows in splits[:2])
+        return splits._replace(train=train, validation=validation)
 
     def vocabulary(self) -> RoutedVocabulary:
         return RoutedVocabulary(self)
@@ -367,4 +348,7 @@ class RoutedVocabulary(MixtureVocabulary):
             rows = made(RoutedEncoder).by(own.fields.teacher, routes, part.teacher)
             return rows.with_readers(readers) if contexts else rows
 
-        return load_rows(data, encoder, [template], seed=seed, report_type=ContextReport if contexts else DataReport)
+        report = ContextReport if contexts else DataReport
+        splits = load_rows(data, encoder, [template], seed=seed, report_type=report)
+        self.source.note_data(splits)
+        return splits

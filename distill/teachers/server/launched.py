@@ -33,6 +33,7 @@ from distill.core.units import counted
 from distill.models.head import HeadWeights, LogitTransform
 from distill.models.work import count_text
 from distill.recipe import Parallel, Recipe, dump
+from distill.recipe import Teacher as TeacherSection
 from distill.recipe.loss import Loss
 from distill.teachers.base import OpenContext, Teacher
 from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
@@ -208,7 +209,11 @@ def _started(recipe: Recipe, folder: Path, number: int, more: Mapping[str, str])
     if not file.exists():
         held = Parallel(teacher="sharded" if "RANK" in more else "copied")
         data = recipe.data.model_copy(update={"on_policy": None})
-        file.write_text(dump(recipe.model_copy(update={"parallel": held, "loss": Loss(), "data": data})))
+        model = recipe.teacher.model_copy(update={"context": None, "keep": None, "keep_as": "hidden"})
+        student = recipe.student.model_copy(update={"vocabulary": "keep"})
+        file.write_text(dump(recipe.model_copy(update={
+            "parallel": held, "loss": Loss(), "data": data, "teacher": model, "student": student,
+        })))  # fmt: skip
     kept = {name: value for name, value in os.environ.items()
             if name not in LAUNCH and not name.startswith(("TORCHELASTIC_", "ACCELERATE_"))}  # fmt: skip
     tokens = max(LEAST_TOKENS, recipe.train.batch_size * recipe.data.max_length)
@@ -272,8 +277,8 @@ class LaunchedTeacher(ServerTeacher):
 class LaunchedSource(ModelSource):
     """The recipe's one model, held by servers of this run where it has started them, else in this process."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
+    def __init__(self, recipe: Recipe, section: TeacherSection | None = None, field: str = "teacher") -> None:
+        super().__init__(recipe, section, field)
         self.shardable = False  # over the processes that train
 
     def open(self, context: OpenContext, vocabulary: Vocabulary) -> Teacher:  # type: ignore[override]

@@ -172,7 +172,7 @@ class ServerTeacher(Teacher):
         student = load_student(section, teacher=model, device=device, dtype=dtype)
         return CutStudent(student, layer_indices(section.from_teacher, layers_of(model.config)))
 
-    def prove(self, batch: Batch, student: nn.Module, pairing: Pairing) -> list[str]:
+    def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
         self.targets(batch)
         weights = None if self.head is None else self.head.weights
         each = self.exchange.cost()
@@ -211,8 +211,8 @@ class ServerSource(TeacherSource):
 
     shardable = False
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.section, self.sections = recipe, recipe.teacher, {}
+    def __init__(self, recipe: Recipe, section: TeacherSection | None = None, field: str = "teacher") -> None:
+        self.recipe, self.section, self.field, self.sections = recipe, section or recipe.teacher, field, {}
         self.is_vllm = self.section.protocol == "vllm"
 
     @functools.cached_property

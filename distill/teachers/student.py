@@ -1,0 +1,56 @@
+"""The student's own checkpoint as a teacher: frozen, or following the student as a running average of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from distill.models.average import RunningAverage
+from distill.teachers.base import OpenContext
+from distill.teachers.footprint import Footprint, FootprintContext
+from distill.teachers.model import LoadedTeacher, ModelSource, shortened
+from distill.teachers.vocabulary import Vocabulary
+
+
+class AveragedTeacher(LoadedTeacher):
+    """A copy of the student that follows it: after each step `share` times itself plus the rest of the student.
+
+    Args:
+        model: the student's checkpoint; other arguments as of `LoadedTeacher`.
+        share: of itself, above 0 and below 1.
+    """
+
+    def __init__(self, model: nn.Module, share: float, *, field: str = "teacher", tokenizer: Any = None) -> None:
+        super().__init__(model, field=field, tokenizer=tokenizer)
+        self.share, self.average = share, RunningAverage(self.model, share)
+
+    def small(self, layers: Sequence[int]) -> AveragedTeacher:
+        return AveragedTeacher(shortened(self.model, layers), self.share, field=next(iter(self.models)))
+
+    def follow(self, student: nn.Module) -> None:
+        self.average.follow(student)
+
+    def save(self, checkpoint: Path) -> None:
+        self.average.save(checkpoint)
+
+    def restore(self, checkpoint: Path) -> None:
+        self.average.restore(checkpoint)
+
+
+class AverageSource(ModelSource):
+    """The student's checkpoint, which follows the student; arguments as of `ModelSource`."""
+
+    def footprint(self, context: FootprintContext) -> Footprint:
+        """The model's, and the average in float32 where its weights are narrower."""
+        plain, size = super().footprint(context), context.precision.teacher.itemsize
+        return plain._replace(weights=plain.weights + (4 * self.meta().shape.parameters if size < 4 else 0))
+
+    def open(self, context: OpenContext, vocabulary: Vocabulary) -> AveragedTeacher:
+        if context.sharing.student_sharded:
+            raise ValueError(f"{self.field}.ema: a running average needs the student whole; set parallel.strategy: ddp")
+        assert self.section.ema is not None
+        tokenizer = vocabulary.teacher_tokenizer
+        return AveragedTeacher(self.load(context), self.section.ema, field=self.field, tokenizer=tokenizer)
