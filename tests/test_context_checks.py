@@ -6,7 +6,6 @@ from subjects import informed, informed_answering
 from distill.doctor.invariants import both_read_the_same, fused_equals_reference
 from distill.generation.documents import Document
 from distill.teachers.context.teacher import ContextTeacher
-from distill.teachers.model import LoadedTeacher
 
 
 @pytest.mark.parametrize("subject", [informed, informed_answering])
@@ -63,8 +62,7 @@ def test_a_teacher_that_reads_the_students_prompt_is_found(monkeypatch):
     monkeypatch.setattr(
         ContextTeacher,
         "targets",
-        lambda self, batch: self.inner.targets(
-            {name: batch[name] for name in ("input_ids", "position_ids")}),
+        lambda self, batch: self.inner.targets({name: batch[name] for name in ("input_ids", "position_ids")}),
     )
     assert not fused_equals_reference(informed()).passed
     assert not both_read_the_same(informed()).passed
