@@ -18,17 +18,10 @@ class LanguageModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCAB,
-                hidden_size=32,
-                intermediate_size=64,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                max_position_embeddings=64,
-                tie_word_embeddings=False,
-            )
+        config = LlamaConfig(
+            vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
         )
+        self.model = LlamaForCausalLM(config)
 
     def configure_model(self) -> None:
         """Lightning's hook before training, where the model is on its device."""

@@ -30,17 +30,10 @@ class FusedSFTTrainer(SFTTrainer):
 def main(steps: int = 40, trainer_class: type[SFTTrainer] = FusedSFTTrainer, patched: bool = True) -> list[float]:
     """Train and return the logged losses, the evaluation's last."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=64,
-            tie_word_embeddings=False,
-        )
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
     )
+    model = LlamaForCausalLM(config)
     if patched:
         distill.patch(model)  # or AutoFusedModelForCausalLM.from_pretrained in place of AutoModelForCausalLM's
         # what the head gives out: no columns of logits, in training or in evaluation

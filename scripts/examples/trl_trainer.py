@@ -48,17 +48,8 @@ class DistillationSFTTrainer(SFTTrainer):
 
 def model(hidden: int) -> LlamaForCausalLM:
     """A small Llama with random weights; in earnest, AutoModelForCausalLM.from_pretrained."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=hidden,
-            intermediate_size=2 * hidden,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=64,
-            tie_word_embeddings=False,
-        )
-    )
+    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes))
 
 
 def main(steps: int = 40, accumulate: int = 2) -> list[float]:
@@ -73,26 +64,12 @@ def main(steps: int = 40, accumulate: int = 2) -> list[float]:
     lengths = torch.randint(8, 24, (64,)).tolist()
     rows = Dataset.from_dict({"input_ids": [torch.randint(2, VOCAB, (length,)).tolist() for length in lengths]})
     with tempfile.TemporaryDirectory() as folder:
-        trainer = DistillationSFTTrainer(
-            student,
-            SFTConfig(
-                folder,
-                max_steps=steps,
-                per_device_train_batch_size=8 // accumulate,
-                gradient_accumulation_steps=accumulate,
-                learning_rate=1e-2,
-                logging_steps=1,
-                report_to="none",
-                save_strategy="no",
-                disable_tqdm=True,
-                bf16=False,
-                dataloader_pin_memory=False,
-            ),
-            train_dataset=rows,
-            processing_class=tokenizer,
-            teacher=teacher,
-            loss_fn=FusedDistillationLoss([LossTerm("forward_kl", 1.0), LossTerm("cross_entropy", 0.01)]),
-        )
+        size = {"per_device_train_batch_size": 8 // accumulate, "gradient_accumulation_steps": accumulate}
+        quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False}
+        arguments = SFTConfig(folder, max_steps=steps, learning_rate=1e-2, logging_steps=1, bf16=False, **size, **quiet)
+        loss_fn = FusedDistillationLoss([LossTerm("forward_kl", 1.0), LossTerm("cross_entropy", 0.01)])
+        ours = {"teacher": teacher, "loss_fn": loss_fn}
+        trainer = DistillationSFTTrainer(student, arguments, train_dataset=rows, processing_class=tokenizer, **ours)
         trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

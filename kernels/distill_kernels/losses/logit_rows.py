@@ -234,7 +234,7 @@ def launch_shape(vocab: int, rows: int, facts: DeviceFacts, *, soft: bool) -> tu
     """Whether the row stays in registers, lanes of a block, warps of a program, and programs.
 
     Longer blocks help long rows of divergences, not of cross-entropy. How many rows are in flight makes no difference:
-    the L2 cache keeps next to nothing for later sweeps (measured on an H200, LOG.md).
+    the L2 cache keeps next to nothing for later sweeps (measured on an H200).
 
     Args:
         vocab, rows: of the logits.
