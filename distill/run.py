@@ -46,6 +46,7 @@ from distill.evaluation.evaluate import HeldOut, evaluate, gap_closed
 from distill.evaluation.samples import write_samples
 from distill.generation.answers import generate
 from distill.generation.from_recipe import on_policy_of, require_prompts, stop_where_turns_end
+from distill.generation.reward_rows import rewards_of
 from distill.models.attention_choice import AttentionChoices, read_choices
 from distill.models.cards import runs_our_kernels
 from distill.models.compiling import uncompiled
@@ -182,7 +183,7 @@ def _run(
         pair = opened.enter_context(opened_pair(source, vocabulary, context))
     if problems := source.data_problems(splits):
         raise ValueError(problems[0])
-    if own_terms is not None:
+    if own_terms is not None and own_terms.terms:
         use_plugin(pair.teacher, own_terms)
     locked = None
     if is_first() or pair.teacher.is_collective:  # shards are gathered for their hash
@@ -229,6 +230,8 @@ def _run(
         recipe, pair.student, pair.tokenizer, report=splits.report, vocab_size=trainer.objective.columns,
         autocast=precision.autocast, sharded=sharing.student_sharded, models=[model for _, model in pair.models()],
     )  # fmt: skip
+    if trainer.on_policy is not None and own_terms is not None:
+        trainer.on_policy.rewards = rewards_of(recipe, pair.tokenizer, own_terms.code)
     store_rollouts(trainer, recipe.data.on_policy, folder)
     if device.type == "cuda" and (recipe.train.cuda_graph is True or (recipe.train.cuda_graph and has_kernels)):
         trainer.add_callback(GraphedSteps(pair.models(), always=recipe.train.cuda_graph is True, mean=trainer.mean))

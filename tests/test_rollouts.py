@@ -163,9 +163,9 @@ def test_every_invariant_holds_of_it_alone(make):
 def test_a_gain_that_carries_a_gradient_is_found(monkeypatch):
     """The fault that makes it something else without a word: the advantage not held constant."""
     monkeypatch.setattr(
-        "distill.teachers.policy_gradient.policy_gradient_loss",
-        lambda log_p, teacher_log_p, *_, learned, **__: (
-            -((teacher_log_p - log_p) * (log_p - log_p.detach()).exp()) * learned
+        "distill.teachers.policy_gradient.surrogate_loss",
+        lambda log_p, advantage, learned, *_: (
+            -((advantage + log_p.detach() - log_p) * (log_p - log_p.detach()).exp()) * learned
         ),
     )
     subject = answering(ALONE)
@@ -174,8 +174,8 @@ def test_a_gain_that_carries_a_gradient_is_found(monkeypatch):
 
 def test_a_gradient_of_zero_is_found(monkeypatch):
     monkeypatch.setattr(
-        "distill.teachers.policy_gradient.policy_gradient_loss",
-        lambda log_p, teacher_log_p, *_, learned, **__: (-(teacher_log_p - log_p).detach() + 0 * log_p) * learned,
+        "distill.teachers.policy_gradient.surrogate_loss",
+        lambda log_p, advantage, learned, *_: (-advantage + 0 * log_p) * learned,
     )
     assert not fused_equals_reference(answering(ALONE)).passed
 

@@ -48,7 +48,7 @@ def token_loss(
             for place in range(len(gains) - 2, -1, -1):
                 if term.discount and at is not None and at[place + 1] == at[place] + 1:
                     gains[place] += term.discount * gains[place + 1]
-            soft = soft - term.weight / scale * p_s.new_tensor(gains) * p_s / p_s.detach()
+            soft = soft - term.weight * term.teacher_weight / scale * p_s.new_tensor(gains) * p_s / p_s.detach()
     return _mean(soft, z_s, labels, loss)
 
 

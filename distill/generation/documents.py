@@ -30,6 +30,7 @@ class Document:
         route: the number of its teacher's route; None where there is one teacher.
         sample: the number of its answer, where a document is answered several times.
         drawn_log_p: of the tokens of an answer of the student's, when it gave it; None for the data's answers.
+        advantage: of an answer that a reward function judged, within the answers to its prompt.
     """
 
     ids: list[int]
@@ -39,6 +40,7 @@ class Document:
     route: int | None = None
     sample: int = 0
     drawn_log_p: Sequence[float] | None = None
+    advantage: float | None = None
 
     @property
     def length(self) -> int:
@@ -66,14 +68,18 @@ class Document:
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def answered(
-        self, prompt: Sequence[int], answer: Sequence[int], drawn_log_p: Sequence[float] | None = None
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        drawn_log_p: Sequence[float] | None = None,
+        advantage: float | None = None,
     ) -> Document:
         """The document with another answer, which alone is learned."""
         other = self.teacher_ids
         if other is not None:
             other = [*other[: len(other) - (len(self.ids) - len(prompt))], *answer]
         labels = [IGNORE_INDEX] * len(prompt) + list(answer)
-        return Document([*prompt, *answer], labels, self.row, other, self.route, self.sample, drawn_log_p)
+        return Document([*prompt, *answer], labels, self.row, other, self.route, self.sample, drawn_log_p, advantage)
 
 
 def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
@@ -123,6 +129,18 @@ def drawn_log_probs(rows: Sequence[Sequence[Document]], shape: torch.Size) -> to
             end += len(document.ids)
             if document.drawn_log_p:
                 tokens[row, end - len(document.drawn_log_p) : end] = torch.tensor(document.drawn_log_p, dtype=precision)
+    return tokens
+
+
+def token_advantages(rows: Sequence[Sequence[Document]], shape: torch.Size) -> torch.Tensor:
+    """The advantage of the answer that each token belongs to, float32 [B, S] as `input_ids`; 0 for all others."""
+    tokens = torch.zeros(shape)
+    for row, documents in enumerate(rows):
+        end = 0
+        for document in documents:
+            end += len(document.ids)
+            if document.advantage is not None:
+                tokens[row, end - (len(document.ids) - len(document.prompt)) : end] = document.advantage
     return tokens
 
 

@@ -35,7 +35,8 @@ from distill.core.files import write_text
 from distill.core.labels import IGNORE_INDEX
 from distill.data.packing import best_fit
 from distill.generation.decode_loop import Engine
-from distill.generation.documents import Document, Row, as_row, documents_of, drawn_log_probs
+from distill.generation.documents import Document, Row, as_row, documents_of, drawn_log_probs, token_advantages
+from distill.generation.rewards import NO_REWARDS, Rewards, reward_figures
 from distill.generation.sampling import Sampling
 from distill.models.snapshot import Snapshot
 
@@ -68,6 +69,7 @@ class OnPolicy:
             graphs, and kernels are compiled apart for lengths that 16 divides.
         one_row: Put a micro-batch's documents into one row, however long, so that nothing is padding: for models whose
             attention leaves out what lies between documents (`attends_within_documents`).
+        rewards: Judge each answer; the batches then have `advantages` [B, S]. None for no reward.
     """
 
     engine: Engine
@@ -84,8 +86,10 @@ class OnPolicy:
     log_probs: bool = False
     multiple: int = 1
     one_row: bool = False
-    # answers, their tokens, cut off, left out, that repeat themselves, seconds, steps that the weights were old
-    _sums: np.ndarray = field(init=False, default_factory=lambda: np.zeros(7))
+    rewards: Rewards | None = None
+    # answers, their tokens, cut off, left out, that repeat themselves, seconds, steps that the weights were old, and
+    # sums of `rewards`
+    _sums: np.ndarray = field(init=False, default_factory=lambda: np.zeros(7 + len(NO_REWARDS)))
     # answers of the steps that they were drawn for, by `_seed_of` their documents
     _answers: dict[int, dict[int, _Answer]] = field(init=False, default_factory=dict)
     # of the same steps, as far as this process drew them: their micro-batches, and what is put into them
@@ -200,9 +204,11 @@ class OnPolicy:
             return _StepBatches(list(batches), np.zeros_like(self._sums))
         asked = list(self._asked(plans, step))
         answers = [self._answers[step][seed] for seed, _ in asked]
+        judged = [(document, answer.tokens) for (_, document), answer in zip(asked, answers, strict=True)]
+        advantages, rewards = ([None] * len(judged), NO_REWARDS) if self.rewards is None else self.rewards.judge(judged)
         new = iter(
-            document.answered(document.prompt, answer.tokens, answer.log_probs if self.log_probs else None)
-            for (_, document), answer in zip(asked, answers, strict=True)
+            document.answered(document.prompt, answer.tokens, answer.log_probs if self.log_probs else None, advantage)
+            for (_, document), answer, advantage in zip(asked, answers, advantages, strict=True)
         )
         made: list[Collated] = []
         for plan, batch in zip(plans, batches, strict=True):
@@ -212,10 +218,13 @@ class OnPolicy:
             made.append(collate(list(map(as_row, rows))) if plan.changes else dict(batch))
             if self.log_probs:
                 made[-1]["drawn_log_p"] = drawn_log_probs(rows if plan.changes else [], made[-1]["input_ids"].shape)
+            if self.rewards is not None:
+                made[-1]["advantages"] = token_advantages(rows if plan.changes else [], made[-1]["input_ids"].shape)
         figures = (
             len(asked), sum(len(answer.tokens) for answer in answers), sum(answer.truncated for answer in answers),
             sum(plan.left_out for plan in plans), sum(repeats_itself(answer.tokens) for answer in answers),
             sum(answer.seconds for answer in answers), sum(step - answer.step for answer in answers),
+            *rewards,
         )  # fmt: skip
         return _StepBatches(made, np.array(figures))
 
@@ -230,14 +239,15 @@ class OnPolicy:
             rollouts, rollouts_per_second (over the time spent generating, ranks side by side), rollout_length (mean,
             tokens), rollout_truncated (share cut off at max_new_tokens), rollout_repeated (share that repeat
             themselves), rollouts_left_out (documents that did not fit any more); with `ahead` rollout_lag (mean,
-            optimizer steps).
+            optimizer steps); with `rewards` those of `reward_figures`.
         """
         precision = torch.float32 if device.type == "mps" else torch.float64
         here = torch.tensor([*self._sums, 1.0], dtype=precision, device=device)
-        count, tokens, truncated, dropped, repeated, seconds, lag, ranks = reduce(here).tolist()
+        count, tokens, truncated, dropped, repeated, seconds, lag, *rewards, ranks = reduce(here).tolist()
         self._sums[:] = 0
-        lagging = {"rollout_lag": lag / max(count, 1)} if self.ahead else {}
-        return lagging | {
+        more = {"rollout_lag": lag / max(count, 1)} if self.ahead else {}
+        more |= {} if self.rewards is None else reward_figures(rewards, count)
+        return more | {
             "rollouts": count,
             "rollouts_per_second": count / max(seconds / ranks, 1e-9),
             "rollout_length": tokens / max(count, 1),

@@ -25,7 +25,7 @@ FEATURES: dict[str, Callable[[Sections], bool]] = {
     "teacher's top k": lambda recipe: recipe.teacher.top_k is not None or recipe.teacher.keep_as == "top_k",
     "label smoothing": lambda recipe: recipe.loss.label_smoothing > 0,
     "z-loss": lambda recipe: recipe.loss.z_loss > 0,
-    "plugin": lambda recipe: recipe.loss.plugin is not None,
+    "plugin": lambda recipe: recipe.loss.runs_terms,
     "running text": lambda recipe: any(part.data.format == "text" for part in recipe.data.parts),
     "random tokens": lambda recipe: recipe.data.source.partition(":")[0] == "synthetic",
     "fp8 teacher": lambda recipe: recipe.teacher.dtype == "fp8",
@@ -264,6 +264,11 @@ def conflicts(recipe: Sections) -> Iterator[str]:
             "data.on_policy with fraction 1 and temperature 1, without top_k, top_p and min_p"
         )
     samples, rows = recipe.data.samples, recipe.train.batch_size
+    if recipe.loss.rewarded is not None and whole and samples < 2:
+        yield (
+            "data.on_policy.samples: expected 2 or more with a reward (loss.terms), which is compared with those of "
+            f"other answers to the same prompt; got {samples}"
+        )
     if rows % samples:
         yield f"train.batch_size: expected a multiple of data.on_policy.samples {samples}, got {rows}"
     if samples > 1 and own is not None and own.temperature == 0:

@@ -71,12 +71,21 @@ class PolicyGradientTerm(Section):
     gradient -A grad log p_s(y) is an estimate of that of the reverse KL, noisier than the term `reverse_kl`, which sums
     over the vocabulary. For comparison with what other tools train with.
 
+    With a reward, A = teacher_weight (log p_t(y) - log p_s(y)) + (reward - mean) / (std + 1e-4), mean and standard
+    deviation over the `data.on_policy.samples` answers to the same prompt (GRPO, Shao et al., 2024).
+
     Attributes:
         type: `policy_gradient`.
         weight: of this term in the sum.
         importance: weigh a token by r = p_s(y) / p(y) of the model that drew it when it did, in place of 1.
         clip: c of -min(r A, clip(r, 1 - c, 1 + c) A); null for no clipping.
-        discount: share of a token's advantage that the one before it in the answer is given too.
+        discount: share of a token's advantage over the teacher that the one before it in the answer is given too.
+        reward: `FILE.py:function`, called as function(prompt, answer, row) for each answer; it returns a finite number.
+            The run needs `--plugin FILE.py`. null for the teacher's advantage alone.
+        reward_scale: what the reward's distance from the group's mean is divided by: `group` for the group's standard
+            deviation (of a sample, n - 1) plus 1e-4, `none` for 1.
+        reward_timeout: seconds that one call of the function may take.
+        teacher_weight: what the teacher's advantage is multiplied by; 0, with a reward, for the reward alone.
     """
 
     type: Literal["policy_gradient"]
@@ -84,12 +93,23 @@ class PolicyGradientTerm(Section):
     importance: bool = False
     clip: Annotated[float, Field(gt=0, lt=1)] | None = None
     discount: Annotated[float, Field(ge=0, le=1)] = 0.0
+    reward: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")] | None = None
+    reward_scale: Literal["group", "none"] = "group"
+    reward_timeout: Annotated[float, Field(gt=0, le=86400)] = 10.0
+    teacher_weight: NotNegative = 1.0
 
     @model_validator(mode="after")
     def _clips_a_ratio(self) -> Self:
         if self.clip is not None and not self.importance:
             raise ValueError("clip is of the importance ratio, which is 1 without importance: true")
+        if self.teacher_weight == 0 and self.reward is None:
+            raise ValueError("teacher_weight: expected a number above 0 without a reward, got 0")
         return self
+
+    @property
+    def reward_file(self) -> str:
+        """The Python file that `reward` names."""
+        return (self.reward or "").rpartition(":")[0]
 
 
 class TopKTerm(Section):
@@ -252,6 +272,8 @@ class Loss(Section):
         for name in ("label_smoothing", "z_loss"):
             if getattr(self, name) and "cross_entropy" not in weighted:
                 raise ValueError(f"{name} belongs to the cross_entropy term, and none has a weight above 0")
+        if sum(getattr(term, "reward", None) is not None for term in self.terms) > 1:
+            raise ValueError("terms: expected one reward at most, whose function may add up several; got more")
         return self
 
     @model_validator(mode="after")
@@ -278,6 +300,17 @@ class Loss(Section):
             if not any(term.weight > 0 for term in self.at(step).terms):
                 raise ValueError(f"schedule: every term has weight 0 in step {step}")
         return self
+
+    @property
+    def rewarded(self) -> PolicyGradientTerm | None:
+        """The term with a reward that takes part; None where there is none."""
+        found = (term for term in self.terms if isinstance(term, PolicyGradientTerm) and term.weight > 0)
+        return next((term for term in found if term.reward is not None), None)
+
+    @property
+    def runs_terms(self) -> bool:
+        """Return whether terms come from the plugin's file, rather than a reward alone."""
+        return self.plugin is not None and (self.has("plugin") or self.rewarded is None)
 
     def has(self, *types: str) -> bool:
         """Whether a term of one of these types takes part."""

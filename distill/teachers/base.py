@@ -57,16 +57,18 @@ class LossInputs:
         statistics: whether sums of the token statistics are returned beside the loss.
         drawn_log_p: float [B, S] as the shifted labels: log-probabilities of the labels when the student drew them,
             NaN where it did not; None where nobody kept them.
+        advantages: float [B, S] as the shifted labels: what a reward adds to each token's advantage; None without one.
     """
 
     def __init__(
         self, targets: Targets | None, num_items: torch.Tensor | int | None, statistics: bool,
-        drawn_log_p: torch.Tensor | None = None,
+        drawn_log_p: torch.Tensor | None = None, advantages: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self.targets = targets
         self.num_items = num_items
         self.statistics = statistics
         self.drawn_log_p = drawn_log_p
+        self.advantages = advantages
 
 
 class HeadCall(NamedTuple):

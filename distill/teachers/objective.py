@@ -138,7 +138,8 @@ class DistillationObjective:
         Args:
             inputs: A collated batch: `input_ids`, `labels` [B, S] int64, not shifted, -100 where nothing is
                 learned; `position_ids` and `valid_rows` if the collator gives them. Where positions restart, the
-                label of a document's first token counts for nothing. `drawn_log_p` [B, S], of tokens of the student's.
+                label of a document's first token counts for nothing. `drawn_log_p` and `advantages` [B, S], of tokens
+                of the student's.
             num_items: What the summed loss is divided by; None for the valid tokens of this batch.
             statistics: Also return sums of the token statistics.
         """
@@ -147,8 +148,10 @@ class DistillationObjective:
         inputs = {**inputs, "labels": within_documents(inputs["labels"], inputs.get("position_ids"))}
         drawn = inputs.pop("drawn_log_p", None)
         drawn = drawn if drawn is None else nn.functional.pad(drawn, (0, 1), value=torch.nan)[:, 1:]
+        advantages = inputs.pop("advantages", None)
+        advantages = advantages if advantages is None else nn.functional.pad(advantages, (0, 1))[:, 1:]
         own = self.teacher.student_batch(inputs, self.teacher.format.needs_targets(self.loss))
-        return {**own, "loss_inputs": LossInputs(self.targets(inputs), num_items, statistics, drawn)}
+        return {**own, "loss_inputs": LossInputs(self.targets(inputs), num_items, statistics, drawn, advantages)}
 
     def loss_of(
         self,

@@ -42,10 +42,11 @@ RowLosses = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Plugin(NamedTuple):
-    """What a plugin's file defines: its loss functions by name, and the SHA-256 of its bytes."""
+    """What a plugin's file defines: its loss functions by name, and its code with the SHA-256 of that."""
 
     terms: dict[str, RowLosses]
     sha256: str
+    code: bytes = b""
 
 
 def load_plugin(path: Path) -> Plugin:
@@ -82,7 +83,7 @@ def load_plugin(path: Path) -> Plugin:
                 f"--plugin {path}: {name}: expected a function of three, (student_logits, teacher_logits, labels), "
                 f"got one that cannot be called so: {error}"
             ) from None
-    return Plugin({name: _explained(function, name, path) for name, function in terms.items()}, sha256)
+    return Plugin({name: _explained(function, name, path) for name, function in terms.items()}, sha256, code)
 
 
 def _explained(function: RowLosses, name: str, path: Path) -> RowLosses:
@@ -111,7 +112,8 @@ def _explained(function: RowLosses, name: str, path: Path) -> RowLosses:
 
 
 def allowed_plugin(loss: Loss, path: Path | None) -> Plugin | None:
-    """The plugin that a recipe's loss needs, loaded only where it was allowed by `--plugin`.
+    """The plugin that a recipe's loss needs, read only where it was allowed by `--plugin`; it is run where a term comes
+    from it, and for a reward by the processes that call the function.
 
     Args:
         loss: The recipe's, whose `plugin` says which file it was resolved with.
@@ -120,6 +122,12 @@ def allowed_plugin(loss: Loss, path: Path | None) -> Plugin | None:
     Raises:
         ValueError: a recipe with code in it and no `--plugin`, another file, or a term that the file does not define.
     """
+    rewarded = loss.rewarded
+    if rewarded is not None and (path is None or Path(path).resolve() != Path(rewarded.reward_file).resolve()):
+        raise ValueError(
+            f"loss.terms: the reward {rewarded.reward} runs code; allow it with --plugin {rewarded.reward_file}"
+            + ("" if path is None else f", got --plugin {path}")
+        )
     if loss.plugin is None:
         if path is not None:
             raise ValueError(f"--plugin {path}: the recipe was not resolved with it")
@@ -128,7 +136,7 @@ def allowed_plugin(loss: Loss, path: Path | None) -> Plugin | None:
         raise ValueError(
             f"loss.plugin: this recipe runs code, from {loss.plugin.file}; allow it with --plugin {loss.plugin.file}"
         )
-    plugin = load_plugin(path)
+    plugin = load_plugin(path) if loss.runs_terms else _unused(path)
     if plugin.sha256 != loss.plugin.sha256:
         raise ValueError(f"--plugin {path}: expected the file with SHA-256 {loss.plugin.sha256}, got {plugin.sha256}")
     for term in loss.terms:
@@ -138,6 +146,15 @@ def allowed_plugin(loss: Loss, path: Path | None) -> Plugin | None:
                 f"{', '.join(sorted(plugin.terms))}"
             )
     return plugin
+
+
+def _unused(path: Path) -> Plugin:
+    """The file of a reward alone, which this process does not run."""
+    try:
+        code = Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"--plugin {path}: cannot be read: {error.strerror}") from None
+    return Plugin({}, hashlib.sha256(code).hexdigest(), code)
 
 
 class PluginTermLoss:

@@ -2,7 +2,8 @@
 
 With y a token that the student drew, and sg holding constant:
 
-    A = sg(log p_t[y] - log p_s[y])            advantage, with a discount those of later tokens of the answer too
+    A = sg(log p_t[y] - log p_s[y])            advantage, with a discount those of later tokens of the answer too;
+                                               times `teacher_weight`, and plus the answer's own from a reward
     r = p_s[y] / p_drawn[y]                    importance ratio: 1 in value where the tokens were drawn from p_s itself
     loss = -min(r A, clip(r, 1 - c, 1 + c) A)
 
@@ -23,10 +24,15 @@ from distill.teachers.base import HeadCall, Pairing
 
 
 def policy_gradient_loss(
-    log_p: torch.Tensor, teacher_log_p: torch.Tensor, drawn_log_p: torch.Tensor | None = None, *,
-    clip: float | None = None, discount: float = 0.0, learned: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Each token's loss.
+    log_p: torch.Tensor,
+    teacher_log_p: torch.Tensor,
+    drawn_log_p: torch.Tensor | None = None,
+    *,
+    clip: float | None = None,
+    discount: float = 0.0,
+    learned: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Each token's loss, by the teacher's advantage alone.
 
     Args:
         log_p: of the drawn tokens under the student, [B, S], natural logarithms; gets a gradient.
@@ -40,8 +46,29 @@ def policy_gradient_loss(
         Like `log_p`, 0 where not `learned`.
     """
     learned = torch.ones_like(log_p, dtype=torch.bool) if learned is None else learned
+    advantage = teacher_advantage(log_p, teacher_log_p, learned, discount)
+    return surrogate_loss(log_p, advantage, learned, drawn_log_p, clip)
+
+
+def teacher_advantage(
+    log_p: torch.Tensor, teacher_log_p: torch.Tensor, learned: torch.Tensor, discount: float = 0.0
+) -> torch.Tensor:
+    """Return log p_t - log p_s of each learned token, [B, S] without a graph, with discounted later ones of its answer.
+
+    Arguments as of `policy_gradient_loss`; 0 where not `learned`.
+    """
     advantage = (teacher_log_p - log_p).detach().masked_fill(~learned, 0.0)
-    advantage = discounted(advantage, learned, discount) if discount else advantage
+    return discounted(advantage, learned, discount) if discount else advantage
+
+
+def surrogate_loss(
+    log_p: torch.Tensor,
+    advantage: torch.Tensor,
+    learned: torch.Tensor,
+    drawn_log_p: torch.Tensor | None = None,
+    clip: float | None = None,
+) -> torch.Tensor:
+    """Return -min(r A, clip(r) A) of each learned token, [B, S]; arguments as of `policy_gradient_loss`."""
     ratio = (log_p - (log_p if drawn_log_p is None else drawn_log_p).detach()).exp()
     gain = ratio * advantage
     if clip is not None:
@@ -98,8 +125,11 @@ class SampledTokenLoss:
         )  # fmt: skip
         term, drawn = self.term, inputs.drawn_log_p if self.term.importance else None
         drawn = drawn if drawn is None else torch.where(learned, drawn.to(log_p.dtype), 0.0)
-        loss = term.weight * policy_gradient_loss(
-            log_p, teacher_log_p, drawn, clip=term.clip, discount=term.discount, learned=learned
-        )
+        advantage = torch.zeros_like(log_p)
+        if term.teacher_weight:  # else not a number where the teacher gives a token no probability
+            advantage = term.teacher_weight * teacher_advantage(log_p, teacher_log_p, learned, term.discount)
+        if term.reward is not None and inputs.advantages is not None:
+            advantage = advantage + inputs.advantages.to(log_p.dtype)
+        loss = term.weight * surrogate_loss(log_p, advantage.detach(), learned, drawn, term.clip)
         items = learned.sum().clamp_min(1) if inputs.num_items is None else inputs.num_items
         return loss if self.reduction == "none" else loss.sum() / items

@@ -182,6 +182,8 @@ def figures_line(logs: dict[str, Any], measure: Measure = KL) -> str:
         parts.append(f"agreement {logs['agreement']:.1%}")
     if "overlap" in logs:
         parts.append(f"top-8 overlap {logs['overlap']:.1%}")
+    if "reward" in logs:
+        parts.append(f"reward {logs['reward']:.4g}")
     if "tokens_per_second" in logs:
         parts.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
     if "mfu" in logs:

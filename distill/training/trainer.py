@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from distill.models.compiling import uncompiled
 from distill.models.document_rope import follows_length, rope_by_document
 from distill.models.sharding import is_sharded, keeps_nothing, use_fsdp2
 from distill.models.work import work_of
+from distill.recipe import Loss
 from distill.teachers.base import Batch, Teacher
 from distill.teachers.blame import teacher_fault
 from distill.teachers.losses import LossSpec
@@ -129,6 +130,8 @@ class DistillationTrainer(Trainer):
         work = self.objective.teacher.works(), work_of(model, trains=True)
         self.meter = Meter(args.device, *work, self.objective.divergence, self.objective.routes)
         self.schedule = LossSchedule(self.objective, loss)
+        section = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
+        self.is_rewarded = isinstance(section, Loss) and section.rewarded is not None
         self.objective.loss_of = self.meter.phases.timed("loss", self.objective.loss_of)  # type: ignore[method-assign]
         self.on_policy: OnPolicy | None = None  # set it to let the student's own words take part
         self._checkpoints_go_to: str | None = None
@@ -214,6 +217,8 @@ class DistillationTrainer(Trainer):
         """As `Trainer.get_batch_samples`; with `on_policy` some answers become the student's own."""
         self.schedule.begin(step := self.state.global_step)
         own = self.on_policy
+        if self.is_rewarded and (own is None or own.rewards is None):
+            raise ValueError("loss.terms: a reward needs trainer.on_policy with rewards; got none")
         epoch_iterator = own.epoch(epoch_iterator) if own else self.asking.ahead(epoch_iterator, num_batches)
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         if own is not None and batches:

@@ -1,0 +1,168 @@
+"""A user's reward function, called in processes of its own, so that it may hang, crash or print what it wants.
+
+    with RewardFunction(Path("right.py"), code, "exact", timeout=10.0) as reward:
+        reward(questions)                     # one number a question, finite
+
+A process that dies or takes too long is ended, and the run with it: one line names the file, the function and the row.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from distill.generation import reward_worker
+
+LOADING = 120.0  # seconds that the file's imports may take
+MOST_WORKERS = 4
+
+
+class Question(NamedTuple):
+    """One answer to judge.
+
+    Attributes:
+        place: the row, for people.
+        prompt: the messages before the answer, or the text.
+        answer: the student's, without special tokens.
+        row: all columns of the data's row.
+    """
+
+    place: str
+    prompt: list[dict[str, object]] | str
+    answer: str
+    row: dict[str, object]
+
+
+class RewardFunction:
+    """The function `name` of a file, called for some answers at a time.
+
+    Args:
+        file: where the code came from; what stands beside it can be imported.
+        code: its content.
+        name: of the function.
+        timeout: seconds that a call may take.
+        workers: processes, at most; None for as many as there are processors, up to four.
+    """
+
+    def __init__(self, file: Path, code: bytes, name: str, timeout: float, workers: int | None = None) -> None:
+        self.file, self.code, self.name, self.timeout = file, code, name, timeout
+        self.count = workers or min(MOST_WORKERS, os.cpu_count() or 1)
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._workers: list[_Worker] = []
+
+    def __call__(self, questions: Sequence[Question]) -> list[float]:
+        """The reward of each.
+
+        Raises:
+            ValueError: the function raised, hung, died, or returned something else than a finite number.
+        """
+        while len(self._workers) < min(self.count, len(questions)):
+            self._workers.append(worker := _Worker(self))
+            self._idle.put(worker)
+        try:
+            with ThreadPoolExecutor(max(len(self._workers), 1)) as pool:
+                return list(pool.map(self._ask, questions))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the processes; a later call starts others."""
+        while self._workers:
+            self._workers.pop().end()
+        self._idle = queue.SimpleQueue()
+
+    def __enter__(self) -> RewardFunction:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    def _ask(self, question: Question) -> float:
+        worker = self._idle.get()
+        try:
+            value = worker.ask(question)
+        finally:
+            self._idle.put(worker)
+        if not math.isfinite(value):
+            raise ValueError(f"{self.called(question.place)}: expected a finite number, got {value}")
+        return value
+
+    def called(self, place: str = "") -> str:
+        """Return the beginning of an error message."""
+        return f"loss.terms: reward {self.file}:{self.name}{f', {place}' if place else ''}"
+
+
+class _Worker:
+    """One process."""
+
+    def __init__(self, of: RewardFunction) -> None:
+        self.of = of
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(reward_worker.__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            env=os.environ | {"PYTHONHASHSEED": "0"},
+        )
+        self.end = weakref.finalize(self, _end, self.process)
+        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=_listen, args=(self.process, self.lines), daemon=True).start()
+        begin: dict[str, object] = {"file": str(of.file), "code": of.code.decode(), "function": of.name}
+        self._exchange(begin, LOADING, "")
+
+    def ask(self, question: Question) -> float:
+        sent: dict[str, object] = {"prompt": question.prompt, "answer": question.answer, "row": question.row}
+        return float(self._exchange(sent, self.of.timeout, question.place)["reward"])
+
+    def _exchange(self, sent: dict[str, object], seconds: float, place: str) -> dict[str, float]:
+        called = self.of.called(place)
+        try:
+            assert self.process.stdin is not None
+            self.process.stdin.write(json.dumps(sent) + "\n")
+            self.process.stdin.flush()
+            line = self.lines.get(timeout=seconds)
+        except queue.Empty:
+            self.end()
+            limit = "loss.terms reward_timeout" if place else "the limit for its imports"
+            raise ValueError(f"{called}: no answer within {seconds:g} s ({limit})") from None
+        except OSError:
+            line = ""
+        if not line:
+            code = self.process.wait()
+            raise ValueError(f"{called}: its process ended with exit code {code}")
+        found: dict[str, float] = json.loads(line)
+        if "error" in found:
+            raise ValueError(f"{called}: {found['error']}")
+        return found
+
+
+def _listen(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
+    """Pass on the lines of a process, and an empty one at its end."""
+    for line in _lines_of(process):
+        lines.put(line)
+    lines.put("")
+
+
+def _lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
+    assert process.stdout is not None
+    try:
+        yield from process.stdout
+    except ValueError:  # closed while it was read
+        return
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()

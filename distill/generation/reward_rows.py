@@ -1,0 +1,219 @@
+"""The data's row that an answer belongs to, for reward functions: found again by the tokens of its prompt.
+
+Rows of training data hold tokens alone. What else a row of the source has (a reference answer, an identifier) is stored
+once more beside the tokenised data, with hashes of all prompts that its documents have, and read from disk as it is
+asked for. Two rows with one prompt and other columns are told apart by the data's answer; where that is the same too,
+nothing can tell which of them is meant, and the run ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distill.core.labels import IGNORE_INDEX
+from distill.data.chat import ChatOptions, load_template
+from distill.data.documents import tokenised
+from distill.data.formats import Format, detect
+from distill.data.load import columns_of
+from distill.data.packing import Documents, Ragged
+from distill.data.sources import open_source
+from distill.data.tally import Tally
+from distill.data.tokenise import Batch, Encoder, RowEncoder
+from distill.data.tokenise import Document as Encoded
+from distill.generation.documents import Document
+from distill.generation.reward_calls import Question, RewardFunction
+from distill.generation.rewards import Rewards
+from distill.recipe import Recipe
+
+
+class RowNote(NamedTuple):
+    """Note of one document.
+
+    Attributes:
+        number: of its row.
+        prompts: uint64 hashes of the tokens before each stretch that is learned.
+        turns: the message that each stretch is, int32; -1 where the row is no chat.
+        whole: uint64 hash of all its tokens up to the last one that is learned.
+        row: the row as JSON, padded with spaces to a multiple of 4 bytes.
+    """
+
+    number: int
+    prompts: np.ndarray
+    turns: np.ndarray
+    whole: np.ndarray
+    row: bytes
+
+    @property
+    def origin(self) -> int:
+        """Any number: nothing is held out of these."""
+        return self.number
+
+    def columns(self) -> Mapping[str, np.ndarray]:
+        """Return the columns of `RowNotes`."""
+        return {
+            "number": np.array([self.number], dtype=np.int32),
+            "prompts": self.prompts.view(np.int32),
+            "turns": self.turns,
+            "whole": self.whole.view(np.int32),
+            "row": np.frombuffer(self.row, dtype=np.int32),
+        }
+
+
+class RowNotes(RowEncoder):
+    """Notes of the rows that an encoder makes documents of.
+
+    Args:
+        encoder: the student's.
+    """
+
+    columns: Mapping[str, tuple[str, ...]] = dict.fromkeys(("number", "prompts", "turns", "whole", "row"), ())
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder, self.format, self.tokenizer = encoder, encoder.format, encoder.tokenizer
+
+    def settings(self) -> list[object]:
+        return ["rows for rewards", *self.encoder.settings()]
+
+    def documents(self, batch: Batch, tally: Tally) -> Iterator[Encoded]:
+        for number, row in batch:
+            found, text, turns = list(self.encoder.documents([(number, row)], tally)), b"", list[int]()
+            for document in found:
+                columns = document.columns()
+                ids, labels = columns["input_ids"].tolist(), columns["labels"]
+                learned = labels != IGNORE_INDEX
+                starts = np.flatnonzero(learned & ~np.concatenate([[False], learned[:-1]])).tolist()
+                end = int(np.flatnonzero(learned)[-1]) + 1
+                if not text:
+                    text, turns = _as_json(row), self._turns(row)
+                prompts = np.array([hash_of(ids[:start]) for start in starts], dtype=np.uint64)
+                here, turns = turns[: len(starts)], turns[len(starts) :] or turns[-1:]
+                numbers = np.array(here + here[-1:] * (len(starts) - len(here)), dtype=np.int32)
+                yield RowNote(number, prompts, numbers, np.array([hash_of(ids[:end])], dtype=np.uint64), text)
+
+    def _turns(self, row: Any) -> list[int]:
+        """Return the numbers of a row's messages that are trained on, in order; [-1] for a row that is no chat."""
+        sample = self.format.sample(row)
+        if sample.messages is None:
+            return [-1]
+        own = [n for n, turn in enumerate(sample.messages) if turn["role"] == "assistant" and n >= sample.first_trained]
+        return own[-1:] if self.encoder.options.train_on == "last" else own
+
+
+def hash_of(ids: Sequence[int]) -> int:
+    """64 bits of a hash of tokens."""
+    digest = hashlib.blake2b(np.asarray(ids, dtype=np.int64).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _as_json(row: object) -> bytes:
+    """A row as JSON; what has no form there, such as dates, as text."""
+    text = json.dumps(row, default=str).encode()
+    return text + b" " * (-len(text) % 4)
+
+
+class SourceRows(NamedTuple):
+    """The rows of one source."""
+
+    name: str
+    format: Format
+    notes: Documents
+
+    def hashes(self, column: str) -> np.ndarray:
+        """A column of hashes, uint64, of all documents."""
+        return np.asarray(self.notes.columns[column].values).view(np.uint64)
+
+    def of(self, column: str, number: int) -> np.ndarray:
+        """A document's numbers in a column, int32."""
+        values: Ragged = self.notes.columns[column]
+        return np.asarray(values.values[values.offsets[number] : values.offsets[number + 1]])
+
+
+class RowTable:
+    """Finds rows.
+
+    Args:
+        sources: of the training data.
+        tokenizer: of the data.
+    """
+
+    def __init__(self, sources: Sequence[SourceRows], tokenizer: Any) -> None:
+        self.sources, self.tokenizer = sources, tokenizer
+        self._order = [np.argsort(each.hashes("prompts"), kind="stable") for each in sources]
+        self._sorted = [each.hashes("prompts")[order] for each, order in zip(sources, self._order, strict=True)]
+
+    def question(self, document: Document, answer: Sequence[int]) -> Question:
+        """An answer to a document's prompt, with the row that the document was made of.
+
+        Raises:
+            ValueError: no row has this prompt, or two rows that differ elsewhere have it.
+        """
+        wanted, found = hash_of(document.prompt), dict[bytes, tuple[SourceRows, int, int]]()
+        exact = dict[bytes, tuple[SourceRows, int, int]]()
+        whole = hash_of(document.ids)
+        for source, order, hashes in zip(self.sources, self._order, self._sorted, strict=True):
+            begin, end = np.searchsorted(hashes, np.uint64(wanted), "left"), np.searchsorted(hashes, wanted, "right")
+            for place in order[begin:end].tolist():
+                ends = source.notes.columns["prompts"].offsets // 2  # a hash is two numbers
+                number = int(np.searchsorted(ends, place, side="right")) - 1
+                key, entry = source.of("row", number).tobytes(), (source, number, place - int(ends[number]))
+                found.setdefault(key, entry)
+                if int(source.of("whole", number).view(np.uint64)[0]) == whole:
+                    exact.setdefault(key, entry)
+        chosen = found if len(found) == 1 else exact
+        if not found:
+            raise ValueError("loss.terms: reward: a prompt of the training data is of none of its rows")
+        if len(chosen) != 1:
+            rows = " and ".join(self._place(*entry[:2]) for entry in [*found.values()][:2])
+            raise ValueError(
+                f"loss.terms: reward: {rows} have the same prompt and other columns, and nothing tells which of them "
+                "an answer belongs to; expected one row a prompt, or other completions"
+            )
+        ((text, (source, number, stretch)),) = chosen.items()
+        return self._question(json.loads(text), source, number, stretch, answer)
+
+    def _question(
+        self, row: dict[str, object], source: SourceRows, number: int, stretch: int, answer: Sequence[int]
+    ) -> Question:
+        sample, turn = source.format.sample(row), int(source.of("turns", number)[stretch])
+        prompt = sample.prompt or "" if sample.messages is None else sample.messages[:turn]
+        said = self.tokenizer.decode(list(answer), skip_special_tokens=True)
+        return Question(self._place(source, number), prompt, said, row)
+
+    @staticmethod
+    def _place(source: SourceRows, number: int) -> str:
+        return f"row {int(source.of('number', number)[0])} of {source.name}"
+
+
+def rewards_of(recipe: Recipe, tokenizer: Any, code: bytes) -> Rewards | None:
+    """Return the rewards of a recipe's run, or None if its loss has none.
+
+    Args:
+        recipe: of the run; `--plugin` has allowed its file.
+        tokenizer: of the data.
+        code: of the file that the reward names.
+    """
+    if (term := recipe.loss.rewarded) is None:
+        return None
+    sources = []
+    for part in recipe.data.parts:
+        data = part.data
+        source = open_source(data.source, field=part.field, subset=data.subset, split=data.split)
+        template = load_template(data.chat_template, tokenizer)
+        more: Any = {"source": source.name, "has_template": template is not None, "rows": source.rows}
+        format = detect(columns_of(source), data.fields, data.format, **more)
+        format = replace(format, keeps_empty=data.empty_answers == "keep")
+        encoder = Encoder(tokenizer, format, template, max_length=data.max_length, options=ChatOptions.of(data))
+        notes, _, _, _ = tokenised(
+            source, RowNotes(encoder), max_rows=data.max_rows, workers=data.workers, cache=data.cache
+        )
+        sources.append(SourceRows(source.name, format, notes))
+    file, _, name = (term.reward or "").rpartition(":")
+    function = RewardFunction(Path(file), code, name, term.reward_timeout)
+    return Rewards(function, RowTable(sources, tokenizer).question, term.reward_scale)

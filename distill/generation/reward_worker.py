@@ -1,0 +1,74 @@
+"""A process that calls a user's reward function: `python reward_worker.py`, spoken to in lines of JSON.
+
+The first line it reads names the file, its code and the function; it answers `{"ready": true}`. Each later line holds
+`prompt`, `answer` and `row`; it answers `{"reward": number}`. Any failure is `{"error": text}`. What the function
+prints goes to standard error. It imports the standard library alone, and ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from typing import IO
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # prints of the user's, also those of libraries in C, are no answers
+    lines = os.fdopen(os.dup(0), "r", encoding="utf-8")
+    given = json.loads(lines.readline())
+    try:
+        function = _load(given["file"], given["code"], given["function"])
+    except BaseException as error:  # whatever the user's own code raises, SystemExit too
+        _say(out, {"error": _told(error, given["file"])})
+        return
+    _say(out, {"ready": True})
+    for line in lines:
+        question = json.loads(line)
+        try:
+            _say(out, {"reward": _number(function(question["prompt"], question["answer"], question["row"]))})
+        except BaseException as error:
+            _say(out, {"error": _told(error, given["file"])})
+
+
+def _load(file: str, code: str, name: str) -> Callable[[object, str, object], object]:
+    folder = os.path.dirname(os.path.abspath(file))
+    sys.path[0] = folder  # what stands beside the file can be imported, in place of what stands beside this one
+    module = types.ModuleType("distill_reward")
+    module.__file__ = file
+    sys.modules[module.__name__] = module
+    exec(compile(code, file, "exec"), module.__dict__)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise ValueError(f"expected a function {name}, got {', '.join(known) or 'no function at all'}")
+    return function
+
+
+def _number(value: object) -> float:
+    """The reward as a float; 0-d tensors and numpy's numbers have `item`."""
+    value = value.item() if hasattr(value, "item") else value
+    if not isinstance(value, int | float):
+        raise TypeError(f"expected a number, got {type(value).__name__}")
+    return float(value)
+
+
+def _told(error: BaseException, file: str) -> str:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    place = f"line {lines[-1]}: " if lines else ""
+    text = str(error).strip()
+    return f"{place}{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
+
+
+def _say(out: IO[str], value: object) -> None:
+    out.write(json.dumps(value) + "\n")
+    out.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""A user's reward function: what it is given of the data's rows, and what its faults are told as."""
+
+import json
+
+import pytest
+from test_on_policy import COLLATE
+from tiny import tiny_tokenizer
+
+from distill.data.load import load_data
+from distill.generation.documents import documents_of
+from distill.generation.reward_calls import Question, RewardFunction
+from distill.generation.reward_rows import rewards_of
+from distill.recipe import parse
+
+TERM = {"type": "policy_gradient", "reward": "mine.py:mine"}
+
+# ------------------------------------------------------------------ calls
+
+ONE = Question("row 17 of x.jsonl", "What is 1 + 1?", "2", {"answer": "2"})
+
+
+def called(tmp_path, body, question=ONE, name="mine", timeout=20.0, count=1):
+    file = tmp_path / "mine.py"
+    with RewardFunction(file, body.encode(), name, timeout, workers=2) as function:
+        return function([question] * count)
+
+
+def test_a_function_gets_prompt_answer_and_row(tmp_path):
+    (tmp_path / "beside.py").write_text("HALF = 0.5\n")
+    body = (
+        "import beside\nprint('loading')\n"
+        "def mine(prompt, answer, row):\n    print('judging', flush=True)\n"
+        "    assert prompt == 'What is 1 + 1?'\n    return beside.HALF * (answer == row['answer'])\n"
+    )
+    assert called(tmp_path, body, count=5) == [0.5] * 5
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ("def mine(p, a, r):\n    return r['missing']\n", r"row 17 of x\.jsonl: line 2: KeyError: 'missing'"),
+        ("def mine(p, a, r):\n    return float('nan')\n", r"row 17 of x\.jsonl: expected a finite number, got nan"),
+        ("def mine(p, a, r):\n    return 1e999\n", r"row 17 of x\.jsonl: expected a finite number, got inf"),
+        ("def mine(p, a, r):\n    pass\n", r"row 17 of x\.jsonl: TypeError: expected a number, got NoneType"),
+        ("def mine(p, a, r):\n    return '1'\n", r"row 17 of x\.jsonl: TypeError: expected a number, got str"),
+        ("def mine(p, a):\n    return 1\n", r"row 17 of x\.jsonl: TypeError: mine\(\) takes 2 positional"),
+        ("import os\ndef mine(p, a, r):\n    os._exit(3)\n", r"row 17 of x\.jsonl: its process ended with exit code 3"),
+        ("def mine(p, a, r):\n    raise SystemExit('no')\n", r"row 17 of x\.jsonl: line 2: SystemExit: no"),
+        ("def mine(p, a, r):\n    while True: pass\n", r"row 17 of x\.jsonl: no answer within 1 s \(.*reward_timeout"),
+        ("def other(p, a, r): pass\n", r": ValueError: expected a function mine, got other"),
+        ("import nothing_of_this_name\n", r": line 1: ModuleNotFoundError: No module named"),
+        ("def mine(:\n", r": SyntaxError"),
+    ],
+)
+def test_what_a_function_does_wrong_is_one_line(tmp_path, body, message):
+    timeout = 1.0 if "while" in body else 20.0
+    with pytest.raises(ValueError, match=rf"^loss\.terms: reward .*mine\.py:mine.*{message}") as caught:
+        called(tmp_path, body, timeout=timeout)
+    assert "\n" not in str(caught.value)
+
+
+# ------------------------------------------------------------------ rows
+
+ROWS = f"""
+teacher: {{model: t}}
+student: {{model: s}}
+train: {{steps: 3, batch_size: 2}}
+loss: {{terms: [{json.dumps(TERM)}]}}
+"""
+
+
+def table(tmp_path, rows, template="tokenizer", **data):
+    """Rows as documents of the training data, and what finds their rows again."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = {
+        "source": str(file),
+        "cache": False,
+        "packing": False,
+        "max_length": 200,
+        "chat_template": template,
+        "on_policy": {"samples": 2, "max_new_tokens": 4},
+        "validation": {"fraction": 0.01},
+        **data,
+    }
+    recipe = parse(ROWS, [f"data={json.dumps(section)}"])
+    tokenizer = tiny_tokenizer()
+    splits = load_data(recipe.data, tokenizer, seed=0)
+    documents = documents_of(COLLATE([*splits.train, *splits.validation]))
+    return documents, rewards_of(recipe, tokenizer, b"").question, tokenizer
+
+
+@pytest.mark.parametrize("template", ["tokenizer", "none"])
+def test_an_answer_finds_its_row(tmp_path, template):
+    rows = [{"prompt": f"Say {n % 5}.", "completion": f"{n}", "right": n, "when": None} for n in range(10)]
+    documents, question, tokenizer = table(tmp_path, rows, template)
+    assert len(documents) == 10
+    for document in documents:
+        found = question(document, tokenizer("yes<|end|>")["input_ids"])
+        said = tokenizer.decode(document.ids[len(document.prompt) :], skip_special_tokens=True).strip()
+        assert found.row == rows[int(said)] and found.answer == "yes"  # same prompt, told apart by the completion
+        assert found.place == f"row {said} of {tmp_path / 'rows.jsonl'}"
+        prompt = f"Say {int(said) % 5}."
+        assert found.prompt == ([{"role": "user", "content": prompt}] if template == "tokenizer" else f"{prompt}\n")
+
+
+def talk(n):
+    turns = [
+        ("user", f"One {n}?"),
+        ("assistant", "A."),
+        ("user", "Two?"),
+        ("assistant", "B."),
+        ("user", "Three?"),
+        ("assistant", f"C {n}."),
+    ]
+    return {"messages": [{"role": role, "content": text} for role, text in turns], "right": n}
+
+
+@pytest.mark.parametrize("train_on", ["all", "each", "last"])
+def test_a_turn_of_a_chat_is_judged_after_the_messages_before_it(tmp_path, train_on):
+    rows = [talk(n) for n in range(4)]
+    documents, question, tokenizer = table(tmp_path, rows, train_on=train_on)
+    assert len(documents) == (12 if train_on == "each" else 4)
+    for document in documents:
+        text = tokenizer.decode(document.prompt)
+        n = int(text.partition("One ")[2][0])
+        found = question(document, [0])
+        assert found.row == rows[n]
+        assert found.prompt == rows[n]["messages"][: len(found.prompt)]
+        assert len(found.prompt) == 2 * text.count("assistant") - 1
+
+
+def test_rows_that_nothing_tells_apart_are_refused(tmp_path):
+    same = {"prompt": "Say it.", "completion": "it"}
+    rows = [{**same, "right": 1}, {**same, "right": 2}, *({"prompt": f"No {n}.", "completion": "x"} for n in range(4))]
+    documents, question, _ = table(tmp_path, rows)
+    doubtful = [d for d in documents if sum(d.prompt == other.prompt for other in documents) == 2]
+    assert len(doubtful) == 2
+    for document in doubtful:
+        with pytest.raises(ValueError, match=r"row 0 of .* and row 1 of .* have the same prompt and other columns"):
+            question(document, [5])
+    documents, question, _ = table(tmp_path, [{**same, "right": 1}] * 2 + rows[2:])
+    assert {question(document, [5]).row.get("right") for document in documents} == {1, None}
