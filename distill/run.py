@@ -170,7 +170,7 @@ def _run(
         os.environ.pop("ACCELERATE_USE_FSDP", None)
     required = None if lock is None else read_lock(lock)
     attention = AttentionChoices(recipe, read_choices(folder) if resume else locked_attention(required, str(lock)))
-    tuning.impose(tuning.read(folder / KERNELS_FILE) if resume else {})
+    tuning.preset_choices(tuning.read_choices(folder / KERNELS_FILE) if resume else {})
 
     # --- data and models, nothing written yet
     source = source_of(recipe)
@@ -254,7 +254,7 @@ def _run(
         )  # fmt: skip
         console.say("\n".join([*lines, *proof, *notes, f"{'run':<12}{folder}"]))
     held.share(process.wait_for_everyone)
-    tuning.record(folder / KERNELS_FILE)
+    tuning.record_choices(folder / KERNELS_FILE)
     before, answers = _before(recipe, pair, trainer, splits, precision, held)
     if locked is not None:
         note_beginning(folder)

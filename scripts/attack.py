@@ -293,8 +293,8 @@ ATTACKS = {attack.__name__: attack for attack in (idle, headers, unread, bodies,
 # ------------------------------------------------------------------ figures
 
 
-class Outcome(NamedTuple):
-    """What an attack came to.
+class AttackResult(NamedTuple):
+    """Result of an attack.
 
     Attributes:
         figures: its own.
@@ -309,7 +309,7 @@ class Outcome(NamedTuple):
     waited: list[float]
 
 
-def attacked(server: Attacked, attack: Callable[..., dict[str, object]], seconds: float, seed: int) -> Outcome:
+def attacked(server: Attacked, attack: Callable[..., dict[str, object]], seconds: float, seed: int) -> AttackResult:
     """Attack a server while another client asks it.
 
     Raises:
@@ -346,7 +346,7 @@ def attacked(server: Attacked, attack: Callable[..., dict[str, object]], seconds
             thread.join()
     for fault in faults:
         raise fault
-    return Outcome(figures, max(peak) - before, server.log.stat().st_size - log, waited)
+    return AttackResult(figures, max(peak) - before, server.log.stat().st_size - log, waited)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""What `distill inspect` prints of docs/samples/kinds, a folder of ten small chats, each of another kind."""
+"""Output of `distill inspect` for docs/samples/kinds, ten small chats of different formats."""
 
 from __future__ import annotations
 

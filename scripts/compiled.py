@@ -1,4 +1,4 @@
-"""What every kernel is compiled to for each family of GPUs: `python -m scripts.compiled [--all] [FAMILY|PART ...]`.
+"""Compilation of every kernel for each GPU family: `python -m scripts.compiled [--all] [FAMILY|PART ...]`.
 
 Needs no GPU. Compiles the grid below by tests/compile_for_gpu.py (some minutes; longer for `--all`, every combination
 in place of every pair), and writes a row a kernel, family and case to scripts/compiled.jsonl, from which scripts.docs
@@ -73,18 +73,19 @@ else:
     "products": (
         """
 from distill_kernels.losses import projection
-from distill_kernels.losses.accumulate import add_product_
+from distill_kernels.losses.accumulate import add_transposed_matmul_
 from distill_kernels.losses.operands import Head
 from distill_kernels.matmul import gated
 from distill_kernels.matmul.fp8 import fp8_rms_norm
 x, w, n = t(130, 64, grad=False), t(1000, 64, grad=False), torch.ones(130)
-add_product_(t(1000, 64, grad=False), t(130, 1000, grad=False), x)
-for way in projection.ways_of(facts):  # what is timed there is compiled too
-    if way != projection.FOLD:
+add_transposed_matmul_(t(1000, 64, grad=False), t(130, 1000, grad=False), x)
+for way in projection.projection_candidates(facts):  # what is timed there is compiled too
+    if way != projection.CUBLAS:
         out = projection.Logits(torch.empty(130, 1024, dtype=torch.float16)[:, :1000],
                                 *(torch.empty(130, 4) for _ in range(3)))
         projection._project(Head(x, w), x, out, projection.Transform(1.0, 0.0, 1.0, False), None, way)
-        hard, out = projection.HardRows(n.long(), n, None, n, 1000, 1.0, 0.0, 0.0), out._replace(values=t(130, 1000))
+        hard = projection.HardLabelRows(n.long(), n, None, n, 1000, 1.0, 0.0, 0.0)
+        out = out._replace(values=t(130, 1000))
         if facts.tma:
             projection._project(Head(x, w), x, out, projection.Transform(1.0, 0.0, 1.0, False), hard, way)
 for rows, columns in ((128, 128 * 132), (1280, 2560), (640, 1280)):
@@ -94,7 +95,7 @@ for activation in ("silu", "gelu", "gelu_tanh"):
 ours.split_k_linear(t(40, 2048), t(1000, 2048), t(1000)), ours.split_k_linear(t(1, 2048), t(1000, 2048))
 ours.quantize_rows(x)
 if facts.fp8:
-    ours.Fp8Linear(t(64, 992, grad=False)).of_gated(t(8, 992, grad=False), t(8, 992, grad=False), "gelu_tanh")
+    ours.Fp8Linear(t(64, 992, grad=False)).forward_gated(t(8, 992, grad=False), t(8, 992, grad=False), "gelu_tanh")
     for hidden in (992, 16384):
         fp8_rms_norm(t(8, hidden), t(hidden)), fp8_rms_norm(t(8, hidden), t(hidden), residual=t(8, hidden))
 """,
@@ -143,10 +144,12 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
+        """Part and values of its axes."""
         return " ".join([self.part, *(str(value) for _, value in self.at)])
 
     @property
     def snippet(self) -> str:
+        """Python source that launches the case's kernels."""
         return SETUP + PARTS[self.part][0].format(**dict(self.at))
 
 

@@ -64,7 +64,7 @@ def flip(draw: random.Random, pattern: str) -> str | None:
 
 
 def outcome_of(rate: float, seed: int) -> str:
-    """What a run with a learning rate comes to, in words."""
+    """Return the outcome of a run with this learning rate, in words."""
     name = f"rate-{rate:g}-{seed}"
     settings = ("train.steps=30", "train.save_every=0", "train.on_divergence=stop")
     rates = f"train.learning_rate={rate}", f"train.seed={seed}"

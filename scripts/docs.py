@@ -161,6 +161,7 @@ def recipes_part() -> str:
 
 
 def main() -> int:
+    """Write the generated pages, or with --check compare them; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.docs", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is out of date")
     args = parser.parse_args()

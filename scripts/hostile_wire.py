@@ -1,4 +1,4 @@
-"""What hostile clients and damaged lines send: crafted and damaged bodies of requests, and a proxy that flips bits."""
+"""Malformed requests and corrupted transport for tests: crafted request bodies, and a proxy that flips bits."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def branches(root: Path = ROOT) -> list[tuple[str, str]]:
 
 
 def asks(line: str) -> bool:
-    """Whether a line of code branches on the kind of teacher; texts and values that are passed on do not count."""
+    """Return whether a line of code branches on the kind of teacher; strings and values passed on do not count."""
     code = PASSED.sub("", TEXT.sub('""', line))
     return bool(KIND.search(code) and BRANCH.search(code))
 
@@ -218,7 +218,7 @@ def too_long(root: Path = ROOT) -> list[str]:
 
 
 def any_names(folder: str, root: Path = ROOT) -> int:
-    """How often `Any` is written in code, imports aside; aliases of it count as they are used."""
+    """Count the uses of `Any` in code, imports aside; uses of its aliases count as well."""
     count = 0
     for path in files(folder, root=root):
         tree = ast.parse(path.read_text(encoding="utf-8"))

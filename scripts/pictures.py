@@ -111,6 +111,7 @@ def draw(assets: Path = ASSETS) -> None:
 
 
 def main() -> None:
+    """Draw the pictures of the documentation."""
     parser = argparse.ArgumentParser(prog="python -m scripts.pictures", description=__doc__)
     parser.add_argument("--run", type=Path, help="folder of the tutorial's run, whose metrics are taken")
     run = parser.parse_args().run

@@ -99,7 +99,7 @@ def originals() -> dict[str, str]:
 
 
 def stops_of(name: str) -> tuple[str, ...]:
-    """What the model of a template stops at; the first is its tokenizer's end-of-text token."""
+    """Return the stop tokens of a template's model; the first is its tokenizer's end-of-text token."""
     return next(stops for start, stops in STOPS.items() if name.startswith(start))
 
 

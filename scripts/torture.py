@@ -83,7 +83,7 @@ class Runs:
             )
 
     def outcome(self, name: str) -> tuple[bytes, object]:
-        """What a run came to: its student's weights and its figures."""
+        """Return the result of a run: its student's weights and its metrics."""
         run = self.folder / "runs" / name
         return (
             (run / "student/model.safetensors").read_bytes(),
@@ -114,7 +114,7 @@ def pause(process: subprocess.Popen[bytes], run: Path, steps: int) -> None:
 
 
 def steps_saved(run: Path) -> int:
-    """Of the newest complete checkpoint; 0 without one."""
+    """Return the steps of the newest complete checkpoint; 0 without one."""
     return max((int(path.name[11:]) for path in run.glob("checkpoint-*") if path.name[11:].isdigit()), default=0)
 
 

@@ -56,7 +56,7 @@ class ThreadRanks:
     def __init__(self, turns, index):
         self.turns, self.index, self.size = turns, index, turns.size
 
-    def gather(self, tensor):
+    def all_gather(self, tensor):
         self.turns.slots[self.index] = tensor.clone()
         self.meet()
         joint = torch.stack(list(self.turns.slots))
@@ -70,17 +70,17 @@ class ThreadRanks:
         finally:
             self.turns.baton.acquire()
 
-    def add_(self, tensor):
-        return tensor.copy_(self.gather(tensor).sum(0))
+    def all_reduce_(self, tensor):
+        return tensor.copy_(self.all_gather(tensor).sum(0))
 
-    def add_later(self, tensor):
+    def all_reduce_async(self, tensor):
         before = tensor.clone()
-        total = self.gather(before).sum(0)
+        total = self.all_gather(before).sum(0)
         tensor.fill_(float("nan"))  # whoever reads it early will see
         return lambda: tensor.copy_(total)
 
-    def maximum(self, tensor):
-        return self.gather(tensor).amax(0)
+    def all_reduce_max(self, tensor):
+        return self.all_gather(tensor).amax(0)
 
 
 class LeftAlone:
@@ -88,13 +88,13 @@ class LeftAlone:
 
     index, size = 0, 2
 
-    def gather(self, tensor):
+    def all_gather(self, tensor):
         return torch.stack([tensor, tensor])
 
-    def add_(self, tensor):
+    def all_reduce_(self, tensor):
         return tensor
 
-    def add_later(self, tensor):
+    def all_reduce_async(self, tensor):
         return lambda: None
 
 
@@ -133,7 +133,7 @@ def outcomes_of(student, teacher, batch, o, wanted, spans, dtype, path, top_of_p
             cut = [None if t is None else t[start:stop].clone() for t in (head.weight, head.bias, head.lora_b)]
             return head._replace(weight=cut[0], bias=cut[1], lora_b=cut[2])
 
-        mine = batch if batch.labels is None else batch._replace(labels=shard.own_labels(batch.labels))
+        mine = batch if batch.labels is None else batch._replace(labels=shard.local_labels(batch.labels))
         mine = mine._replace(top=top_of_parts or batch.top)
         step = fused_linear_divergence if path == "kernel" else reference_linear_divergence
         return step(

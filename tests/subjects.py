@@ -150,9 +150,9 @@ class Caches:
 
     def subject(self, kind):
         """One of CACHED."""
-        at_one = {"temperature": 1.0, "terms": KL_AND_LABELS["terms"]}
+        at_temperature_1 = {"temperature": 1.0, "terms": KL_AND_LABELS["terms"]}
         loss, settings = {
-            "bucket": (at_one, {"k": 8}),
+            "bucket": (at_temperature_1, {"k": 8}),
             "renormalize": (KL_AND_LABELS, {"k": 8, "tail": "renormalize"}),
             "sampled": (KL_AND_LABELS, {"k": 12, "tail": "sampled"}),
             "hidden": (TWO_TERMS, {"hidden": True}),

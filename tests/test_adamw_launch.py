@@ -8,7 +8,7 @@ from compile_for_gpu import compiled
 from distill_kernels.launch import interpreted
 from distill_kernels.optim import adamw_kernels, multi_tensor
 from distill_kernels.optim.adamw import BLOCK, FusedAdamW
-from distill_kernels.optim.multi_tensor import Launch
+from distill_kernels.optim.multi_tensor import CachedLauncher
 from helpers import assert_as_good_as_torch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,7 +55,7 @@ def set_gradients(params, step):
 
 
 def test_later_launches_go_to_the_compiled_kernel_with_addresses():
-    launch, kernel = Launch(), Kernel()
+    launch, kernel = CachedLauncher(), Kernel()
     first, second = torch.ones(4), torch.ones(8)
     launch(kernel, 3, "a", [first, second], (0.5, 7), num_warps=8)
     assert kernel.launches == [((3,), (first, second, 0.5, 7), {"num_warps": 8})]
@@ -99,7 +99,7 @@ def test_many_programs_are_counted_by_a_launch_of_their_own(monkeypatch):
     monkeypatch.setattr(adamw_kernels, "count_kernel", count)
     with interpreted():
         for programs, launches in ((4, 1), (5, 0)):
-            monkeypatch.setattr(adamw_kernels, "COUNTED_APART", programs)
+            monkeypatch.setattr(adamw_kernels, "OWN_COUNT_PROGRAMS", programs)
             params = make([(3 * BLOCK,), (16,)])
             set_gradients(params, 0)
             FusedAdamW(params, **SETTINGS).step()
@@ -149,7 +149,7 @@ def test_steps_counted_by_a_second_launch_are_the_same(kernel_device, monkeypatc
     shapes = [(5000,), (7,), (0,), ()]
     results = []
     for apart in (1, 10**9):
-        monkeypatch.setattr(adamw_kernels, "COUNTED_APART", apart)
+        monkeypatch.setattr(adamw_kernels, "OWN_COUNT_PROGRAMS", apart)
         params = make(shapes, kernel_device)
         optimizer = FusedAdamW(params, **SETTINGS, **settings)
         for step in range(6):
@@ -215,7 +215,7 @@ def test_hooks_and_closures_are_called(kernel_device):
 @pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.5, "skip_nonfinite": True}])
 @pytest.mark.parametrize("apart", [1, 10**9])
 def test_replays_in_a_cuda_graph_count_steps(settings, apart, monkeypatch):
-    monkeypatch.setattr(adamw_kernels, "COUNTED_APART", apart)
+    monkeypatch.setattr(adamw_kernels, "OWN_COUNT_PROGRAMS", apart)
     shapes = [(100_000,), (33, 7), (1,)]
     ours, eager = make(shapes, "cuda"), make(shapes, "cuda")
     optimizer, plain = FusedAdamW(ours, **SETTINGS, **settings), FusedAdamW(eager, **SETTINGS, **settings)
@@ -249,7 +249,7 @@ for dtype, settings in (
 ):
     p = torch.nn.Parameter(torch.ones(4096, dtype=dtype))
     p.grad = torch.ones_like(p)
-    for adamw_kernels.COUNTED_APART in (1, 10**9):
+    for adamw_kernels.OWN_COUNT_PROGRAMS in (1, 10**9):
         FusedAdamW([p], **settings).step()
 """
 

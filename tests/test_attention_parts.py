@@ -8,7 +8,7 @@ from distill_kernels.attention import flash, flash_backward
 from distill_kernels.attention.flash import flash_attention, forward_on_triton
 from distill_kernels.attention.flash_backward import backward_on_triton
 from distill_kernels.attention.operands import Masking
-from distill_kernels.attention.parts import MOST_PARTS, most_keys, part_count
+from distill_kernels.attention.parts import MAX_PARTS, max_keys, part_count
 from distill_kernels.attention.ranges import reference_mask
 from distill_kernels.attention.reference import reference_attention
 from distill_kernels.launch import cdiv
@@ -112,7 +112,7 @@ def test_few_programs_are_cut(kernel_device, monkeypatch, queries, keys, cut):
 @given(st.integers(1, 2000), st.integers(1, 300), st.integers(1, 300))
 def test_parts_fit_at_once_and_none_is_empty(programs, tiles, at_once):
     parts = part_count(programs, tiles, at_once)
-    assert 1 <= parts <= min(tiles, MOST_PARTS)
+    assert 1 <= parts <= min(tiles, MAX_PARTS)
     assert parts == 1 or parts * programs <= at_once
     assert all(tiles * (part + 1) // parts > tiles * part // parts for part in range(parts))
     if parts > 1:  # no fewer parts have the same longest one
@@ -139,8 +139,8 @@ def test_no_tile_sees_more_keys_than_counted(causal, window):
     queries, keys, tile = 40, 50, 8
     mask = reference_mask(queries, keys, causal, window)
     seen = [int(mask[at : at + tile].any(0).sum()) for at in range(0, queries, tile)]
-    assert max(seen) <= most_keys(tile, keys, causal, window)
-    assert window is None or max(seen) == most_keys(tile, keys, causal, window)  # so it is not just a large number
+    assert max(seen) <= max_keys(tile, keys, causal, window)
+    assert window is None or max(seen) == max_keys(tile, keys, causal, window)  # so it is not just a large number
 
 
 @pytest.mark.gpu

@@ -22,11 +22,11 @@ from distill_kernels.losses import linear, operands, terms
 from distill_kernels.losses.shards import VocabShard
 class One:  # of two ranks, whose collectives do nothing
     index, size = 1, 2
-    def gather(self, tensor): return torch.stack([tensor, tensor])
-    def add_(self, tensor): return tensor
-    def add_later(self, tensor): return lambda: None
+    def all_gather(self, tensor): return torch.stack([tensor, tensor])
+    def all_reduce_(self, tensor): return tensor
+    def all_reduce_async(self, tensor): return lambda: None
 def cut(objective, teacher, top, stats=True):
-    batch, wanted = operands.Batch(y, torch.ones(130), None, top), operands.Wanted(True, True, stats=stats)
+    batch, wanted = operands.Batch(y, torch.ones(130), None, top), operands.RequiredGrads(True, True, stats=stats)
     with torch.no_grad():
         linear.linear_divergence(
             operands.Head(x, w), teacher, batch, objective, wanted, vocab=1000, dtype=torch.bfloat16,
@@ -43,7 +43,7 @@ own = {"bias": t(1000), "softcap": 30.0, "logit_scale": 0.5, "valid_rows": torch
 ours.fused_log_probs(x, w, y, **own).sum().backward()
 ours.fused_log_probs(x.float().detach().requires_grad_(), w.float(), y).sum().backward()
 """,
-        {"_project_kernel", "_fold_rows_kernel", "_row_kernel", "_fold_kernel", "_scale_kernel"},
+        {"_project_kernel", "_row_normalisers_kernel", "_row_kernel", "_reduce_tiles_kernel", "_scale_kernel"},
     ),
     "losses of a cut vocabulary": (
         CUT_VOCABULARY
@@ -52,7 +52,7 @@ for kinds, temperature in (["forward_kl"], 1.0), (["jsd", "cross_entropy"], 2.0)
     objective = terms.make_objective([ours.LossTerm(kind, 1.0) for kind in kinds], temperature=temperature)
     cut(objective, operands.Head(x_t, w_t), None)
 """,
-        {"_fold_rows_kernel", "_row_kernel"},
+        {"_row_normalisers_kernel", "_row_kernel"},
     ),
     "other teachers of a cut vocabulary": (
         CUT_VOCABULARY
@@ -71,7 +71,7 @@ for objective in (plain, everything):
     for tail in ("bucket", "renormalize", "sampled"):
         cut(objective, None, TopK(ids, given, tail), stats=objective is everything)
 """,
-        {"_fold_top_k_kernel", "_top_k_kernel", "_mix_kernel", "_row_kernel"},
+        {"_top_k_normalisers_kernel", "_top_k_kernel", "_mix_kernel", "_row_kernel"},
     ),
     "linear layer of tiles": (
         """
@@ -94,7 +94,7 @@ gated._launch(x.detach(), w.detach()[:992], w[:992, 0].detach(), "gelu")
 two = [ours.TeacherHead(x_t, w_t, 0.7), ours.TeacherHead(x.detach(), w.detach(), 0.3, softcap=30.0)]
 ours.FusedDistillationLoss([ours.LossTerm("forward_kl", 1.0)], 2.0)(x, w, teachers=two, return_stats=True)[0].backward()
 """,
-        {"_fold_rows_kernel", "_mix_kernel", "_row_kernel"},
+        {"_row_normalisers_kernel", "_mix_kernel", "_row_kernel"},
     ),
     "top-k losses": (
         """
@@ -106,7 +106,7 @@ everything = ours.FusedTopKKLLoss(
 )
 everything(x, w, ids.long(), given, y, valid_rows=torch.arange(130), return_stats=True)[0].backward()
 """,
-        {"_fold_top_k_kernel", "_top_k_kernel"},
+        {"_top_k_normalisers_kernel", "_top_k_kernel"},
     ),
     "norms, and sums that start early": (
         """

@@ -4,8 +4,8 @@ import pytest
 import torch
 from distill_kernels.attention import decode
 from distill_kernels.attention.decode import (
-    Pace,
-    choose_pace,
+    DecodeConfig,
+    choose_decode_config,
     chunk_count,
     decode_attention,
     reference_decode_attention,
@@ -66,9 +66,9 @@ def test_options(kernel_device, dtype, options):
     check((3, 4, 2, 1, 150, 32), dtype, kernel_device, [150, 1, 77], **options)
 
 
-@pytest.mark.parametrize("pace", [Pace(256, 1, 4, 3), Pace(64, 4, 2, 3)], ids=str)
-def test_paces(kernel_device, monkeypatch, pace):
-    monkeypatch.setattr(decode, "choose_pace", lambda *_: pace)
+@pytest.mark.parametrize("config", [DecodeConfig(256, 1, 4, 3), DecodeConfig(64, 4, 2, 3)], ids=str)
+def test_other_launch_configs_give_the_same(kernel_device, monkeypatch, config):
+    monkeypatch.setattr(decode, "choose_decode_config", lambda *_: config)
     for options in ({}, {"window": 30}):
         check((2, 4, 2, 1, 600, 64), torch.bfloat16, kernel_device, [600, 70], **options)
 
@@ -77,12 +77,12 @@ def test_pace_follows_the_work():
     """Long steps where every multiprocessor has thousands of keys of 64 elements, and only there."""
     hopper = DeviceFacts(132, "sm_90", 227 << 10, 50 << 20, 80 << 30)
     small = DeviceFacts(132, "sm_89", 99 << 10, 50 << 20, 24 << 30)
-    assert choose_pace(64, 16, True, 8192, 64, hopper).keys == 256
-    assert choose_pace(64, 16, True, 4096, 32, hopper).keys == 64
-    assert choose_pace(64, 16, True, 8192, 64, small).keys == 64  # its shared memory does not hold long steps
-    for rows, narrow, heads in ((16, False, 64), (32, True, 64), (16, True, 512)):
-        assert choose_pace(64, rows, narrow, 8192, heads, hopper) == Pace(128)
-    assert choose_pace(128, 16, True, 8192, 64, hopper) == Pace(64)
+    assert choose_decode_config(64, 16, True, 8192, 64, hopper).keys == 256
+    assert choose_decode_config(64, 16, True, 4096, 32, hopper).keys == 64
+    assert choose_decode_config(64, 16, True, 8192, 64, small).keys == 64  # its shared memory does not hold long steps
+    for rows, low_precision, heads in ((16, False, 64), (32, True, 64), (16, True, 512)):
+        assert choose_decode_config(64, rows, low_precision, 8192, heads, hopper) == DecodeConfig(128)
+    assert choose_decode_config(128, 16, True, 8192, 64, hopper) == DecodeConfig(64)
 
 
 @pytest.mark.parametrize(*pairwise({"new": [1, 2, 5, 8, 16], "heads": [(1, 1), (8, 1), (6, 2)]}))

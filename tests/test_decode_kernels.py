@@ -6,7 +6,7 @@ import pytest
 import torch
 from distill_kernels.decoding import attention, product, tokens
 from distill_kernels.decoding import plan as plan_module
-from distill_kernels.decoding.plan import choose_plan, that_fits
+from distill_kernels.decoding.plan import choose_plan, fit_shared_memory
 from distill_kernels.decoding.rows import Scratch, Stream
 from distill_kernels.launch import FAMILIES, DeviceFacts
 from helpers import assert_as_good_as_torch, relative_error
@@ -58,7 +58,7 @@ def test_products(kernel_device, rows, kind, tile, dtype):
         product.reference_product(x.to(to), made._replace(weights=cast[0], biases=cast[1], norm=norm, up=up), out)
         return out
 
-    scratch = Scratch.of(*product.scratch_of(rows, made, tile), kernel_device)
+    scratch = Scratch.allocate(*product.scratch_of(rows, made, tile), kernel_device)
     scratch.parts.fill_(torch.nan)
     results = []
     for _ in range(2):
@@ -93,7 +93,7 @@ def test_attention(kernel_device, heads, kv_heads, size, window, normed, chunks,
         pytest.skip("for the interpreter")
     batch, slots, wide = 3, 40, torch.float64
     norms = (1 + 0.1 * drawn(kernel_device, dtype, size), 1 + 0.1 * drawn(kernel_device, dtype, size), 1e-6)
-    shape = attention.Heads(heads, kv_heads, size, size**-0.5, window, *(norms if normed else ()))
+    shape = attention.AttentionSpec(heads, kv_heads, size, size**-0.5, window, *(norms if normed else ()))
     rows = drawn(kernel_device, dtype, batch, (heads + 2 * kv_heads) * size)
     angles = torch.randn(slots, size // 2, device=kernel_device).repeat(1, 2)
     lengths = torch.tensor([1, 33, slots], device=kernel_device)
@@ -101,7 +101,7 @@ def test_attention(kernel_device, heads, kv_heads, size, window, normed, chunks,
     keys[1, 33:], values[1, 33:] = torch.nan, torch.nan  # slots that are not filled hold anything
 
     def run(to, how):
-        cached = attention.Cached(
+        cached = attention.LayerCache(
             keys.to(to, copy=True),
             values.to(to, copy=True),
             lengths,
@@ -114,11 +114,11 @@ def test_attention(kernel_device, heads, kv_heads, size, window, normed, chunks,
         newest = torch.arange(batch, device=kernel_device), lengths - 1
         return out, cached.keys[newest], cached.values[newest]
 
-    pace = attention.Pace(16, chunks)
-    scratch = Scratch.of(*attention.scratch_of(batch, shape, pace), kernel_device)
-    found, again = (run(dtype, lambda *args: attention.newest_attention(*args, scratch, pace)) for _ in range(2))
+    pace = attention.AttentionConfig(16, chunks)
+    scratch = Scratch.allocate(*attention.scratch_of(batch, shape, pace), kernel_device)
+    found, again = (run(dtype, lambda *args: attention.decode_step_attention(*args, scratch, pace)) for _ in range(2))
     assert all(map(torch.equal, found, again)) and not scratch.counters.any()
-    eager, exact = (run(to, attention.reference_newest_attention) for to in (dtype, wide))
+    eager, exact = (run(to, attention.reference_decode_step_attention) for to in (dtype, wide))
     for name, *three in zip(("out", "key", "value"), found, eager, exact, strict=True):
         assert_as_good_as_torch(*three, dtype, name)
 
@@ -139,7 +139,7 @@ def test_tokens_and_books(kernel_device, temperature, columns, dtype):
     number = torch.arange(batch, device=kernel_device)
 
     def books():
-        return tokens.Books(
+        return tokens.SequenceState(
             torch.zeros_like(number),
             number.clone(),
             torch.full_like(number, 3),
@@ -161,12 +161,12 @@ def test_tokens_and_books(kernel_device, temperature, columns, dtype):
     assert torch.equal(stream.x, weight[ours.token])
     assert relative_error(stream.squares[0], stream.x.double().pow(2).sum(1)) < 1e-5
     assert torch.equal(stream.scaled, stream_of(stream.x, norm, dtype).scaled)
-    found = tokens.TileScores.of(batch, columns, tile, kernel_device)
+    found = tokens.TileScores.allocate(batch, columns, tile, kernel_device)
     tokens.score_tokens(stream_of(x, norm, dtype), 1e-5, weight, draw, found, tile)
     tokens.finish_tokens(found, ours)
     assert torch.equal(ours.log_probs != 0, expected.log_probs != 0)
     assert relative_error(ours.log_probs, expected.log_probs) < (1e-5 if dtype == torch.float32 else 3e-3)
-    for name in set(tokens.Books._fields) - {"log_probs", "pad"}:
+    for name in set(tokens.SequenceState._fields) - {"log_probs", "pad"}:
         assert torch.equal(getattr(ours, name), getattr(expected, name)), name
 
 
@@ -188,7 +188,7 @@ def test_plans_fit_every_family(family, monkeypatch):
             of(middle, hidden, up=up),
             of(hidden, middle, adds=True),
         )
-        plan = choose_plan(rows, products, attention.Heads(heads, kv_heads, 64, 0.1), 4096, up.device)
+        plan = choose_plan(rows, products, attention.AttentionSpec(heads, kv_heads, 64, 0.1), 4096, up.device)
         for tile, gated in zip((*plan[:4], plan.head), (False, False, True, False, False), strict=True):
-            assert tile.inputs >= 16 and that_fits(tile, rows, dtype.itemsize, gated, facts) == tile
+            assert tile.inputs >= 16 and fit_shared_memory(tile, rows, dtype.itemsize, gated, facts) == tile
         assert 1 <= plan.attention.chunks <= 32

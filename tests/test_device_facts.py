@@ -52,7 +52,7 @@ def test_families(gpu, capability, family):
     facts = gpu(capability)
     assert facts.family == family_of(capability) == family
     assert facts.has_kernels == (family in FAMILIES)
-    assert facts.tma == facts.starts_early == (family in ("sm_90", "sm_100", "sm_120"))
+    assert facts.tma == facts.dependent_launch == (family in ("sm_90", "sm_100", "sm_120"))
     assert facts.fp8 == (family in ("sm_89", "sm_90", "sm_100", "sm_120"))
     assert facts.shared_bytes == 227 << 10, "what the driver says"
 
@@ -101,9 +101,9 @@ def test_attention_through_pointers(kernel_device, monkeypatch, size, options):
         return out, *torch.autograd.grad(out.square().sum(), tracked)
 
     family = launch.device_facts(kernel_device).family
-    by_descriptors = results()
+    uses_tma = results()
     monkeypatch.setitem(FAMILIES, family, FAMILIES[family]._replace(tma=False))
-    for one, other in zip(results(), by_descriptors, strict=True):
+    for one, other in zip(results(), uses_tma, strict=True):
         assert torch.equal(one, other)
 
 

@@ -8,7 +8,7 @@ from dense_loss import ALL_TERMS, dense_rows, softcap
 from distill_kernels import LossTerm, skew_kl
 from distill_kernels.losses.divergence import log_softmax, reference_rows
 from distill_kernels.losses.projection import TILE, Logits
-from distill_kernels.losses.rows import run_rows
+from distill_kernels.losses.rows import launch_row_loss
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats, make_objective
 from helpers import assert_as_good_as_torch, realistic_logits, relative_error
@@ -36,7 +36,7 @@ def run_kernel(z, z_teacher, objective, labels=None, row_scale=None, rows=None, 
     loss = torch.full((scale.shape[0],), nan, device=z.device)
     figures = torch.full((7, scale.shape[0]), nan, device=z.device) if stats else None
     grad = torch.full_like(z, nan, dtype=torch.float32) if gradient else None
-    run_rows(
+    launch_row_loss(
         relative_logits(z, objective.temperature),
         None if z_teacher is None else relative_logits(z_teacher, objective.temperature),
         objective,

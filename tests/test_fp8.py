@@ -91,9 +91,9 @@ def test_what_a_gated_mlp_makes_is_quantised_as_if_it_lay_in_memory(kernel_devic
     both = 3 * torch.randn(2, 5, 200, device=kernel_device).to(torch.bfloat16)
     gate, up = both[..., :96], both[..., 104:]  # rows apart
     expected = layer(glu(gate, up, activation))
-    assert torch.equal(layer.of_gated(gate, up, activation), expected)
-    assert torch.equal(layer.of_gated(gate.contiguous(), up, activation), expected)
-    assert layer.of_gated(gate[:0], up[:0], activation).shape == (0, 5, 48)
+    assert torch.equal(layer.forward_gated(gate, up, activation), expected)
+    assert torch.equal(layer.forward_gated(gate.contiguous(), up, activation), expected)
+    assert layer.forward_gated(gate[:0], up[:0], activation).shape == (0, 5, 48)
     for wrong, message in (
         ((gate, up[..., :64], activation), "up: expected torch.bfloat16"),
         ((gate, up.float(), activation), "up: expected torch.bfloat16"),
@@ -101,7 +101,7 @@ def test_what_a_gated_mlp_makes_is_quantised_as_if_it_lay_in_memory(kernel_devic
         ((gate.requires_grad_(), up, activation), "gate: expected no gradient"),
     ):
         with pytest.raises(ValueError, match=message):
-            layer.of_gated(*wrong)
+            layer.forward_gated(*wrong)
 
 
 @pytest.mark.parametrize("form", ["llama", "gemma"])

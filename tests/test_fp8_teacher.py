@@ -56,8 +56,8 @@ def test_a_patched_teacher_quantises_what_its_mlps_make(monkeypatch):
     teacher, ids = tiny_model(seed=1, hidden=64), torch.arange(12)[None]
     swap_linears_for_fp8(teacher)
     patch(teacher, "teacher", attention=None)
-    made, of_gated = [], Fp8Linear.of_gated
-    monkeypatch.setattr(Fp8Linear, "of_gated", lambda *args: made.append(args[3]) or of_gated(*args))
+    made, forward_gated = [], Fp8Linear.forward_gated
+    monkeypatch.setattr(Fp8Linear, "forward_gated", lambda *args: made.append(args[3]) or forward_gated(*args))
 
     def logits():
         made.clear()

@@ -7,7 +7,7 @@ from distill_kernels import launch
 from distill_kernels.launch import DeviceFacts
 from distill_kernels.layers.glu import reference_glu
 from distill_kernels.matmul import gated, tiled
-from distill_kernels.matmul.gated import choose_gated_tile, gated_linear, interleave_rows, joined_rows
+from distill_kernels.matmul.gated import choose_gated_tile, gated_linear, interleave_rows, joined_weight
 from distill_kernels.matmul.tiled import DEPTH, Tile
 from grids import pairwise
 from helpers import assert_as_good_as_torch
@@ -22,7 +22,7 @@ def draw(rows, outputs, inputs, dtype, device):
 
 
 def joined(gate, up):
-    weight = joined_rows(*interleave_rows(gate, up))
+    weight = joined_weight(*interleave_rows(gate, up))
     assert weight is not None
     return weight
 
@@ -71,10 +71,10 @@ def test_through_pointers(kernel_device, monkeypatch):
     """What families without TMA launch gives the same bits, at edges too."""
     x, gate, up, biases = draw(150, 72, 72, torch.bfloat16, kernel_device)
     weight = joined(gate, up)
-    by_descriptors = gated._launch(x, weight, in_turn(biases), "silu", SMALL)
+    uses_tma = gated._launch(x, weight, in_turn(biases), "silu", SMALL)
     family = launch.device_facts(kernel_device).family
     monkeypatch.setitem(launch.FAMILIES, family, launch.FAMILIES[family]._replace(tma=False))
-    assert torch.equal(gated._launch(x, weight, in_turn(biases), "silu", SMALL), by_descriptors)
+    assert torch.equal(gated._launch(x, weight, in_turn(biases), "silu", SMALL), uses_tma)
 
 
 def test_leading_dimensions_strides_and_no_rows(kernel_device):
@@ -104,11 +104,11 @@ def test_interleaved_weights_are_views_of_the_same_values():
     gate, up = torch.randn(6, 8), torch.randn(6, 8)
     a, b = interleave_rows(gate, up)
     assert torch.equal(a, gate) and torch.equal(b, up) and a.stride() == b.stride() == (16, 1)
-    whole = joined_rows(a, b)
+    whole = joined_weight(a, b)
     assert torch.equal(whole[0::2], gate) and torch.equal(whole[1::2], up) and whole.is_contiguous()
     assert whole.data_ptr() == a.data_ptr()
-    assert joined_rows(b, a) is None and joined_rows(gate, up) is None and joined_rows(a, b.clone()) is None
-    assert joined_rows(a[:3], b) is None and joined_rows(a, interleave_rows(gate, up)[1]) is None
+    assert joined_weight(b, a) is None and joined_weight(gate, up) is None and joined_weight(a, b.clone()) is None
+    assert joined_weight(a[:3], b) is None and joined_weight(a, interleave_rows(gate, up)[1]) is None
 
 
 def test_every_family_has_a_tile():

@@ -11,8 +11,8 @@ from distill_kernels.launch import FAMILIES, interpreted
 from distill_kernels.layers.glu import reference_glu, swiglu
 from distill_kernels.layers.rope import reference_rope, rope
 from distill_kernels.matmul.lora import lora_linears, reference_lora_linear
-from distill_kernels.matmul.shared_input import gradients_of, reference_shared_linear, shared_linear
-from distill_kernels.operands import side_by_side
+from distill_kernels.matmul.shared_input import gradient_slots, reference_shared_linear, shared_linear
+from distill_kernels.operands import adjacent_as_one
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from tiny import tiny_model
@@ -66,7 +66,7 @@ def test_gradients_come_to_lie_side_by_side():
     assert made == 4
     for got, right in zip(ours, exact, strict=True):
         torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-5 * float(right.detach().abs().max()))
-    assert side_by_side(ours[5:8]) is not None and side_by_side(ours[8:]) is not None
+    assert adjacent_as_one(ours[5:8]) is not None and adjacent_as_one(ours[8:]) is not None
 
 
 def test_places_are_given_once_and_only_to_siblings():
@@ -75,9 +75,9 @@ def test_places_are_given_once_and_only_to_siblings():
     other, _ = shared_linear(x, joined(8, 8), [None, None])
     apart, _ = shared_linear(x, [w.detach().clone().requires_grad_() for w in joined(8, 8)], [None, None])
     for outputs in ((gate, other), (apart,), (gate * 1.0, up), (x,)):
-        assert gradients_of(*outputs) is None
-    assert gradients_of(gate.view(3, 2, 4).transpose(0, 1), up) is not None
-    assert gradients_of(gate, up) is None
+        assert gradient_slots(*outputs) is None
+    assert gradient_slots(gate.view(3, 2, 4).transpose(0, 1), up) is not None
+    assert gradient_slots(gate, up) is None
 
 
 def test_an_output_that_is_used_twice():
@@ -106,8 +106,8 @@ def test_what_does_not_lie_side_by_side(change):
         "transposed": (first, torch.randn(16, 6).t()),
         "dtype": (first, second.detach().double()),
     }
-    assert side_by_side([first, second]).shape == (10, 16)
-    assert side_by_side(pairs[change]) is None
+    assert adjacent_as_one([first, second]).shape == (10, 16)
+    assert adjacent_as_one(pairs[change]) is None
 
 
 # ---- models
@@ -197,7 +197,7 @@ def test_an_optimizers_steps_and_files_are_those_of_separate_weights(tmp_path):
     optimizers[0].step()
     models[0].load_state_dict(models[1].state_dict())
     mlp = models[0].model.layers[0].mlp
-    assert torch.equal(side_by_side([mlp.gate_proj.weight, mlp.up_proj.weight])[:128], mlp.gate_proj.weight)
+    assert torch.equal(adjacent_as_one([mlp.gate_proj.weight, mlp.up_proj.weight])[:128], mlp.gate_proj.weight)
     assert torch.equal(mlp.up_proj.weight, models[1].model.layers[0].mlp.up_proj.weight)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from distill_kernels.attention.kv_cache import KVCache, put_newest
+from distill_kernels.attention.kv_cache import KVCache, write_newest
 from distill_kernels.attention.operands import Masking
 from distill_kernels.attention.reference import reference_attention
 from helpers import relative_error
@@ -56,13 +56,13 @@ def test_newest_positions_go_to_slots_of_their_own(kernel_device, size):
     keys, values = torch.zeros(2, batch, slots, heads, size, device=kernel_device)
     k, v = torch.randn(2, batch, heads, 1, size, device=kernel_device)
     k = k.transpose(1, 2).contiguous().transpose(1, 2)  # as a projection gives it
-    put_newest(keys, values, k, v, torch.tensor([1, 9, 4], device=kernel_device))
+    write_newest(keys, values, k, v, torch.tensor([1, 9, 4], device=kernel_device))
     for cached, new in ((keys, k), (values, v)):
         for sequence, slot in enumerate((0, 8, 3)):
             assert torch.equal(cached[sequence, slot], new[sequence, :, 0])
         assert int((cached != 0).sum()) == batch * heads * size
     with pytest.raises(ValueError, match="lengths"):
-        put_newest(keys, values, k, v, torch.tensor([1, 2], device=kernel_device))
+        write_newest(keys, values, k, v, torch.tensor([1, 2], device=kernel_device))
 
 
 def test_mistakes_are_named():

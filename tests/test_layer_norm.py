@@ -90,7 +90,7 @@ def test_statistics_are_kept_for_a_gradient_only(kernel_device):
 
 
 def test_sums_apart(kernel_device, monkeypatch):
-    monkeypatch.setattr(module, "SUMS_APART_FROM", 20)
+    monkeypatch.setattr(module, "SEPARATE_SUMS_FROM", 20)
     for rows, hidden in ((45, 33), (1, 300), (70, 256)):
         check_layer(layer_norm, torch_layer_norm, make(kernel_device, rows, hidden, torch.float32), torch.float32)
 

@@ -8,12 +8,12 @@ from dense_loss import ALL_TERMS, dense_rows, softcap
 from distill_kernels import LossTerm
 from distill_kernels.launch import interpreted
 from distill_kernels.losses import fused as fused_path
-from distill_kernels.losses.accumulate import add_product_
+from distill_kernels.losses.accumulate import add_transposed_matmul_
 from distill_kernels.losses.fused import fused_linear_divergence
 from distill_kernels.losses.linear import reference_linear_divergence, row_scales
-from distill_kernels.losses.operands import Batch, Head, Wanted
+from distill_kernels.losses.operands import Batch, Head, RequiredGrads
 from distill_kernels.losses.plan import plan_chunks
-from distill_kernels.losses.projection import TILE, fits_blocks
+from distill_kernels.losses.projection import TILE, fits_fused_projection
 from distill_kernels.losses.terms import make_objective
 from helpers import assert_as_good_as_torch, assert_as_promised, assert_parts, realistic_heads, relative_error
 
@@ -43,7 +43,7 @@ def fused(heads, terms, labels, scale, vocab, *, rows=None, wanted=None, biases=
     settings = {key: more.pop(key) for key in list(more) if key not in ("workspace",)}
     objective = make_objective(terms, **settings)
     teacher = Head(xt, wt, biases[1]) if objective.needs_teacher else None
-    wanted = wanted or Wanted(True, True, biases[0] is not None)
+    wanted = wanted or RequiredGrads(True, True, biases[0] is not None)
     return fused_linear_divergence(
         Head(x, w, biases[0]),
         teacher,
@@ -117,7 +117,7 @@ def test_full_size(device, rows, vocab):
         Head(xt, wt),
         Batch(labels, scale.double(), None),
         objective,
-        Wanted(True, True),
+        RequiredGrads(True, True),
         vocab=vocab,
         dtype=torch.float64,
         workspace=8 << 30,
@@ -168,7 +168,7 @@ def test_minus_infinity_in_a_bias_removes_a_token(kernel_device, path):
     x, w, xt, wt = heads
     student, teacher, objective = Head(x, w, biases[0]), Head(xt, wt, biases[1]), make_objective([KL])
     run = fused_linear_divergence if path == "fused" else reference_linear_divergence
-    arguments = (Batch(None, scale, None), objective, Wanted(True, True))
+    arguments = (Batch(None, scale, None), objective, RequiredGrads(True, True))
     outcome = run(student, teacher, *arguments, vocab=300, dtype=x.dtype)
     few = run(Head(x, w[256:]), Head(xt, wt[256:]), *arguments, vocab=44, dtype=x.dtype)
     assert relative_error(outcome.loss, few.loss) < 1e-5
@@ -180,7 +180,7 @@ def test_padded_vocabulary_gets_no_probability_and_no_gradient(kernel_device, pa
     heads, labels, scale = setup(kernel_device, 6, 300, torch.bfloat16)
     labels = labels % 280
     run = fused_linear_divergence if path == "fused" else reference_linear_divergence
-    arguments = (Batch(labels, scale, None), make_objective(MIXED), Wanted(True, True))
+    arguments = (Batch(labels, scale, None), make_objective(MIXED), RequiredGrads(True, True))
     x, w, xt, wt = heads
     cut = run(Head(x, w), Head(xt, wt), *arguments, vocab=280, dtype=x.dtype)
     bare = run(Head(x, w[:280]), Head(xt, wt[:280]), *arguments, vocab=280, dtype=x.dtype)
@@ -195,7 +195,7 @@ def test_valid_rows_give_the_same_as_ignored_labels(kernel_device, path):
     rows = (labels != -100).nonzero().squeeze(-1)
     run = fused_linear_divergence if path == "fused" else reference_linear_divergence
     x, w, xt, wt = heads
-    objective, wanted = make_objective(MIXED), Wanted(True, True, stats=True)
+    objective, wanted = make_objective(MIXED), RequiredGrads(True, True, stats=True)
     every, some = (
         run(Head(x, w), Head(xt, wt), Batch(labels, scale, r), objective, wanted, vocab=300, dtype=x.dtype)
         for r in (None, rows)
@@ -230,7 +230,7 @@ def test_lora_head(kernel_device, path):
         Head(xt, wt),
         Batch(labels, scale, None),
         make_objective(MIXED),
-        Wanted(hidden=True, lora_a=True, lora_b=True),
+        RequiredGrads(hidden=True, lora_a=True, lora_b=True),
         vocab=300,
         dtype=x.dtype,
     )
@@ -281,7 +281,7 @@ def test_several_groups_of_chunks_and_summing_in_fp32(kernel_device, monkeypatch
     many = fused(heads, [KL], labels, scale, 64, workspace=3 * 16 * 64 * 2)
     assert relative_error(many.loss, one.loss) < 1e-6 and relative_error(many.hidden, one.hidden) < 1e-5
     check(many, heads, [KL], labels, scale, 64, torch.bfloat16)
-    monkeypatch.setattr(planning, "MOST_ROUNDINGS", 0)
+    monkeypatch.setattr(planning, "MAX_16_BIT_GROUPS", 0)
     monkeypatch.setattr(planning, "CHUNK_ROWS", 16)
     wide = fused(heads, [KL], labels, scale, 64)
     exact = dense(heads, [KL], None, scale.double(), 64, torch.float64)[2]
@@ -292,16 +292,16 @@ def test_adding_a_product_rounds_once(kernel_device):
     shape = {"dtype": torch.bfloat16, "device": kernel_device}
     c, a, b = torch.randn(130, 264, **shape), torch.randn(70, 136, **shape)[:, :130], torch.randn(70, 264, **shape)
     exact = c.double() + a.double().T @ b.double()
-    ours = relative_error(add_product_(c.clone(), a, b), exact)
+    ours = relative_error(add_transposed_matmul_(c.clone(), a, b), exact)
     assert ours <= relative_error(exact.bfloat16(), exact) * 1.01
     odd = torch.randn(130, 7, **shape)  # no descriptor: the slower way, same result but for a rounding
     exact = odd.double() + a.double().T @ b[:, :7].double()
-    assert relative_error(add_product_(odd.clone(), a, b[:, :7]), exact) < 4e-3
+    assert relative_error(add_transposed_matmul_(odd.clone(), a, b[:, :7]), exact) < 4e-3
 
 
 def test_every_element_is_written_and_results_repeat_bitwise(kernel_device, monkeypatch):
     heads, labels, scale = setup(kernel_device, 70, 300, torch.bfloat16, ignored=(4,))
-    plain = fused(heads, MIXED, labels, scale, 300, wanted=Wanted(True, True, stats=True))
+    plain = fused(heads, MIXED, labels, scale, 300, wanted=RequiredGrads(True, True, stats=True))
     empty = torch.empty
 
     def poisoned(*args, **kwargs):
@@ -309,7 +309,7 @@ def test_every_element_is_written_and_results_repeat_bitwise(kernel_device, monk
         return made.fill_(float("nan")) if made.is_floating_point() else made
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    again = fused(heads, MIXED, labels, scale, 300, wanted=Wanted(True, True, stats=True))
+    again = fused(heads, MIXED, labels, scale, 300, wanted=RequiredGrads(True, True, stats=True))
     for one, other in ((plain.loss, again.loss), (plain.hidden, again.hidden), (plain.weight, again.weight)):
         assert torch.equal(one, other)
     for one, other in zip(plain.stats, again.stats, strict=True):
@@ -341,7 +341,7 @@ def test_cpu_products_find_numbers_beyond_the_ends_of_rows(monkeypatch, vocab, d
     monkeypatch.setattr(torch, "empty", poisoned)
     monkeypatch.setattr(torch, "mm", mm)
     student, teacher = Head(*heads[:2], None, *low), Head(*heads[2:])
-    wanted, batch = Wanted(True, True, lora_a=True, lora_b=True), Batch(labels, scale, None)
+    wanted, batch = RequiredGrads(True, True, lora_a=True, lora_b=True), Batch(labels, scale, None)
     with interpreted():
         fused_linear_divergence(
             student,
@@ -367,8 +367,8 @@ def test_strided_inputs(kernel_device):
         outcome = fused(inputs, [KL], labels, scale, 300)
         assert relative_error(outcome.loss, plain.loss) < 1e-3
         assert relative_error(outcome.weight, plain.weight) < 4e-3
-    assert fits_blocks(Head(views[0], views[1]), views[0])
-    assert not fits_blocks(Head(*transposed[:2]), transposed[0])
+    assert fits_fused_projection(Head(views[0], views[1]), views[0])
+    assert not fits_fused_projection(Head(*transposed[:2]), transposed[0])
 
 
 PLANS = [
@@ -401,12 +401,12 @@ def test_plans_cover_all_rows_within_their_buffer(rows, vocab, hidden, mib, mode
             assert used + (size if beside or models == 1 else 2 * size) <= plan.buffer_rows
             assert not beside or size <= beside
             used += size
-    assert plan.wide == (mib is None and len(plan.groups) > 8)
+    assert plan.accumulate_fp32 == (mib is None and len(plan.groups) > 8)
     if mib is not None:
         assert plan.buffer_rows * vocab * 2 <= max(mib << 20, 128 * models * vocab * 2)
 
 
 def test_the_plan_of_the_main_shape():
     plan = plan_chunks(8192, 128256, logit_bytes=2, models=2, weight_bytes=2 * 128256 * 2048, memory_bytes=140 << 30)
-    assert [sum(group) for group in plan.groups] == [4096, 4096] and not plan.wide
+    assert [sum(group) for group in plan.groups] == [4096, 4096] and not plan.accumulate_fp32
     assert plan_chunks(0, 8, logit_bytes=2, models=2, weight_bytes=1, memory_bytes=1 << 30).groups == ()

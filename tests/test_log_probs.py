@@ -9,7 +9,7 @@ from distill_kernels.losses import fused as fused_path
 from distill_kernels.losses import operator, projection
 from distill_kernels.losses import plan as planning
 from distill_kernels.losses.fused import fused_linear_divergence
-from distill_kernels.losses.operands import Batch, Head, Wanted
+from distill_kernels.losses.operands import Batch, Head, RequiredGrads
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import make_objective
 from grids import pairwise
@@ -21,7 +21,7 @@ PLAIN = {}
 CAPPED = {"student_logit_scale": 0.6, "student_softcap": 8.0}
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-2, "temperature": 2.0}  # hard labels' loss is of temperature 1
 EVERYTHING = CAPPED | SMOOTHED
-ALL = Wanted(True, True, True)
+ALL = RequiredGrads(True, True, True)
 
 
 def inputs(device, rows, vocab, dtype, hidden=32):
@@ -48,14 +48,14 @@ def ours(x, w, bias, labels, upstream, **more):
     leaves = [t.detach().requires_grad_() for t in (x, w, bias)]
     inputs = {name: more.pop(name) for name in ("valid_rows", "vocab_size") if name in more}
     counts, count = [], [0]
-    run_rows = fused_path.run_rows
+    launch_row_loss = fused_path.launch_row_loss
 
     def counted(*args, **kwargs):
         count[0] += 1
-        return run_rows(*args, **kwargs)
+        return launch_row_loss(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_path, "run_rows", counted)
+        patch.setattr(fused_path, "launch_row_loss", counted)
         loss = FusedDistillationLoss(HARD, reduction="none", **more)(
             *leaves[:2], labels=labels, student_bias=leaves[2], **inputs
         )
@@ -154,7 +154,7 @@ def test_what_counts_for_nothing_gets_nothing(kernel_device, descriptors):
     head, o = Head(x, w, bias), make_objective(HARD, **EVERYTHING)
     batch, how = Batch(labels, scale, None), {"vocab": 300, "dtype": x.dtype, "descriptors": descriptors}
     before = fused_linear_divergence(head, None, batch, o, ALL, **how)
-    lse = fused_linear_divergence(head, None, batch, o, Wanted(), **how).lse
+    lse = fused_linear_divergence(head, None, batch, o, RequiredGrads(), **how).lse
     after = fused_linear_divergence(head, None, batch._replace(lse=lse), o, ALL, **how)
     assert before.loss[2:6].isnan().all() and (after.hidden[[0, 7]] == 0).all()
     for one, other in zip(after.gradients[:3], before.gradients, strict=False):
@@ -168,7 +168,7 @@ def test_gradients_miss_by_their_own_rounding_alone(kernel_device, dtype):
     scale[labels == -100] = 0.0
     head, o, batch = Head(x, w, bias), make_objective(HARD), Batch(labels, scale, None)
     exact = dense(x, w, bias, labels, scale, torch.float64)[1:]
-    lse = fused_linear_divergence(head, None, batch, o, Wanted(), vocab=1000, dtype=dtype).lse
+    lse = fused_linear_divergence(head, None, batch, o, RequiredGrads(), vocab=1000, dtype=dtype).lse
     z = torch.nn.functional.linear(x.double(), w.double(), bias.double())
     assert relative_error(lse, z.logsumexp(-1)) < 1e-6
     g = 0.8 * (z.softmax(-1) - torch.nn.functional.one_hot(labels.clamp_min(0), 1000)) * scale.double()[:, None]
@@ -189,7 +189,7 @@ def test_gradients_are_not_stored_through_pointers_from_large_tiles(kernel_devic
     if kernel_device.type == "cuda":
         pytest.skip("of another family")
     monkeypatch.setitem(FAMILIES, INTERPRETER, FAMILIES[INTERPRETER]._replace(tma=False))
-    monkeypatch.setattr(projection, "fastest", lambda kernel, shape, ways, *_: ways[1])
+    monkeypatch.setattr(projection, "autotune", lambda kernel, shape, ways, *_: ways[1])
     fused, writes_gradients = projection._project_fused, []
 
     def project(*args):
@@ -230,9 +230,9 @@ def test_ranks_write_their_columns(kernel_device, spans):
         shard = VocabShard(ranks, spans)
         start, stop = spans[ranks.index]
         stop += PADDING * (stop == vocab and start < vocab)
-        head, batch = Head(x, w[start:stop], bias[start:stop]), Batch(shard.own_labels(labels), scale, rows)
+        head, batch = Head(x, w[start:stop], bias[start:stop]), Batch(shard.local_labels(labels), scale, rows)
         how = {"vocab": shard.columns, "dtype": x.dtype, "shard": shard}
-        lse = fused_linear_divergence(head, None, batch, o, Wanted(), **how).lse
+        lse = fused_linear_divergence(head, None, batch, o, RequiredGrads(), **how).lse
         return fused_linear_divergence(head, None, batch._replace(lse=lse), o, ALL, **how)
 
     parts = Turns(len(spans)).run(work)

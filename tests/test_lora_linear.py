@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from distill_kernels.matmul.lora import lora_linear, lora_linear_of, reference_lora_linear
+from distill_kernels.matmul.lora import lora_linear, lora_linear_recomputed, reference_lora_linear
 from grids import pairwise
 from helpers import assert_as_good_as_torch
 from peft import LoraConfig, get_peft_model
@@ -63,7 +63,7 @@ def test_an_input_made_again_gives_the_same(dtype, device):
     results = []
     for function in (
         lambda g, u, a, b: lora_linear(swiglu(g, u), w, c, a, b, 0.5),
-        lambda g, u, a, b: lora_linear_of(swiglu, (g, u), w, c, a, b, 0.5),
+        lambda g, u, a, b: lora_linear_recomputed(swiglu, (g, u), w, c, a, b, 0.5),
     ):
         leaves = [t.detach().clone().requires_grad_() for t in (gate, up, a, b)]
         out = function(*leaves)

@@ -19,10 +19,10 @@ from distill_kernels import (
     distillation_loss,
 )
 from distill_kernels.losses.fused import fused_linear_divergence
-from distill_kernels.losses.operands import Batch, Head, Wanted
+from distill_kernels.losses.operands import Batch, Head, RequiredGrads
 from distill_kernels.losses.terms import make_objective
 from distill_kernels.losses.topk_rows import TopK
-from distill_kernels.operands import rows_of
+from distill_kernels.operands import contiguous_rows
 from helpers import realistic_heads, relative_error
 
 N, V, K = 6, 40, 4
@@ -109,9 +109,13 @@ def test_an_upstream_gradient_and_the_compiled_call_may_be_strided(kernel_device
 
 def test_rows_of_copies_only_what_has_gaps():
     x = torch.arange(12.0).view(3, 4)
-    assert rows_of(x[0]).data_ptr() == x.data_ptr() and rows_of(x[:, :2]).stride() == (4, 1) and rows_of(None) is None
+    assert (
+        contiguous_rows(x[0]).data_ptr() == x.data_ptr()
+        and contiguous_rows(x[:, :2]).stride() == (4, 1)
+        and contiguous_rows(None) is None
+    )
     for view in (x[:, 1], x[0, ::2], x[0, :1].expand(5), x.t()):
-        assert rows_of(view).stride(-1) == 1 and torch.equal(rows_of(view), view)
+        assert contiguous_rows(view).stride(-1) == 1 and torch.equal(contiguous_rows(view), view)
 
 
 BAD = {
@@ -201,10 +205,10 @@ def test_what_a_gpu_may_not_look_at_is_not_a_number(kernel_device):
     """Kernels without the check before them: a label or id out of range spoils its row, and no other."""
     t = draw(kernel_device)
     scale, (label, token) = torch.ones(N, device=kernel_device), (torch.tensor(2**32 + 1), torch.tensor(V))
-    student, wanted = Head(t["x"], t["w"]), Wanted(True, True)
+    student, wanted = Head(t["x"], t["w"]), RequiredGrads(True, True)
     objective = make_objective(MIXED)
     t["labels"][2], t["ids"][2, 1] = label, token
-    run = functools.partial(fused_linear_divergence, wanted=wanted, vocab=V, dtype=torch.float32)
+    run = functools.partial(fused_linear_divergence, required=wanted, vocab=V, dtype=torch.float32)
     full = run(student, Head(t["xt"], t["wt"]), Batch(t["labels"], scale, None), objective)
     soft = make_objective(MIXED[:1])
     some = [
@@ -227,7 +231,7 @@ import importlib, os, torch
 from distill_kernels.losses import arguments
 for value in "10":
     os.environ["DISTILL_CHECK_VALUES"] = value
-    print(importlib.reload(arguments).may_look_at(torch.ones(1, device="meta")))
+    print(importlib.reload(arguments).can_check_values(torch.ones(1, device="meta")))
 """
     done = forked.run(["-c", code], cwd=tmp_path, env=forked.clean_environment())
     assert done.stdout.split() == ["True", "False"], done.stderr

@@ -9,7 +9,7 @@ import torch
 from distill_kernels.attention import decode, flash, flash_backward
 from distill_kernels.attention.flash import flash_attention
 from distill_kernels.attention.operands import tiles_of
-from distill_kernels.launch import FAMILIES, DeviceFacts, Launch, interpreted
+from distill_kernels.launch import FAMILIES, CachedLauncher, DeviceFacts, interpreted
 
 KERNELS = {
     flash: ["_forward_kernel"],
@@ -76,8 +76,8 @@ def test_prepared_launches_are_those_that_would_be_looked_up(family, monkeypatch
     kernels = []
     for module, names in KERNELS.items():
         monkeypatch.setattr(module, "device_facts", lambda device: facts)
-        for name in [name for name, value in vars(module).items() if isinstance(value, Launch)]:
-            monkeypatch.setattr(module, name, Launch())
+        for name in [name for name, value in vars(module).items() if isinstance(value, CachedLauncher)]:
+            monkeypatch.setattr(module, name, CachedLauncher())
         for name in names:
             kernels.append(Kernel(getattr(module, name)))
             monkeypatch.setattr(module, name, kernels[-1])
@@ -126,8 +126,8 @@ def test_a_descriptor_made_again_is_of_its_own_tensor():
 @pytest.mark.parametrize("layout", [0, 1])
 def test_later_launches_give_the_bits_of_the_first(layout, more, monkeypatch):
     for module in KERNELS:
-        for name in [name for name, value in vars(module).items() if isinstance(value, Launch)]:
-            monkeypatch.setattr(module, name, Launch())
+        for name in [name for name, value in vars(module).items() if isinstance(value, CachedLauncher)]:
+            monkeypatch.setattr(module, name, CachedLauncher())
 
     def results(seed):
         torch.manual_seed(seed)

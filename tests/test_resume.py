@@ -182,11 +182,13 @@ def test_a_resumed_run_launches_kernels_as_it_did(workplace, monkeypatch):
     (folder / "kernels.json").write_text('{"attention dq 64": "32 64 4 2"}')
     shutil.rmtree(folder / "checkpoint-4")
     (folder / "result.json").unlink()
-    monkeypatch.setattr(tuning, "_imposed", {})
-    impose = tuning.impose
-    monkeypatch.setattr(tuning, "impose", lambda choices: (impose(choices), imposed.append(dict(tuning._imposed))))
+    monkeypatch.setattr(tuning, "_preset", {})
+    impose = tuning.preset_choices
+    monkeypatch.setattr(
+        tuning, "preset_choices", lambda choices: (impose(choices), imposed.append(dict(tuning._preset)))
+    )
     monkeypatch.setattr(tuning, "_used", {"attention dq 64": "32 64 4 2", "logits 4096": "0 0 8 3"})
-    monkeypatch.setattr(tuning, "_record", [])
+    monkeypatch.setattr(tuning, "_record_path", [])
     assert resume() == 0
     assert imposed == [{"attention dq 64": "32 64 4 2"}]
-    assert tuning.read(folder / "kernels.json") == tuning._used
+    assert tuning.read_choices(folder / "kernels.json") == tuning._used

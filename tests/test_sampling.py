@@ -125,12 +125,12 @@ def test_the_step_of_decoding_compiles_for_sm_90():
     code = """
 import torch
 from distill_kernels.attention.decode import decode_attention
-from distill_kernels.attention.kv_cache import put_newest
+from distill_kernels.attention.kv_cache import write_newest
 from distill_kernels.sampling import sample_tokens
 z, n = torch.ones(4, 49152, dtype=torch.bfloat16), torch.ones(4, dtype=torch.int64)
 sample_tokens(z, n, n, 0.0), sample_tokens(z, n, n, 0.7)
 c, k = torch.ones(4, 128, 8, 64, dtype=torch.bfloat16), torch.ones(4, 8, 1, 64, dtype=torch.bfloat16)
-put_newest(c, c.clone(), k, k, n)
+write_newest(c, c.clone(), k, k, n)
 for starts in (None, n):
     q = torch.ones(4, 32, 1, 64, dtype=torch.bfloat16)
     decode_attention(q, c.transpose(1, 2), c.transpose(1, 2), n, starts=starts)

@@ -285,12 +285,12 @@ def test_a_later_group_of_the_same_name_is_asked_for_its_rows(monkeypatch):
         def __init__(self, group):
             self.group = group
 
-        def gather(self, own):
+        def all_gather(self, own):
             asked.append(self.group)
             return torch.stack([own, own])
 
     monkeypatch.setattr(sharded_heads, "Ranks", Ranks)
-    monkeypatch.setattr(sharded_heads, "group_named", lambda name: groups[0])
+    monkeypatch.setattr(sharded_heads, "process_group_by_name", lambda name: groups[0])
     weight = torch.ones(5, 2)
     assert [sharded_heads._row_counts(weight, "0") for _ in range(2)] == [[5, 5]] * 2 and asked == ["the first"]
     del groups[0]

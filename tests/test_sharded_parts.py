@@ -5,7 +5,7 @@ import torch
 from dense_loss import ALL_TERMS
 from distill_kernels import LossTerm
 from distill_kernels.losses.linear import linear_divergence, row_scales
-from distill_kernels.losses.operands import Batch, Head, Wanted
+from distill_kernels.losses.operands import Batch, Head, RequiredGrads
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import make_objective
 from helpers import no_syncs, realistic_heads
@@ -26,7 +26,7 @@ def whole_and_cut(device, dtype, terms, spans, *, path="kernel", rows=11, wanted
     if change is not None:
         student, teacher = change(student, teacher)
     o = make_objective(terms, **settings)
-    wanted = wanted or Wanted(True, True, student.bias is not None, stats=True)
+    wanted = wanted or RequiredGrads(True, True, student.bias is not None, stats=True)
     batch = Batch(labels, scale, rows)
     return outcomes_of(student, teacher, batch, o, wanted, spans, dtype, path)
 
@@ -73,7 +73,7 @@ def test_parts_of_a_lora_head(kernel_device, path):
         b = torch.randn(len(student.weight), 4, device=kernel_device).bfloat16()
         return student._replace(lora_a=a, lora_b=b, lora_scale=0.5), teacher
 
-    wanted = Wanted(hidden=True, lora_a=True, lora_b=True)
+    wanted = RequiredGrads(hidden=True, lora_a=True, lora_b=True)
     spans = SPANS["three, one without columns"]
     outcomes = whole_and_cut(kernel_device, torch.bfloat16, MIXED, spans, path=path, change=change, wanted=wanted)
     check_parts(*outcomes, torch.bfloat16)
@@ -89,7 +89,7 @@ def test_parts_of_equal_models_without_gradient(kernel_device, path, tied):
             weight[:150] *= 0.5
         return student._replace(weight=weight), Head(student.hidden, weight)
 
-    spans, wanted = ((0, 150), (150, 300)), Wanted(stats=True)
+    spans, wanted = ((0, 150), (150, 300)), RequiredGrads(stats=True)
     _, _, parts = whole_and_cut(kernel_device, torch.float32, MIXED[:2], spans, path=path, change=same, wanted=wanted)
     for part in parts:
         assert (part.loss == 0).all() and part.hidden is None
@@ -136,7 +136,7 @@ def test_no_host_sync_between_the_parts(device):
     shard = VocabShard(LeftAlone(), ((0, 1000), (1000, 2000)))
 
     def step():
-        wanted = Wanted(True, True, stats=True)
+        wanted = RequiredGrads(True, True, stats=True)
         heads = Head(x, w), Head(xt, wt)
         linear_divergence(*heads, batch, make_objective(MIXED), wanted, vocab=1000, dtype=torch.bfloat16, shard=shard)
 

@@ -10,7 +10,7 @@ from distill_kernels.losses import linear
 from distill_kernels.losses import plan as planning
 from distill_kernels.losses.linear import linear_divergence, row_scales
 from distill_kernels.losses.mixture import Mixture
-from distill_kernels.losses.operands import Batch, Head, Wanted
+from distill_kernels.losses.operands import Batch, Head, RequiredGrads
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import make_objective
 from distill_kernels.losses.topk_rows import TopK
@@ -58,7 +58,7 @@ def cut_top_k(
     chosen = (labels != -100).nonzero().squeeze(-1) if rows else None
     o = make_objective([LossTerm(f"{direction}_kl", 1.5), *([HARD] if hard else [])], **settings)
     batch = Batch(labels, scale, chosen, TopK(ids, logprobs, tail))
-    wanted = wanted or Wanted(True, True, student.bias is not None, stats=True)
+    wanted = wanted or RequiredGrads(True, True, student.bias is not None, stats=True)
     return outcomes_of(student, None, batch, o, wanted, spans, dtype, path, *more)
 
 
@@ -106,7 +106,7 @@ def test_parts_of_a_frozen_head_with_lora(kernel_device, path):
         b = torch.randn(len(student.weight), 4, device=kernel_device).bfloat16()
         return student._replace(lora_a=a, lora_b=b, lora_scale=0.5), ids, logprobs
 
-    wanted, spans = Wanted(hidden=True, lora_a=True, lora_b=True), SPANS["three, one without columns"]
+    wanted, spans = RequiredGrads(hidden=True, lora_a=True, lora_b=True), SPANS["three, one without columns"]
     outcomes = cut_top_k(
         kernel_device, torch.bfloat16, "reverse", "bucket", spans, path=path, change=change, wanted=wanted
     )
@@ -201,7 +201,7 @@ def test_figures_without_gradient_and_ids_outside(kernel_device, tail, path):
         SPANS["two"],
         path=path,
         change=change,
-        wanted=Wanted(stats=True),
+        wanted=RequiredGrads(stats=True),
         hard=True,
     )
     check_parts(alone, exact, parts, torch.float32)
@@ -223,7 +223,7 @@ def cut_mixture(device, dtype, terms, spans, *, path, count=2, wanted=None, chan
     )
     scale = row_scales(x, labels, None, None, None, ignore_index=-100, reduction="mean")
     chosen = (labels != -100).nonzero().squeeze(-1) if rows else None
-    wanted = wanted or Wanted(True, True, True, stats=True)
+    wanted = wanted or RequiredGrads(True, True, True, stats=True)
     o = make_objective(terms, **settings)
     return outcomes_of(student, mixture, Batch(labels, scale, chosen), o, wanted, spans, dtype, path)
 
@@ -320,7 +320,7 @@ def test_no_host_sync_between_the_parts(device, kind):
             mixture,
             batch,
             o,
-            Wanted(True, True, stats=True),
+            RequiredGrads(True, True, stats=True),
             vocab=1000,
             dtype=torch.bfloat16,
             shard=VocabShard(LeftAlone(), spans),

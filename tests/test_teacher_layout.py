@@ -18,7 +18,7 @@ from distill.models.teacher_layout import interleave
 from distill.recipe.models import Lora
 
 ROWS, WIDTH = 32, 64
-LEAST = gated.Least(WIDTH, ROWS)
+MIN_SIZES = gated.MinSize(WIDTH, ROWS)
 
 
 def model(dtype=torch.bfloat16, **changes):
@@ -65,7 +65,7 @@ def test_the_same_numbers_by_one_product_a_layer(products):
     report = patch(teacher, "teacher", attention=None)
     apart = logits(teacher)
     assert not products
-    report.swapped.update(interleave(teacher, LEAST))
+    report.swapped.update(interleave(teacher, MIN_SIZES))
     assert report.swapped["interleaved"] == 2 and "2 interleaved" in str(report)
     ours = logits(teacher)
     assert len(products) == 2
@@ -78,7 +78,7 @@ def test_the_same_numbers_by_one_product_a_layer(products):
 def test_no_second_copy_is_left(products):
     teacher = model()
     patch(teacher, "teacher", attention=None)
-    interleave(teacher, LEAST)
+    interleave(teacher, MIN_SIZES)
     for layer in teacher.model.layers:
         gate, up = layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight
         assert gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()
@@ -89,7 +89,7 @@ def test_few_rows_gradients_and_other_dtypes_take_the_usual_path(products):
     teacher = model()
     patch(teacher, "teacher", attention=None)
     few, many = logits(teacher, 8), logits(teacher)
-    interleave(teacher, LEAST)
+    interleave(teacher, MIN_SIZES)
     assert torch.equal(logits(teacher, 8), few)  # no other product, so no other rounding
     mlp, x = teacher.model.layers[0].mlp, torch.randn(1, ROWS, WIDTH, dtype=torch.bfloat16)
     mlp(x.requires_grad_(True)).float().sum().backward()
@@ -105,7 +105,7 @@ def test_what_happens_to_a_layer_later_is_heard(products, change):
     """One product would pass it over."""
     teacher = model()
     patch(teacher, "teacher", attention=None)
-    interleave(teacher, LEAST)
+    interleave(teacher, MIN_SIZES)
     asked, mlp = teacher, teacher.model.layers[0].mlp
     if change == "hook":
         mlp.gate_proj.register_forward_hook(lambda module, inputs, output: output * 0)
@@ -131,7 +131,7 @@ def test_what_is_copied_into_a_weight_is_used(products):
     """A running average writes into the teacher's weights."""
     teacher, other = model(), model(initializer_range=0.1)
     patch(teacher, "teacher", attention=None)
-    interleave(teacher, LEAST)
+    interleave(teacher, MIN_SIZES)
     with torch.no_grad():
         for own, new in zip(teacher.parameters(), other.parameters(), strict=True):
             own.copy_(new)
@@ -144,7 +144,7 @@ def test_unpatch_gives_weights_their_own_memory(products, tmp_path):
     teacher = model()
     before = fingerprint(teacher)
     patch(teacher, "teacher", attention=None)
-    interleave(teacher, LEAST)
+    interleave(teacher, MIN_SIZES)
     unpatch(teacher)
     save_file({name: p.detach() for name, p in teacher.model.layers.named_parameters()}, tmp_path / "weights")
     teacher.save_pretrained(tmp_path)
@@ -178,25 +178,25 @@ def test_where_it_is_off_a_line_says_why(products, caplog, change, count, reason
     patch(teacher, "teacher", attention=None)
     change(teacher)
     with caplog.at_level("DEBUG", logger=teacher_layout.__name__):
-        assert interleave(teacher, LEAST)["interleaved"] == count
+        assert interleave(teacher, MIN_SIZES)["interleaved"] == count
     assert (reason or "") in caplog.text and bool(caplog.text) == (reason is not None)
 
 
 def test_biases_leave_it_off(products):
     teacher = model(mlp_bias=True)
     patch(teacher, "teacher", attention=None)
-    assert not interleave(teacher, LEAST)
+    assert not interleave(teacher, MIN_SIZES)
 
 
 def test_off_unless_the_table_names_the_gpu(products, monkeypatch, caplog):
     teacher = model()
     patch(teacher, "teacher", attention=None)
     with caplog.at_level("DEBUG", logger=teacher_layout.__name__):
-        assert list(gated.LEAST) == ["sm_90"] and not interleave(teacher) and "not measured" in caplog.text
+        assert list(gated.MIN_SIZES) == ["sm_90"] and not interleave(teacher) and "not measured" in caplog.text
     assert teacher.model.layers[0].mlp.gate_proj.weight.is_contiguous()
-    monkeypatch.setitem(gated.LEAST, "interpreter", gated.Least(WIDTH + 1, ROWS))
+    monkeypatch.setitem(gated.MIN_SIZES, "interpreter", gated.MinSize(WIDTH + 1, ROWS))
     assert not interleave(teacher)
-    monkeypatch.setitem(gated.LEAST, "interpreter", LEAST)
+    monkeypatch.setitem(gated.MIN_SIZES, "interpreter", MIN_SIZES)
     assert interleave(teacher)["interleaved"] == 2
     logits(teacher, ROWS - 1)
     assert not products
@@ -206,7 +206,7 @@ def test_off_unless_the_table_names_the_gpu(products, monkeypatch, caplog):
 
 def test_a_model_that_is_not_patched_stays_as_it_is(products):
     teacher = model()
-    assert not interleave(teacher, LEAST) and teacher.model.layers[0].mlp.gate_proj.weight.is_contiguous()
+    assert not interleave(teacher, MIN_SIZES) and teacher.model.layers[0].mlp.gate_proj.weight.is_contiguous()
 
 
 @pytest.mark.gpu
@@ -226,7 +226,7 @@ def test_on_the_gpu():
     patch(teacher, "teacher")
     with torch.no_grad():
         apart, before = teacher(ids).logits.double(), torch.cuda.memory_allocated()
-        assert interleave(teacher, gated.Least(2048, 1024))["interleaved"] == 2
+        assert interleave(teacher, gated.MinSize(2048, 1024))["interleaved"] == 2
         assert torch.cuda.memory_allocated() == before
         ours = teacher(ids).logits.double()
         compiled = torch.compile(teacher.model.layers[0].mlp)

@@ -35,10 +35,10 @@ def test_tiles(kernel_device, tile):
 def test_through_pointers(kernel_device, monkeypatch):
     """What families without TMA launch gives the same bits, at edges too."""
     x, weight, bias = draw(150, 136, 136, torch.bfloat16, kernel_device)
-    by_descriptors = tiled._launch(x, weight, bias, TILES[3])
+    uses_tma = tiled._launch(x, weight, bias, TILES[3])
     family = launch.device_facts(kernel_device).family
     monkeypatch.setitem(launch.FAMILIES, family, launch.FAMILIES[family]._replace(tma=False))
-    assert torch.equal(tiled._launch(x, weight, bias, TILES[3]), by_descriptors)
+    assert torch.equal(tiled._launch(x, weight, bias, TILES[3]), uses_tma)
 
 
 def test_few_rows_leading_dimensions_and_strides(kernel_device):

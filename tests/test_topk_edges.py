@@ -76,9 +76,9 @@ def test_a_student_without_any_other_token(where):
 
 def test_teacher_temperature(device):
     (x, w, _), top, ids, _ = setup(torch.float32, device)
-    at_one = FusedTopKKLLoss(tail="renormalize", temperature=2.0, teacher_temperature=1.0)(x, w, ids, top)
+    at_temperature_1 = FusedTopKKLLoss(tail="renormalize", temperature=2.0, teacher_temperature=1.0)(x, w, ids, top)
     halved = FusedTopKKLLoss(tail="renormalize", temperature=2.0)(x, w, ids, top / 2)
-    torch.testing.assert_close(at_one, halved)
+    torch.testing.assert_close(at_temperature_1, halved)
 
 
 def test_teacher_temperature_of_16_bits(where):

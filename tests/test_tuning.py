@@ -6,11 +6,11 @@ from typing import NamedTuple
 import pytest
 import torch
 from distill_kernels import flash_attention, launch, tuning
-from distill_kernels.attention.operands import Tiles, around
+from distill_kernels.attention.operands import Tiles, neighbouring_tiles
 from distill_kernels.launch import FAMILIES, INTERPRETER
 from distill_kernels.losses import projection
 from distill_kernels.losses.operands import Head
-from distill_kernels.losses.projection import FOLD, Logits, Transform, ways_of
+from distill_kernels.losses.projection import CUBLAS, Logits, Transform, projection_candidates
 from forked import PIPE, Forked, clean_environment
 from helpers import relative_error
 
@@ -32,9 +32,9 @@ def clock(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("DISTILL_TUNE", raising=False)
     monkeypatch.setitem(FAMILIES, INTERPRETER, FAMILIES[INTERPRETER]._replace(measured=False))
-    for name in ("_used", "_imposed"):
+    for name in ("_used", "_preset"):
         monkeypatch.setattr(tuning, name, {})
-    monkeypatch.setattr(tuning, "_record", [])
+    monkeypatch.setattr(tuning, "_record_path", [])
 
     def timer(launches):
         timer.asked += 1
@@ -43,12 +43,12 @@ def clock(monkeypatch, tmp_path):
         return timer.times or [2.0, 1.0, *[3.0] * (len(launches) - 2)]
 
     timer.times, timer.asked = None, 0
-    monkeypatch.setattr(tuning, "milliseconds", timer)
+    monkeypatch.setattr(tuning, "median_milliseconds", timer)
     return timer
 
 
 def choose(shape=(64, 2048), ways=WAYS):
-    return tuning.fastest("attention dq", shape, ways, lambda way: None, CPU)
+    return tuning.autotune("attention dq", shape, ways, lambda way: None, CPU)
 
 
 def another_process(monkeypatch):
@@ -83,7 +83,7 @@ def test_a_file_that_holds_anything_else_is_ignored(clock, monkeypatch, text):
     tuning.cache_file(CPU).write_bytes(text.encode("latin1"))
     another_process(monkeypatch)
     assert choose() == WAYS[1] and clock.asked == 2
-    assert tuning.read(tuning.cache_file(CPU)) == {"attention dq 64 2048": "32 64 4 2"}
+    assert tuning.read_choices(tuning.cache_file(CPU)) == {"attention dq 64 2048": "32 64 4 2"}
 
 
 def test_what_turns_it_off(clock, monkeypatch):
@@ -98,7 +98,7 @@ def test_what_turns_it_off(clock, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     gpu = launch.device_facts(CPU)
     monkeypatch.setattr(tuning, "device_facts", lambda device: gpu)
-    assert tuning.fastest("attention dq", (64, 2048), WAYS, lambda way: None, torch.device("cuda", 0)) == WAYS[0]
+    assert tuning.autotune("attention dq", (64, 2048), WAYS, lambda way: None, torch.device("cuda", 0)) == WAYS[0]
     assert clock.asked == 0 and not tuning.cache_file(CPU).exists()
     assert choose() == WAYS[1], "nothing of this stays"
     torch.use_deterministic_algorithms(True)
@@ -120,7 +120,7 @@ def test_where_nothing_can_be_kept_nothing_is_timed(clock, monkeypatch, tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert choose() == choose() == WAYS[0] and clock.asked == 0
     assert [record.getMessage()[:48] for record in caplog.records] == [
-        "attention dq: nothing is timed, since it cannot b"[:48]
+        "attention dq: not autotuned, since the choice can"[:48]
     ]
 
 
@@ -137,12 +137,14 @@ def test_a_new_release_or_source_is_another_file(clock, monkeypatch):
 
 def test_a_run_records_its_choices_and_a_resumed_one_takes_them(clock, monkeypatch, tmp_path):
     path = tmp_path / "run" / "kernels.json"
-    tuning.record(path)
+    tuning.record_choices(path)
     assert not path.exists(), "nothing chosen yet"
     choose(), choose((128, 2048))
-    assert tuning.read(path) == tuning.read(tuning.cache_file(CPU)) and len(tuning.read(path)) == 2
+    assert (
+        tuning.read_choices(path) == tuning.read_choices(tuning.cache_file(CPU)) and len(tuning.read_choices(path)) == 2
+    )
     another_process(monkeypatch)
-    tuning.impose({"attention dq 64 2048": "32 64 8 2"})
+    tuning.preset_choices({"attention dq 64 2048": "32 64 8 2"})
     monkeypatch.setenv("DISTILL_TUNE", "0")
     assert choose() == WAYS[2], "what the run chose, whatever this machine would"
     assert choose((128, 2048)) == WAYS[0]
@@ -157,10 +159,10 @@ def timer(launches):
     print("timed", flush=True)
     time.sleep(0.3)
     return [random.random() for _ in launches]
-tuning.milliseconds = timer
+tuning.median_milliseconds = timer
 for shape in range(3):
     ways = tuple((i,) for i in range(8))
-    print(tuning.fastest("attention dq", (shape,), ways, print, torch.device("cpu")), flush=True)
+    print(tuning.autotune("attention dq", (shape,), ways, print, torch.device("cpu")), flush=True)
 """
 
 
@@ -176,7 +178,7 @@ def test_processes_that_begin_together_agree_and_time_once(clock, tmp_path):
 
 def test_tiles_around_one():
     for tile in (Tiles(64, 32, 4, 2), Tiles(128, 64, 8, 2), Tiles(32, 16, 4, 1)):
-        near = around(tile)
+        near = neighbouring_tiles(tile)
         assert near[0] == tile and 6 <= len(near) <= 10 and len(set(near)) == len(near)
         assert all(16 <= each.keys <= 128 and 16 <= each.queries <= 128 and each.stages for each in near)
 
@@ -193,7 +195,7 @@ def test_attention_times_its_tiles_and_agrees(kernel_device, clock):
 
     timed = results()
     assert clock.asked == 3
-    chosen = tuning.read(tuning.cache_file(CPU))
+    chosen = tuning.read_choices(tuning.cache_file(CPU))
     assert [key.split(" 16 ")[0] for key in chosen] == ["attention dk and dv", "attention dq", "attention forward"]
     FAMILIES[INTERPRETER] = FAMILIES[INTERPRETER]._replace(measured=True)
     for one, other in zip(timed, results(), strict=True):
@@ -205,8 +207,8 @@ def test_logits_time_both_ways(kernel_device, clock, monkeypatch):
     if kernel_device.type == "cuda":
         pytest.skip("a fake timer")
     monkeypatch.setitem(FAMILIES, INTERPRETER, FAMILIES[INTERPRETER]._replace(tma=False, measured=False))
-    ways = ways_of(launch.device_facts(CPU))
-    assert ways[0] == FOLD and 6 <= len(ways) <= 10
+    ways = projection_candidates(launch.device_facts(CPU))
+    assert ways[0] == CUBLAS and 6 <= len(ways) <= 10
     head = Head(torch.randn(20, 40).bfloat16(), torch.randn(300, 40).bfloat16())
     transform, made = Transform(1.0, 0.0, 1.0, False), []
     for place in range(2):

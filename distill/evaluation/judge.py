@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from distill_kernels.losses.divergence import log_softmax, top_token
+from distill_kernels.losses.divergence import log_softmax, unique_argmax
 from torch import nn
 
 from distill.core.eval_mode import eval_mode
@@ -159,8 +159,8 @@ def _figures(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor)
     def entropy(p: torch.Tensor) -> torch.Tensor:
         return -torch.where(p > -torch.inf, p.exp() * p, 0.0).sum(-1)
 
-    at, top = labels[:, None], top_token(student)
-    agreement = (top >= 0) & (top == top_token(teacher))
+    at, top = labels[:, None], unique_argmax(student)
+    agreement = (top >= 0) & (top == unique_argmax(teacher))
     return torch.stack(
         [
             kl(teacher, student), kl(student, teacher), agreement.float(),

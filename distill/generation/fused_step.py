@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from distill_kernels.decoding.plan import Plan
 from distill_kernels.decoding.product import MAX_ROWS
-from distill_kernels.decoding.tokens import Books, Draw, TileScores, finish_tokens, score_tokens
+from distill_kernels.decoding.tokens import Draw, SequenceState, TileScores, finish_tokens, score_tokens
 from distill_kernels.launch import LAUNCH_ERRORS
 from torch import nn
 from torch.nn import functional as F
@@ -86,13 +86,13 @@ class FusedStep:
         self.decoder = FusedDecoder(model, seats.cache, dtype, calls, plan)
         self.head, self.norm, self.dtype = find_head(model).linear, decoder_of(model).get_submodule("norm"), dtype
         self.seats, self.seeds, self.made = seats, seats.seeds, seats.made
-        self.books = Books(
+        self.books = SequenceState(
             seats.token, seats.made, seats.limits, seats.done, seats.ended, seats.cache.lengths, seats.answers,
             seats.log_probs, seats.column, ends, pad,
         )  # fmt: skip
         weight = self.head.get_parameter("weight")
         self.columns = min(len(weight), columns or len(weight))
-        self.scores = TileScores.of(seats.batch, self.columns, self.decoder.plan.head, weight.device)
+        self.scores = TileScores.allocate(seats.batch, self.columns, self.decoder.plan.head, weight.device)
 
     def __call__(self, sampling: Sampling) -> None:
         """One token of every sequence: see `DecodeLoop`."""

@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from distill_kernels.decoding.attention import Cached, Heads, newest_attention
+from distill_kernels.decoding.attention import AttentionSpec, LayerCache, decode_step_attention
 from distill_kernels.decoding.attention import scratch_of as attention_scratch
 from distill_kernels.decoding.plan import FASTER_ON, Plan, choose_plan
 from distill_kernels.decoding.product import MAX_ROWS, Product, multiply_rows, tiles_of
 from distill_kernels.decoding.product import scratch_of as product_scratch
 from distill_kernels.decoding.rows import Scratch, Stream
-from distill_kernels.decoding.tokens import Books, embed_tokens
+from distill_kernels.decoding.tokens import SequenceState, embed_tokens
 from distill_kernels.launch import device_facts, runs_on_triton
 from torch import nn
 from transformers import PreTrainedModel
@@ -181,7 +181,7 @@ class FusedDecoder:
         self.plan = plan or choose_plan(rows, products, heads, cache.slots, weight.device)
         needs = [product_scratch(rows, *each) for each in zip(products, self.plan[:4], strict=True)]
         needs.append(attention_scratch(rows, heads, self.plan.attention))
-        self.scratch = Scratch.of(max(n for n, _ in needs), max(n for _, n in needs), weight.device)
+        self.scratch = Scratch.allocate(max(n for n, _ in needs), max(n for _, n in needs), weight.device)
         self.qkv, self.middle = buffer(products.qkv.outputs), buffer(products.gate_up.outputs)
         self.attended = buffer(heads.heads * heads.size)
 
@@ -195,16 +195,16 @@ class FusedDecoder:
         """The weight of the norm before layer `number`, or after the last."""
         return self.norms[number].get_parameter("weight")
 
-    def _heads(self, layer: nn.Module) -> Heads:
+    def _heads(self, layer: nn.Module) -> AttentionSpec:
         attention, own = layer.get_submodule("self_attn"), dict(layer.get_submodule("self_attn").named_parameters())
         size, call = attention.head_dim, self.calls[attention]
         assert isinstance(size, int)
         heads, kv_heads = (own[f"{each}_proj.weight"].shape[0] // size for each in "qk")
         norms = [own.get(f"{each}_norm.weight") for each in "qk"]
         eps = 0.0 if norms[0] is None else epsilon(attention.get_submodule("q_norm"))
-        return Heads(heads, kv_heads, size, call.scaling, call.window, norms[0], norms[1], eps)
+        return AttentionSpec(heads, kv_heads, size, call.scaling, call.window, norms[0], norms[1], eps)
 
-    def embed(self, books: Books) -> None:
+    def embed(self, books: SequenceState) -> None:
         """Fill the stream with the embeddings of `books.token`; see `embed_tokens`."""
         embed_tokens(self.embedding.get_parameter("weight"), self._norm(0), self.first_stream, books)
 
@@ -213,9 +213,9 @@ class FusedDecoder:
         stream, (qkv, out, gate_up, down, pace, _) = self.first_stream, self.plan
         for number, (layer, kept) in enumerate(zip(self.own, self.cache.kept(), strict=True), 1):
             products, heads = _products(layer, self._norm(number)), self._heads(layer)
-            cached = Cached(*kept, self.cache.lengths, self.cos, self.sin)
+            cached = LayerCache(*kept, self.cache.lengths, self.cos, self.sin)
             multiply_rows(self.qkv, stream, products.qkv, self.scratch, qkv)
-            newest_attention(self.qkv, heads, cached, self.attended, self.scratch, pace)
+            decode_step_attention(self.qkv, heads, cached, self.attended, self.scratch, pace)
             multiply_rows(self.attended, self.middle_stream, products.out, self.scratch, out)
             multiply_rows(self.middle, self.middle_stream, products.gate_up, self.scratch, gate_up)
             multiply_rows(self.middle, self.stream, products.down, self.scratch, down)
@@ -256,7 +256,7 @@ def try_layers(model: nn.Module, dtype: torch.dtype, rows: int) -> dict[nn.Modul
         ).logits[:, -1].float()  # fmt: skip
         nobody = torch.zeros(rows, dtype=torch.bool, device=device)
         fused.embed(
-            Books(
+            SequenceState(
                 token[:, 0].contiguous(), lengths, lengths, nobody, nobody, lengths, ids, fused.stream.squares,
                 lengths[:1] * 0, lengths[:0], 0,
             )

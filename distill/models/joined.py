@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 from distill_kernels.launch import device_facts
-from distill_kernels.operands import side_by_side
+from distill_kernels.operands import adjacent_as_one
 from torch import nn
 
 from distill.models.head import bare
@@ -71,7 +71,7 @@ def join_siblings(model: nn.Module, *, trains: bool = False) -> int:
 
 def _join(parameters: Sequence[torch.Tensor]) -> bool:
     """Lay them after each other, where all are of one kind and each begins where a kernel may load 16 bytes at once."""
-    if side_by_side(parameters) is not None:
+    if adjacent_as_one(parameters) is not None:
         return True
     first = parameters[0]
     for p in parameters:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
-from distill_kernels.matmul.lora import lora_linear, lora_linear_of, lora_linears
+from distill_kernels.matmul.lora import lora_linear, lora_linear_recomputed, lora_linears
 from distill_kernels.matmul.siblings import SIBLINGS
-from distill_kernels.operands import side_by_side
+from distill_kernels.operands import adjacent_as_one
 from torch import nn
 
 from distill.models.shared_input import GROUP, SharedInput, sharing_forward
@@ -49,7 +49,7 @@ class SharedAdapters(SharedInput):
         parts = [_plain(layer, x) for layer in layers]
         plain = [part for part in parts if part is not None]
         bases = [base for base, *_ in plain]
-        if len(plain) < len(layers) or side_by_side(bases) is None or not torch.is_grad_enabled():
+        if len(plain) < len(layers) or adjacent_as_one(bases) is None or not torch.is_grad_enabled():
             return None
         if any(_has_own_forward(layer) for layer in layers) or len({(a.dtype, b.dtype) for *_, a, b, _ in plain}) > 1:
             return None
@@ -112,7 +112,7 @@ def down_of_gated(
     if ours and not hooked and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         weights = _plain(down, parts[0])
         if weights is not None and not _has_own_forward(down) and parts[0].dtype == weights[0].dtype:
-            return lora_linear_of(gated, parts, *weights)
+            return lora_linear_recomputed(gated, parts, *weights)
     return down(gated(*parts))
 
 

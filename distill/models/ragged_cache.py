@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from distill_kernels.attention.decode import decode_attention
 from distill_kernels.attention.flash import flash_attention
-from distill_kernels.attention.kv_cache import put_newest
+from distill_kernels.attention.kv_cache import write_newest
 from distill_kernels.launch import runs_on_triton
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -84,7 +84,7 @@ class RaggedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
         if (packed := self.owner.packed) is None:
-            put_newest(self.keys, self.values, key_states, value_states, self.owner.lengths)
+            write_newest(self.keys, self.values, key_states, value_states, self.owner.lengths)
             return self.keys.transpose(1, 2), self.values.transpose(1, 2)
         for kept, new in ((self.keys, key_states), (self.values, value_states)):
             tokens = new[0].transpose(0, 1).index_select(0, packed.source)

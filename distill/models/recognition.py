@@ -139,7 +139,7 @@ def gated_forward(names: tuple[str, str | None, str], activation: str) -> Callab
             return down_of_gated(down, lambda hidden: hidden, both, residual=residual)
         parts = [getattr(self, name)(x) for name in (gate_name, up_name) if name is not None]
         if type(down) is Fp8Linear and len(parts) == 2 and not (down._forward_hooks or down._forward_pre_hooks):
-            y = down.of_gated(parts[0], parts[1], activation)  # type: ignore[arg-type]
+            y = down.forward_gated(parts[0], parts[1], activation)  # type: ignore[arg-type]
             return y if residual is None else residual + y
         return down_of_gated(down, gated, *parts, residual=residual)
 

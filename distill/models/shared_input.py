@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 from distill_kernels.matmul.shared_input import shared_linear
 from distill_kernels.matmul.siblings import SIBLINGS, SiblingOutputs
-from distill_kernels.operands import side_by_side
+from distill_kernels.operands import adjacent_as_one
 from torch import nn
 
 GROUP = "_distill_shared_input"
@@ -60,7 +60,7 @@ class SharedInput:
         if any(type(t) not in PLAIN or t.device != x.device or not t.numel() for t in (x, *read)):
             return None
         trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *read))
-        able = not x.is_inference() if trained else side_by_side(weights) is not None
+        able = not x.is_inference() if trained else adjacent_as_one(weights) is not None
         if not able:
             return None
         outputs: dict[Hashable, torch.Tensor] = dict(zip(layers, shared_linear(x, weights, biases), strict=True))

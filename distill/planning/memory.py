@@ -202,7 +202,7 @@ def _workspace(situation: Situation, rows: int, columns: int, head_gradient: int
     logit = 4 if precision.compute == torch.float32 else 2
     plan = plan_chunks(
         rows, columns, logit_bytes=logit, models=models, weight_bytes=head_gradient,
-        memory_bytes=situation.memory_bytes, narrow_weight=narrow,
+        memory_bytes=situation.memory_bytes, weight_16_bit=narrow,
     )  # fmt: skip
     width = -(-columns // 64) * 64
     numbers = models * 2 * plan.chunk_rows * -(-columns // TILE) * 4

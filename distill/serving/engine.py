@@ -30,7 +30,7 @@ from distill.models.host_copy import HostCopy, to_device
 from distill.models.packed import keeps_apart
 from distill.recipe import Teacher as TeacherSection
 from distill.teachers.cache.encode import Encoding, encode, log_probabilities
-from distill.teachers.cache.settings import MOST_TOP_K, TAILS
+from distill.teachers.cache.settings import MAX_TOP_K, TAILS
 from distill.teachers.identity import model_name, teacher_identity
 from distill.teachers.model import LoadedTeacher
 from distill.teachers.server.wire import (
@@ -86,8 +86,8 @@ class Options(NamedTuple):
         allowed = hidden if self.top_k is None else ("auto", "float16", "float32")
         if not 0 < columns <= rows:
             raise WireError(f"columns: expected 1 to {rows}, got {columns}")
-        if self.top_k is not None and not 0 < self.top_k <= min(MOST_TOP_K, columns):
-            raise WireError(f"top_k: expected 1 to {min(MOST_TOP_K, columns)}, got {self.top_k}")
+        if self.top_k is not None and not 0 < self.top_k <= min(MAX_TOP_K, columns):
+            raise WireError(f"top_k: expected 1 to {min(MAX_TOP_K, columns)}, got {self.top_k}")
         if self.tail not in TAILS:
             raise WireError(f"tail: expected one of {', '.join(TAILS)}")
         if not 1e-3 <= self.temperature <= 1e3:
@@ -183,7 +183,7 @@ class Engine:
             str(self.weights.weight.dtype).removeprefix("torch."), section.held, rows, width, head_hash(self.head),
             self.transform.scale, self.transform.softcap, None if tokenizer is None else tokenizer_hash(tokenizer),
             template, hashlib.sha256(json.dumps(self.files, sort_keys=True).encode()).hexdigest(),
-            {"tokens": most_tokens, "document": longest, "top_k": MOST_TOP_K,
+            {"tokens": most_tokens, "document": longest, "top_k": MAX_TOP_K,
              "logits": max(LOGITS_BYTES // (4 * rows), 1)},
             {"device": str(self.device), **environment(), "fp8_kl": self._fp8_cost(tokenizer, longest or 256)},
         )  # fmt: skip

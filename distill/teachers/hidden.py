@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from distill_kernels import FusedDistillationLoss, LossTerm
-from distill_kernels.losses.divergence import top_token
+from distill_kernels.losses.divergence import unique_argmax
 from torch import nn
 
 from distill.models.head import HeadWeights, LogitTransform, aligned, find_head, whole
@@ -85,7 +85,7 @@ class FusedFormat(TargetFormat):
     def likeliest(
         self, targets: Targets, rows: torch.Tensor, most: int
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
-        return {"": (rows[:most], top_token(self.scores(targets, rows[:most])))}
+        return {"": (rows[:most], unique_argmax(self.scores(targets, rows[:most])))}
 
     @torch.no_grad()
     def overlap(self, pairing: Pairing, call: HeadCall, rows: torch.Tensor) -> dict[str, torch.Tensor]:

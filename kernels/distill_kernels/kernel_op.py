@@ -1,4 +1,4 @@
-"""One kernel, three ways in: a plain launch, an autograd function, and an op that PyTorch's tracers see.
+"""Registration of a kernel as a custom op, with a plain launch and an autograd function for eager calls.
 
 A `torch.library.custom_op` is what `torch.compile`, fake tensors and dispatch modes need, and costs 10 to 13
 microseconds of host time a call, more than many layers run for. `KernelOp` registers it, and sends an eager call on
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from distill_kernels.launch import runs_on_triton
-from distill_kernels.operands import check_tensor, differentiable_once, own_output
+from distill_kernels.operands import check_tensor, differentiable_once, non_view_output
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,8 +57,8 @@ class KernelOp:
         self.traced = getattr(torch.ops.distill, name).default
 
     def __call__(self, *args: Any) -> Any:
-        """Launch on plain tensors; go through the dispatcher for subclasses, dispatch modes and traces."""
-        if not takes_shortcut(*args):
+        """CachedLauncher on plain tensors; go through the dispatcher for subclasses, dispatch modes and traces."""
+        if not can_skip_dispatcher(*args):
             return self.traced(*args)
         if self.function is not None and torch.is_grad_enabled():
             for arg in args:
@@ -67,8 +67,8 @@ class KernelOp:
         return self.launch(*args)
 
 
-def takes_shortcut(*args: Any) -> bool:
-    """Whether an eager call on these arguments needs nothing of the dispatcher."""
+def can_skip_dispatcher(*args: Any) -> bool:
+    """Return whether an eager call on these arguments may skip the dispatcher."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return False
     return all(type(arg) in _PLAIN or not isinstance(arg, torch.Tensor) for arg in args)
@@ -79,7 +79,7 @@ def _eager_function(
 ) -> type[torch.autograd.Function]:
     def forward(ctx: Any, *args: Any) -> Any:
         output = launch(*args)
-        output = own_output(output) if isinstance(output, torch.Tensor) else tuple(map(own_output, output))
+        output = non_view_output(output) if isinstance(output, torch.Tensor) else tuple(map(non_view_output, output))
         setup_context(ctx, args, output)
         return output
 
@@ -88,7 +88,7 @@ def _eager_function(
     return type(f"Eager_{name}", (torch.autograd.Function,), methods)
 
 
-class _Once(torch.autograd.Function):
+class _ForbidDoubleBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.detach()  # the same memory and version; what views it could not be written to in place
@@ -99,13 +99,13 @@ class _Once(torch.autograd.Function):
         return upstream
 
 
-def as_from_kernel(output: torch.Tensor) -> torch.Tensor:
-    """A reference's `output`, which refuses to be differentiated twice as a kernel's does."""
-    return _Once.apply(output) if output.requires_grad else output
+def forbid_double_backward(output: torch.Tensor) -> torch.Tensor:
+    """Return a reference's `output` so that differentiating it twice raises, as for a kernel's output."""
+    return _ForbidDoubleBackward.apply(output) if output.requires_grad else output
 
 
 def check_tensors(**tensors: torch.Tensor | None) -> None:
-    """`check_tensor` of each, and that they lie on one device; None is left out."""
+    """Check each tensor with `check_tensor`, and that all are on one device; None is skipped."""
     device = None
     for name, tensor in tensors.items():
         if tensor is None:
@@ -116,11 +116,11 @@ def check_tensors(**tensors: torch.Tensor | None) -> None:
             raise ValueError(f"{name}: expected on {device} as {next(iter(tensors))}, got {tensor.device}")
 
 
-def inference_only(**tensors: torch.Tensor | None) -> None:
-    """Refuse tensors whose gradient somebody waits for, for an op that has none to give; None is left out.
+def check_no_gradients(**tensors: torch.Tensor | None) -> None:
+    """Check that no tensor requires a gradient, for an inference-only op; None is skipped.
 
     Raises:
-        ValueError: Where gradients are recorded and a tensor asks for one.
+        ValueError: Where gradients are recorded and a tensor requires one.
     """
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
@@ -131,7 +131,7 @@ def inference_only(**tensors: torch.Tensor | None) -> None:
 
 
 def check_floats(**tensors: torch.Tensor | None) -> None:
-    """Refuse operands that no kernel takes, on a CPU as on a GPU; None is left out.
+    """Check that operands have dtypes that the kernels compute in; None is skipped.
 
     Raises:
         ValueError: For what `check_tensors` refuses, and dtypes that are not computed in: anything but fp32, bf16

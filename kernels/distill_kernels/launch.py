@@ -1,10 +1,10 @@
-"""Where kernels run and how they are launched: device facts, block sizes, and the one place that imports triton.
+"""Kernel launching: device facts, block sizes, and the only import of triton.
 
 `import distill_kernels` must work where triton is not installed (macOS, Windows), so kernel files take `triton` and
 `tl` from here; without triton, decorating a kernel works and calling it raises.
 
-A CUDA tensor runs a Triton kernel, a CPU tensor the PyTorch reference beside it. Tests put the same kernels on CPU
-tensors through Triton's interpreter by `with interpreted():`.
+A CUDA tensor runs a Triton kernel, a CPU tensor the PyTorch reference in the same file. Tests run the kernels on
+CPU tensors through Triton's interpreter by `with interpreted():`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     HAS_TRITON = True
-    LAUNCH_ERRORS: tuple[type[Exception], ...] = (triton.errors.TritonError, RuntimeError)  # of what does not compile
+    LAUNCH_ERRORS: tuple[type[Exception], ...] = (triton.errors.TritonError, RuntimeError)  # failed compilations
 
     @constexpr_function
     def has_ptx() -> bool:
-        """In a kernel: whether it is compiled for an NVIDIA GPU, and may hold lines of PTX."""
+        """Return, inside a kernel, whether it is compiled for an NVIDIA GPU and may hold inline PTX."""
         return not triton.knobs.runtime.interpret and bool(is_cuda())
 
 except ImportError:
@@ -39,7 +39,7 @@ except ImportError:
     LAUNCH_ERRORS = (RuntimeError,)
 
     class _MissingTriton:
-        """Stands for triton where it is not installed: decorators keep the function, everything else raises on use."""
+        """Placeholder for a missing triton: decorators keep the function, everything else raises on use."""
 
         def __getattr__(self, name: str) -> typing.Any:
             if name in ("jit", "autotune", "heuristics"):
@@ -55,7 +55,7 @@ except ImportError:
 
 _log = logging.getLogger(__name__)
 _interpreting = False
-KINDS = 4096  # of launches that a kernel keeps
+MAX_CACHED_LAUNCHES = 4096  # specializations that a `CachedLauncher` holds before it starts over
 
 
 @contextlib.contextmanager
@@ -70,15 +70,15 @@ def interpreted() -> Iterator[None]:
 
 
 class Family(NamedTuple):
-    """What the GPUs of one architecture share.
+    """Properties that the GPUs of one architecture share.
 
     Attributes:
         shared_bytes: The most shared memory that a program may take.
-        tma: Whether an engine copies tiles by descriptors. (Elsewhere they are loaded through pointers.)
-        warpgroups: Whether products read their operands from shared memory and leave the registers to sums.
-        fp8: Whether there are products of e4m3 (the form without infinities).
+        tma: Tiles are copied by tensor descriptors (TMA); elsewhere they are loaded through pointers.
+        warpgroups: Matrix instructions read operands from shared memory and leave the registers to accumulators.
+        fp8: There are matrix instructions for e4m3 (the form without infinities).
         warp_size: Threads of a warp.
-        measured: Whether tables were read off sweeps on such a GPU. Elsewhere launches are timed once (tuning.py).
+        measured: Tables of launch shapes were measured on such a GPU. Elsewhere launches are timed once (tuning.py).
     """
 
     shared_bytes: int
@@ -100,7 +100,7 @@ FAMILIES = {
     "gfx942": Family(64 << 10, warp_size=64),  # CDNA 3: MI300
     INTERPRETER: Family(99 << 10, tma=True, warpgroups=True, fp8=True, measured=True),
 }
-_OF_CAPABILITY = {
+FAMILY_BY_CAPABILITY = {
     (8, 0): "sm_80",
     (8, 6): "sm_86",
     (8, 7): "sm_86",
@@ -115,13 +115,13 @@ OLDER, UNKNOWN = "older", "unknown"  # no kernel is launched there
 
 
 class DeviceFacts(NamedTuple):
-    """What launch decisions depend on: no kernel's file asks for a compute capability.
+    """Device properties that launch decisions depend on, in place of compute capabilities.
 
     Attributes:
-        multiprocessors: Of the device.
+        multiprocessors: Number of streaming multiprocessors.
         family: A key of `FAMILIES`, or `OLDER` or `UNKNOWN`.
         shared_bytes: The most shared memory that a program may take.
-        l2_bytes, memory_bytes: Of the device.
+        l2_bytes, memory_bytes: Sizes of the L2 cache and of the device memory.
     """
 
     multiprocessors: int
@@ -132,45 +132,50 @@ class DeviceFacts(NamedTuple):
 
     @property
     def has_kernels(self) -> bool:
-        """Whether Triton kernels are launched there; elsewhere the PyTorch references run."""
+        """True where Triton kernels are launched; elsewhere the PyTorch references run."""
         return self.family in FAMILIES
 
     @property
     def tma(self) -> bool:
+        """True where tiles are copied by tensor descriptors (TMA)."""
         return self.has_kernels and FAMILIES[self.family].tma
 
     @property
     def warpgroups(self) -> bool:
+        """True where matrix instructions read operands from shared memory (WGMMA, tcgen05)."""
         return self.has_kernels and FAMILIES[self.family].warpgroups
 
     @property
     def fp8(self) -> bool:
+        """True where there are matrix instructions for e4m3."""
         return self.has_kernels and FAMILIES[self.family].fp8
 
     @property
     def warp_size(self) -> int:
+        """Threads of a warp."""
         return FAMILIES[self.family].warp_size if self.has_kernels else 32
 
     @property
     def measured(self) -> bool:
+        """True where tables of launch shapes were measured on such a GPU."""
         return self.has_kernels and FAMILIES[self.family].measured
 
     @property
-    def starts_early(self) -> bool:
-        """Whether a kernel can be started while the one before it ends: griddepcontrol, NVIDIA from Hopper on."""
+    def dependent_launch(self) -> bool:
+        """True where a kernel may start before the previous one ends (programmatic dependent launch, from Hopper)."""
         return self.tma and self.family != INTERPRETER
 
 
 def family_of(capability: tuple[int, int], gcn: str | None = None) -> str:
-    """The family of an NVIDIA GPU by its compute capability; of an AMD GPU by its architecture's name `gcn`."""
+    """Return the family of an NVIDIA GPU by its compute capability, of an AMD GPU by its architecture name `gcn`."""
     if gcn is not None:
         name = gcn.split(":")[0]
         return name if name in FAMILIES else UNKNOWN
-    return _OF_CAPABILITY.get(capability, OLDER if capability < (8, 0) else UNKNOWN)
+    return FAMILY_BY_CAPABILITY.get(capability, OLDER if capability < (8, 0) else UNKNOWN)
 
 
 def forced_family() -> str | None:
-    """The family of which DISTILL_FAMILY says that its paths are to be taken, on another GPU: for tests.
+    """Return the family that the environment variable DISTILL_FAMILY selects in place of the GPU's own, for tests.
 
     Raises:
         ValueError: If there is no such family.
@@ -199,7 +204,7 @@ def _cuda_facts(index: int) -> DeviceFacts:
 
 
 def device_facts(device: torch.device) -> DeviceFacts:
-    """Facts of a CUDA device, read once; of the CPU, small stand-ins that keep interpreted launches short."""
+    """Return the facts of a CUDA device, read once; for the CPU, small values that keep interpreted launches short."""
     if device.type != "cuda":
         return DeviceFacts(4, INTERPRETER, FAMILIES[INTERPRETER].shared_bytes, 32 << 20, 8 << 30)
     return _cuda_facts(torch.cuda.current_device() if device.index is None else device.index)
@@ -211,26 +216,26 @@ def _has_kernels(index: int) -> bool:
 
 
 def runs_on_triton(tensor: torch.Tensor) -> bool:
-    """True where `tensor` is served by a Triton kernel, False where by the PyTorch reference."""
+    """Return whether a Triton kernel computes on `tensor`, rather than the PyTorch reference."""
     return _interpreting or (tensor.is_cuda and _has_kernels(tensor.get_device()))
 
 
 def cdiv(a: int, b: int) -> int:
-    """`a / b`, rounded up."""
+    """Return `a / b`, rounded up."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least `n` (and at least 1)."""
+    """Return the smallest power of two that is at least `n` (and at least 1)."""
     return 1 << max(n - 1, 0).bit_length()
 
 
-class Launch:
-    """Launches of one kernel: of each kind, from the second on, past Triton's look-up by argument types.
+class CachedLauncher:
+    """Launcher of one kernel that bypasses Triton's look-up by argument types from the second launch on.
 
-    The compiled kernel is called as Triton's own tutorial on fused softmax calls one. Only what the look-up would not
-    tell apart may differ between launches of the same `kinds`: values of floats, addresses that are multiples of 16 or
-    not as before, never types, other numbers or constants.
+    The compiled kernel is called as in Triton's tutorial on fused softmax. Launches of the same `specialization` may
+    differ only in what the look-up does not distinguish: values of floats, and addresses of the same divisibility
+    by 16; never in types, integers or constants.
     """
 
     def __init__(self) -> None:
@@ -241,26 +246,26 @@ class Launch:
         self,
         kernel: typing.Any,
         grid: int | tuple[int, int, int],
-        kinds: typing.Any,
+        specialization: typing.Any,
         tensors: Sequence[torch.Tensor],
-        others: Sequence[typing.Any],
+        arguments: Sequence[typing.Any],
         **options: typing.Any,
     ) -> None:
-        """Launch `kernel` with `tensors` and then `others`, which hold every constant in the signature's order."""
-        kinds = (kinds, grid, torch.cuda.current_device() if torch.cuda.is_initialized() else None)
-        runner = self._runners.get(kinds)
+        """Launch `kernel` with `tensors` and then `arguments`, which hold every constant in the signature's order."""
+        specialization = (specialization, grid, torch.cuda.current_device() if torch.cuda.is_initialized() else None)
+        runner = self._runners.get(specialization)
         if runner is not None:
-            runner(*map(torch.Tensor.data_ptr, tensors), *others)
+            runner(*map(torch.Tensor.data_ptr, tensors), *arguments)
             return
-        before = self._compiled.pop(kinds, None)
-        if before is not None:  # and no other thread has taken it
+        compiled_before = self._compiled.pop(specialization, None)
+        if compiled_before is not None:  # and no other thread has taken it
             whole = grid if isinstance(grid, tuple) else (grid, 1, 1)
-            self._runners[kinds] = before[whole]
-            self(kernel, grid, kinds[0], tensors, others)
+            self._runners[specialization] = compiled_before[whole]
+            self(kernel, grid, specialization[0], tensors, arguments)
             return
-        if len(self._runners) + len(self._compiled) >= KINDS:  # shapes that are new with every batch
+        if len(self._runners) + len(self._compiled) >= MAX_CACHED_LAUNCHES:  # shapes that are new with every batch
             self._runners.clear()
             self._compiled.clear()
-        compiled = kernel[grid if isinstance(grid, tuple) else (grid,)](*tensors, *others, **options)
+        compiled = kernel[grid if isinstance(grid, tuple) else (grid,)](*tensors, *arguments, **options)
         if compiled is not None:  # as the interpreter's is
-            self._compiled[kinds] = compiled
+            self._compiled[specialization] = compiled

@@ -1,8 +1,8 @@
-"""Operands as kernels take them: plain tensors whose elements lie side by side, differentiated once.
+"""Preparation of kernel operands: contiguous rows, tensor descriptors, checks, and refusal of double backward.
 
 Kernels address a vector as `ptr + row` and a row as `ptr + row * stride + column`. `flatten()` and `reshape(-1)` return
 a 1-D view as it is, so that a column of a table, every other element or an expanded number would be read as if its
-neighbours in memory were its elements: `rows_of` is what a launcher passes every such operand through.
+neighbours in memory were its elements: launchers pass every such operand through `contiguous_rows`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @overload
-def rows_of(tensor: torch.Tensor) -> torch.Tensor: ...
+def contiguous_rows(tensor: torch.Tensor) -> torch.Tensor: ...
 @overload
-def rows_of(tensor: torch.Tensor | None) -> torch.Tensor | None: ...
-def rows_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """`tensor` [..., n] with the elements of its last dimension side by side; itself where they are, else a copy.
+def contiguous_rows(tensor: torch.Tensor | None) -> torch.Tensor | None: ...
+def contiguous_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return `tensor` [..., n] with its last dimension contiguous: itself, or else a copy.
 
     Strides of the other dimensions stay as they are unless it is copied; a vector of one element may keep any stride.
     """
@@ -32,19 +32,19 @@ def rows_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.contiguous()
 
 
-def own_output(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as an autograd function returns it: its memory, but no view, which could not be modified in place."""
+def non_view_output(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, without its view relation, as a custom function's output that may be modified in place."""
     return tensor.detach() if not torch.compiler.is_compiling() and tensor._is_view() else tensor
 
 
 def has_aligned_rows(matrix: torch.Tensor) -> bool:
-    """True where the copy engine (TMA) takes `matrix` as it is: adjacent elements, 16-byte base and stride."""
-    apart = matrix.stride(0) >= matrix.shape[1] and matrix.stride(0) * matrix.element_size() % 16 == 0
-    return matrix.stride(1) == 1 and apart and matrix.data_ptr() % 16 == 0
+    """Return whether TMA can load `matrix` as it is: adjacent elements, base and row stride multiples of 16 bytes."""
+    aligned_stride = matrix.stride(0) >= matrix.shape[1] and matrix.stride(0) * matrix.element_size() % 16 == 0
+    return matrix.stride(1) == 1 and aligned_stride and matrix.data_ptr() % 16 == 0
 
 
-def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Contiguous tensors [n_i, ...] that lie after each other in one allocation as one, [sum n_i, ...]; else None."""
+def adjacent_as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return tensors [n_i, ...] that are adjacent in one allocation as one, [sum n_i, ...]; None if they are not."""
     first, elements = tensors[0], 0
     for tensor in tensors:
         if (
@@ -61,8 +61,10 @@ def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def blocks_of(matrix: torch.Tensor, rows: int, columns: int, tma: bool) -> Any:
-    """`matrix` as `load_block` takes it, for blocks of `rows` and `columns`: a descriptor for the copy engine, or
-    what pointers are made of."""
+    """Return `matrix` as an argument of `load_block`, for blocks of `rows` and `columns`.
+
+    A tensor descriptor with `tma`, else pointer, stride and shape.
+    """
     if not tma:
         return matrix, matrix.stride(0), *matrix.shape
     return TensorDescriptor.from_tensor(matrix, [rows, columns])
@@ -79,7 +81,7 @@ def _block(source, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def load_block(source, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr):
-    """[ROWS, COLUMNS] from `row` and `column` on, 0 beyond the matrix's ends; `source` is of `blocks_of`."""
+    """Load [ROWS, COLUMNS] from `row` and `column` on, 0 beyond the matrix's ends; `source` is from `blocks_of`."""
     if TMA:
         return source.load([row, column])
     else:
@@ -89,7 +91,7 @@ def load_block(source, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, T
 
 @triton.jit
 def store_block(source, block, row, column, TMA: tl.constexpr):
-    """`block` to `row` and `column` of the matrix, in its dtype; what lies beyond its ends is not written."""
+    """Store `block` at `row` and `column` of the matrix, in its dtype, masked at the matrix's ends."""
     if TMA:
         source.store([row, column], block.to(source.dtype))
     else:
@@ -98,11 +100,11 @@ def store_block(source, block, row, column, TMA: tl.constexpr):
 
 
 def check_tensor(name: str, tensor: object) -> None:
-    """Refuse what has no memory of its own for a kernel to read.
+    """Check that `tensor` is a dense tensor with memory of its own.
 
     Raises:
-        ValueError: if `tensor` is no dense `torch.Tensor` (a numpy array, a list, sparse), or one that `torch.vmap` or
-            `torch.func.grad` stand behind.
+        ValueError: if `tensor` is no dense `torch.Tensor` (a numpy array, a list, sparse), or wrapped by `torch.vmap`
+            or `torch.func.grad`.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{name}: expected a torch.Tensor, got {type(tensor).__module__}.{type(tensor).__name__}")
@@ -116,7 +118,7 @@ def check_tensor(name: str, tensor: object) -> None:
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """For a backward whose result autograd cannot differentiate: `create_graph=True` raises in place of a constant.
+    """Decorate a backward that cannot be differentiated itself, so that `create_graph=True` raises.
 
     (`once_differentiable` raises only where the upstream gradient itself needs one, which that of a scalar does not.)
     """

@@ -1,4 +1,4 @@
-"""Next tokens from logits: greedy, or drawn from softmax(logits / T), one launch, no host wait, replayable in a graph.
+"""Sampling of next tokens from logits, greedy or from softmax(logits / T): one launch, no host sync, graph-safe.
 
 A draw is the largest of logits / T plus Gumbel noise (Gumbel, 1954; Maddison et al., 2014), so that no softmax, sum or
 sort is made and the logits are read once:
@@ -19,14 +19,14 @@ import torch
 
 from distill_kernels.kernel_op import check_tensors
 from distill_kernels.launch import cdiv, runs_on_triton, tl, triton
-from distill_kernels.operands import rows_of
+from distill_kernels.operands import contiguous_rows
 
 _MASK = 0xFFFFFFFF
 BLOCK = 1024
 
 
 def _philox(counter: torch.Tensor, draw: torch.Tensor, seed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Four words of Philox-4x32-10 as int64 below 2**32, from counters (counter, draw, 0, 0) and 64-bit keys."""
+    """Return four words of Philox-4x32-10, int64 below 2**32, from counters (counter, draw, 0, 0) and 64-bit keys."""
     key0, key1 = seed & _MASK, (seed >> 32) & _MASK
     c0, c1, c2, c3 = torch.broadcast_tensors(counter, draw & _MASK, torch.zeros_like(draw), torch.zeros_like(draw))
     for _ in range(10):
@@ -39,14 +39,14 @@ def _philox(counter: torch.Tensor, draw: torch.Tensor, seed: torch.Tensor) -> tu
 
 
 def reference_noise(seeds: torch.Tensor, draws: torch.Tensor, columns: int) -> torch.Tensor:
-    """The Gumbel noise, fp32 [B, columns], of draw number `draws` [B] under `seeds` [B]."""
+    """Return the Gumbel noise, fp32 [B, columns], of draw number `draws` [B] under `seeds` [B]."""
     quarter = cdiv(columns, 4)
     counter = torch.arange(quarter, device=seeds.device)[None]
     return _gumbel(torch.cat(_philox(counter, draws[:, None].long(), seeds[:, None]), dim=1)[:, :columns])
 
 
 def _gumbel(words: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise, fp32, from uniform words below 2**32."""
+    """Return Gumbel noise, fp32, from uniform words below 2**32."""
     u = ((words.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     # 1 - u would round a small u away, and with it the largest values of the noise
     exponential = torch.where(u < 2.0**-10, u * (1 + u * (0.5 + u / 3)), -torch.log(1 - u))
@@ -56,7 +56,7 @@ def _gumbel(words: torch.Tensor) -> torch.Tensor:
 def reference_sample(
     logits: torch.Tensor, seeds: torch.Tensor, draws: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    """The definition."""
+    """Return the sampled tokens, int64 [B], in plain PyTorch: the specification of `sample_tokens`."""
     if temperature == 0:
         return logits.argmax(-1)
     return (logits.float() / temperature + reference_noise(seeds, draws, logits.shape[-1])).argmax(-1)
@@ -75,7 +75,7 @@ def _sample_kernel(
     GREEDY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: the first column of the largest (noisy) logit."""
+    """Store the first column of one row's largest (noisy) logit."""
     row = tl.program_id(0).to(tl.int64)
     seed, draw = tl.load(seeds_ptr + row), tl.load(draws_ptr + row)
     best, index = -float("inf"), 0
@@ -105,7 +105,7 @@ def _sample(logits: torch.Tensor, seeds: torch.Tensor, draws: torch.Tensor, temp
     if not runs_on_triton(logits):
         return reference_sample(logits, seeds, draws, temperature)
     rows, columns = logits.shape
-    logits, seeds, draws = rows_of(logits), rows_of(seeds), rows_of(draws)
+    logits, seeds, draws = contiguous_rows(logits), contiguous_rows(seeds), contiguous_rows(draws)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         _sample_kernel[(rows,)](
@@ -132,14 +132,14 @@ def _(logits, seeds, draws, temperature):
 def sample_tokens(
     logits: torch.Tensor, seeds: torch.Tensor, draws: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
-    """One token a row: the likeliest, or drawn at a temperature with noise that belongs to the row alone.
+    """Sample one token a row: the argmax, or a draw at a temperature with noise that depends on the row's seed alone.
 
     Args:
         logits: [B, V], floating point, V below 2**31.
         seeds: int64 [B], one a sequence.
         draws: int64 [B] below 2**31, how many tokens the sequence has drawn before: the same seed and number give the
             same noise.
-        temperature: T; 0 for the likeliest token (the first of equals).
+        temperature: T; 0 for the argmax (the first of equals).
 
     Returns:
         int64 [B].

@@ -1,12 +1,12 @@
-"""Ways of launching a kernel, timed once on the GPU where no table was measured on its family.
+"""Autotuning of kernel launches, once per GPU, where no table was measured on its family.
 
-    tile = fastest("attention dq", (64, "bfloat16", 2048), (first, second, third), launch, device)
+    tile = autotune("attention dq", (64, "bfloat16", 2048), (first, second, third), launch, device)
 
-What was found is kept on disk, in one file for a GPU's name, a release of Triton and these kernels' source; who times
-holds a lock, so that ranks of one host agree and time once. The first way, which the tables give, is taken where
-nothing may be timed: on a family with measured tables, in deterministic runs, while a CUDA graph is captured, under
-`DISTILL_TUNE=0`, and where nothing can be kept. Other tiles round differently: `record` writes a run's choices into its
-folder, and a run that is resumed takes them from there.
+Choices are cached on disk, one file for each GPU name, Triton release and source of these kernels. Timing holds a file
+lock, so that the ranks of one host agree and time once. The first candidate, the tables' own, is taken where nothing
+may be timed: on a family with measured tables, in deterministic runs, while a CUDA graph is captured, under
+`DISTILL_TUNE=0`, and where the cache cannot be written. Different tiles round differently: `record_choices` writes a
+run's choices into its folder, and a resumed run presets them.
 """
 
 from __future__ import annotations
@@ -28,72 +28,76 @@ import torch
 
 from distill_kernels.launch import HAS_TRITON, LAUNCH_ERRORS, device_facts, forced_family, triton
 
-Way = TypeVar("Way", bound=tuple[object, ...])
-GAIN = 1.03  # what another way has to be faster by: timings differ by as much from run to run
-WARM_SECONDS, TURNS, LAUNCHES = 0.05, 7, 3
+Candidate = TypeVar("Candidate", bound=tuple[object, ...])
+MIN_SPEEDUP = 1.03  # over the first candidate; timings differ by as much from run to run
+WARMUP_SECONDS, ROUNDS, LAUNCHES_PER_ROUND = 0.05, 7, 3
 
 _log = logging.getLogger(__name__)
-_imposed: dict[str, str] = {}  # what a resumed run chose before
-_used: dict[str, str] = {}  # of this process: way by key
-_record: list[Path] = []  # at most one: where a run's choices are written
+_preset: dict[str, str] = {}  # choices that a resumed run made before it stopped
+_used: dict[str, str] = {}  # choices of this process: candidate by key
+_record_path: list[Path] = []  # at most one: the file that a run's choices are written to
 
 
-def fastest(
-    kernel: str, shape: Sequence[object], ways: Sequence[Way], launch: Callable[[Way], object], device: torch.device
-) -> Way:
-    """The one of `ways` by which `launch` takes least time; the first where nothing is timed.
+def autotune(
+    kernel: str,
+    shape: Sequence[object],
+    candidates: Sequence[Candidate],
+    launch: Callable[[Candidate], object],
+    device: torch.device,
+) -> Candidate:
+    """Return the fastest of `candidates` for `launch`; the first where nothing is timed.
 
     Args:
-        kernel, shape: name what is chosen for. Sizes are best rounded, so that few are timed.
-        ways: distinct tuples of plain values, the table's own first.
-        launch: does the work by one of them; may be called any number of times. One that does not compile, or does
-            not fit, is left out.
-        device: where `launch` works.
+        kernel, shape: key of the choice. Sizes should be rounded, so that few are timed.
+        candidates: distinct tuples of plain values, the table's own first.
+        launch: runs the kernel with one of them; may be called any number of times. A candidate that does not
+            compile, or does not fit, is left out.
+        device: the device of the launch.
     """
     facts = device_facts(device)
-    if not facts.has_kernels or facts.measured or len(ways) < 2:
-        return ways[0]
-    key, named = f"{kernel} {_name(shape)}", _by_name(tuple(ways))
+    if not facts.has_kernels or facts.measured or len(candidates) < 2:
+        return candidates[0]
+    key, by_name = f"{kernel} {_name(shape)}", _by_name(tuple(candidates))
     off = os.environ.get("DISTILL_TUNE") == "0" or torch.are_deterministic_algorithms_enabled()
-    name = _imposed.get(key) or (None if off else _used.get(key))
-    if name not in named:
+    name = _preset.get(key) or (None if off else _used.get(key))
+    if name not in by_name:
         if off or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            return ways[0]
+            return candidates[0]
         try:
-            name = _kept(cache_file(device), key, named, launch)
+            name = _cached_choice(cache_file(device), key, by_name, launch)
         except OSError as error:
-            _log.warning("%s: nothing is timed, since it cannot be kept: %s", kernel, error)
-            name = _name(ways[0])
+            _log.warning("%s: not autotuned, since the choice cannot be cached: %s", kernel, error)
+            name = _name(candidates[0])
     if _used.get(key) != name:
         _used[key] = name
         _write_record()
-    return named[name]
+    return by_name[name]
 
 
-def impose(choices: Mapping[str, str]) -> None:
-    """Take these ways and none given before: those that a run which is resumed chose, as `read` finds them."""
-    _imposed.clear()
-    _imposed.update(choices)
+def preset_choices(choices: Mapping[str, str]) -> None:
+    """Replace the preset choices, which precede timing, by those of a resumed run (`read_choices`)."""
+    _preset.clear()
+    _preset.update(choices)
 
 
-def record(path: Path) -> None:
-    """Write what this process chose and will choose into `path`; no file where it chooses nothing."""
-    _record[:] = [path]
+def record_choices(path: Path) -> None:
+    """Write this process's choices, past and future, to `path`; no file is written without any."""
+    _record_path[:] = [path]
     _write_record()
 
 
-def read(path: Path) -> dict[str, str]:
-    """Ways by key, from a file; none from one that is missing or holds anything else."""
+def read_choices(path: Path) -> dict[str, str]:
+    """Return the choices in a file, candidate by key; empty if it is missing or malformed."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     pairs = found.items() if isinstance(found, dict) else ()
-    return {key: way for key, way in pairs if isinstance(way, str)}
+    return {key: candidate for key, candidate in pairs if isinstance(candidate, str)}
 
 
 def cache_file(device: torch.device) -> Path:
-    """Where choices for the GPU are kept."""
+    """Return the path of the cache of choices for the GPU."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     name = " ".join(filter(None, (gpu, forced_family(), triton.__version__ if HAS_TRITON else "", source_hash())))
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -102,13 +106,13 @@ def cache_file(device: torch.device) -> Path:
 
 @functools.cache
 def source_hash() -> str:
-    """Of all kernels' files."""
+    """Return a hash of the source of all kernel files."""
     files = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
-def milliseconds(launches: Sequence[Callable[[], object]]) -> list[float]:
-    """Median time of each on the current GPU, inf for what fails: by turns, once clocks have risen."""
+def median_milliseconds(launches: Sequence[Callable[[], object]]) -> list[float]:
+    """Return each launch's median milliseconds on the current GPU, inf if it fails; interleaved, after a warm-up."""
     times: list[list[float]] = [[] for _ in launches]
     alive = []
     for place, launch in enumerate(launches):
@@ -116,18 +120,18 @@ def milliseconds(launches: Sequence[Callable[[], object]]) -> list[float]:
             launch()
             alive.append(place)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    began, turn = time.perf_counter(), 0
-    while alive and turn < TURNS:
-        warm = time.perf_counter() - began > WARM_SECONDS
+    started, turn = time.perf_counter(), 0
+    while alive and turn < ROUNDS:
+        warmed_up = time.perf_counter() - started > WARMUP_SECONDS
         for place in alive:
             start.record()
-            for _ in range(LAUNCHES):
+            for _ in range(LAUNCHES_PER_ROUND):
                 launches[place]()
             end.record()
             end.synchronize()
-            if warm:
-                times[place].append(start.elapsed_time(end) / LAUNCHES)
-        turn += warm
+            if warmed_up:
+                times[place].append(start.elapsed_time(end) / LAUNCHES_PER_ROUND)
+        turn += warmed_up
     return [statistics.median(each) if each else float("inf") for each in times]
 
 
@@ -136,25 +140,27 @@ def _name(values: Sequence[object]) -> str:
 
 
 @functools.cache
-def _by_name(ways: tuple[Way, ...]) -> dict[str, Way]:
-    return {_name(way): way for way in ways}
+def _by_name(candidates: tuple[Candidate, ...]) -> dict[str, Candidate]:
+    return {_name(candidate): candidate for candidate in candidates}
 
 
-def _kept(path: Path, key: str, named: Mapping[str, Way], launch: Callable[[Way], object]) -> str:
-    """The way that `path` keeps for `key`; timed, and put there, where it keeps none of those `named`."""
+def _cached_choice(
+    path: Path, key: str, by_name: Mapping[str, Candidate], launch: Callable[[Candidate], object]
+) -> str:
+    """Return the cached choice for `key` in `path`; candidates are timed, and the choice stored, if there is none."""
     with _locked(path):
-        choices = read(path)
-        if choices.get(key) not in named:
-            began = time.perf_counter()
-            times = milliseconds([functools.partial(launch, way) for way in named.values()])
+        choices = read_choices(path)
+        if choices.get(key) not in by_name:
+            started = time.perf_counter()
+            times = median_milliseconds([functools.partial(launch, candidate) for candidate in by_name.values()])
             best = min(range(len(times)), key=times.__getitem__)
-            choices[key] = list(named)[best if times[best] * GAIN < times[0] else 0]
+            choices[key] = list(by_name)[best if times[best] * MIN_SPEEDUP < times[0] else 0]
             _write(path, choices)
             _log.warning(
-                "%s: timed %d ways in %.1f s, once for this GPU; takes %s (kept in %s; DISTILL_TUNE=0 times nothing)",
+                "%s: timed %d candidates in %.1f s, once for this GPU: %s (cached in %s; DISTILL_TUNE=0 disables it)",
                 key,
                 len(times),
-                time.perf_counter() - began,
+                time.perf_counter() - started,
                 choices[key],
                 path,
             )
@@ -178,6 +184,6 @@ def _write(path: Path, choices: Mapping[str, str]) -> None:
 
 
 def _write_record() -> None:
-    for path in _record if _used else ():
+    for path in _record_path if _used else ():
         with _locked(path):
-            _write(path, read(path) | _used)
+            _write(path, read_choices(path) | _used)

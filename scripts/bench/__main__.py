@@ -28,6 +28,7 @@ def end(*_: object) -> NoReturn:
 
 
 def main() -> int:
+    """Run the benchmarks named on the command line; return the exit status."""
     cases = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in NOT_CASES)
     parser = argparse.ArgumentParser(prog="python -m scripts.bench", description=__doc__)
     parser.add_argument("cases", nargs="+", choices=cases, help="what to measure")

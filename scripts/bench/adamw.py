@@ -26,14 +26,17 @@ Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 def torch_form(**form: bool) -> Make:
+    """Return a maker of `torch.optim.AdamW` in one of its forms (fused, foreach)."""
     return lambda params: torch.optim.AdamW(params, lr=1e-3, **form)  # type: ignore[arg-type]
 
 
 def ours(**settings: object) -> Make:
+    """Return a maker of `FusedAdamW`."""
     return lambda params: FusedAdamW(params, lr=1e-3, **settings)  # type: ignore[arg-type]
 
 
 def build(shapes: list[tuple[int, ...]], dtype: torch.dtype, make: Make) -> Callable[[], object]:
+    """Return the step function of an optimizer over new bf16 or fp32 parameters of these shapes."""
     params = [torch.nn.Parameter(torch.randn(shape, device="cuda", dtype=dtype) * 0.02) for shape in shapes]
     for p in params:
         p.grad = torch.randn_like(p) * 1e-3
@@ -43,6 +46,7 @@ def build(shapes: list[tuple[int, ...]], dtype: torch.dtype, make: Make) -> Call
 def measure(
     name: str, shapes: list[tuple[int, ...]], dtype: torch.dtype, makers: dict[str, Make], copy: float
 ) -> list[Row]:
+    """Time every optimizer on one set of parameter shapes and return its rows."""
     elements = sum(torch.Size(shape).numel() for shape in shapes)
     steps = {candidate: build(shapes, dtype, make) for candidate, make in makers.items()}
     times = time_in_turn(steps, rounds=5, calls=3 if elements > 1e8 else 20)

@@ -63,7 +63,7 @@ def _naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def _eager_with_sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking) -> torch.Tensor:
-    """As transformers writes it: one column more, dropped after the softmax."""
+    """Compute attention with sinks as transformers does: one more column, dropped after the softmax."""
     assert masking.sinks is not None
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -136,6 +136,7 @@ def _measure(
 
 
 def run(quick: bool, only: str) -> Iterator[Row]:
+    """Measure the shapes whose name contains `only`; `quick` takes the first ones."""
     for shape in SHAPES[:4] if quick else SHAPES:
         batch, heads, _, positions, size = shape
         name = "B={} H={}/{} T={} D={}".format(*shape)

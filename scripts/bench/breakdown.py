@@ -1,4 +1,4 @@
-"""Where the flagship step's milliseconds and joules go, by class of kernel.
+"""Breakdown of the flagship step's milliseconds and joules by class of kernel.
 
 Steps of ours are traced by torch's profiler and their kernels are put into classes by name. What one of the three
 heaviest classes draws in watts is read off NVML's energy counter while one operation of that class repeats for

@@ -1,4 +1,4 @@
-"""How much of the time a GPU computes while `distill run` trains: the host must never keep it waiting.
+"""GPU utilisation while `distill run` trains: the share of time in which kernels run.
 
 Four optimizer steps of a real run, in which all is compiled and nothing is logged, are traced by torch's profiler; the
 share is the union of all kernels and copies over the time from the first one's start to the last one's end.

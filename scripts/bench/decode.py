@@ -74,6 +74,7 @@ def _measure(shape: tuple[int, ...], dtype: torch.dtype, naive: bool, peak: floa
 
 
 def run(quick: bool, only: str) -> Iterator[Row]:
+    """Measure the shapes whose name contains `only`; `quick` takes the first ones."""
     peak = copy_bandwidth(2.0)
     for shape in SHAPES[:6] if quick else SHAPES:
         if only in "B={} H={}/{} T={} D={}".format(*shape):

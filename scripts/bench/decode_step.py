@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from distill_kernels.decoding.attention import Pace
+from distill_kernels.decoding.attention import AttentionConfig
 from distill_kernels.decoding.plan import Plan
 from distill_kernels.decoding.product import Tile
 from distill_kernels.launch import DeviceFacts
@@ -46,6 +46,7 @@ class Shape(NamedTuple):
 
     @property
     def slots(self) -> int:
+        """Cache slots of each sequence: room for the cached tokens, in steps of 512."""
         return (self.cached // 512 + 1) * 512
 
 
@@ -147,7 +148,7 @@ def other_plans(plan: Plan, rows: int) -> Iterator[tuple[str, Plan]]:
     """Plans that differ from `plan` in one kind of kernel, and that kind."""
     for kind, tiles in (FEW_ROWS if rows <= 32 else MANY_ROWS if rows <= 64 else MORE_ROWS).items():
         for tile in tiles:
-            yield kind, plan._replace(**{kind: (Pace if kind == "attention" else Tile)(*tile)})  # type: ignore[arg-type]
+            yield kind, plan._replace(**{kind: (AttentionConfig if kind == "attention" else Tile)(*tile)})  # type: ignore[arg-type]
 
 
 def seats_of(model: Any, shape: Shape) -> Seats:
@@ -190,6 +191,7 @@ def todays_step(model: Any, shape: Shape) -> tuple[Callable[[Sampling], None], S
 
 
 def settings(fused: bool, wide: bool) -> EngineSettings:
+    """Return the engine settings of a fused or plain decoding step; `wide` weights are fp32 under autocast."""
     return EngineSettings(0, [], autocast=torch.bfloat16 if wide else None, log_probs=True, fused=fused)
 
 
@@ -309,12 +311,12 @@ def _measure(shape: Shape, quick: bool, bandwidth: float) -> list[Row]:
     }
     if not shape.wide:  # their rotary embeddings would hand attention fp32 queries
         runs["today's, layers of transformers"] = _graphed(*todays_step(model, shape))
-    early = DeviceFacts.starts_early
-    DeviceFacts.starts_early = property(lambda facts: False)  # type: ignore[assignment,method-assign]
+    early = DeviceFacts.dependent_launch
+    DeviceFacts.dependent_launch = property(lambda facts: False)  # type: ignore[assignment,method-assign]
     try:
         runs["fused, no early starts"] = _graphed(*fused_step(model, shape))
     finally:
-        DeviceFacts.starts_early = early  # type: ignore[method-assign]
+        DeviceFacts.dependent_launch = early  # type: ignore[method-assign]
     notes = {"fused": note}
     if not quick and not shape.wide:
         plan = best_plan(model, shape)

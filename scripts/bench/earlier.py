@@ -183,7 +183,7 @@ def _decode(shape: Shape) -> Comparison:
 def _note(
     reported: float | None, comparison: Comparison, label: str, times: dict[str, dict[str, float]], copy: float
 ) -> str:
-    """What a PyTorch form's row says of ours beside it; `times`: way of launching, candidate, ms; `copy`: TB/s."""
+    """Return the note on a PyTorch row that compares ours; `times`: launch mode, candidate, ms; `copy`: TB/s."""
     ratios = {way: found[label] / found[OURS] for way, found in times.items() if {label, OURS} <= set(found)}
     parts = [] if reported is None else [f"reported {reported:.2f} x"]
     parts += [f"ours {ratio:.2f} x {way}" for way, ratio in ratios.items()]

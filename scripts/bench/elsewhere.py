@@ -103,7 +103,7 @@ def against_slower(found: dict[str, Any], forward: float) -> str:
 
 
 def command(recipe: Path, overrides: Sequence[str], name: str, processes: int = 1) -> list[str]:
-    """What runs one measurement."""
+    """Return the command line of one measurement."""
     launcher = (
         [
             "torch.distributed.run",
@@ -138,7 +138,7 @@ def served_rows(folder: Path, until: float) -> Iterator[Row]:
 
 
 def said_in(line: str) -> dict[str, Any]:
-    """What the server's process says in a line."""
+    """Return the report in a line of the server's output."""
     found: dict[str, Any] = json.loads(line) if line.startswith("{") else {}
     return found
 

@@ -2,7 +2,7 @@
 
 Sustained: each candidate runs alone for `SECONDS`, after as long as it takes to reach its own clocks, since the card's
 power is what bounds these products; joules are NVML's over that time. The first candidate is run again at the end, so
-that drift shows. `cuBLAS, interleaved` is what few rows pay for the layout. A family goes into `matmul.gated.LEAST`
+that drift shows. `cuBLAS, interleaved` is what few rows pay for the layout. A family goes into `matmul.gated.MIN_SIZES`
 from the inputs and rows on from which ours wins here, with the tile that does.
 """
 
@@ -37,11 +37,11 @@ Outputs = tuple[torch.Tensor, ...]
 def candidates(
     rows: int, inputs: int, outputs: int, tiles: list[Tile], device: str = "cuda"
 ) -> dict[str, Callable[[], Outputs]]:
-    """By name; random inputs as of a norm, and weights as of a layer."""
+    """Return the candidates by name, on random inputs scaled as after a norm and weights scaled as in a layer."""
     x = torch.randn(rows, inputs, device=device).bfloat16()
     gate, up = ((torch.randn(outputs, inputs, device=device) * 0.02).bfloat16() for _ in range(2))
     views = gated.interleave_rows(gate, up)
-    weight = gated.joined_rows(*views)
+    weight = gated.joined_weight(*views)
     assert weight is not None
     return {
         "cuBLAS": lambda: (swiglu(F.linear(x, gate), F.linear(x, up)),),

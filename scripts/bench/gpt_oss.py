@@ -94,7 +94,7 @@ def worst(given: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def errors(plain: Any, patched: Any, documents: Sequence[torch.Tensor]) -> dict[str, dict[str, float]]:
-    """Of each candidate against fp32: hidden states, their worst token, the worst gradient and that of sinks."""
+    """Return each candidate's errors against fp32: hidden states, worst token, worst gradient, gradient of sinks."""
     upstream = torch.randn(sum(map(len, documents)), plain.config.hidden_size, device=documents[0].device)
     wide = copy.deepcopy(plain).float()
     right = values(wide, bodies(wide, wide, documents)[ALONE], upstream)
@@ -116,16 +116,18 @@ def errors(plain: Any, patched: Any, documents: Sequence[torch.Tensor]) -> dict[
 
 
 def passes(given: dict[str, float], eager: dict[str, float]) -> bool:
-    """Whether no error is larger than eager's, times the slack."""
+    """Return whether no error exceeds eager's times the slack."""
     return all(value <= SLACK * eager[key] + FLOOR for key, value in given.items())
 
 
 def draw(lengths: Sequence[int], vocab: int, device: str) -> list[torch.Tensor]:
+    """Return random documents of these lengths, from a fixed seed."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(3, vocab, (length,), generator=generator).to(device) for length in lengths]
 
 
 def run(quick: bool, only: str) -> Iterator[Row]:
+    """Measure the shapes whose name contains `only`, plain and patched."""
     few = pair("cuda", torch.bfloat16, num_local_experts=4)
     plain, patched = pair("cuda", torch.bfloat16)
     for name, lengths in SHAPES.items():

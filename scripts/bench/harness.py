@@ -1,4 +1,4 @@
-"""How every benchmark here is measured.
+"""Measurement shared by all benchmarks: timing, memory, energy, and rows of results.
 
 Candidates run in turn, round after round, in one process, so that all see the same thermal state; the median of
 their CUDA-event timings is kept. A candidate that fails its correctness gate is not timed. Peak memory is what

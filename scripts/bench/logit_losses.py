@@ -73,7 +73,7 @@ class Candidate(NamedTuple):
 
 
 def plain(term: LossTerm, student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """What one writes without a library, softmaxes in fp32."""
+    """Return the loss in plain PyTorch, with softmaxes in fp32."""
     return dense_rows(student.float(), teacher.float(), [term], labels).mean()
 
 
@@ -166,7 +166,7 @@ def gradient_error(candidate: Candidate, inputs: Inputs, exact: torch.Tensor) ->
 
 
 def rows_of(vocab: int) -> int:
-    """How many rows of so many columns are timed."""
+    """Return the number of rows of `vocab` columns to time."""
     return MORE_ROWS if vocab <= SHORT else ROWS
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from distill_kernels import FusedDistillationLoss, LossTerm, fused_log_probs
 from distill_kernels.losses.linear import reference_linear_divergence
-from distill_kernels.losses.operands import Batch, Head, Wanted
+from distill_kernels.losses.operands import Batch, Head, RequiredGrads
 
 from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe.loss import Loss
@@ -137,7 +137,7 @@ def ours(*terms: LossTerm, workspace: float | None = None, half: bool = False, s
 
 
 def full_logits(x: Any, w: Any, xt: Any, wt: Any, term: LossTerm) -> torch.Tensor:
-    """What one writes without a library: full bf16 logits, log-softmax in fp32."""
+    """Return the loss in plain PyTorch: full bf16 logits, log-softmax in fp32."""
     log_s = torch.log_softmax((x @ w.t()).float(), -1)
     with torch.no_grad():
         log_t = torch.log_softmax((xt @ wt.t()).float(), -1)
@@ -221,7 +221,7 @@ def exact_gradients_from(
         teacher,
         Batch(labels, scale, None, top_k),
         objective,
-        Wanted(True, True),
+        RequiredGrads(True, True),
         vocab=vocab,
         dtype=torch.float64,
         workspace=4 * rows * vocab * 8,
@@ -311,7 +311,7 @@ def measured(
 
 
 def variants(rounds: int) -> list[Row]:
-    """What the main shape costs under each divergence and option; the ratio is to the floor, frozen head to its own."""
+    """Measure the main shape under each divergence and option; ratios are to the GEMM lower bound of the same case."""
     inputs = Inputs(MAIN)
     kinds: dict[str, Callable] = {
         "forward KL": ours(KL),

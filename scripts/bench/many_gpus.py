@@ -58,7 +58,7 @@ PHASES = ("data", "teacher", "student", "loss", "optimizer")
 
 
 def command(shape: str, processes: int, name: str) -> list[str]:
-    """What runs one measurement."""
+    """Return the command line of one measurement."""
     return [
         sys.executable,
         "-m",
@@ -90,7 +90,7 @@ def summary(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def environment(gpus: str) -> dict[str, str]:
-    """Of a process on these GPUs."""
+    """Return the environment of a process on these GPUs."""
     places = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "CUDA_VISIBLE_DEVICES": gpus,

@@ -21,15 +21,18 @@ CALLS = 24
 
 
 def error(y: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the relative error of `y` in the Frobenius norm."""
     return ((y.double() - exact).norm() / exact.norm()).item()
 
 
 def rotated(layer: Callable[[torch.Tensor], object], weights: list[torch.Tensor]) -> Callable[[], object]:
+    """Return a graph of calls of `layer` that alternate between weights, so that none stays in L2."""
     turn = itertools.cycle(weights)
     return graphed(lambda: layer(next(turn)), calls=CALLS)
 
 
 def split_k_rows(inputs: int, outputs: int, counts: tuple[int, ...], copy: float) -> Iterator[Row]:
+    """Yield rows of split-K and cuBLAS for one weight shape and several row counts."""
     copies = max(2, -(-(192 << 20) // (2 * inputs * outputs)))
     weights = [torch.randn(outputs, inputs, device="cuda").to(torch.bfloat16) / inputs**0.5 for _ in range(copies)]
     for count in counts:
@@ -49,6 +52,7 @@ def split_k_rows(inputs: int, outputs: int, counts: tuple[int, ...], copy: float
 
 
 def fp8_rows(inputs: int, outputs: int, tokens: int) -> Iterator[Row]:
+    """Yield rows of fp8 and bf16 linear layers for one shape."""
     linear = torch.nn.Linear(inputs, outputs, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
     layer = Fp8Linear.from_linear(linear)
     x = torch.randn(tokens, inputs, device="cuda").to(torch.bfloat16)

@@ -267,7 +267,7 @@ def _architecture(name: str) -> str:
 
 
 def rows_of(shape: str, pair: Pair, results: Sequence[tuple[str, dict[str, float], str]]) -> list[Row]:
-    """What was measured, each beside TRL's best of those before it where there is one."""
+    """Return the rows measured, each with its ratio to TRL's best so far where there is one."""
     speeds = {name: figures["learned"] / figures["ms"] * 1e3 for name, figures, _ in results}
     peaks = {name: figures["peak_mib"] for name, figures, _ in results}
     best = max((name for name in speeds if name in TRL), key=lambda name: speeds[name], default=None)

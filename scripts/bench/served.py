@@ -39,7 +39,7 @@ train: {steps: 1}
 
 
 class Load(NamedTuple):
-    """What clients saw.
+    """Latencies and throughput as measured by the clients.
 
     Attributes:
         seconds: from the first question to the last answer.

@@ -101,7 +101,7 @@ def losses_of(inputs: Inputs, own: slice, group: Any) -> dict[str, tuple[Callabl
 
 
 def measure(rounds: int) -> list[Row]:
-    """What every rank does; all time the same calls in the same order."""
+    """Measure on one rank; all ranks time the same calls in the same order."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     inputs = Inputs(MAIN)
     own = slice(rank * MAIN.vocab // ranks, (rank + 1) * MAIN.vocab // ranks)

@@ -338,8 +338,8 @@ def tell(result: dict[str, Any]) -> None:
 
 
 def candidate(program: str, *arguments: str, limit: float) -> dict[str, Any]:
-    """What `python -m program *arguments` tells of a candidate in `limit` seconds; without `ms` where it failed, `note`
-    says why."""
+    """Return the row that `python -m program *arguments` prints within `limit` seconds; after a failure `note` has the
+    reason and `ms` is missing."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:  # a pipe's other end may live on
         process = subprocess.Popen(
             [sys.executable, "-m", program, *arguments],

@@ -41,7 +41,7 @@ def exact_gradients(inputs: Inputs, loss: FusedTopKKLLoss, ids: torch.Tensor, lo
 
 
 def eager(ids: torch.Tensor, logprobs: torch.Tensor) -> Callable[[Inputs], torch.Tensor]:
-    """What one writes without a library: the bucket's forward KL over full bf16 logits."""
+    """Return the loss in plain PyTorch: the bucket's forward KL over full bf16 logits."""
 
     def loss(i: Inputs) -> torch.Tensor:
         log_p = torch.log_softmax((i.x @ i.w.t()).float(), -1).gather(-1, ids.long())

@@ -1,4 +1,4 @@
-"""Where engines are installed, and whether they are there."""
+"""Locations of installed engines, and whether each is installed."""
 
 from __future__ import annotations
 

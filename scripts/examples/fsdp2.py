@@ -25,10 +25,12 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(hidden, VOCAB, bias=False)
 
     def forward(self, tokens: torch.Tensor, loss_fn=None, **against) -> torch.Tensor:
+        """Return hidden states, or the loss where `loss_fn` is given."""
         hidden = self.layers(self.embed(tokens))
         return hidden if loss_fn is None else head_loss(self.lm_head, loss_fn, hidden, **against)
 
     def shard(self, mesh: DeviceMesh) -> "Model":
+        """Shard the model with FSDP2."""
         for part in (*self.layers, self.lm_head):  # gathered one at a time, what is left with the root
             fully_shard(part, mesh=mesh)
         return fully_shard(self, mesh=mesh)

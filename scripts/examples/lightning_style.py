@@ -14,7 +14,7 @@ VOCAB = 512
 
 
 class LanguageModule(nn.Module):
-    """As a LightningModule has it; in earnest, derive from that one and leave `fit` to Lightning's Trainer."""
+    """Module with LightningModule's methods; in a real project derive from it and use Lightning's Trainer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,16 +28,19 @@ class LanguageModule(nn.Module):
         distill.patch(self.model)
 
     def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        """Return the training loss of one batch."""
         return self.model(**batch).loss
 
     @torch.no_grad()
     def validation_step(self, batch: dict[str, torch.Tensor], index: int) -> float:
+        """Return the validation loss of one batch."""
         outputs = self.model(**batch)
         labels = batch["labels"][:, 1:]
         best = outputs.logits[:, :-1].argmax(-1)  # used here, and therefore computed here, and only here
         return (best == labels)[labels != -100].float().mean().item()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return the optimizer."""
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 

@@ -19,6 +19,7 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(hidden, VOCAB, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return hidden states [..., hidden]."""
         return self.body(tokens)
 
 

@@ -15,7 +15,7 @@ VOCAB = 512
 
 
 def base() -> LlamaForCausalLM:
-    """A small Llama with random weights; in earnest, AutoModelForCausalLM.from_pretrained."""
+    """A small Llama with random weights; in a real project, AutoModelForCausalLM.from_pretrained."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(

@@ -24,6 +24,7 @@ class FusedSFTTrainer(SFTTrainer):
     """SFTTrainer with the loss that the model itself computes; data, packing and masks stay TRL's."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Return the fused loss of one batch."""
         return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
 
 

@@ -47,7 +47,7 @@ class DistillationSFTTrainer(SFTTrainer):
 
 
 def model(hidden: int) -> LlamaForCausalLM:
-    """A small Llama with random weights; in earnest, AutoModelForCausalLM.from_pretrained."""
+    """A small Llama with random weights; in a real project, AutoModelForCausalLM.from_pretrained."""
     sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 2, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes))
 

@@ -52,7 +52,7 @@ TEXT = "\n".join(f"The teacher explains line {number} and the student listens to
 
 @dataclass
 class Family:
-    """What the checks of a family share.
+    """Models and data that the checks of a family share.
 
     Attributes:
         folder: Empty at first; the models and the run are saved there.

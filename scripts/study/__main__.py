@@ -30,7 +30,7 @@ for folder in (ROOT, ROOT / "kernels"):
 
 
 class Plan(NamedTuple):
-    """What is run, and what is made of its rows.
+    """Runs of a study and the report made of their rows.
 
     Attributes:
         setups: the configurations, in the order of running.
@@ -98,7 +98,7 @@ def share(text: str) -> tuple[int, int]:
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
-    """What was asked for."""
+    """Return the parsed command line."""
     from scripts.study.plan import KNOWN
     from scripts.study.teachers import BASES
 

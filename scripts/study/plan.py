@@ -1,4 +1,4 @@
-"""What is compared: configurations that differ in data, depth, objective and seed, and in nothing else.
+"""Plan of the study: configurations that differ in data, depth, objective and seed, and in nothing else.
 
 A configuration is a list of recipe settings over `study.yaml`, so whatever a recipe can say can be compared: a new
 objective, another kind of teacher, one line in `OBJECTIVES`.
@@ -54,7 +54,7 @@ QUICK = (
 
 
 def told_of(recipe: Recipe, data: str) -> dict[str, Any]:
-    """What a recipe sets, with the data by their name and not by where they lie."""
+    """Return the settings of a recipe, with data given by name rather than path."""
     told = recipe.model_dump(mode="json", exclude_unset=True)
     told["data"]["source"] = data
     return told

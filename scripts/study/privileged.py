@@ -73,7 +73,7 @@ def answers(model: Any, tokenizer: Any, prompts: Sequence[str], most: int) -> li
 
 
 def judged(model: Any, tokenizer: Any, prompts: Sequence[str], rows: Rows) -> dict[str, Any]:
-    """Which answers are right, by domain: a 1 or a 0 a question, in the order of the rows."""
+    """Return the correctness of answers by domain: 1 or 0 for each question, in the order of the rows."""
     said = answers(model, tokenizer, prompts, max(TASKS[row["domain"]].longest for row in rows))
     right: dict[str, str] = {}
     for answer, row in zip(said, rows, strict=True):
@@ -106,7 +106,7 @@ def prepare(folder: Path, quick: bool) -> None:
 
 
 def before_training(folder: Path, device: str) -> Iterator[dict[str, Any]]:
-    """How the model answers with and without its prompts: rows of the results. Also writes the teacher's answers."""
+    """Return result rows of the model's answers with and without its prompts; also write the teacher's answers."""
     model, tokenizer = load_model(folder / "base", device)
     of_part = [(CONTEXT, task, "shots") for task in MIXED] + [(SOLUTIONS, "sums", "solution")]
     of_part += [(PROMPTS, BOTH, "shots"), (PROMPTS, BOTH, "both")]
@@ -157,7 +157,7 @@ def run_one(run: Run, folder: Path, device: str, more: Sequence[str]) -> dict[st
 
 
 def row_of(run: Run) -> dict[str, Any]:
-    """What names a run in its row."""
+    """Return the fields that identify a run in its row."""
     named = {name: getattr(run, name) for name in ("part", "task", "method", "seed", "rows", "settings")}
     return {"plan": PLAN, "key": run.key, **named}
 

@@ -1,4 +1,4 @@
-"""What is compared where a teacher sees more than the student, or knows one domain alone: settings of each run.
+"""Plan of the study of context distillation and per-domain teachers: settings of each run.
 
 A run is `privileged.yaml` with the settings named here, so that whatever a recipe can say can be compared. `{folder}`
 in a setting is where the program keeps the tasks' rows and the models that other runs made.

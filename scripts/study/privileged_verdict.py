@@ -46,12 +46,12 @@ def mean_and_interval(values: Sequence[float]) -> str:
 
 
 def _right(rows: Rows, domain: str) -> NDArray[np.float64]:
-    """Of each question the share of the rows' seeds that answered it rightly."""
+    """Return the share of the rows' seeds that answered each question correctly."""
     return np.array([[int(bit) for bit in row["right"][domain]] for row in rows], dtype=np.float64).mean(0)
 
 
 def of_questions(rows: Rows, domain: str) -> str:
-    """What the choice of the questions leaves open, in per cent: the 95 % interval of the mean over the rows' seeds."""
+    """Return the half-width in per cent of the mean's 95 % interval over the choice of questions."""
     right = _right(rows, domain)
     (found,) = intervals(right[:, None], np.ones(len(right)))
     return f"{100 * found.low:.0f} to {100 * found.high:.0f}"
@@ -106,7 +106,7 @@ def _change(base: Rows, group: Rows) -> tuple[float, float | None]:
 
 
 def sentences(groups: Mapping[str, Rows], against: str) -> list[str]:
-    """What helped and what did not, in words: differences in points of the mean over the domains."""
+    """Return the conclusions as sentences: differences in points of the mean over the domains."""
     base = groups.get(against, [])
     if not base:
         return []

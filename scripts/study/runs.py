@@ -42,7 +42,7 @@ SPLIT_SEED = 0  # what is held out is the same for every seed
 
 
 class Bench:
-    """What all configurations share: teacher, tokenizer, data, students before training.
+    """Setup shared by all configurations: teacher, tokenizer, data, students before training.
 
     Args:
         setups: All that will be run; of each depth one student is cut before the teacher gets our kernels.
@@ -91,7 +91,7 @@ class Bench:
         return student
 
     def teacher_for(self, recipe: Recipe) -> Any:
-        """Who is learned from: the bench's teacher, which always judges, or its copy in fp8."""
+        """Return the teacher to train with: the bench's, which also evaluates, or its fp8 copy."""
         if recipe.teacher.dtype != "fp8":
             return self.teacher
         if self._in_fp8 is None:
@@ -117,7 +117,7 @@ class Bench:
         return self._before[key]
 
     def _use_kernels(self, model: Any, role: Any, recipe: Recipe) -> None:
-        """As `distill run` does on a GPU; a CPU keeps the model as it is."""
+        """Put the kernels into the model as `distill run` does on a GPU; a model on a CPU is unchanged."""
         if self.device.type == "cuda":
             layers = model.config.num_hidden_layers
             choices = self._attention.setdefault(layers, AttentionChoices(recipe))
@@ -167,7 +167,7 @@ class Judged(Quality):
 
 
 class Training(NamedTuple):
-    """What one training took: seconds off all evaluations, and the tokens that were learned."""
+    """Cost of one training: seconds without evaluations, and the tokens trained on."""
 
     seconds: float
     learned: int

@@ -127,7 +127,7 @@ def _sums(draw: random.Random) -> list[Item]:
 
 
 class Task(NamedTuple):
-    """How a task's items are made and asked.
+    """Generation and prompting of a task's items.
 
     Attributes:
         items: all of them.
@@ -149,7 +149,7 @@ class Task(NamedTuple):
         return f"{self.question}: {item.prompt}\n{self.answer}:"
 
     def is_right(self, answer: str, right: str) -> bool:
-        """Whether an answer's first line is the right one; of long answers whether it is their last number."""
+        """Return whether an answer is correct: its first line, or in long answers its last number."""
         line = answer.strip().partition("\n")[0].strip().rstrip(".")
         if self.ends_with_number:
             return (re.findall(r"\d+", line) or [""])[-1] == right

@@ -88,7 +88,7 @@ class TeacherBench(Bench):
         student.load_state_dict(self._stages[setup.first])
 
     def teacher_right(self, setup: TeacherSetup, recipe: Recipe) -> list[int]:
-        """Of how many held-out problems the teacher finds the number: right, asked."""
+        """Return how many held-out problems the teacher solves, and how many there are."""
         if setup.data not in self._right:
             self._right[setup.data] = right(self.teacher, self, self.documents(setup), recipe)
         return self._right[setup.data]
@@ -99,7 +99,7 @@ class TeacherBench(Bench):
         return documents_of(Collator(0)([rows[number] for number in range(len(rows))]))
 
     def engine(self, model: Any, recipe: Recipe) -> Engine:
-        """What generates with `model`."""
+        """Return the generation engine for `model`."""
         template = load_template(recipe.data.chat_template, self.tokenizer)
         settings = settings_for(
             model, self.tokenizer, template, autocast=self.precision.autocast, max_length=recipe.data.max_length
@@ -132,7 +132,7 @@ def run_one(setup: TeacherSetup, bench: TeacherBench) -> dict[str, Any]:
 
 
 class Answers(NamedTuple):
-    """What a model says to held-out prompts: documents with its answers, and the share that did not end."""
+    """A model's responses to held-out prompts: documents with them, and the share cut off."""
 
     documents: list[Document]
     truncated: float
@@ -175,7 +175,7 @@ def on_its_own_words(student: Any, bench: TeacherBench, setup: TeacherSetup, rec
 
 
 def right(model: Any, bench: TeacherBench, documents: Sequence[Document], recipe: Recipe) -> list[int]:
-    """Of the documents' problems those whose number the likeliest answer ends with, and how many there are."""
+    """Return the number of problems that the greedy response solves, and the number of problems."""
     said = answer(model, bench, documents, recipe, drawn=False).documents
     pairs = [
         [_text(bench, one.ids[len(one.prompt) :]) for one in (document, other)]

@@ -1,4 +1,4 @@
-"""What the rows of the second plan say: a table a part and depth, and in words what may be said of it.
+"""Report of the second plan's rows: a table for each part and depth, with conclusions as sentences.
 
 Welch's t-test (1947) over seeds; with one seed there is none. Whether right answers can tell students apart is decided
 by figures too: of n problems the shares p of two students must differ by 1.96 sqrt(2 p (1 - p) / n) to be told apart,
@@ -113,7 +113,7 @@ def own_table(groups: Groups, layers: int) -> str:
 
 
 def sentences(rows: Rows) -> list[str]:
-    """What the rows allow to be said."""
+    """Return the conclusions that the rows support, as sentences."""
     said = []
     for part, layers in places_of(rows):
         groups = groups_of(rows, part, layers)
@@ -159,7 +159,7 @@ def _along(base: Rows, group: Rows) -> str:
 
 
 def _worth(groups: Groups) -> str:
-    """Whether the share of right answers means anything, by the teacher's own."""
+    """Return whether the share of correct answers is informative, given the teacher's own."""
     correct, asked = next(iter(groups.values()))[0]["teacher_right"]
     share = correct / asked
     least = 1.96 * math.sqrt(2 * share * (1 - share) / asked)

@@ -1,4 +1,4 @@
-"""What the rows say: one table a data set and depth, the spread over seeds, and which differences are more than luck.
+"""Report of the rows: a table for each data set and depth, the spread over seeds, significant differences.
 
 Welch's t-test (1947) over seeds on the held-out forward KL, against training on the hard labels alone and against plain
 forward KL. With one seed there is no spread and no test, and the table says so. The interval of a cell is the widest
@@ -117,7 +117,7 @@ def shown_p(value: float | None) -> str:
 
 
 def sentences(rows: Rows) -> list[str]:
-    """What helped and what did not, in words, by the held-out forward KL."""
+    """Return the conclusions as sentences, by the held-out forward KL."""
     said = []
     for data, layers in settings_of(rows):
         groups = by_objective(rows, data, layers)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from distill.recipe.loss import Loss
 
 SHARD_BYTES = 256 << 20
-MOST_TOP_K = 511  # tokens of a position that FusedTopKKLLoss takes
+MAX_TOP_K = 511  # tokens of a position that FusedTopKKLLoss takes
 TAILS = ("bucket", "renormalize", "sampled")
 
 
@@ -47,8 +47,8 @@ class Settings(NamedTuple):
         """
         if self.tail not in TAILS:
             raise ValueError(f"--tail: expected {', '.join(TAILS)}, got {self.tail!r}")
-        if not self.hidden and not 0 < self.k <= MOST_TOP_K:
-            raise ValueError(f"--top-k: expected 1 to {MOST_TOP_K}, got {self.k}")
+        if not self.hidden and not 0 < self.k <= MAX_TOP_K:
+            raise ValueError(f"--top-k: expected 1 to {MAX_TOP_K}, got {self.k}")
         dtype = self.dtype or ("bfloat16" if self.hidden else "float16")
         allowed = ("bfloat16", "float32", "fp8") if self.hidden else ("float16", "float32")
         if dtype not in allowed:

@@ -15,8 +15,8 @@ from distill_kernels.launch import device_facts
 from distill_kernels.losses.chunked import raw_logits
 from distill_kernels.losses.divergence import log_softmax, transform_logits
 from distill_kernels.losses.linear import HeadGradients
-from distill_kernels.losses.operands import Head, Wanted
-from distill_kernels.losses.scaling import hand_out
+from distill_kernels.losses.operands import Head, RequiredGrads
+from distill_kernels.losses.scaling import take_scaled_gradients
 from torch import nn
 
 from distill.models.head import HeadWeights
@@ -96,7 +96,7 @@ class _CrossFunction(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor, _: object) -> Any:
-        return (None, *hand_out(ctx, upstream))
+        return (None, *take_scaled_gradients(ctx, upstream))
 
 
 class CrossTokenizerLoss(nn.Module):
@@ -147,7 +147,9 @@ class CrossTokenizerLoss(nn.Module):
         """
         lora_a, lora_b, lora_scale = student.lora or (None, None, 1.0)
         leaves = (student_hidden.flatten(0, -2), student.weight, student.bias, lora_a, lora_b)
-        wanted = Wanted(*(torch.is_grad_enabled() and leaf is not None and leaf.requires_grad for leaf in leaves))
+        required = RequiredGrads(
+            *(torch.is_grad_enabled() and leaf is not None and leaf.requires_grad for leaf in leaves)
+        )
         device, spans, o = student_hidden.device, targets.spans, self.objective
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else student_hidden.dtype
@@ -159,7 +161,7 @@ class CrossTokenizerLoss(nn.Module):
         def run(narrow: Head) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor | None]]:
             narrow = narrow._replace(lora_scale=float(lora_scale))
             wide = torch.float64 if dtype == torch.float64 else torch.float32
-            sums = HeadGradients(narrow, wanted, len(narrow.weight), wide)
+            sums = HeadGradients(narrow, required, len(narrow.weight), wide)
             rows = _span_rows(spans.student, widths[0], targets.student_ids)
             own = _Part(narrow.cut(len(narrow.weight), dtype), o.student_scale, o.student_softcap, *rows)
             losses = [narrow.hidden.new_zeros((), dtype=wide)]
@@ -171,7 +173,7 @@ class CrossTokenizerLoss(nn.Module):
                 ones = sides
                 if o.temperature != 1.0 and (return_stats or o.hard_weight):
                     ones = own.side(z, 1.0, start, stop), of_teacher.side(z_teacher, 1.0, start, stop)
-                loss, slope = compare_spans(*sides, outcomes, o, o.weights, slope=wanted.gradient)
+                loss, slope = compare_spans(*sides, outcomes, o, o.weights, slope=required.gradient)
                 labels = ones[0].whole(), ones[1].whole()
                 losses.append((loss - o.hard_weight * labels[0]).sum())
                 if return_stats:
@@ -185,7 +187,7 @@ class CrossTokenizerLoss(nn.Module):
                         g *= 1 - (z / o.student_softcap).square()
                     sums.add(own.head, x, g.mul_(o.student_scale), own.rows[own._slice(start, stop)])
             stats = torch.cat(figures, 1) if return_stats else None
-            return torch.stack(losses).sum(), stats, list(sums.finished())
+            return torch.stack(losses).sum(), stats, list(sums.results())
 
         loss, stats = _CrossFunction.apply(run, *leaves)
         loss = loss / (max(len(spans.student), 1) if num_items is None else num_items)

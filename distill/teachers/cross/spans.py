@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import torch
 from distill_kernels import TokenStats
-from distill_kernels.losses.divergence import reference_terms, top_token
+from distill_kernels.losses.divergence import reference_terms, unique_argmax
 from distill_kernels.losses.terms import Objective
 from torch import nn
 
@@ -219,7 +219,7 @@ def span_figures(
     divergence, _ = compare_spans(student, teacher, outcomes, objective, objective.divergence_weights, slope=False)
     log_s, log_t = student.log_p[student.first], teacher.log_p[teacher.first]
     entropies = [-torch.where(log_p > -torch.inf, log_p.exp() * log_p, 0.0).sum(-1) for log_p in (log_s, log_t)]
-    own, others = top_token(log_s), top_token(log_t)
+    own, others = unique_argmax(log_s), unique_argmax(log_t)
     agreement = (own >= 0) & (others >= 0) & (outcomes.partner[own] == others)
     own, others = label_logprobs
     return TokenStats(divergence, -own, entropies[0], entropies[1], agreement.to(own.dtype), own, others)

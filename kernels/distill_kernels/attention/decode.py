@@ -1,4 +1,4 @@
-"""Decode attention: one new token a sequence (or a few) against everything cached before it.
+"""Decode attention: one or a few new tokens a sequence against its cached keys and values.
 
 Every cached key and value is read once for little arithmetic, so the time is 2 B T Hkv D elements over the memory's
 bandwidth. A sequence and key head alone would keep few multiprocessors busy: its keys are split into chunks, each
@@ -25,15 +25,24 @@ from distill_kernels.attention.operands import (
     Masking,
     check_attention,
     dot_precision,
-    from_sinks,
+    empty_positions_first,
     head_block,
-    positions_first,
+    initial_softmax_state,
     softcapped,
 )
 from distill_kernels.attention.ranges import UNBOUNDED
-from distill_kernels.kernel_op import KernelOp, inference_only
-from distill_kernels.launch import DeviceFacts, Launch, cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
-from distill_kernels.operands import check_tensor, rows_of
+from distill_kernels.kernel_op import KernelOp, check_no_gradients
+from distill_kernels.launch import (
+    CachedLauncher,
+    DeviceFacts,
+    cdiv,
+    device_facts,
+    next_power_of_2,
+    runs_on_triton,
+    tl,
+    triton,
+)
+from distill_kernels.operands import check_tensor, contiguous_rows
 
 MAX_NEW_TOKENS = 16
 PROGRAMS = 2  # a multiprocessor, which is as many as their tiles leave shared memory for: all run at once
@@ -47,7 +56,7 @@ def reference_decode_attention(
     masking: Masking,
     starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The definition: new token s of S sees keys from start and below length - S + 1 + s, the last `window` of them."""
+    """Compute decode attention in plain PyTorch; token s of S sees the last `window` keys below length - S + 1 + s."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     group, new = q.shape[1] // k.shape[1], q.shape[2]
     end = lengths[:, None].long() - new + 1 + torch.arange(new, device=q.device)  # [B, S]
@@ -114,13 +123,13 @@ def _chunk_kernel(
     SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """Softmax over one chunk of one sequence's keys, for the ROWS >= GROUP * new query rows of one key head.
+    """Attend ROWS >= GROUP * new query rows of one key head to one chunk of one sequence's keys.
 
-    WHOLE: the chunk is all there is, and what is written are the results. Else it is its part, in fp32, and the lse.
+    WHOLE: the chunk holds all keys, and results are stored; else the chunk's part, in fp32, and its lse.
     """
-    if EARLY:
+    if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
@@ -147,7 +156,7 @@ def _chunk_kernel(
     m_i = tl.full([ROWS], -1e30, tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
     if SINKS:  # of the first chunk
-        m_i, l_i = from_sinks(sinks_ptr, head)
+        m_i, l_i = initial_softmax_state(sinks_ptr, head)
         l_i = tl.where(chunk == 0, l_i, 0.0)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     k_base = k_ptr + batch * stride_kb + kv_head * stride_kh
@@ -194,9 +203,9 @@ def _combine_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNKS: tl.constexpr,
-    EARLY: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    if EARLY:  # this kernel started while the chunks were still being made
+    if DEPENDENT_LAUNCH:  # this kernel started while the chunks were still being made
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
@@ -214,12 +223,12 @@ def _combine_kernel(
 
 
 def chunk_count(slots: int, heads: int, multiprocessors: int, programs: int = PROGRAMS) -> int:
-    """Chunks a cache is split into: at most `programs` a multiprocessor, so that no program waits for another wave."""
+    """Return the chunks to split a cache into: at most `programs` a multiprocessor, so that all run in one wave."""
     return max(1, min(programs * multiprocessors // heads, cdiv(slots, 64), 128))
 
 
-class Pace(NamedTuple):
-    """Keys at a time, programs a multiprocessor, warps, stages of loads (None: by the number of programs)."""
+class DecodeConfig(NamedTuple):
+    """Launch shape: keys at a time, programs a multiprocessor, warps, stages (None: by the number of programs)."""
 
     keys: int
     programs: int = PROGRAMS
@@ -228,16 +237,18 @@ class Pace(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_pace(block_d: int, rows: int, narrow: bool, slots: int, heads: int, facts: DeviceFacts) -> Pace:
-    """Read off a sweep on an H200, 16 bits: keys of 64 elements in long steps of one program or short ones of four."""
-    if block_d == 64 and rows == 16 and narrow and heads <= facts.multiprocessors:
+def choose_decode_config(
+    block_d: int, rows: int, low_precision: bool, slots: int, heads: int, facts: DeviceFacts
+) -> DecodeConfig:
+    """Return the launch shape found by a sweep on an H200, 16 bits."""
+    if block_d == 64 and rows == 16 and low_precision and heads <= facts.multiprocessors:
         if heads * slots >= 3072 * facts.multiprocessors and facts.shared_bytes >= 160 << 10:
-            return Pace(keys=256, programs=1, stages=3)
-        return Pace(keys=64, programs=4, warps=2, stages=3)
-    return Pace(keys=min(128, 8192 // block_d))
+            return DecodeConfig(keys=256, programs=1, stages=3)
+        return DecodeConfig(keys=64, programs=4, warps=2, stages=3)
+    return DecodeConfig(keys=min(128, 8192 // block_d))
 
 
-_launch_chunks, _launch_combine = Launch(), Launch()
+_launch_chunks, _launch_combine = CachedLauncher(), CachedLauncher()
 
 
 def decode_on_triton(
@@ -248,33 +259,33 @@ def decode_on_triton(
     masking: Masking,
     out: torch.Tensor,
     starts: torch.Tensor | None = None,
-    pace: Pace | None = None,
+    config: DecodeConfig | None = None,
 ) -> torch.Tensor:
-    """Fill `out`. `pace` is for measurements."""
+    """Fill `out` by the decode kernels; `config` is for measurements."""
     batches, heads, new, size = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     group = heads // kv_heads
-    q, k, v, lengths = rows_of(q), rows_of(k), rows_of(v), rows_of(lengths)
-    starts, sinks = rows_of(starts), rows_of(masking.sinks)
+    q, k, v, lengths = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v), contiguous_rows(lengths)
+    starts, sinks = contiguous_rows(starts), contiguous_rows(masking.sinks)
     facts = device_facts(q.device)
     multiprocessors = facts.multiprocessors
     block_d, rows = head_block(size), max(16, next_power_of_2(group * new))
-    if pace is None:
-        pace = choose_pace(block_d, rows, q.element_size() == 2, slots, batches * kv_heads, facts)
-    chunks = chunk_count(slots, batches * kv_heads, multiprocessors, pace.programs)
+    if config is None:
+        config = choose_decode_config(block_d, rows, q.element_size() == 2, slots, batches * kv_heads, facts)
+    chunks = chunk_count(slots, batches * kv_heads, multiprocessors, config.programs)
     # more programs than run at once: a shallower pipeline leaves room for a third on a multiprocessor
-    stages = pace.stages or (2 if batches * kv_heads > pace.programs * multiprocessors else 3)
+    stages = config.stages or (2 if batches * kv_heads > config.programs * multiprocessors else 3)
     parts = lse = out
-    early = chunks > 1 and facts.starts_early
+    dependent_launch = chunks > 1 and facts.dependent_launch
     if chunks > 1:
         parts = torch.empty(batches * kv_heads, chunks, new * group, size, dtype=torch.float32, device=q.device)
         lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
     begins = lengths if starts is None else starts
-    kinds = (pace, starts is None, masking.kinds(q, k, v, lengths, begins))
+    specialization = (config, starts is None, masking.specialization(q, k, v, lengths, begins))
     _launch_chunks(
         _chunk_kernel,
         (chunks, batches * kv_heads, 1),
-        kinds,
+        specialization,
         (),
         (
             q,
@@ -299,14 +310,14 @@ def decode_on_triton(
             size,
             block_d,
             rows,
-            pace.keys,
+            config.keys,
             starts is not None,
             sinks is not None,
             masking.softcap is not None,
             dot_precision(q.dtype),
-            early,
+            dependent_launch,
         ),
-        num_warps=pace.warps,
+        num_warps=config.warps,
         num_stages=stages if q.element_size() == 2 else 1,
     )
     if chunks == 1:
@@ -318,9 +329,9 @@ def decode_on_triton(
         (new * group, batches * kv_heads, 1),
         (chunks, kv_heads, q.dtype, q.shape),
         (),
-        (parts, lse, out, *out.stride()[:3], kv_heads, new, chunks, group, size, block_d, at_once, early),
+        (parts, lse, out, *out.stride()[:3], kv_heads, new, chunks, group, size, block_d, at_once, dependent_launch),
         num_warps=warps,
-        **({"launch_pdl": True} if early else {}),
+        **({"launch_pdl": True} if dependent_launch else {}),
     )
     return out
 
@@ -337,14 +348,14 @@ def _launch(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     masking = Masking(True, scale, window, softcap, sinks=sinks)
-    out = positions_first(q)
+    out = empty_positions_first(q)
     if not runs_on_triton(q):
         return out.copy_(reference_decode_attention(q, k, v, lengths, masking, starts))
     return out if q.numel() == 0 else decode_on_triton(q, k, v, lengths, masking, out, starts)
 
 
 def _fake(q, k, v, lengths, scale, window, softcap, starts=None, sinks=None):
-    return positions_first(q)
+    return empty_positions_first(q)
 
 
 _op = KernelOp("decode_attention", _launch, _fake)
@@ -385,7 +396,7 @@ def decode_attention(
     check_tensor("q", q)
     masking = Masking(True, q.shape[-1] ** -0.5 if scale is None else float(scale), window, softcap, sinks=sinks)
     check_attention(q, k, v, masking)
-    inference_only(q=q, k=k, v=v, sinks=sinks)
+    check_no_gradients(q=q, k=k, v=v, sinks=sinks)
     if not 1 <= q.shape[2] <= MAX_NEW_TOKENS:
         raise ValueError(f"q: expected 1 to {MAX_NEW_TOKENS} new tokens, got {q.shape[2]}; use flash_attention")
     if q.shape[2] * q.shape[1] // k.shape[1] > 256:

@@ -27,32 +27,32 @@ from distill_kernels.attention.operands import (
     Masking,
     Tiles,
     aligned,
-    by_descriptors,
+    autotune_tiles,
     check_attention,
     dot_precision,
-    fastest_tiles,
-    from_sinks,
+    empty_positions_first,
     head_block,
+    initial_softmax_state,
     load_tile,
-    positions_first,
     softcapped,
     tiles_of,
+    uses_tma,
 )
 from distill_kernels.attention.parts import (
+    concurrent_programs,
+    max_keys,
     merge_parts,
-    most_keys,
     new_sums,
     new_weights,
     part_count,
     part_of_tiles,
-    running_at_once,
     store_part,
 )
 from distill_kernels.attention.ranges import UNBOUNDED, key_tiles, packed_ranges
 from distill_kernels.attention.reference import reference_attention, reference_attention_backward
 from distill_kernels.kernel_op import KernelOp
-from distill_kernels.launch import Launch, cdiv, device_facts, runs_on_triton, tl, triton
-from distill_kernels.operands import check_tensor, rows_of
+from distill_kernels.launch import CachedLauncher, cdiv, device_facts, runs_on_triton, tl, triton
+from distill_kernels.operands import check_tensor, contiguous_rows
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def _forward_kernel(
     SPLIT: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """One tile of queries of one head, over all of its keys; if SPLIT, over one part of them (see `parts.py`)."""
+    """Compute one tile of queries of one head over all of its keys; if SPLIT, over one part of them (parts.py)."""
     # the last query tiles of a causal batch have the most keys: they start first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = tl.program_id(1) // heads
@@ -106,7 +106,7 @@ def _forward_kernel(
     m_i = tl.full([BLOCK_M], -1e30, tl.float32)  # finite: a row whose keys are all masked so far yields no NaN
     l_i = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:
-        largest, total = from_sinks(sinks_ptr, head)
+        largest, total = initial_softmax_state(sinks_ptr, head)
         if SPLIT:  # the sink is of one part
             total = tl.where(tl.program_id(2) == 0, total, 0.0)
         m_i, l_i = tl.zeros([BLOCK_M], tl.float32) + largest, l_i + total
@@ -144,7 +144,7 @@ def _forward_kernel(
         tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(row < queries)[:, None] & (column < HEAD_DIM)[None, :])
 
 
-_launch = Launch()
+_launch = CachedLauncher()
 
 
 def forward_on_triton(
@@ -155,23 +155,23 @@ def forward_on_triton(
     tile: Tiles | None = None,
     parts: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out, [B, T, H, D] in memory, and lse fp32 [B, H, T]. `tile` and `parts` are for measurements."""
+    """Return out, [B, T, H, D] in memory, and lse fp32 [B, H, T]; `tile` and `parts` are for measurements."""
     batches, heads, queries, size = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     block_d, facts = head_block(size), device_facts(q.device)
     if tile is None:
-        tile = fastest_tiles("forward", q, k, masking, lambda tile: forward_on_triton(q, k, v, masking, tile))
-    tma, tiles = by_descriptors(facts, tile), cdiv(queries, tile.queries)
-    seen = most_keys(tile.queries, keys, masking.causal, masking.window)
-    parts = parts or part_count(tiles * batches * heads, cdiv(seen, tile.keys), running_at_once(block_d, facts))
-    out, lse = positions_first(q), _new_lse(q)
+        tile = autotune_tiles("forward", q, k, masking, lambda tile: forward_on_triton(q, k, v, masking, tile))
+    tma, tiles = uses_tma(facts, tile), cdiv(queries, tile.queries)
+    seen = max_keys(tile.queries, keys, masking.causal, masking.window)
+    parts = parts or part_count(tiles * batches * heads, cdiv(seen, tile.keys), concurrent_programs(block_d, facts))
+    out, lse = empty_positions_first(q), _new_lse(q)
     ranges = lse
     if masking.cu_seqlens_q is not None and masking.cu_seqlens_k is not None:
         ranges = packed_ranges(
             masking.cu_seqlens_q, masking.cu_seqlens_k, batches * queries, masking.causal, masking.window
         )
     sums, weights = (out, lse) if parts == 1 else (new_sums(parts, q), new_weights(parts, q))
-    q, k, v, sinks = aligned(q, "q"), aligned(k, "k"), aligned(v, "v"), rows_of(masking.sinks)
+    q, k, v, sinks = aligned(q, "q"), aligned(k, "k"), aligned(v, "v"), contiguous_rows(masking.sinks)
     tensors = (
         tiles_of(q, tile.queries, block_d, tma),
         tiles_of(k, tile.keys, block_d, tma),
@@ -208,7 +208,7 @@ def forward_on_triton(
     _launch(
         _forward_kernel,
         (tiles, batches * heads, parts),
-        (tile, masking.kinds(q, k, v)),
+        (tile, masking.specialization(q, k, v)),
         (),
         (*tensors, *numbers, *constants),
         num_warps=tile.warps,
@@ -238,12 +238,12 @@ def _launch_forward(
     masking = Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, sinks)
     if q.numel() == 0 or k.numel() == 0 or not runs_on_triton(q):
         out, lse = reference_attention(q, k, v, masking)
-        return positions_first(q).copy_(out), lse
+        return empty_positions_first(q).copy_(out), lse
     return forward_on_triton(q, k, v, masking)
 
 
 def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap, sinks=None):
-    return positions_first(q), _new_lse(q)
+    return empty_positions_first(q), _new_lse(q)
 
 
 def _launch_backward(
@@ -261,16 +261,21 @@ def _launch_backward(
     softcap: float | None,
     sinks: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """dq, dk, dv and, where there are sinks, their gradient."""
+    """Return dq, dk, dv and, with sinks, dsinks."""
     masking = Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, sinks)
     if q.numel() == 0 or k.numel() == 0 or not runs_on_triton(q):
         dq, dk, dv, *dsinks = reference_attention_backward(dout, q, k, v, out, lse, masking)
-        return [positions_first(q).copy_(dq), positions_first(k).copy_(dk), positions_first(v).copy_(dv), *dsinks]
+        return [
+            empty_positions_first(q).copy_(dq),
+            empty_positions_first(k).copy_(dk),
+            empty_positions_first(v).copy_(dv),
+            *dsinks,
+        ]
     return backward_on_triton(dout, q, k, v, out, lse, masking)
 
 
 def _fake_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap, sinks=None):
-    grads = [positions_first(q), positions_first(k), positions_first(v)]
+    grads = [empty_positions_first(q), empty_positions_first(k), empty_positions_first(v)]
     return grads if sinks is None else [*grads, sinks.new_empty(sinks.shape)]
 
 

@@ -25,28 +25,28 @@ from distill_kernels.attention.operands import (
     Masking,
     Tiles,
     aligned,
-    by_descriptors,
+    autotune_tiles,
     choose_tiles,
     dot_precision,
-    fastest_tiles,
+    empty_positions_first,
     head_block,
     load_tile,
-    positions_first,
     softcapped,
     tiles_of,
+    uses_tma,
 )
 from distill_kernels.attention.parts import (
     add_parts,
-    most_keys,
+    concurrent_programs,
+    max_keys,
     new_sums,
     part_count,
     part_of_tiles,
-    running_at_once,
     store_sums,
 )
 from distill_kernels.attention.ranges import UNBOUNDED, key_tiles, packed_ranges
-from distill_kernels.launch import INTERPRETER, Launch, cdiv, device_facts, tl, triton
-from distill_kernels.operands import rows_of
+from distill_kernels.launch import INTERPRETER, CachedLauncher, cdiv, device_facts, tl, triton
+from distill_kernels.operands import contiguous_rows
 
 PADDING = 128  # rows of lse and delta are padded to this, so that no tile needs to check their end
 
@@ -177,7 +177,7 @@ def _query_gradient_kernel(
         tl.store(dq_at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=stored)
 
 
-_launch_rows, _launch_keys, _launch_queries = Launch(), Launch(), Launch()
+_launch_rows, _launch_keys, _launch_queries = CachedLauncher(), CachedLauncher(), CachedLauncher()
 
 
 def backward_on_triton(
@@ -193,29 +193,29 @@ def backward_on_triton(
     key_parts: int | None = None,
     query_parts: int | None = None,
 ) -> list[torch.Tensor]:
-    """dq, dk, dv and, with sinks, theirs by the kernels above. The last four arguments are for measurements."""
+    """Return dq, dk, dv and, with sinks, dsinks by the kernels; the last four arguments are for measurements."""
     batches, heads, queries, size = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     block_d, facts = head_block(size), device_facts(q.device)
     again = functools.partial(backward_on_triton, dout, q, k, v, out, lse, masking)  # with tiles, to time them
     if key_tile is None:
         other = choose_tiles("dq", block_d, q.dtype, facts)
-        key_tile = fastest_tiles("dk and dv", q, k, masking, lambda tile: again(tile, other))
-    tile = query_tile or fastest_tiles("dq", q, k, masking, lambda tile: again(key_tile, tile))
+        key_tile = autotune_tiles("dk and dv", q, k, masking, lambda tile: again(tile, other))
+    tile = query_tile or autotune_tiles("dq", q, k, masking, lambda tile: again(key_tile, tile))
     dout = aligned(dout, "dout")
     q, k, v = aligned(q, "q"), aligned(k, "k"), aligned(v, "v")
-    dq, dk, dv = positions_first(q), positions_first(k), positions_first(v)
+    dq, dk, dv = empty_positions_first(q), empty_positions_first(k), empty_positions_first(v)
     padded_rows = cdiv(queries, PADDING) * PADDING
     terms = torch.empty(2, batches * heads, padded_rows, dtype=torch.float32, device=q.device)
     block_m = 32 if facts.family == INTERPRETER or size > 128 else 64
-    kinds = masking.kinds(q, k, v, dout, out, lse)
-    sinks, sink_sums = rows_of(masking.sinks), None
+    specialization = masking.specialization(q, k, v, dout, out, lse)
+    sinks, sink_sums = contiguous_rows(masking.sinks), None
     if sinks is not None:
         sink_sums = torch.empty(batches, heads, padded_rows // block_m, dtype=torch.float32, device=q.device)
     _launch_rows(
         _row_terms_kernel,
         (padded_rows // block_m, batches * heads, 1),
-        kinds,
+        specialization,
         (),
         (
             out,
@@ -243,16 +243,16 @@ def backward_on_triton(
         key_ranges = packed_ranges(*both, batches * keys, causal, masking.window, from_keys=True)
     scale, intervals = float(masking.scale), masking.packed or masking.window is not None
     constants = (masking.causal, intervals, masking.packed, masking.softcap is not None, dot_precision(q.dtype))
-    tma = by_descriptors(facts, key_tile)
-    tiles, seen = cdiv(keys, key_tile.keys), most_keys(key_tile.keys, queries, masking.causal, masking.window)
-    at_once = running_at_once(block_d, facts)
+    tma = uses_tma(facts, key_tile)
+    tiles, seen = cdiv(keys, key_tile.keys), max_keys(key_tile.keys, queries, masking.causal, masking.window)
+    at_once = concurrent_programs(block_d, facts)
     parts = key_parts or part_count(tiles * batches * kv_heads, cdiv(seen, key_tile.queries), at_once)
     sums = None if parts == 1 else new_sums(2 * parts, k)
     dk_sums, dv_sums = (dk, dv) if sums is None else (sums[:parts], sums[parts:])
     _launch_keys(
         _key_gradient_kernel,
         (tiles, batches * kv_heads, parts),
-        (key_tile, kinds),
+        (key_tile, specialization),
         (),
         (
             tiles_of(q, key_tile.queries, block_d, tma),
@@ -290,14 +290,14 @@ def backward_on_triton(
     )
     if sums is not None:
         add_parts(sums, dk, scale, dv)
-    tma = by_descriptors(facts, tile)
-    tiles, seen = cdiv(queries, tile.queries), most_keys(tile.queries, keys, masking.causal, masking.window)
+    tma = uses_tma(facts, tile)
+    tiles, seen = cdiv(queries, tile.queries), max_keys(tile.queries, keys, masking.causal, masking.window)
     parts = query_parts or part_count(tiles * batches * heads, cdiv(seen, tile.keys), at_once)
     dq_sums = dq if parts == 1 else new_sums(parts, q)
     _launch_queries(
         _query_gradient_kernel,
         (tiles, batches * heads, parts),
-        (tile, kinds),
+        (tile, specialization),
         (),
         (
             tiles_of(q, tile.queries, block_d, tma),

@@ -1,7 +1,7 @@
-"""A key-value cache allocated once: [B, T_max, Hkv, D], filled from the front, each sequence with its own length.
+"""Key-value cache allocated once: [B, T_max, Hkv, D], filled from the front, each sequence with its own length.
 
 Positions come before heads, as projections write them, so that a new token's keys are one contiguous row. Lengths
-live on the device: appending and attending wait for nothing and replay inside a CUDA graph.
+live on the device: appending and attending need no host sync and replay inside a CUDA graph.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from distill_kernels.attention.decode import decode_attention
 from distill_kernels.kernel_op import check_tensors
 from distill_kernels.launch import next_power_of_2, runs_on_triton, tl, triton
-from distill_kernels.operands import rows_of
+from distill_kernels.operands import contiguous_rows
 
 
 class KVCache:
@@ -48,18 +48,19 @@ class KVCache:
 
     @property
     def max_length(self) -> int:
+        """Slots of each sequence, T_max."""
         return self.keys.shape[1]
 
     @property
     def longest(self) -> int:
-        """Slots filled by the longest sequence, as the host knows them.
+        """Upper bound, known to the host, of the slots filled by the longest sequence.
 
-        Of an `append` with counts it knows the S alone, so that it may be too high until `truncate` is told better.
+        An `append` with counts adds S, so that it may be too high until `truncate`.
         """
         return self._longest
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, counts: torch.Tensor | None = None) -> None:
-        """Put S new positions of every sequence behind what is there.
+        """Append S new positions to every sequence.
 
         Args:
             keys, values: [B, Hkv, S, D].
@@ -81,7 +82,7 @@ class KVCache:
         if new == 1 and counts is None:
             self.lengths += 1
             self._longest += 1
-            put_newest(self.keys, self.values, keys, values, self.lengths)
+            write_newest(self.keys, self.values, keys, values, self.lengths)
             return
         # a discarded position is written too, and overwritten by the next; it lies behind the length
         at = self.lengths[:, None] + torch.arange(new, device=self.keys.device)
@@ -100,19 +101,19 @@ class KVCache:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`decode_attention` of the newest tokens' q [B, H, S, D], whose keys were appended before."""
+        """Return `decode_attention` of the newest tokens' q [B, H, S, D], whose keys were appended before."""
         keys, values = self.keys.transpose(1, 2), self.values.transpose(1, 2)
         return decode_attention(q, keys, values, self.lengths, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
     def truncate(self, length: int) -> None:
-        """Forget positions from `length` on (rejected speculative tokens)."""
+        """Drop positions from `length` on (rejected speculative tokens)."""
         if length < 0:
             raise ValueError(f"length: expected at least 0, got {length}")
         self.lengths.clamp_(max=length)
         self._longest = min(self._longest, length)
 
     def reorder(self, sequences: torch.Tensor) -> None:
-        """Sequence i becomes a copy of sequence `sequences[i]` (beam search)."""
+        """Replace sequence i by a copy of sequence `sequences[i]` (beam search)."""
         filled = slice(0, self._longest)
         self.keys[:, filled] = self.keys[sequences, filled]
         self.values[:, filled] = self.values[sequences, filled]
@@ -142,7 +143,7 @@ def _put_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One sequence's and head's new key and value into their slot; a slot outside the cache is left out."""
+    """Store one sequence's and head's new key and value; a slot outside of the cache is skipped."""
     batch, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(lengths_ptr + batch).to(tl.int64) - 1
     column = tl.arange(0, BLOCK)
@@ -154,7 +155,7 @@ def _put_kernel(
     tl.store(values_ptr + to, v.to(values_ptr.dtype.element_ty), mask=held)
 
 
-def put_newest(
+def write_newest(
     cached_keys: torch.Tensor,
     cached_values: torch.Tensor,
     keys: torch.Tensor,
@@ -185,7 +186,7 @@ def put_newest(
         cached_values[sequence, lengths - 1] = values[:, :, 0].to(cached_values.dtype)
         return
     assert cached_keys.is_contiguous() and cached_values.is_contiguous()
-    keys, values, lengths = rows_of(keys), rows_of(values), rows_of(lengths)
+    keys, values, lengths = contiguous_rows(keys), contiguous_rows(values), contiguous_rows(lengths)
     _put_kernel[(batch, kv_heads)](
         cached_keys,
         cached_values,

@@ -1,4 +1,4 @@
-"""What the attention kernels are launched with: a mask's description, descriptors of strided tensors, tile sizes."""
+"""Launch arguments of the attention kernels: masking, tensor descriptors, tile sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from distill_kernels.launch import (
     INTERPRETER,
-    KINDS,
+    MAX_CACHED_LAUNCHES,
     DeviceFacts,
     TensorDescriptor,
     device_facts,
@@ -21,13 +21,22 @@ from distill_kernels.launch import (
     triton,
 )
 from distill_kernels.operands import check_tensor
-from distill_kernels.tuning import fastest
+from distill_kernels.tuning import autotune
 
 _log = logging.getLogger(__name__)
 
 
 class Masking(NamedTuple):
-    """How scores are scaled and which are kept; the arguments every attention function here takes."""
+    """Scaling and masking of attention scores, as every attention function here takes them.
+
+    Attributes:
+        causal: Query i sees keys up to its own position only (aligned at the last query and key).
+        scale: Factor of q k^T.
+        window: Number of most recent keys a query sees, itself included; None for all.
+        softcap: `cap * tanh(score / cap)` before the softmax, or None.
+        cu_seqlens_q, cu_seqlens_k: int [documents + 1], cumulative lengths of packed documents, or None.
+        sinks: [H], a logit of each head that takes part in the softmax without a value, or None.
+    """
 
     causal: bool
     scale: float
@@ -35,29 +44,30 @@ class Masking(NamedTuple):
     softcap: float | None = None
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None  # [H]
+    sinks: torch.Tensor | None = None
 
     @property
     def packed(self) -> bool:
+        """True where batches hold packed documents."""
         return self.cu_seqlens_q is not None
 
     @property
     def score_factors(self) -> tuple[float, float, float]:
-        """(factor to base-2 exponents, cap, rate inside the tanh) for the kernels; the last two idle without a cap."""
+        """Factor to base-2 exponents, cap and rate inside the tanh, for the kernels; both are 1 without a cap."""
         log2_e = 1.4426950408889634
         if self.softcap is None:
             return self.scale * log2_e, 1.0, 1.0
         return log2_e, float(self.softcap), self.scale / self.softcap
 
-    def kinds(self, *tensors: torch.Tensor) -> tuple[object, ...]:
-        """All of this mask and of `tensors` that a kernel over them is compiled for, for `Launch`."""
+    def specialization(self, *tensors: torch.Tensor) -> tuple[object, ...]:
+        """Return the `CachedLauncher` key: properties of this mask and of `tensors` that a kernel is compiled for."""
         every = tensors if self.sinks is None else (*tensors, self.sinks)
         laid_out = [(x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0) for x in every]
         return (*laid_out, self.causal, self.window, self.softcap is None, self.packed)
 
 
 def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking) -> None:
-    """ValueError that names what does not fit."""
+    """Check shapes, dtypes, devices and masking; ValueError names the argument that does not fit."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
         if tensor.dim() != 4:
@@ -98,8 +108,8 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: 
 
 def _check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
     check_tensor("sinks", sinks)
-    wide = sinks.dtype == torch.float64 and q.dtype != torch.float64
-    if sinks.shape != (q.shape[1],) or sinks.device != q.device or not sinks.is_floating_point() or wide:
+    too_wide = sinks.dtype == torch.float64 and q.dtype != torch.float64
+    if sinks.shape != (q.shape[1],) or sinks.device != q.device or not sinks.is_floating_point() or too_wide:
         raise ValueError(
             f"sinks: expected [{q.shape[1]}], a float16, bfloat16 or float32 number a query head, on {q.device}, got "
             f"{sinks.dtype} {tuple(sinks.shape)} on {sinks.device}"
@@ -107,7 +117,7 @@ def _check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
 
 
 class Tiles(NamedTuple):
-    """Rows of queries and of keys a program holds at a time, how it is compiled, and whether by TMA where there is."""
+    """Tile of an attention program: rows of queries and of keys, warps, pipeline stages, TMA where available."""
 
     queries: int
     keys: int
@@ -116,7 +126,7 @@ class Tiles(NamedTuple):
     tma: bool = True
 
 
-# By kernel, kind of GPU and size of a head. Those of warpgroups were measured on sm_90. With operands in registers, as
+# By kernel, kind of GPU and head size. Those of "warpgroups" were measured on sm_90. With operands in registers, as
 # on Ampere, Ada and sm_120, they were read off compiled code: no spills, 100 KiB of shared memory.
 TILES = {
     "forward": {
@@ -146,7 +156,7 @@ TILES = {
 
 @functools.cache
 def choose_tiles(kernel: str, block_d: int, dtype: torch.dtype, facts: DeviceFacts) -> Tiles:
-    """Tiles of the kernel that makes the output, dk and dv, or dq alone, for heads of `block_d` columns."""
+    """Return the table's tile of `kernel` ("forward", "dk and dv" or "dq") for heads of `block_d` columns."""
     tables = TILES[kernel]
     table = tables["warpgroups" if facts.warpgroups else "registers"]
     if facts.family == INTERPRETER or dtype == torch.float32:
@@ -157,8 +167,8 @@ def choose_tiles(kernel: str, block_d: int, dtype: torch.dtype, facts: DeviceFac
 
 
 @functools.cache
-def around(tile: Tiles) -> tuple[Tiles, ...]:
-    """The tile, and those a step from it: half and twice its queries, keys and warps, a stage less and more."""
+def neighbouring_tiles(tile: Tiles) -> tuple[Tiles, ...]:
+    """Return the tile and its neighbours: half and twice its queries, keys and warps, a stage less and more."""
     queries, keys, warps, stages, _ = tile
     near = [
         tile._replace(queries=queries // 2),
@@ -175,38 +185,38 @@ def around(tile: Tiles) -> tuple[Tiles, ...]:
     return tuple(dict.fromkeys((tile, *fits)))
 
 
-def fastest_tiles(
+def autotune_tiles(
     kernel: str, q: torch.Tensor, k: torch.Tensor, masking: Masking, launch: Callable[[Tiles], object]
 ) -> Tiles:
-    """`choose_tiles`, or the one near them that is faster on a GPU on which no table was measured."""
+    """Return the table's tile, or its fastest neighbour on a GPU without measured tables."""
     facts, size = device_facts(q.device), q.shape[3]
     first = choose_tiles(kernel, head_block(size), q.dtype, facts)
     if facts.measured:
         return first
     masked = "".join("-c"[masking.causal] + "-w"[masking.window is not None] + "-p"[masking.packed])
     shape = (size, q.dtype, masked, masking.softcap is not None, *map(next_power_of_2, (q.shape[2], k.shape[2])))
-    return fastest(f"attention {kernel}", shape, around(first), launch, q.device)
+    return autotune(f"attention {kernel}", shape, neighbouring_tiles(first), launch, q.device)
 
 
-def by_descriptors(facts: DeviceFacts, tile: Tiles) -> bool:
-    """Whether TMA brings the tiles. With operands in registers it costs dk and dv a kilobyte of spills a thread."""
+def uses_tma(facts: DeviceFacts, tile: Tiles) -> bool:
+    """Return whether tiles are loaded by TMA; with operands in registers it makes dk and dv spill a KiB a thread."""
     return facts.tma and facts.warpgroups and tile.tma
 
 
 def head_block(head_size: int) -> int:
-    """Columns of a tile: the head size, padded to what a matrix instruction takes."""
+    """Return the columns of a tile: the head size, padded for matrix instructions."""
     return max(16, next_power_of_2(head_size))
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """fp32 operands are multiplied in fp32, not in tf32."""
+    """Return `tl.dot`'s input precision: fp32 operands are multiplied in fp32, not in tf32."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
 def aligned(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """`tensor` itself if the copy engine can read it, else a copy with rows padded to 16 bytes.
+    """Return `tensor` if TMA can load it, else a copy with rows padded to 16 bytes.
 
-    The engine needs a base and strides that are multiples of 16 bytes, and adjacent columns.
+    TMA needs a base and strides that are multiples of 16 bytes, and adjacent columns.
     """
     columns = 16 // tensor.element_size()
     if tensor.data_ptr() % 16 == 0 and _legal(tensor.shape, tensor.stride(), columns):
@@ -217,14 +227,14 @@ def aligned(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return copy.copy_(tensor)
 
 
-@functools.lru_cache(KINDS)
+@functools.lru_cache(MAX_CACHED_LAUNCHES)
 def _legal(shape: tuple[int, ...], strides: tuple[int, ...], columns: int) -> bool:
     steps = [step for step, size in zip(strides[:-1], shape[:-1], strict=True) if size > 1]
     return strides[-1] == 1 and all(step > 0 and step % columns == 0 for step in steps)
 
 
-def positions_first(like: torch.Tensor) -> torch.Tensor:
-    """An uninitialised [B, H, T, D] tensor that is [B, T, H, D] in memory, as projections before and after want it."""
+def empty_positions_first(like: torch.Tensor) -> torch.Tensor:
+    """Return an uninitialised [B, H, T, D] tensor that is [B, T, H, D] in memory, the layout of projections."""
     batch, heads, positions, size = like.shape
     strides = (positions * heads * size, size, heads * size, 1)  # no view, which could not be written to in place
     return like.new_empty_strided((batch, heads, positions, size), strides)
@@ -241,9 +251,9 @@ def _warn_of_copy(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -
 
 
 def tiles_of(tensor: torch.Tensor, rows: int, columns: int, tma: bool) -> typing.Any:
-    """[B, H, T, D] `tensor` as `load_tile` takes it, for tiles of `rows` positions and `columns` of one head.
+    """Return `tensor` [B, H, T, D] as an argument of `load_tile`, for tiles of `rows` positions of one head.
 
-    With `tma` a descriptor for the copy engine, else what pointers are made of.
+    A tensor descriptor with `tma`, else pointer, strides and length.
     """
     if not tma:
         return tensor, *tensor.stride()[:3], tensor.shape[2]
@@ -260,7 +270,7 @@ def tiles_of(tensor: torch.Tensor, rows: int, columns: int, tma: bool) -> typing
         if tensor.shape[dimension] == 1:  # the stride of a single entry is arbitrary, but must be a legal one
             strides[dimension] = step
     made = TensorDescriptor(tensor, [batch, heads, positions, size], strides, [1, 1, rows, columns])
-    if len(_checked) >= KINDS:
+    if len(_checked) >= MAX_CACHED_LAUNCHES:
         _checked.clear()
     _checked[key] = {**made.__dict__, "base": None}
     return made
@@ -273,7 +283,7 @@ _checked: dict[tuple[object, ...], dict[str, object]] = {}  # descriptors withou
 def load_tile(
     source, batch, head, first, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr
 ):
-    """[ROWS, BLOCK_D] of one head from position `first` on, 0 beyond its end; `source` is of `tiles_of`."""
+    """Load [ROWS, BLOCK_D] of one head from position `first` on, 0 beyond its end; `source` is from `tiles_of`."""
     if TMA:
         tile = source.load([batch, head, first, 0]).reshape(ROWS, BLOCK_D)
     else:
@@ -289,8 +299,8 @@ def load_tile(
 
 
 @triton.jit
-def from_sinks(sinks_ptr, head):
-    """The running maximum and sum, to base 2, of rows of `head` (a scalar or a block) whose softmax has a sink."""
+def initial_softmax_state(sinks_ptr, head):
+    """Return the initial running maximum and sum, to base 2, of rows of `head` whose softmax has a sink."""
     sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
     largest = tl.maximum(sink, -1e30)  # finite, also for a sink of -inf, which is none
     return largest, tl.exp2(sink - largest)
@@ -298,6 +308,6 @@ def from_sinks(sinks_ptr, head):
 
 @triton.jit
 def softcapped(scores, rate, cap):
-    """cap * tanh(scores * rate), and the tanh. By exponentials: accurate to 1e-7, unlike the hardware's tanh."""
+    """Return cap * tanh(scores * rate), and the tanh: by exponentials, accurate to 1e-7 unlike the hardware's tanh."""
     tanh = 1 - 2 / (1 + tl.exp2(scores * rate * 2.8853900817779268))
     return cap * tanh, tanh

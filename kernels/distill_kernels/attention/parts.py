@@ -1,4 +1,4 @@
-"""Keys in parts: attention for grids that would leave multiprocessors idle.
+"""Split-KV attention: each tile's keys in parts, for grids that would leave multiprocessors idle.
 
 One program a tile of queries and head is few programs where both are few: 32 at 2,048 queries of one head, on 132
 multiprocessors. Each tile's keys are then cut into parts, a program each, and a small second kernel adds them up. A
@@ -20,38 +20,38 @@ import torch
 from distill_kernels.attention.operands import head_block
 from distill_kernels.launch import DeviceFacts, cdiv, next_power_of_2, tl, triton
 
-MERGING = 3  # what a second kernel costs, in tiles of keys
-MOST_PARTS = 16
+MERGE_COST_TILES = 3  # cost of the second kernel, in tiles of keys
+MAX_PARTS = 16
 
 
-def most_keys(queries: int, keys: int, causal: bool, window: int | None) -> int:
-    """The most keys that a tile of `queries` positions may see."""
+def max_keys(queries: int, keys: int, causal: bool, window: int | None) -> int:
+    """Return the largest number of keys that a tile of `queries` positions may see."""
     if window is None:
         return keys
     return min(keys, queries - 1 + (window if causal else 2 * window - 1))
 
 
-def running_at_once(block_d: int, facts: DeviceFacts) -> int:
-    """Programs of the attention kernels that have room at once: two a multiprocessor, wide heads one."""
+def concurrent_programs(block_d: int, facts: DeviceFacts) -> int:
+    """Return how many programs of the attention kernels run at once: two a multiprocessor, one with wide heads."""
     return facts.multiprocessors * (2 if block_d <= 128 else 1)
 
 
 def part_count(programs: int, tiles: int, at_once: int) -> int:
-    """Parts that the keys of each of `programs` programs are cut into; 1: they fill the GPU, or have too few keys.
+    """Return the parts to split the keys of each program into; 1 where programs fill the GPU or keys are few.
 
     Args:
         programs: Tiles of queries, times heads, times batch entries.
         tiles: Tiles of keys that a program visits at most.
         at_once: Programs that run at once. Where several share a multiprocessor each takes longer, by half is assumed.
     """
-    parts = max(1, min(at_once // programs, tiles, MOST_PARTS))
+    parts = max(1, min(at_once // programs, tiles, MAX_PARTS))
     longest = cdiv(tiles, parts)
-    return cdiv(tiles, longest) if 2 * tiles > 3 * longest + 2 * MERGING else 1
+    return cdiv(tiles, longest) if 2 * tiles > 3 * longest + 2 * MERGE_COST_TILES else 1
 
 
 @triton.jit
 def part_of_tiles(start, end, BLOCK: tl.constexpr):
-    """The share of the tiles in [start, end) that is this program's, by its place in the grid's last dimension."""
+    """Return this program's part of the tiles in [start, end), by its index in the grid's last dimension."""
     part, parts = tl.program_id(2), tl.num_programs(2)
     tiles = tl.cdiv(tl.maximum(end - start, 0), BLOCK)
     return start + tiles * part // parts * BLOCK, start + tiles * (part + 1) // parts * BLOCK
@@ -59,7 +59,7 @@ def part_of_tiles(start, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_sums(sums_ptr, sums, row, rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`sums` of positions `row` of `rows` into fp32 [parts, batches * heads, rows, D], and each row's place there."""
+    """Store `sums` of positions `row` into fp32 [parts, batches * heads, rows, D]; return each row's index there."""
     at = (tl.program_id(2) * tl.num_programs(1).to(tl.int64) + tl.program_id(1)) * rows + row
     column = tl.arange(0, BLOCK_D)
     cells = (row < rows)[:, None] & (column < HEAD_DIM)[None, :]
@@ -69,7 +69,7 @@ def store_sums(sums_ptr, sums, row, rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.co
 
 @triton.jit
 def store_part(sums_ptr, weights_ptr, acc, m_i, l_i, row, queries, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """a_c into `sums`, m_c and l_c into `weights`, fp32 [2, parts, batches * heads, queries]."""
+    """Store a_c into `sums`, m_c and l_c into `weights`, fp32 [2, parts, batches * heads, queries]."""
     at = store_sums(sums_ptr, acc, row, queries, HEAD_DIM, BLOCK_D)
     held = row < queries
     tl.store(weights_ptr + at, m_i, mask=held)
@@ -139,7 +139,7 @@ def _add_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """`out` from the first parts, times `scale`, and `other` from as many behind them where the grid says so."""
+    """Sum the first parts, times `scale`, into `out`; program_id(2) = 1 sums as many further parts into `other`."""
     if tl.program_id(2) == 1:
         out_ptr = other_ptr
         scale = 1.0
@@ -159,12 +159,12 @@ def _add_kernel(
 
 
 def new_sums(parts: int, like: torch.Tensor) -> torch.Tensor:
-    """Room for what `store_sums` leaves of [B, H, T, D] `like`: fp32 [parts, B, H, T, D]."""
+    """Return an empty buffer for `store_sums` of [B, H, T, D] `like`: fp32 [parts, B, H, T, D]."""
     return torch.empty(parts, *like.shape, dtype=torch.float32, device=like.device)
 
 
 def new_weights(parts: int, like: torch.Tensor) -> torch.Tensor:
-    """Room for m and l of the rows of [B, H, T, D] `like`: fp32 [2, parts, B, H, T]."""
+    """Return an empty buffer for m and l of the rows of [B, H, T, D] `like`: fp32 [2, parts, B, H, T]."""
     return torch.empty(2, parts, *like.shape[:3], dtype=torch.float32, device=like.device)
 
 
@@ -186,7 +186,7 @@ def add_parts(sums: torch.Tensor, out: torch.Tensor, scale: float, other: torch.
 
 
 def _rows_at_a_time(parts: int, out: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """The grid and the constants of the kernels that add parts: 1,024 elements of each part a program."""
+    """Return grid and constants of the kernels that add parts: 1,024 elements of each part a program."""
     batches, heads, positions, size = out.shape
     block_d = head_block(size)
     block_m = max(1, 1024 // block_d)

@@ -1,9 +1,9 @@
-"""Which keys a query attends to, as one interval per query.
+"""Masks as intervals: the keys that each query attends to form one interval.
 
 Causality, a sliding window, packed documents and padding all restrict query `i` to an interval of keys
 `[low_i, high_i)`, and both ends grow with `i`. Seen from the other side, key `j` is attended by an interval of
-queries. The attention kernels know nothing else about masks: from the intervals of a tile's first and last row they
-get which tiles to skip, which need comparing element by element and which lie wholly inside.
+queries. The attention kernels use no other form of mask: from the intervals of a tile's first and last row they
+derive which tiles to skip, which need comparing element by element and which lie wholly inside.
 
 With `shift = T_k - T_q` of the document (the causal diagonal ends in its last query and last key, as in
 FlashAttention-2; torch's `is_causal` instead aligns the first ones) and window `w`:
@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 
 from distill_kernels.launch import cdiv, runs_on_triton, tl, triton
-from distill_kernels.operands import check_tensor, rows_of
+from distill_kernels.operands import check_tensor, contiguous_rows
 
 UNBOUNDED = 1 << 30  # a window no sequence reaches
 
@@ -34,7 +34,7 @@ def reference_ranges(
     *,
     from_keys: bool = False,
 ) -> torch.Tensor:
-    """Intervals int64 [2, rows] of flat positions on the other side; rows behind the last document get empty ones."""
+    """Return intervals int64 [2, rows] of flat positions on the other side; empty after the last document."""
     own, other = (cu_seqlens_k, cu_seqlens_q) if from_keys else (cu_seqlens_q, cu_seqlens_k)
     own, other = own.long(), other.long()
     row = torch.arange(rows, device=own.device)
@@ -50,7 +50,7 @@ def reference_ranges(
 def reference_mask(
     queries: int, keys: int, causal: bool, window: int | None, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """True where query i attends to key j in a dense batch, bool [queries, keys]."""
+    """Return the mask of a dense batch, bool [queries, keys]: True where query i attends to key j."""
     row = torch.arange(queries, device=device)
     width = UNBOUNDED if window is None else window
     low, high = _interval(row + keys - queries, 0 * row, 0 * row + keys, width, causal, False)
@@ -71,7 +71,7 @@ def _interval(
 
 @triton.jit
 def attended_interval(diagonal, first, last, window, CAUSAL: tl.constexpr, FROM_KEYS: tl.constexpr):
-    """The two formulas of the module docstring; `diagonal` is i + shift for queries, j - shift for keys."""
+    """Return the interval of the module docstring; `diagonal` is i + shift for queries, j - shift for keys."""
     if CAUSAL and FROM_KEYS:
         low = tl.maximum(first, diagonal)
     else:
@@ -97,7 +97,7 @@ def dense_or_packed_interval(
     PACKED: tl.constexpr,
     FROM_KEYS: tl.constexpr,
 ):
-    """Interval of `row` (int32 scalar or block, below `rows`) on the other side, in positions of this batch entry."""
+    """Return the interval of `row` (int32 scalar or block) on the other side, in positions of this batch entry."""
     if PACKED:
         at = ranges_ptr + batch.to(tl.int64) * rows + row
         low = tl.load(at) - batch * others
@@ -123,7 +123,7 @@ def key_tiles(
     LEFT: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """The key tiles that the query tile at `m` visits, and each row's interval.
+    """Return the range of key tiles that the query tile at `m` visits, and each row's interval.
 
     Tiles [start, inside) and [outside, end) cross an interval's end; [inside, outside) lie within every row's.
     Without LEFT no interval has a beginning to cross.
@@ -194,7 +194,7 @@ def packed_ranges(
     *,
     from_keys: bool = False,
 ) -> torch.Tensor:
-    """`reference_ranges` as int32 in one launch, without waiting for the device.
+    """Return `reference_ranges` as int32 in one launch, without waiting for the device.
 
     Lengths of `cu_seqlens_from_position_ids` keep what was made of them, for all of a model's layers; but not where
     either is captured in a CUDA graph and the other is not: a replay reads lengths that may have changed since.
@@ -215,7 +215,7 @@ def _packed_ranges(
     if not runs_on_triton(cu_seqlens_q):
         return reference_ranges(cu_seqlens_q, cu_seqlens_k, rows, causal, window, from_keys=from_keys).int()
     own, other = (cu_seqlens_k, cu_seqlens_q) if from_keys else (cu_seqlens_q, cu_seqlens_k)
-    own, other = rows_of(own), rows_of(other)
+    own, other = contiguous_rows(own), contiguous_rows(other)
     out = torch.empty(2, rows, dtype=torch.int32, device=own.device)
     documents, block = own.numel() - 1, 256
     _ranges_kernel[(cdiv(rows, block),)](
@@ -234,7 +234,7 @@ def _packed_ranges(
 
 
 def cu_seqlens_from_position_ids(position_ids: torch.Tensor) -> torch.Tensor:
-    """Cumulative document lengths of a packed batch, without waiting for the device.
+    """Return the cumulative document lengths of a packed batch, without a host sync.
 
     Args:
         position_ids: [B, T] int, restarting at 0 with each document (padding counts as a document of its own).
@@ -258,5 +258,5 @@ def cu_seqlens_from_position_ids(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _is_captured(tensor: torch.Tensor) -> bool:
-    """Whether what is done to `tensor` now goes into a CUDA graph."""
+    """Return whether operations on `tensor` are being captured into a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

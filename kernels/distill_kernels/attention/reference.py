@@ -13,7 +13,7 @@ from distill_kernels.attention.ranges import reference_mask, reference_ranges
 
 
 def kept_scores(masking: Masking, batch: int, queries: int, keys: int, device: torch.device) -> torch.Tensor:
-    """True where a score is kept: bool, broadcastable to [B, H, Tq, Tk]."""
+    """Return the mask of unmasked scores: bool, broadcastable to [B, H, Tq, Tk]."""
     if masking.cu_seqlens_q is None or masking.cu_seqlens_k is None:
         return reference_mask(queries, keys, masking.causal, masking.window, device)
     low, high = reference_ranges(
@@ -25,7 +25,7 @@ def kept_scores(masking: Masking, batch: int, queries: int, keys: int, device: t
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, masking: Masking) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masked scores [B, H, Tq, Tk] and the factor by which a soft cap dampens their gradient."""
+    """Return masked scores [B, H, Tq, Tk] and the factor by which a soft cap dampens their gradient."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = q @ k.transpose(-1, -2) * masking.scale
     damping = torch.ones((), dtype=q.dtype, device=q.device)
@@ -43,7 +43,7 @@ def _computed_in(dtype: torch.dtype) -> torch.dtype:
 def reference_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out [B, H, Tq, D] in q's dtype and lse [B, H, Tq]; a query without keys gives zeros and -inf, or its sink."""
+    """Return out [B, H, Tq, D] and lse [B, H, Tq]; a query without keys gives zeros and -inf, or its sink."""
     dtype = _computed_in(q.dtype)
     scores, _ = _scores(q.to(dtype), k.to(dtype), masking)
     lse = torch.logsumexp(scores, -1)
@@ -63,7 +63,7 @@ def reference_attention_backward(
     lse: torch.Tensor,
     masking: Masking,
 ) -> list[torch.Tensor]:
-    """dq, dk, dv and, with sinks, theirs by the formulas of `flash_backward.py`."""
+    """Return dq, dk, dv and, with sinks, dsinks, by the formulas of `flash_backward.py`."""
     dtype = _computed_in(q.dtype)
     group = q.shape[1] // k.shape[1]
     scores, damping = _scores(q.to(dtype), k.to(dtype), masking)

@@ -1,4 +1,4 @@
-"""Attention of a decoding step in one launch: norms of q and k, rotary embedding, cache write, softmax over the cache.
+"""Attention of a decoding step in one launch: norms of q and k, rotary embedding, cache write, softmax over keys.
 
 Of every sequence's row q | k | v, as the product before leaves it, a program reads a key head's G query heads and that
 head's new key as the rows of one tile, so that norm and rotation are made once for all of them. It puts the new key and
@@ -21,21 +21,21 @@ import torch
 from distill_kernels.attention.decode import reference_decode_attention
 from distill_kernels.attention.operands import Masking
 from distill_kernels.attention.ranges import UNBOUNDED
-from distill_kernels.decoding.rows import Scratch, early_options, prefetch, start
+from distill_kernels.decoding.rows import Scratch, dependent_launch_options, prefetch, wait_for_previous_kernel
 from distill_kernels.launch import device_facts, next_power_of_2, tl, triton
 from distill_kernels.layers.rms_norm import reference_rms_norm
 from distill_kernels.layers.rope import reference_rope
 
 
-class Heads(NamedTuple):
-    """What a layer's attention is, beside its buffers.
+class AttentionSpec(NamedTuple):
+    """Shape and settings of a layer's attention.
 
     Attributes:
         heads, kv_heads, size: H, Hkv, D.
-        scale: Of the scores.
+        scale: Factor of the scores.
         window: Keys a query sees, itself included; None for all.
         q_norm, k_norm: Weights [D] of RMSNorms of each head, or None for both.
-        eps: The norms'.
+        eps: Epsilon of the norms.
     """
 
     heads: int
@@ -48,9 +48,14 @@ class Heads(NamedTuple):
     eps: float = 0.0
 
 
-class Cached(NamedTuple):
-    """Keys and values of one layer, [B, slots, Hkv, D], contiguous; int64 [B] tokens of each sequence, the new one
-    included; cos and sin [slots, D], contiguous."""
+class LayerCache(NamedTuple):
+    """Cache and rotary tables of one layer.
+
+    Attributes:
+        keys, values: [B, slots, Hkv, D], contiguous.
+        lengths: int64 [B], tokens of each sequence, the new one included.
+        cos, sin: [slots, D], contiguous.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -59,8 +64,8 @@ class Cached(NamedTuple):
     sin: torch.Tensor
 
 
-class Pace(NamedTuple):
-    """Keys at a time, chunks of a sequence's keys, warps, stages of loads, keys that are asked for ahead."""
+class AttentionConfig(NamedTuple):
+    """Launch shape: keys at a time, chunks of a sequence's keys, warps, pipeline stages, keys prefetched."""
 
     keys: int
     chunks: int
@@ -69,8 +74,10 @@ class Pace(NamedTuple):
     ahead: int = 0
 
 
-def reference_newest_attention(rows: torch.Tensor, shape: Heads, cached: Cached, out: torch.Tensor) -> None:
-    """The definition: fill `out` [B, H D] from `rows` [B, (H + 2 Hkv) D], and the newest slots of the cache."""
+def reference_decode_step_attention(
+    rows: torch.Tensor, shape: AttentionSpec, cached: LayerCache, out: torch.Tensor
+) -> None:
+    """Fill `out` [B, H D] from `rows` [B, (H + 2 Hkv) D] and write the newest cache slots, in plain PyTorch."""
     batch, at = rows.shape[0], cached.lengths - 1
     q, k, v = rows.view(batch, 1, -1, shape.size).split([shape.heads, shape.kv_heads, shape.kv_heads], 2)
     if shape.q_norm is not None:
@@ -86,7 +93,7 @@ def reference_newest_attention(rows: torch.Tensor, shape: Heads, cached: Cached,
 
 @triton.jit
 def _of_heads(q_ptr, k_ptr, at, mask, is_key):
-    """A vector for query heads and one for the key's row, as rows."""
+    """Load a vector for the query heads' rows and one for the key's row."""
     q, k = tl.load(q_ptr + at, mask=mask, other=0.0), tl.load(k_ptr + at, mask=mask, other=0.0)
     return tl.where(is_key, k[None, :], q[None, :]).to(tl.float32)
 
@@ -121,9 +128,12 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr,
     AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """parts: fp32 [B Hkv, G, CHUNKS, 2 BLOCK_HALF], then lse [B Hkv, G, CHUNKS]; counters: int32 [B Hkv]."""
+    """Compute one key head's new token over one chunk of keys; the last program of a head merges the chunks.
+
+    parts: fp32 [B Hkv, G, CHUNKS, 2 BLOCK_HALF], then lse [B Hkv, G, CHUNKS]; counters: int32 [B Hkv].
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = D // 2
     COLUMNS: tl.constexpr = 2 * BLOCK_HALF
@@ -136,32 +146,32 @@ def _attention_kernel(
     begin = (first_tile + tiles * chunk // CHUNKS) * BLOCK_N
     end = (first_tile + tiles * (chunk + 1) // CHUNKS) * BLOCK_N
     base = (batch * slots * KV_HEADS + kv_head) * D
-    if EARLY and AHEAD > 0:  # what older steps have written
+    if DEPENDENT_LAUNCH and AHEAD > 0:  # what older steps have written
         older = tl.minimum(begin + tl.arange(0, AHEAD), tl.maximum(end - 1, 0))
         prefetch(keys_ptr + base, older, 0, D, KV_HEADS * D, COLUMNS)
         prefetch(values_ptr + base, older, 0, D, KV_HEADS * D, COLUMNS)
-    start(EARLY)
+    wait_for_previous_kernel(DEPENDENT_LAUNCH)
     row, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_HALF)
     head = tl.where(row < GROUP, kv_head * GROUP + row, HEADS + kv_head)  # row GROUP is the new key
     held = (row <= GROUP)[:, None] & (d < HALF)[None, :]
     x_ptrs = rows_ptr + batch * stride_row + head[:, None] * D + d[None, :]
     x1 = tl.load(x_ptrs, mask=held, other=0.0)
     x2 = tl.load(x_ptrs + HALF, mask=held, other=0.0)
-    narrow = x1.dtype
+    low_precision = x1.dtype
     x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
     if NORM:
         factor = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
         is_key, in_half = (row == GROUP)[:, None], d < HALF
         w1 = _of_heads(q_norm_ptr, k_norm_ptr, d, in_half, is_key)
         w2 = _of_heads(q_norm_ptr + HALF, k_norm_ptr + HALF, d, in_half, is_key)
-        x1 = ((x1 * factor).to(narrow).to(tl.float32) * w1).to(narrow).to(tl.float32)
-        x2 = ((x2 * factor).to(narrow).to(tl.float32) * w2).to(narrow).to(tl.float32)
+        x1 = ((x1 * factor).to(low_precision).to(tl.float32) * w1).to(low_precision).to(tl.float32)
+        x2 = ((x2 * factor).to(low_precision).to(tl.float32) * w2).to(low_precision).to(tl.float32)
     angle = newest.to(tl.int64) * D + d
     cos1 = tl.load(cos_ptr + angle, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
     cos2 = tl.load(cos_ptr + angle + HALF, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
     sin1 = tl.load(sin_ptr + angle, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
     sin2 = tl.load(sin_ptr + angle + HALF, mask=d < HALF, other=0.0).to(tl.float32)[None, :]
-    y1, y2 = (x1 * cos1 - x2 * sin1).to(narrow), (x2 * cos2 + x1 * sin2).to(narrow)
+    y1, y2 = (x1 * cos1 - x2 * sin1).to(low_precision), (x2 * cos2 + x1 * sin2).to(low_precision)
     # [ROWS, BLOCK_HALF] twice, side by side
     q = tl.reshape(tl.permute(tl.join(y1, y2), (0, 2, 1)), (ROWS, COLUMNS))
 
@@ -176,7 +186,7 @@ def _attention_kernel(
         value_at = rows_ptr + batch * stride_row + (HEADS + KV_HEADS + kv_head) * D
         value = tl.load(value_at + column, mask=in_column, other=0.0)
         to = base + newest.to(tl.int64) * (KV_HEADS * D) + column
-        tl.store(keys_ptr + to, key.to(narrow), mask=in_column)
+        tl.store(keys_ptr + to, key.to(low_precision), mask=in_column)
         tl.store(values_ptr + to, value, mask=in_column)
         m_i = tl.sum(q.to(tl.float32) * key[None, :], 1) * score_scale
         l_i += 1.0
@@ -194,7 +204,7 @@ def _attention_kernel(
         p = tl.exp2(s - m_new[:, None])
         alpha = tl.exp2(m_i - m_new)
         l_i = l_i * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(narrow), v, acc * alpha[:, None], input_precision=PRECISION)
+        acc = tl.dot(p.to(low_precision), v, acc * alpha[:, None], input_precision=PRECISION)
         m_i = m_new
 
     out_at = out_ptr + batch * stride_out + kv_head * (GROUP * D)
@@ -203,7 +213,9 @@ def _attention_kernel(
     acc = acc / whole[:, None]
     if CHUNKS == 1:
         tl.store(
-            out_at + row[:, None] * D + column[None, :], acc.to(narrow), mask=in_group[:, None] & in_column[None, :]
+            out_at + row[:, None] * D + column[None, :],
+            acc.to(low_precision),
+            mask=in_group[:, None] & in_column[None, :],
         )
     else:
         lse_ptr = parts_ptr + tl.num_programs(1).to(tl.int64) * (GROUP * CHUNKS * COLUMNS)
@@ -222,19 +234,24 @@ def _attention_kernel(
                 at = parts_ptr + of_head[:, None] * COLUMNS + c[None, :]
                 of_chunks = tl.load(at, mask=there[:, None], other=0.0, cache_modifier=".cg")
                 y = tl.sum(of_chunks * weight[:, None], 0) / tl.sum(weight, 0)
-                tl.store(out_at + g * D + column, y.to(narrow), mask=in_column)
+                tl.store(out_at + g * D + column, y.to(low_precision), mask=in_column)
 
 
-def scratch_of(batch: int, shape: Heads, pace: Pace) -> tuple[int, int]:
-    """Elements and counters of `Scratch` that an attention takes."""
-    if pace.chunks == 1:
+def scratch_of(batch: int, shape: AttentionSpec, config: AttentionConfig) -> tuple[int, int]:
+    """Return the elements and counters of `Scratch` that the attention needs."""
+    if config.chunks == 1:
         return 0, 0
     columns = 2 * max(16, next_power_of_2(shape.size // 2))
-    return batch * shape.heads * pace.chunks * (columns + 1), batch * shape.kv_heads
+    return batch * shape.heads * config.chunks * (columns + 1), batch * shape.kv_heads
 
 
-def newest_attention(
-    rows: torch.Tensor, shape: Heads, cached: Cached, out: torch.Tensor, scratch: Scratch, pace: Pace
+def decode_step_attention(
+    rows: torch.Tensor,
+    shape: AttentionSpec,
+    cached: LayerCache,
+    out: torch.Tensor,
+    scratch: Scratch,
+    config: AttentionConfig,
 ) -> None:
     """Launch the attention of one new token a sequence; what the buffers hold is not checked.
 
@@ -243,7 +260,7 @@ def newest_attention(
         out: [B, H D], rows contiguous, in that dtype.
     """
     facts = device_facts(rows.device)
-    _attention_kernel[(pace.chunks, rows.shape[0] * shape.kv_heads)](
+    _attention_kernel[(config.chunks, rows.shape[0] * shape.kv_heads)](
         rows,
         rows if shape.q_norm is None else shape.q_norm,
         rows if shape.k_norm is None else shape.k_norm,
@@ -265,15 +282,15 @@ def newest_attention(
         KV_HEADS=shape.kv_heads,
         D=shape.size,
         NORM=shape.q_norm is not None,
-        CHUNKS=pace.chunks,
-        AT_ONCE=next_power_of_2(pace.chunks),
+        CHUNKS=config.chunks,
+        AT_ONCE=next_power_of_2(config.chunks),
         ROWS=max(16, next_power_of_2(shape.heads // shape.kv_heads + 1)),
         BLOCK_HALF=max(16, next_power_of_2(shape.size // 2)),
-        BLOCK_N=pace.keys,
-        AHEAD=pace.ahead,
+        BLOCK_N=config.keys,
+        AHEAD=config.ahead,
         PRECISION="ieee" if rows.dtype == torch.float32 else "tf32",
-        EARLY=facts.starts_early,
-        num_warps=pace.warps,
-        num_stages=pace.stages,
-        **early_options(facts),
+        DEPENDENT_LAUNCH=facts.dependent_launch,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        **dependent_launch_options(facts),
     )

@@ -1,4 +1,4 @@
-"""How the kernels of a decoding step are cut for a model's shapes, a number of rows and a GPU."""
+"""Launch shapes of the kernels of a decoding step, by model shape, number of rows and GPU."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.decoding.attention import Heads, Pace
+from distill_kernels.decoding.attention import AttentionConfig, AttentionSpec
 from distill_kernels.decoding.product import Product, Tile
 from distill_kernels.launch import INTERPRETER, DeviceFacts, cdiv, device_facts, next_power_of_2
 
 # families on which `scripts.bench decode_step` found a step of these kernels faster than a model's own layers on our
 # other kernels: on an H200 1.6 x for 32 rows of SmolLM2-135M, 1.2 x for 64 of Llama-3.2-1B
 FASTER_ON = frozenset({INTERPRETER, "sm_90"})
-MOST_CHUNKS = 32
+MAX_CHUNKS = 32
 # q k v, o, gate and up, down of 65 to 128 rows of a model of 1.2 B parameters, as searched on the families above
-OVER_64_ROWS = (Tile(32, 128, 1, 4, 4), Tile(16, 128, 1, 4, 5), Tile(64, 64, 1, 4, 5), Tile(64, 128, 4, 8, 4))
+TILES_OVER_64_ROWS = (Tile(32, 128, 1, 4, 4), Tile(16, 128, 1, 4, 5), Tile(64, 64, 1, 4, 5), Tile(64, 128, 4, 8, 4))
 
 
 class Plan(NamedTuple):
-    """A tile for each product of a layer and for the LM head, and the attention's pace."""
+    """Launch shapes of a layer's GEMMs, of the LM head and of the attention."""
 
     qkv: Tile
     out: Tile
     gate_up: Tile
     down: Tile
-    attention: Pace
+    attention: AttentionConfig
     head: Tile
 
 
-def that_fits(tile: Tile, rows: int, weight_bytes: int, gated: bool, facts: DeviceFacts) -> Tile:
-    """`tile` with fewer stages, or columns of x at a time, where shared memory holds no more."""
+def fit_shared_memory(tile: Tile, rows: int, weight_bytes: int, gated: bool, facts: DeviceFacts) -> Tile:
+    """Return `tile` with as many stages, and columns of x at a time, as fit into shared memory."""
     columns, (outputs, inputs, splits, warps, stages) = max(16, next_power_of_2(rows)), tile
 
-    def needed(inputs: int, stages: int) -> int:  # weights that are cast stand there once more
+    def needed(inputs: int, stages: int) -> int:  # weights that are cast take room twice
         weights = outputs * (1 + gated) * (weight_bytes * stages + (2 if weight_bytes == 4 else 0))
         return inputs * (columns * 2 * stages + weights)
 
@@ -45,52 +45,58 @@ def that_fits(tile: Tile, rows: int, weight_bytes: int, gated: bool, facts: Devi
 
 
 def choose_tile(rows: int, product: Product, facts: DeviceFacts) -> Tile:
-    """What `scripts.bench decode_step` found on an H200 for 1 to 64 rows of models of 0.1 to 1.2 B parameters.
+    """Return the tile that `scripts.bench decode_step` found on an H200, for 1 to 64 rows and 0.1 to 1.2 B parameters.
 
-    Narrow tiles with many loads on their way: what a step waits for is latency. Few programs that each go through a
+    Narrow tiles with many loads in flight, since latency bounds a step. Few programs that each go through a
     long inner dimension are worse than parts of it; a gated product of many rows is best in one program a
     multiprocessor.
     """
     outputs, inputs, gated = product.outputs, product.weights[0].shape[1], product.up is not None
-    wide, many, warps = outputs > 12 * facts.multiprocessors, rows > 32, 4 if rows <= 64 else 8
-    if gated and many:
-        tile = Tile(64, 64, 1, warps, 6) if wide else Tile(32, 128, 1, warps, 4)
+    many_outputs, many_rows, warps = outputs > 12 * facts.multiprocessors, rows > 32, 4 if rows <= 64 else 8
+    if gated and many_rows:
+        tile = Tile(64, 64, 1, warps, 6) if many_outputs else Tile(32, 128, 1, warps, 4)
     elif gated:
-        tile = Tile(32, 128, 1, warps, 4) if wide else Tile(32, 64, 1, warps, 6)
+        tile = Tile(32, 128, 1, warps, 4) if many_outputs else Tile(32, 64, 1, warps, 6)
     elif inputs > outputs:
         splits = 4 if 4 * cdiv(outputs, 32) <= facts.multiprocessors * 3 // 4 else 2
         tile = Tile(32, 128, splits, warps, 4 if splits == 4 else 6)
     elif inputs >= 1024 and product.adds:
         tile = Tile(32, 128, 2, warps, 6)
-    elif inputs >= 768 and not product.adds and (many or wide):
+    elif inputs >= 768 and not product.adds and (many_rows or many_outputs):
         tile = Tile(32, 128, 1, warps, 6)
     else:
-        tile = Tile(32, 64, 1, warps, 8) if wide else Tile(16, 64, 1, warps, 6)
+        tile = Tile(32, 64, 1, warps, 8) if many_outputs else Tile(16, 64, 1, warps, 6)
     return tile
 
 
 def choose_plan(
-    rows: int, products: tuple[Product, Product, Product, Product], heads: Heads, slots: int, device: torch.device
+    rows: int,
+    products: tuple[Product, Product, Product, Product],
+    heads: AttentionSpec,
+    slots: int,
+    device: torch.device,
 ) -> Plan:
-    """For `rows` sequences of up to `slots` tokens, and the products q k v, o, gate and up, down of a layer."""
+    """Return the launch shapes for `rows` sequences of up to `slots` tokens and a layer's qkv, o, gate-up and down."""
     facts = device_facts(device)
     size = products[0].weights[0].element_size()
     over_64 = facts.family in FASTER_ON and rows > 64 and products[2].outputs > 12 * facts.multiprocessors
-    tiles = list(OVER_64_ROWS) if over_64 else [choose_tile(rows, product, facts) for product in products]
-    tiles = [that_fits(tile, rows, size, p.up is not None, facts) for tile, p in zip(tiles, products, strict=True)]
+    tiles = list(TILES_OVER_64_ROWS) if over_64 else [choose_tile(rows, product, facts) for product in products]
+    tiles = [
+        fit_shared_memory(tile, rows, size, p.up is not None, facts) for tile, p in zip(tiles, products, strict=True)
+    ]
     qkv, out, gate_up, down = tiles
     seen = slots if heads.window is None else min(slots, heads.window)
     pairs, small = rows * heads.kv_heads, heads.size <= 64
-    chunks = max(1, min(3 * facts.multiprocessors // pairs, seen // 512, MOST_CHUNKS))
+    chunks = max(1, min(3 * facts.multiprocessors // pairs, seen // 512, MAX_CHUNKS))
     crowded = small and pairs > 3 * facts.multiprocessors  # fewer threads each, more of them on a multiprocessor
     ahead = 128 if chunks == 1 and not crowded else 0
     keys = 32 if not small or (crowded and rows > 64) else 64
-    pace = Pace(keys, chunks, 2 if crowded else 4, 4 if crowded else 3, ahead)
+    config = AttentionConfig(keys, chunks, 2 if crowded else 4, 4 if crowded else 3, ahead)
     if chunks > 1 and out.splits > 1:  # beside many programs of attention, small ones start sooner
-        out = that_fits(Tile(32, 64, 1, out.warps, 8), rows, size, False, facts)
+        out = fit_shared_memory(Tile(32, 64, 1, out.warps, 8), rows, size, False, facts)
     elif rows <= 32 and pairs > 64 and qkv.inputs == 128:  # beside about one a multiprocessor, smaller parts
-        qkv = that_fits(Tile(32, 128, 2, qkv.warps, 4), rows, size, False, facts)
+        qkv = fit_shared_memory(Tile(32, 128, 2, qkv.warps, 4), rows, size, False, facts)
     head_warps = 8 if facts.warp_size == 32 or rows > 32 else 4  # eight wavefronts of CDNA 3 spill
     head = Tile(128 if rows <= 64 else 64, 64, 1, head_warps, 4)
-    head = that_fits(head, rows, size, False, facts)
-    return Plan(qkv, out, gate_up, down, pace, head)
+    head = fit_shared_memory(head, rows, size, False, facts)
+    return Plan(qkv, out, gate_up, down, config, head)

@@ -1,4 +1,4 @@
-"""A linear layer of a decoding step with what stands around it: one launch, a few rows, weights read once.
+"""Fused linear layer of a decoding step, with the norm, activation or residual addition next to it: one launch.
 
     q, k, v        y = n W^T + b                     n = RMSNorm(x), W three weights, one after the other
     o, down        x <- x + y W^T (+ b)              and what the norm that follows takes of the new x: see `Stream`
@@ -22,23 +22,23 @@ import torch.nn.functional as F
 from distill_kernels.decoding.rows import (
     Scratch,
     Stream,
-    early_options,
+    dependent_launch_options,
     multiply,
     prefetch,
     rms_factor,
     scaled_row,
-    start,
     sum_block,
+    wait_for_previous_kernel,
 )
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, tl, triton
 from distill_kernels.layers.activations import activate
 
 MAX_ROWS = 128
-PREFETCHED = 16 << 10  # bytes a program asks for before it waits
+PREFETCHED = 16 << 10  # bytes of the weight that a program prefetches before it waits for the previous kernel
 
 
 class Tile(NamedTuple):
-    """How a product is cut and pipelined: columns of y and of x at a time, parts of x, warps, stages of loads."""
+    """Launch shape of a GEMM: columns of y and of x at a time, splits of the inner dimension, warps, stages."""
 
     outputs: int
     inputs: int
@@ -48,7 +48,7 @@ class Tile(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A linear layer, or several of one input, with what is done before and after.
+    """A linear layer, or several of one input, with the operations before and after it.
 
     Attributes:
         weights: One to three, [N, K] each, contiguous; y holds their outputs one after the other.
@@ -68,24 +68,25 @@ class Product(NamedTuple):
 
     @property
     def outputs(self) -> int:
+        """Columns of y."""
         return sum(weight.shape[0] for weight in self.weights)
 
 
 def reference_product(x: torch.Tensor, product: Product, out: torch.Tensor) -> None:
-    """The definition: fill `out` from the stream x, or add to the stream `out`, rounded as transformers' modules do."""
+    """Fill `out` from the stream x, or add to the stream `out`, in plain PyTorch, rounded as transformers' modules."""
     dtype = x.dtype if product.adds else out.dtype
-    wide = torch.promote_types(dtype, torch.float32)
+    accumulate_dtype = torch.promote_types(dtype, torch.float32)
     if not product.adds:
-        factor = torch.rsqrt(x.to(wide).pow(2).mean(-1, keepdim=True) + product.eps)
-        x = product.norm * (x.to(wide) * factor).to(x.dtype)
+        factor = torch.rsqrt(x.to(accumulate_dtype).pow(2).mean(-1, keepdim=True) + product.eps)
+        x = product.norm * (x.to(accumulate_dtype) * factor).to(x.dtype)
 
     def linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        y = x.to(dtype).to(wide) @ weight.to(dtype).to(wide).T
-        return (y if bias is None else y + bias.to(dtype).to(wide)).to(dtype)
+        y = x.to(dtype).to(accumulate_dtype) @ weight.to(dtype).to(accumulate_dtype).T
+        return (y if bias is None else y + bias.to(dtype).to(accumulate_dtype)).to(dtype)
 
     y = torch.cat([linear(*each) for each in zip(product.weights, product.biases, strict=True)], 1)
     if product.up is not None:
-        y = (F.silu(y.to(wide)) * linear(product.up, None).to(wide)).to(dtype)
+        y = (F.silu(y.to(accumulate_dtype)) * linear(product.up, None).to(accumulate_dtype)).to(dtype)
     out.copy_(out + y if product.adds else y)
 
 
@@ -121,9 +122,9 @@ def _product_kernel(
     BLOCK_K: tl.constexpr,
     PREFETCH: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """Of the stream's squares a part is written where ADDS, else all are read.
+    """Compute one tile of the product; ADDS writes the tile's sums of squares of the stream, else all are read.
 
     parts: fp32 [tiles, SPLITS, 1 or 2, BLOCK_M, BLOCK_N]; counters: int32 [tiles], zero before and after.
     """
@@ -143,12 +144,12 @@ def _product_kernel(
     n = own * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(n, N - 1)  # outputs beyond the edge read the last row of W and are not written
     first = split * part
-    if EARLY:
+    if DEPENDENT_LAUNCH:
         last = tl.minimum(first + part, K)
         prefetch(weight_ptr, rows, first, last, K, PREFETCH)
         if GATED:
             prefetch(up_ptr, rows, first, last, K, PREFETCH)
-    start(EARLY)
+    wait_for_previous_kernel(DEPENDENT_LAUNCH)
     m = tl.arange(0, BLOCK_M)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     total, total_up = multiply(
@@ -204,21 +205,21 @@ def _product_kernel(
         if ADDS:
             before = tl.load(at, mask=inside, other=0.0).to(tl.float32)
             y = tl.where(inside, before + y.to(tl.float32), 0.0).to(out_ptr.dtype.element_ty)
-            wide = y.to(tl.float32)
-            tl.store(squares_ptr + tile * M + m, tl.sum(wide * wide, 1), mask=m < M)
+            upcast = y.to(tl.float32)
+            tl.store(squares_ptr + tile * M + m, tl.sum(upcast * upcast, 1), mask=m < M)
             scale = tl.load(norm_ptr + n, mask=n < N, other=0.0).to(tl.float32)
             scaled_at = scaled_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
-            tl.store(scaled_at, scaled_row(wide, scale[None, :]).to(DTYPE), mask=inside)
+            tl.store(scaled_at, scaled_row(upcast, scale[None, :]).to(DTYPE), mask=inside)
         tl.store(at, y, mask=inside)
 
 
 def tiles_of(product: Product, tile: Tile) -> int:
-    """Programs along the outputs."""
+    """Return the number of tiles along the outputs."""
     return sum(cdiv(weight.shape[0], tile.outputs) for weight in product.weights)
 
 
 def scratch_of(rows: int, product: Product, tile: Tile) -> tuple[int, int]:
-    """Elements and counters of `Scratch` that a product takes."""
+    """Return the elements and counters of `Scratch` that a product needs."""
     tiles, block_m = tiles_of(product, tile), max(16, next_power_of_2(rows))
     if tile.splits == 1:
         return 0, 0
@@ -274,8 +275,8 @@ def multiply_rows(rows: torch.Tensor, stream: Stream, product: Product, scratch:
         BLOCK_K=tile.inputs,
         PREFETCH=min(most, next_power_of_2(part)),
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        EARLY=facts.starts_early,
+        DEPENDENT_LAUNCH=facts.dependent_launch,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **early_options(facts),
+        **dependent_launch_options(facts),
     )

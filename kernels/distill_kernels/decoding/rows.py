@@ -1,10 +1,9 @@
-"""What the kernels of a decoding step share: rows that meet a weight, and how one kernel starts while another ends.
+"""Device functions and buffers shared by the kernels of a decoding step: GEMM of few rows, dependent launch.
 
-A step's kernels last a few microseconds, of which most is waiting: for the one before to end, then for the first bytes
-of a weight. Where the GPU can (`DeviceFacts.starts_early`), a kernel is launched while the one before it still runs,
-asks for its weight's first lines, and only then waits for what the one before has written (CUDA's programmatic
-dependent launch). It lets the next one start after that wait, so that two of them overlap at most, and all that was
-written earlier than by the one before may be read at once.
+A step's kernels last a few microseconds, most of it latency: of the previous kernel's end, then of the weight's first
+bytes. With programmatic dependent launch (`DeviceFacts.dependent_launch`) a kernel starts while the previous one still
+runs, prefetches the first lines of its weight, and only then waits for the previous kernel's results. The next kernel
+may start after that wait, so that at most two overlap, and results of earlier kernels may be read at once.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ if HAS_TRITON:
 
 
 @triton.jit
-def start(EARLY: tl.constexpr):
-    """Wait for what the kernel before has written; the next one may start."""
-    if EARLY:
+def wait_for_previous_kernel(DEPENDENT_LAUNCH: tl.constexpr):
+    """Wait for the previous kernel's results, then let the next kernel start."""
+    if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def prefetch(weight_ptr, rows, first, last, K, COLUMNS: tl.constexpr):
-    """Ask for columns `first` up to `last`, at most COLUMNS of them, of `rows` of a [., K] weight, into L2."""
+    """Prefetch columns `first` up to `last`, at most COLUMNS, of `rows` of a [., K] weight into L2."""
     if has_ptx():
         LINE: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
         column = first + tl.arange(0, (COLUMNS + LINE - 1) // LINE) * LINE
@@ -49,7 +48,7 @@ def prefetch(weight_ptr, rows, first, last, K, COLUMNS: tl.constexpr):
 
 @triton.jit
 def rms_factor(squares_ptr, m, M, parts, H, eps, PARTS: tl.constexpr):
-    """1 / sqrt(mean of squares + eps) of rows `m`, from `parts` sums of squares each, [parts, M]; over `SHRINK`."""
+    """Return 1 / sqrt(mean of squares + eps) / SHRINK of rows `m`, from `parts` sums of squares [parts, M]."""
     part = tl.arange(0, PARTS)
     at = squares_ptr + part[:, None] * M + m[None, :]
     squares = tl.load(at, mask=(part < parts)[:, None] & (m < M)[None, :], other=0.0)
@@ -58,12 +57,12 @@ def rms_factor(squares_ptr, m, M, parts, H, eps, PARTS: tl.constexpr):
 
 @triton.jit
 def scaled_row(x, scale):
-    """What `Stream.scaled` holds of `x`, both fp32."""
+    """Return `Stream.scaled` of `x`, both fp32: x times the norm's weight times `SHRINK`."""
     return x * (scale * SHRINK)
 
 
 def sum_block(squares: torch.Tensor) -> int:
-    """PARTS of `rms_factor` for sums [parts, M]: a few kernels serve all numbers of parts."""
+    """Return PARTS of `rms_factor` for sums [parts, M], rounded up so that few kernels are compiled."""
     return max(64, next_power_of_2(squares.shape[0]))
 
 
@@ -86,7 +85,7 @@ def multiply(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """x W^T, fp32 [BLOCK_M, BLOCK_N], over columns `first` to `first + part`, and x U^T where GATED; in x's dtype.
+    """Return x W^T, fp32 [BLOCK_M, BLOCK_N], over columns `first` to `first + part`, and x U^T where GATED.
 
     `rows` of the weights exist; rows of x from M on, and columns from K on, count as 0. EVEN: no column is from K on.
     """
@@ -107,16 +106,16 @@ def multiply(
     return total, total_up
 
 
-def early_options(facts: DeviceFacts) -> dict[str, bool]:
-    """How Triton launches a kernel that begins with `start`."""
-    return {"launch_pdl": True} if facts.starts_early else {}
+def dependent_launch_options(facts: DeviceFacts) -> dict[str, bool]:
+    """Return Triton's launch options for a kernel that calls `wait_for_previous_kernel`."""
+    return {"launch_pdl": True} if facts.dependent_launch else {}
 
 
 class Stream(NamedTuple):
-    """The residual stream of a step, as its last writer leaves it for the RMSNorm that follows.
+    """Residual stream of a step, prepared by its last writer for the RMSNorm that follows.
 
-    The norm costs no kernel: who writes the stream leaves it times the norm's weight, and a tile of columns' sums of
-    squares; who reads it multiplies its sums by 1 / rms of each row, which nothing has to wait for.
+    The norm needs no kernel: the writer stores the stream times the norm's weight, and sums of squares of each tile of
+    columns; the reader multiplies its fp32 sums by 1 / rms of each row.
 
     Attributes:
         x: [M, K], rows contiguous.
@@ -130,7 +129,7 @@ class Stream(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory that the kernels of a step, one after the other, leave parts of their sums in.
+    """Buffers for partial sums, shared by the kernels of a step, one after the other.
 
     Attributes:
         parts: fp32.
@@ -141,8 +140,8 @@ class Scratch(NamedTuple):
     counters: torch.Tensor
 
     @classmethod
-    def of(cls, elements: int, counters: int, device: torch.device) -> Scratch:
-        """Of so many numbers."""
+    def allocate(cls, elements: int, counters: int, device: torch.device) -> Scratch:
+        """Return buffers of at least so many elements and counters."""
         return cls(
             torch.empty(max(elements, 1), dtype=torch.float32, device=device),
             torch.zeros(max(counters, 1), dtype=torch.int32, device=device),

@@ -1,9 +1,9 @@
-"""Both ends of a decoding step: tokens to rows, and rows to the next tokens, in three launches and without logits.
+"""Embedding and sampling of a decoding step, in three launches and without materialised logits.
 
-    embed      x = E[token], and what the first norm takes of it (`Stream`)
+    embed      x = E[token], prepared for the first norm (`Stream`)
     scores     of each tile of columns of the head: the largest of z / T + g and where, that z, and the tile's part of
                lse z; the noise g is that of sampling.py, z is rounded to its dtype as a head would leave it
-    finish     over the tiles of a row: its token, log p = z_token - lse z, and the sequence's books
+    finish     over the tiles of a row: its token, log p = z_token - lse z, and the sequence's state
 
 A tile holds a quarter of its columns from each quarter of the vocabulary, since one Philox block gives the noise of
 four columns that are that far apart. Bytes: the head's weight, once.
@@ -20,13 +20,13 @@ import torch
 from distill_kernels.decoding.product import PREFETCHED, Tile
 from distill_kernels.decoding.rows import (
     Stream,
-    early_options,
+    dependent_launch_options,
     multiply,
     prefetch,
     rms_factor,
     scaled_row,
-    start,
     sum_block,
+    wait_for_previous_kernel,
 )
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, tl, triton
 from distill_kernels.sampling import reference_sample
@@ -34,8 +34,8 @@ from distill_kernels.sampling import reference_sample
 FIELDS = 4  # numbers a row and tile: best score, z there, largest z, sum of e^(z - largest)
 
 
-class Books(NamedTuple):
-    """What is known of each sequence, in buffers that a step reads and writes.
+class SequenceState(NamedTuple):
+    """State of each sequence, in buffers that a step reads and writes.
 
     Attributes:
         token: int64 [B], the newest; `pad` of a sequence that is done.
@@ -43,9 +43,9 @@ class Books(NamedTuple):
         done, ended: bool [B].
         lengths: int64 [B], tokens in the cache and the newest.
         answers: int64 [B, most]. log_probs: float32 or float64 [B, most].
-        column: int64 [1], where `answers` is written next.
+        column: int64 [1], the column of `answers` that is written next.
         ends: int64 [E], tokens that end an answer.
-        pad: What follows the end.
+        pad: Token that follows the end.
     """
 
     token: torch.Tensor
@@ -62,7 +62,7 @@ class Books(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """int64 [B] seeds and numbers of the draw, as `sample_tokens` takes them; T, 0 for the likeliest; V."""
+    """Sampling arguments: int64 [B] seeds and draw numbers (as in `sample_tokens`), T (0: argmax), V."""
 
     seeds: torch.Tensor
     draws: torch.Tensor
@@ -70,20 +70,20 @@ class Draw(NamedTuple):
     columns: int
 
 
-def reference_finish(logits: torch.Tensor, draw: Draw, books: Books) -> None:
-    """The definition of what `scores` and `finish` do, from logits [B, V]."""
+def reference_finish(logits: torch.Tensor, draw: Draw, state: SequenceState) -> None:
+    """Sample and update the state from logits [B, V], in plain PyTorch: the specification of `scores` and `finish`."""
     token = reference_sample(logits, draw.seeds, draw.draws, draw.temperature)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    log_p = wide.log_softmax(-1).gather(1, token[:, None])
-    books.log_probs.index_copy_(1, books.column, log_p.to(books.log_probs.dtype))
-    live = ~books.done
-    books.token.copy_(torch.where(live, token, books.pad))
-    books.answers.index_copy_(1, books.column, books.token[:, None])
-    books.column.add_(1)
-    books.made.add_(live)
-    books.ended.logical_or_(live & (token[:, None] == books.ends).any(1))
-    books.done.logical_or_(books.ended | (books.made >= books.limits))
-    books.lengths.add_(~books.done)
+    upcast = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_p = upcast.log_softmax(-1).gather(1, token[:, None])
+    state.log_probs.index_copy_(1, state.column, log_p.to(state.log_probs.dtype))
+    live = ~state.done
+    state.token.copy_(torch.where(live, token, state.pad))
+    state.answers.index_copy_(1, state.column, state.token[:, None])
+    state.column.add_(1)
+    state.made.add_(live)
+    state.ended.logical_or_(live & (token[:, None] == state.ends).any(1))
+    state.done.logical_or_(state.ended | (state.made >= state.limits))
+    state.lengths.add_(~state.done)
 
 
 @triton.jit
@@ -96,10 +96,10 @@ def _embed_kernel(token_ptr, weight_ptr, norm_ptr, x_ptr, scaled_ptr, squares_pt
         h = first + tl.arange(0, BLOCK)
         x = tl.load(weight_ptr + token * H + h, mask=h < H, other=0.0)
         tl.store(x_ptr + row * H + h, x, mask=h < H)
-        wide = x.to(tl.float32)
-        total += tl.sum(wide * wide, 0)
+        upcast = x.to(tl.float32)
+        total += tl.sum(upcast * upcast, 0)
         scale = tl.load(norm_ptr + h, mask=h < H, other=0.0).to(tl.float32)
-        tl.store(scaled_ptr + row * H + h, scaled_row(wide, scale).to(scaled_ptr.dtype.element_ty), mask=h < H)
+        tl.store(scaled_ptr + row * H + h, scaled_row(upcast, scale).to(scaled_ptr.dtype.element_ty), mask=h < H)
     tl.store(squares_ptr + row, total)
 
 
@@ -128,7 +128,7 @@ def _scores_kernel(
     BLOCK_K: tl.constexpr,
     PREFETCH: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """found: fp32 [FIELDS, M, tiles]; index: int32 [M, tiles]."""
     tile, tiles = tl.program_id(0), tl.num_programs(0)
@@ -138,9 +138,9 @@ def _scores_kernel(
     column = n % 4 * quarter + counter
     inside = (counter < quarter) & (column < V)
     rows = tl.minimum(column, V - 1)
-    if EARLY:
+    if DEPENDENT_LAUNCH:
         prefetch(weight_ptr, rows, 0, K, K, PREFETCH)
-    start(EARLY)
+    wait_for_previous_kernel(DEPENDENT_LAUNCH)
     m = tl.arange(0, BLOCK_M)
     z, _ = multiply(
         x_ptr, weight_ptr, weight_ptr, m, rows, M, K, K, 0, part, False, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
@@ -195,9 +195,9 @@ def _finish_kernel(
     pad,
     TILES: tl.constexpr,
     ENDS: tl.constexpr,
-    EARLY: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    start(EARLY)
+    wait_for_previous_kernel(DEPENDENT_LAUNCH)
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, TILES)
     at, plane, held = row * tiles + t, M * tiles, t < tiles
@@ -229,22 +229,22 @@ def _finish_kernel(
     tl.store(lengths_ptr + row, tl.load(lengths_ptr + row) + tl.where(done, 0, 1))
 
 
-def embed_tokens(weight: torch.Tensor, norm: torch.Tensor, stream: Stream, books: Books) -> None:
+def embed_tokens(weight: torch.Tensor, norm: torch.Tensor, stream: Stream, state: SequenceState) -> None:
     """Fill the stream, of one part of squares, with rows of the embedding, for the first layer's norm of weight [H];
     the first of a step.
 
-    `books.column` is counted up here, and `finish` writes at the one before.
+    `state.column` is counted up here, and `finish` writes at the one before.
     """
     rows, width = stream.x.shape
     block = min(next_power_of_2(width), 4096)
     _embed_kernel[(rows,)](
-        books.token,
+        state.token,
         weight,
         norm,
         stream.x,
         stream.scaled,
         stream.squares,
-        books.column,
+        state.column,
         width,
         BLOCK=block,
         num_warps=4,
@@ -252,20 +252,21 @@ def embed_tokens(weight: torch.Tensor, norm: torch.Tensor, stream: Stream, books
 
 
 class TileScores(NamedTuple):
-    """What `score_tokens` leaves for `finish_tokens`: fp32 [FIELDS, B, tiles] and int32 [B, tiles]."""
+    """Results of `score_tokens` for `finish_tokens`: fp32 [FIELDS, B, tiles] and int32 [B, tiles]."""
 
     numbers: torch.Tensor
     columns: torch.Tensor
 
     @classmethod
-    def of(cls, rows: int, columns: int, tile: Tile, device: torch.device) -> TileScores:
+    def allocate(cls, rows: int, columns: int, tile: Tile, device: torch.device) -> TileScores:
+        """Return empty buffers for `rows` rows and `columns` columns of the vocabulary."""
         tiles = cdiv(cdiv(columns, 4), tile.outputs // 4)
         numbers = torch.empty(FIELDS, rows, tiles, dtype=torch.float32, device=device)
         return cls(numbers, torch.empty(rows, tiles, dtype=torch.int32, device=device))
 
 
 def score_tokens(stream: Stream, eps: float, weight: torch.Tensor, draw: Draw, found: TileScores, tile: Tile) -> None:
-    """Launch the head's product and fill `found`.
+    """Launch the head's product with sampling noise and fill `found`.
 
     Args:
         stream: As the last layer leaves it for the last norm, of epsilon `eps`; z is rounded to `scaled`'s dtype.
@@ -300,38 +301,38 @@ def score_tokens(stream: Stream, eps: float, weight: torch.Tensor, draw: Draw, f
         BLOCK_K=tile.inputs,
         PREFETCH=min(most, next_power_of_2(part)),
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        EARLY=facts.starts_early,
+        DEPENDENT_LAUNCH=facts.dependent_launch,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **early_options(facts),
+        **dependent_launch_options(facts),
     )
 
 
-def finish_tokens(found: TileScores, books: Books) -> None:
-    """Launch what draws each row's token from `found` and keeps the books."""
+def finish_tokens(found: TileScores, state: SequenceState) -> None:
+    """Launch the kernel that selects each row's token from `found` and updates the state."""
     rows, tiles = found.columns.shape
     facts = device_facts(found.columns.device)
     _finish_kernel[(rows,)](
         found.numbers,
         found.columns,
-        books.token,
-        books.made,
-        books.limits,
-        books.done.view(torch.uint8),
-        books.ended.view(torch.uint8),
-        books.lengths,
-        books.answers,
-        books.log_probs,
-        books.column,
-        books.ends,
+        state.token,
+        state.made,
+        state.limits,
+        state.done.view(torch.uint8),
+        state.ended.view(torch.uint8),
+        state.lengths,
+        state.answers,
+        state.log_probs,
+        state.column,
+        state.ends,
         rows,
         tiles,
-        books.answers.shape[1],
-        books.ends.shape[0],
-        books.pad,
+        state.answers.shape[1],
+        state.ends.shape[0],
+        state.pad,
         TILES=next_power_of_2(tiles),
-        ENDS=next_power_of_2(books.ends.shape[0]),
-        EARLY=facts.starts_early,
+        ENDS=next_power_of_2(state.ends.shape[0]),
+        DEPENDENT_LAUNCH=facts.dependent_launch,
         num_warps=4,
-        **early_options(facts),
+        **dependent_launch_options(facts),
     )

@@ -25,10 +25,10 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _normal_tail(x, NARROW: tl.constexpr):
+def _normal_tail(x, LOW_PRECISION: tl.constexpr):
     # returns Phi(-|x|) and e^(-x^2/2)
     bell = exp2(x * x * -0.7213475204444817)
-    if NARROW:
+    if LOW_PRECISION:
         t = reciprocal(1.0 + 0.325 * tl.abs(x))
         p = 0.121385622 - 0.0631756439 * t
         p = p * t + 0.0624806713
@@ -48,12 +48,12 @@ def _normal_tail(x, NARROW: tl.constexpr):
 
 
 @triton.jit
-def activate(x, ACTIVATION: tl.constexpr, NARROW: tl.constexpr = False):
-    """The activation of fp32 `x`; ACTIVATION is "silu", "gelu" or "gelu_tanh". NARROW: it is rounded to 16 bits."""
+def activate(x, ACTIVATION: tl.constexpr, LOW_PRECISION: tl.constexpr = False):
+    """Return the activation ("silu", "gelu", "gelu_tanh") of fp32 `x`. LOW_PRECISION: it will be rounded to 16 bits."""
     if ACTIVATION == "silu":
         return x * _sigmoid(x)
     elif ACTIVATION == "gelu":
-        tail, _ = _normal_tail(x, NARROW)
+        tail, _ = _normal_tail(x, LOW_PRECISION)
         return tl.maximum(x, 0.0) - tl.abs(x) * tail
     else:
         tl.static_assert(ACTIVATION == "gelu_tanh")
@@ -61,13 +61,13 @@ def activate(x, ACTIVATION: tl.constexpr, NARROW: tl.constexpr = False):
 
 
 @triton.jit
-def activate_with_derivative(x, ACTIVATION: tl.constexpr, NARROW: tl.constexpr = False):
-    """The activation of fp32 `x`, and its derivative there. NARROW: both are rounded to 16 bits in the end."""
+def activate_with_derivative(x, ACTIVATION: tl.constexpr, LOW_PRECISION: tl.constexpr = False):
+    """Return the activation of fp32 `x` and its derivative. LOW_PRECISION: both will be rounded to 16 bits."""
     if ACTIVATION == "silu":
         s = _sigmoid(x)
         return x * s, s * (1.0 + x * (1.0 - s))
     elif ACTIVATION == "gelu":
-        tail, bell = _normal_tail(x, NARROW)
+        tail, bell = _normal_tail(x, LOW_PRECISION)
         phi = tl.where(x < 0, tail, 1.0 - tail)
         return tl.maximum(x, 0.0) - tl.abs(x) * tail, phi + 0.3989422804014327 * x * bell
     else:

@@ -14,20 +14,20 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats
+from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
 from distill_kernels.launch import DeviceFacts, cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate, activate_with_derivative
 from distill_kernels.layers.column_sums import column_sums
 from distill_kernels.layers.rows import as_rows
-from distill_kernels.operands import rows_of
+from distill_kernels.operands import contiguous_rows
 
 
 def reference_bias_gelu(
     x: torch.Tensor, bias: torch.Tensor, approximate: Literal["none", "tanh"] = "none"
 ) -> torch.Tensor:
-    """The specification, in plain PyTorch: the sum is not rounded before the activation."""
-    wide = x.double() if x.dtype == torch.float64 else x.float()
-    return torch.nn.functional.gelu(wide + bias.to(wide.dtype), approximate=approximate).to(x.dtype)
+    """Return `gelu(x + bias)` in plain PyTorch, the sum not rounded before the activation: the specification."""
+    upcast = x.double() if x.dtype == torch.float64 else x.float()
+    return torch.nn.functional.gelu(upcast + bias.to(upcast.dtype), approximate=approximate).to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -72,9 +72,9 @@ def _backward_kernel(
     COLUMNS: tl.constexpr,
     NEED_DBIAS: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    if EARLY:
+    if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
     column_blocks: tl.constexpr = (N_COLS + COLUMNS - 1) // COLUMNS
     group = tl.program_id(0) // column_blocks
@@ -114,7 +114,7 @@ class TileConfig(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def forward_tile(n_rows: int, columns: int, element_size: int, facts: DeviceFacts) -> TileConfig:
-    """16 elements a thread, or 8 where one wave holds them all; read off a sweep on an H200, fp16.
+    """Return the forward tile: 16 elements a thread, or 8 where one wave holds them all (sweep on an H200, fp16).
 
     An output that fits in the L2 cache stays there for its reader if the input makes way for it.
     """
@@ -129,7 +129,7 @@ def forward_tile(n_rows: int, columns: int, element_size: int, facts: DeviceFact
 
 @functools.cache
 def backward_tile(columns: int) -> TileConfig:
-    """As forward, looping over rows."""
+    """Return the backward tile, of programs that loop over rows."""
     block = min(next_power_of_2(columns), 1024)
     return TileConfig(rows=2048 // block, columns=block, warps=4, programs=4, stages=3)
 
@@ -139,7 +139,7 @@ def _launch_forward(x: torch.Tensor, bias: torch.Tensor, activation: str) -> tor
     n_rows = x.numel() // columns
     tile = forward_tile(n_rows, columns, x.element_size(), device_facts(x.device))
     x, x_stride = as_rows(x)
-    bias = rows_of(bias)
+    bias = contiguous_rows(bias)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if n_rows:
         _forward_kernel[(cdiv(n_rows, tile.rows) * cdiv(columns, tile.columns),)](
@@ -171,11 +171,11 @@ def _launch_backward(
     n_rows = x.numel() // columns
     dy, dy_stride = as_rows(dy)
     x, x_stride = as_rows(x)
-    bias = rows_of(bias)
+    bias = contiguous_rows(bias)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not n_rows:
         return dx, torch.zeros_like(bias) if need_dbias else dy.new_empty(0)
-    early = need_dbias and device_facts(x.device).starts_early
+    dependent_launch = need_dbias and device_facts(x.device).dependent_launch
     column_blocks = cdiv(columns, tile.columns)
     wanted = cdiv(device_facts(x.device).multiprocessors * tile.programs, column_blocks)
     rows_per_group = cdiv(cdiv(n_rows, wanted), tile.rows) * tile.rows
@@ -197,10 +197,10 @@ def _launch_backward(
         COLUMNS=tile.columns,
         NEED_DBIAS=need_dbias,
         STAGES=tile.stages,
-        EARLY=early,
+        DEPENDENT_LAUNCH=dependent_launch,
         num_warps=tile.warps,
     )
-    return dx, column_sums(partials, bias.dtype, early) if need_dbias else dy.new_empty(0)
+    return dx, column_sums(partials, bias.dtype, dependent_launch) if need_dbias else dy.new_empty(0)
 
 
 def _fake_backward(
@@ -230,7 +230,7 @@ _forward_op = KernelOp(
 
 
 def bias_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: Literal["none", "tanh"] = "none") -> torch.Tensor:
-    """`gelu(x + bias)`, the sum kept in fp32.
+    """Compute `gelu(x + bias)`, the sum kept in fp32.
 
     Args:
         x: [..., O], fp32, bf16 or fp16; rows may be strided.
@@ -251,7 +251,7 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: Literal["none", 
             f"bias: expected the shape of x's last dimension, got {tuple(bias.shape)} for {tuple(x.shape)}"
         )
     if not runs_on_triton(x):
-        return as_from_kernel(reference_bias_gelu(x, bias, approximate))
+        return forbid_double_backward(reference_bias_gelu(x, bias, approximate))
     return _forward_op(x, bias, "gelu_tanh" if approximate == "tanh" else "gelu")
 
 
@@ -282,4 +282,5 @@ class BiasGELU(torch.nn.Module):
         return bias_gelu(x, self.bias, self.approximate)
 
     def extra_repr(self) -> str:
+        """Return features and approximation, for `print(module)`."""
         return f"{self.bias.shape[0]}, approximate={self.approximate!r}"

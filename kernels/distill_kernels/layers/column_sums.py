@@ -1,4 +1,4 @@
-"""The second half of a weight gradient: partial sums of many programs, added in a fixed order.
+"""Reduction of partial sums over programs in a fixed order, the second step of a weight gradient.
 
 Kernels that sum over tokens (the gradients of norm weights and biases) let each program keep its own fp32 sum and
 write it to one row of `partials [P, C]`; one more kernel adds the rows. No atomics, so the result is the same in every
@@ -23,7 +23,7 @@ class SumsTile(NamedTuple):
 
 
 def sums_tile(n_rows: int, n_cols: int) -> SumsTile:
-    """Read off a sweep on an H200: where columns are few, narrow tiles make programs, and tall ones few turns."""
+    """Return the tile found by a sweep on an H200: narrow with few columns (more programs), tall (fewer steps)."""
     if n_cols >= 4096:
         return SumsTile(rows=64, columns=32, warps=8)
     return SumsTile(rows=min(next_power_of_2(n_rows), 512), columns=8, warps=8)
@@ -31,9 +31,9 @@ def sums_tile(n_rows: int, n_cols: int) -> SumsTile:
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _column_sums_kernel(
-    partials_ptr, out_ptr, n_rows, n_cols, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr
+    partials_ptr, out_ptr, n_rows, n_cols, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr
 ):
-    if EARLY:  # this kernel started while the partial sums were still being made
+    if DEPENDENT_LAUNCH:  # this kernel started while the partial sums were still being made
         tl.extra.cuda.gdc_wait()
     cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -44,10 +44,11 @@ def _column_sums_kernel(
     tl.store(out_ptr + cols, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-def column_sums(partials: torch.Tensor, dtype: torch.dtype, early: bool = False) -> torch.Tensor:
+def column_sums(partials: torch.Tensor, dtype: torch.dtype, dependent_launch: bool = False) -> torch.Tensor:
     """Sum `partials`, fp32 [P, C] contiguous, over its rows in a fixed order: [C] in `dtype`.
 
-    `early`: the kernel launched just before makes them and calls `gdc_launch_dependents`; this one starts meanwhile.
+    `dependent_launch`: this kernel starts while the previous one, which writes them and calls `gdc_launch_dependents`,
+    still runs.
     """
     rows, columns = partials.shape
     tile = sums_tile(rows, columns)
@@ -59,8 +60,8 @@ def column_sums(partials: torch.Tensor, dtype: torch.dtype, early: bool = False)
         columns,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
-        EARLY=early,
+        DEPENDENT_LAUNCH=dependent_launch,
         num_warps=tile.warps,
-        **({"launch_pdl": True} if early else {}),
+        **({"launch_pdl": True} if dependent_launch else {}),
     )
     return out

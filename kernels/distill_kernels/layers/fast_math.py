@@ -1,4 +1,4 @@
-"""fp32 functions of one or two instructions, for kernels in which arithmetic would otherwise outlast the memory.
+"""Fast fp32 functions of one or two instructions, for kernels that would otherwise be bound by arithmetic.
 
 Library exp, log and division spend several instructions on numbers near the ends of fp32's range. These do not, and are
 as exact as the hardware's approximations: 2 units in the last place (logarithm: 2^-22 absolute between 1/2 and 2).
@@ -18,7 +18,7 @@ if HAS_TRITON:
 
 @triton.jit
 def exp2(x):
-    """2^x; results below 1e-38 become 0."""
+    """Return 2^x; results below 1e-38 become 0."""
     if has_ptx():
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -29,13 +29,13 @@ def exp2(x):
 
 @triton.jit
 def exp(x):
-    """e^x in two instructions; results below 1e-38 become 0."""
+    """Return e^x, in two instructions; results below 1e-38 become 0."""
     return exp2(x * LOG2_E)
 
 
 @triton.jit
 def log_of_normal(x):
-    """Natural logarithm of numbers above 1e-38."""
+    """Return the natural logarithm of numbers above 1e-38."""
     if has_ptx():
         return 0.6931471805599453 * tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -46,7 +46,7 @@ def log_of_normal(x):
 
 @triton.jit
 def reciprocal(x):
-    """1/x; 0 for |x| above 2^126."""
+    """Return 1/x; 0 for |x| above 2^126."""
     if has_ptx():
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -57,7 +57,7 @@ def reciprocal(x):
 
 @triton.jit
 def log(x):
-    """Natural logarithm; subnormal numbers keep theirs (softmax makes them), 0 gives -inf."""
+    """Return the natural logarithm, also of subnormal numbers (which softmax produces); 0 gives -inf."""
     if has_ptx():
         return 0.6931471805599453 * tl.inline_asm_elementwise(
             "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1

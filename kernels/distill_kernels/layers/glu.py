@@ -12,11 +12,11 @@ from typing import Literal
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats, takes_shortcut
+from distill_kernels.kernel_op import KernelOp, can_skip_dispatcher, check_floats, forbid_double_backward
 from distill_kernels.launch import cdiv, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate, activate_with_derivative
 from distill_kernels.layers.rows import as_rows
-from distill_kernels.matmul.shared_input import gradients_of
+from distill_kernels.matmul.shared_input import gradient_slots
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -24,7 +24,7 @@ BLOCK, WARPS = 1024, 4
 
 
 def reference_glu(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
-    """The specification, in plain PyTorch."""
+    """Return `activation(gate) * up` in plain PyTorch: the specification."""
     if up is None:
         gate, up = gate.chunk(2, -1)
     if activation == "silu":
@@ -138,7 +138,7 @@ def _fill_gradients(
     dup: torch.Tensor | None,
     activation: str,
 ) -> None:
-    """Fills dgate and dup, rows of both equally far apart."""
+    """Fill dgate and dup, whose rows have the same stride."""
     elements, columns = dy.numel(), dy.shape[-1]
     dy, dy_stride = as_rows(dy)
     gate, gate_stride = as_rows(gate)
@@ -181,12 +181,12 @@ _backward_op = KernelOp("glu_backward", _launch_backward, _fake_backward)
 def _setup_context(ctx, inputs, output) -> None:
     gate, up, activation = inputs
     ctx.save_for_backward(gate, up)
-    ctx.activation, ctx.places = activation, None if up is None else gradients_of(gate, up)
+    ctx.activation, ctx.places = activation, None if up is None else gradient_slots(gate, up)
 
 
 def _backward(ctx, dy):
     gate, up = ctx.saved_tensors
-    if ctx.places is not None and takes_shortcut(dy, gate, up):
+    if ctx.places is not None and can_skip_dispatcher(dy, gate, up):
         dgate, dup = (part.view(gate.shape) for part in ctx.places.make(gate))
         _fill_gradients(dy, gate, up, dgate, dup, ctx.activation)
         return dgate, dup, None
@@ -198,13 +198,13 @@ _forward_op = KernelOp("glu_forward", _launch_forward, _fake_forward, setup_cont
 
 
 def check_activation(activation: str) -> None:
-    """Refuse an activation that there is none of; ValueError."""
+    """Check the name of an activation; ValueError lists those there are."""
     if activation not in _ACTIVATIONS:
         raise ValueError(f"activation: expected one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
 
 
 def glu(gate: torch.Tensor, up: torch.Tensor | None = None, activation: Activation = "silu") -> torch.Tensor:
-    """`activation(gate) * up`.
+    """Compute `activation(gate) * up`.
 
     Args:
         gate: [..., I], fp32, bf16 or fp16; or [..., 2 I] holding gate, then up, in each row.
@@ -224,19 +224,19 @@ def glu(gate: torch.Tensor, up: torch.Tensor | None = None, activation: Activati
     if up is not None and up.shape != gate.shape:
         raise ValueError(f"up: expected gate's shape {tuple(gate.shape)}, got {tuple(up.shape)}")
     if not runs_on_triton(gate):
-        return as_from_kernel(reference_glu(gate, up, activation))
+        return forbid_double_backward(reference_glu(gate, up, activation))
     return _forward_op(gate, up, activation)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
-    """`silu(gate) * up`: `glu` with activation "silu"."""
+    """Compute `silu(gate) * up`: `glu` with activation "silu"."""
     return glu(gate, up, "silu")
 
 
 def geglu(
     gate: torch.Tensor, up: torch.Tensor | None = None, approximate: Literal["none", "tanh"] = "none"
 ) -> torch.Tensor:
-    """`gelu(gate) * up`: `glu` with "gelu", or with "gelu_tanh" for `approximate="tanh"`.
+    """Compute `gelu(gate) * up`: `glu` with "gelu", or with "gelu_tanh" for `approximate="tanh"`.
 
     Raises:
         ValueError: As `glu`; also on an unknown `approximate`.

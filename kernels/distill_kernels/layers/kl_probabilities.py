@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats
+from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
 from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, triton
 from distill_kernels.layers.column_sums import column_sums
 from distill_kernels.layers.fast_math import log
@@ -28,10 +28,12 @@ BLOCK, WARPS, PROGRAMS = 2048, 8, 8  # fastest in a sweep on an H200
 def reference_kl_probabilities(
     input: torch.Tensor, target: torch.Tensor, reduction: Reduction = "mean", log_target: bool = False
 ) -> torch.Tensor:
-    """The specification: torch's own, with arithmetic in fp32 (fp64 stays fp64)."""
+    """Return `torch.nn.functional.kl_div` with arithmetic in fp32 (fp64 stays fp64): the specification."""
     dtype = torch.promote_types(input.dtype, target.dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    loss = torch.nn.functional.kl_div(input.to(wide), target.to(wide), reduction="none", log_target=log_target)
+    accumulate_dtype = torch.promote_types(dtype, torch.float32)
+    loss = torch.nn.functional.kl_div(
+        input.to(accumulate_dtype), target.to(accumulate_dtype), reduction="none", log_target=log_target
+    )
     if reduction != "none":
         loss = loss.mean() if reduction == "mean" else loss.sum() * _scale(input.shape, reduction)
     return loss.to(dtype)
@@ -207,7 +209,7 @@ _forward_op = KernelOp(
 def kl_probabilities(
     input: torch.Tensor, target: torch.Tensor, reduction: Reduction = "mean", log_target: bool = False
 ) -> torch.Tensor:
-    """KL(target || input) over given probabilities, as `torch.nn.functional.kl_div`; sums are kept in fp32.
+    """Compute KL(target || input) of given probabilities, as `torch.nn.functional.kl_div`; sums are kept in fp32.
 
     For logits, use `kl_div`, which normalises them itself.
 
@@ -231,5 +233,5 @@ def kl_probabilities(
     if reduction == "batchmean" and input.dim() == 0:
         raise ValueError("reduction: expected another than 'batchmean' for a scalar input")
     if not runs_on_triton(input):
-        return as_from_kernel(reference_kl_probabilities(input, target, reduction, log_target))
+        return forbid_double_backward(reference_kl_probabilities(input, target, reduction, log_target))
     return _forward_op(input, target, reduction, log_target)

@@ -13,28 +13,28 @@ from __future__ import annotations
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats
+from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton
 from distill_kernels.layers.column_sums import column_sums
 from distill_kernels.layers.layer_norm_kernels import _backward_kernel, _column_kernel, _forward_kernel
 from distill_kernels.layers.rows import affine_forward_rows, as_rows, stages_that_fit, two_sums_rows
-from distill_kernels.operands import rows_of
+from distill_kernels.operands import contiguous_rows
 
 MAX_HIDDEN = 16_384
-SUMS_APART_FROM = 8192
+SEPARATE_SUMS_FROM = 8192
 
 
 def reference_layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5
 ) -> torch.Tensor:
-    """The specification, in plain PyTorch; fp64 stays fp64."""
-    wide = x.double() if x.dtype == torch.float64 else x.float()
-    centred = wide - wide.mean(-1, keepdim=True)
+    """Return the layer norm in plain PyTorch, in fp32 (fp64 stays fp64): the specification."""
+    upcast = x.double() if x.dtype == torch.float64 else x.float()
+    centred = upcast - upcast.mean(-1, keepdim=True)
     y = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
     if weight is not None:
-        y = y * weight.to(wide.dtype)
+        y = y * weight.to(upcast.dtype)
     if bias is not None:
-        y = y + bias.to(wide.dtype)
+        y = y + bias.to(upcast.dtype)
     return y.to(x.dtype)
 
 
@@ -81,7 +81,7 @@ def _launch_forward(
     facts, block = device_facts(x.device), next_power_of_2(hidden)
     config = affine_forward_rows(hidden, n_rows, facts.multiprocessors)
     x, x_stride = as_rows(x)
-    weight, bias = rows_of(weight), rows_of(bias)
+    weight, bias = contiguous_rows(weight), contiguous_rows(bias)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     mean = torch.empty(n_rows if stats else 0, dtype=torch.float32, device=x.device)
     rstd = torch.empty_like(mean)
@@ -130,18 +130,18 @@ def _launch_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # returns dx, and fp32 [2, H]: the gradients of weight and bias (empty where not needed)
     hidden = x.shape[-1]
-    facts, narrow = device_facts(x.device), x.element_size() == dy.element_size() == 2
-    config, block = two_sums_rows(hidden, narrow), next_power_of_2(hidden)
+    facts, low_precision = device_facts(x.device), x.element_size() == dy.element_size() == 2
+    config, block = two_sums_rows(hidden, low_precision), next_power_of_2(hidden)
     tile_bytes = config.rows * block * (x.element_size() + dy.element_size())
     n_rows = rstd.shape[0]
     dy, dy_stride = as_rows(dy)
     x, x_stride = as_rows(x)
-    weight = rows_of(weight)
+    weight = contiguous_rows(weight)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not n_rows:
         return dx, rstd.new_zeros((2, hidden) if need_sums else 0)
-    apart = need_sums and hidden > SUMS_APART_FROM and not narrow  # sums by columns, in a pass of their own
-    early = need_sums and not apart and facts.starts_early
+    apart = need_sums and hidden > SEPARATE_SUMS_FROM and not low_precision  # sums by columns, in a pass of their own
+    dependent_launch = need_sums and not apart and facts.dependent_launch
     programs = cdiv(n_rows, config.rows)
     if need_sums and not apart:
         programs = min(programs, facts.multiprocessors * config.programs)
@@ -166,12 +166,14 @@ def _launch_backward(
         HAS_WEIGHT=weight is not None,
         NEED_SUMS=need_sums and not apart,
         SUM_ROWS=config.rows > 1 and block >= config.warps * 512 // x.element_size(),
-        TWICE=config.twice and narrow,
-        EARLY=early,
+        TWICE=config.twice and low_precision,
+        DEPENDENT_LAUNCH=dependent_launch,
         STAGES=stages_that_fit(config.stages, tile_bytes, facts.shared_bytes),
         num_warps=config.warps,
     )
-    return dx, column_sums(partials, torch.float32, early).view(2, hidden) if need_sums else rstd.new_empty(0)
+    return dx, column_sums(partials, torch.float32, dependent_launch).view(2, hidden) if need_sums else rstd.new_empty(
+        0
+    )
 
 
 def _fake_backward(
@@ -237,7 +239,7 @@ def layer_norm(
                 f"{name}: expected shape ({x.shape[-1]},) like x's last dimension, got {tuple(tensor.shape)}"
             )
     if not runs_on_triton(x):
-        return as_from_kernel(reference_layer_norm(x, weight, bias, eps))
+        return forbid_double_backward(reference_layer_norm(x, weight, bias, eps))
     stats = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     return _forward_op(x, weight, bias, eps, stats)[0]
 
@@ -276,4 +278,5 @@ class LayerNorm(torch.nn.Module):
         return layer_norm(x, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
+        """Return size, epsilon and affine settings, for `print(module)`."""
         return f"{self.hidden_size}, eps={self.eps}, affine={self.weight is not None}"

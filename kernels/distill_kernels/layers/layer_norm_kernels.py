@@ -6,7 +6,7 @@ The formulas stand in `layer_norm.py`, which launches them.
 from __future__ import annotations
 
 from distill_kernels.launch import tl, triton
-from distill_kernels.layers.rows import opaque
+from distill_kernels.layers.rows import hide_from_compiler
 
 
 @triton.jit
@@ -151,14 +151,14 @@ def _backward_kernel(
     SUM_ROWS: tl.constexpr,
     TWICE: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """SUM_ROWS: rows of a tile lie in the same threads, and share their sums. TWICE: x and dy are made fp32 twice.
 
     Between a row's loads and its dx lie the sums over it, for which all warps wait. Kept in fp32 meanwhile, n and dn
     take twice the registers of the 16 bits that they come from.
     """
-    if EARLY:
+    if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
     cols = tl.arange(0, BLOCK_H)
     if HAS_WEIGHT:
@@ -170,12 +170,12 @@ def _backward_kernel(
     for start in tl.range(tl.program_id(0) * ROWS, n_rows, step, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS).to(tl.int64)  # [ROWS]
         mask = (rows < n_rows)[:, None] & (cols < H)[None, :]  # [ROWS, BLOCK_H]
-        narrow_x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0)
-        narrow_dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0)
+        x_16_bit = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0)
+        dy_16_bit = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0)
         mean = tl.load(mean_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
         rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
-        dy = narrow_dy.to(tl.float32)
-        x = narrow_x.to(tl.float32)
+        dy = dy_16_bit.to(tl.float32)
+        x = x_16_bit.to(tl.float32)
         if x_ptr.dtype.element_ty.primitive_bitwidth == 16 and BLOCK_H <= 4096:  # longer rows would spill
             normed = x * rstd - mean * rstd  # one instruction; x is rounded more than the difference then is
         else:
@@ -193,8 +193,8 @@ def _backward_kernel(
             dnormed = dy * weight.to(tl.float32)[None, :]
         total, along = tl.reduce((dnormed, dnormed * normed), 1, _add_pairs, keep_dims=True)  # one barrier for both
         if TWICE:
-            x = opaque(narrow_x, zero).to(tl.float32)
-            dnormed = opaque(narrow_dy, zero).to(tl.float32)
+            x = hide_from_compiler(x_16_bit, zero).to(tl.float32)
+            dnormed = hide_from_compiler(dy_16_bit, zero).to(tl.float32)
             if HAS_WEIGHT:
                 dnormed = dnormed * weight.to(tl.float32)[None, :]
             if BLOCK_H > 4096:

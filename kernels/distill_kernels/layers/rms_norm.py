@@ -20,12 +20,12 @@ from typing import Literal
 import torch
 from torch.autograd.function import once_differentiable
 
-from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats, takes_shortcut
+from distill_kernels.kernel_op import KernelOp, can_skip_dispatcher, check_floats, forbid_double_backward
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton
 from distill_kernels.layers.column_sums import column_sums
 from distill_kernels.layers.rms_norm_kernels import _backward_kernel, _forward_kernel
 from distill_kernels.layers.rows import as_rows, forward_rows, one_sum_rows, stages_that_fit
-from distill_kernels.operands import differentiable_once, rows_of
+from distill_kernels.operands import contiguous_rows, differentiable_once
 
 Form = Literal["llama", "gemma"]
 MAX_HIDDEN = 16_384
@@ -35,20 +35,20 @@ _FORMS = ("llama", "gemma")
 def reference_rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6, form: Form = "llama"
 ) -> torch.Tensor:
-    """The specification, in plain PyTorch; fp64 stays fp64."""
-    wide = x.double() if x.dtype == torch.float64 else x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    """Return the RMS norm in plain PyTorch, in fp32 (fp64 stays fp64): the specification."""
+    upcast = x.double() if x.dtype == torch.float64 else x.float()
+    normed = upcast * torch.rsqrt(upcast.pow(2).mean(-1, keepdim=True) + eps)
     if weight is None:
         return normed.to(x.dtype)
     if form == "gemma":
-        return (normed * (1.0 + weight.to(wide.dtype))).to(x.dtype)
+        return (normed * (1.0 + weight.to(upcast.dtype))).to(x.dtype)
     return weight * normed.to(x.dtype)
 
 
 def reference_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6, form: Form = "llama"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The specification: the norm of the sum, and the sum."""
+    """Return the norm of the sum, and the sum, in plain PyTorch: the specification."""
     total = x + residual
     return reference_rms_norm(total, weight, eps, form), total
 
@@ -61,20 +61,20 @@ def launch_norm(
     form: str,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # returns y, the sum (empty without a residual) and 1/rms
+    """Launch the forward kernel; return y, the sum (empty without a residual) and 1/rms, fp32 [rows]."""
     hidden = x.shape[-1]
     n_rows = x.numel() // hidden
     x, x_stride = as_rows(x)
-    weight = rows_of(weight)
-    narrow = x.dtype
+    weight = contiguous_rows(weight)
+    sum_dtype = x.dtype
     if residual is None:
         total, residual_stride = x.new_empty(0), 0
     else:
         residual, residual_stride = as_rows(residual)
-        narrow = torch.promote_types(x.dtype, residual.dtype)
-        total = torch.empty(x.shape, dtype=narrow, device=x.device)
-    wide = narrow if weight is None or form == "gemma" else torch.promote_types(narrow, weight.dtype)
-    y = torch.empty(x.shape, dtype=dtype or wide, device=x.device)
+        sum_dtype = torch.promote_types(x.dtype, residual.dtype)
+        total = torch.empty(x.shape, dtype=sum_dtype, device=x.device)
+    out_dtype = sum_dtype if weight is None or form == "gemma" else torch.promote_types(sum_dtype, weight.dtype)
+    y = torch.empty(x.shape, dtype=dtype or out_dtype, device=x.device)
     rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
     if n_rows:
         config = forward_rows(hidden, n_rows, device_facts(x.device).multiprocessors)
@@ -107,11 +107,11 @@ def _fake_forward(
     form: str,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    narrow = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    wide = narrow if weight is None or form == "gemma" else torch.promote_types(narrow, weight.dtype)
+    sum_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    out_dtype = sum_dtype if weight is None or form == "gemma" else torch.promote_types(sum_dtype, weight.dtype)
     rows = x.numel() // x.shape[-1]
-    total = x.new_empty(0) if residual is None else x.new_empty(x.shape, dtype=narrow)
-    return x.new_empty(x.shape, dtype=dtype or wide), total, x.new_empty(rows, dtype=torch.float32)
+    total = x.new_empty(0) if residual is None else x.new_empty(x.shape, dtype=sum_dtype)
+    return x.new_empty(x.shape, dtype=dtype or out_dtype), total, x.new_empty(rows, dtype=torch.float32)
 
 
 def _launch_backward(
@@ -122,28 +122,30 @@ def _launch_backward(
     rstd: torch.Tensor,
     form: str,
     need_dweight: bool,
-    narrow_dtype: torch.dtype | None = None,
+    cast_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # returns dx in x's dtype, dweight, and dx in another dtype (both empty where not needed)
     hidden = x.shape[-1]
-    facts, narrow = device_facts(x.device), x.element_size() == dy.element_size() == 2
-    config, block = one_sum_rows(hidden, narrow), next_power_of_2(hidden)
-    if hidden > 14_336 and not narrow and facts.warp_size == 32:  # 16 warps have no registers for it: 0.33 ms for 0.24
+    facts, low_precision = device_facts(x.device), x.element_size() == dy.element_size() == 2
+    config, block = one_sum_rows(hidden, low_precision), next_power_of_2(hidden)
+    if (
+        hidden > 14_336 and not low_precision and facts.warp_size == 32
+    ):  # 16 warps have no registers for it: 0.33 ms for 0.24
         config = config._replace(warps=32)
     n_rows = rstd.shape[0]
     dy, dy_stride = as_rows(dy)
     x, x_stride = as_rows(x)
-    weight = rows_of(weight)
+    weight = contiguous_rows(weight)
     dsum_stride = 0
     if dsum is not None:
         dsum, dsum_stride = as_rows(dsum)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    other = dx.new_empty(0) if narrow_dtype is None else torch.empty(x.shape, dtype=narrow_dtype, device=x.device)
+    other = dx.new_empty(0) if cast_dtype is None else torch.empty(x.shape, dtype=cast_dtype, device=x.device)
     if weight is None or not need_dweight:
         need_dweight = False
     elif not n_rows:
         return dx, torch.zeros_like(weight), other
-    early = need_dweight and facts.starts_early
+    dependent_launch = need_dweight and facts.dependent_launch
     tile_bytes = config.rows * block * sum(t.element_size() for t in (x, dy, dsum) if t is not None)
     programs = min(cdiv(n_rows, config.rows), facts.multiprocessors * config.programs)
     partials = torch.empty((programs, hidden), dtype=torch.float32, device=x.device) if need_dweight else rstd
@@ -167,16 +169,16 @@ def _launch_backward(
             ROWS=config.rows,
             FORM="none" if weight is None else form,
             HAS_DSUM=dsum is not None,
-            NARROW=narrow_dtype is not None,
+            STORE_CAST=cast_dtype is not None,
             NEED_DWEIGHT=need_dweight,
-            TWICE=config.twice and narrow,
-            EARLY=early,
+            TWICE=config.twice and low_precision,
+            DEPENDENT_LAUNCH=dependent_launch,
             STAGES=stages_that_fit(config.stages, tile_bytes, facts.shared_bytes),
             num_warps=config.warps,
         )
     if weight is None or not need_dweight:
         return dx, rstd.new_empty(0), other
-    return dx, column_sums(partials, weight.dtype, early), other
+    return dx, column_sums(partials, weight.dtype, dependent_launch), other
 
 
 def _fake_backward(
@@ -187,10 +189,10 @@ def _fake_backward(
     rstd: torch.Tensor,
     form: str,
     need_dweight: bool,
-    narrow_dtype: torch.dtype | None = None,
+    cast_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dweight = torch.empty_like(weight) if weight is not None and need_dweight else rstd.new_empty(0)
-    other = x.new_empty(0) if narrow_dtype is None else x.new_empty(x.shape, dtype=narrow_dtype)
+    other = x.new_empty(0) if cast_dtype is None else x.new_empty(x.shape, dtype=cast_dtype)
     return x.new_empty(x.shape), dweight, other
 
 
@@ -217,8 +219,8 @@ def _backward(ctx, dy, dsum, _):
         dx, dweight = dsum, None  # only the sum was used
     else:
         # the sum has the wider dtype of x and the residual, and mostly one of them the narrower
-        narrow = next((d for d in (dtype, residual_dtype) if d not in (None, x.dtype)), None)
-        dx, dweight, other = _backward_op(dy, dsum, x, weight, rstd, ctx.form, needed[2], narrow)
+        cast_dtype = next((d for d in (dtype, residual_dtype) if d not in (None, x.dtype)), None)
+        dx, dweight, other = _backward_op(dy, dsum, x, weight, rstd, ctx.form, needed[2], cast_dtype)
     if not needed[2]:
         dweight = None
     dx, dresidual = (
@@ -252,6 +254,7 @@ class _NormAndInput(torch.autograd.Function):
 
 
 def check_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, form: str) -> None:
+    """Check the arguments of the norms; ValueError names the one that does not fit."""
     check_floats(x=x, residual=residual, weight=weight)
     if form not in _FORMS:
         raise ValueError(f"form: expected 'llama' or 'gemma', got {form!r}")
@@ -289,7 +292,7 @@ def rms_norm(
     check_norm(x, None, weight, form)
     if not runs_on_triton(x):
         normed = reference_rms_norm(x, weight, eps, form)
-        return as_from_kernel(normed.to(dtype or normed.dtype))
+        return forbid_double_backward(normed.to(dtype or normed.dtype))
     return _forward_op(x, None, weight, eps, form, dtype)[0]
 
 
@@ -311,7 +314,7 @@ def rms_norm_and_input(
     Raises:
         ValueError: As `rms_norm`.
     """
-    if not (runs_on_triton(x) and takes_shortcut(x, weight) and torch.is_grad_enabled() and x.requires_grad):
+    if not (runs_on_triton(x) and can_skip_dispatcher(x, weight) and torch.is_grad_enabled() and x.requires_grad):
         return rms_norm(x, weight, eps, form, dtype), x
     check_norm(x, None, weight, form)
     outputs: tuple[torch.Tensor, torch.Tensor] = _NormAndInput.apply(x, weight, eps, form, dtype)
@@ -344,7 +347,7 @@ def add_rms_norm(
     check_norm(x, residual, weight, form)
     if not runs_on_triton(x):
         normed, total = reference_add_rms_norm(x, residual, weight, eps, form)
-        return as_from_kernel(normed.to(dtype or normed.dtype)), as_from_kernel(total)
+        return forbid_double_backward(normed.to(dtype or normed.dtype)), forbid_double_backward(total)
     normed, total, _ = _forward_op(x, residual, weight, eps, form, dtype)
     return normed, total
 
@@ -383,4 +386,5 @@ class RMSNorm(torch.nn.Module):
         return add_rms_norm(x, residual, self.weight, self.eps, self.form)
 
     def extra_repr(self) -> str:
+        """Return size, epsilon and form, for `print(module)`."""
         return f"{self.weight.shape[0]}, eps={self.eps}, form={self.form!r}"

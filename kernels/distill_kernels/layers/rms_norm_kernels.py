@@ -6,7 +6,7 @@ The formulas stand in `rms_norm.py`, which launches them.
 from __future__ import annotations
 
 from distill_kernels.launch import tl, triton
-from distill_kernels.layers.rows import opaque
+from distill_kernels.layers.rows import hide_from_compiler
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -32,22 +32,22 @@ def _forward_kernel(
     at = rows[:, None] * H + cols[None, :]  # [ROWS, BLOCK_H]
     mask = (rows < n_rows)[:, None] & (cols < H)[None, :]
     x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    narrow = x_ptr.dtype.element_ty
+    sum_dtype = x_ptr.dtype.element_ty
     if HAS_RESIDUAL:
-        narrow = sum_ptr.dtype.element_ty
+        sum_dtype = sum_ptr.dtype.element_ty
         residual = tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=mask, other=0.0)
-        rounded = (x + residual.to(tl.float32)).to(narrow)
+        rounded = (x + residual.to(tl.float32)).to(sum_dtype)
         tl.store(sum_ptr + at, rounded, mask=mask)
         x = rounded.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, 1) / H + eps)  # [ROWS]
     y = x * rstd[:, None]
     if FORM == "llama":
         weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
-        y = y.to(narrow).to(tl.float32) * weight[None, :]
+        y = y.to(sum_dtype).to(tl.float32) * weight[None, :]
     elif FORM == "gemma":
         y *= 1.0 + tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
     if y_ptr.dtype.element_ty == tl.float8e4nv:  # matmul/fp8.py: each row's scale takes the place of 1/rms
-        y = y.to(narrow).to(tl.float32)
+        y = y.to(sum_dtype).to(tl.float32)
         rstd = tl.maximum(tl.max(tl.abs(y), 1) / 448.0, 1e-12)
         y /= rstd[:, None]
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -72,7 +72,7 @@ def _backward_kernel(
     weight_ptr,
     rstd_ptr,
     dx_ptr,
-    narrow_ptr,
+    dx_cast_ptr,
     partial_ptr,
     dy_stride,
     dsum_stride,
@@ -84,14 +84,14 @@ def _backward_kernel(
     ROWS: tl.constexpr,
     FORM: tl.constexpr,
     HAS_DSUM: tl.constexpr,
-    NARROW: tl.constexpr,
+    STORE_CAST: tl.constexpr,
     NEED_DWEIGHT: tl.constexpr,
     TWICE: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """TWICE: x and dy are made fp32 twice, and wait in 16 bits for the sum over their row (see layer_norm)."""
-    if EARLY:
+    if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
     cols = tl.arange(0, BLOCK_H)
     weight = 1.0
@@ -102,26 +102,26 @@ def _backward_kernel(
     for start in tl.range(tl.program_id(0) * ROWS, n_rows, step, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS).to(tl.int64)  # [ROWS]
         mask = (rows < n_rows)[:, None] & (cols < H)[None, :]  # [ROWS, BLOCK_H]
-        narrow_x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0)
-        narrow_dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0)
+        x_16_bit = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0)
+        dy_16_bit = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
-        normed = narrow_x.to(tl.float32) * rstd
-        dy = narrow_dy.to(tl.float32)
+        normed = x_16_bit.to(tl.float32) * rstd
+        dy = dy_16_bit.to(tl.float32)
         if NEED_DWEIGHT:
             dweight += dy * normed
         dnormed = _times_weight(dy, weight, FORM)
         along = tl.sum(dnormed * normed, 1, keep_dims=True) / H
         if TWICE:
-            normed = opaque(narrow_x, zero).to(tl.float32) * rstd
-            dnormed = _times_weight(opaque(narrow_dy, zero).to(tl.float32), weight, FORM)
+            normed = hide_from_compiler(x_16_bit, zero).to(tl.float32) * rstd
+            dnormed = _times_weight(hide_from_compiler(dy_16_bit, zero).to(tl.float32), weight, FORM)
         dx = (dnormed - normed * along) * rstd
         if HAS_DSUM:
             dsum_at = dsum_ptr + rows[:, None] * dsum_stride + cols[None, :]
             dx += tl.load(dsum_at, mask=mask, other=0.0).to(tl.float32)
         at = rows[:, None] * H + cols[None, :]
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-        if NARROW:
-            tl.store(narrow_ptr + at, dx.to(narrow_ptr.dtype.element_ty), mask=mask)
+        if STORE_CAST:
+            tl.store(dx_cast_ptr + at, dx.to(dx_cast_ptr.dtype.element_ty), mask=mask)
     if NEED_DWEIGHT:
         partial_ptr += tl.program_id(0).to(tl.int64) * H + cols
         tl.store(partial_ptr, tl.sum(dweight, 0), mask=cols < H)

@@ -18,16 +18,16 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats, takes_shortcut
+from distill_kernels.kernel_op import KernelOp, can_skip_dispatcher, check_floats, forbid_double_backward
 from distill_kernels.launch import next_power_of_2, runs_on_triton, tl, triton
-from distill_kernels.matmul.shared_input import Gradients, gradients_of
+from distill_kernels.matmul.shared_input import GradientSlots, gradient_slots
 from distill_kernels.operands import differentiable_once
 
 
 def reference_rope(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The specification, in plain PyTorch: q [B, Hq, T, D], k [B, Hk, T, D], cos and sin [B or 1, T, R]."""
+    """Rotate q [B, Hq, T, D] and k [B, Hk, T, D] by cos and sin [B or 1, T, R] in plain PyTorch: the specification."""
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
         width = cos.shape[-1]
@@ -175,7 +175,7 @@ class RopeConfig(NamedTuple):
 
 @functools.cache
 def rope_config(q_heads: int, k_heads: int, half: int) -> RopeConfig:
-    """At most 4,096 pairs at once, 16 pairs a thread."""
+    """Return heads a program and warps: at most 4,096 pairs at once, 16 pairs a thread."""
     most = max(4096 // next_power_of_2(half), 1)
     block_q, block_k = min(next_power_of_2(q_heads), most), min(next_power_of_2(k_heads), most)
     return RopeConfig(block_q, block_k, warps=min(max(block_q * next_power_of_2(half) // 512, 1), 8))
@@ -273,7 +273,7 @@ _in_place_op = KernelOp("rope_in_place", _launch_in_place, _fake_in_place, mutat
 
 
 class _RotateProjections(torch.autograd.Function):
-    """Of columns of one matrix, in place: nobody else reads them, and a copy would keep the matrix beside it."""
+    """Rotation of projections, columns of one matrix, in place; a copy would keep that matrix alive as well."""
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, places):
@@ -295,8 +295,8 @@ class _RotateProjections(torch.autograd.Function):
         return q_out, k_out, None, None, None
 
 
-def _are_projections(q: torch.Tensor, k: torch.Tensor, places: Gradients) -> bool:
-    """Whether q and k are [B, T, H, D] seen from the heads' side, as the places of their gradients will be."""
+def _are_projections(q: torch.Tensor, k: torch.Tensor, places: GradientSlots) -> bool:
+    """Return whether q and k are transposed views of [B, T, H, D], the layout of their gradients' slots."""
     return all(
         x.shape[1] * x.shape[3] == size and x.stride() == (x.shape[2] * places.width, x.shape[3], places.width, 1)
         for x, size in zip((q, k), places.sizes, strict=True)
@@ -343,10 +343,14 @@ def rope(
         raise ValueError("in_place: expected False where q or k needs a gradient, got True")
     if not runs_on_triton(q):
         q_out, k_out = reference_rope(q, k, cos.detach(), sin.detach())
-        return (q.copy_(q_out), k.copy_(k_out)) if in_place else (as_from_kernel(q_out), as_from_kernel(k_out))
+        return (
+            (q.copy_(q_out), k.copy_(k_out))
+            if in_place
+            else (forbid_double_backward(q_out), forbid_double_backward(k_out))
+        )
     if not in_place:
-        if torch.is_grad_enabled() and takes_shortcut(q, k, cos, sin):
-            places = gradients_of(q, k)
+        if torch.is_grad_enabled() and can_skip_dispatcher(q, k, cos, sin):
+            places = gradient_slots(q, k)
             if places is not None and _are_projections(q, k, places):
                 rotated: tuple[torch.Tensor, torch.Tensor] = _RotateProjections.apply(q, k, cos, sin, places)
                 return rotated

@@ -1,4 +1,4 @@
-"""How a tensor becomes rows, and how rows are dealt to programs by the kernels that reduce over each row."""
+"""Row layout of a tensor, and the distribution of rows over programs for kernels that reduce over each row."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ if HAS_TRITON:
 
 
 class RowConfig(NamedTuple):
-    """Rows a program takes at a time, its warps; for looping kernels, programs per multiprocessor, loads in flight.
+    """Launch shape of a row kernel.
 
-    twice: a backward kernel makes its 16-bit inputs fp32 once for the sums and once more for the result.
+    Attributes:
+        rows: Rows a program processes at a time.
+        warps: Warps of a program.
+        programs: For looping kernels, programs per multiprocessor.
+        stages: For looping kernels, loads in flight.
+        twice: A backward kernel converts its 16-bit inputs to fp32 twice, for the sums and for the result, to save
+            registers.
     """
 
     rows: int
@@ -31,7 +37,7 @@ class RowConfig(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def forward_rows(columns: int, n_rows: int, multiprocessors: int) -> RowConfig:
-    """One pass over a row: about 16 elements a thread; small rows share a program where there are many."""
+    """Return the launch shape of one pass over rows: about 16 elements a thread; many small rows share a program."""
     rows = max(1, 2048 // next_power_of_2(columns))
     while rows > 1 and n_rows < rows * 4 * multiprocessors:
         rows //= 2
@@ -41,7 +47,7 @@ def forward_rows(columns: int, n_rows: int, multiprocessors: int) -> RowConfig:
 
 @functools.cache
 def backward_rows(columns: int) -> RowConfig:
-    """Rows in turn, with a sum over rows kept: few programs, each with three loads in flight."""
+    """Return the launch shape of looping programs that accumulate sums over rows, with three loads in flight."""
     block = next_power_of_2(columns)
     rows = max(1, min(8, 4096 // block))
     return RowConfig(
@@ -54,7 +60,7 @@ def backward_rows(columns: int) -> RowConfig:
 
 @functools.lru_cache(maxsize=4096)
 def affine_forward_rows(columns: int, n_rows: int, multiprocessors: int) -> RowConfig:
-    """`forward_rows` for a layer with weight and bias: long rows in fewer threads, the longest in turn."""
+    """Return `forward_rows` for a layer with weight and bias: fewer threads for long rows, loops for the longest."""
     config = forward_rows(columns, n_rows, multiprocessors)
     if columns > 12_288:
         return RowConfig(rows=1, warps=16, programs=1, stages=3)
@@ -64,39 +70,39 @@ def affine_forward_rows(columns: int, n_rows: int, multiprocessors: int) -> RowC
 
 
 def stages_that_fit(stages: int, tile_bytes: int, shared_bytes: int) -> int:
-    """At most `stages` loads in flight, all but one of whose tiles wait in shared memory beside 4 KiB for sums."""
+    """Return the loads in flight, at most `stages`; all but one tile lie in shared memory, with 4 KiB of sums."""
     return max(1, min(stages, 1 + (shared_bytes - 4096) // tile_bytes))
 
 
 @functools.cache
-def one_sum_rows(columns: int, narrow: bool) -> RowConfig:
-    """`backward_rows` for a layer that keeps one sum a column.
+def one_sum_rows(columns: int, low_precision: bool) -> RowConfig:
+    """Return `backward_rows` for a layer that keeps one sum a column.
 
-    Where a row's sums leave no registers for its fp32, `twice`, if inputs are `narrow`: 16 bits.
+    With `low_precision` (16-bit inputs) rows whose sums leave no registers for fp32 inputs are converted `twice`.
     """
-    if narrow and columns > 8192:
+    if low_precision and columns > 8192:
         return RowConfig(rows=1, warps=16, programs=1, stages=3, twice=True)
-    if narrow and 4096 < columns <= 5120:  # 1,024 columns at a time: no threads beyond the last
+    if low_precision and 4096 < columns <= 5120:  # 1,024 columns at a time: no threads beyond the last
         return RowConfig(rows=1, warps=4, programs=2, stages=3, twice=True)
     return backward_rows(columns)
 
 
 @functools.cache
-def two_sums_rows(columns: int, narrow: bool) -> RowConfig:
-    """`one_sum_rows` for a layer that keeps two sums a column."""
-    config = one_sum_rows(columns, narrow)
+def two_sums_rows(columns: int, low_precision: bool) -> RowConfig:
+    """Return `one_sum_rows` for a layer that keeps two sums a column."""
+    config = one_sum_rows(columns, low_precision)
     if columns <= 128:
         return config._replace(programs=6)
     if 2048 < columns <= 4096:
-        return config._replace(programs=2, twice=narrow and columns > 3072)
+        return config._replace(programs=2, twice=low_precision and columns > 3072)
     return config._replace(stages=4) if 5120 < columns <= 6144 else config
 
 
 @triton.jit
-def opaque(x, zero):
-    """16-bit `x` again, for all that the compiler knows another value: what was made of it needs no registers till now.
+def hide_from_compiler(x, zero):
+    """Return 16-bit `x` as a value that the compiler takes for another, so that it recomputes results from it.
 
-    `zero` is a kernel argument, 0, and must not be specialised.
+    This frees the registers of the first results. `zero` is a kernel argument, 0, and must not be specialised.
     """
     if has_ptx():
         mask = tl.full(x.shape, 0, tl.int16) + zero.to(tl.int16)
@@ -108,9 +114,9 @@ def opaque(x, zero):
 
 
 def as_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """`tensor` as equally spaced rows of its last dimension: itself and the elements from row to row.
+    """Return `tensor` as equally spaced rows of its last dimension, and the stride between rows in elements.
 
-    Slices of a wider matrix are taken as they are; other layouts (transposed, or rows at several distances) are
+    Slices of a wider matrix are used without a copy; other layouts (transposed, or rows at several distances) are
     copied, as `reshape` would.
     """
     columns = tensor.shape[-1]

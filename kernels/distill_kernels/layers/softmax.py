@@ -17,15 +17,15 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats
+from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.rows import as_rows
 
 
 def reference_softmax(x: torch.Tensor) -> torch.Tensor:
-    """The specification, in plain PyTorch; fp64 stays fp64."""
-    wide = x.double() if x.dtype == torch.float64 else x.float()
-    return torch.softmax(wide, -1).to(x.dtype)
+    """Return the softmax in plain PyTorch, in fp32 (fp64 stays fp64): the specification."""
+    upcast = x.double() if x.dtype == torch.float64 else x.float()
+    return torch.softmax(upcast, -1).to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -164,9 +164,9 @@ def _backward_split_write(
 
 
 class Plan(NamedTuple):
-    """How rows are served: "tile", "loop" or "split"; rows a program (tile); columns at a time; warps; parts a row."""
+    """Launch shape: strategy ("tile", "loop", "split"), rows a program, columns at a time, warps, parts a row."""
 
-    way: str
+    strategy: str
     rows: int
     block: int
     warps: int
@@ -178,7 +178,7 @@ TILE_COLUMNS = 16_384
 
 @functools.lru_cache(maxsize=4096)
 def plan(n_rows: int, n_cols: int, multiprocessors: int, direction: str, element_bytes: int = 2) -> Plan:
-    """A tile where the row fits; else split where rows alone leave multiprocessors idle, else a loop.
+    """Return the launch shape: a tile where the row fits, split where rows are too few to fill the GPU, else a loop.
 
     The numbers were read off a sweep on an H200 over 1 MiB to 128 MiB of bf16.
     """
@@ -212,11 +212,11 @@ def _launch_forward(x: torch.Tensor) -> torch.Tensor:
     if not x.numel():
         return y
     n_rows, n_cols, chosen = _plan(x, "forward")
-    if chosen.way == "tile":
+    if chosen.strategy == "tile":
         _forward_tile[(cdiv(n_rows, chosen.rows),)](
             x, y, stride, n_rows, n_cols, ROWS=chosen.rows, BLOCK=chosen.block, num_warps=chosen.warps
         )
-    elif chosen.way == "loop":
+    elif chosen.strategy == "loop":
         _forward_loop[(n_rows,)](x, y, stride, n_cols, BLOCK=chosen.block, num_warps=chosen.warps)
     else:
         per_part = _per_part(n_cols, chosen)
@@ -246,11 +246,11 @@ def _launch_backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if not y.numel():
         return dx
     n_rows, n_cols, chosen = _plan(y, "backward")
-    if chosen.way == "tile":
+    if chosen.strategy == "tile":
         _backward_tile[(cdiv(n_rows, chosen.rows),)](
             dy, y, dx, stride, n_rows, n_cols, ROWS=chosen.rows, BLOCK=chosen.block, num_warps=chosen.warps
         )
-    elif chosen.way == "loop":
+    elif chosen.strategy == "loop":
         _backward_loop[(n_rows,)](dy, y, dx, stride, n_cols, BLOCK=chosen.block, num_warps=chosen.warps)
     else:
         per_part = _per_part(n_cols, chosen)
@@ -299,7 +299,7 @@ _forward_op = KernelOp(
 
 
 def softmax(x: torch.Tensor) -> torch.Tensor:
-    """Softmax over the last dimension, as `torch.softmax(x, -1)`.
+    """Compute the softmax over the last dimension, as `torch.softmax(x, -1)`.
 
     Args:
         x: [..., C], fp32, bf16 or fp16; rows may be strided. A row of -inf alone gives NaN.
@@ -314,5 +314,5 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     if x.dim() == 0:
         raise ValueError("x: expected at least one dimension, got a scalar")
     if not runs_on_triton(x):
-        return as_from_kernel(reference_softmax(x))
+        return forbid_double_backward(reference_softmax(x))
     return _forward_op(x)

@@ -13,7 +13,7 @@ import torch
 from distill_kernels.launch import TensorDescriptor, cdiv, device_facts, tl, triton
 from distill_kernels.operands import has_aligned_rows
 
-LARGE, SMALL = (128, 256, 64), (128, 128, 32)  # of A^T, of B, and rows of both; for 227 and 99 KiB a program
+LARGE_TILE, SMALL_TILE = (128, 256, 64), (128, 128, 32)  # blocks of M, N, K; for 227 and 99 KiB of shared memory
 
 
 @triton.jit
@@ -38,16 +38,16 @@ def _accumulate_kernel(
         c_desc.store([m, n + BLOCK_N // 2], high.to(c_desc.dtype))
 
 
-def add_product_(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`c += a^T b` for c [M, N], a [K, M], b [K, N] of one 16-bit dtype; returns `c`.
+def add_transposed_matmul_(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Add a product in place, `c += a^T b`, for c [M, N], a [K, M], b [K, N] of one 16-bit dtype; returns `c`.
 
-    Where tensor descriptors (TMA) do not serve, cuBLAS does it, with its second rounding.
+    Without tensor descriptors (TMA) cuBLAS does it, with its second rounding.
     """
     facts = device_facts(c.device)
     if not (facts.tma and all(map(has_aligned_rows, (a, b, c)))):
         return c.addmm_(a.t(), b)
     (k, m), n = a.shape, b.shape[1]
-    block_m, block_n, block_k = LARGE if facts.shared_bytes >= 216 << 10 else SMALL
+    block_m, block_n, block_k = LARGE_TILE if facts.shared_bytes >= 216 << 10 else SMALL_TILE
     programs = min(facts.multiprocessors, cdiv(m, block_m) * cdiv(n, block_n))
     _accumulate_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [block_k, block_m]),
@@ -66,7 +66,7 @@ def add_product_(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Ten
 
 
 def add_matmul_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: float = 1.0) -> None:
-    """`total += alpha a b` in the total's dtype; fp32 totals of 16-bit operands keep the tensor cores in use."""
+    """Add a product in place, `total += alpha a b`, on tensor cores also where operands have 16 bits and `total` 32."""
     if a.dtype == total.dtype:
         total.addmm_(a, b, alpha=alpha)
     elif a.is_cuda:

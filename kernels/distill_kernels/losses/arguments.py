@@ -1,6 +1,6 @@
-"""The users' mistakes, caught before any work: kinds, shapes, dtypes, devices and values of a loss's arguments.
+"""Validation of a loss's arguments: kinds, shapes, dtypes, devices and values.
 
-Values (a label beyond the vocabulary, a row named twice) are looked at where that waits for nothing: on CPU tensors,
+Values (a label beyond the vocabulary, a row named twice) are checked where that needs no host sync: on CPU tensors,
 kernels in the interpreter included. On a GPU a label or top-k id out of range makes its row's loss NaN,
 `num_items=0` makes all losses infinite, and `valid_rows` are taken at their word. With DISTILL_CHECK_VALUES=1 in the
 environment values are looked at there too, with host syncs.
@@ -13,14 +13,14 @@ import os
 import torch
 
 from distill_kernels.losses.operands import Batch, Inputs
-from distill_kernels.losses.terms import Objective, plain
+from distill_kernels.losses.terms import Objective, plain_number
 from distill_kernels.operands import check_tensor
 
 REDUCTIONS = ("mean", "sum", "none")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
-MOST_TOP_K = 511  # and the tail: 512 lanes of a program, as for 256; refused where no kernel runs as well
-WHOLE = (
+MAX_TOP_K = 511  # and the tail: 512 lanes of a program, as for 256; refused where no kernel runs as well
+WHOLE_TENSOR = (
     "a whole tensor (a head sharded by FSDP2 is gathered by its own module: call distill_kernels.head_loss; a head cut "
     "over the vocabulary for tensor parallelism needs tp_group)"
 )
@@ -34,12 +34,13 @@ def expect(condition: bool, name: str, expected: str, got: object) -> None:
 
 
 def checked_direction(direction: str) -> str:
+    """Return `direction`; ValueError unless it is "forward" or "reverse"."""
     expect(direction in ("forward", "reverse"), "direction", "forward or reverse", repr(direction))
     return direction
 
 
 def workspace_bytes(mib: float | None) -> int | None:
-    """`max_workspace_mib` in bytes."""
+    """Return `max_workspace_mib` in bytes; ValueError unless it is None or above 0."""
     expect(mib is None or mib > 0, "max_workspace_mib", "None or a number above 0", repr(mib))
     return None if mib is None else int(mib * 2**20)
 
@@ -49,14 +50,14 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def _check_weight(name: str, weight: torch.Tensor, hidden: torch.Tensor, hidden_name: str) -> None:
-    """A head weight is a plain floating [V, H] matrix that fits the hidden states."""
+    """Check that a head weight is a plain floating-point [V, H] matrix that fits the hidden states."""
     expect(
         weight.dtype in FLOATS and type(weight).__name__ not in ("Params4bit", "Int8Params"),
         name,
         "a floating-point head (a quantised head must be dequantised or left out of quantisation)",
         f"{type(weight).__name__} of {weight.dtype}",
     )
-    expect(type(weight).__name__ != "DTensor", name, WHOLE, "a DTensor")
+    expect(type(weight).__name__ != "DTensor", name, WHOLE_TENSOR, "a DTensor")
     width = hidden.shape[-1]
     expect(weight.dim() == 2 and weight.shape[1] == width, name, f"[V, {width}] as {hidden_name}", list(weight.shape))
     expect(weight.device == hidden.device, name, f"device {hidden.device} as {hidden_name}", weight.device)
@@ -71,7 +72,7 @@ def check_tokens(
     leading: torch.Size,
     device: torch.device,
 ) -> None:
-    """What belongs to tokens: labels and weights of the shape `leading`, rows among them, all on `device`.
+    """Check the per-token arguments: labels and weights of shape `leading`, row indices, all on `device`.
 
     Raises:
         ValueError: naming the argument that does not fit; for values, see the file's head.
@@ -93,7 +94,7 @@ def check_tokens(
     if valid_rows is not None:
         fits = valid_rows.dim() == 1 and valid_rows.dtype == torch.int64
         expect(fits, "valid_rows", "int64 [M]", _described(valid_rows))
-        if may_look_at(valid_rows) and not torch.compiler.is_compiling():
+        if can_check_values(valid_rows) and not torch.compiler.is_compiling():
             n = leading.numel()
             inside = bool(((valid_rows >= 0) & (valid_rows < n)).all())
             expect(inside, "valid_rows", f"indices of 0 to {n - 1}", valid_rows.tolist())
@@ -102,7 +103,7 @@ def check_tokens(
 
 
 def check_arguments(objective: Objective, inputs: Inputs, *, sharded: bool = False) -> tuple[int, torch.dtype]:
-    """The number of columns that count, and the dtype of the products; a ValueError names what does not fit.
+    """Check a fused loss's arguments; return the number of vocabulary columns used and the compute dtype.
 
     With `sharded`, heads are one rank's rows of them, and `vocab_size`, maybe 0, fits them.
     """
@@ -162,8 +163,8 @@ def check_arguments(objective: Objective, inputs: Inputs, *, sharded: bool = Fal
 Lora = tuple[torch.Tensor, torch.Tensor, float]
 
 
-def lora_of(lora: Lora | None) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
-    """A, B and the scale; None, None and 1 without a LoRA.
+def unpack_lora(lora: Lora | None) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
+    """Return A, B and the scale of a LoRA; None, None and 1 without one.
 
     Raises:
         ValueError: if there are not three, or A or B is no plain tensor.
@@ -174,11 +175,11 @@ def lora_of(lora: Lora | None) -> tuple[torch.Tensor | None, torch.Tensor | None
     expect(three, "student_lora", "(A, B, scale)", f"{type(lora).__name__} of {len(lora)}")
     for tensor in lora[:2]:
         check_tensor("student_lora", tensor)
-    return lora[0], lora[1], float(plain(lora[2], "student_lora"))
+    return lora[0], lora[1], float(plain_number(lora[2], "student_lora"))
 
 
 def _check_lora(inputs: Inputs) -> None:
-    a, b, _ = lora_of(inputs.student_lora)
+    a, b, _ = unpack_lora(inputs.student_lora)
     if a is not None and b is not None:
         width, columns = inputs.student_hidden.shape[-1], inputs.student_weight.shape[0]
         fits = a.dim() == 2 and a.shape[1] == width and b.shape == (columns, a.shape[0])
@@ -187,7 +188,7 @@ def _check_lora(inputs: Inputs) -> None:
 
 
 def check_top_k(ids: torch.Tensor, logprobs: torch.Tensor, leading: torch.Size) -> None:
-    """A teacher's tokens and log-probabilities, [*leading, K].
+    """Check a teacher's top-K tokens and log-probabilities, [*leading, K].
 
     Raises:
         ValueError: naming the one that does not fit.
@@ -202,18 +203,18 @@ def check_top_k(ids: torch.Tensor, logprobs: torch.Tensor, leading: torch.Size) 
     expect(fits, "teacher_logprobs", f"floating {list(ids.shape)} as teacher_ids", _described(logprobs))
 
 
-def may_look_at(tensor: torch.Tensor) -> bool:
-    """Whether values of `tensor` are looked at: where that needs no wait, or is asked for."""
+def can_check_values(tensor: torch.Tensor) -> bool:
+    """Return whether values of `tensor` may be checked: without a host sync, or because DISTILL_CHECK_VALUES=1."""
     return CHECK_VALUES or tensor.device.type == "cpu"
 
 
 def check_values(batch: Batch, vocab: int, *, labels_count: bool) -> None:
-    """Labels (if `labels_count` for more than which rows do) and top-k ids of rows that count lie within `vocab`.
+    """Check that labels (if `labels_count`) and top-k ids of the rows that count lie within `vocab`.
 
     Raises:
         ValueError: naming the first that does not.
     """
-    if not may_look_at(batch.row_scale):
+    if not can_check_values(batch.row_scale):
         return
     rows = slice(None) if batch.rows is None else batch.rows
     counted = batch.row_scale[rows] != 0

@@ -1,4 +1,4 @@
-"""Any loss of logits, row by row, from hidden states and heads: chunks of rows, never the logits of the whole batch.
+"""Custom per-token losses of logits, computed from hidden states and heads in chunks of rows.
 
 Per chunk: raw logits `x W^T (+ bias) (+ LoRA)` with an fp32 result; the rows' losses by a function of the user's, whose
 gradient `G` autograd makes; then `dx = G W` and `dW += G^T x` as in linear.py. Gradients are made in the forward pass.
@@ -13,26 +13,26 @@ import torch
 from torch import nn
 
 from distill_kernels.launch import device_facts
-from distill_kernels.losses.arguments import Lora, check_arguments, expect, lora_of, workspace_bytes
-from distill_kernels.losses.linear import REFERENCE_CHUNK_ELEMENTS, HeadGradients, find_rows, row_scales
-from distill_kernels.losses.operands import Batch, Head, Inputs, Outcome, Wanted
-from distill_kernels.losses.projection import product_fp32
-from distill_kernels.losses.scaling import hand_out, power_of_two
+from distill_kernels.losses.arguments import Lora, check_arguments, expect, unpack_lora, workspace_bytes
+from distill_kernels.losses.linear import REFERENCE_CHUNK_ELEMENTS, HeadGradients, nonzero_rows, row_scales
+from distill_kernels.losses.operands import Batch, Head, Inputs, LossOutput, RequiredGrads
+from distill_kernels.losses.projection import matmul_fp32
+from distill_kernels.losses.scaling import fp16_safe_scale, take_scaled_gradients
 from distill_kernels.losses.terms import LossTerm, make_objective
 from distill_kernels.operands import differentiable_once
 
 Rows = slice | torch.Tensor
 RowLoss = Callable[[torch.Tensor, Rows, bool], tuple[torch.Tensor, torch.Tensor | None]]
-NO_TEACHER = make_objective([LossTerm("cross_entropy", 1.0)])._replace(hard_weight=0.0)
+NO_TEACHER_OBJECTIVE = make_objective([LossTerm("cross_entropy", 1.0)])._replace(hard_weight=0.0)
 
 
 def raw_logits(head: Head, hidden: torch.Tensor) -> torch.Tensor:
-    """Logits [n, V] of `hidden` [n, H] before scale and soft cap, fp32 (fp64 for fp64)."""
+    """Return logits [n, V] of `hidden` [n, H] before scale and soft cap, fp32 (fp64 for fp64)."""
 
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if a.dtype == torch.float64:
             return a @ b
-        return product_fp32(a, b, torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device))
+        return matmul_fp32(a, b, torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device))
 
     logits = product(hidden, head.weight.t())
     if head.bias is not None:
@@ -43,7 +43,7 @@ def raw_logits(head: Head, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def chunk_rows(vocab: int, workspace: int | None, device: torch.device) -> int:
-    """Rows of a chunk whose logits, gradient and intermediates (about six fp32 copies) fit the workspace."""
+    """Return the rows of a chunk whose logits, gradient and intermediates (six fp32 copies) fit the workspace."""
     if workspace is None and device.type == "cpu":
         return max(REFERENCE_CHUNK_ELEMENTS // vocab, 1)
     budget = device_facts(device).memory_bytes // 24 if workspace is None else workspace
@@ -51,20 +51,27 @@ def chunk_rows(vocab: int, workspace: int | None, device: torch.device) -> int:
 
 
 def run_chunks(
-    student: Head, batch: Batch, wanted: Wanted, row_loss: RowLoss, *, vocab: int, dtype: torch.dtype, rows: int
-) -> Outcome:
-    """Losses of all rows and the wanted gradients of their sum.
+    student: Head,
+    batch: Batch,
+    required: RequiredGrads,
+    row_loss: RowLoss,
+    *,
+    vocab: int,
+    dtype: torch.dtype,
+    rows: int,
+) -> LossOutput:
+    """Compute the losses of all rows and the required gradients of their sum.
 
     Args:
         student: the student's head; gradients come back in its tensors' dtypes.
-        batch: row scales and the rows to compute (its labels are `row_loss`'s business).
-        wanted: which gradients.
+        batch: row scales and the rows to compute (labels are read by `row_loss` alone).
+        required: which gradients.
         row_loss: `(raw logits [n, V], rows, with_gradient) -> (scaled row losses [n], gradient [n, V] or None)`.
         vocab: columns that count.
         dtype: of the products' operands.
         rows: of a chunk.
     """
-    sums = HeadGradients(student, wanted, vocab, torch.float64 if dtype == torch.float64 else torch.float32)
+    sums = HeadGradients(student, required, vocab, torch.float64 if dtype == torch.float64 else torch.float32)
     hidden, n = student.hidden, student.hidden.shape[0]
     student = student.cut(vocab, dtype)
     loss = batch.row_scale.new_zeros(n)
@@ -73,30 +80,30 @@ def run_chunks(
         stop = min(start + rows, count)
         here: Rows = slice(start, stop) if batch.rows is None else batch.rows[start:stop]
         x = hidden[here].to(dtype)
-        loss[here], gradient = row_loss(raw_logits(student, x), here, wanted.gradient)
+        loss[here], gradient = row_loss(raw_logits(student, x), here, required.gradient)
         if gradient is not None:
-            sums.add(student, batch.counted(x, here), gradient, here)
-    return Outcome(loss, None, *sums.finished())
+            sums.add(student, batch.mask_ignored(x, here), gradient, here)
+    return LossOutput(loss, None, *sums.results())
 
 
 class _ChunkedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, lora_a: Any, lora_b: Any, call: Any) -> torch.Tensor:
-        lora_scale, batch, wanted, row_loss, settings = call
+        lora_scale, batch, required, row_loss, settings = call
         head = Head(hidden, weight, bias, lora_a, lora_b, lora_scale)
         with torch.autocast(hidden.device.type, enabled=False):
-            outcome = run_chunks(head, batch, wanted, row_loss, **settings)
-        ctx.gradients = outcome.gradients
-        return outcome.loss.sum()
+            output = run_chunks(head, batch, required, row_loss, **settings)
+        ctx.gradients = output.gradients
+        return output.loss.sum()
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
-        return (*hand_out(ctx, upstream), None)
+        return (*take_scaled_gradients(ctx, upstream), None)
 
 
 class ChunkedLoss(nn.Module):
-    """A differentiable PyTorch loss of your own, without the logits of the whole batch.
+    """Custom differentiable loss, computed without the logits of the whole batch.
 
     Autograd differentiates `fn` chunk by chunk in the forward pass, so its parameters, if any, get no gradient.
 
@@ -136,7 +143,7 @@ class ChunkedLoss(nn.Module):
         valid_rows: torch.Tensor | None = None,
         vocab_size: int | None = None,
     ) -> torch.Tensor:
-        """The loss, fp32 scalar (fp64 for fp64); arguments as in `FusedDistillationLoss.forward`.
+        """Compute the loss, fp32 scalar (fp64 for fp64); arguments as in `FusedDistillationLoss.forward`.
 
         Raises:
             ValueError: naming the argument that does not fit, or where `fn` returns another shape than [n].
@@ -155,31 +162,31 @@ class ChunkedLoss(nn.Module):
             valid_rows,
             vocab_size,
         )
-        lora_a, lora_b, lora_scale = lora_of(student_lora)
-        vocab, dtype = check_arguments(NO_TEACHER, inputs)
+        lora_a, lora_b, lora_scale = unpack_lora(student_lora)
+        vocab, dtype = check_arguments(NO_TEACHER_OBJECTIVE, inputs)
         hidden = student_hidden.flatten(0, -2)
         labels = None if labels is None else labels.flatten()
         weights = None if token_weights is None else token_weights.detach().flatten()
         scale = row_scales(
             hidden, labels, weights, num_items, valid_rows, ignore_index=self.ignore_index, reduction=self.reduction
         )
-        scale, down = power_of_two(scale, dtype)
+        scale, down = fp16_safe_scale(scale, dtype)
         teacher = None
         if teacher_hidden is not None and teacher_weight is not None:
             bias = None if teacher_bias is None else teacher_bias.detach()
             teacher = Head(teacher_hidden.detach().flatten(0, -2), teacher_weight.detach(), bias).cut(vocab, dtype)
         skip = valid_rows is None and (labels is not None or weights is not None)
-        rows = find_rows(scale) if skip else valid_rows
+        rows = nonzero_rows(scale) if skip else valid_rows
         students = (hidden, student_weight, student_bias, lora_a, lora_b)
         grad = torch.is_grad_enabled()
-        wanted = Wanted(*(grad and tensor is not None and tensor.requires_grad for tensor in students))
+        required = RequiredGrads(*(grad and tensor is not None and tensor.requires_grad for tensor in students))
         settings = {"vocab": vocab, "dtype": dtype, "rows": chunk_rows(vocab, self.workspace, hidden.device)}
-        call = (lora_scale, Batch(labels, scale, rows), wanted, self._row_loss(teacher, labels, scale), settings)
+        call = (lora_scale, Batch(labels, scale, rows), required, self._row_loss(teacher, labels, scale), settings)
         loss = _ChunkedFunction.apply(*students, call)
         return loss if down is None else loss * down
 
     def _row_loss(self, teacher: Head | None, labels: torch.Tensor | None, scale: torch.Tensor) -> RowLoss:
-        """`fn`, differentiated: raw logits of some rows to their scaled losses and the gradient."""
+        """Return `fn` with its gradient: raw logits of some rows to their scaled losses and the logits' gradient."""
 
         def row_loss(raw: torch.Tensor, rows: Rows, with_gradient: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
             other = None if teacher is None else raw_logits(teacher, teacher.hidden[rows].to(teacher.weight.dtype))

@@ -34,11 +34,11 @@ from distill_kernels.losses import terms
 from distill_kernels.losses.shards import ON_ANOTHER_RANK, OUTSIDE, VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
 
-MOST_LOG_RATIO = 80.0  # of the two probabilities in a mixture; beyond it the smaller one no longer matters
+MAX_LOG_RATIO = 80.0  # of the two probabilities in a mixture: beyond it the smaller one vanishes in fp32
 
 
 class RowResult(NamedTuple):
-    """What the rows of one chunk give.
+    """Losses, gradient and statistics of the rows of one chunk.
 
     Attributes:
         loss: row losses times `row_scale`, [n].
@@ -66,7 +66,7 @@ def _log_ratio_product(p: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor
 def reference_terms(
     kind: int, parameter: float, log_s: torch.Tensor, log_t: torch.Tensor, p_s: torch.Tensor, p_t: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The table above: `f` and `g` of one divergence, elementwise, from log-probabilities and probabilities."""
+    """Return `f` and `g` of one divergence (table above), elementwise, from log-probabilities and probabilities."""
     if kind == terms.FORWARD_KL:
         difference = p_s - p_t
         return _log_ratio_product(p_t, log_t, log_s) + difference, difference
@@ -78,7 +78,7 @@ def reference_terms(
         return difference.abs() * 0.5, p_s * difference.sign() * 0.5
     # with e = p_t / p_s, q = m / p_s = 1 + share (e - 1): exactly 1 where the distributions are equal
     share = 1 - parameter if kind == terms.SKEW_REVERSE_KL else parameter  # the teacher's part of the mixture
-    d = (log_t - log_s).nan_to_num_(0.0).clamp_(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+    d = (log_t - log_s).nan_to_num_(0.0).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     e = d.exp()
     q = 1 + share * (e - 1)
     log_q = q.log()
@@ -92,36 +92,36 @@ def reference_terms(
     return share * p_t * (d - log_q) + g, g
 
 
-def centred(g: torch.Tensor, p_s: torch.Tensor, o: Objective, shard: VocabShard | None) -> torch.Tensor:
-    """`g - p_s sum(g)` [n, V], of all ranks' columns.
+def logit_gradient(g: torch.Tensor, p_s: torch.Tensor, o: Objective, shard: VocabShard | None) -> torch.Tensor:
+    """Return the gradient for the scaled logits, `g - p_s sum(g)` [n, V], with the sum over all ranks' columns.
 
-    Where the student is sure of a token, `g` is all but the sum there, and little is left of their difference. Written
+    Where p_s of a token is near 1, `g` there is nearly the whole sum and the difference cancels. Written
     as `g sum'(p_s) - p_s sum'(g)`, sums over the other tokens, it is exact. No row has two tokens of p_s > 1/2.
     """
-    plain = g - p_s * _total(g.sum(-1, keepdim=True), shard)
-    if not o.top_apart:
+    plain = g - p_s * _sum_over_ranks(g.sum(-1, keepdim=True), shard)
+    if not o.stable_top:
         return plain
     top = p_s > 0.5
-    rest_g, rest_p = (_total(x.masked_fill(top, 0.0).sum(-1, keepdim=True), shard) for x in (g, p_s))
+    rest_g, rest_p = (_sum_over_ranks(x.masked_fill(top, 0.0).sum(-1, keepdim=True), shard) for x in (g, p_s))
     return torch.where(top, g * rest_p - p_s * rest_g, plain)
 
 
-def _total(rows: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
-    """Row sums over this rank's columns -> over all columns."""
-    return rows if shard is None else shard.ranks.add_(rows)
+def _sum_over_ranks(rows: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
+    """Return row sums over all columns, given those over this rank's columns."""
+    return rows if shard is None else shard.ranks.all_reduce_(rows)
 
 
-def _maximum(z: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
-    """Each row's largest logit, [n, 1]."""
+def _row_maximum(z: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
+    """Return each row's largest logit over all ranks, [n, 1]."""
     here = z.amax(-1, keepdim=True) if z.shape[-1] else z.new_full((z.shape[0], 1), -torch.inf)
-    return here if shard is None else shard.ranks.maximum(here)
+    return here if shard is None else shard.ranks.all_reduce_max(here)
 
 
 def _log_sum_exp(z: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
     if shard is None:
         return torch.logsumexp(z, -1)
-    top = _maximum(z, shard)
-    return _total((z - top).exp().sum(-1), shard).log() + top.squeeze(-1)
+    top = _row_maximum(z, shard)
+    return _sum_over_ranks((z - top).exp().sum(-1), shard).log() + top.squeeze(-1)
 
 
 def log_softmax(z: torch.Tensor, shard: VocabShard | None = None) -> torch.Tensor:
@@ -137,24 +137,24 @@ def log_softmax(z: torch.Tensor, shard: VocabShard | None = None) -> torch.Tenso
             lacking = log_p.exp().sum(-1, keepdim=True).log()
             return log_p - lacking if log_p.requires_grad else log_p.sub_(lacking)
         return log_p
-    z = z - _maximum(z, shard)
-    return z - _total(z.exp().sum(-1, keepdim=True), shard).log()
+    z = z - _row_maximum(z, shard)
+    return z - _sum_over_ranks(z.exp().sum(-1, keepdim=True), shard).log()
 
 
-def top_token(z: torch.Tensor) -> torch.Tensor:
-    """Each row's token of the highest value, int64 [...] of [..., V]; -1 where several tokens share it."""
+def unique_argmax(z: torch.Tensor) -> torch.Tensor:
+    """Return each row's argmax, int64 [...] of [..., V]; -1 where several tokens tie."""
     highest, token = z.max(-1, keepdim=True)
     return torch.where((z == highest).sum(-1) == 1, token.squeeze(-1), -1)
 
 
 def _at_labels(log_p: torch.Tensor, targets: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
-    """Each row's log-probability of its label, [n]."""
+    """Return each row's log-probability of its label, [n]."""
     if shard is None:
         return log_p.gather(-1, targets[:, None]).squeeze(-1)
     values = torch.where(targets == OUTSIDE, torch.nan, log_p.new_zeros(targets.shape))
     if log_p.shape[-1]:
         values = torch.where(targets >= 0, log_p.gather(-1, targets.clamp_min(0)[:, None]).squeeze(-1), values)
-    return _total(values, shard)
+    return _sum_over_ranks(values, shard)
 
 
 def _add_at_labels_(gradient: torch.Tensor, targets: torch.Tensor, value: float) -> None:
@@ -175,14 +175,14 @@ def reference_rows(
     with_stats: bool = False,
     shard: VocabShard | None = None,
 ) -> RowResult:
-    """Loss, gradient and statistics of rows whose logits exist; the specification, and what CPU tensors get.
+    """Return loss, gradient and statistics of rows of logits: the specification, and the path of CPU tensors.
 
     Args:
         student_raw: student logits before scale, soft cap and temperature, [n, V], fp32 or fp64. May be overwritten.
         teacher_raw: the teacher's, [n, V], or None where the objective has no divergence.
         objective: the loss.
         labels: int64 [n] of vocabulary indices, or None. Rows of scale 0 may hold anything.
-        row_scale: [n], what each row's loss is multiplied by; 0 skips the row.
+        row_scale: [n], factor of each row's loss; 0 skips the row.
         with_gradient: make the gradient for `student_raw`.
         with_stats: make the statistics.
         shard: the logits are the columns that one rank holds (V may be 0) and `labels` count from its first one; loss
@@ -192,9 +192,11 @@ def reference_rows(
     n, vocab = student_raw.shape
     z = transform_logits(student_raw, o.student_scale, o.student_softcap)
     z_teacher = None if teacher_raw is None else transform_logits(teacher_raw, o.teacher_scale, o.teacher_softcap)
-    kept = row_scale != 0
+    counted_rows = row_scale != 0
     columns = vocab if shard is None else shard.vocab
-    targets = None if labels is None else torch.where(kept, labels.long(), 0 if shard is None else ON_ANOTHER_RANK)
+    targets = (
+        None if labels is None else torch.where(counted_rows, labels.long(), 0 if shard is None else ON_ANOTHER_RANK)
+    )
     loss = z.new_zeros(n)
     gradient = None
     log_p1 = None  # the student at T = 1
@@ -206,10 +208,10 @@ def reference_rows(
         p_s, p_t = log_s.exp(), log_t.exp()
         for kind, weight, parameter in zip(o.kinds, o.weights, o.parameters, strict=True):
             f, g = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)
-            loss += weight * _total(f.sum(-1), shard).clamp_min(0)
+            loss += weight * _sum_over_ranks(f.sum(-1), shard).clamp_min(0)
             if with_gradient:
                 if kind != terms.FORWARD_KL:  # whose g sums to 0
-                    g = centred(g, p_s, o, shard)
+                    g = logit_gradient(g, p_s, o, shard)
                 g = g.mul_(weight / o.temperature)
                 gradient = g if gradient is None else gradient.add_(g)
     if o.hard_weight:
@@ -217,7 +219,7 @@ def reference_rows(
         log_p1 = log_softmax(z, shard) if log_p1 is None else log_p1
         hard = -(1 - o.label_smoothing) * _at_labels(log_p1, targets, shard)
         if o.label_smoothing:
-            hard = hard - o.label_smoothing / columns * _total(log_p1.sum(-1), shard)
+            hard = hard - o.label_smoothing / columns * _sum_over_ranks(log_p1.sum(-1), shard)
         lse = None
         if o.z_loss:
             lse = _log_sum_exp(z, shard)
@@ -230,15 +232,15 @@ def reference_rows(
                 g.sub_(o.hard_weight * o.label_smoothing / columns)
             _add_at_labels_(g, targets, -o.hard_weight * (1 - o.label_smoothing))
             gradient = g if gradient is None else gradient.add_(g)
-    loss = torch.where(kept, loss * row_scale, 0.0)
+    loss = torch.where(counted_rows, loss * row_scale, 0.0)
     if gradient is not None:
         gradient.mul_(row_scale[:, None])
         if o.student_softcap:
             gradient.mul_((z / o.student_softcap).square_().neg_().add_(1.0))
         if o.student_scale != 1.0:
             gradient.mul_(o.student_scale)
-        gradient.masked_fill_(~kept[:, None], 0.0)
-    stats = reference_stats(z, z_teacher, o, targets, kept, shard) if with_stats else None
+        gradient.masked_fill_(~counted_rows[:, None], 0.0)
+    stats = reference_stats(z, z_teacher, o, targets, counted_rows, shard) if with_stats else None
     return RowResult(loss, gradient, stats)
 
 
@@ -247,26 +249,27 @@ def reference_stats(
     z_teacher: torch.Tensor | None,
     o: Objective,
     targets: torch.Tensor | None,
-    kept: torch.Tensor,
+    counted_rows: torch.Tensor,
     shard: VocabShard | None = None,
 ) -> TokenStats:
-    """`TokenStats` of rows of transformed logits [n, V] at T = 1; zeros where `kept` is False."""
+    """`TokenStats` of rows of transformed logits [n, V] at T = 1; zeros where `counted_rows` is False."""
     zeros = z.new_zeros(z.shape[0])
     log_s = log_softmax(z, shard)
     p_s = log_s.exp()
     student_label = zeros if targets is None else _at_labels(log_s, targets, shard)
-    student_entropy = -_total(torch.where(p_s > 0, p_s * log_s, 0.0).sum(-1), shard)
+    student_entropy = -_sum_over_ranks(torch.where(p_s > 0, p_s * log_s, 0.0).sum(-1), shard)
     divergence = teacher_entropy = agreement = teacher_label = zeros
     if z_teacher is not None:
         log_t = log_softmax(z_teacher, shard)
         p_t = log_t.exp()
         for kind, weight, parameter in zip(o.kinds, o.divergence_weights, o.parameters, strict=True):
             f = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)[0]
-            divergence = divergence + weight * _total(f.sum(-1), shard).clamp_min(0)
-        teacher_entropy = -_total(torch.where(p_t > 0, p_t * log_t, 0.0).sum(-1), shard)
-        tops, others = (z == _maximum(z, shard)), (z_teacher == _maximum(z_teacher, shard))
-        # a top token of both counts once, one of either twice: 1 where both have one and the same alone
-        agreement = _total(((tops | others).sum(-1) + (tops ^ others).sum(-1)).to(z.dtype), shard) == 1
+            divergence = divergence + weight * _sum_over_ranks(f.sum(-1), shard).clamp_min(0)
+        teacher_entropy = -_sum_over_ranks(torch.where(p_t > 0, p_t * log_t, 0.0).sum(-1), shard)
+        student_top, teacher_top = z == _row_maximum(z, shard), z_teacher == _row_maximum(z_teacher, shard)
+        # a top token of both models counts 1, of one model 2: the sum is 1 only for one shared, untied top token
+        top_count = (student_top | teacher_top).sum(-1) + (student_top ^ teacher_top).sum(-1)
+        agreement = _sum_over_ranks(top_count.to(z.dtype), shard) == 1
         teacher_label = zeros if targets is None else _at_labels(log_t, targets, shard)
-    figures = (divergence, -student_label, student_entropy, teacher_entropy, agreement, student_label, teacher_label)
-    return TokenStats(*(torch.where(kept, figure, 0.0).float() for figure in figures))
+    statistics = (divergence, -student_label, student_entropy, teacher_entropy, agreement, student_label, teacher_label)
+    return TokenStats(*(torch.where(counted_rows, statistic, 0.0).float() for statistic in statistics))

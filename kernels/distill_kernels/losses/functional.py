@@ -1,4 +1,4 @@
-"""The fused losses as functions: what the modules compute, with every setting a keyword.
+"""Functional forms of the fused losses, with every setting a keyword argument.
 
     loss = fused_kl_loss(student_hidden, student_weight, teacher_hidden, teacher_weight, labels, direction="reverse")
 
@@ -23,7 +23,7 @@ from distill_kernels.losses.modules import (
     FusedSkewKLLoss,
     FusedTVDLoss,
 )
-from distill_kernels.losses.terms import LossTerm, TokenStats, plain
+from distill_kernels.losses.terms import LossTerm, TokenStats, plain_number
 from distill_kernels.losses.topk import FusedTopKKLLoss
 
 Result = torch.Tensor | tuple[torch.Tensor, TokenStats]
@@ -41,7 +41,7 @@ def _inputs_of(kind: type[FusedDistillationLoss]) -> frozenset[str]:
 
 def _call(kind: type[FusedDistillationLoss], tensors: tuple[Any, ...], named: dict[str, Any]) -> Result:
     inputs = _inputs_of(kind)  # type: ignore[arg-type]
-    settings = tuple((name, plain(named[name], name)) for name in sorted(named) if name not in inputs)
+    settings = tuple((name, plain_number(named[name], name)) for name in sorted(named) if name not in inputs)
     return _module(kind, settings)(*tensors, **{name: value for name, value in named.items() if name in inputs})  # type: ignore[arg-type]
 
 
@@ -82,12 +82,13 @@ def fused_cross_entropy_loss(*tensors: torch.Tensor | None, **named: Any) -> Res
     return _call(FusedCrossEntropyLoss, tensors, named)
 
 
-OF_THE_MODEL = ("bias", "lora", "logit_scale", "softcap")
+STUDENT_SETTINGS = ("bias", "lora", "logit_scale", "softcap")
 
 
 def fused_log_probs(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **named: Any) -> torch.Tensor:
-    """Log-probability of each label under a model, from its hidden states and head, without its logits: the
-    cross-entropy's pass, not summed.
+    """Log-probability of each label under a model, from its hidden states and head, without materialised logits.
+
+    The computation is the per-token cross-entropy's.
 
     Backward makes the logits again and, since each row's log sum of exps is known by then, writes their gradient in
     their place: four products in all, of which a mean needs three. Under a frozen head the forward pass makes two.
@@ -105,7 +106,7 @@ def fused_log_probs(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Te
     Raises:
         ValueError: as the module, naming the field.
     """
-    own = {f"student_{name}" if name in OF_THE_MODEL else name: value for name, value in named.items()}
+    own = {f"student_{name}" if name in STUDENT_SETTINGS else name: value for name, value in named.items()}
     if unknown := own.keys() & {"reduction", "num_items", "token_weights", "return_stats", "label_smoothing", "z_loss"}:
         raise ValueError(f"{min(unknown)}: log-probabilities are neither summed, weighted nor smoothed")
     return -_call(FusedCrossEntropyLoss, (hidden, weight, labels), {**own, "reduction": "none"})  # type: ignore[operator]
@@ -125,5 +126,5 @@ def fused_top_k_kl_loss(*tensors: torch.Tensor | None, tail: str = "bucket", **n
 def fused_distillation_loss(*tensors: torch.Tensor | None, terms: Sequence[LossTerm], **named: Any) -> Result:
     """A weighted sum of divergences and cross-entropy: `FusedDistillationLoss`; arguments as in `fused_kl_loss`."""
     return _call(
-        FusedDistillationLoss, tensors, {"terms": tuple(LossTerm(*map(plain, term)) for term in terms), **named}
+        FusedDistillationLoss, tensors, {"terms": tuple(LossTerm(*map(plain_number, term)) for term in terms), **named}
     )

@@ -13,16 +13,16 @@ from collections.abc import Callable
 import torch
 
 from distill_kernels.launch import cdiv, device_facts
-from distill_kernels.losses.accumulate import add_matmul_, add_product_
+from distill_kernels.losses.accumulate import add_matmul_, add_transposed_matmul_
 from distill_kernels.losses.mixture import Mixture
-from distill_kernels.losses.mixture_kernel import TeacherMixer, run_mixed_rows
-from distill_kernels.losses.operands import Batch, Head, Outcome, Wanted
+from distill_kernels.losses.mixture_kernel import TeacherMixer, launch_mixture_row_loss
+from distill_kernels.losses.operands import Batch, Head, LossOutput, RequiredGrads
 from distill_kernels.losses.plan import CHUNK_ROWS, SHARED_MEMORY_BYTES, Plan, plan_chunks
-from distill_kernels.losses.projection import TILE, HardRows, Logits, Transform, product_fp32, project
-from distill_kernels.losses.rows import run_rows
+from distill_kernels.losses.projection import TILE, HardLabelRows, Logits, Transform, matmul_fp32, project
+from distill_kernels.losses.rows import launch_row_loss
 from distill_kernels.losses.shards import Ranks, VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
-from distill_kernels.losses.topk_kernel import run_top_k_rows
+from distill_kernels.losses.topk_kernel import launch_top_k_row_loss
 
 
 class _Workspace:
@@ -58,69 +58,79 @@ def fused_linear_divergence(
     teacher: Head | Mixture | None,
     batch: Batch,
     objective: Objective,
-    wanted: Wanted,
+    required: RequiredGrads,
     *,
     vocab: int,
     dtype: torch.dtype,
     workspace: int | None = None,
     shard: VocabShard | None = None,
     descriptors: bool = True,
-) -> Outcome:
+) -> LossOutput:
     """`linear_divergence` by Triton kernels and cuBLAS; see linear.py for the arguments. No host sync.
 
     `descriptors=False` keeps to products by cuBLAS and the fold kernel, as devices without TMA do.
     """
-    narrow, o, batch = student, objective, batch.side_by_side()
-    hidden, n = narrow.hidden, narrow.hidden.shape[0]
+    original, o, batch = student, objective, batch.contiguous()
+    hidden, n = original.hidden, original.hidden.shape[0]
     device = hidden.device
     student = student.cut(vocab, dtype)
     teacher = None if teacher is None else teacher.cut(vocab, dtype)
     count = n if batch.rows is None else batch.rows.numel()
     logit_dtype = torch.float32 if dtype == torch.float32 else torch.float16
     models = 1 if teacher is None else 2
-    narrow_weight = narrow.weight.dtype != torch.float32
+    weight_16_bit = original.weight.dtype != torch.float32
     if workspace is not None and isinstance(teacher, Mixture):  # a chunk takes these buffers too
-        workspace //= 3 if wanted.stats and o.temperature != 1.0 else 2
-    parts = None if shard is None else _PartsOfRanks(shard.ranks)
-    columns = narrow.weight.shape[0] if shard is None else shard.widest
+        workspace //= 3 if required.stats and o.temperature != 1.0 else 2
+    parts = None if shard is None else _AsyncRankSums(shard.ranks)
+    columns = original.weight.shape[0] if shard is None else shard.max_columns
     memory_bytes = device_facts(device).memory_bytes if shard is None else SHARED_MEMORY_BYTES
     shard = shard or VocabShard.whole(vocab)
     plan = plan_chunks(
         count,
-        shard.widest,
+        shard.max_columns,
         logit_bytes=logit_dtype.itemsize,
         models=models,
-        weight_bytes=columns * narrow.weight.shape[1] * narrow.weight.element_size() if wanted.weight else 0,
+        weight_bytes=columns * original.weight.shape[1] * original.weight.element_size() if required.weight else 0,
         memory_bytes=memory_bytes,
         workspace=workspace,
-        narrow_weight=narrow_weight,
+        weight_16_bit=weight_16_bit,
     )
-    both = o.temperature != 1.0 and (o.hard_weight != 0.0 or wanted.stats)
+    both = o.temperature != 1.0 and (o.hard_weight != 0.0 or required.stats)
     transforms = (
         Transform(o.student_scale, o.student_softcap, o.temperature, both),
-        Transform(o.teacher_scale, o.teacher_softcap, o.temperature, both and wanted.stats),
+        Transform(o.teacher_scale, o.teacher_softcap, o.temperature, both and required.stats),
     )
 
     make = torch.empty if batch.rows is None and vocab and batch.lse is None else torch.zeros  # rows left out are 0
-    figures = make((1 + (len(TokenStats._fields) if wanted.stats else 0), n), dtype=torch.float32, device=device)
-    loss, stats = figures[0], figures[1:] if wanted.stats else None
-    d_hidden = make(hidden.shape, dtype=hidden.dtype, device=device) if wanted.hidden else None
-    d_bias = torch.zeros(vocab, dtype=torch.float32, device=device) if wanted.bias else None
-    d_a = torch.zeros_like(narrow.lora_a, dtype=torch.float32) if wanted.lora_a and narrow.lora_a is not None else None
-    d_b = torch.zeros_like(narrow.lora_b, dtype=torch.float32) if wanted.lora_b and narrow.lora_b is not None else None
+    loss_and_stats = make(
+        (1 + (len(TokenStats._fields) if required.stats else 0), n), dtype=torch.float32, device=device
+    )
+    loss, stats = loss_and_stats[0], loss_and_stats[1:] if required.stats else None
+    d_hidden = make(hidden.shape, dtype=hidden.dtype, device=device) if required.hidden else None
+    d_bias = torch.zeros(vocab, dtype=torch.float32, device=device) if required.bias else None
+    d_a = (
+        torch.zeros_like(original.lora_a, dtype=torch.float32)
+        if required.lora_a and original.lora_a is not None
+        else None
+    )
+    d_b = (
+        torch.zeros_like(original.lora_b, dtype=torch.float32)
+        if required.lora_b and original.lora_b is not None
+        else None
+    )
     d_weight = None
     all_lse: list[torch.Tensor] = []
     space = _Workspace(plan, vocab, logit_dtype, device, both=both, models=models)
     mixer = None
     if isinstance(teacher, Mixture):
-        at_one = both and wanted.stats
+        at_temperature_1 = both and required.stats
         mixer = TeacherMixer(
             teacher,
             plan.chunk_rows,
             vocab,
             logit_dtype,
             o.temperature,
-            at_one=at_one,
+            at_temperature_1=at_temperature_1,
             descriptors=descriptors,
             shard=shard,
         )
@@ -129,19 +139,19 @@ def fused_linear_divergence(
         rows = tensor[start:stop] if batch.rows is None else tensor[batch.rows[start:stop]]
         return rows.to(dtype)
 
-    def counted(start: int, stop: int) -> torch.Tensor:
+    def gradient_hidden(start: int, stop: int) -> torch.Tensor:
         """Hidden states that gradients are multiplied with."""
-        return batch.counted(
+        return batch.mask_ignored(
             pick(hidden, start, stop), slice(start, stop) if batch.rows is None else batch.rows[start:stop]
         )
 
-    def make_gradients(at: int, start: int, stop: int) -> None:
+    def compute_chunk(at: int, start: int, stop: int) -> None:
         """Losses, statistics and, at row `at` of the buffer, the gradients of the rows of one chunk."""
         s = space.student(at, stop - start)
         here = slice(start, stop) if batch.rows is None else slice(None)
         rows = None if batch.rows is None else batch.rows[start:stop]
         if batch.lse is not None and batch.labels is not None:
-            hard = HardRows(
+            hard = HardLabelRows(
                 batch.labels[here],
                 batch.row_scale[here],
                 rows,
@@ -154,18 +164,18 @@ def fused_linear_divergence(
             s = s._replace(values=s.values.view(dtype))
             project(student, pick(hidden, start, stop), s, transforms[0], hard, descriptors=descriptors)
             return
-        t = at_one = None
+        t = at_temperature_1 = None
         if mixer is not None:
-            t, at_one = mixer(lambda tensor: pick(tensor, start, stop), space.teacher(at, stop - start))
+            t, at_temperature_1 = mixer(lambda tensor: pick(tensor, start, stop), space.teacher(at, stop - start))
         elif isinstance(teacher, Head):
             t = space.teacher(at, stop - start)
             project(teacher, pick(teacher.hidden, start, stop), t, transforms[1], descriptors=descriptors)
         project(student, pick(hidden, start, stop), s, transforms[0], descriptors=descriptors)
-        row_loss: Callable[..., torch.Tensor | None] = run_rows
+        row_loss: Callable[..., torch.Tensor | None] = launch_row_loss
         if batch.top is not None:
-            row_loss = functools.partial(run_top_k_rows, top=batch.top.rows(here))
+            row_loss = functools.partial(launch_top_k_row_loss, top=batch.top.rows(here))
         elif mixer is not None:
-            row_loss = functools.partial(run_mixed_rows, at_one=at_one)
+            row_loss = functools.partial(launch_mixture_row_loss, at_temperature_1=at_temperature_1)
         lse = row_loss(
             s,
             t,
@@ -175,82 +185,82 @@ def fused_linear_divergence(
             rows=rows,
             loss=loss[here],
             stats=None if stats is None else stats[:, here],
-            gradient=s.values.view(dtype) if wanted.gradient else None,
+            gradient=s.values.view(dtype) if required.gradient else None,
             shard=shard,
         )
-        if lse is not None and teacher is None and not wanted.gradient:
+        if lse is not None and teacher is None and not required.gradient:
             all_lse.append(lse)
 
-    def back_project(g: torch.Tensor, start: int, stop: int) -> None:
+    def backpropagate_rows(g: torch.Tensor, start: int, stop: int) -> None:
         """All gradients but dW from those of the rows `start` to `stop`."""
         if d_bias is not None:
             d_bias.add_(g.sum(0, dtype=torch.float32))
         g_low = None
         if student.lora_a is not None:
-            x = counted(start, stop)
+            x = gradient_hidden(start, stop)
             g_low = _lora_gradients(student, x, g, d_a, None if d_b is None else d_b[:vocab])
         if d_hidden is None:
             return
         where = slice(start, stop) if batch.rows is None else batch.rows[start:stop]
         if parts is not None:
-            d_x = product_fp32(g, student.weight, g.new_empty(g.shape[0], hidden.shape[1], dtype=torch.float32))
+            d_x = matmul_fp32(g, student.weight, g.new_empty(g.shape[0], hidden.shape[1], dtype=torch.float32))
             if g_low is not None and student.lora_a is not None:
-                d_x += product_fp32(g_low, student.lora_a, torch.empty_like(d_x))
-            parts.add(d_x, functools.partial(_put, d_hidden, where))
+                d_x += matmul_fp32(g_low, student.lora_a, torch.empty_like(d_x))
+            parts.add(d_x, functools.partial(_store_rows, d_hidden, where))
             return
         target = d_hidden[start:stop] if batch.rows is None and d_hidden.dtype == dtype else None
         d_x = torch.mm(g, student.weight, out=target)
         if g_low is not None and student.lora_a is not None:
             d_x.addmm_(g_low, student.lora_a)
         if target is None:
-            _put(d_hidden, where, d_x)
+            _store_rows(d_hidden, where, d_x)
 
     group_start = 0
     for sizes in plan.groups:
         start = group_start
         for size in sizes:
-            make_gradients(start - group_start, start, start + size)
+            compute_chunk(start - group_start, start, start + size)
             start += size
-        if wanted.gradient:
+        if required.gradient:
             g = space.gradients(start - group_start, dtype)
             for at in range(0, start - group_start, CHUNK_ROWS):
                 part = g[at : at + CHUNK_ROWS]
-                back_project(part, group_start + at, group_start + at + part.shape[0])
-            if wanted.weight and vocab:
+                backpropagate_rows(part, group_start + at, group_start + at + part.shape[0])
+            if required.weight and vocab:
                 space.extra = None  # its memory is what dW takes
-                x = counted(group_start, start)
-                d_weight = _add_weight_gradient(d_weight, g, x, narrow.weight, vocab, plan.wide)
+                x = gradient_hidden(group_start, start)
+                d_weight = _add_weight_gradient(d_weight, g, x, original.weight, vocab, plan.accumulate_fp32)
         group_start = start
-    if wanted.weight and d_weight is None:
-        d_weight = torch.zeros_like(narrow.weight)
+    if required.weight and d_weight is None:
+        d_weight = torch.zeros_like(original.weight)
     if parts is not None:
         parts.finish()
-        parts.ranks.add_(figures)
+        parts.ranks.all_reduce_(loss_and_stats)
         if stats is not None:
-            stats[TokenStats._fields.index("agreement")].eq_(1.0)  # from counts: see row_parts.agreement_part
+            stats[TokenStats._fields.index("agreement")].eq_(1.0)  # from counts: see row_functions.agreement_part
         if d_a is not None:
-            parts.ranks.add_(d_a)
+            parts.ranks.all_reduce_(d_a)
 
-    def narrowed(gradient: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
+    def in_parameter_dtype(gradient: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None or like is None:
             return None
         if gradient.shape != like.shape:
             gradient = torch.cat([gradient, gradient.new_zeros(like.shape[0] - gradient.shape[0])])
         return gradient.to(like.dtype)
 
-    return Outcome(
+    return LossOutput(
         loss,
         None if stats is None else TokenStats(*stats.unbind(0)),
         d_hidden,
-        narrowed(d_weight, narrow.weight),
-        narrowed(d_bias, narrow.bias),
-        narrowed(d_a, narrow.lora_a),
-        narrowed(d_b, narrow.lora_b),
+        in_parameter_dtype(d_weight, original.weight),
+        in_parameter_dtype(d_bias, original.bias),
+        in_parameter_dtype(d_a, original.lora_a),
+        in_parameter_dtype(d_b, original.lora_b),
         torch.cat(all_lse) if all_lse else None,
     )
 
 
-class _PartsOfRanks:
+class _AsyncRankSums:
     """Sums of dx over the ranks, in fp32; one is under way while the next part is computed."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -259,7 +269,7 @@ class _PartsOfRanks:
 
     def add(self, d_x: torch.Tensor, put: Callable[[torch.Tensor], object]) -> None:
         """Start to sum `d_x`; `put` gets the sum later."""
-        wait = self.ranks.add_later(d_x)
+        wait = self.ranks.all_reduce_async(d_x)
         self.finish()
         self.pending = lambda: (wait(), put(d_x))
 
@@ -269,7 +279,7 @@ class _PartsOfRanks:
         self.pending = lambda: None
 
 
-def _put(d_hidden: torch.Tensor, where: slice | torch.Tensor, d_x: torch.Tensor) -> None:
+def _store_rows(d_hidden: torch.Tensor, where: slice | torch.Tensor, d_x: torch.Tensor) -> None:
     if isinstance(where, slice):
         d_hidden[where] = d_x
     else:
@@ -282,19 +292,19 @@ def _add_weight_gradient(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     vocab: int,
-    wide: bool,
+    accumulate_fp32: bool,
 ) -> torch.Tensor:
-    """`dW + gradients^T hidden`, in place where dW exists; fp32 if `wide` or the weight is fp32."""
-    fp32 = wide or weight.dtype == torch.float32
+    """`dW + gradients^T hidden`, in place where dW exists; fp32 if `accumulate_fp32` or the weight is fp32."""
+    fp32 = accumulate_fp32 or weight.dtype == torch.float32
     if d_weight is None:
         d_weight = torch.empty(weight.shape, dtype=torch.float32 if fp32 else weight.dtype, device=weight.device)
         d_weight[vocab:].zero_()
         if fp32:
-            product_fp32(gradients.t(), hidden, d_weight[:vocab])
+            matmul_fp32(gradients.t(), hidden, d_weight[:vocab])
         else:
             torch.mm(gradients.t(), hidden, out=d_weight[:vocab])
     elif not fp32:
-        add_product_(d_weight[:vocab], gradients, hidden)
+        add_transposed_matmul_(d_weight[:vocab], gradients, hidden)
     else:
         add_matmul_(d_weight[:vocab], gradients.t(), hidden)
     return d_weight

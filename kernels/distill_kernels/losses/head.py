@@ -1,4 +1,4 @@
-"""A loss inside its head's own call: where FSDP2 has gathered the head's weight, and only there.
+"""Losses computed inside the LM head's own call, where FSDP2 has gathered the head's weight.
 
 FSDP2 (`fully_shard`) keeps a weight as a DTensor of `Shard(0)` and gathers it in hooks around the module's `__call__`.
 A fused loss reads `lm_head.weight` without calling `lm_head`, so the hooks would never fire; here the module is called
@@ -24,7 +24,7 @@ def call_inside(
     *,
     owner: nn.Module | None = None,
 ) -> Result:
-    """`module(hidden)` with `compute` in place of a forward, so that the hooks of every wrapper around it fire.
+    """Call `module(hidden)` with `compute` in place of its forward, so that the hooks of every wrapper around it fire.
 
     Args:
         module: what the model calls.
@@ -61,7 +61,7 @@ def head_loss(
     teacher_head: nn.Module | None = None,
     **named: Any,
 ) -> Any:
-    """A fused loss with the student's weight and bias as `lm_head` has them in its own call.
+    """Compute a fused loss with the student's weight and bias as `lm_head` holds them inside its own call.
 
     For heads that FSDP2 shards; a plain head works as well. Call it inside the forward of the root module, where all
     sharded parts are called:
@@ -80,7 +80,7 @@ def head_loss(
         teacher_head: the teacher's head in place of `teacher_weight` and `teacher_bias`; it may be sharded as well.
 
     Returns:
-        What `loss_fn` returns.
+        The result of `loss_fn`.
 
     Raises:
         ValueError: where both `teacher_head` and a weight are given, the weight is still sharded inside the call, or a
@@ -115,7 +115,7 @@ def head_loss(
 
 
 def _expect_no_adapter(name: str, head: nn.Module | None, expected: str) -> None:
-    """A layer around another one has a weight that is the inner one's, without what it adds itself."""
+    """Refuse a head with an unmerged adapter: its `weight` is the inner layer's, without the adapter's part."""
     wraps = getattr(head, "base_layer", None) is not None
     if wraps and not (getattr(head, "merged", False) or getattr(head, "disable_adapters", False)):
         raise ValueError(f"{name}: expected {expected}, got {type(head).__module__}.{type(head).__name__}")

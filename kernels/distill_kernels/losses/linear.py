@@ -1,4 +1,4 @@
-"""Hidden states and head weights to loss and gradients, chunk by chunk: the way in, and the PyTorch path.
+"""Linear divergence, from hidden states and head weights to loss and gradients: entry point and PyTorch path.
 
 Per chunk of rows: logits `z = x W^T (+ bias) (+ scale (x A^T) B^T)` of both models, the rows' losses and the gradient
 `G` for the student's logits (divergence.py), then `dx = G W` and `dW += G^T x`. Logits of the whole batch never exist,
@@ -17,10 +17,10 @@ import torch
 
 from distill_kernels.launch import runs_on_triton
 from distill_kernels.losses.accumulate import add_matmul_
-from distill_kernels.losses.arguments import check_values, expect, may_look_at
+from distill_kernels.losses.arguments import can_check_values, check_values, expect
 from distill_kernels.losses.divergence import reference_rows
 from distill_kernels.losses.mixture import Mixture, reference_mixture_rows
-from distill_kernels.losses.operands import Batch, Head, Outcome, Wanted
+from distill_kernels.losses.operands import Batch, Head, LossOutput, RequiredGrads
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
 from distill_kernels.losses.topk_rows import reference_top_k_rows
@@ -38,14 +38,14 @@ def row_scales(
     ignore_index: int,
     reduction: str,
 ) -> torch.Tensor:
-    """What every row's loss is multiplied by, [N]: 0 where ignored, its token weight, over the number of items.
+    """Return the factor of every row's loss, [N]: its token weight over the number of items, 0 where ignored.
 
     For reduction "mean" the number of items is `num_items`, or else the number of rows that count: those of `rows`
     whose label is not `ignore_index` (their token weights do not change it). No host sync; not finite
     where rows count and the number of items is 0.
 
     Raises:
-        ValueError: for such a number where values may be looked at (see arguments.py).
+        ValueError: for that case, where values may be checked (see arguments.py).
     """
     n = student_hidden.shape[0]
     dtype = torch.float64 if student_hidden.dtype == torch.float64 else torch.float32
@@ -62,15 +62,15 @@ def row_scales(
         return scale
     if num_items is None:
         return scale / valid.sum().clamp_min(1)
-    if may_look_at(scale) and not torch.compiler.is_compiling():
-        known = not isinstance(num_items, torch.Tensor) or may_look_at(num_items)
+    if can_check_values(scale) and not torch.compiler.is_compiling():
+        known = not isinstance(num_items, torch.Tensor) or can_check_values(num_items)
         expect(not known or bool(num_items != 0) or not valid.any(), "num_items", "above 0, since rows count", 0)
     items = num_items.reshape(()) if isinstance(num_items, torch.Tensor) else num_items
     return torch.where(valid, scale / items, 0.0)  # 0 where a whole step counts no token, in place of 0 / 0
 
 
-def find_rows(row_scale: torch.Tensor) -> torch.Tensor | None:
-    """Indices of the rows that count, or None where all do. One host sync on CUDA."""
+def nonzero_rows(row_scale: torch.Tensor) -> torch.Tensor | None:
+    """Return the indices of rows of nonzero scale, or None where all are. One host sync on CUDA."""
     rows = row_scale.nonzero().squeeze(-1)
     return None if rows.numel() == row_scale.numel() else rows
 
@@ -80,21 +80,21 @@ def linear_divergence(
     teacher: Head | Mixture | None,
     batch: Batch,
     objective: Objective,
-    wanted: Wanted,
+    required: RequiredGrads,
     *,
     vocab: int,
     dtype: torch.dtype,
     workspace: int | None = None,
     shard: VocabShard | None = None,
-) -> Outcome:
-    """The loss of every row and the wanted gradients of their sum.
+) -> LossOutput:
+    """Compute the loss of every row and the required gradients of their sum.
 
     Args:
         student: the student's head. Its tensors' gradients come back in their own dtypes.
         teacher: the teacher's head, several teachers', or None where the objective has no divergence.
         batch: labels, row scales and the rows to compute.
         objective: the loss.
-        wanted: which gradients, and whether statistics.
+        required: which gradients, and whether statistics.
         vocab: columns that count.
         dtype: of the products' operands.
         workspace: bytes for the logits' buffers, or None to choose.
@@ -102,21 +102,21 @@ def linear_divergence(
             those rows (loss, statistics, gradients of hidden states and LoRA A) comes back summed over the ranks.
     """
     columns = vocab if shard is None else shard.vocab
-    check_values(batch, columns, labels_count=objective.hard_weight != 0.0 or wanted.stats)
+    check_values(batch, columns, labels_count=objective.hard_weight != 0.0 or required.stats)
     if shard is not None and batch.labels is not None:
-        batch = batch._replace(labels=shard.own_labels(batch.labels))
+        batch = batch._replace(labels=shard.local_labels(batch.labels))
     path = reference_linear_divergence
     if runs_on_triton(student.hidden) and dtype != torch.float64:
         from distill_kernels.losses.fused import fused_linear_divergence as path
     # dtypes are chosen here, once; autocast would change those of products inside
     with torch.autocast(student.hidden.device.type, enabled=False):
         return path(
-            student, teacher, batch, objective, wanted, vocab=vocab, dtype=dtype, workspace=workspace, shard=shard
+            student, teacher, batch, objective, required, vocab=vocab, dtype=dtype, workspace=workspace, shard=shard
         )
 
 
 def project(head: Head, hidden: torch.Tensor) -> torch.Tensor:
-    """Raw logits [n, V] of `hidden` [n, H], all in one dtype."""
+    """Return raw logits [n, V] of `hidden` [n, H], all in one dtype."""
     logits = torch.mm(hidden, head.weight.t())
     if head.bias is not None:
         logits += head.bias
@@ -130,25 +130,25 @@ def reference_linear_divergence(
     teacher: Head | Mixture | None,
     batch: Batch,
     objective: Objective,
-    wanted: Wanted,
+    required: RequiredGrads,
     *,
     vocab: int,
     dtype: torch.dtype,
     workspace: int | None = None,
     shard: VocabShard | None = None,
-) -> Outcome:
-    """`linear_divergence` in plain PyTorch, chunk by chunk: the specification of the fused path, and the CPU's path.
+) -> LossOutput:
+    """Compute `linear_divergence` in plain PyTorch, chunk by chunk: the specification, and the path of CPU tensors.
 
     Products and row arithmetic run in fp32 (fp64 where `dtype` is fp64), whatever the inputs' dtype. `workspace`
-    bounds the bytes of one chunk's logits. With `shard`, labels are `VocabShard.own_labels`.
+    bounds the bytes of one chunk's logits. With `shard`, labels are `VocabShard.local_labels`.
     """
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    sums = HeadGradients(student, wanted, vocab, wide, shard)
+    accumulate_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    sums = HeadGradients(student, required, vocab, accumulate_dtype, shard)
     hidden, n = student.hidden, student.hidden.shape[0]
-    student = student.cut(vocab, wide)
-    teacher = None if teacher is None else teacher.cut(vocab, wide)
-    elements = REFERENCE_CHUNK_ELEMENTS if workspace is None else workspace // (4 * wide.itemsize)
-    chunk = min(max(elements // (vocab if shard is None else shard.widest), 1), max(n, 1))
+    student = student.cut(vocab, accumulate_dtype)
+    teacher = None if teacher is None else teacher.cut(vocab, accumulate_dtype)
+    elements = REFERENCE_CHUNK_ELEMENTS if workspace is None else workspace // (4 * accumulate_dtype.itemsize)
+    chunk = min(max(elements // (vocab if shard is None else shard.max_columns), 1), max(n, 1))
 
     loss = batch.row_scale.new_zeros(n)
     stats = TokenStats(*(hidden.new_zeros(n, dtype=torch.float32) for _ in TokenStats._fields))
@@ -156,7 +156,7 @@ def reference_linear_divergence(
     for start in range(0, count, chunk):
         stop = min(start + chunk, count)
         here = slice(start, stop) if batch.rows is None else batch.rows[start:stop]
-        x = hidden[here].to(wide)
+        x = hidden[here].to(accumulate_dtype)
         row_loss = reference_rows if shard is None else functools.partial(reference_rows, shard=shard)
         if batch.top is not None:
             row_loss = functools.partial(reference_top_k_rows, top=batch.top.rows(here), shard=shard)
@@ -166,42 +166,48 @@ def reference_linear_divergence(
             )
         result = row_loss(
             project(student, x),
-            project(teacher, teacher.hidden[here].to(wide)) if isinstance(teacher, Head) else None,
+            project(teacher, teacher.hidden[here].to(accumulate_dtype)) if isinstance(teacher, Head) else None,
             objective,
             labels=None if batch.labels is None else batch.labels[here],
             row_scale=batch.row_scale[here],
-            with_gradient=wanted.gradient,
-            with_stats=wanted.stats,
+            with_gradient=required.gradient,
+            with_stats=required.stats,
         )
         loss[here] = result.loss
         if result.stats is not None:
             for all_rows, these_rows in zip(stats, result.stats, strict=True):
                 all_rows[here] = these_rows
         if result.gradient is not None:
-            sums.add(student, batch.counted(x, here), result.gradient, here)
-    return Outcome(loss, stats if wanted.stats else None, *sums.finished())
+            sums.add(student, batch.mask_ignored(x, here), result.gradient, here)
+    return LossOutput(loss, stats if required.stats else None, *sums.results())
 
 
 class HeadGradients:
     """Gradients of the student's tensors, summed chunk by chunk from those of its logits.
 
-    Products take their operands in the dtype of the cut head; sums over chunks are kept in `wide` and come back in the
-    dtypes of the head that was given. With `shard`, those of hidden states and LoRA A are summed over the ranks.
+    Products take their operands in the dtype of the cut head; sums over chunks are kept in `accumulate_dtype` and
+    returned in the dtypes of the original head. With `shard`, gradients of hidden states and LoRA A are summed over
+    the ranks.
     """
 
     def __init__(
-        self, narrow: Head, wanted: Wanted, vocab: int, wide: torch.dtype, shard: VocabShard | None = None
+        self,
+        original: Head,
+        required: RequiredGrads,
+        vocab: int,
+        accumulate_dtype: torch.dtype,
+        shard: VocabShard | None = None,
     ) -> None:
         def zeros(tensor: torch.Tensor | None, want: bool) -> torch.Tensor | None:
-            return torch.zeros_like(tensor, dtype=wide) if want and tensor is not None else None
+            return torch.zeros_like(tensor, dtype=accumulate_dtype) if want and tensor is not None else None
 
-        self.narrow, self.vocab, self.shard = narrow, vocab, shard
-        self.hidden = narrow.hidden.new_zeros(narrow.hidden.shape) if wanted.hidden else None
-        self.weight, self.bias = zeros(narrow.weight, wanted.weight), zeros(narrow.bias, wanted.bias)
-        self.lora_a, self.lora_b = zeros(narrow.lora_a, wanted.lora_a), zeros(narrow.lora_b, wanted.lora_b)
+        self.original, self.vocab, self.shard = original, vocab, shard
+        self.hidden = original.hidden.new_zeros(original.hidden.shape) if required.hidden else None
+        self.weight, self.bias = zeros(original.weight, required.weight), zeros(original.bias, required.bias)
+        self.lora_a, self.lora_b = zeros(original.lora_a, required.lora_a), zeros(original.lora_b, required.lora_b)
 
     def add(self, head: Head, x: torch.Tensor, gradient: torch.Tensor, here: slice | torch.Tensor) -> None:
-        """Add what the gradient [n, V] of the logits of `x` [n, H] gives.
+        """Add the gradients that follow from the gradient [n, V] of the logits of `x` [n, H].
 
         Args:
             head: the cut head, in the dtype of x.
@@ -226,15 +232,15 @@ class HeadGradients:
             if low is not None and head.lora_a is not None:
                 d_x.addmm_(low, head.lora_a)
             if self.shard is not None:
-                self.shard.ranks.add_(d_x)
+                self.shard.ranks.all_reduce_(d_x)
             self.hidden[here] = d_x.to(self.hidden.dtype)
 
-    def finished(self) -> tuple[torch.Tensor | None, ...]:
-        """Of hidden states, weight, bias, LoRA A and B, each in its tensor's dtype; None where not wanted."""
+    def results(self) -> tuple[torch.Tensor | None, ...]:
+        """Return gradients of hidden states, weight, bias, LoRA A and B in their dtypes; None where not required."""
         if self.shard is not None and self.lora_a is not None:
-            self.shard.ranks.add_(self.lora_a)
+            self.shard.ranks.all_reduce_(self.lora_a)
         sums = (self.hidden, self.weight, self.bias, self.lora_a, self.lora_b)
         return tuple(
             None if total is None or like is None else total.to(like.dtype)
-            for total, like in zip(sums, self.narrow[:5], strict=True)
+            for total, like in zip(sums, self.original[:5], strict=True)
         )

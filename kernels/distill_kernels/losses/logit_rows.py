@@ -1,8 +1,8 @@
-"""Rows of logits that exist, to losses and gradients: the kernel behind logits.py, and its specification.
+"""Row kernel for losses over materialised logits (logits.py): row losses and gradients, and their specification.
 
 Per row of `V` logits: the normalisers `log sum exp(z / T)` of student and teacher by an online sweep (Milakov and
 Gimelshein, 2018), then `f` and `g` of the table in divergence.py, then the student's gradient. Forward KL and
-cross-entropy need no sweep for `sum(g)`, which is 0. Rows of up to `WHOLE` columns stay in registers.
+cross-entropy need no sweep for `sum(g)`, which is 0. Rows of up to `MAX_REGISTER_COLUMNS` columns stay in registers.
 
 Bytes a row of b-byte logits, fewest: `2 V b` read and `V b` written. Longer rows are read once more for every sweep
 after the first.
@@ -19,11 +19,18 @@ from distill_kernels.losses.arguments import check_values
 from distill_kernels.losses.divergence import reference_rows
 from distill_kernels.losses.linear import REFERENCE_CHUNK_ELEMENTS
 from distill_kernels.losses.operands import Batch
-from distill_kernels.losses.row_parts import all_divergences, centred, clear_row, hard_gradient, hard_loss, not_negative
+from distill_kernels.losses.row_functions import (
+    clamp_at_zero,
+    hard_gradient,
+    hard_loss,
+    logit_gradient,
+    weighted_divergences,
+    zero_row,
+)
 from distill_kernels.losses.terms import Objective
 
-WHOLE = 16_384
-LONG = 65_536
+MAX_REGISTER_COLUMNS = 16_384  # longest row that a program keeps in registers, read once
+LONG_ROW_COLUMNS = 65_536  # from here on longer blocks are faster for divergences (sweep on an H200)
 STEPS = 4  # a block is [STEPS, LANES]: a thread holds STEPS pieces, so that maxima over them cost no exchange
 
 
@@ -35,7 +42,7 @@ def _load(ptr, columns, V, EVICT: tl.constexpr):
 
 @triton.jit
 def _join(maxima, totals, hard, inverse_t):
-    """Lanes' maxima and sums of exps -> `log sum exp` of the row at temperature T and at 1."""
+    """Return the row's `log sum exp` at temperature T and at 1 from its lanes' maxima and sums of exponentials."""
     maximum = tl.max(maxima)
     base = tl.where(maximum == -float("inf"), 0.0, maximum)
     total = tl.sum(totals * tl.exp((maxima - base) * inverse_t))
@@ -45,7 +52,7 @@ def _join(maxima, totals, hard, inverse_t):
 
 @triton.jit
 def _online(z, maxima, totals, hard, inverse_t, BOTH: tl.constexpr):
-    """Fold a block [STEPS, LANES] into the lanes' running maxima and sums."""
+    """Update the lanes' running maxima and sums with a block [STEPS, LANES] (online softmax)."""
     after = tl.maximum(maxima, tl.max(z, 0))
     base = tl.where(after == -float("inf"), 0.0, after)
     z = (z - base[None, :]) * LOG2_E
@@ -71,22 +78,22 @@ def _gradient(
     V,
     inverse_t,
     weights,
-    shares,
+    parameters,
     hard,
     KINDS: tl.constexpr,
     HARD: tl.constexpr,
     SMOOTHED: tl.constexpr,
     Z_LOSS: tl.constexpr,
-    CENTRED: tl.constexpr,
-    APART: tl.constexpr,
+    SUBTRACT_SUM: tl.constexpr,
+    STABLE_TOP: tl.constexpr,
 ):
-    """The student's gradient and `f` of a block."""
+    """Return `f` of a block and its gradient for the student's logits, times the row's scale."""
     f = tl.zeros_like(z)
     g = tl.zeros_like(z)
     if len(KINDS) > 0:
-        f, g, p_s, _pt = all_divergences(log_s, log_t, weights, shares, KINDS)
-        if CENTRED:
-            g = centred(g, p_s, sums, APART)
+        f, g, p_s, _pt = weighted_divergences(log_s, log_t, weights, parameters, KINDS)
+        if SUBTRACT_SUM:
+            g = logit_gradient(g, p_s, sums, STABLE_TOP)
         g *= inverse_t
     if HARD:
         g += hard_gradient(exp(z - lse1), columns, label, lse1, V, hard, SMOOTHED, Z_LOSS)
@@ -105,17 +112,17 @@ def _logits_kernel(
     strides,
     inverse_t,
     weights,
-    shares,
+    parameters,
     hard,
     KINDS: tl.constexpr,
     TEMPERED: tl.constexpr,
     HARD: tl.constexpr,
     SMOOTHED: tl.constexpr,
     Z_LOSS: tl.constexpr,
-    CENTRED: tl.constexpr,
-    APART: tl.constexpr,
+    SUBTRACT_SUM: tl.constexpr,
+    STABLE_TOP: tl.constexpr,
     GRADIENT: tl.constexpr,
-    WHOLE: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
     STEPS: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -137,7 +144,7 @@ def _logits_kernel(
         if scale == 0.0:
             tl.store(loss_ptr + row, 0.0)
             if GRADIENT:
-                clear_row(gradient, V, blocks, within, BLOCK)
+                zero_row(gradient, V, blocks, within, BLOCK)
         else:
             label = tl.full((), -1, tl.int64)
             at_label = 0.0
@@ -155,7 +162,7 @@ def _logits_kernel(
             hard_s = total_s
             hard_t = total_s
             z_sum = total_s
-            for block in range(1 if WHOLE else blocks):
+            for block in range(1 if IN_REGISTERS else blocks):
                 columns = block * BLOCK + within
                 zs = _load(student, columns, V, "evict_last")
                 max_s, total_s, hard_s = _online(zs, max_s, total_s, hard_s, inverse_t, BOTH)
@@ -176,27 +183,27 @@ def _logits_kernel(
             rest_g = f_sum
             rest_p = f_sum
             sums = 0.0, 0.0, 0.0  # of g; of g and p_s without a token of p_s > 1/2
-            if SOFT and (CENTRED or not GRADIENT):
-                for block in range(1 if WHOLE else blocks):
-                    if not WHOLE:
+            if SOFT and (SUBTRACT_SUM or not GRADIENT):
+                for block in range(1 if IN_REGISTERS else blocks):
+                    if not IN_REGISTERS:
                         columns = block * BLOCK + within
                         zs = _load(student, columns, V, "evict_last")
                         zt = _load(teacher, columns, V, "evict_last")
-                    f, g, p_s, _pt = all_divergences(
-                        zs * inverse_t - lse_s, zt * inverse_t - lse_t, weights, shares, KINDS
+                    f, g, p_s, _pt = weighted_divergences(
+                        zs * inverse_t - lse_s, zt * inverse_t - lse_t, weights, parameters, KINDS
                     )
                     f_sum += tl.sum(f, 0)
                     g_sum += tl.sum(g, 0)
-                    if APART:
+                    if STABLE_TOP:
                         rest_g += tl.sum(tl.where(p_s > 0.5, 0.0, g), 0)
                         rest_p += tl.sum(tl.where(p_s > 0.5, 0.0, p_s), 0)
                 sums = tl.sum(g_sum, 0), 0.0, 0.0
-                if APART:
+                if STABLE_TOP:
                     sums = sums[0], tl.sum(rest_g, 0), tl.sum(rest_p, 0)
             if GRADIENT:
-                for count in range(1 if WHOLE else blocks):
+                for count in range(1 if IN_REGISTERS else blocks):
                     columns = (blocks - 1 - count) * BLOCK + within  # backwards: the row's end is still in the cache
-                    if not WHOLE:
+                    if not IN_REGISTERS:
                         zs = _load(student, columns, V, "evict_first")
                         if SOFT:
                             zt = _load(teacher, columns, V, "evict_first")
@@ -212,26 +219,26 @@ def _logits_kernel(
                         V,
                         inverse_t,
                         weights,
-                        shares,
+                        parameters,
                         hard,
                         KINDS,
                         HARD,
                         SMOOTHED,
                         Z_LOSS,
-                        CENTRED,
-                        APART,
+                        SUBTRACT_SUM,
+                        STABLE_TOP,
                     )
-                    if SOFT and not CENTRED:
+                    if SOFT and not SUBTRACT_SUM:
                         f_sum += tl.sum(f, 0)
                     tl.store(gradient + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
-            loss = not_negative(tl.sum(f_sum, 0))
+            loss = clamp_at_zero(tl.sum(f_sum, 0))
             if HARD:
                 loss += hard_loss(at_label - lse1, tl.sum(z_sum, 0), lse1, lse1, V, hard, SMOOTHED, Z_LOSS)
             tl.store(loss_ptr + row, loss * scale)
 
 
 def launch_shape(vocab: int, rows: int, facts: DeviceFacts, *, soft: bool) -> tuple[bool, int, int, int]:
-    """Whether the row stays in registers, lanes of a block, warps of a program, and programs.
+    """Return the launch shape of a row: kept in registers or not, lanes of a block, warps of a program, programs.
 
     Longer blocks help long rows of divergences, not of cross-entropy. How many rows are in flight makes no difference:
     the L2 cache keeps next to nothing for later sweeps (measured on an H200).
@@ -241,11 +248,11 @@ def launch_shape(vocab: int, rows: int, facts: DeviceFacts, *, soft: bool) -> tu
         facts: of the device.
         soft: a teacher's logits are read too.
     """
-    whole = vocab <= WHOLE
-    longer = whole or (vocab > LONG and soft)
+    in_registers = vocab <= MAX_REGISTER_COLUMNS
+    longer = in_registers or (vocab > LONG_ROW_COLUMNS and soft)
     lanes = min(max(next_power_of_2(vocab) // STEPS, 128), 4096 if longer else 2048)
     warps = max(lanes // 256, 4)
-    return whole, lanes, warps, min(rows, facts.multiprocessors * 64 // warps)
+    return in_registers, lanes, warps, min(rows, facts.multiprocessors * 64 // warps)
 
 
 def launch_logit_rows(
@@ -256,7 +263,7 @@ def launch_logit_rows(
     objective: Objective,
     gradient: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Row losses [N]; fills `gradient`. Logits are [B, S, V] with columns side by side."""
+    """Return row losses [N] and fill `gradient`, by the Triton kernel; logits are [B, S, V] with adjacent columns."""
     o = objective
     batches, length, vocab = student.shape
     loss = torch.empty(batches * length, dtype=torch.float32, device=student.device)
@@ -264,7 +271,7 @@ def launch_logit_rows(
     other = student if teacher is None else teacher
     out = student if gradient is None else gradient
     facts = device_facts(student.device)
-    whole, lanes, warps, programs = launch_shape(vocab, batches * length, facts, soft=soft)
+    in_registers, lanes, warps, programs = launch_shape(vocab, batches * length, facts, soft=soft)
     if loss.numel() == 0:
         return loss
     _logits_kernel[(programs,)](
@@ -285,10 +292,10 @@ def launch_logit_rows(
         HARD=o.hard_weight != 0.0,
         SMOOTHED=o.label_smoothing != 0.0,
         Z_LOSS=o.z_loss != 0.0,
-        CENTRED=any(kind != terms.FORWARD_KL for kind in o.kinds),
-        APART=o.top_apart,
+        SUBTRACT_SUM=any(kind != terms.FORWARD_KL for kind in o.kinds),
+        STABLE_TOP=o.stable_top,
         GRADIENT=gradient is not None,
-        WHOLE=whole,
+        IN_REGISTERS=in_registers,
         STEPS=STEPS,
         LANES=lanes,
         num_warps=warps,
@@ -304,8 +311,8 @@ def reference_logit_rows(
     objective: Objective,
     gradient: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The same in plain PyTorch, some rows at a time, in fp32 (fp64 for fp64 logits)."""
-    vocab, wide = student.shape[-1], row_scale.dtype
+    """Return row losses [N] and fill `gradient`, in plain PyTorch: fp32 (fp64 for fp64 logits), some rows at a time."""
+    vocab, accumulate_dtype = student.shape[-1], row_scale.dtype
     flat, loss = student.reshape(-1, vocab), row_scale.new_empty(row_scale.shape)
     flat_teacher = None if teacher is None else teacher.reshape(-1, vocab)
     made = None if gradient is None else torch.empty_like(flat)
@@ -313,8 +320,8 @@ def reference_logit_rows(
     for start in range(0, loss.numel(), chunk):
         here = slice(start, start + chunk)
         result = reference_rows(
-            flat[here].to(wide),
-            None if flat_teacher is None else flat_teacher[here].to(wide),
+            flat[here].to(accumulate_dtype),
+            None if flat_teacher is None else flat_teacher[here].to(accumulate_dtype),
             objective,
             labels=None if labels is None else labels[here],
             row_scale=row_scale[here],
@@ -336,8 +343,8 @@ def logit_rows(
     objective: Objective,
     gradient: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`launch_logit_rows` or `reference_logit_rows`, by the tensor's device and dtype."""
-    batch = Batch(labels, row_scale, None).side_by_side()
+    """Return row losses [N] and fill `gradient` by the kernel, or by the reference where no kernel applies."""
+    batch = Batch(labels, row_scale, None).contiguous()
     check_values(batch, student.shape[-1], labels_count=objective.hard_weight != 0.0)
     kernel = runs_on_triton(student) and student.dtype != torch.float64
     path = launch_logit_rows if kernel else reference_logit_rows

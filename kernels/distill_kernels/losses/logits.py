@@ -15,8 +15,8 @@ import torch
 from distill_kernels.losses.arguments import FLOATS, REDUCTIONS, check_tokens, checked_direction, expect
 from distill_kernels.losses.linear import row_scales
 from distill_kernels.losses.logit_rows import logit_rows
-from distill_kernels.losses.scaling import power_of_two, scale_gradient_
-from distill_kernels.losses.terms import LossTerm, Objective, make_objective, plain
+from distill_kernels.losses.scaling import fp16_safe_scale, scale_gradient_
+from distill_kernels.losses.terms import LossTerm, Objective, make_objective, plain_number
 from distill_kernels.operands import check_tensor, differentiable_once
 
 SECOND_BACKWARD = "the loss was already differentiated: its gradient is made once, in the forward pass; call it again"
@@ -34,8 +34,8 @@ def logit_divergence_op(
     """Row losses [N] and their sum's gradient for the student's logits [B, S, V] (empty where unwanted)."""
     shape = student.shape if with_gradient else (0,)
     gradient = torch.empty(shape, dtype=student.dtype, device=student.device)
-    wanted = gradient if with_gradient else None
-    return [logit_rows(student, teacher, labels, row_scale, Objective.decode(objective), wanted), gradient]
+    required = gradient if with_gradient else None
+    return [logit_rows(student, teacher, labels, row_scale, Objective.decode(objective), required), gradient]
 
 
 @logit_divergence_op.register_fake
@@ -63,14 +63,14 @@ class _LogitLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, student: torch.Tensor, call: Any) -> torch.Tensor:
-        teacher, labels, row_scale, objective, per_row, wanted, in_place = call
+        teacher, labels, row_scale, objective, per_row, required, in_place = call
         gradient = None
-        if wanted:
+        if required:
             gradient = (
                 student.detach() if in_place else torch.empty(student.shape, dtype=student.dtype, device=student.device)
             )
         loss = logit_rows(student.detach(), teacher, labels, row_scale, objective, gradient)
-        if wanted and in_place:
+        if required and in_place:
             torch.autograd.graph.increment_version(student)
         ctx.gradient, ctx.per_row = gradient, per_row
         return loss if per_row else loss.sum()
@@ -148,12 +148,12 @@ def distillation_loss(
         ValueError: naming the argument that does not fit.
     """
     settings = (
-        ("temperature", plain(temperature, "temperature")),
+        ("temperature", plain_number(temperature, "temperature")),
         ("scale_by_temperature_squared", scale_by_temperature_squared),
-        ("label_smoothing", plain(label_smoothing, "label_smoothing")),
-        ("z_loss", plain(z_loss, "z_loss")),
+        ("label_smoothing", plain_number(label_smoothing, "label_smoothing")),
+        ("z_loss", plain_number(z_loss, "z_loss")),
     )
-    terms = tuple(LossTerm(*map(plain, term)) for term in terms)
+    terms = tuple(LossTerm(*map(plain_number, term)) for term in terms)
     objective = (_objective if torch.compiler.is_compiling() else _cached_objective)(terms, settings)
     for name, tensor in (("student_logits", student_logits), ("teacher_logits", teacher_logits)):
         if tensor is not None:
@@ -176,11 +176,11 @@ def distillation_loss(
     labels = None if labels is None else labels.reshape(-1)
     expect(labels is not None or objective.hard_weight == 0, "labels", "indices, for the cross-entropy term", None)
     token_weights = None if token_weights is None else token_weights.detach().reshape(-1)
-    wanted = student_logits.requires_grad and torch.is_grad_enabled()
+    required = student_logits.requires_grad and torch.is_grad_enabled()
     if in_place:
         sizes, steps = student_logits.shape, student_logits.stride()
         shared = any(size > 1 and step == 0 for size, step in zip(sizes, steps, strict=True))
-        free = not (student_logits.is_leaf and wanted) and student_logits.stride(-1) == 1 and not shared
+        free = not (student_logits.is_leaf and required) and student_logits.stride(-1) == 1 and not shared
         expected = "student_logits computed by an operation, its last dimension contiguous, no row expanded"
         expect(free, "in_place", expected, "a leaf" if student_logits.is_leaf else f"strides {student_logits.stride()}")
     student = _as_batches(student_logits)
@@ -195,12 +195,12 @@ def distillation_loss(
         reduction=reduction,
     )
     per_row = reduction == "none"
-    scale, down = (scale, None) if per_row or not wanted else power_of_two(scale, student.dtype)
+    scale, down = (scale, None) if per_row or not required else fp16_safe_scale(scale, student.dtype)
     if torch.compiler.is_compiling():
-        loss = logit_divergence_op(student, teacher_logits, labels, scale, _encoded(terms, settings), wanted)[0]
+        loss = logit_divergence_op(student, teacher_logits, labels, scale, _encoded(terms, settings), required)[0]
         loss = loss if per_row else loss.sum()
     else:
-        call = (teacher_logits, labels, scale, objective, per_row, wanted, in_place)
+        call = (teacher_logits, labels, scale, objective, per_row, required, in_place)
         loss = _LogitLoss.apply(student, call)
     if down is not None:
         loss = loss * down

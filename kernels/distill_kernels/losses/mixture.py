@@ -1,4 +1,4 @@
-"""Several teachers as one: the mixture of their probabilities, which is again one row of logits.
+"""Mixture of several teachers' probabilities, expressed as one row of teacher logits.
 
 With shares `w_k >= 0` that add up to 1, teachers' logits `z_k` and temperature `T`,
 
@@ -9,7 +9,7 @@ are `z_t`. Statistics are those of the mixture at T = 1, `sum_k w_k softmax(z_k)
 does not tell; they take a second row of logits. Where the vocabulary is cut over ranks (shards.py), a teacher's
 probabilities are those over all ranks' columns.
 
-This is the arithmetic mixture: the teachers' opinions are averaged (Hinton et al., 2015, section 1). The student's
+This is the arithmetic mixture (ensemble average: Hinton et al., 2015, section 1). The student's
 hidden size may differ from every teacher's, and theirs from each other's.
 """
 
@@ -50,7 +50,7 @@ class TeacherHead(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """Teachers of share above 0 in the form that the drivers take.
+    """Heads and mixing weights of the teachers whose share is above 0.
 
     Attributes:
         heads: flattened hidden states and heads.
@@ -68,8 +68,8 @@ class Mixture(NamedTuple):
         return self._replace(heads=tuple(head.cut(vocab, dtype) for head in self.heads))
 
 
-def shares_of(teachers: Sequence[TeacherHead]) -> tuple[list[TeacherHead], list[float]]:
-    """The teachers that count, and of each its share, of 1 in all, its scale and its soft cap, in a row.
+def flatten_teachers(teachers: Sequence[TeacherHead]) -> tuple[list[TeacherHead], list[float]]:
+    """Return the teachers of share above 0, and their normalised share, scale and soft cap as one flat list.
 
     Raises:
         ValueError: naming the field: shares below 0 or all 0, a scale or soft cap that is not above 0.
@@ -91,14 +91,14 @@ def shares_of(teachers: Sequence[TeacherHead]) -> tuple[list[TeacherHead], list[
     return counted, [float(value) for row in rows for value in row]
 
 
-def teacher_of(
+def compared_teacher(
     heads: Sequence[Head], mixture: Sequence[float], objective: Objective
 ) -> tuple[Head | Mixture | None, Objective]:
-    """What the drivers compare the student with, and the objective with that teacher's scale and soft cap.
+    """Return the teacher, or mixture, to compare with, and the objective with a single teacher's scale and soft cap.
 
     Args:
         heads: flattened and detached, of one teacher, of several, or none.
-        mixture: of `shares_of`; empty where the teacher did not come by `teachers`.
+        mixture: the list of `flatten_teachers`; empty where `teachers` was not given.
         objective: as the module has it.
     """
     if not mixture:
@@ -151,8 +151,10 @@ def reference_mixture_rows(
     apart = with_stats and o.temperature != 1.0
     stats = None
     if apart:
-        at_one = mixed_logits(logits, mixture.shares, 1.0, shard)
-        stats = reference_rows(student_raw.clone(), at_one, o, **settings, with_gradient=False, with_stats=True).stats  # type: ignore[arg-type]
+        at_temperature_1 = mixed_logits(logits, mixture.shares, 1.0, shard)
+        stats = reference_rows(
+            student_raw.clone(), at_temperature_1, o, **settings, with_gradient=False, with_stats=True
+        ).stats  # type: ignore[arg-type]
     mixed = mixed_logits(logits, mixture.shares, o.temperature, shard)
     result = reference_rows(
         student_raw,

@@ -24,8 +24,8 @@ from distill_kernels.launch import cdiv, tl, triton
 from distill_kernels.layers.fast_math import exp, log_of_normal
 from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.projection import TILE, Logits, Transform, project
-from distill_kernels.losses.row_parts import load_tiles
-from distill_kernels.losses.rows import fold_rows, run_rows
+from distill_kernels.losses.row_functions import load_tiles
+from distill_kernels.losses.rows import launch_row_loss, row_normalisers
 from distill_kernels.losses.shards import VocabShard, join_normalisers
 from distill_kernels.losses.terms import Objective
 
@@ -46,7 +46,7 @@ def _mix_kernel(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row of `mix_in`, whose tiles' new numbers are `made`; the log sums of exps are given."""
+    """Mix one row in place; `made` are its tiles' new shifts and totals, `norms_ptr` log sums of exponentials."""
     mixed_ptr, mixed_shift_ptr = mixed
     next_ptr, next_shift_ptr = newcomer
     shift_ptr, total_ptr = made
@@ -77,8 +77,8 @@ def _mix_kernel(
         tl.store(total_ptr + row * tiles + tile, total, mask=tile < tiles)
 
 
-def mix_in(mixed: Logits, other: Logits, share: float, temperature: float, shard: VocabShard) -> Logits:
-    """Turn the rows of `mixed` into `(1 - share) mixed + share other`, probabilities at `temperature`.
+def mix_in_place(mixed: Logits, other: Logits, share: float, temperature: float, shard: VocabShard) -> Logits:
+    """Replace the rows of `mixed` by `(1 - share) mixed + share other`, probabilities at `temperature`.
 
     `total` of both must hold sums at that temperature. They are the columns of `shard`, maybe none.
 
@@ -91,7 +91,7 @@ def mix_in(mixed: Logits, other: Logits, share: float, temperature: float, shard
     shift, total = torch.empty_like(mixed.shift), torch.empty_like(mixed.total)
     if n:
         flags = {"TEMPERED": False, "HARD": False, "HAS_TEACHER": True, "STATS": False}
-        norms = join_normalisers(shard.ranks.gather(fold_rows(mixed, other, temperature, **flags)))[1::3]
+        norms = join_normalisers(shard.ranks.all_gather(row_normalisers(mixed, other, temperature, **flags)))[1::3]
     if n and vocab:
         _mix_kernel[(n,)](
             (mixed.values, mixed.shift),
@@ -113,7 +113,7 @@ def mix_in(mixed: Logits, other: Logits, share: float, temperature: float, shard
 
 
 class TeacherMixer:
-    """Mixes the teachers of a chunk of rows, in buffers that all chunks share.
+    """Mixture of the teachers' logits, chunk by chunk, in buffers that all chunks share.
 
     Args:
         mixture: two teachers or more, their heads cut to the columns and the dtype of the products.
@@ -121,7 +121,7 @@ class TeacherMixer:
         vocab: columns that count.
         dtype: of the kept logits.
         temperature: of the divergences.
-        at_one: also make the mixture at temperature 1, for statistics where T differs.
+        at_temperature_1: also make the mixture at temperature 1, for statistics where T differs.
         descriptors: as of `project`.
         shard: whose columns the heads are.
     """
@@ -134,61 +134,63 @@ class TeacherMixer:
         dtype: torch.dtype,
         temperature: float,
         *,
-        at_one: bool,
+        at_temperature_1: bool,
         descriptors: bool,
         shard: VocabShard,
     ) -> None:
         self.shard = shard
         self.mixture, self.temperature, self.descriptors = mixture, temperature, descriptors
-        self.at_one = at_one and temperature != 1.0
+        self.at_temperature_1 = at_temperature_1 and temperature != 1.0
         device = mixture.heads[0].hidden.device
         width, tiles = cdiv(vocab, 64) * 64, cdiv(vocab, TILE)
-        self.values = torch.empty(1 + self.at_one, chunk_rows, width, dtype=dtype, device=device)[..., :vocab]
+        self.values = torch.empty(1 + self.at_temperature_1, chunk_rows, width, dtype=dtype, device=device)[..., :vocab]
         self.numbers = torch.empty(3, chunk_rows, tiles, dtype=torch.float32, device=device)
 
     def __call__(self, pick: Callable[[torch.Tensor], torch.Tensor], out: Logits) -> tuple[Logits, Logits | None]:
-        """The mixture of the rows that `pick` takes of each teacher's hidden states, in the memory of `out`.
+        """Return the mixture of the rows that `pick` selects from each teacher's hidden states, in the memory of `out`.
 
-        `out.total_hard` must be memory of its own where T is not 1 and `at_one` was asked for.
+        `out.total_hard` must be memory of its own where T is not 1 and `at_temperature_1` was asked for.
 
         Returns:
-            The mixture at the temperature; and at temperature 1 where that is apart, else None.
+            The mixture at the temperature, and a separate one at temperature 1 where it is needed, else None.
         """
         n = out.values.shape[0]
         mixed, hard = out, None
         seen = 0.0
         for number, (head, share, scale, softcap) in enumerate(zip(*self.mixture, strict=True)):
-            transform = Transform(scale, softcap, self.temperature, self.at_one)
+            transform = Transform(scale, softcap, self.temperature, self.at_temperature_1)
             if number == 0:
                 project(head, pick(head.hidden), out, transform, descriptors=self.descriptors)
-                if self.at_one:
+                if self.at_temperature_1:
                     hard = Logits(self.values[1, :n], out.shift, out.total_hard, out.total_hard)
                     hard.values.copy_(out.values)
             else:
                 other = Logits(self.values[0, :n], *(part[:n] for part in self.numbers))
                 project(head, pick(head.hidden), other, transform, descriptors=self.descriptors)
                 part = share / (seen + share)
-                mixed = mix_in(mixed, other, part, self.temperature, self.shard)
+                mixed = mix_in_place(mixed, other, part, self.temperature, self.shard)
                 if hard is not None:
-                    hard = mix_in(hard, other._replace(total=other.total_hard), part, 1.0, self.shard)
+                    hard = mix_in_place(hard, other._replace(total=other.total_hard), part, 1.0, self.shard)
             seen += share
         return mixed, hard
 
 
-def run_mixed_rows(
+def launch_mixture_row_loss(
     student: Logits,
     teacher: Logits,
     objective: Objective,
     *,
     stats: torch.Tensor | None,
     gradient: torch.Tensor | None,
-    at_one: Logits | None,
+    at_temperature_1: Logits | None,
     **rows: Any,
 ) -> None:
-    """`run_rows`; its statistics come from the mixture at temperature 1, `at_one`, where that is apart."""
-    if at_one is not None and stats is not None:
+    """Launch the row kernel for a mixture; statistics come from `at_temperature_1` where that is given."""
+    if at_temperature_1 is not None and stats is not None:
         plain = objective._replace(temperature=1.0, weights=objective.divergence_weights)
         own = student._replace(total=student.total_hard)
-        run_rows(own, at_one, plain, stats=stats, gradient=None, **rows)  # its row losses are overwritten below
+        launch_row_loss(
+            own, at_temperature_1, plain, stats=stats, gradient=None, **rows
+        )  # its row losses are overwritten below
         stats = None
-    run_rows(student, teacher, objective, stats=stats, gradient=gradient, **rows)
+    launch_row_loss(student, teacher, objective, stats=stats, gradient=gradient, **rows)

@@ -14,12 +14,12 @@ from torch import nn
 from distill_kernels.losses.arguments import REDUCTIONS, Lora, checked_direction, expect, workspace_bytes
 from distill_kernels.losses.mixture import TeacherHead
 from distill_kernels.losses.operands import Inputs
-from distill_kernels.losses.operator import Settings, fused_loss
+from distill_kernels.losses.operator import LossSettings, fused_loss
 from distill_kernels.losses.terms import LossTerm, TokenStats, make_objective
 
 
 class FusedDistillationLoss(nn.Module):
-    """Any weighted sum of divergences at one temperature, plus hard labels, made in one pass over the logits.
+    """Weighted sum of divergences at one temperature, plus hard labels, computed in one pass over the logits.
 
     The loss of a token is `sum_i weight_i * T^2 * D_i + weight_ce * (CE + z_loss * lse^2)`; divergences are those of
     `softmax(z / T)`, cross-entropy is at T = 1. See `divergence.py` for definitions and sources.
@@ -97,7 +97,7 @@ class FusedDistillationLoss(nn.Module):
         teachers: Sequence[TeacherHead] | None = None,
         tp_group: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
-        """The loss, and its gradient for the student's tensors if autograd asks for it.
+        """Compute the loss, and its gradient for the student's tensors if autograd requires it.
 
         Args:
             student_hidden: [N, Hs] or [..., Hs], fp32, bf16, fp16 (or fp64 on the CPU); gets a gradient.
@@ -110,8 +110,8 @@ class FusedDistillationLoss(nn.Module):
             student_bias: [Vs]; gets a gradient.
             teacher_bias: [Vt].
             student_lora: `(A [r, Hs], B [Vs, r], scale)`: the head is `weight + scale * B A`; A and B get gradients.
-            token_weights: [N] or [...], what each token's loss is multiplied by. Not differentiable.
-            num_items: what the mean divides by (int64 tensor on the device, or int): tokens of the whole step.
+            token_weights: [N] or [...], factor of each token's loss. Not differentiable.
+            num_items: divisor of the mean (int64 tensor on the device, or int): tokens of the whole step.
             valid_rows: int64 [M], flat indices of the rows to compute, each once; spares the host sync. With M = N all
                 rows are read in place, without gathering them.
             vocab_size: columns that both vocabularies share; the rest is padding: no probability, no gradient.
@@ -152,13 +152,13 @@ class FusedDistillationLoss(nn.Module):
         )
         return fused_loss(self._settings(), inputs, return_stats, teachers=teachers, tp_group=tp_group)
 
-    def _settings(self) -> Settings:
-        return Settings(
+    def _settings(self) -> LossSettings:
+        return LossSettings(
             self.objective, self._encoded, self.ignore_index, self.reduction, self.workspace, self.skip_ignored_rows
         )
 
     def extra_repr(self) -> str:
-        """Terms and temperature, for `print(module)`."""
+        """Return terms and temperature, for `print(module)`."""
         parts = [f"{term.weight:g} * {term.type}" for term in self.terms]
         return f"{' + '.join(parts)}, temperature={self.objective.temperature:g}, reduction={self.reduction!r}"
 
@@ -185,7 +185,7 @@ class FusedKLLoss(_OneDivergence):
         direction: "forward", KL(p_t || p_s), or "reverse", KL(p_s || p_t).
         temperature: T > 0.
         scale_by_temperature_squared: multiply the divergence by T^2.
-        divergence_weight: what the divergence is multiplied by.
+        divergence_weight: factor of the divergence.
         ce_weight: weight of the hard-label term; above 0, labels are needed.
         settings: label_smoothing, z_loss, ignore_index, reduction, student_logit_scale, student_softcap,
             teacher_logit_scale, teacher_softcap, max_workspace_mib, skip_ignored_rows: see `FusedDistillationLoss`.
@@ -289,7 +289,7 @@ class FusedCrossEntropyLoss(FusedDistillationLoss):
         return_stats: bool = False,
         tp_group: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
-        """As `FusedDistillationLoss.forward`, without the teacher's arguments."""
+        """Compute the loss; arguments as in `FusedDistillationLoss.forward`, without the teacher's."""
         return super().forward(
             student_hidden,
             student_weight,

@@ -1,4 +1,4 @@
-"""What goes into the linear losses and what comes out: a model's head, the tokens' part, what is wanted, what was made.
+"""Value types of the linear losses: a model's head, per-token arguments, required gradients, results.
 
 Symbols: `N` tokens, `V` vocabulary, `H` hidden size, `r` rank of a LoRA.
 """
@@ -11,11 +11,11 @@ import torch
 
 from distill_kernels.losses.terms import TokenStats
 from distill_kernels.losses.topk_rows import TopK
-from distill_kernels.operands import rows_of
+from distill_kernels.operands import contiguous_rows
 
 
 class Inputs(NamedTuple):
-    """What a fused loss is called with; see `FusedDistillationLoss.forward`."""
+    """Arguments of a fused loss; see `FusedDistillationLoss.forward`."""
 
     student_hidden: torch.Tensor
     student_weight: torch.Tensor
@@ -51,11 +51,11 @@ class Head(NamedTuple):
     lora_scale: float = 1.0
 
     def cut(self, vocab: int, dtype: torch.dtype) -> Head:
-        """The first `vocab` columns of the head, in `dtype` (views where the dtype fits already)."""
+        """Return the first `vocab` columns of the head, in `dtype` (views where the dtype fits already)."""
         return Head(
             self.hidden,
             self.weight[:vocab].to(dtype),
-            None if self.bias is None else rows_of(self.bias[:vocab].to(dtype)),
+            None if self.bias is None else contiguous_rows(self.bias[:vocab].to(dtype)),
             None if self.lora_a is None else self.lora_a.to(dtype),
             None if self.lora_b is None else self.lora_b[:vocab].to(dtype),
             self.lora_scale,
@@ -63,41 +63,41 @@ class Head(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What belongs to the tokens.
+    """Per-token arguments of a loss.
 
     Attributes:
         labels: int64 [N] or None; row i of the hidden states predicts labels[i].
         row_scale: [N] fp32 (fp64 for fp64 inputs); a row's loss is multiplied by it, 0 skips the row.
         rows: int64 [M], the rows worth computing, or None for all of them.
-        top: what a teacher that is data says of every token, or None where the teacher is a head.
-        all_count: no row to compute has scale 0 (whose hidden states may hold anything, NaN as well).
-        lse: `Outcome.lse` of the same tokens, or None. With it gradients alone are made, and no loss.
+        top: the teacher's top-K log-probabilities of every token, or None where the teacher is a head.
+        no_ignored_rows: no row to compute has scale 0 (hidden states of such rows may hold anything, NaN as well).
+        lse: `LossOutput.lse` of the same tokens, or None. With it only gradients are computed, no loss.
     """
 
     labels: torch.Tensor | None
     row_scale: torch.Tensor
     rows: torch.Tensor | None
     top: TopK | None = None
-    all_count: bool = False
+    no_ignored_rows: bool = False
     lse: torch.Tensor | None = None
 
-    def side_by_side(self) -> Batch:
-        """The same with vectors as kernels read them."""
+    def contiguous(self) -> Batch:
+        """Return the batch with contiguous vectors, as kernels read them."""
         top = self.top
         if top is not None:
-            top = top._replace(ids=rows_of(top.ids), logprobs=rows_of(top.logprobs))
-        labels, rows = rows_of(self.labels), rows_of(self.rows)
-        return self._replace(labels=labels, row_scale=rows_of(self.row_scale), rows=rows, top=top)
+            top = top._replace(ids=contiguous_rows(top.ids), logprobs=contiguous_rows(top.logprobs))
+        labels, rows = contiguous_rows(self.labels), contiguous_rows(self.rows)
+        return self._replace(labels=labels, row_scale=contiguous_rows(self.row_scale), rows=rows, top=top)
 
-    def counted(self, x: torch.Tensor, which: slice | torch.Tensor) -> torch.Tensor:
-        """`x` [n, ...] of the rows `which`, with zeros where a row has scale 0."""
-        if self.all_count:
+    def mask_ignored(self, x: torch.Tensor, which: slice | torch.Tensor) -> torch.Tensor:
+        """Return `x` [n, ...], values of the rows `which`, with zeros where a row has scale 0."""
+        if self.no_ignored_rows:
             return x
         return torch.where((self.row_scale[which] != 0)[:, None], x, 0)
 
 
-class Wanted(NamedTuple):
-    """Which results to make: gradients for the student's tensors, and statistics."""
+class RequiredGrads(NamedTuple):
+    """Required results: gradients for the student's tensors, and statistics."""
 
     hidden: bool = False
     weight: bool = False
@@ -108,16 +108,16 @@ class Wanted(NamedTuple):
 
     @property
     def gradient(self) -> bool:
-        """True where any gradient is wanted."""
+        """True where any gradient is required."""
         return any(self[:5])
 
 
-class Outcome(NamedTuple):
-    """Row losses [N] (scaled; 0 on skipped rows), the wanted statistics, and the wanted gradients.
+class LossOutput(NamedTuple):
+    """Row losses [N] (scaled; 0 on skipped rows), the required statistics, and the required gradients.
 
-    `lse`: where no gradient was made yet and labels are all there is to learn from, fp32 [M] of the rows to compute in
-    their order: log sum of exps at temperature 1, by which gradients are made later (`Batch.lse`). None otherwise, and
-    where kernels do not run.
+    `lse` is set where no gradient was computed and the loss has hard labels only: log sum of exponentials at
+    temperature 1, fp32 [M], of the rows to compute in their order. Gradients follow from it later (`Batch.lse`). None
+    otherwise, and where kernels do not run.
     """
 
     loss: torch.Tensor
@@ -131,5 +131,5 @@ class Outcome(NamedTuple):
 
     @property
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
-        """Of hidden states, weight, bias, LoRA A and B."""
+        """Gradients of hidden states, weight, bias, LoRA A and B."""
         return self[2:7]

@@ -1,11 +1,11 @@
-"""The fused loss as autograd sees it: arguments checked, gradients made in the forward pass, scaled in backward.
+"""Autograd function and operator of the fused loss: gradients are computed in the forward pass, scaled in backward.
 
 Eager calls go through an `autograd.Function`, which hands out the gradients made in the forward pass without copying
 them. Compiled calls (`torch.compile(fullgraph=True)`) go through the operator `distill::linear_divergence`, which runs
 the same computation. Row scales and the reduction around it are plain PyTorch in both.
 
-With reduction "none" what comes from above is known in backward alone. A gradient of hidden states is scaled by it
-then, row by row; where any other is wanted, which sums over rows, all are made in backward, by computing once more.
+With reduction "none" each row has its own upstream gradient, known in backward only. The gradient of hidden states is
+scaled by it row by row; other gradients sum over rows, so where one is required, all are recomputed in backward.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distill_kernels.losses.arguments import MOST_TOP_K, check_arguments, expect, lora_of
-from distill_kernels.losses.linear import find_rows, linear_divergence, row_scales
-from distill_kernels.losses.mixture import Mixture, TeacherHead, shares_of, teacher_of
-from distill_kernels.losses.operands import Batch, Head, Inputs, Wanted
-from distill_kernels.losses.scaling import hand_out, power_of_two, scale_gradient_
-from distill_kernels.losses.sharded_heads import Heads, own_heads
+from distill_kernels.losses.arguments import MAX_TOP_K, check_arguments, expect, unpack_lora
+from distill_kernels.losses.linear import linear_divergence, nonzero_rows, row_scales
+from distill_kernels.losses.mixture import Mixture, TeacherHead, compared_teacher, flatten_teachers
+from distill_kernels.losses.operands import Batch, Head, Inputs, RequiredGrads
+from distill_kernels.losses.scaling import fp16_safe_scale, scale_gradient_, take_scaled_gradients
+from distill_kernels.losses.sharded_heads import Heads, local_heads
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
 from distill_kernels.losses.topk_rows import TopK
-from distill_kernels.operands import differentiable_once, own_output
+from distill_kernels.operands import differentiable_once, non_view_output
 
 
 @torch.library.custom_op("distill::linear_divergence", mutates_args=())
@@ -47,39 +47,47 @@ def linear_divergence_op(
     dtype: torch.dtype,
     workspace: int | None,
     skip_rows: bool,
-    all_count: bool,
+    no_ignored_rows: bool,
     per_row: bool,
-    wanted: list[bool],
+    required: list[bool],
     teacher_ids: torch.Tensor | None,
     teacher_logprobs: torch.Tensor | None,
     tail: str,
     shard: str,
 ) -> list[torch.Tensor]:
-    """Loss ([] or, `per_row`, [N]), statistics [7, N], gradients of the five student tensors; empty where unwanted."""
+    """Return loss ([], or [N] if `per_row`), statistics [7, N] and five gradients; empty where not required."""
     rows = _rows_to_compute(row_scale, valid_rows, skip_rows)
     heads = [Head(*tensors) for tensors in zip(teacher_hidden, teacher_weight, teacher_bias, strict=True)]
-    teacher, compared = teacher_of(heads, mixture, Objective.decode(objective))
+    teacher, compared = compared_teacher(heads, mixture, Objective.decode(objective))
     top = None if teacher_ids is None or teacher_logprobs is None else TopK(teacher_ids, teacher_logprobs, tail)
-    batch = Batch(labels, row_scale, rows, top, all_count)
+    batch = Batch(labels, row_scale, rows, top, no_ignored_rows)
     student = Head(student_hidden, student_weight, student_bias, lora_a, lora_b, lora_scale)
     own = VocabShard.decode(shard) if shard else None
-    outcome = linear_divergence(
-        student, teacher, batch, compared, Wanted(*wanted), vocab=vocab, dtype=dtype, workspace=workspace, shard=own
+    output = linear_divergence(
+        student,
+        teacher,
+        batch,
+        compared,
+        RequiredGrads(*required),
+        vocab=vocab,
+        dtype=dtype,
+        workspace=workspace,
+        shard=own,
     )
     empty = row_scale.new_empty(0)
-    stats = empty if outcome.stats is None else torch.stack(outcome.stats)
-    loss = outcome.loss if per_row else outcome.loss.sum()
+    stats = empty if output.stats is None else torch.stack(output.stats)
+    loss = output.loss if per_row else output.loss.sum()
     gradients = (
         gradient if gradient is not None else empty.new_empty(0, dtype=(row_scale if like is None else like).dtype)
-        for gradient, like in zip(outcome.gradients, student[:5], strict=True)
+        for gradient, like in zip(output.gradients, student[:5], strict=True)
     )
     return [loss, stats, *gradients]
 
 
 def _rows_to_compute(row_scale: torch.Tensor, valid_rows: torch.Tensor | None, skip: bool) -> torch.Tensor | None:
-    """The rows to gather, or None for all where all are named (in any order) or none may be skipped."""
+    """Return the rows to gather; None for all rows, where all are given (in any order) or none may be skipped."""
     if valid_rows is None:
-        return find_rows(row_scale) if skip else None
+        return nonzero_rows(row_scale) if skip else None
     return None if valid_rows.numel() == row_scale.numel() else valid_rows
 
 
@@ -103,9 +111,9 @@ def _(
     dtype,
     workspace,
     skip_rows,
-    all_count,
+    no_ignored_rows,
     per_row,
-    wanted,
+    required,
     teacher_ids,
     teacher_logprobs,
     tail,
@@ -115,75 +123,79 @@ def _(
     inputs = (student_hidden, student_weight, student_bias, lora_a, lora_b)
     return [
         row_scale.new_empty(n) if per_row else row_scale.new_empty(()),
-        row_scale.new_empty((len(TokenStats._fields), n), dtype=torch.float32) if wanted[5] else row_scale.new_empty(0),
+        row_scale.new_empty((len(TokenStats._fields), n), dtype=torch.float32)
+        if required[5]
+        else row_scale.new_empty(0),
         *(
             torch.empty(like.shape, dtype=like.dtype, device=like.device)
             if want and like is not None
             else row_scale.new_empty(0, dtype=(row_scale if like is None else like).dtype)
-            for want, like in zip(wanted[:5], inputs, strict=True)
+            for want, like in zip(required[:5], inputs, strict=True)
         ),
     ]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    ctx.settings, ctx.wanted, ctx.text, ctx.teachers = inputs[11:20], inputs[20], inputs[23:25], len(inputs[5])
-    ctx.per_row, ctx.again = inputs[19], inputs[19] and not inputs[20][0]
+    ctx.settings, ctx.required, ctx.text, ctx.teachers = inputs[11:20], inputs[20], inputs[23:25], len(inputs[5])
+    ctx.per_row, ctx.recompute = inputs[19], inputs[19] and not inputs[20][0]
     ctx.without_gradient = [_no_gradient(given) for given in inputs[5:]]
-    again = (*inputs[:5], *inputs[8:11], *inputs[21:23], *inputs[5], *inputs[6], *inputs[7])
-    ctx.save_for_backward(*(again if ctx.again else output[2:]))
+    recompute = (*inputs[:5], *inputs[8:11], *inputs[21:23], *inputs[5], *inputs[6], *inputs[7])
+    ctx.save_for_backward(*(recompute if ctx.recompute else output[2:]))
 
 
 def _no_gradient(given: Any) -> Any:
-    """What backward returns for an argument without one: autograd takes a list of tensors, or an empty one, apart."""
+    """Return backward's value for an argument without gradient: autograd unpacks lists of tensors, also empty ones."""
     return [None] * len(given) if isinstance(given, list) and all(map(torch.is_tensor, given)) else None
 
 
 @differentiable_once
 def _op_backward(ctx: Any, upstream: list[torch.Tensor]) -> tuple[Any, ...]:
-    if ctx.again:
+    if ctx.recompute:
         count = ctx.teachers
         students, (labels, row_scale, valid_rows), top = (ctx.saved_tensors[i:j] for i, j in ((0, 5), (5, 8), (8, 10)))
         teachers = [list(ctx.saved_tensors[10 + count * part :][:count]) for part in range(3)]
-        wanted = [*ctx.needs_input_grad[:5], False]
+        required = [*ctx.needs_input_grad[:5], False]
         settings = list(ctx.settings)
         settings[7:9] = False, False
-        scale, factor = power_of_two(row_scale * upstream[0], settings[4])
+        scale, factor = fp16_safe_scale(row_scale * upstream[0], settings[4])
         made = linear_divergence_op(
-            *students, *teachers, labels, scale, valid_rows, *settings, wanted, *top, *ctx.text
+            *students, *teachers, labels, scale, valid_rows, *settings, required, *top, *ctx.text
         )[2:]
     else:
-        wanted, made, factor = ctx.wanted, ctx.saved_tensors, upstream[0][:, None] if ctx.per_row else upstream[0]
-    gradients = [_times(gradient, factor) if want else None for gradient, want in zip(made, wanted, strict=False)]
+        required, made, factor = ctx.required, ctx.saved_tensors, upstream[0][:, None] if ctx.per_row else upstream[0]
+    gradients = [
+        _scale_and_round(gradient, factor) if want else None for gradient, want in zip(made, required, strict=False)
+    ]
     return (*gradients, *ctx.without_gradient)
 
 
-def _times(gradient: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
-    """`gradient * factor`, rounded once; a factor below what 16 bits can hold counts as well."""
-    wide = torch.promote_types(gradient.dtype, torch.float32)
-    return gradient if factor is None else (gradient.to(wide) * factor).to(gradient.dtype)
+def _scale_and_round(gradient: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
+    """Return `gradient * factor`, rounded once; computed in fp32, so that a factor too small for fp16 still counts."""
+    accumulate_dtype = torch.promote_types(gradient.dtype, torch.float32)
+    return gradient if factor is None else (gradient.to(accumulate_dtype) * factor).to(gradient.dtype)
 
 
 linear_divergence_op.register_autograd(_op_backward, setup_context=_save_for_backward)
 
 
 class _FusedLoss(torch.autograd.Function):
-    """The same for eager calls: gradients are kept out of autograd's sight, scaled in place and handed out once."""
+    """Autograd function of eager calls; gradients are kept outside of autograd, scaled in place, returned once."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, lora_a: Any, lora_b: Any, call: Any) -> Any:
-        teacher, batch, objective, wanted, settings, per_row, lora_scale = call
+        teacher, batch, objective, required, settings, per_row, lora_scale = call
         student = Head(hidden, weight, bias, lora_a, lora_b, lora_scale)
-        again = per_row and any(wanted[1:5])
-        now = Wanted(stats=wanted.stats) if again else wanted
-        outcome = linear_divergence(student, teacher, batch, objective, now, **settings)
-        if again:
+        recompute = per_row and any(required[1:5])
+        now = RequiredGrads(stats=required.stats) if recompute else required
+        output = linear_divergence(student, teacher, batch, objective, now, **settings)
+        if recompute:
             ctx.save_for_backward(hidden, weight, bias, lora_a, lora_b)
-            ctx.again = (teacher, batch._replace(lse=outcome.lse), objective, wanted, settings, lora_scale)
+            ctx.recompute = (teacher, batch._replace(lse=output.lse), objective, required, settings, lora_scale)
             ctx.versions = _versions(teacher, batch)
         else:
-            ctx.gradients, ctx.per_row = outcome.gradients, per_row
-        loss = own_output(outcome.loss) if per_row else outcome.loss.sum()
-        stats = None if outcome.stats is None else torch.stack(outcome.stats)
+            ctx.gradients, ctx.per_row = output.gradients, per_row
+        loss = non_view_output(output.loss) if per_row else output.loss.sum()
+        stats = None if output.stats is None else torch.stack(output.stats)
         if stats is not None:
             ctx.mark_non_differentiable(stats)
         return loss, stats
@@ -191,24 +203,24 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, upstream: torch.Tensor, _: Any) -> Any:
-        if hasattr(ctx, "again"):
+        if hasattr(ctx, "recompute"):
             for name, tensor, version in ctx.versions:
                 expected = 'no change before backward, since reduction="none" computes again'
                 expect(tensor._version == version, name, expected, "a tensor that was modified in place")
-            teacher, batch, objective, wanted, settings, lora_scale = ctx.again
-            scale, down = power_of_two(batch.row_scale * upstream, settings["dtype"])
+            teacher, batch, objective, required, settings, lora_scale = ctx.recompute
+            scale, down = fp16_safe_scale(batch.row_scale * upstream, settings["dtype"])
             student = Head(*ctx.saved_tensors)._replace(lora_scale=lora_scale)
-            batch = batch._replace(row_scale=scale, all_count=False)
-            outcome = linear_divergence(student, teacher, batch, objective, wanted._replace(stats=False), **settings)
-            scaled = (g if g is None or down is None else scale_gradient_(g, down) for g in outcome.gradients)
+            batch = batch._replace(row_scale=scale, no_ignored_rows=False)
+            output = linear_divergence(student, teacher, batch, objective, required._replace(stats=False), **settings)
+            scaled = (g if g is None or down is None else scale_gradient_(g, down) for g in output.gradients)
             return (*scaled, None)
         if ctx.per_row:
-            return (_times(ctx.gradients[0], upstream[:, None]), *[None] * 5)
-        return (*hand_out(ctx, upstream), None)
+            return (_scale_and_round(ctx.gradients[0], upstream[:, None]), *[None] * 5)
+        return (*take_scaled_gradients(ctx, upstream), None)
 
 
 def _versions(teacher: Head | Mixture | None, batch: Batch) -> list[tuple[str, torch.Tensor, int]]:
-    """What backward reads again and autograd does not watch: names, tensors, and how often each was modified."""
+    """Return names, tensors and versions of what backward reads again and autograd does not track."""
     heads = teacher.heads if isinstance(teacher, Mixture) else () if teacher is None else (teacher,)
     read = [(f"teacher_{name}", tensor) for head in heads for name, tensor in zip(Head._fields, head[:3], strict=False)]
     read += [("labels", batch.labels), ("valid_rows", batch.rows)]
@@ -222,8 +234,8 @@ def _detached(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return Head(hidden.detach().flatten(0, -2), weight.detach(), None if bias is None else bias.detach())
 
 
-class Settings(NamedTuple):
-    """What a module was made with; `encoded` is `objective.encode()`."""
+class LossSettings(NamedTuple):
+    """Settings of a loss module; `encoded` is `objective.encode()`."""
 
     objective: Objective
     encoded: str
@@ -234,7 +246,7 @@ class Settings(NamedTuple):
 
 
 def fused_loss(
-    settings: Settings,
+    settings: LossSettings,
     inputs: Inputs,
     return_stats: bool,
     *,
@@ -242,10 +254,18 @@ def fused_loss(
     teachers: Sequence[TeacherHead] | None = None,
     tp_group: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
-    """What every module calls.
+    """Compute a fused loss from its settings and arguments; every loss module calls this.
 
-    With `top`, [..., K] of every token, the divergence is from this teacher, and none comes as a head; with `teachers`
-    from their mixture.
+    Args:
+        settings: of the module.
+        inputs: as in `FusedDistillationLoss.forward`.
+        return_stats: return `(loss, TokenStats)`.
+        top: a top-K teacher's tokens and log-probabilities, [..., K], in place of a teacher's head.
+        teachers: several teachers, whose mixture is the target.
+        tp_group: the process group over which the vocabulary is sharded.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
     """
     objective, encoded, ignore_index, reduction, workspace, skip_ignored_rows = settings
     if not objective.needs_teacher and not return_stats:
@@ -256,7 +276,7 @@ def fused_loss(
     expect(not teachers or alone, "teachers", "either teachers or teacher_hidden and teacher_weight", "both")
     # needs no teacher's head, or has them checked one by one
     heads_only = objective if top is None and not several else objective._replace(kinds=())
-    inputs, others, shard, lora = _own_inputs(inputs, tp_group, teachers if teachers and several else ())
+    inputs, others, shard, lora = _local_inputs(inputs, tp_group, teachers if teachers and several else ())
     vocab, dtype = check_arguments(heads_only, inputs, sharded=shard is not None)
     for number, other in enumerate(others):
         one = inputs._replace(teacher_hidden=other.hidden, teacher_weight=other.weight, teacher_bias=other.bias)
@@ -266,13 +286,13 @@ def fused_loss(
             raise ValueError(f"teachers[{number}]: {error}") from None
     shape = inputs.student_hidden.shape[:-1]
     if top is not None:
-        most = min(vocab if shard is None else shard.vocab, MOST_TOP_K)
+        most = min(vocab if shard is None else shard.vocab, MAX_TOP_K)
         expect(0 < top.ids.shape[-1] <= most, "teacher_ids", f"K of 1 to {most}", top.ids.shape[-1])
         top = TopK(top.ids.flatten(0, -2), top.logprobs.flatten(0, -2), top.tail)
     teacher_heads: list[Head] = []
     mixture: list[float] = []
     if several:
-        counted, mixture = shares_of(others)
+        counted, mixture = flatten_teachers(others)
         teacher_heads = [_detached(teacher.hidden, teacher.weight, teacher.bias) for teacher in counted]
     elif inputs.teacher_hidden is not None and inputs.teacher_weight is not None:
         teacher_heads = [_detached(inputs.teacher_hidden, inputs.teacher_weight, inputs.teacher_bias)]
@@ -285,12 +305,12 @@ def fused_loss(
     per_row = reduction == "none"
     some_ignored = labels is not None or weights is not None
     skip = skip_ignored_rows and valid_rows is None and some_ignored
-    all_count = skip or not some_ignored
+    no_ignored_rows = skip or not some_ignored
     students = (hidden, inputs.student_weight, inputs.student_bias, *lora[:2])
     flags = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in students]
-    wanted = Wanted(*flags)._replace(stats=return_stats)
-    again = per_row and any(flags[1:])
-    scale, down = (scale, None) if again else power_of_two(scale, dtype)
+    required = RequiredGrads(*flags)._replace(stats=return_stats)
+    recompute = per_row and any(flags[1:])
+    scale, down = (scale, None) if recompute else fp16_safe_scale(scale, dtype)
     if torch.compiler.is_compiling():
         parts = [[head[part] for head in teacher_heads] for part in range(3)]
         loss, stats, *_ = linear_divergence_op(
@@ -306,18 +326,18 @@ def fused_loss(
             dtype,
             workspace,
             skip,
-            all_count,
+            no_ignored_rows,
             per_row,
-            list(Wanted(stats=return_stats) if again else wanted),
+            list(RequiredGrads(stats=return_stats) if recompute else required),
             *(top or (None, None, "")),
             "" if shard is None else shard.encode(),
         )
     else:
         rows = _rows_to_compute(scale, valid_rows, skip)
-        teacher, compared = teacher_of(teacher_heads, mixture, objective)
+        teacher, compared = compared_teacher(teacher_heads, mixture, objective)
         how = {"vocab": vocab, "dtype": dtype, "workspace": workspace, "shard": shard}
-        batch = Batch(labels, scale, rows, top, all_count)
-        loss, stats = _FusedLoss.apply(*students, (teacher, batch, compared, wanted, how, per_row, lora[2]))
+        batch = Batch(labels, scale, rows, top, no_ignored_rows)
+        loss, stats = _FusedLoss.apply(*students, (teacher, batch, compared, required, how, per_row, lora[2]))
     if down is not None:
         loss = loss * down
     if per_row:
@@ -325,14 +345,14 @@ def fused_loss(
     return (loss, TokenStats(*stats.unbind(0))) if return_stats else loss
 
 
-def _own_inputs(
+def _local_inputs(
     inputs: Inputs, tp_group: Any, teachers: Sequence[TeacherHead]
 ) -> tuple[Inputs, tuple[TeacherHead, ...], VocabShard | None, tuple[torch.Tensor | None, torch.Tensor | None, float]]:
-    """This rank's rows of all heads, `vocab_size` its columns where they are cut; A, B and scale of the LoRA apart."""
-    lora_a, lora_b, scale = lora_of(inputs.student_lora)
+    """Return inputs and teachers with this rank's rows of all heads, the shard, and A, B and scale of the LoRA."""
+    lora_a, lora_b, scale = unpack_lora(inputs.student_lora)
     names = [name for name in Heads._fields if name in Inputs._fields]
     given = Heads(**{name: getattr(inputs, name) for name in names}, lora_a=lora_a, lora_b=lora_b)
-    heads, others, shard = own_heads(given, tp_group, inputs.vocab_size, teachers)
+    heads, others, shard = local_heads(given, tp_group, inputs.vocab_size, teachers)
     lora = (heads.lora_a, heads.lora_b, scale)
     own = {name: getattr(heads, name) for name in names}
     own |= {"student_lora": None if inputs.student_lora is None else lora}

@@ -1,4 +1,4 @@
-"""Logits for the row kernels: a head's product, kept relative to each tile's maximum, with the tile's sums of exps.
+"""Projection to logits for the row kernels, kept relative to each tile's maximum with its sum of exponentials.
 
 A row of logits is cut into tiles of `TILE` columns. For every row and tile are kept
 
@@ -8,14 +8,14 @@ and the logits themselves as `z - shift`, in fp16 for bf16 and fp16 models: larg
 where fp16 is finest, so this keeps what bf16 logits lose (spacing 0.125 at 16 to 32, a 2 % error in the gradient) in
 the same number of bytes. fp32 models keep fp32.
 
-Where a loss is of hard labels alone and a pass before has said each row's log sum of exps (`HardRows`), its gradient
-is written in place of the logits, and no row kernel follows.
+Where the loss has hard labels only and each row's log sum of exponentials is known from an earlier pass
+(`HardLabelRows`), the gradient is written in place of the logits, and no row kernel follows.
 
-Two ways, one result. `project` takes the first on GPUs with tensor descriptors (TMA), where alignment allows:
+Two implementations, one result. `project` takes the first where TMA and alignment allow:
 
 1. One persistent kernel, whose flattened loop lets the next tile's loads run under this tile's epilogue.
    Reads `(N + V) H` elements, writes `N V` halves and `8 N V / TILE` bytes.
-2. Products by cuBLAS into a small fp32 buffer, folded tile by tile: `8 N V` bytes more traffic, partly through L2.
+2. cuBLAS GEMMs into a small fp32 buffer and a reduction kernel over its tiles: `8 N V` bytes more, partly in L2.
 
 On families without measured tables both are timed, the first with several tiles.
 """
@@ -30,18 +30,18 @@ import torch
 
 from distill_kernels.launch import DeviceFacts, cdiv, device_facts, next_power_of_2
 from distill_kernels.losses.operands import Head
-from distill_kernels.losses.projection_kernels import _fold_kernel, _project_kernel
+from distill_kernels.losses.projection_kernels import _project_kernel, _reduce_tiles_kernel
 from distill_kernels.operands import blocks_of, has_aligned_rows
-from distill_kernels.tuning import fastest
+from distill_kernels.tuning import autotune
 
 TILE = 256
-FOLD_ROWS = 16
-BUFFER_COLUMNS = 4096  # of one cuBLAS product on the second way
+REDUCE_ROWS = 16  # rows of a program of the reduction kernel
+BUFFER_COLUMNS = 4096  # columns of one cuBLAS GEMM
 LOG2_E = math.log2(math.e)
 
 
 class Logits(NamedTuple):
-    """Relative logits of the rows of a chunk and what restores them.
+    """Relative logits of the rows of a chunk, with their tiles' shifts and sums of exponentials.
 
     Attributes:
         values: `z - shift`, [n, V], fp16 or fp32, rows `stride(0)` apart.
@@ -56,12 +56,12 @@ class Logits(NamedTuple):
     total_hard: torch.Tensor
 
     def rows(self, n: int) -> Logits:
-        """The first `n` rows."""
+        """Return the first `n` rows."""
         return Logits(self.values[:n], self.shift[:n], self.total[:n], self.total_hard[:n])
 
 
 class Transform(NamedTuple):
-    """`z = cap * tanh(scale * raw / cap)` (cap 0: none), the temperature, and whether sums at T = 1 are needed too."""
+    """Transform of raw logits, `z = cap * tanh(scale * raw / cap)` (cap 0: none), and the temperatures of the sums."""
 
     scale: float
     softcap: float
@@ -69,8 +69,8 @@ class Transform(NamedTuple):
     both_temperatures: bool
 
 
-class HardRows(NamedTuple):
-    """What turns logits of a chunk's rows into the gradient of their hard-label loss, as `run_rows` would.
+class HardLabelRows(NamedTuple):
+    """Arguments of the hard-label gradient that the projection writes in place of a chunk's logits.
 
     Attributes:
         labels, row_scale: of all tokens, [N].
@@ -90,10 +90,10 @@ class HardRows(NamedTuple):
     z_loss: float
 
 
-def fits_blocks(head: Head, hidden: torch.Tensor) -> bool:
-    """True where the persistent kernel can serve: 16-bit models and rows aligned to 16 bytes."""
-    narrow = hidden.dtype in (torch.bfloat16, torch.float16) and head.lora_a is None
-    return narrow and has_aligned_rows(hidden) and has_aligned_rows(head.weight)
+def fits_fused_projection(head: Head, hidden: torch.Tensor) -> bool:
+    """Return whether the persistent kernel applies: 16-bit operands, rows aligned to 16 bytes, no LoRA."""
+    low_precision = hidden.dtype in (torch.bfloat16, torch.float16) and head.lora_a is None
+    return low_precision and has_aligned_rows(hidden) and has_aligned_rows(head.weight)
 
 
 def project(
@@ -101,38 +101,43 @@ def project(
     hidden: torch.Tensor,
     out: Logits,
     transform: Transform,
-    hard: HardRows | None = None,
+    hard: HardLabelRows | None = None,
     *,
     descriptors: bool = True,
 ) -> None:
-    """Fill `out` with the relative logits of `hidden` [n, H] under `head`, of one dtype; of `hard` rows,
-    `out.values` (of that dtype then) with the gradient of their loss, and nothing else.
+    """Fill `out` with the relative logits of `hidden` [n, H] under `head`, of one dtype.
 
-    `descriptors=False` takes the second way even where the first would do.
+    With `hard`, `out.values` (of that dtype then) receives the gradient of the rows' loss, and nothing else is
+    written. `descriptors=False` takes cuBLAS and the reduction kernel even where the fused kernel applies.
     """
     if out.values.shape[1] == 0:  # a rank without columns
         return
-    way, launch = FOLD, functools.partial(_project, head, hidden, out, transform, hard)
+    candidate, launch = CUBLAS, functools.partial(_project, head, hidden, out, transform, hard)
     facts = device_facts(hidden.device)
     # gradients stored through pointers would not keep to their registers
-    if descriptors and fits_blocks(head, hidden) and (hard is None or facts.tma):
-        ways = ways_of(facts)
+    if descriptors and fits_fused_projection(head, hidden) and (hard is None or facts.tma):
+        candidates = projection_candidates(facts)
         shape = (*map(next_power_of_2, hidden.shape), next_power_of_2(out.values.shape[1]), hidden.dtype)
-        way = fastest("logits", shape, ways, launch, hidden.device)
-    launch(way)
+        candidate = autotune("logits", shape, candidates, launch, hidden.device)
+    launch(candidate)
 
 
 def _project(
-    head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, hard: HardRows | None, way: ProductTile
+    head: Head,
+    hidden: torch.Tensor,
+    out: Logits,
+    transform: Transform,
+    hard: HardLabelRows | None,
+    candidate: MatmulTile,
 ) -> None:
-    if way == FOLD:
-        _project_by_tiles(head, hidden, out, transform, hard)
+    if candidate == CUBLAS:
+        _project_by_cublas(head, hidden, out, transform, hard)
     else:
-        _project_fused(head, hidden, out, transform, hard, way)
+        _project_fused(head, hidden, out, transform, hard, candidate)
 
 
-def _hard_arguments(hard: HardRows | None) -> tuple[tuple[object, ...] | None, torch.Tensor | None]:
-    """As kernels take it: Triton 3.6 cannot hand a tuple with None in it from function to function."""
+def _hard_arguments(hard: HardLabelRows | None) -> tuple[tuple[object, ...] | None, torch.Tensor | None]:
+    """Return `hard` as kernel arguments: Triton 3.6 cannot pass a tuple with None in it between functions."""
     return (None, None) if hard is None else ((*hard[:2], *hard[3:]), hard.rows)
 
 
@@ -147,8 +152,8 @@ def _flags(head: Head, transform: Transform) -> dict[str, object]:
     }
 
 
-class ProductTile(NamedTuple):
-    """Rows of a tile and columns of a step of the persistent kernel, its warps, and how many steps are in flight."""
+class MatmulTile(NamedTuple):
+    """Launch shape of the persistent kernel: rows of a tile, columns of a step, warps, pipeline stages."""
 
     rows: int
     steps: int
@@ -156,44 +161,49 @@ class ProductTile(NamedTuple):
     stages: int = 3
 
 
-FOLD = ProductTile(0, 0)  # products by cuBLAS
-LARGE = (
-    ProductTile(128, 64),
-    FOLD,
-    ProductTile(128, 64, 8, 2),
-    ProductTile(128, 32, 8, 4),
-    ProductTile(64, 64, 4),
-    ProductTile(64, 64, 8, 4),
+CUBLAS = MatmulTile(0, 0)  # GEMMs by cuBLAS and the reduction kernel
+LARGE_CANDIDATES = (
+    MatmulTile(128, 64),
+    CUBLAS,
+    MatmulTile(128, 64, 8, 2),
+    MatmulTile(128, 32, 8, 4),
+    MatmulTile(64, 64, 4),
+    MatmulTile(64, 64, 8, 4),
 )
-SMALL = (
-    ProductTile(64, 32),
-    FOLD,
-    ProductTile(64, 32, 4),
-    ProductTile(64, 64, 8, 2),
-    ProductTile(64, 32, 8, 4),
-    ProductTile(32, 32, 4),
-    ProductTile(32, 64, 4, 2),
+SMALL_CANDIDATES = (
+    MatmulTile(64, 32),
+    CUBLAS,
+    MatmulTile(64, 32, 4),
+    MatmulTile(64, 64, 8, 2),
+    MatmulTile(64, 32, 8, 4),
+    MatmulTile(32, 32, 4),
+    MatmulTile(32, 64, 4, 2),
 )
 
 
-def ways_of(facts: DeviceFacts) -> tuple[ProductTile, ...]:
-    """By which the logits can be made; the first where nothing is timed."""
-    ways = LARGE if facts.shared_bytes >= 160 << 10 else SMALL
-    return ways if facts.tma else (FOLD, *(way for way in ways if way != FOLD))
+def projection_candidates(facts: DeviceFacts) -> tuple[MatmulTile, ...]:
+    """Return the candidate launch shapes of the projection; the first is taken where nothing is timed."""
+    candidates = LARGE_CANDIDATES if facts.shared_bytes >= 160 << 10 else SMALL_CANDIDATES
+    return candidates if facts.tma else (CUBLAS, *(candidate for candidate in candidates if candidate != CUBLAS))
 
 
 def _project_fused(
-    head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, hard: HardRows | None, way: ProductTile
+    head: Head,
+    hidden: torch.Tensor,
+    out: Logits,
+    transform: Transform,
+    hard: HardLabelRows | None,
+    candidate: MatmulTile,
 ) -> None:
     (n, depth), vocab = hidden.shape, out.values.shape[1]
     tiles = cdiv(vocab, TILE)
     facts = device_facts(hidden.device)
-    programs = min(facts.multiprocessors, cdiv(n, way.rows) * tiles)
+    programs = min(facts.multiprocessors, cdiv(n, candidate.rows) * tiles)
     width = TILE if hard is None else TILE // 2
     _project_kernel[(programs,)](
-        blocks_of(hidden, way.rows, way.steps, facts.tma),
-        blocks_of(head.weight, TILE, way.steps, facts.tma),
-        blocks_of(out.values, way.rows, width, facts.tma),
+        blocks_of(hidden, candidate.rows, candidate.steps, facts.tma),
+        blocks_of(head.weight, TILE, candidate.steps, facts.tma),
+        blocks_of(out.values, candidate.rows, width, facts.tma),
         head.bias,
         tuple(out[1:]),
         *_hard_arguments(hard),
@@ -206,16 +216,16 @@ def _project_fused(
         LOG2_E / transform.temperature,
         **_flags(head, transform),
         MASKED=vocab % TILE != 0,
-        BLOCK_N=way.rows,
-        BLOCK_H=way.steps,
+        BLOCK_N=candidate.rows,
+        BLOCK_H=candidate.steps,
         TMA=facts.tma,
-        num_warps=way.warps,
-        num_stages=way.stages,
+        num_warps=candidate.warps,
+        num_stages=candidate.stages,
     )
 
 
-def _project_by_tiles(
-    head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, hard: HardRows | None
+def _project_by_cublas(
+    head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, hard: HardLabelRows | None
 ) -> None:
     n, vocab = out.values.shape
     tiles = cdiv(vocab, TILE)
@@ -224,12 +234,12 @@ def _project_by_tiles(
     for start in range(0, vocab, BUFFER_COLUMNS):
         stop = min(start + BUFFER_COLUMNS, vocab)
         raw = buffer[: n * (stop - start)].view(n, stop - start)
-        product_fp32(hidden, head.weight[start:stop].t(), raw)
+        matmul_fp32(hidden, head.weight[start:stop].t(), raw)
         if low is not None and head.lora_b is not None:
-            raw.add_(product_fp32(low, head.lora_b[start:stop].t(), torch.empty_like(raw)), alpha=head.lora_scale)
-        _fold_kernel[(cdiv(n, FOLD_ROWS), cdiv(stop - start, TILE))](
+            raw.add_(matmul_fp32(low, head.lora_b[start:stop].t(), torch.empty_like(raw)), alpha=head.lora_scale)
+        _reduce_tiles_kernel[(cdiv(n, REDUCE_ROWS), cdiv(stop - start, TILE))](
             raw,
-            blocks_of(out.values, FOLD_ROWS, TILE, False),
+            blocks_of(out.values, REDUCE_ROWS, TILE, False),
             head.bias,
             tuple(out[1:]),
             *_hard_arguments(hard),
@@ -242,13 +252,13 @@ def _project_by_tiles(
             transform.softcap or 1.0,
             LOG2_E / transform.temperature,
             **_flags(head, transform),
-            BLOCK_N=FOLD_ROWS,
+            BLOCK_N=REDUCE_ROWS,
             num_warps=8,
         )
 
 
-def product_fp32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`out = a b` with an fp32 result of operands in fp32, bf16 or fp16; the tensor cores stay in use on CUDA."""
+def matmul_fp32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Compute `out = a b` in fp32 from operands in fp32, bf16 or fp16, on tensor cores where there are any."""
     if a.shape[1] == 0:
         return out.zero_()
     if a.dtype == torch.float32:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from distill_kernels.launch import tl, triton
 from distill_kernels.layers.fast_math import exp
-from distill_kernels.losses.row_parts import hard_gradient, narrow, to_raw
+from distill_kernels.losses.row_functions import hard_gradient, raw_logit_gradient, to_int32
 from distill_kernels.operands import load_block, store_block
 
 
@@ -24,7 +24,7 @@ def _scale_and_cap(
     CAPPED: tl.constexpr,
     LOG2_E: tl.constexpr,
 ):
-    """Raw logits [rows, columns] without bias -> logits."""
+    """Return logits of raw ones [rows, columns]: bias, scale and soft cap applied."""
     if HAS_BIAS:
         z += tl.load(bias_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
     if SCALED:
@@ -58,8 +58,10 @@ def _store_tile(
     LOG2_E: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Of raw logits [rows, TILE] from `row` on the relative ones with shift, total, total at T = 1 (`numbers`), or the
-    gradient of `hard` rows. `exponent` is log2(e) / T."""
+    """Store the relative logits of raw ones [rows, TILE] with shift, total and total at T = 1 (`numbers`).
+
+    With `hard`, the gradient of the rows' hard-label loss is stored instead. `exponent` is log2(e) / T.
+    """
     rows = row + tl.arange(0, z.shape[0])
     column = tile * z.shape[1]
     if hard is not None:
@@ -68,7 +70,7 @@ def _store_tile(
         lse = tl.load(lse_ptr + rows, mask=inside, other=0.0)[:, None]
         if rows_ptr is not None:
             rows = tl.load(rows_ptr + rows, mask=inside, other=0)
-        label = narrow(tl.load(labels_ptr + rows, mask=inside, other=0), V)[:, None]
+        label = to_int32(tl.load(labels_ptr + rows, mask=inside, other=0), V)[:, None]
         row_scale = tl.load(scale_ptr + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
         weights = weight, smoothing, z_loss
         HALF: tl.constexpr = z.shape[1] // 2  # of a tile at a time, in half the registers
@@ -78,7 +80,7 @@ def _store_tile(
             start = column + half * HALF
             z = _scale_and_cap(halves[half], start + at, V, bias_ptr, scale, softcap, HAS_BIAS, SCALED, CAPPED, LOG2_E)
             g = hard_gradient(exp(z - lse), at[None, :], label - start, lse, whole_vocab, weights, True, True)
-            g = to_raw(g, z, row_scale, scale, 1.0 / softcap, SCALED, CAPPED)
+            g = raw_logit_gradient(g, z, row_scale, scale, 1.0 / softcap, SCALED, CAPPED)
             store_block(values_blocks, tl.where(row_scale == 0.0, 0.0, g), row, start, TMA)
     else:
         columns = column + tl.arange(0, z.shape[1])
@@ -168,7 +170,7 @@ def _project_kernel(
 
 
 @triton.jit
-def _fold_kernel(
+def _reduce_tiles_kernel(
     raw_ptr,
     values_blocks,
     bias_ptr,
@@ -191,7 +193,7 @@ def _fold_kernel(
     BLOCK_N: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Columns `first_tile * TILE` on of the raw logits lie in `raw_ptr` [N, ...] from its first column."""
+    """Reduce the tiles of `raw_ptr` [N, ...], the raw logits of columns `first_tile * TILE` and following."""
     row = tl.program_id(0) * BLOCK_N
     raw_blocks = raw_ptr, raw_stride, N, V - first_tile * TILE
     z = load_block(raw_blocks, row, tl.program_id(1) * TILE, BLOCK_N, TILE, False).to(tl.float32)

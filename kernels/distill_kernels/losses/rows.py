@@ -1,9 +1,9 @@
-"""The row kernel: from relative logits of both models to losses, statistics and, in place, the student's gradient.
+"""Row kernel: relative logits of both models to losses, statistics and, in place, the student's gradient.
 
-A small kernel joins the tiles' shifts and totals to the normalisers of a row's columns here, which the ranks that share
-the vocabulary (shards.py), or the only one, put together. Then one program a row sweeps its columns: with `l = log p`
+A small kernel reduces the tiles' shifts and totals to the normalisers of a row over this rank's columns; ranks that
+share the vocabulary (shards.py) combine theirs. Then one program a row sweeps its columns: with `l = log p`
 and `p = exp(l)` of both models per element, the table in divergence.py gives `f` and `g`. Divergences whose `sum(g)` is
-not known beforehand (all but forward KL) are swept once more before, and it is added up over the ranks.
+not known beforehand (all but forward KL) take one more sweep first, whose sums are added up over the ranks.
 
 Bytes a row, 16-bit logits: 4 V read and 2 V written; twice the reads with the extra sweep.
 """
@@ -16,22 +16,22 @@ from distill_kernels.launch import cdiv, next_power_of_2, tl, triton
 from distill_kernels.layers.fast_math import exp
 from distill_kernels.losses import terms
 from distill_kernels.losses.projection import TILE, Logits
-from distill_kernels.losses.row_parts import (
+from distill_kernels.losses.row_functions import (
     agreement_part,
-    all_divergences,
-    centred,
-    clear_row,
-    eights,
+    clamp_at_zero,
     hard_gradient,
     hard_loss,
     label_logprob,
     load_tiles,
     logit_at,
-    narrow,
+    logit_gradient,
     normaliser,
-    not_negative,
-    store_figures,
-    to_raw,
+    raw_logit_gradient,
+    reduce_by_8,
+    store_stats,
+    to_int32,
+    weighted_divergences,
+    zero_row,
 )
 from distill_kernels.losses.shards import VocabShard, join_normalisers
 from distill_kernels.losses.terms import Objective
@@ -50,7 +50,7 @@ def _all_normalisers(
     STATS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Maximum, log sum of exps at T and at T = 1 of a row, of the student and of the teacher (their tiles' numbers)."""
+    """Return a row's maximum and log sum of exponentials at T and at 1, of the student and then of the teacher."""
     start = row * tiles
     student_shift, student_total, student_hard = student
     teacher_shift, teacher_total, teacher_hard = teacher
@@ -70,7 +70,7 @@ def _all_normalisers(
 
 
 @triton.jit
-def _fold_rows_kernel(
+def _row_normalisers_kernel(
     student,
     teacher,
     norms_ptr,
@@ -83,7 +83,7 @@ def _fold_rows_kernel(
     STATS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """One row's six normalisers over the columns of this rank, for the ranks to join."""
+    """Store one row's six normalisers over this rank's columns, for the ranks to combine."""
     norms = _all_normalisers(
         student, teacher, tl.program_id(0).to(tl.int64), tiles, inverse_t, TEMPERED, HARD, HAS_TEACHER, STATS, TILES
     )
@@ -97,18 +97,18 @@ def _row_kernel(
     teacher,
     gradient_ptr,
     tokens,
-    figures,
+    outputs,
     joint,
     sizes,
     strides,
     inverse_t,
     weights,
-    shares,
+    parameters,
     stats_weights,
     hard,
     student_scale,
     inverse_cap,
-    first_rank,
+    owns_row_terms,
     KINDS: tl.constexpr,
     TEMPERED: tl.constexpr,
     HARD: tl.constexpr,
@@ -117,27 +117,27 @@ def _row_kernel(
     SCALED: tl.constexpr,
     CAPPED: tl.constexpr,
     HAS_TEACHER: tl.constexpr,
-    APART: tl.constexpr,
+    STABLE_TOP: tl.constexpr,
     GRADIENT: tl.constexpr,
     STATS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row, of whose columns V of `whole_vocab` are here; loss and statistics are these columns' parts.
+    """Compute one row over this rank's V of `whole_vocab` columns; loss and statistics are these columns' parts.
 
-    With `mean_ptr`: without `GRADIENT`, what `centred` needs goes there, summed over the columns here; with it, the
-    sums over all ranks come from there, and loss and statistics were made before.
+    With `sums_ptr` the row is swept twice: first without `GRADIENT`, which stores the sums that `logit_gradient` needs
+    there, over this rank's columns; then with it, which loads the sums over all ranks. The first computes the loss.
     """
     student_ptr, student_shift_ptr = student
     teacher_ptr, teacher_shift_ptr = teacher
     labels_ptr, scale_ptr, rows_ptr = tokens
-    loss_ptr, stats_ptr = figures
-    norms_ptr, mean_ptr = joint
+    loss_ptr, stats_ptr = outputs
+    norms_ptr, sums_ptr = joint
     V, whole_vocab, tiles = sizes
     student_stride, teacher_stride, gradient_stride, stats_stride, norms_stride = strides
-    HAS_MEAN: tl.constexpr = mean_ptr is not None
-    SUMS: tl.constexpr = HAS_MEAN and not GRADIENT
-    FIGURES: tl.constexpr = not (HAS_MEAN and GRADIENT)  # loss and statistics are made here
+    HAS_SUMS: tl.constexpr = sums_ptr is not None
+    MAKES_SUMS: tl.constexpr = HAS_SUMS and not GRADIENT
+    MAKES_LOSS: tl.constexpr = not (HAS_SUMS and GRADIENT)  # loss and statistics are made here
     here = tl.program_id(0).to(tl.int64)  # within the chunk
     row = here
     if rows_ptr is not None:
@@ -148,15 +148,15 @@ def _row_kernel(
     blocks = tl.cdiv(tiles, BLOCK)
     within = tl.arange(0, TILE)[None, :]
     if scale == 0.0:
-        if FIGURES:
+        if MAKES_LOSS:
             tl.store(loss_ptr + row, 0.0)
-        if SUMS:
-            for i in tl.static_range(3 if APART else 1):
-                tl.store(mean_ptr + i * norms_stride + here, 0.0)
-        if STATS and FIGURES:
-            store_figures(stats_ptr, stats_stride, row, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+        if MAKES_SUMS:
+            for i in tl.static_range(3 if STABLE_TOP else 1):
+                tl.store(sums_ptr + i * norms_stride + here, 0.0)
+        if STATS and MAKES_LOSS:
+            store_stats(stats_ptr, stats_stride, row, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
         if GRADIENT:
-            clear_row(gradient_ptr, V, blocks, within, BLOCK)
+            zero_row(gradient_ptr, V, blocks, within, BLOCK)
         return
 
     teacher_ptr += here * teacher_stride
@@ -172,7 +172,7 @@ def _row_kernel(
     student_label = 0.0
     teacher_label = 0.0
     if labels_ptr is not None:
-        label = narrow(tl.load(labels_ptr + row), V)
+        label = to_int32(tl.load(labels_ptr + row), V)
         student_label = logit_at(student_ptr, student_shift_ptr, label, V, TILE)
         student_label = label_logprob(student_label, label, lse1_s, V, whole_vocab)
         if HAS_TEACHER and STATS:
@@ -191,10 +191,10 @@ def _row_kernel(
     entropy_t = f_sum
     tops = f_sum
     sums = 0.0, 0.0, 0.0  # of g; of g and p_s without a token of p_s > 1/2
-    if HAS_MEAN and GRADIENT:
-        sums = tl.load(mean_ptr + here), 0.0, 0.0
-        if APART:
-            sums = sums[0], tl.load(mean_ptr + norms_stride + here), tl.load(mean_ptr + 2 * norms_stride + here)
+    if HAS_SUMS and GRADIENT:
+        sums = tl.load(sums_ptr + here), 0.0, 0.0
+        if STABLE_TOP:
+            sums = sums[0], tl.load(sums_ptr + norms_stride + here), tl.load(sums_ptr + 2 * norms_stride + here)
     for count in range(blocks):
         block = count
         if GRADIENT:
@@ -211,60 +211,60 @@ def _row_kernel(
         p_s = g
         p_t = g
         if len(KINDS) > 0:
-            f, g, p_s, p_t = all_divergences(log_s, log_t, weights, shares, KINDS)
-            if FIGURES:
-                f_sum += eights(f)
-            if SUMS:
-                g_sum += eights(g)
-                if APART:
-                    rest_g += eights(tl.where(p_s > 0.5, 0.0, g))
-                    rest_p += eights(tl.where(p_s > 0.5, 0.0, p_s))
+            f, g, p_s, p_t = weighted_divergences(log_s, log_t, weights, parameters, KINDS)
+            if MAKES_LOSS:
+                f_sum += reduce_by_8(f)
+            if MAKES_SUMS:
+                g_sum += reduce_by_8(g)
+                if STABLE_TOP:
+                    rest_g += reduce_by_8(tl.where(p_s > 0.5, 0.0, g))
+                    rest_p += reduce_by_8(tl.where(p_s > 0.5, 0.0, p_s))
         p1 = p_s  # the student at T = 1
         if (HARD or STATS) and (TEMPERED or len(KINDS) == 0):
             p1 = exp(z_s - lse1_s)
-        if FIGURES and SMOOTHED:
-            z_sum += eights(tl.where(columns < V, z_s, 0.0))
-        if FIGURES and STATS:
+        if MAKES_LOSS and SMOOTHED:
+            z_sum += reduce_by_8(tl.where(columns < V, z_s, 0.0))
+        if MAKES_LOSS and STATS:
             if TEMPERED:
                 log_s = z_s - lse1_s
-            entropy_s += eights(tl.where(p1 > 0.0, p1 * log_s, 0.0))
+            entropy_s += reduce_by_8(tl.where(p1 > 0.0, p1 * log_s, 0.0))
             if HAS_TEACHER:
                 if TEMPERED:
                     log_t = z_t - lse1_t
-                    stat_f += eights(all_divergences(log_s, log_t, stats_weights, shares, KINDS)[0])
+                    stat_f += reduce_by_8(weighted_divergences(log_s, log_t, stats_weights, parameters, KINDS)[0])
                 if TEMPERED or len(KINDS) == 0:
                     p_t = exp(log_t)
-                entropy_t += eights(tl.where(p_t > 0.0, p_t * log_t, 0.0))
+                entropy_t += reduce_by_8(tl.where(p_t > 0.0, p_t * log_t, 0.0))
                 top_s = z_s == student_max
                 top_t = z_t == teacher_max
-                tops += eights(tl.where(top_s & top_t, 1.0, tl.where(top_s | top_t, 2.0, 0.0)))
+                tops += reduce_by_8(tl.where(top_s & top_t, 1.0, tl.where(top_s | top_t, 2.0, 0.0)))
         if GRADIENT:
-            if HAS_MEAN:
-                g = centred(g, p_s, sums, APART)
+            if HAS_SUMS:
+                g = logit_gradient(g, p_s, sums, STABLE_TOP)
             g *= inverse_t
             if HARD:
                 g += hard_gradient(p1, columns, label, lse1_s, whole_vocab, hard, SMOOTHED, Z_LOSS)
-            g = to_raw(g, z_s, scale, student_scale, inverse_cap, SCALED, CAPPED)
+            g = raw_logit_gradient(g, z_s, scale, student_scale, inverse_cap, SCALED, CAPPED)
             tl.store(gradient_ptr + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
 
-    if SUMS:
-        tl.store(mean_ptr + here, tl.sum(g_sum))
-        if APART:
-            tl.store(mean_ptr + norms_stride + here, tl.sum(rest_g))
-            tl.store(mean_ptr + 2 * norms_stride + here, tl.sum(rest_p))
-    if FIGURES:
-        loss = not_negative(tl.sum(f_sum))
+    if MAKES_SUMS:
+        tl.store(sums_ptr + here, tl.sum(g_sum))
+        if STABLE_TOP:
+            tl.store(sums_ptr + norms_stride + here, tl.sum(rest_g))
+            tl.store(sums_ptr + 2 * norms_stride + here, tl.sum(rest_p))
+    if MAKES_LOSS:
+        loss = clamp_at_zero(tl.sum(f_sum))
         divergence = loss
         if TEMPERED:
-            divergence = not_negative(tl.sum(stat_f))
+            divergence = clamp_at_zero(tl.sum(stat_f))
         if HARD:
-            once = lse1_s * first_rank  # what belongs to a row, not to its columns
-            loss += hard_loss(student_label, tl.sum(z_sum), lse1_s, once, whole_vocab, hard, SMOOTHED, Z_LOSS)
+            row_lse = lse1_s * owns_row_terms
+            loss += hard_loss(student_label, tl.sum(z_sum), lse1_s, row_lse, whole_vocab, hard, SMOOTHED, Z_LOSS)
         tl.store(loss_ptr + row, loss * scale)
         if STATS:
             agreement = agreement_part(tl.sum(tops), V, whole_vocab)
             entropies = -tl.sum(entropy_s), -tl.sum(entropy_t)
-            store_figures(
+            store_stats(
                 stats_ptr,
                 stats_stride,
                 row,
@@ -272,13 +272,13 @@ def _row_kernel(
             )
 
 
-def fold_rows(student: Logits, other: Logits, temperature: float, **flags: bool) -> torch.Tensor:
-    """The normalisers of both models' rows over this rank's columns, maybe none, for the ranks to join: fp32 [6, n]."""
+def row_normalisers(student: Logits, other: Logits, temperature: float, **flags: bool) -> torch.Tensor:
+    """Return the normalisers of both models' rows over this rank's columns (perhaps none), fp32 [6, n]."""
     n, vocab = student.values.shape
     norms = torch.full((6, n), -float("inf"), dtype=torch.float32, device=student.values.device)
     if vocab:
         tiles = cdiv(vocab, TILE)
-        _fold_rows_kernel[(n,)](
+        _row_normalisers_kernel[(n,)](
             student[1:],
             other[1:],
             norms,
@@ -292,7 +292,7 @@ def fold_rows(student: Logits, other: Logits, temperature: float, **flags: bool)
     return norms
 
 
-def run_rows(
+def launch_row_loss(
     student: Logits,
     teacher: Logits | None,
     objective: Objective,
@@ -305,7 +305,7 @@ def run_rows(
     gradient: torch.Tensor | None,
     shard: VocabShard,
 ) -> torch.Tensor:
-    """Launch the row kernel over the n rows of `student`; their log sums of exps over all columns, fp32 [n].
+    """Launch the row kernel over the n rows of `student`; return their log sums of exponentials, fp32 [n].
 
     Args:
         student: the student's relative logits, [n, V].
@@ -316,7 +316,7 @@ def run_rows(
         stats: fp32 [7, N] with rows in order, or None.
         gradient: [n, V] in the dtype wanted; may be the memory of `student.values`. None: no gradient.
         shard: whose columns these are; V may be 0, and `labels` count from the first of them
-            (`VocabShard.own_labels`). `loss` and `stats` become parts, for the ranks to add up; `gradient` is whole.
+            (`VocabShard.local_labels`). `loss` and `stats` become parts, for the ranks to add up; `gradient` is whole.
     """
     o = objective
     n, vocab = student.values.shape
@@ -329,8 +329,8 @@ def run_rows(
         "HAS_TEACHER": teacher is not None,
         "STATS": stats is not None,
     }
-    norms = join_normalisers(shard.ranks.gather(fold_rows(student, other, o.temperature, **flags)))
-    mean = None
+    norms = join_normalisers(shard.ranks.all_gather(row_normalisers(student, other, o.temperature, **flags)))
+    sums = None
 
     def launch(gradient: torch.Tensor | None) -> None:
         if vocab == 0:
@@ -342,7 +342,7 @@ def run_rows(
             out,
             (labels, row_scale, rows),
             (loss, stats),
-            (norms, mean),
+            (norms, sums),
             (vocab, shard.vocab, cdiv(vocab, TILE)),
             (
                 student.values.stride(0),
@@ -358,13 +358,13 @@ def run_rows(
             (o.hard_weight, o.label_smoothing, o.z_loss),
             o.student_scale,
             1.0 / o.student_softcap if o.student_softcap else 0.0,
-            1.0 if shard.speaks else 0.0,
+            1.0 if shard.owns_row_terms else 0.0,
             KINDS=o.kinds,
             SMOOTHED=o.label_smoothing != 0.0,
             Z_LOSS=o.z_loss != 0.0,
             SCALED=o.student_scale != 1.0,
             CAPPED=o.student_softcap != 0.0,
-            APART=o.top_apart,
+            STABLE_TOP=o.stable_top,
             GRADIENT=gradient is not None,
             TILE=TILE,
             BLOCK=8,
@@ -373,8 +373,8 @@ def run_rows(
         )
 
     if gradient is not None and any(kind != terms.FORWARD_KL for kind in o.kinds):
-        mean = torch.zeros(3, n, dtype=torch.float32, device=loss.device)
+        sums = torch.zeros(3, n, dtype=torch.float32, device=loss.device)
         launch(None)
-        shard.ranks.add_(mean)
+        shard.ranks.all_reduce_(sums)
     launch(gradient)
     return norms[2]

@@ -1,6 +1,6 @@
-"""Scales of gradients made in the forward pass: the upstream gradient in place, without a host sync, and fp16's range.
+"""Scaling of gradients computed in the forward pass: by the upstream gradient, and into the range of fp16.
 
-The upstream gradient of a loss is most often 1. Only the device knows, so the kernel looks and returns at once.
+The upstream gradient of a loss is usually 1. To avoid a host sync the kernel itself checks, and returns at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _scale_kernel(gradient_ptr, factor_ptr, elements, BLOCK: tl.constexpr):
 
 
 def scale_gradient_(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """`gradient *= factor`, arithmetic in fp32 (fp64 for fp64), `factor` of one element; returns `gradient`."""
+    """Multiply `gradient` in place by `factor` (one element), in fp32 (fp64 for fp64); return `gradient`."""
     if runs_on_triton(gradient) and gradient.dtype != torch.float64 and gradient.is_contiguous():
         programs = min(cdiv(gradient.numel(), BLOCK), 1024)
         if programs:
@@ -39,13 +39,13 @@ def scale_gradient_(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tenso
     return gradient.mul_(factor)
 
 
-def hand_out(ctx: Any, upstream: torch.Tensor) -> Sequence[torch.Tensor | None]:
-    """`ctx.gradients`, made in the forward pass, times the upstream gradient, in place.
+def take_scaled_gradients(ctx: Any, upstream: torch.Tensor) -> Sequence[torch.Tensor | None]:
+    """Return `ctx.gradients`, computed in the forward pass, times the upstream gradient, in place.
 
-    No second reference to them is left, so that autograd takes them instead of copies.
+    `ctx` keeps no reference to them, so that autograd takes them without a copy.
 
     Raises:
-        RuntimeError: The second time.
+        RuntimeError: On a second call.
     """
     if ctx.gradients is None:
         raise RuntimeError(SECOND_BACKWARD)
@@ -57,10 +57,10 @@ def hand_out(ctx: Any, upstream: torch.Tensor) -> Sequence[torch.Tensor | None]:
     return gradients
 
 
-def power_of_two(row_scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """For fp16, whose small numbers vanish: `row_scale` raised by a power of two to about 1, and the way back.
+def fp16_safe_scale(row_scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return `row_scale` scaled by a power of two to about 1, and the inverse factor, for fp16; unchanged otherwise.
 
-    A gradient scaler raises the loss only after the gradient was made and rounded.
+    Small gradients underflow in fp16, and a gradient scaler acts only after the gradient was computed and rounded.
     """
     if dtype != torch.float16 or not row_scale.numel():
         return row_scale, None

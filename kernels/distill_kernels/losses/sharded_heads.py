@@ -1,4 +1,4 @@
-"""What a loss is given of heads that are cut over the vocabulary -> each rank's own rows, and who holds which columns.
+"""Resolution of vocabulary-sharded heads: each rank's own rows, and which rank holds which columns.
 
 Heads come as plain tensors beside `tp_group=`, or as DTensors. A DTensor that is sharded over its rows may be tensor
 parallel (same tokens on every rank) or FSDP2's (other tokens on every rank), and the tensor itself does not say which:
@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from distill_kernels.losses.arguments import WHOLE
+from distill_kernels.losses.arguments import WHOLE_TENSOR
 from distill_kernels.losses.mixture import TeacherHead
-from distill_kernels.losses.shards import Ranks, VocabShard, group_named
+from distill_kernels.losses.shards import Ranks, VocabShard, process_group_by_name
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -40,13 +40,13 @@ class Heads(NamedTuple):
     teacher_bias: torch.Tensor | None
 
 
-OF_ROWS = ("weight", "bias", "lora_b")  # how the names of tensors end that are cut over the vocabulary
+VOCAB_SHARDED = ("weight", "bias", "lora_b")  # last parts of names of tensors with a vocabulary dimension
 
 
-def own_heads(
+def local_heads(
     heads: Heads, tp_group: Any, vocab_size: int | None, teachers: Sequence[TeacherHead] = ()
 ) -> tuple[Heads, tuple[TeacherHead, ...], VocabShard | None]:
-    """This rank's rows of all heads, and the columns of every rank; None where each rank has whole heads.
+    """Return this rank's rows of all heads, and the columns of every rank (None where each rank has whole heads).
 
     Args:
         heads: plain tensors or DTensors.
@@ -65,12 +65,12 @@ def own_heads(
         return heads, tuple(teachers), None
     ranks = Ranks(_group_of(given, tp_group))
     local: dict[str, Any] = {name: _local(name, tensor) for name, tensor in given.items()}
-    plain_is_cut = tp_group is not None
+    plain_is_sharded = tp_group is not None
     widths: dict[str, int] = {}
     cuts: dict[str, Spans] = {}  # rows of each rank, padding included
     for model in ("student_", "teacher_", *(f"teachers[{number}]." for number in range(len(teachers)))):
         weight = given[f"{model}weight"]
-        if weight is not None and _is_cut(weight, plain_is_cut=plain_is_cut):
+        if weight is not None and _is_vocab_sharded(weight, plain_is_sharded=plain_is_sharded):
             cuts[model] = _spans(weight, ranks)
             widths[model] = cuts[model][-1][1]
         elif weight is not None:
@@ -90,10 +90,14 @@ def own_heads(
                     f"pad the smaller head before it is sharded, or pass one of them replicated"
                 )
         for name, tensor in local.items():
-            if tensor is None or not name.endswith(OF_ROWS) or _is_cut(given[name], plain_is_cut=plain_is_cut):
+            if (
+                tensor is None
+                or not name.endswith(VOCAB_SHARDED)
+                or _is_vocab_sharded(given[name], plain_is_sharded=plain_is_sharded)
+            ):
                 continue
             model = next((model for model in widths if name.startswith(model)), "student_")  # whose lora_b has no name
-            local[name] = _OwnRows.apply(tensor, ranks, cuts.get(model, spans))
+            local[name] = _LocalRows.apply(tensor, ranks, cuts.get(model, spans))
         shard = VocabShard(ranks, spans)
     several = tuple(
         teacher._replace(**{name: local[f"teachers[{number}].{name}"] for name in ("hidden", "weight", "bias")})
@@ -102,8 +106,8 @@ def own_heads(
     return Heads(**{name: local[name] for name in Heads._fields}), several, shard
 
 
-class _OwnRows(torch.autograd.Function):
-    """This rank's rows of a whole tensor; backward puts the gradient of all ranks' rows together."""
+class _LocalRows(torch.autograd.Function):
+    """This rank's rows of a whole tensor; backward gathers the gradient of all ranks' rows."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, ranks: Ranks, spans: Spans) -> torch.Tensor:
@@ -115,20 +119,20 @@ class _OwnRows(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         whole = gradient.new_zeros(ctx.shape)
         whole[slice(*ctx.spans[ctx.ranks.index])] = gradient
-        return ctx.ranks.complete_(whole, ctx.spans), None, None
+        return ctx.ranks.broadcast_rows_(whole, ctx.spans), None, None
 
 
 def _is_dtensor(tensor: object) -> bool:
     return type(tensor).__name__ == "DTensor"  # where it is one, its module is loaded
 
 
-def _is_cut(tensor: Any, *, plain_is_cut: bool) -> bool:
-    """Whether `tensor` is its rank's rows only."""
-    return tensor.placements[0].is_shard() if _is_dtensor(tensor) else plain_is_cut
+def _is_vocab_sharded(tensor: Any, *, plain_is_sharded: bool) -> bool:
+    """Return whether `tensor` holds its rank's rows only."""
+    return tensor.placements[0].is_shard() if _is_dtensor(tensor) else plain_is_sharded
 
 
 def _group_of(given: dict[str, Any], tp_group: Any) -> Any:
-    """The process group over which the vocabulary is cut."""
+    """Return the process group over which the vocabulary is cut."""
     import torch.distributed as dist
 
     by_name = tp_group is None
@@ -143,7 +147,7 @@ def _group_of(given: dict[str, Any], tp_group: Any) -> Any:
             continue
         mesh = tensor.device_mesh
         if by_name and mesh.mesh_dim_names != ("tp",):
-            raise ValueError(f"{name}: expected {WHOLE}, got a DTensor on {mesh}")
+            raise ValueError(f"{name}: expected {WHOLE_TENSOR}, got a DTensor on {mesh}")
         group = mesh.get_group() if mesh.ndim == 1 else None
         if group is None or (
             tp_group is not None and dist.get_process_group_ranks(group) != dist.get_process_group_ranks(tp_group)
@@ -154,18 +158,18 @@ def _group_of(given: dict[str, Any], tp_group: Any) -> Any:
 
 
 def _local(name: str, tensor: Any) -> torch.Tensor | None:
-    """The plain tensor of this rank."""
+    """Return the plain tensor of this rank."""
     if not _is_dtensor(tensor):
         return tensor
     (placement,) = tensor.placements
-    if not (placement.is_replicate() or (name.endswith(OF_ROWS) and placement.is_shard(0))):
-        allowed = "Shard(0) or Replicate()" if name.endswith(OF_ROWS) else "Replicate()"
+    if not (placement.is_replicate() or (name.endswith(VOCAB_SHARDED) and placement.is_shard(0))):
+        allowed = "Shard(0) or Replicate()" if name.endswith(VOCAB_SHARDED) else "Replicate()"
         raise ValueError(f"{name}: expected a DTensor of placement {allowed}, got {placement}")
     return tensor.to_local()
 
 
 def _spans(weight: Any, ranks: Ranks) -> Spans:
-    """The rows of each rank of a cut head."""
+    """Return the row range of each rank of a sharded head."""
     if _is_dtensor(weight):
         size = -(-weight.shape[0] // ranks.size)  # as torch.chunk cuts
         stops = [min((rank + 1) * size, weight.shape[0]) for rank in range(ranks.size)]
@@ -179,19 +183,19 @@ _counts: Any = WeakTensorKeyDictionary()
 
 @torch.compiler.assume_constant_result
 def _row_counts(weight: torch.Tensor, group_name: str) -> list[int]:
-    """How many rows of a plain head every rank holds: exchanged, with a host sync, once for each tensor object.
+    """Return every rank's number of rows of a plain head: exchanged once for each tensor object, with a host sync.
 
-    Under torch.compile that is while it traces, which all ranks do at the same call.
+    Under torch.compile the exchange happens while tracing, which all ranks do at the same call.
     """
-    group, known = group_named(group_name), _counts.get(weight)
+    group, known = process_group_by_name(group_name), _counts.get(weight)
     if known is None or known[0] is not group:  # a later group may have an earlier one's name
         own = torch.tensor([weight.shape[0]], device=weight.device)
-        known = _counts[weight] = group, Ranks(group).gather(own).flatten().tolist()
+        known = _counts[weight] = group, Ranks(group).all_gather(own).flatten().tolist()
     return known[1]
 
 
 def _checked_vocab(widths: dict[str, int], vocab_size: int | None) -> int:
-    """Columns that count, of whole heads of these widths."""
+    """Return the number of columns that count, given the widths of whole heads."""
     for model, width in widths.items():
         if vocab_size is not None and not 0 < vocab_size <= width:
             raise ValueError(f"vocab_size: expected 1 to {width}, the rows of {model}weight, got {vocab_size}")

@@ -1,17 +1,17 @@
-"""A head whose vocabulary is cut over the ranks of a group: who holds which columns, and what crosses the wire.
+"""Vocabulary sharding of a head over the ranks of a group: column ranges and collectives.
 
 Under tensor parallelism every rank holds some rows of both [V, H] heads, while hidden states, labels and the loss are
-the same on all ranks. Logits never leave their rank. Of each token cross the wire
+the same on all ranks. Logits never leave their rank. Communicated for each token:
 
     six fp32 numbers, gathered: maximum and log sum of exps of both models (at T and at T = 1)
     one more, summed, where the divergence is not forward KL: sum(g), which the gradient needs (divergence.py)
     one or, with statistics, eight, summed once at the end: the loss and `TokenStats`
-    of a teacher of K tokens, K summed, the student's logits there, and the tail's normaliser with the gathered ones
-    of several teachers two more for each but the first, gathered: what normalises the mixture so far and the newcomer
+    with a top-K teacher, K summed, the student's logits there, and the tail's normaliser with the gathered ones
+    with several teachers two more for each but the first, gathered: normalisers of the running mixture and the next
     Hs of dx, summed in fp32: each rank's part comes out of its product in fp32 and the sum is rounded once
 
 Every rank must make the same calls in the same order, so that all cut the batch into the same chunks. A process that
-has the whole vocabulary takes the same path by itself (`OneRank`).
+has the whole vocabulary takes the same path by itself (`SingleRank`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-OUTSIDE = -1  # a label that no rank holds, kept by the rank that speaks: its probability is 0
+OUTSIDE = -1  # a label that no rank holds, kept by the rank that owns the row terms: its probability is 0
 ON_ANOTHER_RANK = -2  # a label among another rank's columns
 
 
 class Ranks:
-    """The processes of a group, as the losses use them.
+    """Collectives over the processes of a group.
 
     Args:
         group: a torch.distributed process group that this process belongs to.
@@ -38,8 +38,8 @@ class Ranks:
         self.group = group
         self.index, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All ranks' tensors of one shape, [ranks, *shape]."""
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' tensors of one shape, [ranks, *shape]."""
         import torch.distributed as dist
 
         out = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
@@ -48,22 +48,22 @@ class Ranks:
         gather(out, tensor.contiguous(), group=self.group)
         return out.view(self.size, *tensor.shape)
 
-    def add_(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace `tensor` by its sum over the ranks, in place."""
-        self.add_later(tensor)()
+        self.all_reduce_async(tensor)()
         return tensor
 
-    def add_later(self, tensor: torch.Tensor) -> Callable[[], object]:
-        """As `add_`, beside what follows: the sum is there once the returned function was called."""
+    def all_reduce_async(self, tensor: torch.Tensor) -> Callable[[], object]:
+        """Start `all_reduce_`; the sum is in `tensor` once the returned function has been called."""
         import torch.distributed as dist
 
         return dist.all_reduce(tensor, group=self.group, async_op=True).wait
 
-    def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The largest over the ranks, elementwise."""
-        return self.gather(tensor).amax(0)
+    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the elementwise maximum over the ranks."""
+        return self.all_gather(tensor).amax(0)
 
-    def complete_(self, tensor: torch.Tensor, spans: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    def broadcast_rows_(self, tensor: torch.Tensor, spans: tuple[tuple[int, int], ...]) -> torch.Tensor:
         """Fill rows `spans[rank]` of every rank's `tensor` from that rank's own."""
         import torch.distributed as dist
 
@@ -73,24 +73,24 @@ class Ranks:
         return tensor
 
 
-class OneRank(Ranks):
-    """A process that holds the whole vocabulary: nothing is told to anybody."""
+class SingleRank(Ranks):
+    """Collectives of a single process that holds the whole vocabulary: no communication."""
 
     def __init__(self) -> None:
         self.index, self.size = 0, 1
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor[None]
 
-    def add_later(self, tensor: torch.Tensor) -> Callable[[], object]:
+    def all_reduce_async(self, tensor: torch.Tensor) -> Callable[[], object]:
         return lambda: None
 
 
 class VocabShard(NamedTuple):
-    """Which columns of the vocabulary every rank computes.
+    """Column ranges of the vocabulary over the ranks.
 
     Attributes:
-        ranks: the group (`Ranks`, or what stands for it in a test).
+        ranks: the group.
         spans: (first, one past the last) column of each rank, in order, without the columns that are padding.
     """
 
@@ -99,8 +99,8 @@ class VocabShard(NamedTuple):
 
     @staticmethod
     def whole(vocab: int) -> VocabShard:
-        """All columns on one rank."""
-        return VocabShard(OneRank(), ((0, vocab),))
+        """Return a shard of all columns on one rank."""
+        return VocabShard(SingleRank(), ((0, vocab),))
 
     @property
     def start(self) -> int:
@@ -109,48 +109,48 @@ class VocabShard(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Columns of this rank; 0 where others hold all that count."""
+        """Number of columns of this rank; 0 where others hold all that count."""
         start, stop = self.spans[self.ranks.index]
         return stop - start
 
     @property
-    def speaks(self) -> bool:
-        """Whether this rank, the first that has columns, adds what belongs to a row and not to its columns."""
+    def owns_row_terms(self) -> bool:
+        """True on the first rank that has columns, which adds the terms of a row that belong to no column."""
         return self.ranks.index == next((rank for rank, (start, stop) in enumerate(self.spans) if stop > start), 0)
 
     @property
-    def widest(self) -> int:
-        """The most columns of any rank, by which all plan their chunks."""
+    def max_columns(self) -> int:
+        """Largest number of columns of any rank; all ranks plan their chunks by it."""
         return max(stop - start for start, stop in self.spans)
 
     @property
     def vocab(self) -> int:
-        """Columns of all ranks."""
+        """Number of columns of all ranks."""
         return self.spans[-1][1]
 
-    def own_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Labels as columns of this rank, `ON_ANOTHER_RANK`, or (the rank that speaks) `OUTSIDE`."""
+    def local_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Return labels as columns of this rank, `ON_ANOTHER_RANK`, or, on the owner of the row terms, `OUTSIDE`."""
         own = labels - self.start
         own = torch.where((own >= 0) & (own < self.columns), own, ON_ANOTHER_RANK)
-        if self.speaks:
+        if self.owns_row_terms:
             own = torch.where((labels < 0) | (labels >= self.vocab), OUTSIDE, own)
         return own
 
     def encode(self) -> str:
-        """As text, for operators whose arguments must be plain."""
+        """Return the shard as text, for operators whose arguments must be plain."""
         spans = ",".join(f"{start}:{stop}" for start, stop in self.spans)
         return f"{spans} {self.ranks.group.group_name}"
 
     @staticmethod
     def decode(text: str) -> VocabShard:
-        """The inverse of `encode`."""
+        """Return the shard that `encode` made `text` of."""
         spans, name = text.split(" ", 1)
         pairs = (span.split(":") for span in spans.split(","))
-        return VocabShard(Ranks(group_named(name)), tuple((int(start), int(stop)) for start, stop in pairs))
+        return VocabShard(Ranks(process_group_by_name(name)), tuple((int(start), int(stop)) for start, stop in pairs))
 
 
-def group_named(name: str) -> Any:
-    """The process group whose `group_name` this is."""
+def process_group_by_name(name: str) -> Any:
+    """Return the process group whose `group_name` is `name`."""
     from torch.distributed import distributed_c10d
 
     resolve: Any = distributed_c10d._resolve_process_group
@@ -158,9 +158,9 @@ def group_named(name: str) -> Any:
 
 
 def join_normalisers(parts: torch.Tensor, period: int = 3) -> torch.Tensor:
-    """Maxima and logs of sums of exps over each rank's columns, [ranks, numbers, n] -> over all columns, [numbers, n].
+    """Combine normalisers over each rank's columns, [ranks, numbers, n], to those over all columns, [numbers, n].
 
-    The first of every `period` numbers is a maximum: of both models, with the log sums at T and at T = 1, period 3.
+    The first of every `period` numbers is a maximum, the others are log sums of exponentials (period 3: at T and 1).
     """
     if len(parts) == 1:
         return parts[0]

@@ -1,4 +1,4 @@
-"""What a distillation loss is made of: weighted terms, checked once and reduced to the numbers that kernels need."""
+"""Definition of a distillation loss: weighted terms, validated and reduced to the numbers that the kernels need."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ DIVERGENCES = {
 }
 
 
-def plain(value: Any, name: str = "terms") -> Any:
-    """The number in a tensor [], which a cache would know by its identity, not its value; other values as they are.
+def plain_number(value: Any, name: str = "terms") -> Any:
+    """Return the number in a zero-dimensional tensor, since caches key tensors by identity; other values unchanged.
 
     Raises:
-        ValueError: naming the setting, whose tensor lies on a GPU: to read it would wait for all that the GPU does.
+        ValueError: naming the setting whose tensor lies on a GPU, where reading it would be a host sync.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -39,7 +39,7 @@ class LossTerm(NamedTuple):
 
     Attributes:
         type: forward_kl, reverse_kl, jsd, skew_forward_kl, skew_reverse_kl, tvd or cross_entropy.
-        weight: what the term is multiplied by, >= 0. A term of weight 0 is not computed.
+        weight: factor of the term, >= 0. A term of weight 0 is not computed.
         beta: the teacher's share of the mixture, for jsd only, in [0, 1]; 0.5 if not given.
         alpha: the skew, for skew_forward_kl and skew_reverse_kl only, in [0, 1); 0.1 if not given.
     """
@@ -51,7 +51,7 @@ class LossTerm(NamedTuple):
 
 
 class TokenStats(NamedTuple):
-    """Figures for every token, fp32 [N], at temperature 1, natural logarithms; zero on rows that were skipped.
+    """Statistics of every token, fp32 [N], at temperature 1, natural logarithms; zero on rows that were skipped.
 
     Attributes:
         divergence: the weighted sum of the loss's divergence terms (at temperature 1, without the factor T^2).
@@ -104,23 +104,23 @@ class Objective(NamedTuple):
         return bool(self.kinds)
 
     @property
-    def top_apart(self) -> bool:
-        """True where `g - p_s sum(g)` cancels at a token of which the student is sure; see `divergence.centred`."""
+    def stable_top(self) -> bool:
+        """True where `g - p_s sum(g)` cancels at p_s near 1 and takes another form; see `divergence.logit_gradient`."""
         return SKEW_FORWARD_KL in self.kinds
 
     def encode(self) -> str:
-        """As text, for operators whose arguments must be plain."""
+        """Return the objective as text, for operators whose arguments must be plain."""
         return _as_text(tuple(self))
 
     @staticmethod
     def decode(text: str) -> Objective:
-        """The inverse of `encode`."""
+        """Return the objective that `encode` made `text` of."""
         kinds, weights, parameters, divergence_weights, *rest = json.loads(text)
         return Objective(tuple(kinds), tuple(weights), tuple(parameters), tuple(divergence_weights), *rest)
 
 
 def _check_range(name: str, value: float, low: float, high: float = math.inf, *, open_high: bool = False) -> float:
-    """`value` as a float within [low, high] (or [low, high)), or a ValueError that names it."""
+    """Return `value` as a float within [low, high] (or [low, high)), or a ValueError that names it."""
     number = float(value)
     inside = low <= number < high if open_high else low <= number <= high
     if not inside or math.isinf(number):

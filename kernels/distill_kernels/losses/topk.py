@@ -1,4 +1,4 @@
-"""Distillation from a teacher that is data: `FusedTopKKLLoss` takes K tokens of each position and what it says of them.
+"""Distillation from stored top-K log-probabilities of a teacher: `FusedTopKKLLoss`.
 
 Hidden states and the student's head go through the same driver as with a teacher's head (linear.py, fused.py); the
 rows' arithmetic is in topk_rows.py, its kernel in topk_kernel.py.
@@ -21,7 +21,7 @@ from distill_kernels.losses.topk_rows import TAILS, TopK
 class FusedTopKKLLoss(FusedDistillationLoss):
     """KL divergence from a teacher's K log-probabilities a token, plus hard labels, without the logits of the batch.
 
-    Which is biased, and how:
+    The bias of each tail:
 
     - `tail="bucket"`: the exact divergence between both distributions with all other tokens taken as one. By the data
       processing inequality it is at most the full divergence: it is blind to how the tail's mass is spread, and its
@@ -112,7 +112,7 @@ class FusedTopKKLLoss(FusedDistillationLoss):
         return_stats: bool = False,
         tp_group: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
-        """The loss, and its gradient for the student's tensors if autograd asks for it.
+        """Compute the loss, and its gradient for the student's tensors if autograd requires it.
 
         Args:
             student_hidden: [N, H] or [..., H].
@@ -157,5 +157,5 @@ class FusedTopKKLLoss(FusedDistillationLoss):
         return fused_loss(self._settings(), inputs, return_stats, top=top, tp_group=tp_group)
 
     def extra_repr(self) -> str:
-        """Terms, temperature and tail, for `print(module)`."""
+        """Return terms, temperature and tail, for `print(module)`."""
         return f"{super().extra_repr()}, tail={self.tail!r}"

@@ -1,11 +1,11 @@
-"""The row kernel for a teacher of K tokens: the student's relative logits to loss, statistics and gradient, in place.
+"""Row kernel for a top-K teacher: the student's relative logits to loss, statistics and gradient, in place.
 
 One program a row; the formulas are in topk_rows.py. topk_shards.py gathers the K logits beforehand, from all ranks that
 share the vocabulary, and sums the tail; outcomes are computed by every rank, gradients and statistics over its own
 columns. The gradient's sweep runs backwards over the whole row, and the K gradients are scattered over what it wrote.
 
 Bytes a row, 16-bit logits: 2 V read and 2 V written, and 2 V read once more, less what L2 keeps, for statistics or
-label smoothing. The teacher's part is 32 to 64 sectors: nothing.
+label smoothing. The teacher's part is 32 to 64 sectors, which is negligible.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 from distill_kernels.launch import cdiv, next_power_of_2, tl, triton
 from distill_kernels.layers.fast_math import LOG2_E, exp, exp2
 from distill_kernels.losses.projection import TILE, Logits
-from distill_kernels.losses.row_parts import (
+from distill_kernels.losses.row_functions import (
     agreement_part,
-    all_divergences,
-    clear_row,
+    clamp_at_zero,
     hard_gradient,
     hard_loss,
     label_logprob,
     load_tiles,
     logit_at,
-    narrow,
-    not_negative,
-    store_figures,
-    to_raw,
+    raw_logit_gradient,
+    store_stats,
+    to_int32,
+    weighted_divergences,
+    zero_row,
 )
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective
@@ -49,7 +49,7 @@ def _top_k_kernel(
     strides,
     inverse_t,
     weights,
-    shares,
+    parameters,
     stats_factor,
     hard,
     student_scale,
@@ -66,13 +66,15 @@ def _top_k_kernel(
     SCALED: tl.constexpr,
     CAPPED: tl.constexpr,
     GRADIENT: tl.constexpr,
-    SPEAKS: tl.constexpr,
+    OWNS_ROW_TERMS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One row, of whose columns V from `start` on are here, with what all ranks hold given (`Joint`). Loss and
-    statistics are these columns' parts; what belongs to the row and not to columns is added where it `SPEAKS`."""
+    """Compute one row over this rank's V columns from `start` on, given the values joined over ranks (`JoinedTopK`).
+
+    Loss and statistics are these columns' parts; terms of the row as a whole are added where `OWNS_ROW_TERMS`.
+    """
     values_ptr, shift_ptr = student
     ids_ptr, given_ptr = teacher
     labels_ptr, scale_ptr, rows_ptr = tokens
@@ -96,9 +98,9 @@ def _top_k_kernel(
     if scale == 0.0:
         tl.store(loss_ptr + row, 0.0)
         if STATS:
-            store_figures(stats_ptr, stats_stride, row, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+            store_stats(stats_ptr, stats_stride, row, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
         if GRADIENT:
-            clear_row(gradient_ptr, V, blocks, within, BLOCK)
+            zero_row(gradient_ptr, V, blocks, within, BLOCK)
         return
 
     student_max = tl.load(norms_ptr + here)
@@ -108,17 +110,17 @@ def _top_k_kernel(
     lane = tl.arange(0, LANES)
     given = tl.load(given_ptr + row * given_stride + lane, mask=lane < K, other=-float("inf")).to(tl.float32)
     used = given != -float("inf")
-    ids = narrow(tl.load(ids_ptr + row * ids_stride + lane, mask=lane < K, other=-1), whole_vocab)
+    ids = to_int32(tl.load(ids_ptr + row * ids_stride + lane, mask=lane < K, other=-1), whole_vocab)
     ids -= start
-    there = used & (ids >= 0) & (ids < V)
+    held = used & (ids >= 0) & (ids < V)
     z_top = tl.load(top_ptr + here * K + lane, mask=lane < K, other=-float("inf"))
     label = tl.full((), -1, tl.int32)
     at_label = 0.0
     if HAS_LABELS:
-        label = narrow(tl.load(labels_ptr + row), V)
+        label = to_int32(tl.load(labels_ptr + row), V)
         at_label = logit_at(values_ptr, shift_ptr, label, V, TILE)
         if SOFT and BUCKET:  # the row holds -inf where the label is one of the K
-            at_label = tl.maximum(at_label, tl.max(tl.where(there & (ids == label), z_top, -float("inf")), 0))
+            at_label = tl.maximum(at_label, tl.max(tl.where(held & (ids == label), z_top, -float("inf")), 0))
         at_label = label_logprob(at_label, label, lse1, V, whole_vocab)
     tl.debug_barrier()  # gradients take the place of what every warp has read
     z_sum = tl.zeros((BLOCK, TILE), tl.float32)
@@ -139,9 +141,9 @@ def _top_k_kernel(
     entropy_total = tl.sum(entropy)
     if SOFT and BUCKET:  # what the sweep did not see
         if SMOOTHED:
-            z_total += tl.sum(tl.where(there, z_top, 0.0), 0)
+            z_total += tl.sum(tl.where(held, z_top, 0.0), 0)
         if STATS:
-            p = tl.where(there, tl.exp(z_top - lse1), 0.0)
+            p = tl.where(held, tl.exp(z_top - lse1), 0.0)
             entropy_total += tl.sum(tl.where(p > 0.0, p * (z_top - lse1), 0.0), 0)
 
     # outcomes: lanes 0 to K - 1 the tokens, lane K the others
@@ -155,7 +157,7 @@ def _top_k_kernel(
             total = tl.sum(w, 0)
             log_s = z_top * inverse_t - lse
             f = tl.where(w > 0.0, w * (given - log_s), 0.0)
-            loss = weights[0] * not_negative(tl.sum(f, 0) + (1.0 - total))
+            loss = weights[0] * clamp_at_zero(tl.sum(f, 0) + (1.0 - total))
             slope = weights[0] * inverse_t * (total * tl.exp(log_s) - w)
             others = weights[0] * inverse_t * total
         else:
@@ -172,8 +174,8 @@ def _top_k_kernel(
             if not BUCKET:
                 peak = tl.max(log_t, 0)
                 log_t -= peak + tl.log(tl.sum(tl.exp(log_t - peak), 0))
-            f, g_top, p_s, _ = all_divergences(log_s, log_t, weights, shares, KINDS)
-            loss = not_negative(tl.sum(f, 0))
+            f, g_top, p_s, _ = weighted_divergences(log_s, log_t, weights, parameters, KINDS)
+            loss = clamp_at_zero(tl.sum(f, 0))
             slope = (g_top - p_s * tl.sum(g_top, 0)) * inverse_t
             if BUCKET:
                 others = tl.sum(tl.where(lane == K, slope, 0.0), 0)
@@ -189,37 +191,37 @@ def _top_k_kernel(
                 g = others * exp2(z * rate - base * LOG2_E)
             if HARD:
                 g += hard_gradient(exp(z - lse1), columns, label, lse1, whole_vocab, hard, SMOOTHED, Z_LOSS)
-            g = to_raw(g, z, scale, student_scale, inverse_cap, SCALED, CAPPED)
+            g = raw_logit_gradient(g, z, scale, student_scale, inverse_cap, SCALED, CAPPED)
             tl.store(gradient_ptr + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
         if SOFT:
             tl.debug_barrier()
             g_top = slope
             if HARD:
                 g_top += hard_gradient(exp(z_top - lse1), ids, label, lse1, whole_vocab, hard, SMOOTHED, Z_LOSS)
-            g_top = to_raw(g_top, z_top, scale, student_scale, inverse_cap, SCALED, CAPPED)
-            tl.store(gradient_ptr + ids, g_top.to(gradient_ptr.dtype.element_ty), mask=there)
+            g_top = raw_logit_gradient(g_top, z_top, scale, student_scale, inverse_cap, SCALED, CAPPED)
+            tl.store(gradient_ptr + ids, g_top.to(gradient_ptr.dtype.element_ty), mask=held)
 
-    once = lse1
-    if not SPEAKS:
+    row_lse = lse1
+    if not OWNS_ROW_TERMS:
         loss = 0.0
-        once = 0.0
+        row_lse = 0.0
     divergence = loss * stats_factor
     if HARD:
-        loss += hard_loss(at_label, z_total, lse1, once, whole_vocab, hard, SMOOTHED, Z_LOSS)
+        loss += hard_loss(at_label, z_total, lse1, row_lse, whole_vocab, hard, SMOOTHED, Z_LOSS)
     tl.store(loss_ptr + row, loss * scale)
     if STATS:
-        own = there & (z_top == student_max)
-        theirs = there & (given == tl.max(given, 0))
+        own = held & (z_top == student_max)
+        theirs = held & (given == tl.max(given, 0))
         tops = tl.where(own & theirs, 1.0, tl.where(own | theirs, 2.0, 0.0))
         if not (SOFT and BUCKET):  # the sweep saw them too
             tops -= tl.where(own, 2.0, 0.0)
         agreement = agreement_part(2.0 * tl.sum(highest) + tl.sum(tops, 0), V, whole_vocab)
-        store_figures(
+        store_stats(
             stats_ptr, stats_stride, row, (divergence, -at_label, -entropy_total, 0.0, agreement, at_label, 0.0)
         )
 
 
-def run_top_k_rows(
+def launch_top_k_row_loss(
     student: Logits,
     teacher: Logits | None,
     objective: Objective,
@@ -233,8 +235,10 @@ def run_top_k_rows(
     shard: VocabShard,
     top: TopK,
 ) -> None:
-    """As `run_rows`, for a teacher of K tokens a row; `teacher` is None, `top` is of all tokens, as `labels` are, with
-    ids of the whole vocabulary. Overwrites `student.values` even without a gradient.
+    """Launch the top-K row kernel over the n rows of `student`; arguments as in `launch_row_loss`.
+
+    `teacher` is None; `top` holds all tokens, as `labels` do, with ids of the whole vocabulary. Overwrites
+    `student.values` even without a gradient.
     """
     o = objective
     n, vocab = student.values.shape
@@ -245,7 +249,7 @@ def run_top_k_rows(
     out = student.values if gradient is None else gradient
     ids, given, tail = top
     bucket = tail == "bucket"
-    at_one = o.temperature != 1.0 and (o.hard_weight != 0.0 or stats is not None)
+    at_temperature_1 = o.temperature != 1.0 and (o.hard_weight != 0.0 or stats is not None)
     joint = join_top_k(
         student,
         top,
@@ -254,7 +258,7 @@ def run_top_k_rows(
         shard,
         temperature=o.temperature,
         bucket=bucket and bool(o.kinds),
-        at_one=at_one,
+        at_temperature_1=at_temperature_1,
         block=BLOCK,
     )
     if vocab == 0:
@@ -294,7 +298,7 @@ def run_top_k_rows(
         SCALED=o.student_scale != 1.0,
         CAPPED=o.student_softcap != 0.0,
         GRADIENT=gradient is not None,
-        SPEAKS=shard.speaks,
+        OWNS_ROW_TERMS=shard.owns_row_terms,
         TILE=TILE,
         BLOCK=BLOCK,
         LANES=next_power_of_2(k + 1),

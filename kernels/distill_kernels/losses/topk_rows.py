@@ -1,6 +1,7 @@
-"""Rows of a teacher that is data: K tokens and what it says of them. Outcomes, loss and gradient in plain PyTorch.
+"""Divergence from a teacher's top-K log-probabilities: outcomes, loss and gradient in plain PyTorch.
 
-Three readings (`TAILS`) of K tokens `i` and numbers `l_i`, with `P = sum_i exp(l_i)`:
+The specification of topk_kernel.py. `TAILS` are three interpretations of K tokens `i` and numbers `l_i`, with
+`P = sum_i exp(l_i)`:
 
     bucket        l = log p_t; outcomes are the K tokens and "any other", of probability 1 - P on the teacher's side;
     renormalize   l = log p_t; outcomes are the K tokens, of probability p(i) / p(any of the K) on both sides;
@@ -17,7 +18,7 @@ The student's tail is summed over the other tokens, not taken as 1 - P, so a sma
 Where the vocabulary is cut over ranks (shards.py), the K logits and the tail's normaliser are put together from those
 that hold the columns; every rank then computes all outcomes, and the gradient of its own columns.
 
-Source of the sampled reading: Anshumann et al. 2025 (Sparse Logit Sampling, arXiv 2503.16870).
+Source of the sampled interpretation: Anshumann et al. 2025 (Sparse Logit Sampling, arXiv 2503.16870).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ import torch
 
 from distill_kernels.losses.divergence import (
     RowResult,
-    _maximum,
-    _total,
+    _row_maximum,
+    _sum_over_ranks,
     log_softmax,
     reference_rows,
     reference_terms,
@@ -42,7 +43,7 @@ TAILS = ("bucket", "renormalize", "sampled")
 
 
 class TopK(NamedTuple):
-    """What a teacher says of each token.
+    """Teacher log-probabilities of K tokens at each position.
 
     Attributes:
         ids: integers [N, K], distinct within a row, below the number of columns that count.
@@ -55,17 +56,17 @@ class TopK(NamedTuple):
     tail: str
 
     def rows(self, which: slice | torch.Tensor) -> TopK:
-        """Those of the rows `which`."""
+        """Return the rows `which`."""
         return TopK(self.ids[which], self.logprobs[which], self.tail)
 
 
-class Places(NamedTuple):
-    """Where the K tokens of each row stand.
+class TopKColumns(NamedTuple):
+    """Columns of the K tokens of each row among this rank's logits.
 
     Attributes:
         columns: int64 [n, K], columns of this rank; 0 where it has none.
-        here: bool [n, K], whether this rank holds the token and its place is used.
-        used: bool [n, K]: log-probabilities of -inf mark places without a token.
+        here: bool [n, K], whether this rank holds the token and the entry is used.
+        used: bool [n, K]: log-probabilities of -inf mark entries without a token.
         shard: whose columns these are, or None.
     """
 
@@ -75,35 +76,35 @@ class Places(NamedTuple):
     shard: VocabShard | None
 
     def gather(self, z: torch.Tensor) -> torch.Tensor:
-        """Each row's values of `z` [n, V] there, [n, K], whichever rank holds them; -inf where a place is not used."""
+        """Return `z` [n, V] at each row's K columns, [n, K], from the ranks that hold them; -inf at unused entries."""
         values = z.gather(-1, self.columns) if z.shape[1] else z.new_zeros(self.columns.shape)
         values = values.masked_fill(~self.here, 0.0)
         if self.shard is not None:
-            self.shard.ranks.add_(values)
+            self.shard.ranks.all_reduce_(values)
         return values.masked_fill(~self.used, -torch.inf)
 
     def add_(self, z: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Add `values` [n, K], or one number, to `z` [n, V] there."""
+        """Add `values` [n, K], or one number, to `z` [n, V] at the K columns, in place."""
         values = torch.where(self.here, values, z.new_zeros(()))
         return z.scatter_add_(-1, self.columns, values) if z.shape[1] else z
 
 
-def places_of(ids: torch.Tensor, given: torch.Tensor, vocab: int, shard: VocabShard | None) -> Places:
-    """The places of `ids` [n, K], of the whole vocabulary, among `vocab` columns; those that count are in range."""
+def top_k_columns(ids: torch.Tensor, given: torch.Tensor, vocab: int, shard: VocabShard | None) -> TopKColumns:
+    """Return the columns of `ids` [n, K] (of the whole vocabulary) among this rank's `vocab`; used ids are in range."""
     used = given != -torch.inf
     own = ids.long() - (0 if shard is None else shard.start)
     here = used & (own >= 0) & (own < vocab)
-    return Places(torch.where(here, own, 0), here, used, shard)
+    return TopKColumns(torch.where(here, own, 0), here, used, shard)
 
 
-def outcomes(
-    scaled: torch.Tensor, places: Places, given: torch.Tensor, tail: str
+def outcome_log_probs(
+    scaled: torch.Tensor, columns_of_k: TopKColumns, given: torch.Tensor, tail: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Log-probabilities of the outcomes of "bucket" and "renormalize".
+    """Return both models' log-probabilities of the outcomes of tail "bucket" or "renormalize".
 
     Args:
         scaled: student logits over T, [n, V].
-        places: of the K tokens.
+        columns_of_k: of the K tokens.
         given: the teacher's log-probabilities, [n, K], at temperature T.
         tail: which of the two.
 
@@ -111,26 +112,28 @@ def outcomes(
         The student's and the teacher's, [n, K + 1] (the tail last) or [n, K]; and the student's distribution over the
         other tokens, [n, V], 0 at the K, or None without a tail.
     """
-    top, shard = places.gather(scaled), places.shard
+    top, shard = columns_of_k.gather(scaled), columns_of_k.shard
     if tail == "renormalize":
         return torch.log_softmax(top, -1), torch.log_softmax(given, -1), None
-    others = places.add_(scaled.clone(), scaled.new_full((), -torch.inf))
+    others = columns_of_k.add_(scaled.clone(), scaled.new_full((), -torch.inf))
     lse_others = torch.logsumexp(others, -1, keepdim=True)
     if shard is not None:
-        lse_others = torch.logsumexp(shard.ranks.gather(lse_others), 0)
+        lse_others = torch.logsumexp(shard.ranks.all_gather(lse_others), 0)
     rest = torch.where(lse_others > -torch.inf, (others - lse_others).exp(), 0.0)
     log_s = torch.log_softmax(torch.cat([top, lse_others], -1), -1)
     missing = (1 - given.exp().sum(-1, keepdim=True)).clamp_min(0)
     columns = scaled.shape[1] if shard is None else shard.vocab
-    missing = torch.where(places.used.sum(-1, keepdim=True) < columns, missing, 0.0)  # else no token is left for it
+    missing = torch.where(
+        columns_of_k.used.sum(-1, keepdim=True) < columns, missing, 0.0
+    )  # else no token is left for it
     return log_s, torch.cat([given, missing.log()], -1), rest
 
 
 def _over_outcomes(
-    scaled: torch.Tensor, places: Places, given: torch.Tensor, o: Objective, tail: str, with_gradient: bool
+    scaled: torch.Tensor, columns_of_k: TopKColumns, given: torch.Tensor, o: Objective, tail: str, with_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Divergences [n] and their gradient for the scaled logits, [n, V]."""
-    log_s, log_t, rest = outcomes(scaled, places, given, tail)
+    """Return divergences over the outcomes, [n], and their gradient for the scaled logits, [n, V]."""
+    log_s, log_t, rest = outcome_log_probs(scaled, columns_of_k, given, tail)
     p_s, p_t = log_s.exp(), log_t.exp()
     loss, slope = scaled.new_zeros(scaled.shape[0]), torch.zeros_like(log_s)
     for kind, weight, parameter in zip(o.kinds, o.weights, o.parameters, strict=True):
@@ -141,21 +144,21 @@ def _over_outcomes(
         return loss, None
     k = given.shape[1]
     gradient = torch.zeros_like(scaled) if rest is None else rest.mul_(slope[:, k:])  # 0 at the K
-    return loss, places.add_(gradient, slope[:, :k])
+    return loss, columns_of_k.add_(gradient, slope[:, :k])
 
 
 def _over_samples(
-    scaled: torch.Tensor, places: Places, given: torch.Tensor, o: Objective, with_gradient: bool
+    scaled: torch.Tensor, columns_of_k: TopKColumns, given: torch.Tensor, o: Objective, with_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The same for sampled weights: forward KL only."""
+    """Return the forward KL from sampled weights, [n], and its gradient for the scaled logits, [n, V]."""
     (weight,) = o.weights
-    log_p, w = log_softmax(scaled, places.shard), given.exp()
+    log_p, w = log_softmax(scaled, columns_of_k.shard), given.exp()
     total = w.sum(-1, keepdim=True)
-    f = torch.where(w > 0, w * (given - places.gather(log_p)), 0.0)
+    f = torch.where(w > 0, w * (given - columns_of_k.gather(log_p)), 0.0)
     loss = weight * (f.sum(-1) + (1 - total.squeeze(-1))).clamp_min(0)
     if not with_gradient:
         return loss, None
-    return loss, places.add_(log_p.exp().mul_(total), -w).mul_(weight)
+    return loss, columns_of_k.add_(log_p.exp().mul_(total), -w).mul_(weight)
 
 
 def reference_top_k_rows(
@@ -170,7 +173,7 @@ def reference_top_k_rows(
     shard: VocabShard | None = None,
     top: TopK,
 ) -> RowResult:
-    """`reference_rows` for a teacher of K tokens a row; `teacher_raw` is None. The kernel in topk_kernel.py follows it.
+    """Return loss, gradient and statistics of rows whose teacher is K tokens each; `teacher_raw` is None.
 
     With `shard`, ids are those of the whole vocabulary.
 
@@ -179,7 +182,7 @@ def reference_top_k_rows(
     token; what K tokens cannot tell (teacher_entropy, teacher_label_logprob) is 0.
     """
     assert teacher_raw is None
-    o, kept = objective, row_scale != 0
+    o, counted_rows = objective, row_scale != 0
     hard = o._replace(kinds=(), weights=(), parameters=(), divergence_weights=())
     result = reference_rows(
         student_raw,
@@ -194,27 +197,27 @@ def reference_top_k_rows(
     if not o.kinds:
         return result
     given = top.logprobs.to(student_raw.dtype)
-    places = places_of(top.ids, given, student_raw.shape[1], shard)
+    columns_of_k = top_k_columns(top.ids, given, student_raw.shape[1], shard)
     z = transform_logits(student_raw, o.student_scale, o.student_softcap)
     scaled = z / o.temperature
     if top.tail == "sampled":
-        soft, gradient = _over_samples(scaled, places, given, o, with_gradient)
+        soft, gradient = _over_samples(scaled, columns_of_k, given, o, with_gradient)
     else:
-        soft, gradient = _over_outcomes(scaled, places, given, o, top.tail, with_gradient)
-    loss = result.loss + torch.where(kept, soft * row_scale, 0.0)
+        soft, gradient = _over_outcomes(scaled, columns_of_k, given, o, top.tail, with_gradient)
+    loss = result.loss + torch.where(counted_rows, soft * row_scale, 0.0)
     if gradient is not None:
         gradient.mul_((row_scale * (o.student_scale / o.temperature))[:, None])
         if o.student_softcap:
             gradient.mul_((z / o.student_softcap).square_().neg_().add_(1.0))
-        gradient.masked_fill_(~kept[:, None], 0.0)
+        gradient.masked_fill_(~counted_rows[:, None], 0.0)
         if result.gradient is not None:
             gradient.add_(result.gradient)
     stats = result.stats
     if stats is not None:
-        divergence = torch.where(kept, soft * (o.divergence_weights[0] / o.weights[0]), 0.0)
-        highest, likeliest = _maximum(z, shard), given == given.amax(-1, keepdim=True)
-        both = (places.gather(z) == highest) & likeliest
-        alone = (_total((z == highest).sum(-1).to(z.dtype), shard) == 1) & (likeliest.sum(-1) == 1)
-        agreement = (both.any(-1) & alone & kept).float()
+        divergence = torch.where(counted_rows, soft * (o.divergence_weights[0] / o.weights[0]), 0.0)
+        highest, likeliest = _row_maximum(z, shard), given == given.amax(-1, keepdim=True)
+        both = (columns_of_k.gather(z) == highest) & likeliest
+        alone = (_sum_over_ranks((z == highest).sum(-1).to(z.dtype), shard) == 1) & (likeliest.sum(-1) == 1)
+        agreement = (both.any(-1) & alone & counted_rows).float()
         stats = stats._replace(divergence=divergence.float(), agreement=agreement)
     return RowResult(loss, gradient, stats)

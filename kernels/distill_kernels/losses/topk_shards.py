@@ -1,12 +1,12 @@
-"""What the ranks of a cut vocabulary tell each other of rows whose teacher is K tokens (shards.py, topk_kernel.py).
+"""Collectives for rows with a top-K teacher where the vocabulary is sharded over ranks (shards.py, topk_kernel.py).
 
-Before outcomes and gradients, of each token
+Exchanged for each token, before outcomes and gradients:
 
     4 fp32 numbers, gathered: the student's maximum, its log sum of exps at T and at T = 1, and that of the other tokens
     K fp32 numbers, summed: the student's logits at the K tokens, each of which one rank holds
 
 Every rank then computes all outcomes. For the bucket the rows are swept here: -inf takes the places of the rank's own
-among the K tokens, and stays there, so that the sweep sees and sums the other tokens only; 2 V bytes a row of 16-bit
+among the K tokens, and stays held, so that the sweep sees and sums the other tokens only; 2 V bytes a row of 16-bit
 logits are read.
 """
 
@@ -19,7 +19,7 @@ import torch
 from distill_kernels.launch import HAS_TRITON, cdiv, next_power_of_2, tl, triton
 from distill_kernels.layers.fast_math import LOG2_E, exp2
 from distill_kernels.losses.projection import TILE, Logits
-from distill_kernels.losses.row_parts import load_tiles, logit_at, narrow, normaliser
+from distill_kernels.losses.row_functions import load_tiles, logit_at, normaliser, to_int32
 from distill_kernels.losses.shards import VocabShard, join_normalisers
 from distill_kernels.losses.topk_rows import TopK
 
@@ -29,12 +29,12 @@ if HAS_TRITON:
     SMALLEST = tl.constexpr(SMALLEST_TAIL)
 
 
-class Joint(NamedTuple):
-    """What was put together from all ranks.
+class JoinedTopK(NamedTuple):
+    """Normalisers and logits of the K tokens, combined over all ranks.
 
     Attributes:
         norms: fp32 [4, n], see `NORMS`.
-        top: fp32 [n, K], the student's logits at the K tokens; -inf at places that are not used, NaN at an id outside
+        top: fp32 [n, K], the student's logits at the K tokens; -inf at unused entries, NaN at an id outside
             of the vocabulary.
     """
 
@@ -46,7 +46,7 @@ class Joint(NamedTuple):
 def tail_normaliser(
     values_ptr, shift_ptr, V, tiles, inverse_t, base, tail, maximum, TILE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Log sum of exps of a row from `tail`, its sum relative to `base`: summed again where that is too small."""
+    """Return the tail's log sum of exponentials from `tail`, relative to `base`; summed again where that underflows."""
     if tail < SMALLEST:
         base = maximum * inverse_t
         base = tl.where(base == -float("inf"), 0.0, base)
@@ -61,7 +61,7 @@ def tail_normaliser(
 
 
 @triton.jit
-def _fold_top_k_kernel(
+def _top_k_normalisers_kernel(
     student,
     teacher,
     scale_ptr,
@@ -73,14 +73,14 @@ def _fold_top_k_kernel(
     strides,
     inverse_t,
     BUCKET: tl.constexpr,
-    AT_ONE: tl.constexpr,
-    SPEAKS: tl.constexpr,
+    AT_TEMPERATURE_1: tl.constexpr,
+    OWNS_ROW_TERMS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One row's part of `Joint` over the columns of this rank, which count from `start`."""
+    """Compute one row's part of `JoinedTopK` over this rank's columns, the first of which is `start`."""
     values_ptr, shift_ptr, total_ptr, hard_ptr = student
     V, whole_vocab, tiles, K = sizes
     values_stride, ids_stride, given_stride, norms_stride = strides
@@ -95,25 +95,25 @@ def _fold_top_k_kernel(
     shift_ptr += here * tiles
     maximum, lse = normaliser(shift_ptr, total_ptr + here * tiles, tiles, inverse_t, TILES)
     lse1 = lse
-    if AT_ONE:
+    if AT_TEMPERATURE_1:
         _, lse1 = normaliser(shift_ptr, hard_ptr + here * tiles, tiles, 1.0, TILES)
     tl.store(norms_ptr + here, maximum)
     tl.store(norms_ptr + norms_stride + here, lse)
     tl.store(norms_ptr + 2 * norms_stride + here, lse1)
 
     lane = tl.arange(0, LANES)
-    ids = narrow(tl.load(ids_ptr + row * ids_stride + lane, mask=lane < K, other=-1), whole_vocab)
+    ids = to_int32(tl.load(ids_ptr + row * ids_stride + lane, mask=lane < K, other=-1), whole_vocab)
     used = tl.load(given_ptr + row * given_stride + lane, mask=lane < K, other=-float("inf")) != -float("inf")
     own = ids - start
-    there = used & (own >= 0) & (own < V)
-    z_top = tl.where(there, logit_at(values_ptr, shift_ptr, own, V, TILE), 0.0)
-    if SPEAKS:
+    held = used & (own >= 0) & (own < V)
+    z_top = tl.where(held, logit_at(values_ptr, shift_ptr, own, V, TILE), 0.0)
+    if OWNS_ROW_TERMS:
         z_top = tl.where((ids < 0) | (ids >= whole_vocab), float("nan"), z_top)
         z_top = tl.where(used, z_top, -float("inf"))
     tl.store(top_ptr + here * K + lane, z_top, mask=lane < K)
     if BUCKET:
         tl.debug_barrier()
-        tl.store(values_ptr + own, tl.full((LANES,), -float("inf"), values_ptr.dtype.element_ty), mask=there)
+        tl.store(values_ptr + own, tl.full((LANES,), -float("inf"), values_ptr.dtype.element_ty), mask=held)
         tl.debug_barrier()
         blocks = tl.cdiv(tiles, BLOCK)
         within = tl.arange(0, TILE)[None, :]
@@ -141,19 +141,19 @@ def join_top_k(
     *,
     temperature: float,
     bucket: bool,
-    at_one: bool,
+    at_temperature_1: bool,
     block: int,
-) -> Joint:
-    """Exchange what the outcomes of the n rows of `student` need.
+) -> JoinedTopK:
+    """Combine over the ranks the normalisers and top-K logits of the n rows of `student`.
 
     Args:
         student: relative logits of this rank's columns, [n, V], V maybe 0. With `bucket`, -inf is written at the ids.
         teacher: of all tokens, with ids of the whole vocabulary.
-        row_scale, rows: as of `run_rows`.
+        row_scale, rows: as of `launch_row_loss`.
         shard: who holds which columns.
         temperature: of the divergence.
         bucket: sum the other tokens.
-        at_one: the normaliser at T = 1 is needed, and T differs.
+        at_temperature_1: the normaliser at T = 1 is needed, and T differs.
         block: tiles of one step of the sweep.
     """
     (n, vocab), (ids, given, _) = student.values.shape, teacher
@@ -162,7 +162,7 @@ def join_top_k(
     top = torch.zeros(n, k, dtype=torch.float32, device=student.values.device)
     if vocab:
         tiles = cdiv(vocab, TILE)
-        _fold_top_k_kernel[(n,)](
+        _top_k_normalisers_kernel[(n,)](
             tuple(student),
             (ids, given),
             row_scale,
@@ -174,15 +174,15 @@ def join_top_k(
             (student.values.stride(0), ids.stride(0), given.stride(0), norms.stride(0)),
             1.0 / temperature,
             BUCKET=bucket,
-            AT_ONE=at_one,
-            SPEAKS=shard.speaks,
+            AT_TEMPERATURE_1=at_temperature_1,
+            OWNS_ROW_TERMS=shard.owns_row_terms,
             TILE=TILE,
             BLOCK=block,
             TILES=next_power_of_2(tiles),
             LANES=next_power_of_2(k + 1),
             num_warps=8 if bucket else 4,
         )
-    arrived = shard.ranks.add_later(top)
-    norms = join_normalisers(shard.ranks.gather(norms), NORMS)
+    arrived = shard.ranks.all_reduce_async(top)
+    norms = join_normalisers(shard.ranks.all_gather(norms), NORMS)
     arrived()
-    return Joint(norms, top)
+    return JoinedTopK(norms, top)

@@ -1,4 +1,4 @@
-"""A linear layer in fp8 for inference: a scale for each row of the activations (on the fly) and of the weight (once).
+"""Inference linear layer in fp8, with a scale for each row of the activations (on the fly) and of the weight (once).
 
     s_x[m] = max_k |x[m, k]| / 448        x8 = e4m3(x / s_x)
     s_w[n] = max_k |w[n, k]| / 448        w8 = e4m3(w / s_w)
@@ -9,7 +9,7 @@ values by about 3.7 % of its norm. Quantising reads 2 and writes 1 byte an eleme
 8,192 x 4,096 at 4.2 TB/s); the product runs on cuBLAS's or CUTLASS's row-scaled fp8 kernels (`torch._scaled_mm`),
 whose tensor cores do twice the bf16 rate. Layers that read the same activations quantise them once: `share_input`. What
 a gated MLP's activation or a norm makes is quantised as it is computed, with the bits of both one after the other: 5
-bytes an element in place of 9 (`Fp8Linear.of_gated`), with the addition before it 7 in place of 11 (`fp8_rms_norm`).
+bytes an element in place of 9 (`Fp8Linear.forward_gated`), with a residual addition 7 in place of 11 (`fp8_rms_norm`).
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from distill_kernels.kernel_op import check_tensors, inference_only
+from distill_kernels.kernel_op import check_no_gradients, check_tensors
 from distill_kernels.launch import device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate
 from distill_kernels.layers.glu import Activation, check_activation, glu
 from distill_kernels.layers.rms_norm import Form, check_norm, launch_norm, reference_rms_norm
 from distill_kernels.matmul.siblings import SIBLINGS, SiblingOutputs
-from distill_kernels.operands import has_aligned_rows, rows_of
+from distill_kernels.operands import contiguous_rows, has_aligned_rows
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-TINY = 1e-12  # scale of a row of zeros
+TINY = 1e-12  # smallest scale, of a row of zeros
 
 
 def reference_quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] -> e4m3 [M, K] and fp32 scales [M, 1] such that their product is x, rounded. NaN and inf give NaN."""
-    wide = x.float()
-    scale = (wide.abs().amax(1, keepdim=True) / FP8_MAX).clamp(min=TINY)
-    return (wide / scale).to(FP8), scale
+    """Return e4m3 [M, K] and fp32 scales [M, 1] whose product is x [M, K], rounded; NaN and inf give NaN."""
+    upcast = x.float()
+    scale = (upcast.abs().amax(1, keepdim=True) / FP8_MAX).clamp(min=TINY)
+    return (upcast / scale).to(FP8), scale
 
 
 def reference_fp8_linear(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What `fp8_linear` computes, accumulated in fp32. Shapes as there, x flat [M, K]."""
+    """Return `fp8_linear` of x [M, K] in plain PyTorch, accumulated in fp32: the specification."""
     x8, scale = reference_quantize_rows(x)
     y = (x8.float() @ weight.float().T) * scale * weight_scale
     return (y if bias is None else y + bias.float()).to(x.dtype)
@@ -78,7 +78,7 @@ def quantize_rows_kernel(
 def _quantize_rows(
     x: torch.Tensor, up: torch.Tensor | None = None, activation: str = "none"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of x [M, K], or with an activation of `glu(x, up)`, both of one dtype."""
+    """Quantise x [M, K], or with an activation `glu(x, up)`, both of one dtype, row by row."""
     if not (runs_on_triton(x) and device_facts(x.device).fp8):
         return reference_quantize_rows(x if up is None else glu(x, up, activation))  # type: ignore[arg-type]
     rows, inputs = x.shape
@@ -128,20 +128,20 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ValueError: If x is not a matrix, or asks for a gradient.
     """
     check_tensors(x=x)
-    inference_only(x=x)
+    check_no_gradients(x=x)
     if x.dim() != 2:
         raise ValueError(f"x: expected a matrix [M, K], got shape {tuple(x.shape)}")
-    return (_quantize_rows_op if torch.compiler.is_compiling() else _quantize_rows)(rows_of(x))
+    return (_quantize_rows_op if torch.compiler.is_compiling() else _quantize_rows)(contiguous_rows(x))
 
 
 def _product(x8, scale, weight, weight_scale, bias, dtype):
-    """[M, N] in `dtype` from quantised activations [M, K]."""
+    """Return the product [M, N] in `dtype` of quantised activations [M, K] and weight."""
     if not x8.is_cuda:
         y = (x8.float() @ weight.float().T) * scale * weight_scale
         return (y if bias is None else y + bias.float()).to(dtype)
     if not torch.compiler.is_compiling() and not has_aligned_rows(weight):
         weight = weight.clone(memory_format=torch.contiguous_format)
-    scale_b = rows_of(weight_scale).view(1, -1)
+    scale_b = contiguous_rows(weight_scale).view(1, -1)
     y = torch._scaled_mm(x8, weight.t(), scale_a=scale, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)
     return y if bias is None else y + bias
 
@@ -149,7 +149,7 @@ def _product(x8, scale, weight, weight_scale, bias, dtype):
 def fp8_linear(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`F.linear` with both operands in e4m3: activations quantised here, row by row. Inference only.
+    """Compute `F.linear` with both operands in e4m3; activations are quantised row by row here. Inference only.
 
     Args:
         x: [..., K] bfloat16 (on the CPU any floating dtype).
@@ -176,10 +176,10 @@ def _check(x: torch.Tensor) -> None:
         raise ValueError(f"x: expected a GPU with products of e4m3, got one of {device_facts(x.device).family}")
     if x.is_cuda and x.dtype != torch.bfloat16:
         raise ValueError(f"x: expected bfloat16 on a GPU, got {x.dtype}")
-    inference_only(x=x)
+    check_no_gradients(x=x)
 
 
-class Fp8Rows(torch.Tensor):
+class QuantizedActivations(torch.Tensor):
     """Activations [..., K] of which there is e4m3 [M, K] and fp32 scales [M, 1] alone. `Fp8Linear` takes them as they
     are; any other operation is given their product, in the dtype that the activations would have."""
 
@@ -187,8 +187,10 @@ class Fp8Rows(torch.Tensor):
     quantized: tuple[torch.Tensor, torch.Tensor]
 
     @staticmethod
-    def __new__(cls, quantized: tuple[torch.Tensor, torch.Tensor], like: torch.Tensor) -> Fp8Rows:
-        rows: Fp8Rows = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+    def __new__(cls, quantized: tuple[torch.Tensor, torch.Tensor], like: torch.Tensor) -> QuantizedActivations:
+        rows: QuantizedActivations = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=like.device
+        )
         rows.quantized = quantized
         return rows
 
@@ -206,7 +208,7 @@ def fp8_rms_norm(
     eps: float = 1e-6,
     form: Form = "llama",
     residual: torch.Tensor | None = None,
-) -> tuple[Fp8Rows, torch.Tensor]:
+) -> tuple[QuantizedActivations, torch.Tensor]:
     """`quantize_rows(rms_norm(x))`, or of `add_rms_norm` with a residual, for `Fp8Linear`; bit for bit, in one pass.
 
     Args:
@@ -224,10 +226,10 @@ def fp8_rms_norm(
             raise ValueError(f"{name}: expected {x.dtype} as x, got {other.dtype}")
     if runs_on_triton(x) and device_facts(x.device).fp8:
         x8, total, scale = launch_norm(x.detach(), residual, weight, eps, form, FP8)
-        return Fp8Rows((x8.view(-1, x.shape[-1]), scale[:, None]), x), x if residual is None else total
+        return QuantizedActivations((x8.view(-1, x.shape[-1]), scale[:, None]), x), x if residual is None else total
     total = x if residual is None else x + residual
     normed = reference_rms_norm(total, weight, eps, form)
-    return Fp8Rows(reference_quantize_rows(normed.reshape(-1, x.shape[-1])), x), total
+    return QuantizedActivations(reference_quantize_rows(normed.reshape(-1, x.shape[-1])), x), total
 
 
 class Fp8Linear(nn.Module):
@@ -261,6 +263,7 @@ class Fp8Linear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> Fp8Linear:
+        """Return the fp8 form of a frozen `nn.Linear`."""
         return cls(linear.weight, linear.bias)
 
     @staticmethod
@@ -278,7 +281,7 @@ class Fp8Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features] in the dtype of x, which `fp8_rms_norm` may have made."""
-        if isinstance(x, Fp8Rows):
+        if isinstance(x, QuantizedActivations):
             _check(x)
             quantized: tuple[torch.Tensor, torch.Tensor] | None = x.quantized
         elif self._shared is None or torch.compiler.is_compiling():
@@ -290,7 +293,7 @@ class Fp8Linear(nn.Module):
         y = _product(*quantized, self.weight, self.weight_scale, self.bias, x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
-    def of_gated(self, gate: torch.Tensor, up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+    def forward_gated(self, gate: torch.Tensor, up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
         """`self(glu(gate, up, activation))`, bit for bit, without what is quantised in memory; hooks are not called.
 
         Args:
@@ -307,10 +310,10 @@ class Fp8Linear(nn.Module):
         if torch.compiler.is_compiling():
             y: torch.Tensor = self(glu(gate, up, activation))
             return y
-        inference_only(gate=gate, up=up)
+        check_no_gradients(gate=gate, up=up)
         for part in (gate, up):
             _check(part)
-        flat, flat_up = (rows_of(part.reshape(-1, part.shape[-1])) for part in (gate, up))
+        flat, flat_up = (contiguous_rows(part.reshape(-1, part.shape[-1])) for part in (gate, up))
         quantized = _quantize_rows(flat, flat_up, activation)
         y = _product(*quantized, self.weight, self.weight_scale, self.bias, gate.dtype)
         return y.view(*gate.shape[:-1], self.out_features)
@@ -326,6 +329,7 @@ class Fp8Linear(nn.Module):
         return self
 
     def extra_repr(self) -> str:
+        """Return the layer's sizes, for `print(module)`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 

@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton
 from distill_kernels.matmul.fp8 import FP8
 from distill_kernels.matmul.fp8_quantize_kernels import _column_maxima_kernel, _quantize_kernel, _transpose_kernel
-from distill_kernels.operands import differentiable_once, rows_of
+from distill_kernels.operands import contiguous_rows, differentiable_once
 
 Kind = Literal["plain", "swiglu", "swiglu_backward"]
 Quantized = tuple[torch.Tensor, torch.Tensor]
@@ -93,7 +93,7 @@ def quantize(
     Returns:
         e4m3 [M, N] and fp32 scales [M, 1], powers of two.
     """
-    sources = [rows_of(source) for source in sources]
+    sources = [contiguous_rows(source) for source in sources]
     widths = [sources[0].shape[1]] * 2 if kind == "swiglu_backward" else [source.shape[1] for source in sources]
     widths = widths[:1] if kind == "swiglu" else widths
     rows = sources[0].shape[0]
@@ -163,7 +163,7 @@ def transpose_weights(weights: Sequence[torch.Tensor], sw: torch.Tensor) -> torc
     for weight in weights:
         last = first + weight.shape[0]
         if _on_triton(weight):
-            _transpose(rows_of(weight), out[:, first:last], "weight", None, sw[first:last], None, None)
+            _transpose(contiguous_rows(weight), out[:, first:last], "weight", None, sw[first:last], None, None)
         else:
             out[:, first:last] = (weight.float() * (1 / sw[first:last, None])).to(FP8).t()
         first = last

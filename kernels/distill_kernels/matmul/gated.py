@@ -20,38 +20,40 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, check_tensors, inference_only
+from distill_kernels.kernel_op import KernelOp, check_no_gradients, check_tensors
 from distill_kernels.launch import DeviceFacts, device_facts, runs_on_triton
 from distill_kernels.layers.glu import Activation, check_activation, reference_glu
 from distill_kernels.matmul.split_k import check_linear, reference_split_k_linear
 from distill_kernels.matmul.tiled import Tile, launch_tiles, steps_in_flight
 
 
-class Least(NamedTuple):
-    """From how many inputs and rows on the product beats two of the BLAS library and the activation's kernel."""
+class MinSize(NamedTuple):
+    """Smallest inputs and rows from which the fused product beats two cuBLAS GEMMs and an activation kernel."""
 
     inputs: int
     rows: int
 
 
-LEAST = {"sm_90": Least(4096, 4096)}  # by family, as `scripts.bench gated` has shown; elsewhere weights stay apart
+MIN_SIZES = {
+    "sm_90": MinSize(4096, 4096)
+}  # by family, as `scripts.bench gated` has shown; elsewhere weights stay apart
 TILES = (Tile(128, 256, 8, 4, 16), Tile(128, 128, 4, 3, 16), Tile(64, 128, 4, 3, 16), Tile(64, 64, 4, 2, 16))
 
 
 def choose_gated_tile(facts: DeviceFacts) -> Tile:
-    """The largest that fits with two steps in flight or more."""
+    """Return the largest tile that fits with at least two steps in flight."""
     fitting = (tile._replace(stages=steps_in_flight(tile, facts, tile.columns // 2)) for tile in TILES)
     return next(tile for tile in fitting if tile.stages >= 2)
 
 
 def interleave_rows(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies of two weights [I, K] as views of one new matrix [2 I, K], each every other row of it."""
+    """Return copies of two weights [I, K] as views of one new matrix [2 I, K], each every other row of it."""
     joined = torch.stack([gate, up], 1)
     return joined[:, 0], joined[:, 1]
 
 
-def joined_rows(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor | None:
-    """The matrix [2 I, K] of which two weights are what `interleave_rows` makes; None where they are not."""
+def joined_weight(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor | None:
+    """Return the matrix [2 I, K] whose interleaved rows two weights are (`interleave_rows`); None if they are not."""
     outputs, inputs = gate.shape
     same = gate.shape == up.shape and gate.dtype == up.dtype and gate.stride() == up.stride() == (2 * inputs, 1)
     if not same or up.data_ptr() - gate.data_ptr() != inputs * gate.element_size():
@@ -62,7 +64,7 @@ def joined_rows(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor | None:
 def reference_gated_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
 ) -> torch.Tensor:
-    """The specification, in plain PyTorch."""
+    """Return the gated linear layer in plain PyTorch: the specification."""
     y = reference_split_k_linear(x, weight, bias)
     return reference_glu(y[:, 0::2], y[:, 1::2], activation)
 
@@ -93,7 +95,7 @@ def gated_linear(
 
     Args:
         x: [..., K] float16 or bfloat16 (float32 on the CPU too).
-        weight: [2 I, K], the dtype of `x`, contiguous, rows of gate and up in turn (`joined_rows`); I and K multiples
+        weight: [2 I, K], the dtype of `x`, contiguous, rows of gate and up in turn (`joined_weight`); I and K multiples
             of 8.
         bias: [2 I], gate's and up's in turn, or None.
         activation: as of `glu`.
@@ -105,7 +107,7 @@ def gated_linear(
         ValueError: For shapes or dtypes other than these, or if a gradient is asked for.
     """
     check_tensors(x=x, weight=weight, bias=bias)
-    inference_only(x=x, weight=weight, bias=bias)
+    check_no_gradients(x=x, weight=weight, bias=bias)
     check_activation(activation)
     check_linear(x, weight, bias)
     if weight.shape[0] % 16 or weight.shape[1] % 8 or not weight.is_contiguous():

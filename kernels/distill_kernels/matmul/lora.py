@@ -9,8 +9,8 @@ in bytes: forward 2 N I (z) + 4 N O (the addition); backward 2 N O (dz) + 4 N I 
 float32 adapters under autocast, casts x to float32 and back and keeps that copy (2 N I bytes a layer, three times the
 same for q, k and v), and multiplies and adds in kernels of their own: 12 N I + 12 N O forward.
 
-Where x is itself cheap to make, as of gate and up in an MLP, `lora_linear_of` keeps what it is made of, which is kept
-anyway, and makes x again for dA: 2 N I bytes less for the price of one memory-bound kernel.
+Where x is cheap to compute, as from gate and up in an MLP, `lora_linear_recomputed` keeps x's own inputs, which are
+kept anyway, and recomputes x for dA: 2 N I bytes less for one more memory-bound kernel.
 
 Products are the BLAS library's; dA and dB are accumulated and returned in float32 where the adapters are float32.
 """
@@ -24,20 +24,20 @@ import torch
 from torch.nn import functional as F
 
 from distill_kernels.kernel_op import check_tensors
-from distill_kernels.losses.projection import product_fp32
-from distill_kernels.matmul.shared_input import products, put_together
-from distill_kernels.operands import differentiable_once, own_output, side_by_side
+from distill_kernels.losses.projection import matmul_fp32
+from distill_kernels.matmul.shared_input import joined_gradient, products
+from distill_kernels.operands import adjacent_as_one, differentiable_once, non_view_output
 
 
 def reference_lora_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """The specification, in plain PyTorch."""
+    """Return the adapted linear layer in plain PyTorch: the specification."""
     return F.linear(x, weight, bias) + scale * F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
 
 
 def _forward(x: Any, weight: Any, bias: Any, a: Any, b: Any, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """y and z."""
+    """Return y and z."""
     with torch.autocast(x.device.type, enabled=False):
         rows = x.reshape(-1, x.shape[-1])
         low = F.linear(rows, a.to(x.dtype))
@@ -56,14 +56,14 @@ def _backward(
     if wanted[0]:
         dx = (g @ weight).addmm_(d_low, a.to(g.dtype)).view(x.shape)
     if wanted[1]:
-        da = _wide(d_low.t(), rows, a.dtype)
+        da = _matmul_accumulated(d_low.t(), rows, a.dtype)
     if wanted[2]:
-        db = _wide(g.t(), low, b.dtype).mul_(scale)
+        db = _matmul_accumulated(g.t(), low, b.dtype).mul_(scale)
     return dx, da, db
 
 
 class _LoraLinear(torch.autograd.Function):
-    """Of the one part, or of what a function makes of several, which is made again for the backward."""
+    """LoRA layer whose input is one tensor, or a function of several that is recomputed in the backward."""
 
     @staticmethod
     def forward(ctx: Any, function: Any, weight: Any, bias: Any, a: Any, b: Any, scale: float, *parts: Any) -> Any:
@@ -71,7 +71,7 @@ class _LoraLinear(torch.autograd.Function):
         out, low = _forward(x, weight, bias, a, b, scale)
         ctx.save_for_backward(weight, a, b, low, *parts)
         ctx.function, ctx.scale = function, scale
-        return own_output(out)
+        return non_view_output(out)
 
     @staticmethod
     @differentiable_once
@@ -88,13 +88,13 @@ class _LoraLinear(torch.autograd.Function):
         return None, None, None, da, db, None, *torch.autograd.grad(x, leaves, dx)
 
 
-def _low(rows: torch.Tensor, a: torch.Tensor, scale: float) -> torch.Tensor:
+def _adapter_input(rows: torch.Tensor, a: torch.Tensor, scale: float) -> torch.Tensor:
     """s rows a^T, the factor within the product."""
     return torch.addmm(rows.new_empty(1), rows, a.t(), beta=0, alpha=scale)
 
 
-def _narrow(adapters: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Adapters' matrices as the products take them, cast in one kernel."""
+def _cast_adapters(adapters: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the adapters' matrices in `dtype`, cast in one kernel."""
     if all(matrix.dtype == dtype for matrix in adapters):
         return list(adapters)
     copies = [torch.empty_like(matrix, dtype=dtype) for matrix in adapters]
@@ -103,7 +103,7 @@ def _narrow(adapters: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.
 
 
 class _LoraLinears(torch.autograd.Function):
-    """Several layers that read the same x and whose frozen weights lie side by side: one product of these each way."""
+    """Several LoRA layers of the same x with adjacent frozen weights: one product of these each way."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weights: Any, biases: Any, scales: Any, *adapters: torch.Tensor) -> Any:
@@ -111,18 +111,18 @@ class _LoraLinears(torch.autograd.Function):
         ctx.sizes, ctx.count, ctx.rows, ctx.whole = [len(weight) for weight in weights], count, rows.shape[0], None
         ctx.scales, ctx.dtypes, ctx.claimed = scales, [matrix.dtype for matrix in adapters], False
         with torch.autocast(x.device.type, enabled=False):
-            narrow = _narrow(adapters, x.dtype)
-            a, ctx.ranks = torch.cat(narrow[:count]), [len(matrix) for matrix in adapters[:count]]
+            cast = _cast_adapters(adapters, x.dtype)
+            a, ctx.ranks = torch.cat(cast[:count]), [len(matrix) for matrix in adapters[:count]]
             outputs, ctx.joined = products(x, weights, biases)
             lows = (
-                [_low(rows, a, scales[0])]
+                [_adapter_input(rows, a, scales[0])]
                 if len(set(scales)) == 1
-                else [_low(rows, matrix, scale) for matrix, scale in zip(narrow[:count], scales, strict=True)]
+                else [_adapter_input(rows, matrix, scale) for matrix, scale in zip(cast[:count], scales, strict=True)]
             )
             each = lows if len(lows) == count else lows[0].split(ctx.ranks, 1)
-            for out, low, b in zip(outputs, each, narrow[count:], strict=True):
+            for out, low, b in zip(outputs, each, cast[count:], strict=True):
                 out.reshape(-1, out.shape[-1]).addmm_(low, b.t())
-        ctx.save_for_backward(x, a, *weights, *narrow[count:], *each)
+        ctx.save_for_backward(x, a, *weights, *cast[count:], *each)
         return outputs
 
     @staticmethod
@@ -133,13 +133,13 @@ class _LoraLinears(torch.autograd.Function):
         weights, bs, lows = more[:count], more[count : 2 * count], more[2 * count :]
         rows = x.reshape(-1, x.shape[-1])
         flat = {place: g.reshape(-1, g.shape[-1]) for place, g in enumerate(upstream)}
-        whole = put_together(ctx, flat)
+        whole = joined_gradient(ctx, flat)
         d_low = rows.new_empty(rows.shape[0], a.shape[0])
         for place, part in enumerate(d_low.split(ctx.ranks, 1)):
             torch.addmm(part, flat[place], bs[place], beta=0, alpha=ctx.scales[place], out=part)
         dx = None
         if need[0]:
-            weight = side_by_side(weights)
+            weight = adjacent_as_one(weights)
             if whole is not None and weight is not None:
                 dx = whole @ weight
             else:
@@ -147,17 +147,17 @@ class _LoraLinears(torch.autograd.Function):
                 for place in range(1, count):
                     dx.addmm_(flat[place], weights[place])
             dx = dx.addmm_(d_low, a).view(x.shape)
-        d_as = _wide(d_low.t(), rows, ctx.dtypes[0]).split(ctx.ranks)
-        d_bs = [_wide(flat[place].t(), lows[place], ctx.dtypes[count + place]) for place in range(count)]
+        d_as = _matmul_accumulated(d_low.t(), rows, ctx.dtypes[0]).split(ctx.ranks)
+        d_bs = [_matmul_accumulated(flat[place].t(), lows[place], ctx.dtypes[count + place]) for place in range(count)]
         return dx, None, None, None, *(d if n else None for d, n in zip((*d_as, *d_bs), need[4:], strict=True))
 
 
-def _wide(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _matmul_accumulated(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`left right` accumulated in float32 (float64 for float64), in `dtype`."""
     if left.dtype == torch.float64:
         return left @ right
     out = torch.empty(left.shape[0], right.shape[1], dtype=torch.float32, device=left.device)
-    return product_fp32(left, right, out).to(dtype)
+    return matmul_fp32(left, right, out).to(dtype)
 
 
 def lora_linear(
@@ -193,7 +193,7 @@ def lora_linears(
 
     Args:
         x: [..., I].
-        weights: each [O_i, I], frozen; see `side_by_side`.
+        weights: each [O_i, I], frozen; see `adjacent_as_one`.
         biases: each [O_i] or None.
         adapters: A, B and scale of each; all A in one dtype.
 
@@ -211,7 +211,7 @@ def lora_linears(
     return outputs
 
 
-def lora_linear_of(
+def lora_linear_recomputed(
     function: Callable[..., torch.Tensor],
     parts: Sequence[torch.Tensor],
     weight: torch.Tensor,

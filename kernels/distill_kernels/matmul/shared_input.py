@@ -8,10 +8,10 @@ is cast and kept once, where each layer casts and keeps its own copy otherwise, 
 the products g^T x write the gradients of fp32 weights in fp32. Outputs have the bits of `F.linear`. Products are the
 BLAS library's.
 
-Weights that lie after each other in memory (`side_by_side`), and biases likewise, are one weight W = [W_1; W_2; ...]:
-one product makes all y_i, columns of one matrix, one makes dx and one makes dW where the g_i lie side by side as well.
-Small outputs (k and v) fill a GPU in neither of their own products. What makes the g_i can find out where they should
-lie (`gradients_of`), as the gradients of `rope` and `glu` do.
+Weights that are adjacent in memory (`adjacent_as_one`), and biases likewise, are one weight W = [W_1; W_2; ...]: one
+product gives all y_i as columns of one matrix, one gives dx and one gives dW where the g_i are adjacent as well.
+Small outputs (k and v) alone do not fill a GPU. Kernels that compute the g_i can ask where to write them
+ (`gradient_slots`), as the gradients of `rope` and `glu` do.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from distill_kernels.kernel_op import check_tensors
-from distill_kernels.losses.projection import product_fp32
+from distill_kernels.losses.projection import matmul_fp32
 from distill_kernels.matmul.siblings import compute_dtype
-from distill_kernels.operands import differentiable_once, side_by_side
+from distill_kernels.operands import adjacent_as_one, differentiable_once
 
 _NODES = ("_SharedLinearBackward", "_LoraLinearsBackward")
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "TransposeBackward0")
@@ -36,16 +36,16 @@ _VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "TransposeBackward0")
 def reference_shared_linear(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, ...]:
-    """The specification, in plain PyTorch."""
+    """Return each layer's output in plain PyTorch: the specification."""
     return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 
 def _cast(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """`tensors` in `dtype`; those of another one are copied in one kernel, side by side where they lie so."""
+    """Return `tensors` in `dtype`; others are cast in one kernel, and stay adjacent if they are."""
     others = [tensor for tensor in tensors if tensor.dtype != dtype]
     if not others:
         return list(tensors)
-    whole = side_by_side(others)
+    whole = adjacent_as_one(others)
     if whole is not None:
         copies = list(whole.to(dtype).split([len(tensor) for tensor in others]))
     else:
@@ -56,18 +56,18 @@ def _cast(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Ten
 
 
 def _weight_gradient(g: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[O, I], not rounded on its way to `dtype` where that is wider."""
+    """Return dW [O, I] in `dtype`, without an intermediate rounding where that is wider."""
     if dtype != torch.float32 or g.dtype == dtype:
         return (g.t() @ rows).to(dtype)
-    return product_fp32(g.t(), rows, torch.empty(g.shape[1], rows.shape[1], dtype=dtype, device=g.device))
+    return matmul_fp32(g.t(), rows, torch.empty(g.shape[1], rows.shape[1], dtype=dtype, device=g.device))
 
 
 def products(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> tuple[tuple[torch.Tensor, ...], bool]:
-    """Of x and all weights; columns of one matrix where weights and biases lie side by side, and whether they are."""
+    """Return the outputs of all layers, and whether they are columns of one matrix (adjacent weights and biases)."""
     given = [bias for bias in biases if bias is not None]
-    weight, bias = side_by_side(weights), side_by_side(given) if len(given) == len(biases) else None
+    weight, bias = adjacent_as_one(weights), adjacent_as_one(given) if len(given) == len(biases) else None
     if weight is None or (bias is None and given):
         return tuple(map(functools.partial(F.linear, x), weights, biases)), False
     return F.linear(x, weight, bias).split([len(part) for part in weights], -1), True
@@ -80,7 +80,7 @@ class _SharedLinear(torch.autograd.Function):
         count, needed = len(operands) - len(biased), ctx.needs_input_grad[2:]
         ctx.dtypes, ctx.count, ctx.biased = [x.dtype, *(t.dtype for t in operands)], count, biased
         x = x.to(dtype)
-        parts = [operands] if side_by_side(operands[:count]) is None else [operands[:count], operands[count:]]
+        parts = [operands] if adjacent_as_one(operands[:count]) is None else [operands[:count], operands[count:]]
         cast = [tensor for part in parts for tensor in _cast(part, dtype)]
         weights, given = cast[:count], cast[count:]
         ctx.set_materialize_grads(False)
@@ -99,8 +99,8 @@ class _SharedLinear(torch.autograd.Function):
         (x, *weights), needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         gradients: list[torch.Tensor | None] = [None] * len(needed)
         flat = {place: g.reshape(-1, g.shape[-1]) for place, g in enumerate(upstream) if g is not None}  # those in use
-        rows, dx, whole = None if x is None else x.reshape(-1, x.shape[-1]), None, put_together(ctx, flat)
-        if weights and whole is not None and (weight := side_by_side(weights)) is not None:
+        rows, dx, whole = None if x is None else x.reshape(-1, x.shape[-1]), None, joined_gradient(ctx, flat)
+        if weights and whole is not None and (weight := adjacent_as_one(weights)) is not None:
             dx = whole @ weight
         elif weights:
             for place, g in flat.items():
@@ -122,19 +122,19 @@ class _SharedLinear(torch.autograd.Function):
         return None, None, *gradients
 
 
-def put_together(ctx: Any, flat: dict[int, torch.Tensor]) -> torch.Tensor | None:
-    """All upstream gradients as one matrix; None unless most of them were written into it."""
+def joined_gradient(ctx: Any, flat: dict[int, torch.Tensor]) -> torch.Tensor | None:
+    """Return all upstream gradients as one matrix; None unless they were given slots in one."""
     whole, ctx.whole = ctx.whole, None
     if whole is None or len(flat) < ctx.count:
         return None
     for place, own in enumerate(whole.split(ctx.sizes, 1)):
         if flat[place].data_ptr() != own.data_ptr() or flat[place].stride() != own.stride():
-            own.copy_(flat[place])  # or what was written there was added to something else on its way
+            own.copy_(flat[place])  # or autograd has added another gradient to the one written there
     return whole
 
 
-class Gradients:
-    """Where the gradients of some outputs of one `shared_linear` are to be written, so that they lie side by side.
+class GradientSlots:
+    """Slots for the gradients of some outputs of one `shared_linear`, columns of one matrix.
 
     Attributes:
         sizes: O_i of these outputs.
@@ -146,15 +146,17 @@ class Gradients:
         self.sizes, self.width = [node.sizes[place] for place in places], sum(node.sizes)
 
     def make(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """New memory for them, each [N, O_i] with rows `width` apart, in the dtype of `like`."""
+        """Allocate the slots, each [N, O_i] with rows `width` apart, in the dtype of `like`."""
         self._node.whole = like.new_empty(self._node.rows, self.width)
         parts = self._node.whole.split(self._node.sizes, 1)
         return [parts[place] for place in self._places]
 
 
-def gradients_of(*outputs: torch.Tensor) -> Gradients | None:
-    """The places of the gradients of `outputs`: outputs of one `shared_linear` with joined weights, or views of them in
-    other shapes. They are given once; None the next time, and for other tensors."""
+def gradient_slots(*outputs: torch.Tensor) -> GradientSlots | None:
+    """Return the gradient slots of `outputs` of one `shared_linear` with joined weights, or of reshaped views of them.
+
+    They are returned once; None the next time, and for other tensors.
+    """
     found: list[tuple[Any, int]] = []
     for output in outputs:
         node: Any = output.grad_fn
@@ -167,7 +169,7 @@ def gradients_of(*outputs: torch.Tensor) -> Gradients | None:
     if any(node is not found[0][0] for node, _ in found):
         return None
     found[0][0].claimed = True
-    return Gradients(found[0][0], [place for _, place in found])
+    return GradientSlots(found[0][0], [place for _, place in found])
 
 
 def shared_linear(

@@ -1,4 +1,4 @@
-"""Layers that read the same activations, one after another: the first that is called computes for all of them."""
+"""Shared computation of layers that read the same activations: the first one called computes for all."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from typing import Generic, TypeVar
 
 import torch
 
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # by the names they have in models
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # by module name
 
 T = TypeVar("T")
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype that a linear layer computes in: autocast's where it is on and casts `x`, else that of `x`."""
+    """Return the dtype that a linear layer computes in: autocast's where it casts `x`, else that of `x`."""
     kind = x.device.type
     casts = x.dtype != torch.float64 and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if casts else x.dtype
 
 
 class SiblingOutputs(Generic[T]):
-    """What the siblings made of one input, until each has taken its own.
+    """Outputs of all layers for one input, kept until each layer has taken its own.
 
-    An output is handed out once, for the very tensor that it was made of, in the same dtype and mode of autograd, and
-    only while neither that tensor nor a weight has been written to (inference tensors do not count their changes); in
-    any other case all are computed again. They are dropped with the input, which is not kept alive. Copies and pickles
-    start empty.
+    An output is returned once, for the same tensor object, dtype and autograd mode, and only while neither that tensor
+    nor a weight has been modified (inference tensors have no version counter); otherwise all are recomputed. They are
+    dropped with the input, which is referenced weakly. Copies and pickles start empty.
     """
 
     def __init__(self) -> None:
-        self.wasted = False  # outputs were made that nobody took
+        self.wasted = False  # True once outputs were dropped unused
         self._source: weakref.ref[torch.Tensor] | None = None
         self._state: tuple[object, ...] = ()
         self._read: list[tuple[torch.Tensor, int]] = []
@@ -45,12 +44,12 @@ class SiblingOutputs(Generic[T]):
         x: torch.Tensor,
         compute: Callable[[torch.Tensor], tuple[dict[Hashable, T], Sequence[torch.Tensor]] | None],
     ) -> T | None:
-        """The output of `layer` for `x`; None where it cannot be computed.
+        """Return the output of `layer` for `x`; None where it cannot be computed.
 
         Args:
             layer: A key of the outputs.
-            compute: Makes the outputs of all layers from `x`, and names the weights that they depend on; None where it
-                cannot: what is left of another input then stays.
+            compute: Returns the outputs of all layers for `x` and the weights that they depend on, or None where it
+                cannot (outputs left of another input then stay).
         """
         state = (None if x.is_inference() else x._version, compute_dtype(x), torch.is_grad_enabled())
         same = self._source is not None and self._source() is x and self._state == state and layer in self._outputs
@@ -68,7 +67,7 @@ class SiblingOutputs(Generic[T]):
         return output
 
     def drop(self) -> None:
-        """Forget what is left."""
+        """Drop the remaining outputs."""
         self.wasted = self.wasted or bool(self._outputs)
         self._source, self._outputs, self._read = None, {}, []
 

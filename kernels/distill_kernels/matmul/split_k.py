@@ -1,4 +1,4 @@
-"""A linear layer for few rows: split-K, bound by reading the weight once.
+"""Split-K linear layer for few rows, bound by reading the weight once.
 
     y = x W^T + b        x [M, K], W [N, K], b [N], y [M, N], M <= 64
 
@@ -23,14 +23,14 @@ from torch import nn
 
 from distill_kernels.kernel_op import check_tensors
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
-from distill_kernels.operands import rows_of
+from distill_kernels.operands import contiguous_rows
 
 MAX_ROWS = 64
 COUNTERS = 1 << 14
 
 
 class Config(NamedTuple):
-    """How a shape is cut and pipelined."""
+    """Launch shape: output and inner columns at a time, splits of the inner dimension, warps, pipeline stages."""
 
     block_n: int
     block_k: int
@@ -40,10 +40,10 @@ class Config(NamedTuple):
 
 
 def reference_split_k_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x W^T + b`, accumulated and added in fp32 (fp64 for fp64), rounded once. Shapes as in `split_k_linear`."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    y = x.to(wide) @ weight.to(wide).T
-    return (y if bias is None else y + bias.to(wide)).to(x.dtype)
+    """Return `x W^T + b` in plain PyTorch, accumulated in fp32 (fp64 for fp64), rounded once: the specification."""
+    accumulate_dtype = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(accumulate_dtype) @ weight.to(accumulate_dtype).T
+    return (y if bias is None else y + bias.to(accumulate_dtype)).to(x.dtype)
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def split_k_kernel(
 
 
 def choose_config(rows: int, outputs: int, inputs: int, multiprocessors: int) -> Config:
-    """Tiles and splits for a shape: enough programs to keep every multiprocessor reading, in whole waves."""
+    """Return the launch shape for given sizes: enough programs to keep every multiprocessor reading, in whole waves."""
     tiles, steps = cdiv(outputs, 64), cdiv(inputs, 128)
     if rows > 32:  # x takes as much shared memory as W: one deep pipeline a multiprocessor, or two shallower ones
         if multiprocessors // 2 < tiles <= multiprocessors or (2 * tiles <= multiprocessors < 4 * tiles and steps >= 2):
@@ -131,7 +131,7 @@ _counters: dict[tuple[torch.device, int | str], torch.Tensor] = {}
 
 
 def _zero_counters(device: torch.device) -> torch.Tensor:
-    """The counters of the current stream; while a CUDA graph is captured, those of the device's graphs."""
+    """Return the zeroed counters of the current stream, or during capture those of the device's CUDA graphs."""
     if device.type != "cuda":
         return torch.zeros(COUNTERS, dtype=torch.int32)
     capturing = torch.cuda.is_current_stream_capturing()
@@ -162,7 +162,7 @@ def _launch(
     split_k_kernel[(tiles, splits)](
         x,
         weight,
-        x if bias is None else rows_of(bias),
+        x if bias is None else contiguous_rows(bias),
         y,
         partials,
         _zero_counters(x.device),
@@ -217,7 +217,7 @@ _split_k_linear.register_autograd(_backward, setup_context=_setup_context)
 
 
 def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Hold that `x` [..., K], `weight` [N, K] and `bias` [N] or None fit, for a linear layer of 16-bit kernels.
+    """Check that `x` [..., K], `weight` [N, K] and `bias` [N] or None fit a linear layer of 16-bit kernels.
 
     Raises:
         ValueError: For shapes that do not, dtypes that differ or that no kernel takes, or rows of W with gaps.
@@ -236,7 +236,7 @@ def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def split_k_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`torch.nn.functional.linear` for at most 64 rows, reading the weight at memory speed; always the same bits.
+    """Compute `torch.nn.functional.linear` for at most 64 rows at memory speed, bitwise reproducible.
 
     Args:
         x: [..., K] float16 or bfloat16 (float32 on the CPU too), at most 64 rows in all.
@@ -257,7 +257,7 @@ def split_k_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     recorded = torch.is_grad_enabled() and trained
     # outside autograd and torch.compile the kernel is called directly: the op's dispatch costs as much as the kernel
     op = _split_k_linear if recorded or torch.compiler.is_compiling() else _forward
-    return op(rows_of(flat), weight, bias).view(*x.shape[:-1], weight.shape[0])
+    return op(contiguous_rows(flat), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
 class SplitKLinear(nn.Module):
@@ -274,6 +274,7 @@ class SplitKLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> SplitKLinear:
+        """Return a split-K layer that shares the parameters of `linear`."""
         return cls(linear.weight, linear.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -283,4 +284,5 @@ class SplitKLinear(nn.Module):
         return (split_k_linear if few else F.linear)(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
+        """Return the layer's sizes, for `print(module)`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

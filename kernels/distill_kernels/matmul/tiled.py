@@ -1,4 +1,4 @@
-"""A linear layer for many rows, on Triton alone: a persistent product of tiles, brought by TMA or asynchronous copies.
+"""Linear layer for many rows on Triton alone: a persistent GEMM with TMA or asynchronous copies.
 
     y = x W^T + b        x [M, K], W [N, K], b [N], y [M, N]
 
@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, check_tensors, inference_only
+from distill_kernels.kernel_op import KernelOp, check_no_gradients, check_tensors
 from distill_kernels.launch import DeviceFacts, cdiv, device_facts, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate
 from distill_kernels.matmul.split_k import MAX_ROWS, check_linear, reference_split_k_linear, split_k_linear
-from distill_kernels.operands import blocks_of, has_aligned_rows, load_block, rows_of, store_block
+from distill_kernels.operands import blocks_of, contiguous_rows, has_aligned_rows, load_block, store_block
 
 DEPTH = 64
 
@@ -40,7 +40,7 @@ TILES = (Tile(128, 256, 8, 3), Tile(128, 128, 4, 4), Tile(64, 128, 4, 4), Tile(6
 
 
 def steps_in_flight(tile: Tile, facts: DeviceFacts, stored: int) -> int:
-    """As many as fit into shared memory beside `stored` columns of a tile's result, up to the tile's own."""
+    """Return the pipeline stages that fit shared memory beside `stored` result columns, at most the tile's own."""
     left = facts.shared_bytes - 2 * tile.rows * stored - 1024
     return min(tile.stages, left // (2 * DEPTH * (tile.rows + tile.columns)))
 
@@ -126,7 +126,7 @@ def launch_tiles(
         blocks_of(x, tile.rows, DEPTH, facts.tma),
         blocks_of(weight, tile.columns, DEPTH, facts.tma),
         blocks_of(y, tile.rows, tile.columns // pair, facts.tma),
-        rows_of(bias),
+        contiguous_rows(bias),
         rows,
         outputs,
         inputs,
@@ -169,7 +169,7 @@ def triton_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         ValueError: For shapes or dtypes other than these, or if a gradient is asked for.
     """
     check_tensors(x=x, weight=weight, bias=bias)
-    inference_only(x=x, weight=weight, bias=bias)
+    check_no_gradients(x=x, weight=weight, bias=bias)
     inputs = x.shape[-1]
     flat = x.reshape(-1, inputs)
     if flat.shape[0] <= MAX_ROWS:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from distill_kernels.optim.adamw_kernels import Options, Signals, update, update_by_reference
+from distill_kernels.optim.adamw_kernels import Options, StepControls, update, update_by_reference
 from distill_kernels.optim.multi_tensor import Member, Plan, squares_over_ranks
 
 BLOCK = 2048
@@ -110,14 +110,14 @@ class FusedAdamW(torch.optim.AdamW):
             self.grad_norm = None if squares is None else squares.sqrt()
             if squares is not None and grad_scale is not None:
                 self.grad_norm = squares.sqrt() / grad_scale
-        signals = Signals(squares, grad_scale, getattr(self, "found_inf", None))
+        controls = StepControls(squares, grad_scale, getattr(self, "found_inf", None))
         for group, bucket in buckets:
-            (update if bucket.key.on_triton else update_by_reference)(bucket, group, self.options, signals)
+            (update if bucket.key.on_triton else update_by_reference)(bucket, group, self.options, controls)
         return loss
 
     @torch.no_grad()
     def _plan(self, params: Sequence[torch.Tensor], number: int) -> Plan:
-        """Of the parameters that have a gradient, numbered from `number`, with states made where there are none."""
+        """Return the plan of the parameters with a gradient, numbered from `number`; missing states are created."""
         members = []
         for p in params:
             if p.grad is not None:

@@ -37,12 +37,12 @@ from distill_kernels.optim.stochastic_rounding import (
 )
 
 WARPS = 8
-COUNTED_APART = 16_384
+OWN_COUNT_PROGRAMS = 16_384
 """Programs from which a second launch counts steps: they take the GPU 0.1 ms or more, several launches long."""
 
 
 class Options(NamedTuple):
-    """What `FusedAdamW` was asked for; its docstring explains each."""
+    """Options of `FusedAdamW`; its docstring explains each."""
 
     state_dtype: torch.dtype | None
     stochastic_rounding: bool
@@ -52,7 +52,7 @@ class Options(NamedTuple):
     seed: int
 
 
-class Signals(NamedTuple):
+class StepControls(NamedTuple):
     """Scalars on the device that decide how, and whether, this step is taken."""
 
     squares: torch.Tensor | None  # sum of all squared gradients, where clipping or checking
@@ -106,7 +106,7 @@ def count_step(row_ptr, log2_beta1, log2_beta2):
 
 @triton.jit
 def skip_step(squares_ptr, found_inf_ptr, HAS_FOUND_INF: tl.constexpr, SKIP: tl.constexpr):
-    """Not 0 where this step is not to be taken."""
+    """Return a value that is not 0 where this step is skipped."""
     skip = 0.0
     if HAS_FOUND_INF:
         skip += tl.load(found_inf_ptr)
@@ -239,19 +239,21 @@ def adamw_kernel(
                 count_step(row_ptr, log2_beta1, log2_beta2)
 
 
-def update(bucket: Bucket, group: dict[str, Any], options: Options, signals: Signals) -> None:
+def update(bucket: Bucket, group: dict[str, Any], options: Options, controls: StepControls) -> None:
     """One step for the members of `bucket`, in place, by one launch, or two where programs are many."""
     lr, (beta1, beta2) = group["lr"], group["betas"]
     device_lr = lr if isinstance(lr, torch.Tensor) and lr.device == bucket.key.device else None
     tensors = [bucket.table, bucket.gradients, bucket.blocks, bucket.rows]
     dtypes = []
-    for signal in (signals.squares, device_lr, signals.grad_scale, signals.found_inf):
+    for signal in (controls.squares, device_lr, controls.grad_scale, controls.found_inf):
         tensors.append(bucket.rows if signal is None else signal.to(bucket.key.device))
         dtypes.append(None if signal is None else signal.dtype)
-    kinds = (options, *dtypes)
-    constants = bucket.constants.get(kinds)
+    specialization = (options, *dtypes)
+    constants = bucket.constants.get(specialization)
     if constants is None:
-        constants = bucket.constants[kinds] = _constants(bucket, options, [dtype is not None for dtype in dtypes])
+        constants = bucket.constants[specialization] = _constants(
+            bucket, options, [dtype is not None for dtype in dtypes]
+        )
     logarithms = (math.log2(beta1) if beta1 > 0 else -1e4, math.log2(beta2) if beta2 > 0 else -1e4)
     numbers = (
         float(lr) if device_lr is None else 0.0,
@@ -266,27 +268,27 @@ def update(bucket: Bucket, group: dict[str, Any], options: Options, signals: Sig
         -1.0 if group["maximize"] else 1.0,
         options.seed,
     )
-    bucket.update(adamw_kernel, len(bucket.blocks), kinds, tensors, numbers + constants, num_warps=WARPS)
-    if counted_apart(bucket):
-        flags = (signals.found_inf is not None, options.skip_nonfinite)
+    bucket.update(adamw_kernel, len(bucket.blocks), specialization, tensors, numbers + constants, num_warps=WARPS)
+    if counts_in_own_launch(bucket):
+        flags = (controls.found_inf is not None, options.skip_nonfinite)
         seen = [tensors[place] for place in (3, 4, 7)]
-        bucket.count(count_kernel, len(bucket.members), kinds, seen, logarithms + flags, num_warps=1)
+        bucket.count(count_kernel, len(bucket.members), specialization, seen, logarithms + flags, num_warps=1)
 
 
-def counted_apart(bucket: Bucket) -> bool:
-    """Whether a launch of its own counts the steps of `bucket`."""
-    return len(bucket.blocks) >= COUNTED_APART
+def counts_in_own_launch(bucket: Bucket) -> bool:
+    """Return whether a separate launch counts the steps of `bucket`."""
+    return len(bucket.blocks) >= OWN_COUNT_PROGRAMS
 
 
 def _constants(bucket: Bucket, options: Options, given: list[bool]) -> tuple[Any, ...]:
-    """Of `adamw_kernel`, in its order; `given`: which of the signals and the learning rate are on the device."""
+    """Return the constants of `adamw_kernel` in order; `given`: which controls and learning rate are on the device."""
     key = bucket.key
     rounds = key.state == torch.bfloat16 or (key.parameter == torch.bfloat16 and not key.has_master)
     return (
         *given[1:],
         options.max_grad_norm is not None,
         options.skip_nonfinite,
-        not counted_apart(bucket),
+        not counts_in_own_launch(bucket),
         TRITON_DTYPES[key.parameter],
         TRITON_DTYPES[key.gradient],
         TRITON_DTYPES[key.state],
@@ -299,17 +301,17 @@ def _constants(bucket: Bucket, options: Options, given: list[bool]) -> tuple[Any
 
 
 @torch.no_grad()
-def update_by_reference(bucket: Bucket, group: dict[str, Any], options: Options, signals: Signals) -> None:
+def update_by_reference(bucket: Bucket, group: dict[str, Any], options: Options, controls: StepControls) -> None:
     """One step for the members of `bucket`, in place, in PyTorch."""
     device = bucket.key.device
     scale = torch.tensor(-1.0 if group["maximize"] else 1.0, device=device)
     proceed = torch.tensor(True, device=device)
-    if signals.grad_scale is not None:
-        scale = scale / signals.grad_scale.to(device)
-    if signals.found_inf is not None:
-        proceed = proceed & (signals.found_inf.to(device) == 0)
-    if signals.squares is not None:
-        squares = signals.squares.to(device)
+    if controls.grad_scale is not None:
+        scale = scale / controls.grad_scale.to(device)
+    if controls.found_inf is not None:
+        proceed = proceed & (controls.found_inf.to(device) == 0)
+    if controls.squares is not None:
+        squares = controls.squares.to(device)
         if options.max_grad_norm is not None:
             scale = scale * (options.max_grad_norm / (squares.sqrt() * scale.abs() + 1e-6)).clamp(max=1.0)
         if options.skip_nonfinite:

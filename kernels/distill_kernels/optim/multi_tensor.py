@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distill_kernels.launch import Launch, cdiv, device_facts, runs_on_triton, tl, triton
+from distill_kernels.launch import CachedLauncher, cdiv, device_facts, runs_on_triton, tl, triton
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ COLUMNS = 8
 
 
 class BucketKey(NamedTuple):
-    """What tensors must share to be updated by one launch."""
+    """Properties that tensors updated by one launch have in common."""
 
     device: torch.device
     parameter: torch.dtype
@@ -47,13 +47,16 @@ class Member:
         self.number, self.owner, self.state = number, owner, state
 
     def gradient(self) -> torch.Tensor:
+        """Return this rank's part of the gradient."""
         assert self.owner.grad is not None
         return local(self.owner.grad)
 
     def tensor(self, name: str) -> torch.Tensor:
+        """Return this rank's part of the state tensor `name`."""
         return local(self.state[name])
 
     def key(self) -> BucketKey:
+        """Return the properties by which members are grouped into buckets."""
         parameter = local(self.owner)
         tensors = [parameter, self.gradient(), *[local(value) for name, value in self.state.items() if name != "step"]]
         dtypes = (parameter.dtype, tensors[1].dtype, tensors[2].dtype)
@@ -83,8 +86,10 @@ class Bucket:
         for member, step in zip(members, self.rows[:, 0].unbind(), strict=True):
             member.state["step"] = step
         self._pinned: dict[str, torch.Tensor] = {}
-        self.update, self.count, self.square = Launch(), Launch(), Launch()
-        self.constants: dict[Any, tuple[Any, ...]] = {}  # of the update, by what `Launch` calls kinds
+        self.update, self.count, self.square = CachedLauncher(), CachedLauncher(), CachedLauncher()
+        self.constants: dict[
+            Any, tuple[Any, ...]
+        ] = {}  # of the update, by what `CachedLauncher` calls `specialization`
         if key.on_triton:
             sizes = [local(member.owner).numel() for member in members]
             self.table = self._upload("table", torch.tensor([self._row(member) for member in members]))
@@ -223,7 +228,7 @@ class Plan:
         self._gradients = self._layouts([member.owner.grad for member in members])
 
     def _present_addresses(self) -> list[int]:
-        """Of the parameters and of all tensors of their states."""
+        """Return the addresses of the parameters and of all tensors of their states."""
         tensors = chain(self._owners, *[state.values() for state in self._states])
         return list(map(torch.Tensor.data_ptr, tensors if self._plain else map(local, tensors)))
 

@@ -1,4 +1,4 @@
-"""What the row kernels share: divergences elementwise, reading relative logits, the hard-label term, rows left out.
+"""Device functions shared by the row kernels: divergences, relative logits, the hard-label term, skipped rows.
 
 The formulas are those of divergence.py; relative logits and their tiles are described in projection.py.
 """
@@ -17,8 +17,8 @@ if HAS_TRITON:
     SKEW_FORWARD_KL = tl.constexpr(terms.SKEW_FORWARD_KL)
     SKEW_REVERSE_KL = tl.constexpr(terms.SKEW_REVERSE_KL)
     TVD = tl.constexpr(terms.TVD)
-    MOST_LOG_RATIO = tl.constexpr(divergence.MOST_LOG_RATIO)
-    ELSEWHERE = tl.constexpr(ON_ANOTHER_RANK)
+    MAX_LOG_RATIO = tl.constexpr(divergence.MAX_LOG_RATIO)
+    OTHER_RANK = tl.constexpr(ON_ANOTHER_RANK)
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _log_ratio_product(p, log_p, log_q):
 
 
 @triton.jit
-def _one_divergence(KIND: tl.constexpr, share, log_s, log_t, p_s, p_t):
+def _one_divergence(KIND: tl.constexpr, parameter, log_s, log_t, p_s, p_t):
     """`f` and `g` of one divergence, elementwise: `reference_terms` in Triton."""
     if KIND == FORWARD_KL:
         g = p_s - p_t
@@ -42,47 +42,47 @@ def _one_divergence(KIND: tl.constexpr, share, log_s, log_t, p_s, p_t):
     else:
         d = log_t - log_s
         d = tl.where(d == d, d, 0.0)  # both -inf
-        d = tl.maximum(tl.minimum(d, MOST_LOG_RATIO), -MOST_LOG_RATIO)
+        d = tl.maximum(tl.minimum(d, MAX_LOG_RATIO), -MAX_LOG_RATIO)
         e = exp(d)
-        teacher_share = share
+        teacher_weight = parameter
         if KIND == SKEW_REVERSE_KL:
-            teacher_share = 1.0 - share
-        q = 1.0 + teacher_share * (e - 1.0)
+            teacher_weight = 1.0 - parameter
+        q = 1.0 + teacher_weight * (e - 1.0)
         log_q = log_of_normal(q)
         if KIND == JSD:
-            g = (share - 1.0) * p_s * log_q
-            f = share * p_t * (d - log_q) + g
+            g = (parameter - 1.0) * p_s * log_q
+            f = parameter * p_t * (d - log_q) + g
         else:
-            m = p_s + teacher_share * (p_t - p_s)
+            m = p_s + teacher_weight * (p_t - p_s)
             if KIND == SKEW_REVERSE_KL:
                 f = m - p_s - p_s * log_q
-                g = p_s * (share * (1.0 - reciprocal(q)) - log_q)
+                g = p_s * (parameter * (1.0 - reciprocal(q)) - log_q)
             else:
                 tl.static_assert(KIND == SKEW_FORWARD_KL)
                 f = p_t * (d - log_q) - p_t + m
-                g = (1.0 - share) * p_s * (1.0 - e * reciprocal(q))
+                g = (1.0 - parameter) * p_s * (1.0 - e * reciprocal(q))
     return f, g
 
 
 @triton.jit
-def all_divergences(log_s, log_t, weights, shares, KINDS: tl.constexpr):
-    """Weighted sums of `f` and of `g` over the terms, `p_s` and `p_t`."""
+def weighted_divergences(log_s, log_t, weights, parameters, KINDS: tl.constexpr):
+    """Return the weighted sums of `f` and of `g` over the terms, and `p_s` and `p_t`."""
     p_s = exp(log_s)
     p_t = exp(log_t)
     f = tl.zeros_like(p_s)
     g = tl.zeros_like(p_s)
     for i in tl.static_range(len(KINDS)):
-        f_i, g_i = _one_divergence(KINDS[i], shares[i], log_s, log_t, p_s, p_t)
+        f_i, g_i = _one_divergence(KINDS[i], parameters[i], log_s, log_t, p_s, p_t)
         f += weights[i] * f_i
         g += weights[i] * g_i
     return f, g, p_s, p_t
 
 
 @triton.jit
-def centred(g, p_s, sums, APART: tl.constexpr):
-    """`g - p_s sum(g)`, as `divergence.centred`: the second and third sum leave out a token of p_s > 1/2."""
+def logit_gradient(g, p_s, sums, STABLE_TOP: tl.constexpr):
+    """Return `g - p_s sum(g)`; sums[1] and sums[2] (of g and p_s) leave out a token of p_s > 1/2, see divergence.py."""
     plain = g - p_s * sums[0]
-    if APART:
+    if STABLE_TOP:
         plain = tl.where(p_s > 0.5, g * sums[2] - p_s * sums[1], plain)
     return plain
 
@@ -114,35 +114,37 @@ def logit_at(values_ptr, shift_ptr, column, V, TILE: tl.constexpr):
 
 
 @triton.jit
-def narrow(index, V):
-    """Indices as int32; what 32 bits cannot hold stays outside of 0 to V - 1, and small negative ones as they are."""
+def to_int32(index, V):
+    """Return indices as int32, clamped to [-3, V]: out-of-range ids stay out of range, -1 and -2 as they are."""
     return tl.maximum(tl.minimum(index.to(tl.int64), V), -3).to(tl.int32)
 
 
 @triton.jit
 def label_logprob(logit, label, lse, V, whole_vocab):
-    """Log-probability of a label from its logit: NaN outside of the vocabulary, 0 where another rank adds it."""
+    """Return a label's log-probability from its logit: NaN outside of the vocabulary, 0 where another rank adds it."""
     value = tl.where((label >= 0) & (label < V), logit - lse, float("nan"))
-    return tl.where((label == ELSEWHERE) & (whole_vocab > V), 0.0, value)
+    return tl.where((label == OTHER_RANK) & (whole_vocab > V), 0.0, value)
 
 
 @triton.jit
-def not_negative(x):
-    """`max(x, 0)` that keeps NaN."""
+def clamp_at_zero(x):
+    """Return `max(x, 0)`, with NaN kept."""
     return tl.where(x < 0.0, 0.0, x)
 
 
 @triton.jit
-def eights(x):
-    """Sums over the eight neighbours that a thread holds: what adds them up needs an eighth of the registers."""
+def reduce_by_8(x):
+    """Sum every 8 adjacent columns, which one thread holds, so that accumulators take an eighth of the registers."""
     return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 8, 8)), 2)
 
 
 @triton.jit
 def agreement_part(tops, V, whole_vocab):
-    """`TokenStats.agreement` of a row, from its V columns' count `tops` of highest logits, where one of both models
-    counts 1 and one of either alone 2: 1 means that both have one and the same token. Of several ranks' columns the
-    counts themselves, which the ranks add up."""
+    """Return `TokenStats.agreement` of a row from `tops`, the count of highest logits among its V columns.
+
+    A token that is highest under both models counts 1, under one of them 2, so that a sum of 1 is agreement. With
+    several ranks the count itself is returned, for the ranks to add up.
+    """
     if whole_vocab == V:
         tops = tl.where(tops == 1.0, 1.0, 0.0)
     return tops
@@ -150,7 +152,7 @@ def agreement_part(tops, V, whole_vocab):
 
 @triton.jit
 def hard_gradient(p, columns, label, lse, vocab, hard, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr):
-    """Gradient of the hard-label term from probabilities at T = 1. `hard`: weight, smoothing, z-loss."""
+    """Return the hard-label term's gradient from probabilities at T = 1. `hard`: weight, smoothing, z-loss."""
     weight, smoothing, z_loss = hard
     if Z_LOSS:
         p *= 1.0 + 2.0 * z_loss * lse
@@ -160,23 +162,23 @@ def hard_gradient(p, columns, label, lse, vocab, hard, SMOOTHED: tl.constexpr, Z
 
 
 @triton.jit
-def hard_loss(at_label, z_total, lse, once, vocab, hard, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr):
-    """The hard-label term of a row, from the label's log-probability and the sum of the logits.
+def hard_loss(at_label, z_total, lse, row_lse, vocab, hard, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr):
+    """Return the hard-label term of a row from the label's log-probability and the sum of the logits.
 
-    `once` is `lse`, or 0 where another rank adds what belongs to a row and not to its columns.
+    `row_lse` is `lse` on the rank that owns the row terms and 0 on the others.
     """
     weight, smoothing, z_loss = hard
     loss = -(1.0 - smoothing) * at_label
     if SMOOTHED:
-        loss -= smoothing * (z_total / vocab - once)
+        loss -= smoothing * (z_total / vocab - row_lse)
     if Z_LOSS:
-        loss += z_loss * once * lse
+        loss += z_loss * row_lse * lse
     return weight * loss
 
 
 @triton.jit
-def to_raw(g, z, scale, student_scale, inverse_cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
-    """The gradient for transformed logits, times the row's scale -> for raw ones."""
+def raw_logit_gradient(g, z, scale, student_scale, inverse_cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
+    """Return the gradient for raw logits from that for transformed ones, times the row's scale."""
     g *= scale
     if SCALED:
         g *= student_scale
@@ -186,8 +188,8 @@ def to_raw(g, z, scale, student_scale, inverse_cap, SCALED: tl.constexpr, CAPPED
 
 
 @triton.jit
-def clear_row(row_ptr, V, blocks, within, BLOCK: tl.constexpr):
-    """Zeros over the V columns of a row: a block has the columns `within` [m, n], or `BLOCK` times those of [1, n]."""
+def zero_row(row_ptr, V, blocks, within, BLOCK: tl.constexpr):
+    """Write zeros over the V columns of a row, in blocks of columns `within` [m, n], or of BLOCK times [1, n]."""
     for block in range(blocks):
         if within.shape[0] == 1:
             columns = (block * BLOCK + tl.arange(0, BLOCK))[:, None] * within.shape[1] + within
@@ -198,7 +200,7 @@ def clear_row(row_ptr, V, blocks, within, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_figures(stats_ptr, stats_stride, row, figures):
-    """One row's `TokenStats`."""
+def store_stats(stats_ptr, stats_stride, row, figures):
+    """Store the seven `TokenStats` of one row."""
     for i in tl.static_range(7):
         tl.store(stats_ptr + i * stats_stride + row, figures[i])
