@@ -77,6 +77,7 @@ class Inputs:
         self.half = torch.where(torch.rand(shape.rows, device="cuda", generator=generator) < 0.5, self.labels, -100)
 
     def clear(self) -> None:
+        """Drop the gradients."""
         self.x.grad = self.w.grad = None
 
     def run(self, loss: Callable[[Inputs], torch.Tensor]) -> Callable[[], None]:
