@@ -33,7 +33,7 @@ INSTRUCTIONS = {
 
 
 class Compiled(NamedTuple):
-    """What was made of one kernel."""
+    """Compiled code of one kernel."""
 
     module: str  # of distill_kernels
     kernel: str
@@ -46,7 +46,7 @@ class Compiled(NamedTuple):
 
 
 def compiled(family: str, snippet: str, **environment: str) -> list[Compiled]:
-    """What the snippet's kernels became; TRITON_CACHE_DIR in `environment` for a cache of its own."""
+    """Return the compiled kernels of a snippet; TRITON_CACHE_DIR in `environment` gives it a cache of its own."""
     from forked import clean_environment, run
 
     # a cache apart: what is compiled in use lacks the figures; without lines, since code must not change as they move

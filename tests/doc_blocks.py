@@ -65,7 +65,7 @@ def links(page: Path) -> Iterator[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What can follow `#` in a link to a page: slugs of its headings, and names of its references."""
+    """Return the anchors of a page: slugs of its headings, and names of its references."""
     tokens = MarkdownIt().parse(page.read_text(encoding="utf-8"))
     titles = [after.content for token, after in pairwise(tokens) if token.type == "heading_open"]
     slugs: dict[str, int] = {}

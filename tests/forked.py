@@ -90,7 +90,7 @@ def close() -> None:
 
 
 class Forked:
-    """As `subprocess.Popen([sys.executable, *arguments], text=True, ...)`.
+    """Forked process with the interface of `subprocess.Popen([sys.executable, *arguments], text=True, ...)`.
 
     Args:
         arguments: `["-m", module, ...]`, `["-c", code, ...]` or `[file, ...]`.
@@ -139,7 +139,7 @@ class Forked:
         return self.poll()
 
     def communicate(self, timeout=None):
-        """What it wrote to pipes, once it has ended."""
+        """Return the process's output once it has ended."""
         read, texts = {name: getattr(self, name) for name in ("stdout", "stderr")}, {}
         threads = [
             threading.Thread(target=lambda name=name, file=file: texts.update({name: file.read()}), daemon=True)
@@ -154,7 +154,7 @@ class Forked:
         return texts.get("stdout"), texts.get("stderr")
 
     def send_signal(self, number):
-        """As `os.kill`, unless it has ended."""
+        """Send a signal unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -173,7 +173,7 @@ class Forked:
 
 
 def run(arguments, *, timeout=400, **more) -> subprocess.CompletedProcess:
-    """As `subprocess.run([sys.executable, *arguments], capture_output=True, text=True, ...)`."""
+    """Run a forked process as `subprocess.run([sys.executable, *arguments], capture_output=True, text=True, ...)`."""
     with Forked(arguments, stdout=PIPE, stderr=PIPE, **more) as process:
         try:
             out, error = process.communicate(timeout)

@@ -1,4 +1,4 @@
-"""What tests share: error measures, the slack they are judged by, and realistic inputs.
+"""Shared test helpers: error measures, the slack that they allow, and realistic inputs.
 
 A result of ours is right when its error against fp64 is at most `SLACK` times the error that PyTorch's own eager
 computation makes in the same dtype, plus `FLOOR[dtype]`. bf16 fused losses also keep a promise that does not depend on

@@ -105,7 +105,7 @@ def reduce_by_halves() -> None:
 
 
 def know_types() -> None:
-    """What a type or its shape alone decides is worked out once, not at each operation."""
+    """Cache results that depend only on a type or its shape, in place of computing them at each operation."""
     np_dtype, np_dtypes = interpreter._get_np_dtype, {}
 
     def known_np_dtype(dtype):
@@ -180,7 +180,7 @@ def skip_wrappers() -> None:
 
 
 class Operands(NamedTuple):
-    """What two operands of known types become: their types, and the range of a number among them."""
+    """Result types of an operation on two operands of known types, and the range of a scalar among them."""
 
     left: tl.dtype
     right: tl.dtype

@@ -1,4 +1,4 @@
-"""What the tests of the layer kernels share: one comparison of values and every gradient, and memory full of NaN."""
+"""Shared checks of the layer kernels: comparison of values and every gradient, and memory full of NaN."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Call(NamedTuple):
-    """How a public name is called.
+    """Example call of a public name.
 
     Attributes:
         run: Of the tensors, by name; returns a tensor or several.

@@ -39,7 +39,7 @@ def write_models(folder: Path, **of_teacher) -> Path:
 
 
 def recipe_in(folder: Path, *overrides: str):
-    """Of a run with the teacher loaded; overrides make it a served one."""
+    """Return the recipe of a run with the teacher loaded; overrides make it a served one."""
     return parse(
         f"""
         teacher: {{model: {folder}/teacher}}

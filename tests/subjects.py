@@ -1,4 +1,4 @@
-"""What the invariants look at in tests: several teachers, two tokenizers, a teacher on disk, a student that answers."""
+"""Subjects of the invariant tests: several teachers, two tokenizers, a cached teacher, an on-policy student."""
 
 import contextlib
 import functools
@@ -127,7 +127,7 @@ class Caches:
         (folder / "text.txt").write_text("\n".join(lines))
 
     def recipe(self, *overrides):
-        """Of the run that trains from the cache, with the teacher still loaded."""
+        """Recipe of the run that trains from the cache, with the teacher still loaded."""
         return parse(
             f"""
             teacher: {{model: {self.folder}/teacher}}

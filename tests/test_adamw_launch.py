@@ -1,4 +1,4 @@
-"""How FusedAdamW launches: once a step, twice if large; tables kept while they hold, steps counted on the device."""
+"""Launches of FusedAdamW: once a step, twice if large; tables reused while valid, steps counted on the device."""
 
 from pathlib import Path
 
@@ -172,7 +172,7 @@ def test_steps_counted_by_a_second_launch_are_the_same(kernel_device, monkeypatc
 
 @pytest.mark.parametrize("change", ["nothing", "betas", "step"])
 def test_corrections_are_of_the_present_step_and_betas(kernel_device, change):
-    """What a launch left for the next one is not used where another step or other betas follow."""
+    """Bias corrections left by a launch are not used when step or betas change."""
     shapes = [(5000,), (7,), (0,), ()]
     ours, eager = make(shapes, kernel_device), make(shapes)
     optimizers = FusedAdamW(ours, **SETTINGS), torch.optim.AdamW(eager, **SETTINGS)

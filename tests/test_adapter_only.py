@@ -30,7 +30,7 @@ def logits(model):
 
 
 def figures(out):
-    """Of `eval --json`, the value of each."""
+    """Return the values of `eval --json` by name."""
     return {name: interval["value"] for name, interval in json.loads(out)["figures"].items()}
 
 

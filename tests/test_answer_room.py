@@ -50,7 +50,7 @@ def columns(lists):
     st.integers(0, 3),
 )
 def test_room_is_what_the_longest_answer_takes(learned, new, more):
-    """As `Document` tells it of the batch, but for what follows an answer in a template, which is in it already."""
+    """The reserved length matches the batch's `Document`, without the template's tokens after a response."""
     labels = [[-100, *(7 if each else -100 for each in document), 7] for document in learned]
     ids = [[7] * len(each) for each in labels]
     teacher = [[7] * (len(each) + more) for each in labels]

@@ -89,7 +89,7 @@ def test_bits_repeat_and_large_scores_stay_finite(kernel_device):
 
 @pytest.mark.parametrize("queries, keys, cut", [(40, 200, [True, False, True]), (200, 40, [False, True, False])])
 def test_few_programs_are_cut(kernel_device, monkeypatch, queries, keys, cut):
-    """By the public function: out, then dk and dv, then dq."""
+    """Keys are split in the public function: for out, then dk and dv, then dq."""
     counted = []
 
     def count(programs, tiles, at_once):

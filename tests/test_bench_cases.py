@@ -1,4 +1,4 @@
-"""What the benchmarks compare computes the same thing: candidates' gradients on the CPU, small; nothing is timed."""
+"""Benchmark candidates compute the same thing: gradients on the CPU at small sizes; nothing is timed."""
 
 import copy
 import importlib
@@ -66,7 +66,7 @@ sys.exit(__main__.main())
 
 @pytest.mark.parametrize("ending, code", [("late", 143), ("fails", 1)])
 def test_what_ends_early_shows_its_rows(ending, code):
-    """By SIGTERM, which comes twice, or by an error."""
+    """A benchmark that ends early, by SIGTERM (twice) or an error, shows its rows."""
     root = Path(__main__.__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", CASE, ending], cwd=root, capture_output=True, text=True, timeout=100)
     assert done.returncode == code, done.stderr
@@ -188,7 +188,7 @@ def test_a_rival_in_fp8_ends_at_its_limit(monkeypatch, capsys):
 
 
 def test_torchao_leaves_the_compiler_as_it_is(monkeypatch):
-    """What it would set makes inductor try each kernel in many forms, one after the other."""
+    """Settings of torchao would make inductor try each kernel in many forms."""
     quant_api = pytest.importorskip("torchao.quantization.quant_api")
     from torch._inductor import config
 
@@ -208,7 +208,7 @@ def test_steps_are_picked_by_pair_and_variant():
 
 
 def test_steps_of_heads_of_two_sizes_have_one_loss(device):
-    """As Qwen2.5-7B's and 1.5B's are padded."""
+    """Heads padded to different sizes, as Qwen2.5-7B's and 1.5B's, give the same loss."""
     teacher, student = tiny_model(seed=0, vocab_size=300).to(device), tiny_model(seed=1, vocab_size=275).to(device)
     ids = torch.arange(40, device=device).reshape(2, 20) * 7 % 275
     rows = torch.cat([torch.arange(19), 20 + torch.arange(19)]).to(device)

@@ -12,7 +12,7 @@ from scripts.bench.earlier import OURS, Comparison, Form, Line, lines, measure
 
 
 class OnCpu(TorchFunctionMode):
-    """What a benchmark puts on the GPU goes to the CPU."""
+    """Redirection of tensors that a benchmark puts on the GPU to the CPU."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})

@@ -78,7 +78,7 @@ def missing_some(source, folder, kept):
 
 
 def both(folder, device, *cases):
-    """What each of the two processes does."""
+    """Body of each of the two processes."""
     os.chdir(folder)
     torch.set_num_threads(1)
     write.LEAST_ROWS = FEW_ROWS

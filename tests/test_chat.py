@@ -60,7 +60,7 @@ BOTH = ["First.<|end|>", "Second.<|end|>"]
 
 
 def learned(source, tokenizer, messages, tools=None, **options):
-    """What is learned, example by example; of one example its parts alone."""
+    """Return the tokens trained on, example by example; for one example its parts."""
     first = options.pop("first_trained", 0)
     made = ChatTemplate(source, tokenizer).for_training(messages, tools, ChatOptions(**options), first_trained=first)
     parts = [[example.text[start:end] for start, end in example.spans] for example in made.examples]

@@ -1,4 +1,4 @@
-"""What a chat template does not write: never trained around without a word; turns end where inference stops."""
+"""Text that a chat template drops is always reported; turns end where inference stops."""
 
 import json
 
@@ -41,7 +41,7 @@ def answer(text, **more):
 
 
 def texts(source, messages, tools=None, tokenizer=None, **options):
-    """What is learned of each example."""
+    """Return the text trained on in each example."""
     template = ChatTemplate(source, tokenizer or tiny_tokenizer())
     made = template.for_training(messages, tools, ChatOptions(**options))
     return [[each.text[start:end] for start, end in each.spans] for each in made.examples]
@@ -352,7 +352,7 @@ def long_chat(count):
 
 
 def characters_of(source, chat, monkeypatch):
-    """What all renderings of a conversation come to."""
+    """Return the total characters of all renderings of a conversation."""
     spent, raw = [], Renderer.raw
 
     def counted(self, *arguments, **more):

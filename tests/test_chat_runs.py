@@ -55,7 +55,7 @@ def recipe_of(*overrides, teacher="model: teacher", student="from_teacher: {laye
 
 
 def learned_texts(splits, tokenizer, ids="input_ids"):
-    """Of each document its prompt and what is learned of it."""
+    """Return each document's prompt and the text trained on."""
     found = []
     for row in [*splits.train, *splits.validation]:
         starts = [n for n, position in enumerate(row["position_ids"]) if position == 0] + [len(row["position_ids"])]

@@ -170,7 +170,7 @@ def test_completion_installs_itself():
 
 
 def in_terminal(code: str) -> str:
-    """What a Python program writes when its standard output and error are a terminal."""
+    """Return the output of a Python program whose standard output and error are a terminal."""
     master, slave = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
     environment.pop("NO_COLOR", None)

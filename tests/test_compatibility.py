@@ -1,4 +1,4 @@
-"""Which settings go together is one table, read without torch; what it refuses, it refuses in one line."""
+"""The compatibility table of settings is read without torch, and every refusal is one line."""
 
 import pytest
 
@@ -79,7 +79,7 @@ def test_a_kind_is_what_a_recipe_spells(kind):
 
 @pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda conflict: f"{conflict.first}, {conflict.second}")
 def test_every_conflict_is_refused_in_one_line(conflict):
-    """In the words of the table, unless a section has refused it already."""
+    """The message is the table's, unless a section has refused the setting already."""
     overrides = [*(OF_KIND | WITH)[conflict.first], *WITH[conflict.second]]
     with pytest.raises(RecipeError) as refused:
         parse(ONE, overrides)

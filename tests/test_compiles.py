@@ -256,7 +256,7 @@ def test_kernels_fit_every_family(case):
 
 
 def test_committed_rows_keep_to_every_limit():
-    """Of scripts/compiled.jsonl, from which docs/reference/compiled-kernels.md is made."""
+    """The rows are those of scripts/compiled.jsonl, the source of docs/compiled.md."""
     rows = [json.loads(line) for line in compiled_rows.ROWS.read_text().splitlines()]
     assert {row["family"] for row in rows} == set(compiled_rows.FAMILIES)
     for row in rows:

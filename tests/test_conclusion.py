@@ -159,7 +159,7 @@ def test_a_damaged_checkpoint_is_not_exported(place, capsys):
 
 
 def test_a_run_that_skipped_every_step_fails(place, capsys):
-    """What breaks it, a token's embedding, is in the training data alone."""
+    """Only the training data hold the token whose embedding is not finite."""
     tokenizer = tiny_tokenizer()
     model = tiny_model(tokenizer, tie=False)
     with torch.no_grad():

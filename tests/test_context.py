@@ -213,7 +213,7 @@ def test_documents_keep_the_teachers_reading():
 
 
 def test_new_answers_follow_the_teachers_prompt():
-    """Of several turns too: the earlier ones stay in the teacher's prompt."""
+    """Earlier turns of a conversation stay in the teacher's prompt."""
     ids, labels = [5, 6, 7, 8, 9, 10], [-100, -100, 7, 8, -100, 10]
     document = Document(ids, labels, 0, [5, 99, 98, 6, 7, 8, 9, 10])
     made = document.answered(document.prompt, [50, 51])
@@ -244,7 +244,7 @@ def test_rows_hold_the_teachers_longer_answers():
 
 
 def test_a_running_average(tmp_path):
-    """By its definition, in float64 and for narrow weights, which get a copy of a float32 average."""
+    """The average matches its definition in float64; 16-bit weights get a copy of a float32 average."""
     for dtype in (torch.float64, torch.bfloat16):
         model, other = tiny_model(seed=1, dtype=dtype), tiny_model(seed=2, dtype=dtype)
         wide = {

@@ -110,7 +110,7 @@ def test_zero_for_equals(temperature):
 
 
 def test_scale_cap_bias_and_lora():
-    """How a model makes logits on either side, against the definition by autograd."""
+    """Logit transforms of either side match the definition by autograd."""
     x, w, y, v, spans, ids_s, ids_t, pairs = case()
     bias, teacher_bias = torch.randn(VS).double().requires_grad_(), torch.randn(VT).double()
     a, b = torch.randn(3, 16).double().requires_grad_(), torch.randn(VS, 3).double().requires_grad_()

@@ -65,7 +65,7 @@ def test_running_text_is_cut_where_both_end_a_token(student, teacher):
 
 
 def test_the_end_of_a_text_is_learned_wherever_it_is_cut():
-    """Where the last cut would leave the end alone, with nothing before it, the cut is made one span earlier."""
+    """If the last cut leaves the end token alone, the cut is made one span earlier."""
     texts = [{"text": WORDS[:size]} for size in range(500, 660)]
     pairs, tally, made = encode(texts, student="plain pieces", teacher="pieces")
     ends = [pair for pair in pairs if pair.student[-1] == made[0].end]
@@ -75,7 +75,7 @@ def test_the_end_of_a_text_is_learned_wherever_it_is_cut():
 
 @pytest.mark.parametrize("student, teacher", [("pieces", "pieces"), ("pieces", "merged"), ("merged", "pieces")])
 def test_what_a_text_says_of_its_beginning_and_end_is_not_said_twice(student, teacher):
-    """As one tokenizer reads it (data/tokenise.py); the other may read `<s>` as letters, and begins it."""
+    """Begin and end tokens in a text are read once, also where `<s>` is plain text to the other tokenizer."""
     made = readers(student, teacher)
     for reader, name in zip(made, (student, teacher), strict=True):
         reader.beginning = [reader.tokenizer.convert_tokens_to_ids("<s>" if name == "pieces" else "<bos>")]

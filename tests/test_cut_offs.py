@@ -1,4 +1,4 @@
-"""What a token is drawn from: temperature and cut-offs, as transformers' own, in every engine that runs here."""
+"""Sampling filters: temperature and cut-offs match transformers' own in every engine that runs here."""
 
 import itertools
 
@@ -32,7 +32,7 @@ PROMPTS = [[5, 6, 7, 8], [40], [100, 3, 77], [200, 201]]
 
 
 def warpers(sampling):
-    """As transformers chains them."""
+    """Return the logits warpers in transformers' order."""
     chain = [TemperatureLogitsWarper(sampling.temperature)]
     chain += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
     chain += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
@@ -153,7 +153,7 @@ def test_values_that_mean_nothing_are_refused(wrong):
 
 
 def test_another_sampling_is_another_run(tmp_path, monkeypatch):
-    """As another temperature: a run is not resumed with it."""
+    """A run is not resumed with other sampling settings, as with another temperature."""
     from distill.recipe.same_step import settings_of_steps
 
     before = settings_of_steps(parse(RECIPE), 1)
@@ -163,7 +163,7 @@ def test_another_sampling_is_another_run(tmp_path, monkeypatch):
 
 
 def test_the_command_draws_by_them(tmp_path, monkeypatch):
-    """Of one likeliest token at any temperature: the greedy answer; and files say how their answers were drawn."""
+    """Keeping one token is greedy at any temperature, and files record the sampling settings."""
     import json
 
     from distill.cli import run_command

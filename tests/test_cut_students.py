@@ -85,7 +85,7 @@ def test_a_cut_student_is_the_kept_layers_and_saves_as_it_is(tmp_path, kind, kee
 
 @pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text"])
 def test_dropped_layers_that_do_nothing_leave_the_outputs_as_they_were(kind):
-    """With layers that add nothing to their input, a student without them computes what its teacher does."""
+    """A student without layers that add nothing to their input computes the teacher's outputs."""
     teacher, drop = made(kind), (0, 1)
     keep = [2, 3, 4, 5]
     with torch.no_grad():

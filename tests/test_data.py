@@ -1,4 +1,4 @@
-"""From a source to rows: formats, masks, pieces, held-out documents, the cache, and data that lies."""
+"""Data pipeline from a source to rows: formats, masks, splitting, held-out documents, the cache, misleading data."""
 
 import itertools
 import json

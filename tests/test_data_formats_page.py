@@ -52,7 +52,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def rows_of(name, tokenizer, **settings):
-    """What is trained and held out of a sample, a document a row, and the report."""
+    """Return the training and held-out documents of a sample, and the report."""
     data = Data.model_validate({"source": str(SAMPLES / name), "max_length": 512, "packing": False} | settings)
     return load_data(data, tokenizer, seed=0)
 

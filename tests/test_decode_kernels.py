@@ -32,7 +32,7 @@ TILES = [product.Tile(16, 32), product.Tile(16, 16, 3), product.Tile(32, 64, 2)]
 @pytest.mark.parametrize("kind", ["qkv", "biases", "gate_up", "down", "down with bias"])
 @pytest.mark.parametrize("rows", [1, 17, 65])
 def test_products(kernel_device, rows, kind, tile, dtype):
-    """As good as the same operations by PyTorch, on buffers that held NaN, and as often as they are made."""
+    """Results are as accurate as PyTorch's, on buffers that held NaN, and reproducible."""
     if dtype not in dtypes_on(kernel_device):
         pytest.skip("for the interpreter")
     inputs, sizes = 72, (40, 16, 24) if kind in ("qkv", "biases") else (40,)
@@ -77,7 +77,7 @@ def test_products(kernel_device, rows, kind, tile, dtype):
 
 
 def stream_of(x, norm, dtype, parts=3):
-    """What a writer of `x` leaves for a norm of weight `norm`."""
+    """Return the stream of `x` prepared for a norm of weight `norm`."""
     squares = x.float().pow(2)
     squares = torch.stack([squares[:, part::parts].sum(1) for part in range(parts)])
     return Stream(x, (x.float() * norm.float() / 16).to(dtype), squares)

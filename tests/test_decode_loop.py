@@ -259,7 +259,7 @@ def test_a_model_on_triton_kernels_alone(kernel_device):
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0), Sampling(0.8, 20, 0.9, 0.02)], ids=str)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_transformers_engine_draws_the_same_tokens_however_many_at_once(kind, sampling):
-    """From each row's own seed: what stands beside it, and so the number of processes, plays no part."""
+    """Each row samples from its own seed, whatever the batch or the number of processes."""
     model = tiny_model(**KINDS[kind])
     more = {"max_new_tokens": [9, 3, 9, 1, 9], "sampling": sampling, "seeds": [5, -6, 7, 2**62, 9]}
     made = EngineSettings(2, [0], vocab_size=250, log_probs=True)

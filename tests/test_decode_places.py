@@ -51,7 +51,7 @@ def test_replays_of_several_tokens_end_where_single_ones_do(limit):
 
 @pytest.fixture
 def steps_and_readings(monkeypatch):
-    """How many tokens of all sequences were made, and how many prompts were read among others that went on."""
+    """Count tokens generated over all sequences, and prompts read while others continued."""
     counts, step, take = {"steps": 0, "read": 0}, DecodeLoop._step, Seats.seat
 
     def counted_step(self, *args):

@@ -1,4 +1,4 @@
-"""What launches depend on: a GPU's family, its shared memory, and which path they take without its instructions."""
+"""Device facts: a GPU's family, its shared memory, and the paths taken without its instructions."""
 
 from types import SimpleNamespace
 
@@ -88,7 +88,7 @@ def test_a_forced_family(gpu, monkeypatch, caplog):
 @pytest.mark.parametrize("options", [{}, {"window": 30, "softcap": 5.0}, {"packed": True}], ids=str)
 @pytest.mark.parametrize("size", [16, 20])
 def test_attention_through_pointers(kernel_device, monkeypatch, size, options):
-    """What families without TMA launch gives the same bits."""
+    """Pointer-based loads, of families without TMA, give the same bits."""
     options = dict(options)
     if options.pop("packed", False):
         options["cu_seqlens_q"] = torch.tensor([0, 11, 45], device=kernel_device)

@@ -1,5 +1,6 @@
-"""What the machine does to a run: a disk that fills up, a folder that may not be written, workers that die, numbers
-that stop being numbers. Each ends with one line that says what to do, and can be continued where there is a checkpoint.
+"""Machine faults during a run: a full disk, a read-only folder, killed workers, metrics that become NaN.
+
+Each ends with one line that names the cure, and can be resumed where there is a checkpoint.
 
 Full disks are real ones: a file system of a few MiB, mounted by root, and a limit on the size of files.
 """
@@ -38,7 +39,7 @@ KIB = 1024
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    """What a run reads, on another disk than the one that it writes to."""
+    """Inputs of a run, on another disk than its outputs."""
     folder = tmp_path_factory.mktemp("given")
     save_models(folder, text=TEXT, teacher={"layers": 2, "hidden": 64, "seed": 1})
     recipe = RECIPE.replace("TEACHER", str(folder / "teacher")).replace("SOURCE", str(folder / "text.txt"))
@@ -112,7 +113,7 @@ def test_a_disk_that_fills_up_at_a_checkpoint(disk, given, whole, capsys):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kib", [4, 8, 12, 16, 24, 40])
 def test_a_disk_that_is_full_from_the_start(disk, given, whole, kib, capsys):
-    """What the line says to do works: start again, or --resume where the run has begun and --name would refuse."""
+    """The cure in the message works: start again, or --resume where the run has begun and --name would refuse."""
     place = disk(kib)
     assert run_command(["run", str(given / "r.yaml"), "--name", "x"]) == 1
     err = capsys.readouterr().err

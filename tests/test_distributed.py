@@ -173,7 +173,7 @@ def what_reaches_the_loss():
 
 
 def run_all(folder, ddp, fsdp):
-    """What each of the two processes does."""
+    """Body of each of the two processes."""
     torch.set_num_threads(1)
     results = {}
     for kind in ddp.split(","):

@@ -17,7 +17,7 @@ names = lambda term: term.type  # noqa: E731
 
 
 def relative_logits(z, temperature=1.0, dtype=torch.float32):
-    """What projection.py leaves for the row kernel, made by PyTorch."""
+    """Return relative logits as projection.py stores them, computed by PyTorch."""
     n, vocab = z.shape
     tiles = -(-vocab // TILE)
     padded = torch.nn.functional.pad(z.float(), (0, tiles * TILE - vocab), value=-math.inf).view(n, tiles, TILE)
@@ -121,7 +121,7 @@ def test_kernel_statistics_equal_the_specification(kernel_device, temperature):
 
 
 def test_probabilities_over_a_large_vocabulary_add_up_to_1():
-    """In PyTorch's float32 log_softmax on a CPU they lack 1e-5, in all rows alike: a loss's mean is off by as much."""
+    """PyTorch's float32 log_softmax on a CPU lacks 1e-5 in all rows alike, which biases the mean loss."""
     torch.manual_seed(0)
     z = torch.randn(32, 49_152) * 2 + torch.where(torch.rand(32, 49_152) < 1e-3, 8.0, 0.0)
     totals = log_softmax(z).double().exp().sum(-1)

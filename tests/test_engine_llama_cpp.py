@@ -167,7 +167,7 @@ def test_five_hundred_texts_become_the_same_tokens(split, tmp_path):
 
 
 def test_decomposed_text_becomes_other_tokens_where_a_tokenizer_normalises(tmp_path):
-    """What the export's note says of tokenizers such as Qwen's."""
+    """The export notes this for tokenizers such as Qwen's."""
     from tokenizers import normalizers
 
     folder, tokenizer = student(tmp_path / "m"), tiny_tokenizer(420)

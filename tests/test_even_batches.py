@@ -134,7 +134,7 @@ def train(case, folder, *, processes, size=None, device="cpu", **settings):
 
 
 def run_all(folder, device, *names):
-    """What each of the two processes does."""
+    """Body of each of the two processes."""
     from accelerate.state import AcceleratorState, PartialState
 
     torch.set_num_threads(1)
@@ -163,7 +163,7 @@ def run_all(folder, device, *names):
 
 
 def seen_by_both(folder, device, names):
-    """What both processes saw, by case."""
+    """Return the rows that both processes saw, by case."""
     run_as_two(__file__, folder, device, *names, device=device)
     both = [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in (0, 1)]
     return {name: (both[0][name], both[1][name]) for name in both[0]}

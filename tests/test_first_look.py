@@ -1,4 +1,4 @@
-"""What is said before a run trains: whether the teacher says what the data say, and whether answers have room."""
+"""Checks printed before training: agreement of teacher and data, and room for responses."""
 
 import json
 
@@ -17,7 +17,7 @@ from distill.run import run
 
 @pytest.mark.parametrize("make", [one, informed], ids=["one", "context"])
 def test_the_share_is_that_of_the_teachers_own_logits(make, monkeypatch):
-    """Of dense logits, document by document, as the teacher reads them; the first so many tokens."""
+    """The share equals that of dense logits, document by document, over the first tokens."""
     monkeypatch.setattr(first_look, "TOKENS", 7)
     subject = make()
     (model,) = subject.teacher.models.values()
@@ -57,7 +57,7 @@ def test_a_teacher_that_says_the_data_is_seen_and_each_route_is_told(monkeypatch
 
 
 def test_the_likeliest_token_of_a_mixture():
-    """Of one route's two models, by their probabilities in full."""
+    """The top-1 token of a route with two models follows from their full distributions."""
     subject = routed()
     objective = subject.objective()
     mixture = objective.teacher.format.members[1]

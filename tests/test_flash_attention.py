@@ -37,7 +37,7 @@ def draw(shape, dtype, device, seed=0):
 
 
 def eager(q, k, v, masking):
-    """What PyTorch makes of it in the inputs' dtype, every step rounded."""
+    """Return PyTorch's attention in the inputs' dtype, every step rounded."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * masking.scale

@@ -98,7 +98,7 @@ def e4m3(*shape, device):
 
 
 def test_gradients_are_those_of_the_formula(device):
-    """Where e4m3 holds x, w and dy exactly, all that is left is the products."""
+    """With x, w and dy exactly representable in e4m3, only the GEMMs remain."""
     torch.manual_seed(0)
     x, *weights = (e4m3(*shape, device=device).requires_grad_() for shape in ((33, 64), (48, 64), (16, 64)))
     upstream = [e4m3(33, size, device=device) for size in (48, 16)]
@@ -244,7 +244,7 @@ def test_what_a_recipe_may_ask(workplace):
 
 
 def gradients_on_ranks():
-    """What two ranks make of a row each, under DDP and in shards, from checkpoints too."""
+    """Return the gradients of two ranks with a row each, under DDP and sharded, also from checkpoints."""
     rank, ids, found = dist.get_rank(), torch.arange(3, 67).view(2, 32), {}
     for kind, checkpointed in itertools.product(("alone", "ddp", "fsdp"), (False, True)):
         model = student()

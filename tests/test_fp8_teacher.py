@@ -159,7 +159,7 @@ def test_a_teacher_quantised_layer_by_layer_is_the_same(tmp_path, skip, count):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_random_weights_are_drawn_a_layer_at_a_time(tmp_path, tied):
-    """Where they will lie: neither host nor device ever holds the whole teacher."""
+    """Neither host nor device ever holds the whole teacher."""
     tiny_model(layers=3, hidden=64, tie_word_embeddings=tied).config.save_pretrained(tmp_path)
     section = Teacher(init="random", config=str(tmp_path))
     ours, again = (load_a_layer_at_a_time(section, device=torch.device("cpu"), dtype=torch.float32) for _ in range(2))

@@ -39,7 +39,7 @@ def settings(fused=True, **more):
 
 
 def step_of(model, fused=True, **more):
-    """What a decode loop of `model` takes for its steps."""
+    """Return the step that a decode loop of `model` uses."""
     return step_in(DecodeLoop(model, settings(fused, **more)))
 
 

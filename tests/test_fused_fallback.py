@@ -1,4 +1,4 @@
-"""Where a kernel of the fused decoding step does not compile, the model's own layers answer, and one line says so."""
+"""Fallback of the fused decoding step to the model's own layers, with one log line, if a kernel does not compile."""
 
 import logging
 

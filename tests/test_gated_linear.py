@@ -68,7 +68,7 @@ def test_tiles_and_their_order(kernel_device, tile):
 
 
 def test_through_pointers(kernel_device, monkeypatch):
-    """What families without TMA launch gives the same bits, at edges too."""
+    """Pointer-based loads, of families without TMA, give the same bits, also at edges."""
     x, gate, up, biases = draw(150, 72, 72, torch.bfloat16, kernel_device)
     weight = joined(gate, up)
     uses_tma = gated._launch(x, weight, in_turn(biases), "silu", SMALL)

@@ -252,7 +252,7 @@ def make(name: str, place: Path, url: str | None) -> dict[str, object]:
 
 
 def one_of_several(name: str) -> None:
-    """Of the processes of a run that takes several, one."""
+    """Return one process of a run with several."""
     from distill.core.ranks import leave
 
     torch.set_num_threads(1)
@@ -316,7 +316,7 @@ def test_where_hidden_states_come_from_changes_nothing(recorded):
 
 
 def test_a_run_of_other_figures_is_noticed(place, recorded, monkeypatch):
-    """By a thousandth of one term's weight."""
+    """A change of one term's weight by a thousandth is noticed."""
     golden = RUNS["local"]
     monkeypatch.setitem(RUNS, "local", Golden(golden.recipe.replace("weight: 0.5", "weight: 0.5005")))
     figures, expected = make("local", place, None), recorded["runs"]["local"]

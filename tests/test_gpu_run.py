@@ -63,7 +63,7 @@ def machine(request):
 
 @pytest.fixture(scope="module")
 def visible(machine):
-    """How a process is started that uses one GPU, or none."""
+    """Return the environment of a process that uses one GPU, or none."""
     if machine == "cpu":
         return {"gpu": ""}
     return {"gpu": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
@@ -105,7 +105,7 @@ def undisturbed(workplace, too_large, capped):
 
 @pytest.fixture
 def there(workplace, monkeypatch):
-    """In that folder; memory that other tests' tensors had is free again."""
+    """Run in that folder, with the memory of earlier tests' tensors freed."""
     monkeypatch.chdir(workplace)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -113,7 +113,7 @@ def there(workplace, monkeypatch):
 
 
 def as_json(capsys, *arguments, code=0):
-    """What a command prints, which is JSON and nothing else."""
+    """Return the output of a command, which is JSON and nothing else."""
     assert run_command([*arguments, "--json"]) == code
     return json.loads(capsys.readouterr().out)
 

@@ -359,7 +359,7 @@ assert taken.min() == taken.max() == 3
 
 @pytest.mark.gpu
 def test_replays_outlive_the_workspaces_of_others():
-    """In a process of its own, which a graph that writes to memory given back would end."""
+    """The test runs in a process of its own, which a graph writing to freed memory would crash."""
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", AFTER_OTHERS], capture_output=True, text=True, cwd=root, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

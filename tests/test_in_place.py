@@ -13,7 +13,7 @@ NO_GRADIENT = {"FusedAdamW", "cu_seqlens_from_position_ids", "sample_tokens", "s
 
 @pytest.fixture(params=["kernels", "references"])
 def where(request):
-    """Where kernels run, and a CPU without them."""
+    """Device with kernels, and a CPU without them."""
     return request.getfixturevalue("kernel_device") if request.param == "kernels" else torch.device("cpu")
 
 

@@ -1,4 +1,4 @@
-"""What is on the disk is what was written: flipped bits and missing files are seen; files survive a power cut."""
+"""Integrity of files: flipped bits and missing files are detected; files survive a power cut."""
 
 import errno
 import json
@@ -280,7 +280,7 @@ def test_two_exports_into_one_folder_are_a_line(workplace, monkeypatch, capsys):
 
 
 def test_an_export_that_was_killed_can_be_made_again(workplace, monkeypatch):
-    """In the middle of the GGUF file, which was once written into the finished folder."""
+    """The export is killed while the GGUF file is written."""
     code = (
         "import os, distill.reports.gguf_file as g\n"
         "g._check = lambda *a: os.kill(os.getpid(), 9)\n"

@@ -31,7 +31,7 @@ def heeding():
 
 
 def waits_to_hear():
-    """What comes after has ended within a second, unless nobody hears."""
+    """Wait until the process handles the signal; what follows ends within a second unless it is ignored."""
     with pytest.raises(KeyboardInterrupt):
         time.sleep(1)
 

@@ -134,7 +134,7 @@ def cross_entropy_for_kl(patch):
 
 
 def cache_in_the_teacher(patch):
-    """What a teacher called as usual does: with a cache, packed documents see each other."""
+    """Call the teacher with a cache, by which packed documents see each other."""
 
     def targets(self, batch):
         with torch.inference_mode():

@@ -56,7 +56,7 @@ def test_ranks_change_nothing():
 
 
 def test_ranks_change_nothing_where_there_is_dropout(forked_ranks):
-    """Of which two processes draw other numbers than one."""
+    """Two processes draw other dropout masks than one."""
     finding = invariants_runs.ranks_change_nothing(subject({"terms": [{"type": "jsd"}]}, kind="gpt2"))
     assert finding.passed, finding
 

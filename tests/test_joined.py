@@ -35,7 +35,7 @@ def joined(*sizes, inputs=16, dtype=torch.float32):
 
 
 def products(function):
-    """How many matrix products a call makes, and what it returns."""
+    """Return the number of GEMMs of a call, and its result."""
     with torch.profiler.profile() as profiler:
         result = function()
     return sum(event.name in ("aten::mm", "aten::addmm", "aten::addmm_") for event in profiler.events()), result
@@ -45,7 +45,7 @@ def products(function):
 
 
 def test_gradients_come_to_lie_side_by_side():
-    """Of q and k by the rotation, of v by a copy; of gate and up by their activation: one product each."""
+    """Gradients of q and k (rotation), v (copy), gate and up (activation) are adjacent: one GEMM each."""
     torch.manual_seed(0)
     heads, projections, gates = 8, joined(32, 16, 16), joined(40, 40)
     biases = list(torch.randn(64).split([32, 16, 16]))
@@ -284,7 +284,7 @@ def test_runs_join_where_it_was_measured(monkeypatch, family):
 @pytest.mark.parametrize("scales", [(0.7, 0.7), (0.7, 1.3)])
 @pytest.mark.parametrize("lie", ["joined", "apart"])
 def test_adapters_in_fp64(lie, scales):
-    """As separate layers, also where only one output is written side by side or weights lie apart."""
+    """Results equal those of separate layers, also with one adjacent output or weights that are not adjacent."""
     torch.manual_seed(0)
     weights = [w.detach() for w in joined(8, 4, dtype=torch.float64)]
     weights = weights if lie == "joined" else [w.clone() for w in weights]

@@ -68,7 +68,7 @@ def asked(monkeypatch):
 
 @pytest.fixture
 def unloaded(monkeypatch):
-    """From now on, whoever loads a teacher fails."""
+    """Make every later attempt to load a teacher fail."""
 
     def refuse(*_):
         raise AssertionError("the teacher's weights were loaded")
@@ -93,7 +93,7 @@ def losses(result):
 
 
 def test_the_second_epoch_is_read_a_micro_batch_ahead(here, monkeypatch):
-    """In a thread, and all of it is."""
+    """Reading happens in a thread, and every micro-batch is read ahead."""
     where, gather = [], store.Store.gather
 
     def seen(self, documents):
@@ -112,8 +112,10 @@ def test_the_second_epoch_is_read_a_micro_batch_ahead(here, monkeypatch):
 
 @pytest.mark.gpu
 def test_on_a_gpu_what_is_read_has_the_bits_of_what_was_said(here, asked):
-    """In bf16, over pinned memory and copies beside the step: asked and stored, asked, read; then two epochs of which
-    the second reads, and two that both do."""
+    """Outputs in bf16, over pinned memory and asynchronous copies: computed and stored, computed, then read.
+
+    Then two epochs of which the second reads, and two that both do.
+    """
     on_gpu = ["train.device=cuda", "train.precision=bfloat16", "train.deterministic=true", "generate.prompts=[]"]
     once = [*on_gpu, "train.epochs=1"]
     first, plain, again = (
@@ -212,7 +214,7 @@ def test_check_says_the_bytes_first(here, capsys):
 @pytest.mark.parametrize("shard_bytes", [256 << 20, 4096])
 @pytest.mark.parametrize("micro_batches", [7, 25, 40])
 def test_a_run_that_is_killed_and_resumed_is_the_whole_one(here, monkeypatch, shard_bytes, micro_batches):
-    """With what was said since the checkpoint lost, and with some of it on disk; some documents come twice."""
+    """Outputs cached since the checkpoint are lost, or partly on disk; some documents occur twice."""
     monkeypatch.setattr(store, "SHARD_BYTES", shard_bytes)
     Path("text.txt").write_text("\n".join([*Path("text.txt").read_text().splitlines()[:20]] * 2))
     more = ["train.save_every=3", "data.packing=false"]

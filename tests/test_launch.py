@@ -1,4 +1,4 @@
-"""How many processes a run starts as, and that those which torchrun starts make one run."""
+"""Number of processes that a run starts, and processes of torchrun as one run."""
 
 import json
 import os
@@ -139,7 +139,7 @@ sys.exit(launch.start(2, sys.argv[1:]))
 
 
 def launcher(folder, *arguments):
-    """Of two processes of `WORKER`, in a session of its own."""
+    """Return a launcher of two `WORKER` processes in a session of its own."""
     environment, command = clean_environment(), ["-c", STARTS_WORKERS, *arguments]
     return Forked(command, cwd=folder, env=environment, stdout=PIPE, stderr=PIPE, start_new_session=True)
 
@@ -184,7 +184,7 @@ def test_a_third_ctrl_c_ends_processes_that_hear_nothing(tmp_path):
 
 
 def test_one_of_several_leaves_with_its_code_and_all_it_had_to_do(tmp_path):
-    """What happens at exit happens, threads end, output arrives; the interpreter's own end is never reached."""
+    """Exit handlers run, threads end and output arrives; the interpreter's own shutdown is not reached."""
     code = """
 import atexit, sys, threading, time
 from distill.core.ranks import leave

@@ -82,7 +82,7 @@ def make_run(name, *overrides, resume=False):
 
 
 def two():
-    """What each of two processes that train does."""
+    """Body of each of two training processes."""
     make_run("two-copies", *CASES["plain"])
     make_run("two-served", *CASES["plain"], *served())
     assert LaunchedServers.current is None and not servers()
@@ -211,7 +211,7 @@ def test_two_servers_teach_one(alone, capsys, layout):
 
 @pytest.mark.full
 def test_two_processes_train_with_one_server(place):
-    """Which the first of them starts; as two with copies of the teacher."""
+    """The first process starts the server; results equal those with replicated teachers."""
     run_as_two(__file__, "two", place, cwd=place)
     assert_same(place / "runs" / "two-served", place / "runs" / "two-copies")
 
@@ -299,7 +299,7 @@ def test_without_such_a_teacher_nothing_is_started():
 
 
 def test_a_process_ends_with_its_owner_on_any_system(place):
-    """Where the system does not kill it at once, as Linux does, it looks for itself."""
+    """On systems that do not kill the process at once, as Linux does, it polls."""
     code = (
         "import sys, time; sys.platform = 'other'\nfrom distill.core import launch\n"
         "launch.end_with_owner()\nprint('begun', flush=True)\ntime.sleep(300)"

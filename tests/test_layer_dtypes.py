@@ -1,4 +1,4 @@
-"""What the layers say of dtypes, with kernels and without."""
+"""Dtypes of the layers' results, with kernels and without."""
 
 import pytest
 import torch

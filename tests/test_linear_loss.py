@@ -247,7 +247,7 @@ def test_lora_head(kernel_device, path):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("relative", [True, False])
 def test_logits_kept_in_bf16_would_be_noticed(kernel_device, monkeypatch, relative):
-    """What the promise is for: 1.5 times eager's error lets an error ten times ours pass."""
+    """A tolerance of 1.5 times eager's error would allow errors ten times ours."""
     heads, labels, scale = setup(kernel_device, 70, 600, torch.bfloat16, ignored=(3, 69))
     check(fused(heads, MIXED, labels, scale, 600), heads, MIXED, labels, scale, 600, torch.bfloat16)
     inner = fused_path.project

@@ -97,7 +97,7 @@ def test_gradients_come_without_a_row_kernel(kernel_device, dtype, settings, row
 @pytest.mark.parametrize("terms", [HARD, [LossTerm("forward_kl", 0.7), *HARD], [LossTerm("jsd", 1.0, 0.3)]], ids=len)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_under_a_frozen_head_nothing_is_computed_twice(kernel_device, monkeypatch, dtype, terms, compiled):
-    """Of the same loss as the one that makes all gradients in backward, however often that is asked for."""
+    """The loss equals the one whose gradients are all computed in backward, for any number of calls."""
     x, w, bias, labels, upstream = inputs(kernel_device, 40, 300, dtype)
     teacher = realistic_heads(40, 300, 32, 48, dtype=dtype, device=kernel_device)[2:]
     loss = FusedDistillationLoss(terms, temperature=1.3, reduction="none")
@@ -163,7 +163,7 @@ def test_what_counts_for_nothing_gets_nothing(kernel_device, descriptors):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_miss_by_their_own_rounding_alone(kernel_device, dtype):
-    """Of exact gradients for the logits, rounded to `dtype`, exact products miss by as much; kept logits by no less."""
+    """Exact GEMMs of exact logit gradients rounded to `dtype` have the same error; stored logits no less."""
     x, w, bias, labels, scale = inputs(kernel_device, 60, 1000, dtype, hidden=64)
     scale[labels == -100] = 0.0
     head, o, batch = Head(x, w, bias), make_objective(HARD), Batch(labels, scale, None)
@@ -185,7 +185,7 @@ def test_gradients_miss_by_their_own_rounding_alone(kernel_device, dtype):
 
 
 def test_gradients_are_not_stored_through_pointers_from_large_tiles(kernel_device, monkeypatch):
-    """Where there are no descriptors and timing chose the persistent kernel for the logits."""
+    """Without descriptors timing selects the persistent kernel for logits only."""
     if kernel_device.type == "cuda":
         pytest.skip("of another family")
     monkeypatch.setitem(FAMILIES, INTERPRETER, FAMILIES[INTERPRETER]._replace(tma=False))

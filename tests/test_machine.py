@@ -303,7 +303,7 @@ EVERYWHERE = {
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["sm_80", "sm_90"])
 def test_what_the_doctor_calls_compiles_for_a_gpu(family):
-    """In the dtype and the shapes that a GPU gets; results are not looked at."""
+    """Kernels compile in the dtype and shapes of a GPU; results are not checked."""
     kernels = {kernel.kernel for kernel in compiled(family, COMPILED)}
     assert kernels >= EVERYWHERE
     assert ("_project_kernel" in kernels) == ("_tiled_kernel" in kernels) == (family == "sm_90")

@@ -1,4 +1,4 @@
-"""What people stumble on who come from elsewhere: other names, small data, runs that do not compare."""
+"""Pitfalls of users who come from other tools: other names, small data, runs that cannot be compared."""
 
 import contextlib
 import errno

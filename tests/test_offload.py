@@ -62,7 +62,7 @@ def on_the_device(model):
 
 
 def test_between_calls_its_weights_are_the_resident_ones():
-    """What walks over a model finds nothing unusual: the lock, a student cut from it, its size."""
+    """Code that walks over a model sees it as usual: the lock file, a truncated student, its size."""
     resident = frozen()
     offloaded = offload_layers(copy.deepcopy(resident), CPU)
     logits(offloaded)

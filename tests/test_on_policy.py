@@ -198,7 +198,7 @@ def test_packed_rows_never_grow():
 
 @pytest.mark.parametrize("multiple, length", [(16, 32), (64, 60)])
 def test_packed_rows_of_few_lengths(multiple, length):
-    """What is added is learned nowhere and taken for no document; no row grows beyond what a row may have."""
+    """Padding is masked from the loss and belongs to no document; no row exceeds its maximum length."""
     model, batch = tiny_model(), COLLATE(packed(pairs(3)))
     (plain,), (padded,) = (
         on_policy(model, max_length=60, multiple=number).replace([batch], 0, COLLATE) for number in (1, multiple)

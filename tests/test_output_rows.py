@@ -64,7 +64,7 @@ def learn(teacher, student, batches):
 
 
 def rows_seen(model):
-    """How many rows each call of its last layer's MLP gets, but for those of four tokens that prove a head."""
+    """Return the rows of each call of the last layer's MLP, without the calls of four tokens that verify a head."""
     seen = []
 
     def count(module, inputs, output):
@@ -128,7 +128,7 @@ def test_where_all_rows_are_computed(monkeypatch):
 
 
 def test_a_graph_is_never_given_rows():
-    """How many there are is a shape."""
+    """The number of rows is a shape, which a graph fixes."""
     calls = []
     graphed = _GraphedDecoder.__new__(_GraphedDecoder)
     graphed.graphs, graphed._captures, graphed.launched = None, True, lambda **inputs: calls.append(inputs)

@@ -213,7 +213,7 @@ def test_what_the_teacher_thinks_impossible_costs_infinity(tail, dtype):
 
 @pytest.mark.parametrize("mass", [1 - 1e-9, 1 - 1e-5, 0.5, 1e-5, 1e-9])
 def test_teachers_that_leave_the_others_all_or_nothing(mass):
-    """In fp32, by what the teacher gives to the K together. A tail below 1e-6 counts as 1e-6; nothing else is lost."""
+    """Results follow the teacher's mass on the K in fp32; a tail below 1e-6 counts as 1e-6."""
     generator = torch.Generator().manual_seed(1)
     z_s = 2 * torch.randn(6, V, generator=generator, dtype=torch.float64)
     q = torch.rand(6, V, generator=generator, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Who is copied and who is sharded; a sharded teacher on two gloo processes gives one process's loss and gradients.
+"""Replication and sharding; a teacher sharded over two gloo processes gives one process's loss and gradients.
 
 The file is also the program of the two processes.
 """
@@ -174,7 +174,7 @@ def test_random_weights_are_drawn_in_shards(two_processes, kind):
 
 
 def failure(folder):
-    """What a rank raises where only the first one can know that something is wrong."""
+    """Return the error of a rank where only the first rank can detect the fault."""
     from tiny import tiny_config
 
     from distill.recipe import Teacher
@@ -196,7 +196,7 @@ def test_a_fault_of_the_first_process_is_raised_by_all(two_processes):
 
 
 def patience():
-    """What the first process reads for longer than the processes wait for each other otherwise."""
+    """Read on the first process for longer than the processes' usual timeout."""
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     from distill.core.ranks import of_the_first

@@ -249,7 +249,7 @@ def test_packed_rows_are_taken_where_our_attention_keeps_documents_apart():
 
 
 def flash_of_transformers(module, query, key, value, attention_mask, scaling=None, position_ids=None, **kwargs):
-    """As its flash attention, which is told of documents in a batch of one row alone."""
+    """Attention function like transformers' flash attention, which takes documents in batches of one row only."""
     keys, values = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
     seen = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
     if len(query) == 1:

@@ -96,7 +96,7 @@ def test_a_term_of_ones_own_equals_ours(plugin, own, ours, kind):
 
 @pytest.mark.parametrize("more", [[], [{"type": "cross_entropy"}], [{"type": "top_k_reverse_kl", "k": 8}]])
 def test_figures_are_there_without_any_divergence(plugin, more):
-    """Of the forward KL; the losses are summed."""
+    """The forward KL is reported; the losses are summed."""
     own = [{"type": "own_kl", "weight": 0.5}]
     mine, found, objective = outcome(lambda t, s: with_plugin(t, s, [*own, *more], plugin))
     expected, figures, _ = outcome(lambda t, s: DistillationObjective(t, s, "forward_kl"))
@@ -205,7 +205,7 @@ def selective(tmp_path):
 
 
 def test_the_pages_weights_choose_what_they_say(selective):
-    """Of three tokens: both sure, the student unsure, both unsure; at a fourth the models are the same."""
+    """Three tokens: both certain, the student uncertain, both uncertain; at a fourth the models are equal."""
     sure, other, flat = torch.zeros(3, 12, dtype=torch.float64)
     sure[0], other[1] = 20.0, 20.0
     flat[:] = torch.linspace(0, 0.3, 12)

@@ -277,7 +277,7 @@ def test_precision_is_that_of_the_planned_device():
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("stored", [True, False], ids=["K tokens", "a head"])
 def test_the_workspace_is_what_the_loss_takes(stored, frozen, kernel_device, monkeypatch):
-    """Of K stored tokens there are no teacher's logits: one set of buffers, where a head's needs two."""
+    """Stored top-K needs no teacher logits: one set of buffers, where a head needs two."""
     rows, columns, hidden, made = 200, 300, 32, []
 
     class Watched(fused._Workspace):

@@ -19,7 +19,7 @@ KERNELS = {
 
 
 def specialised(value):
-    """What Triton tells arguments apart by: types, alignment, 1, multiples of 16, and ints of 32 bits."""
+    """Return the properties by which Triton distinguishes arguments: types, alignment, 1, multiples of 16, int32."""
     if isinstance(value, tuple):
         return tuple(map(specialised, value))
     if hasattr(value, "block_shape"):

@@ -1,4 +1,4 @@
-"""What people report of distillation tools, each tried here: a LoRA on a tied head, added tokens, one-token answers."""
+"""Problems reported for other distillation tools: a LoRA on a tied head, added tokens, one-token responses."""
 
 import copy
 import json
@@ -86,7 +86,7 @@ def test_added_tokens_keep_their_ids_and_rows_in_a_gguf_file(tmp_path):
 
 @pytest.mark.parametrize("teacher, student", [("bytes", "pieces"), ("pieces", "bytes"), ("bytes", "merged")])
 def test_answers_of_one_token_are_learned_across_tokenizers(place, teacher, student):
-    """What is compared is the answer's token and the end, at the places that either tokenizer gives them."""
+    """The response's token and the end are compared at their positions in either tokenizer."""
     mine, theirs = (copy.deepcopy(TOKENIZERS[name]) for name in (student, teacher))
     mine.chat_template = theirs.chat_template = None
     rows = [{"prompt": f"Is {number} even? ", "completion": "yn"[number % 2]} for number in range(40)]

@@ -123,7 +123,7 @@ def words(message, *, thoughts=True):
 
 
 def faults_of(template, messages, tools, stops):
-    """What is learned otherwise than the data say, without a word; nothing where a row is dropped with a reason."""
+    """Return silent deviations of the trained text from the data; empty where a row is dropped with a reason."""
     try:
         made = template.for_training(messages, tools)
     except (RowFault, TemplateError):

@@ -55,7 +55,7 @@ def saved(folder, config, model=None):
 
 
 def learns(made):
-    """Whether training lowers the loss over all of its rows."""
+    """Return whether training lowers the loss over all of its rows."""
 
     def over_all():
         with torch.no_grad():

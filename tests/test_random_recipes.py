@@ -108,7 +108,7 @@ def workplace(tmp_path_factory):
 
 
 def trained(recipe, name, **more):
-    """What a run in this process logs, but for times, and its student's weights."""
+    """Return the logs of a run in this process, without times, and its student's weights."""
     run(recipe, name=name, **more)
     AcceleratorState._reset_state()
     PartialState._shared_state.clear()
@@ -118,7 +118,7 @@ def trained(recipe, name, **more):
 
 
 def cut_off(name, again, step):
-    """As if the run had been killed after its checkpoint of this step."""
+    """Leave the run as if killed after its checkpoint of this step."""
     shutil.copytree(f"runs/{name}", f"runs/{again}")
     Path(f"runs/{again}/result.json").unlink()
     shutil.rmtree(f"runs/{again}/student")

@@ -64,7 +64,7 @@ def saved(folder, kind="llama", **more):
 
 
 def fault(folder):
-    """Why a folder is refused: alike as a teacher, as a student, and by the headers alone."""
+    """Return the reason for refusing a folder: the same as a teacher, as a student, and by the headers alone."""
     said = []
     for load, section in ((load_teacher, Teacher), (load_student, Student)):
         with pytest.raises(ValueError) as raised:
@@ -143,7 +143,7 @@ def test_weights_that_are_made_of_several_tensors(tmp_path, change, said):
 
 
 def test_tied_heads_buffers_and_masks_may_be_absent_or_there(tmp_path, caplog):
-    """As published checkpoints have them: a head that is tied, rotary frequencies, causal masks of early GPT-2."""
+    """Published checkpoints have them either way: a tied head, rotary frequencies, causal masks of early GPT-2."""
     plain = tiny_model(seed=1)
     for number, tensors in enumerate(
         (

@@ -235,7 +235,7 @@ def test_owned_arguments_exist():
 
 
 def test_every_schedule_warms_up():
-    """To the peak in the last of `warmup` steps, and above 0 in the first, whichever way it goes on."""
+    """Every schedule reaches its peak in the last of `warmup` steps and is above 0 in the first."""
     import torch
 
     transformers = pytest.importorskip("transformers")

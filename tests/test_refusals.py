@@ -1,5 +1,4 @@
-"""What no kernel can take is refused by name, and on the CPU's path as on the kernels': code that works on one works on
-the other."""
+"""Invalid kernel operands are refused by name, on the CPU path as well as on the kernels'."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ LEARNING = [name for name in NAMES if CALLS[name].learned]
 
 @pytest.fixture(params=["kernels", "reference"])
 def path(request, device) -> Iterator[torch.device]:
-    """Where tensors lie so that kernels, or the references beside them, get them."""
+    """Device on which kernels, or the references, get the tensors."""
     if request.param == "reference":
         yield torch.device("cpu")
         return

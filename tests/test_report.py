@@ -266,7 +266,7 @@ def test_an_axis_holds_all_points(low, high):
 
 
 def contrast(a, b):
-    """Of two colours, WCAG 2.2's ratio."""
+    """Return the contrast ratio of two colours (WCAG 2.2)."""
 
     def luminance(color):
         parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]

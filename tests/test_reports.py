@@ -1,4 +1,4 @@
-"""What a run leaves for a person: samples, curves and the model card."""
+"""Reports of a run for a reader: samples, curves and the model card."""
 
 import re
 from xml.etree import ElementTree

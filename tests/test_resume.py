@@ -1,4 +1,4 @@
-"""What `--resume` goes on from, and what it refuses: finished runs, damaged and hostile checkpoints, other data."""
+"""Checkpoints that `--resume` continues from, and those it refuses: finished, damaged, hostile, other data."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ def finished_run(folder, recipe):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """With checkpoint-2 and checkpoint-4."""
+    """Finished run with checkpoint-2 and checkpoint-4."""
     return finished_run(tmp_path_factory.mktemp("resume"), RECIPE)
 
 

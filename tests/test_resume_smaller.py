@@ -113,7 +113,7 @@ def test_intervals_are_those_of_now(undisturbed, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("size, room", [(1, 40), (3, 40), (3, 20)])
 def test_answers_of_the_student_are_the_same_in_other_micro_batches(size, room, tmp_path):
-    """Of rows of one document and of several, also where not all answers fit into them."""
+    """Rows hold one document or several, also where not all responses fit into them."""
     data = pairs(18) if size == 1 else packed(pairs(54), size)
 
     def run(name, batch_size, checkpoint=None):
@@ -302,7 +302,7 @@ def test_a_batch_size_that_has_to_stay(stopped, capsys, more, expected):
 
 
 def notes(sizes, student, *, rows=18, processes=1, drop=False):
-    """What is said of a run whose micro-batches go from the first of `sizes` to the second."""
+    """Return the messages of a run whose micro-batches change from the first of `sizes` to the second."""
     told = ResumePlan(None, Path("absent/recipe.yaml"), (("train.batch_size", *sizes),), (), processes)
     return told.notes(SimpleNamespace(fsdp=False, world_size=processes, dataloader_drop_last=drop), student, rows=rows)
 
@@ -316,7 +316,7 @@ def test_dropout_is_said_to_draw_other_numbers():
 
 
 def kept_of_epoch(rows, size):
-    """How many rows two processes take of an epoch whose rest is dropped, as accelerate cuts it."""
+    """Return the rows that two processes take of an epoch with `drop_last`, as accelerate splits it."""
     shards = (BatchSamplerShard(BatchSampler(range(rows), size, True), 2, process) for process in (0, 1))
     return sum(len(batch) for shard in shards for batch in shard)
 
@@ -370,7 +370,7 @@ def test_other_processes_do_not_make_steps_of_another_size(stopped, processes, e
 
 
 def test_shards_are_not_read_by_one_process_nor_a_whole_student_into_shards(stopped, capsys):
-    """As parallel.strategy: fsdp makes them where a run goes from several processes to one, and back."""
+    """A run with parallel.strategy: fsdp changes from several processes to one, and back."""
     run, now = stopped / "runs/whole", load("r.yaml")
     arguments = SimpleNamespace(fsdp=True, world_size=2, dataloader_drop_last=False)
     told = resume_plan(now, run, processes=1)

@@ -1,4 +1,4 @@
-"""What a run on the student's own answers tells of them in every log line, and draws."""
+"""Rollout metrics of on-policy runs, in log lines and plots."""
 
 import json
 
@@ -51,7 +51,7 @@ def test_engine_and_trainer_agree_on_what_was_drawn(workplace):
 
 
 def test_the_likeliest_tokens_of_both_are_compared(workplace):
-    """Of a teacher that is the student all are the same in the first step; of another one some."""
+    """A teacher that is the student agrees everywhere in the first step; another one in part."""
     more = ("train.log_every=1", "data.on_policy.fraction=1")
     alike, other = (rows_of(f"teacher.model={name}", *more) for name in ("student", "teacher"))
     assert alike[0]["overlap"] == 1.0 and all(0 <= row["overlap"] < 1 for row in other)
@@ -81,7 +81,7 @@ def test_an_engine_that_draws_from_something_else_is_seen(workplace, monkeypatch
 
 
 def test_weights_one_step_old_are_seen(workplace):
-    """With `ahead` the gap is that between the weights of two steps: none in the first of two, which draws for both."""
+    """With `ahead` the gap is that between two steps' weights: none in the first of two, whose weights sample both."""
     rows = rows_of("data.on_policy.ahead=1", "data.on_policy.fraction=1", "train.log_every=1")
     assert all((row["rollout_gap"] > 1e-3) == (row["step"] % 2 == 0) for row in rows) and rows[0]["rollout_gap"] < 1e-5
 

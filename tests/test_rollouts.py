@@ -149,7 +149,7 @@ def test_discounted_gains_stay_in_their_answer(length, discount):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("make", [answering, informed_answering, routed_answering])
 def test_every_invariant_holds_of_it_alone(make):
-    """With a teacher that sees more too, and with routed ones (of one model each)."""
+    """Teachers include one with privileged context, and routed ones (one model each)."""
     subject = make()
     if make is routed_answering:
         subject.teacher = type(subject.teacher)(list(subject.teacher.models.values())[:2], subject.teacher.routes)

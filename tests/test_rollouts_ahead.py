@@ -25,7 +25,7 @@ def ahead(folder, steps=1, *, fraction=1.0, device="cpu", **settings):
 
 
 def counted(made):
-    """How many prompts each call of the engine was given, in order."""
+    """Return the number of prompts of each call of the engine, in order."""
     counts, answer = [], made.on_policy.engine.answer
 
     def answer_and_count(request):
@@ -110,7 +110,7 @@ def test_a_run_goes_on_in_the_middle_of_a_group(tmp_path, device, fraction):
 
 
 def test_a_checkpoint_of_two_processes_is_one_of_all_answers(tmp_path):
-    """As of micro-batches that are dealt otherwise when the run goes on."""
+    """The checkpoint holds responses that are dealt differently when the run is resumed."""
     model, both = tiny_model(dtype=torch.float64), on_policy(tiny_model(dtype=torch.float64), ahead=1)
     rows = [pairs(6, seed=n) for n in range(4)]
     for rank in range(2):
@@ -130,8 +130,7 @@ def test_a_checkpoint_of_two_processes_is_one_of_all_answers(tmp_path):
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_teacher_elsewhere_is_asked_of_all_steps_of_a_group_at_once(tmp_path, monkeypatch, cut):
-    """Of the very micro-batches that will train, which are those of a run that asks no one; what is logged of a step
-    is of that step."""
+    """Requests hold the micro-batches that will train, as in a run without a server; a step's logs are its own."""
 
     def followed(folder, asks):
         made = ahead(folder, 2, logging_steps=1, **({"save_strategy": "steps", "save_steps": 1} if not cut else {}))

@@ -61,7 +61,7 @@ def ended(subject):
 
 
 def test_the_end_of_a_turn_that_is_not_learned():
-    """Of the student's answers: cut off where it should be learned. Of the data's: another token stands last."""
+    """The student's responses are cut off at the end of turn; the data's end with another token."""
     subject = ended(answering())
     assert answers_end(subject).passed
     lost = copy.deepcopy(list(subject.rows))
@@ -97,7 +97,7 @@ def place(tmp_path, monkeypatch):
 
 
 def test_a_template_whose_end_the_engine_does_not_know(place, monkeypatch):
-    """What the data's answers end with, and what is looked for, come from the recipe's own data and tokenizer."""
+    """The expected end tokens come from the recipe's own data and tokenizer."""
     subject = prepare(place)
     assert len(subject.last_tokens) > 10 and answers_end(subject).passed
     monkeypatch.setattr(engines, "end_tokens", lambda tokenizer, model, template: [258])
@@ -106,7 +106,7 @@ def test_a_template_whose_end_the_engine_does_not_know(place, monkeypatch):
 
 @pytest.mark.parametrize("make", [answering, informed_answering, routed_answering])
 def test_a_discount_is_held_to_its_definition(make, monkeypatch):
-    """With the ratio's settings, which change nothing where the student has just drawn."""
+    """Settings of the ratio change nothing for fresh samples."""
     subject = make()
     if make is routed_answering:
         subject.teacher = type(subject.teacher)(list(subject.teacher.models.values())[:2], subject.teacher.routes)

@@ -67,7 +67,7 @@ def make(ways):
 
 
 def cut_off(name, again):
-    """As if the run had been killed in step 4, after its answers were written."""
+    """Leave the run as if killed in step 4, after its responses were written."""
     shutil.copytree(f"runs/{name}", f"runs/{again}")
     for gone in ("student", "checkpoint-4"):
         shutil.rmtree(f"runs/{again}/{gone}", ignore_errors=True)
@@ -121,7 +121,7 @@ def test_a_file_a_stored_step_and_a_row_an_answer(workplace):
 
 
 def test_log_probabilities_are_the_models(workplace):
-    """Of the first step, whose student is the one that was loaded."""
+    """The first step's student is the loaded model."""
     from distill.models.load import load_teacher
     from distill.run import run
 

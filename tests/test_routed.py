@@ -76,7 +76,7 @@ def lengths(subject, route):
 
 
 def test_the_loss_is_the_sum_over_the_routes():
-    """Of objectives of one teacher each, over its own documents, all divided by the tokens of all."""
+    """Each route has an objective over its own documents, divided by the tokens of all routes."""
     subject = routed({"terms": [{"type": "forward_kl"}, {"type": "cross_entropy", "weight": 0.3}]})
     batch = subject.batch()
     items = len(batch["valid_rows"])

@@ -59,7 +59,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(place):
-    """Of the second teacher."""
+    """Address of the second teacher's server."""
     recipe = f"{{teacher: {{model: {place}/talk}}, student: {{model: {place}/student}}, "
     data = f"data: {{source: {place}/rows.jsonl}}, train: {{steps: 1, device: cpu}}}}"
     with serving(open_engine(parse(recipe + data), 4096)) as url:
@@ -68,7 +68,7 @@ def url(place):
 
 @pytest.fixture(scope="module")
 def cache(place):
-    """What the second teacher says of the first route's rows."""
+    """Second teacher's cached outputs for the first route's rows."""
     recipe = parse(
         f"{{teacher: {{model: {place}/talk}}, student: {{model: {place}/student}}, train: {{steps: 1, device: cpu}}, "
         f"data: {{source: {place}/math.jsonl, max_length: 160, cache: false}}, generate: {{prompts: []}}}}"
@@ -292,7 +292,7 @@ def heads(generator, widths, rows=40):
 
 
 def test_overlap_by_route_is_that_of_dense_probabilities():
-    """Of a mixture that of its probabilities; each row counts for its own route alone."""
+    """A mixture's overlap is that of its probabilities; each row counts for its own route only."""
     generator = torch.Generator().manual_seed(0)
     own, (one, first, second) = torch.randn(40, 8, generator=generator), heads(generator, (6, 5, 7))
     formats = [HiddenFormat(head, LogitTransform()) for head in (one, first)]

@@ -100,7 +100,7 @@ def test_the_same_bits(place, urls, loaded, served):
 
 @pytest.fixture(scope="module")
 def cache(place):
-    """What the second teacher says of its own rows."""
+    """Second teacher's cached outputs for its own rows."""
     recipe = parse(
         f"{{teacher: {{model: {place}/talk}}, student: {{model: {place}/student}}, train: {{steps: 1, device: cpu}}, "
         f"data: {{source: {place}/talk.jsonl, max_length: 96, cache: false}}, generate: {{prompts: []}}}}"
@@ -168,7 +168,7 @@ def test_a_single_learned_row_has_the_same_bits_wherever_a_file_has_the_head(pla
 
 
 def head_begins(path):
-    """Where the weights of a tied head begin in a safetensors file."""
+    """Return the offset of a tied head's weights in a safetensors file."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         return 8 + size + json.loads(file.read(size))["model.embed_tokens.weight"]["data_offsets"][0]
@@ -183,7 +183,7 @@ def test_doctor(place, urls, cache, kind):
 
 
 def test_a_served_route_is_asked_ahead_and_proves_itself(place, urls):
-    """What `submit` asks for is what `targets` reads; a head that is not the server's is found by the first batch."""
+    """`submit` requests the rows that `targets` reads; a wrong head is found by the first batch."""
     recipe = recipe_of(place, urls)
     teacher, vocabulary = opened(recipe)
     rows = vocabulary.read(recipe.data, 0).train

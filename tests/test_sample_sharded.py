@@ -43,7 +43,7 @@ def sample(case, device, out, *more):
 
 
 def both(folder, device):
-    """What each of the two processes does."""
+    """Body of each of the two processes."""
     os.chdir(folder)
     torch.set_num_threads(1)
     found = {case: said_by(sample(case, device, f"two-{case}.jsonl", "--json")) for case in CASES}

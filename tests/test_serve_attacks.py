@@ -1,4 +1,4 @@
-"""What clients may cost a teacher server: connections, time, memory; none of it takes a token to be refused."""
+"""Resource limits of a teacher server: connections, time, memory; refusals need no token."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ def connect(url, **options):
 
 
 def is_closed(connection, seconds):
-    """Whether the server has closed a connection, after what it had sent, within some seconds."""
+    """Return whether the server has closed a connection, after its last bytes, within some seconds."""
     connection.settimeout(seconds)
     try:
         while connection.recv(1 << 20):

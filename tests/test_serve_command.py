@@ -51,7 +51,7 @@ def test_it_trains_as_with_the_teacher_loaded_and_leaves_no_server(tmp_path):
 
 @pytest.mark.gpu
 def test_served_from_another_gpu_it_is_the_same_to_the_bit(tmp_path):
-    """In bf16, each in a process of its own; of one GPU both use it."""
+    """Server and run are bf16 processes; with one GPU both use it."""
     served_on_a_gpu(tmp_path, ["train.device=cuda", "train.precision=bfloat16", "teacher.dtype=bfloat16"])
 
 

@@ -82,7 +82,7 @@ def proxy(url, change):
 
 
 def test_an_answer_of_the_same_shape_to_another_question_is_not_taken(url, engine):
-    """As of a proxy that mixes them up: every answer is the first one."""
+    """A proxy mixes up responses: every response is the first one."""
     first = []
 
     def change(headers, content):
@@ -98,7 +98,7 @@ def test_an_answer_of_the_same_shape_to_another_question_is_not_taken(url, engin
 
 
 def test_a_flipped_bit_anywhere_is_never_taken(url, engine):
-    """In the question or in the answer, headers or body: the right answer comes, or the run ends in a line."""
+    """A flipped bit in request or response, headers or body, gives the right response or an error that ends the run."""
     query, generator = question(6, rows=4, length=32), random.Random(6)
     expected, right, ended = expected_hidden(engine, query), 0, 0
     with flipping(int(url.rpartition(":")[2]), generator) as (port, count):

@@ -1,4 +1,4 @@
-"""When a teacher server that the launch starts pays, what each side holds, and what a recipe may say of it."""
+"""Planning of a launched teacher server: when it pays, memory of each side, settings that a recipe may give."""
 
 from pathlib import Path
 

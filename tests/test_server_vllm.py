@@ -112,7 +112,7 @@ def test_vllm_is_read_as_its_documentation_has_it(place, engine):
     ids=["logits", "flat ones below 0"],
 )
 def test_logits_are_not_taken_for_log_probabilities(place, engine, mode, told):
-    """As of a server that was started with --logprobs-mode raw_logits; said before a run begins."""
+    """A server started with --logprobs-mode raw_logits is reported before training."""
     with running(vllm(engine, mode=mode)) as address:
         recipe = recipe_in(place, *from_server(address, protocol="vllm", top_k=8))
         with pytest.raises(RunError, match=rf"teacher\.url: .*{told}.*--logprobs-mode raw_logprobs") as refused:
@@ -179,7 +179,7 @@ def vllm_with_folder(engine, folder, change):
 
 
 def test_hidden_states_are_read_from_the_folder_of_its_connector(place, engine, tmp_path):
-    """As vLLM's documentation has it; it never ran beside the real one. Norm, head and soft cap are applied here."""
+    """The stand-in follows vLLM's documentation; norm, head and soft cap are applied here."""
     with running(vllm_with_folder(engine, tmp_path, lambda what, values: values)) as address:
         recipe = recipe_in(place, *from_server(address, protocol="vllm", folder=str(tmp_path)), "loss.temperature=2")
         teacher, vocabulary = opened(recipe)

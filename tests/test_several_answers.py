@@ -53,7 +53,7 @@ def test_a_prompt_is_answered_several_times_and_otherwise_each_time():
 
 
 def test_the_first_answer_has_the_seed_of_the_only_one():
-    """Of runs before there were several: it follows from the step and the tokens alone."""
+    """The seed follows from the step and the tokens alone, as in runs with one response."""
     document = Document([5, 6], [-100, 6], 0)
     seeds = [replace(document, sample=number).hash(3, 1) for number in range(3)]
     assert seeds[0] == hashlib.blake2b(b"3,1,-1,5,6", digest_size=16).digest() and len(set(seeds)) == 3
@@ -192,7 +192,7 @@ def test_recipes_that_cannot_work_are_refused_in_one_line(override, line):
 
 
 def test_the_data_bring_as_many_times_fewer_rows(tmp_path):
-    """Where the student answers; and an epoch is as many times more steps."""
+    """With on-policy rollouts an epoch has as many times more steps."""
     from distill.models.precision import Precision
 
     precision = Precision(torch.float32, torch.float32, None)
@@ -209,7 +209,7 @@ def test_the_data_bring_as_many_times_fewer_rows(tmp_path):
 
 
 def figures(run):
-    """Of each step, those that no clock plays a part in."""
+    """Return each step's metrics that do not depend on a clock."""
     return [{name: value for name, value in row.items() if "second" not in name} for row in rows(run)]
 
 
@@ -221,7 +221,7 @@ def test_all_answers_of_a_prompt_stay_in_one_micro_batch():
 
 @pytest.mark.parametrize("ahead, packing", [(2, True), pytest.param(0, False, marks=pytest.mark.full)])
 def test_a_run_that_is_killed_goes_on_to_the_bit(tmp_path, ahead, packing):
-    """With cut-offs, stop strings and two answers a prompt."""
+    """The run has cut-offs, stop strings and two responses a prompt."""
     save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"seed": 2, "attention_dropout": 0.1})
     lines = [json.dumps({"prompt": f"Question {n}?", "completion": f"It is {n * n}."}) for n in range(60)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))

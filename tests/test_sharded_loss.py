@@ -171,7 +171,7 @@ def tied_tensor_parallel(accumulation, device, mesh=None):
 
 
 def mistakes(device, mesh):
-    """What is said of heads that cannot be taken, and of tokens that can."""
+    """Return the error messages for invalid heads, and the results for valid tokens."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -226,7 +226,7 @@ def mistakes(device, mesh):
 
 
 def run_all(folder, device):
-    """What each of the two processes does."""
+    """Body of each of the two processes."""
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(1)

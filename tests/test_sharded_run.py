@@ -53,7 +53,7 @@ def recipe(*overrides):
 
 
 def both(folder, device, *cases):
-    """What each of the two processes does."""
+    """Body of each of the two processes."""
     from accelerate.state import AcceleratorState, PartialState
 
     import distill.run

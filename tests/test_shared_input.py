@@ -117,7 +117,7 @@ def run(model, autocast=False):
 
 
 def nodes(function):
-    """How many nodes of autograd's graph are several projections."""
+    """Return the number of autograd nodes that are several projections."""
     seen, waiting = {function}, [function]
     while waiting:
         for following, _ in waiting.pop().next_functions:
@@ -275,7 +275,7 @@ def test_a_norm_whose_output_is_read_by_more_than_projections_keeps_its_dtype():
 
 
 def test_activations_are_kept_once(kernel_device):
-    """What a plan counts for a layer, but for the copies of its weights: one copy of each norm's output."""
+    """A layer keeps one copy of each norm's output, as the plan counts, without copies of weights."""
     if kernel_device.type == "cuda":
         pytest.skip("counted through the interpreter")
     models = [tiny_model(hidden=64, layers=layers).train() for layers in (1, 2)]

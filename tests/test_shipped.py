@@ -1,4 +1,4 @@
-"""What ships: every recipe validates and can run dry, architectures have the published shapes, wheels carry both."""
+"""Shipped files: recipes validate and run dry, architectures have the published shapes, wheels hold both."""
 
 import json
 import re

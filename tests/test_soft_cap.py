@@ -52,7 +52,7 @@ def logits(model, **inputs):
 
 
 def truth(kind="gemma2", cap=1.0, **inputs):
-    """Of whole forwards in float64, where scores are capped by plain PyTorch."""
+    """Return float64 results of whole forwards with scores capped by plain PyTorch."""
     return logits(capped(kind, cap, torch.float64, "eager"), **inputs)
 
 

@@ -144,7 +144,7 @@ def test_each_source_is_read_in_its_own_way(here, tmp_path):
 
 
 def test_a_run_that_is_resumed_reads_the_same_rows(here, tmp_path):
-    """In the second epoch, whose rows of the larger source are others than the first's."""
+    """The run is resumed in the second epoch, which draws other rows of the larger source."""
     text = TRAIN.replace("epochs: 2", "epochs: 2, save_every: 40, log_every: 10") + (
         "data: {sources: [{source: many.jsonl}, {source: few.jsonl, weight: 3}], max_length: 96, packing: false, "
         "cache: false, chat_template: none}\ngenerate: {prompts: []}\n"

@@ -29,7 +29,7 @@ def by_definition(tokenizer, strings, tokens):
 
 @pytest.mark.parametrize("size", [259, 330])
 def test_an_answer_ends_where_its_text_contains_one(size):
-    """By single bytes and by merges; strings across the borders of tokens and inside of them; looked at in parts."""
+    """Stop strings lie within tokens and across their borders, with byte-level and merged tokens, checked in parts."""
     tokenizer, chance = tiny_tokenizer(size), random.Random(0)
     tokens = tokenizer(TEXT, add_special_tokens=False)["input_ids"] + [1]
     ends = set()
@@ -170,7 +170,7 @@ def test_transformers_engine_ends_them_early():
 
 
 def by_character(tokenizer, tokens):
-    """What an answer says in whole characters."""
+    """Return a response's text up to its last whole character."""
     return [letter for letter in tokenizer.decode(tokens, skip_special_tokens=True) if letter != "\ufffd"]
 
 

@@ -68,7 +68,7 @@ def in_form(tensor: torch.Tensor, form: str) -> torch.Tensor:
 
 
 def applies(name: str, argument: str, tensor: torch.Tensor | None, form: str) -> bool:
-    """Whether a form of this tensor exists and is allowed."""
+    """Return whether a form of this tensor exists and is allowed."""
     if tensor is None:  # upstream gradients, of several shapes
         return form in ("strided", "offset", "column", "expanded")
     if form in ("transposed", "widened", "apart") and tensor.dim() == 1:

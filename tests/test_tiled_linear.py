@@ -33,7 +33,7 @@ def test_tiles(kernel_device, tile):
 
 
 def test_through_pointers(kernel_device, monkeypatch):
-    """What families without TMA launch gives the same bits, at edges too."""
+    """Pointer-based loads, of families without TMA, give the same bits, also at edges."""
     x, weight, bias = draw(150, 136, 136, torch.bfloat16, kernel_device)
     uses_tma = tiled._launch(x, weight, bias, TILES[3])
     family = launch.device_facts(kernel_device).family

@@ -104,7 +104,7 @@ def test_full_size_on_the_gpu(device, direction, tail, k):
 @pytest.mark.few(2)
 @pytest.mark.parametrize("tail", ["bucket", "renormalize", "sampled"])
 def test_lora_padding_weights_and_a_frozen_head(device, tail):
-    """What the driver adds comes out of the kernel as out of the specification."""
+    """Options of the driver give the same through the kernel as through the specification."""
     pytest.importorskip("triton")
     (x, w, bias), top, ids, labels = setup(torch.float32, device)
     padded = torch.cat([w, torch.full((10, 24), 50.0, device=device)])

@@ -58,7 +58,7 @@ def another_process(monkeypatch):
 def test_the_fastest_is_kept(clock, monkeypatch, caplog):
     assert choose() == WAYS[1] and choose() == WAYS[1] and clock.asked == 1
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("attention dq 64 2048: timed 3 ways in ") and "takes 32 64 4 2 (kept in " in line
+    assert line.startswith("attention dq 64 2048: timed 3 candidates in ") and "GPU: 32 64 4 2 (cached in " in line
     another_process(monkeypatch)
     assert choose() == WAYS[1] and clock.asked == 1, "read from the disk"
     assert choose((128, 2048)) == WAYS[1] and clock.asked == 2

@@ -106,7 +106,7 @@ def test_each_call_is_answered_by_the_weights_as_they_are(tie, dtype, vllm):
 
 
 def test_an_engine_that_holds_other_weights_ends_the_run(vllm, monkeypatch):
-    """As vLLM does whose head is not reloaded."""
+    """The engine behaves like a vLLM whose head is not reloaded."""
     from distill.generation import vllm_engine
     from distill.models.load import save_student
 

@@ -1,4 +1,4 @@
-"""What commands print into a pipe or a file fits 80 columns, but for what is copied or read by programs."""
+"""Output of commands into a pipe or file fits 80 columns, except what is copied or read by programs."""
 
 import os
 import re
@@ -100,7 +100,7 @@ def test_a_servers_lines_fit(finished, monkeypatch, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would time")
 def test_a_table_of_bench_fits(monkeypatch, capsys):
-    """As `bench` prints it on a GPU."""
+    """The table is the one that `bench` prints on a GPU."""
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     phases = "teacher 199 / student 61 / loss 34 / backward 118 / optimizer 4"
     rows = [["distill-graphs", "339.1", "24,158", "41%", "49.8", "210.4", phases]]

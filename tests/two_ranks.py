@@ -21,7 +21,7 @@ from scripts.bench.many_gpus import ending
 def run_as_two(
     *arguments: object, device: str = "cpu", timeout: int = 400, cwd: Path | None = None, processes: int = 2
 ) -> str:
-    """What two `processes` of `python *arguments` print, gloo's on "cpu" or NCCL's on "cuda"; fails where either fails.
+    """Return the output of `processes` of `python *arguments`, over gloo ("cpu") or NCCL ("cuda"); fail if one fails.
 
     On "cpu" both are forked from a process that has imported torch and transformers; where one fails, the other is
     ended. The test is skipped where "cuda" is asked for and there are not two devices. Packages that come through

@@ -15,7 +15,7 @@ WORDS = TRAINING_TEXT + "Größe naïve café 日本語の文章 Привет м
 
 
 def pieces_tokenizer(vocab_size=330, *, prefix=True):
-    """Of SentencePiece's kind: a space is U+2581, what is unknown falls back to bytes, a text begins with a space."""
+    """Return a SentencePiece-like tokenizer: U+2581 for spaces, byte fallback, a leading space."""
     backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     backend.normalizer = normalizers.Sequence(
         ([normalizers.Prepend("▁")] if prefix else []) + [normalizers.Replace(" ", "▁")]

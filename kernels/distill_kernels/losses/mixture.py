@@ -147,21 +147,27 @@ def reference_mixture_rows(
         for head, scale, softcap in zip(mixture.heads, mixture.scales, mixture.softcaps, strict=True)
     ]
     o = objective._replace(teacher_scale=1.0, teacher_softcap=0.0)
-    settings = {"labels": labels, "row_scale": row_scale, "shard": shard}
-    apart = with_stats and o.temperature != 1.0
+    separate_stats = with_stats and o.temperature != 1.0
     stats = None
-    if apart:
-        at_temperature_1 = mixed_logits(logits, mixture.shares, 1.0, shard)
+    if separate_stats:
         stats = reference_rows(
-            student_raw.clone(), at_temperature_1, o, **settings, with_gradient=False, with_stats=True
-        ).stats  # type: ignore[arg-type]
-    mixed = mixed_logits(logits, mixture.shares, o.temperature, shard)
+            student_raw.clone(),
+            mixed_logits(logits, mixture.shares, 1.0, shard),
+            o,
+            labels=labels,
+            row_scale=row_scale,
+            with_gradient=False,
+            with_stats=True,
+            shard=shard,
+        ).stats
     result = reference_rows(
         student_raw,
-        mixed,
+        mixed_logits(logits, mixture.shares, o.temperature, shard),
         o,
-        **settings,
+        labels=labels,
+        row_scale=row_scale,
         with_gradient=with_gradient,
-        with_stats=with_stats and not apart,  # type: ignore[arg-type]
+        with_stats=with_stats and not separate_stats,
+        shard=shard,
     )
-    return result._replace(stats=stats) if apart else result
+    return result._replace(stats=stats) if separate_stats else result
