@@ -65,7 +65,7 @@ def test_running_text_is_cut_where_both_end_a_token(student, teacher):
 
 
 def test_the_end_of_a_text_is_learned_wherever_it_is_cut():
-    """If the last cut leaves the end token alone, the cut is made one span earlier."""
+    """The cut is made one span earlier if the last one would leave the end token alone."""
     texts = [{"text": WORDS[:size]} for size in range(500, 660)]
     pairs, tally, made = encode(texts, student="plain pieces", teacher="pieces")
     ends = [pair for pair in pairs if pair.student[-1] == made[0].end]

@@ -98,7 +98,7 @@ def e4m3(*shape, device):
 
 
 def test_gradients_are_those_of_the_formula(device):
-    """With x, w and dy exactly representable in e4m3, only the GEMMs remain."""
+    """Only the GEMMs remain where x, w and dy are exactly representable in e4m3."""
     torch.manual_seed(0)
     x, *weights = (e4m3(*shape, device=device).requires_grad_() for shape in ((33, 64), (48, 64), (16, 64)))
     upstream = [e4m3(33, size, device=device) for size in (48, 16)]

@@ -85,7 +85,7 @@ def test_loss_and_gradients_equal_full_logits(kind, tie):
 
 
 def test_a_document_does_not_predict_the_next_ones_first_token():
-    """In a batch of another collator the first labels of documents are masked."""
+    """The first labels of documents are masked in another collator's batch."""
     student, teacher = double(), double(seed=1)
     inputs = {name: tensor for name, tensor in batch().items() if name != "valid_rows"}
     learned = {**inputs, "labels": inputs["labels"].clone()}

@@ -44,7 +44,7 @@ def test_check_counts_a_real_model_as_it_is_offloaded():
 
 
 def test_the_time_is_the_slower_of_arithmetic_and_bus():
-    """With many tokens a micro-batch the teacher's arithmetic hides its transfers, with few it does not."""
+    """The teacher's arithmetic hides its transfers with many tokens a micro-batch, not with few."""
     many = [looked_at(*more) for more in ((), ("teacher.offload=cpu",))]
     assert many[1].seconds_per_step >= many[0].seconds_per_step
     few = [
