@@ -53,7 +53,7 @@ def any_device(request):
 @pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("maximize", [False, True])
-def test_updates_as_torch(any_device, dtype, maximize):
+def test_updates_equal_torchs(any_device, dtype, maximize):
     settings = {**SETTINGS, "maximize": maximize}
     ours = make(dtype=dtype, device=any_device)
     optimizer = FusedAdamW(ours, **settings)
@@ -112,7 +112,7 @@ def rounding_kernel(values_ptr, rounded_ptr, random_ptr, seed, BLOCK: tl.constex
 
 
 @pytest.mark.parametrize("seed", [0, 1, 16, 123456789012345])
-def test_kernel_and_reference_draw_and_round_alike(kernel_device, seed):
+def test_kernel_and_reference_use_the_same_random_numbers(kernel_device, seed):
     values = torch.randn(512, device=kernel_device)
     values[:4] = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0])
     rounded = torch.empty(512, dtype=torch.bfloat16, device=kernel_device)
@@ -133,7 +133,7 @@ def test_random_numbers_are_uniform_and_independent():
     assert (correlation - torch.eye(8, dtype=torch.float64)).abs().max() < 5 / 8192**0.5
 
 
-def test_stochastic_rounding_moves_weights_that_nearest_leaves(any_device):
+def test_stochastic_rounding_updates_weights_that_nearest_rounding_does_not(any_device):
     """30 updates of 1/64 of the spacing: nothing by rounding to nearest, the right sum on average by chance."""
     size, steps, lr = 4096, 30, 2.0**-14
     settings = {"lr": lr, "weight_decay": 0.0, "betas": (0.0, 0.999), "state_dtype": torch.float32}
@@ -216,7 +216,7 @@ def test_skips_a_step_that_is_not_finite(any_device, bad):
     assert not torch.equal(params[0], before[0][0])
 
 
-def test_without_skipping_a_nan_is_not_hidden(any_device):
+def test_without_skipping_a_nan_reaches_the_weights(any_device):
     params = make(device=any_device)
     optimizer = FusedAdamW(params, max_grad_norm=1.0, **SETTINGS)
     set_gradients(params, 0)
@@ -245,7 +245,7 @@ def test_scaled_gradients_of_a_grad_scaler(any_device):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
-def test_state_dicts_load_either_way(any_device, kind):
+def test_state_dicts_load_from_and_into_torchs_adamw(any_device, kind):
     def torch_optimizer(params):
         return torch.optim.AdamW(params, foreach=kind == "foreach" or None, fused=kind == "fused" or None, **SETTINGS)
 
@@ -264,7 +264,7 @@ def test_state_dicts_load_either_way(any_device, kind):
         assert_as_good_as_torch(flat(params), flat(eager), flat(eager), torch.float32, f"{first} then {second}")
 
 
-def test_a_state_is_loaded_as_hooks_leave_it_and_is_not_shared():
+def test_loading_respects_hooks_and_copies_the_state():
     params, others = make(), make()
     first, second = FusedAdamW(params, **SETTINGS), FusedAdamW(others, **SETTINGS)
     train(params, first, 1)
@@ -294,7 +294,7 @@ def test_resumes_bit_for_bit(any_device, copying):
     assert torch.equal(flat(parts), flat(whole))
 
 
-def test_tensors_may_move_and_come_and_go(any_device):
+def test_parameters_may_move_be_added_or_lose_gradients(any_device):
     """Gradients of other addresses, frozen and thawed parameters, states and parameters put elsewhere."""
     ours, eager = make(device=any_device), make()
     optimizer, torch_optimizer = FusedAdamW(ours, **SETTINGS), torch.optim.AdamW(eager, **SETTINGS)
@@ -391,7 +391,7 @@ def test_wrong_arguments_are_named(settings, field):
         FusedAdamW(make(), **settings)
 
 
-def test_what_it_cannot_train_is_refused():
+def test_unsupported_parameters_are_refused():
     p = torch.nn.Parameter(torch.ones(4, 4))
     p.grad = torch.eye(4).to_sparse()
     with pytest.raises(ValueError, match="dense gradients"):

@@ -93,7 +93,7 @@ def test_a_step_is_one_launch(monkeypatch):
         assert kernel.counts() == (3, [3, 0, 1]) and squares.counts() == (1, [1])
 
 
-def test_many_programs_are_counted_by_a_launch_of_their_own(monkeypatch):
+def test_many_programs_use_a_separate_counting_launch(monkeypatch):
     kernel, count = Kernel(), Kernel()
     monkeypatch.setattr(adamw_kernels, "adamw_kernel", kernel)
     monkeypatch.setattr(adamw_kernels, "count_kernel", count)
@@ -107,7 +107,7 @@ def test_many_programs_are_counted_by_a_launch_of_their_own(monkeypatch):
             count.launches.clear()
 
 
-def test_tables_are_kept_until_something_moves(monkeypatch):
+def test_tables_are_reused_until_an_address_changes(monkeypatch):
     uploads = []
     upload = multi_tensor.Bucket._upload
     monkeypatch.setattr(
@@ -171,7 +171,7 @@ def test_steps_counted_by_a_second_launch_are_the_same(kernel_device, monkeypatc
 
 
 @pytest.mark.parametrize("change", ["nothing", "betas", "step"])
-def test_corrections_are_of_the_present_step_and_betas(kernel_device, change):
+def test_bias_corrections_use_the_current_step_and_betas(kernel_device, change):
     """Bias corrections left by a launch are not used when step or betas change."""
     shapes = [(5000,), (7,), (0,), ()]
     ours, eager = make(shapes, kernel_device), make(shapes)

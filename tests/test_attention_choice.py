@@ -49,7 +49,7 @@ def test_a_resumed_run_does_not_choose_again(timed, tmp_path):
     assert again.of(tiny_model(), "teacher") == "cudnn" and len(timed) == 1  # was not recorded
 
 
-def test_a_deterministic_run_does_not_hang_on_a_stopwatch(timed):
+def test_a_deterministic_run_does_not_depend_on_timing(timed):
     choices = AttentionChoices(parse(RECIPE, ["train.deterministic=true"]))
     assert choices.of(tiny_model(), "teacher") == choices.of(tiny_model(), "student") == "triton" and timed == []
 

@@ -127,7 +127,7 @@ def test_keys_in_parts_count_a_sink_once(kernel_device, parts, options):
         assert relative_error(value, right) < 3e-6, name
 
 
-def test_rows_that_see_nothing_give_zeros_and_no_gradient(kernel_device):
+def test_queries_without_keys_give_zeros_and_no_gradient(kernel_device):
     q, k, v, dout = draw((1, 2, 1, 70, 70, 16), torch.float32, kernel_device)
     nothing = torch.tensor([0, 0, 0], device=kernel_device)
     with poisoned_memory():
@@ -142,7 +142,7 @@ def test_rows_that_see_nothing_give_zeros_and_no_gradient(kernel_device):
     assert not any(value.any() for value in given)
 
 
-def test_a_sink_of_minus_infinity_is_none(kernel_device):
+def test_a_sink_of_minus_infinity_has_no_effect(kernel_device):
     q, k, v, dout = draw((1, 2, 1, 75, 20, 16), torch.float32, kernel_device)  # some rows see nothing
     sinks = torch.full((2,), float("-inf"), device=kernel_device)
     out, dq, dk, dv, dsinks = gradients(ours(Masking(True, 0.25)), q, k, v, sinks, dout)
@@ -180,7 +180,7 @@ def test_gradients_repeat_to_the_bit(kernel_device):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_only_sinks_learn(kernel_device):
+def test_gradient_of_sinks_alone(kernel_device):
     q, k, v, dout = draw((1, 4, 2, 40, 40, 16), torch.float32, kernel_device)
     sinks, masking = sinks_of(4, device=kernel_device), Masking(True, 0.25)
     (alone,) = torch.autograd.grad(ours(masking)(q, k, v, sinks.requires_grad_()), sinks, dout)
@@ -251,7 +251,7 @@ def test_the_reference_of_decoding():
         assert relative_error(given[one], exact) < 1e-12
 
 
-def test_a_sequence_of_nothing_gives_zeros(kernel_device):
+def test_an_empty_cache_gives_zeros(kernel_device):
     q, k, v, _ = draw((2, 2, 1, 1, 70, 16), torch.float32, kernel_device)
     lengths, starts = torch.tensor([0, 70], device=kernel_device), torch.tensor([0, 70], device=kernel_device)
     assert not decode_attention(q, k, v, lengths, starts=starts, sinks=sinks_of(2, device=kernel_device)).any()

@@ -101,7 +101,7 @@ def test_full_logits_never_exist(device):
     torch.testing.assert_close(x.grad, expected, rtol=1e-3, atol=1e-2)
 
 
-def test_only_what_is_wanted_and_once(device):
+def test_only_required_gradients_and_only_one_backward(device):
     tensors, x_t, w_t, labels = inputs(torch.float32, device)
     x, w = tensors[0].requires_grad_(), tensors[1]
     loss = ChunkedLoss(own_loss)(x, w, x_t, w_t, labels)
@@ -113,7 +113,7 @@ def test_only_what_is_wanted_and_once(device):
         assert ChunkedLoss(own_loss)(x, w, x_t, w_t, labels) == loss
 
 
-def test_rows_that_do_not_count_cannot_spoil_the_rest(device):
+def test_nan_in_ignored_rows_does_not_spread(device):
     tensors, x_t, w_t, labels = inputs(torch.float32, device)
     x = tensors[0].clone()
     x[0] = float("nan")  # labels[0] is ignored

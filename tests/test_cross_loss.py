@@ -99,7 +99,7 @@ def test_one_tokenizer_gives_the_divergence_itself(term, device):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
-def test_zero_for_equals(temperature):
+def test_equal_models_give_zero(temperature):
     """The same model on both sides: nothing to learn, whatever the spans and however few tokens are known as shared."""
     for shared in (VS, 10):
         x, w, _, _, spans, ids, *_ = case()

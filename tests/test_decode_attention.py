@@ -73,7 +73,7 @@ def test_other_launch_configs_give_the_same(kernel_device, monkeypatch, config):
         check((2, 4, 2, 1, 600, 64), torch.bfloat16, kernel_device, [600, 70], **options)
 
 
-def test_pace_follows_the_work():
+def test_launch_config_follows_the_work():
     """Long steps where every multiprocessor has thousands of keys of 64 elements, and only there."""
     hopper = DeviceFacts(132, "sm_90", 227 << 10, 50 << 20, 80 << 30)
     small = DeviceFacts(132, "sm_89", 99 << 10, 50 << 20, 24 << 30)
@@ -104,7 +104,7 @@ def test_equals_the_last_rows_of_full_attention(kernel_device):
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 50}, {"softcap": 3.0}], ids=str)
-def test_padding_on_the_left_is_not_seen(kernel_device, options):
+def test_left_padding_is_masked(kernel_device, options):
     q, k, v = draw((4, 4, 2, 1, 150, 32), torch.float32, kernel_device)
     lengths = torch.tensor([150, 140, 77, 9], device=kernel_device)
     starts = torch.tensor([0, 131, 64, 9], device=kernel_device)

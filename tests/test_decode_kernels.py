@@ -126,7 +126,7 @@ def test_attention(kernel_device, heads, kv_heads, size, window, normed, chunks,
 @pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("temperature, columns", [(0.0, 203), (1.0, 203), (0.7, 150)])
-def test_tokens_and_books(kernel_device, temperature, columns, dtype):
+def test_tokens_and_sequence_state(kernel_device, temperature, columns, dtype):
     """The tokens that sampling draws from the rounded logits, also where two logits are equal; and all of the books."""
     if dtype not in dtypes_on(kernel_device):
         pytest.skip("for the interpreter")

@@ -72,7 +72,7 @@ def test_answers_end_where_the_model_ends_them():
     assert len(found.tokens[3]) <= 3 and not found.truncated[3]
 
 
-def test_limits_of_each_and_batches(tmp_path):
+def test_token_limits_per_sequence_and_batch(tmp_path):
     model = tiny_model(dtype=torch.float64)
     tokens, _ = theirs(model, PROMPTS, 9, eos_token_id=[250])
     limits = [3, 0, 9, 1, 5]
@@ -82,7 +82,7 @@ def test_limits_of_each_and_batches(tmp_path):
         assert found.truncated == [True] * 5
 
 
-def test_tokens_are_taken_over_while_the_next_are_drawn(monkeypatch):
+def test_tokens_are_copied_while_the_next_are_sampled(monkeypatch):
     order, loop = "", DecodeLoop(tiny_model(dtype=torch.float64), EngineSettings(2, []))
 
     def noted(letter, method):
@@ -110,7 +110,7 @@ def test_buffers_serve_call_after_call_while_weights_change():
                 parameter += 0.05 * torch.randn_like(parameter)
 
 
-def test_lora_and_the_mode_given_back():
+def test_lora_and_training_mode_are_restored():
     torch.manual_seed(3)
     model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj", "lm_head"], lora_dropout=0.5))
     model = model.double()
@@ -179,7 +179,7 @@ def test_autocast_computes_in_its_dtype():
     assert set(seen) == {torch.bfloat16}
 
 
-def test_a_model_the_loop_would_get_wrong_is_found_out(monkeypatch):
+def test_a_model_that_the_loop_would_decode_wrongly_is_detected(monkeypatch):
     model = tiny_model()
     assert why_not(model) is None
     rotary = model.model.rotary_emb.forward

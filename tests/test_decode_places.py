@@ -72,7 +72,7 @@ LIMITS = [3, 20, 1, 6, 17, 0, 9, 2, 4, 11, 1, 5, 8]
 
 
 @pytest.mark.parametrize("way", [DecodeLoop, "replayed"])
-def test_who_is_finished_makes_place_for_those_who_wait(way, steps_and_readings):
+def test_finished_sequences_free_their_slots(way, steps_and_readings):
     """Answers and their log-probabilities are those of each prompt alone, by fewer steps than batch after batch."""
     model = tiny_model(dtype=torch.float64)
     loop = (Replayed if way == "replayed" else way)(model, EngineSettings(2, [*range(0, 259, 13)], log_probs=True))
@@ -95,7 +95,7 @@ def test_who_is_finished_makes_place_for_those_who_wait(way, steps_and_readings)
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_kernels_serve_those_who_took_a_free_place(kernel_device, fused, steps_and_readings):
+def test_kernels_serve_sequences_in_reused_slots(kernel_device, fused, steps_and_readings):
     model = tiny_model(dtype=torch.bfloat16 if kernel_device.type == "cuda" else torch.float32).to(kernel_device)
     use_fused_attention(model, decoder_of(model))
     loop = DecodeLoop(model, EngineSettings(2, [], log_probs=True, fused=fused))
@@ -112,7 +112,7 @@ def test_kernels_serve_those_who_took_a_free_place(kernel_device, fused, steps_a
 
 
 @pytest.mark.gpu
-def test_a_captured_step_goes_on_while_others_take_places():
+def test_a_captured_step_continues_while_slots_are_reused():
     model = tiny_model().cuda()
     loop = DecodeLoop(model, EngineSettings(2, [], log_probs=True))
     many, limits = MANY * 3, [limit + 20 for limit in LIMITS * 3]

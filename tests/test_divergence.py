@@ -85,7 +85,7 @@ def test_kernel_sizes(kernel_device, vocab):
 @pytest.mark.few(7)
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("term", ALL_TERMS, ids=names)
-def test_kernel_is_as_good_as_eager(kernel_device, term, temperature):
+def test_kernel_error_is_within_that_of_eager(kernel_device, term, temperature):
     z, z_teacher = realistic_logits(4, 700, device=kernel_device)
     labels = torch.randint(0, 700, (4,), device=kernel_device)
     hard = {"label_smoothing": 0.1, "z_loss": 0.01} if term.type == "cross_entropy" else {}
@@ -196,7 +196,7 @@ def test_extreme_logits_give_no_nan(kernel_device, term, path):
 
 @pytest.mark.parametrize("gap", [8.0, 16.0])
 @pytest.mark.parametrize("path", ["specification", "kernel", "logits"])
-def test_skewed_kl_where_the_student_is_sure_of_another_token(kernel_device, path, gap):
+def test_skewed_kl_where_the_student_is_certain_of_another_token(kernel_device, path, gap):
     """Its gradient is what is left of two numbers near 1, and was lost to 5.5e-3 at a gap of 16 in fp32."""
     term = LossTerm("skew_forward_kl", 1.0, alpha=0.1)
     z, z_teacher = (0.1 * t for t in realistic_logits(4, 300, device=kernel_device))
@@ -216,7 +216,7 @@ def test_skewed_kl_where_the_student_is_sure_of_another_token(kernel_device, pat
     assert relative_error(grad, exact) < 2e-5
 
 
-def test_rows_of_scale_zero_are_zero_whatever_they_hold(kernel_device):
+def test_rows_of_scale_zero_give_zero_even_with_nan_inputs(kernel_device):
     z, z_teacher = (t.float() for t in realistic_logits(3, 300, device=kernel_device))
     z[1] = float("nan")
     labels = torch.tensor([1, -100, 2], device=kernel_device)
@@ -227,7 +227,7 @@ def test_rows_of_scale_zero_are_zero_whatever_they_hold(kernel_device):
     assert torch.isfinite(loss).all() and torch.isfinite(grad).all()
 
 
-def test_rows_are_placed_where_they_belong(kernel_device):
+def test_results_of_gathered_rows_land_at_their_indices(kernel_device):
     z, z_teacher = (t.float() for t in realistic_logits(2, 300, device=kernel_device))
     rows = torch.tensor([4, 1], device=kernel_device)
     scale = torch.arange(1.0, 6.0, device=kernel_device)
@@ -237,7 +237,7 @@ def test_rows_are_placed_where_they_belong(kernel_device):
     assert loss[[0, 2, 3]].isnan().all()  # not this launch's to write
 
 
-def test_objective_survives_as_text():
+def test_objective_encode_decode_round_trip():
     objective = make_objective([*ALL_TERMS], temperature=2.0, z_loss=1e-4, teacher_softcap=30.0)
     assert Objective.decode(objective.encode()) == objective
 
@@ -267,7 +267,7 @@ def test_mistakes_are_named(terms, settings, field):
         make_objective(terms, **settings)
 
 
-def test_ends_of_the_mixtures_are_the_plain_divergences():
+def test_mixture_parameters_at_their_limits_give_plain_divergences():
     for term, plain in (
         (LossTerm("jsd", 1.0, beta=0.0), "forward_kl"),
         (LossTerm("jsd", 1.0, beta=1.0), "reverse_kl"),

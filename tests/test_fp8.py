@@ -86,7 +86,7 @@ def test_layer_equals_its_reference_and_is_near_bf16(device, with_bias):
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_what_a_gated_mlp_makes_is_quantised_as_if_it_lay_in_memory(kernel_device, activation):
+def test_fused_gated_quantisation_equals_the_separate_one(kernel_device, activation):
     layer = Fp8Linear(torch.randn(48, 96, device=kernel_device), torch.randn(48, device=kernel_device))
     both = 3 * torch.randn(2, 5, 200, device=kernel_device).to(torch.bfloat16)
     gate, up = both[..., :96], both[..., 104:]  # rows apart
@@ -106,7 +106,7 @@ def test_what_a_gated_mlp_makes_is_quantised_as_if_it_lay_in_memory(kernel_devic
 
 @pytest.mark.parametrize("form", ["llama", "gemma"])
 @pytest.mark.parametrize("added", [False, True])
-def test_what_a_norm_makes_is_quantised_as_if_it_lay_in_memory(kernel_device, form, added):
+def test_fused_norm_quantisation_equals_the_separate_one(kernel_device, form, added):
     x, residual = 3 * torch.randn(2, 2, 5, 104, device=kernel_device).to(torch.bfloat16)[..., :96]  # rows apart
     x[0, 1] = residual[0, 1] = 0
     weight = torch.randn(96, device=kernel_device).to(torch.bfloat16)

@@ -70,7 +70,7 @@ def test_rows_are_quantised_as_the_reference_does(kernel_device, kind, with_fact
 
 
 @pytest.mark.parametrize("rows", [1, 16, 150])
-def test_what_the_backward_transposes(kernel_device, rows):
+def test_transposed_quantisation_of_the_backward(kernel_device, rows):
     x8, c = fp8_train.quantize([draw(rows, 80, device=kernel_device)])
     padded = fp8_train.transpose_bytes(x8)
     assert padded.shape == (80, -(-rows // 16) * 16)
@@ -125,13 +125,13 @@ def both_mlps(device, tokens, hidden, inner, dtype=torch.bfloat16):
     return made, [exact, *torch.autograd.grad(exact, wide, upstream.double())]
 
 
-def test_an_mlp_is_off_by_what_e4m3_makes_of_its_products(device):
+def test_mlp_error_is_that_of_its_e4m3_gemms(device):
     made, exact = both_mlps(device, 21, 64, 160)
     for ours, right in zip(made, exact, strict=True):
         assert 0.02 < relative_error(ours, right) < 0.09  # nearer means that it was not quantised
 
 
-def test_frozen_weights_cost_no_product(device, monkeypatch):
+def test_frozen_weights_need_no_gradient_gemm(device, monkeypatch):
     x = torch.randn(4, 64, device=device, requires_grad=True)
     weight = torch.randn(32, 64, device=device)
     monkeypatch.setattr(fp8_train, "by_columns", None)
@@ -211,7 +211,7 @@ def workplace(tmp_path, monkeypatch):
         tiny_model(seed=seed, hidden=64).config.save_pretrained(tmp_path / name)
 
 
-def test_a_run_learns_alike_says_what_it_costs_and_resumes(workplace, capsys):
+def test_an_fp8_run_trains_alike_reports_its_cost_and_resumes(workplace, capsys):
     plain = run(parse(RECIPE, ["student.compute=auto"], name="plain"))
     capsys.readouterr()
     whole = run(parse(RECIPE, ["train.save_every=6"], name="whole"))
@@ -228,7 +228,7 @@ def test_a_run_learns_alike_says_what_it_costs_and_resumes(workplace, capsys):
     assert resumed.after == whole.after
 
 
-def test_what_a_recipe_may_ask(workplace):
+def test_fp8_settings_of_a_recipe(workplace):
     with pytest.raises(RecipeError, match="may compute in fp8"):
         parse(RECIPE, ["student.dtype=fp8"])
     for gpu, can in (("H100", True), ("A100", False)):
@@ -268,7 +268,7 @@ def gradients_on_ranks():
 
 
 @pytest.mark.full
-def test_ranks_learn_as_one_does(tmp_path):
+def test_two_ranks_train_as_one_process(tmp_path):
     run_as_two(__file__, tmp_path / "found.pt")
     found = torch.load(tmp_path / "found.pt")
     for kind, checkpointed in found:

@@ -52,7 +52,7 @@ def test_the_reported_divergences_are_those_of_the_logits():
     assert 1e-5 < report.teacher_kl < 0.2 * report.student_kl
 
 
-def test_a_patched_teacher_quantises_what_its_mlps_make(monkeypatch):
+def test_a_patched_teacher_quantises_within_its_mlps(monkeypatch):
     teacher, ids = tiny_model(seed=1, hidden=64), torch.arange(12)[None]
     swap_linears_for_fp8(teacher)
     patch(teacher, "teacher", attention=None)
@@ -71,7 +71,7 @@ def test_a_patched_teacher_quantises_what_its_mlps_make(monkeypatch):
     hook.remove()
 
 
-def test_a_patched_teacher_quantises_what_its_norms_make(monkeypatch):
+def test_a_patched_teacher_quantises_within_its_norms(monkeypatch):
     teacher, ids = tiny_model(seed=1, hidden=64), torch.arange(12)[None]
     swap_linears_for_fp8(teacher, keep=["lm_head", "0.mlp.up_proj"])  # of the first MLP one product stays as it is
     patch(teacher, "teacher", attention=None)
@@ -105,7 +105,7 @@ def test_a_patched_teacher_quantises_what_its_norms_make(monkeypatch):
         assert torch.equal(teacher.requires_grad_(False)(ids).logits, ours) and not made
 
 
-def test_no_more_than_one_module_of_a_teacher_is_there_twice(monkeypatch):
+def test_at_most_one_module_of_a_teacher_is_held_twice(monkeypatch):
     """Layers in 16 bits are given back one after another, not when the last one is quantised."""
     teacher, from_linear = tiny_model(seed=1, hidden=64, layers=5), Fp8Linear.from_linear
     patch(teacher, "teacher", attention=None)
@@ -179,7 +179,7 @@ def test_random_weights_are_drawn_a_layer_at_a_time(tmp_path, tied):
 
 
 @pytest.mark.parametrize("gib, alone", [(140, False), (20, False), (18, True)])
-def test_only_what_does_not_fit_whole_is_loaded_so(monkeypatch, gib, alone):
+def test_layerwise_loading_only_where_the_teacher_does_not_fit(monkeypatch, gib, alone):
     """8B in bfloat16 beside a 1B student in bfloat16: 15.0 + 2.3 GiB."""
     from types import SimpleNamespace
 
@@ -212,7 +212,7 @@ def in_fp8(model):
     return {name for name, module in model.named_modules() if isinstance(module, Fp8Linear)}
 
 
-def test_what_is_left_out_stays_as_it_is():
+def test_excluded_layers_are_unchanged():
     teacher = tiny_model(layers=12, hidden=64)
     every = in_fp8(copy.deepcopy(swap(teacher)))
     quantise(teacher, ["1", "10.mlp"])
@@ -235,7 +235,7 @@ def test_a_part_that_the_model_has_not_is_refused(part):
         quantise(tiny_model(hidden=64), [part])
 
 
-def test_the_setting_is_written_in_one_way():
+def test_the_setting_has_one_spelling():
     section = Teacher(model="a", dtype="fp8", fp8_skip=[29, "3.mlp", "29"])
     assert section.fp8_skip == ["3.mlp", "29"] and section.held == "fp8 but 3.mlp 29"
     assert Teacher(model="a", dtype="fp8").held == "fp8"
@@ -244,7 +244,7 @@ def test_the_setting_is_written_in_one_way():
             Teacher(model="a", **wrong)
 
 
-def test_offers_are_what_a_run_with_that_setting_has():
+def test_suggested_settings_match_a_run_with_them():
     """Each of them, to the bit; the part that alone moves the teacher most a weight is left out first."""
     teacher = tiny_model(layers=3, hidden=64, seed=1)
     batch = Collator(pad_token_id=2)([rows(4)[index] for index in range(4)])
@@ -269,7 +269,7 @@ def test_offers_are_what_a_run_with_that_setting_has():
     assert loaded.fp8_offers(batch) == []  # it is quantised now
 
 
-def test_the_search_asks_about_once_a_part():
+def test_the_search_evaluates_each_part_about_once():
     teacher = tiny_model(layers=6, hidden=64)
     loaded, calls = LoadedTeacher(teacher), []
     teacher.model.register_forward_hook(lambda *_: calls.append(1))
@@ -286,7 +286,7 @@ def test_fingerprints_see_the_weights_in_fp8():
     assert len(marks | {fingerprint(one)}) == 4
 
 
-def test_probe_tells_what_fp8_costs_without_a_gpu(tmp_path, capsys, monkeypatch):
+def test_probe_reports_fp8_error_without_a_gpu(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_tiny(tmp_path / "teacher", tiny_model(tiny_tokenizer(), hidden=64), tiny_tokenizer())
     (tmp_path / "text.txt").write_text("\n".join(f"line {i} of some text to learn" for i in range(100)))

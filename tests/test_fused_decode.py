@@ -66,7 +66,7 @@ def answers(model, fused, sampling=GREEDY, new=4, **more):
     "sampling", [GREEDY, Sampling(1.0), Sampling(0.9, 20, 0.9, 0.02)], ids=["greedy", "all", "cut"]
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_those_of_the_models_own_layers(kernel_device, kind, sampling):
+def test_tokens_equal_those_of_the_models_own_layers(kernel_device, kind, sampling):
     model = lively(kernel_device, kind)
     loop = DecodeLoop(model, settings())
     assert step_in(loop) is not None
@@ -100,7 +100,7 @@ def test_log_probs_in_16_bits_are_as_good_as_without(kernel_device, autocast):
     assert ours <= 1.5 * own + 1e-3, (ours, own)
 
 
-def test_weights_are_read_where_they_lie(kernel_device):
+def test_weights_are_read_without_a_copy(kernel_device):
     """Joined, patched, on Triton alone or checkpointed, and after they changed."""
     for put in (join_siblings, patch, use_triton_only, PreTrainedModel.gradient_checkpointing_enable):
         model = lively(kernel_device, layers=1)
@@ -201,7 +201,7 @@ def test_other_families_run_as_they_are(kernel_device, kind):
     assert step_of(tiny_model(kind=kind, **more.get(kind, {}))) is None
 
 
-def test_gpus_take_them_where_it_was_measured(kernel_device, monkeypatch):
+def test_fused_decoding_is_used_on_measured_families(kernel_device, monkeypatch):
     """One line of a table turns them on; more rows than kernels take, and `fused=False`, leave them out."""
     if kernel_device.type == "cuda":
         pytest.skip("of the host alone")

@@ -86,7 +86,7 @@ def test_leading_dimensions_strides_and_no_rows(kernel_device):
     assert gated_linear(x[:0], weight).shape == (0, 64)
 
 
-def test_what_is_written_does_not_depend_on_what_was_there(kernel_device, monkeypatch):
+def test_results_do_not_depend_on_earlier_memory_contents(kernel_device, monkeypatch):
     x, gate, up, _ = draw(70, 72, 80, torch.bfloat16, kernel_device)
     weight, empty = joined(gate, up), torch.empty
     monkeypatch.setattr(tiled.torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))

@@ -74,7 +74,7 @@ def test_every_public_name_is_tried():
 
 
 @pytest.mark.parametrize("name", sorted(INFERENCE))
-def test_what_has_no_gradient_refuses_to_be_asked_for_one(where, name):
+def test_inference_ops_refuse_tensors_that_require_gradients(where, name):
     floats = {key for key, value in CALLS[name].tensors().items() if value.is_floating_point()}
     with pytest.raises(ValueError, match="expected no gradient to be asked for"):
         outputs_of(name, tensors_of(name, floats, where))

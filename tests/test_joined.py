@@ -44,7 +44,7 @@ def products(function):
 # ---- kernels
 
 
-def test_gradients_come_to_lie_side_by_side():
+def test_gradients_are_adjacent_in_memory():
     """Gradients of q and k (rotation), v (copy), gate and up (activation) are adjacent: one GEMM each."""
     torch.manual_seed(0)
     heads, projections, gates = 8, joined(32, 16, 16), joined(40, 40)
@@ -69,7 +69,7 @@ def test_gradients_come_to_lie_side_by_side():
     assert adjacent_as_one(ours[5:8]) is not None and adjacent_as_one(ours[8:]) is not None
 
 
-def test_places_are_given_once_and_only_to_siblings():
+def test_gradient_slots_are_returned_once_and_only_to_siblings():
     x = torch.randn(3, 16, requires_grad=True)
     gate, up = shared_linear(x, joined(8, 8), [None, None])
     other, _ = shared_linear(x, joined(8, 8), [None, None])
@@ -97,7 +97,7 @@ def test_an_output_that_is_used_twice():
 
 
 @pytest.mark.parametrize("change", ["order", "another", "copied", "transposed", "dtype"])
-def test_what_does_not_lie_side_by_side(change):
+def test_tensors_that_are_not_adjacent(change):
     first, second = joined(4, 6)
     pairs = {
         "order": (second, first),
@@ -154,7 +154,7 @@ def test_a_student_has_the_gradients_of_separate_weights(autocast, bias):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_teacher_makes_one_product_of_its_siblings():
+def test_a_teacher_computes_sibling_layers_by_one_gemm():
     """And none of stale weights where they have been moved."""
     with interpreted(), torch.no_grad():
         model, count = ready("teacher")
@@ -201,7 +201,7 @@ def test_an_optimizers_steps_and_files_are_those_of_separate_weights(tmp_path):
     assert torch.equal(mlp.up_proj.weight, models[1].model.layers[0].mlp.up_proj.weight)
 
 
-def test_a_snapshot_of_a_joined_student_answers_with_joined_weights_of_its_own(monkeypatch):
+def test_a_copy_of_a_joined_student_has_its_own_joined_weights(monkeypatch):
     monkeypatch.setattr("distill.models.snapshot.runs_our_kernels", lambda device: True)
     model, _ = ready()
     snapshot = Snapshot(model)
@@ -219,7 +219,7 @@ def test_a_snapshot_of_a_joined_student_answers_with_joined_weights_of_its_own(m
         torch.testing.assert_close(answer, hidden(model), rtol=0, atol=1e-5)
 
 
-def test_what_is_left_apart():
+def test_layers_that_are_not_joined():
     assert ready(kind="qwen3")[1] == 2  # norms between projection and rotation: the MLPs alone
     fp8 = tiny_model(hidden=64).train()
     patch(fp8, "student", attention=None)
@@ -275,7 +275,7 @@ def run_frozen(model, off=False):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_runs_join_where_it_was_measured(monkeypatch, family):
+def test_runs_join_layers_on_measured_families(monkeypatch, family):
     monkeypatch.setattr(joined_module, "device_facts", lambda device: types.SimpleNamespace(family=family))
     assert joined_module.joins_on(torch.device("cuda")) == (family == "sm_90")
     assert not joined_module.joins_on(torch.device("cpu"))

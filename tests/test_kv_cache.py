@@ -51,7 +51,7 @@ def test_truncate_reorder_reset():
 
 
 @pytest.mark.parametrize("size", [16, 20])
-def test_newest_positions_go_to_slots_of_their_own(kernel_device, size):
+def test_write_newest_writes_each_sequences_own_slot(kernel_device, size):
     batch, heads, slots = 3, 2, 9
     keys, values = torch.zeros(2, batch, slots, heads, size, device=kernel_device)
     k, v = torch.randn(2, batch, heads, 1, size, device=kernel_device)
@@ -103,7 +103,7 @@ def test_generate_gives_the_same_tokens(model_and_inputs, options):
 
 
 @pytest.mark.parametrize("candidates", ["prompt", "another model"])
-def test_assisted_generation_takes_back_what_was_wrong(candidates):
+def test_assisted_generation_truncates_rejected_tokens(candidates):
     from distill.models.kv_cache import PreallocatedCache
 
     tokenizer = tiny_tokenizer()

@@ -28,13 +28,13 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_whole_numbers_are_refused_without_a_kernel_too(name, device):
+def test_integer_inputs_are_refused_on_the_cpu_as_well(name, device):
     """They were computed with in fp32 and cut back to integers: a softmax of zeros."""
     with pytest.raises(ValueError, match=r"expected dtype .* got torch\.int64"):
         CALLS[name](torch.ones(2, 8, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_double_precision_is_for_the_reference_alone(name, device):
+def test_fp64_runs_only_on_the_reference(name, device):
     out = CALLS[name](torch.rand(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
     assert (out[0] if isinstance(out, tuple) else out).dtype == torch.float64

@@ -73,7 +73,7 @@ def test_several_rows_a_program_and_determinism(kernel_device, monkeypatch):
 @pytest.mark.parametrize(
     "config", [RowConfig(4, 1, programs=1, stages=2), RowConfig(1, 4, programs=1, stages=3)], ids=["4 rows", "1 row"]
 )
-def test_rows_in_turn_and_inputs_made_wide_twice(kernel_device, monkeypatch, config):
+def test_looping_programs_and_inputs_converted_twice(kernel_device, monkeypatch, config):
     monkeypatch.setattr(module, "affine_forward_rows", lambda *_: config)
     monkeypatch.setattr(module, "two_sums_rows", lambda *_: config._replace(twice=True))
     for hidden in (300, 1024):  # of 1,024 columns all four rows lie in the same threads
@@ -89,7 +89,7 @@ def test_statistics_are_kept_for_a_gradient_only(kernel_device):
     torch.library.opcheck(torch.ops.distill.layer_norm_forward.default, (*inputs, 1e-5, False))
 
 
-def test_sums_apart(kernel_device, monkeypatch):
+def test_separate_column_sums(kernel_device, monkeypatch):
     monkeypatch.setattr(module, "SEPARATE_SUMS_FROM", 20)
     for rows, hidden in ((45, 33), (1, 300), (70, 256)):
         check_layer(layer_norm, torch_layer_norm, make(kernel_device, rows, hidden, torch.float32), torch.float32)

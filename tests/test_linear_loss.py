@@ -83,7 +83,7 @@ def check(outcome, heads, terms, labels, scale, vocab, dtype, **settings):
     ],
     ids=str,
 )
-def test_as_good_as_eager(kernel_device, dtype, descriptors):
+def test_error_is_within_that_of_eager(kernel_device, dtype, descriptors):
     heads, labels, scale = setup(kernel_device, 70, 600, dtype, ignored=(3, 69))
     if dtype == torch.float16:
         scale = scale * 64  # as the callers do, so that small gradients do not vanish
@@ -288,7 +288,7 @@ def test_several_groups_of_chunks_and_summing_in_fp32(kernel_device, monkeypatch
     assert relative_error(wide.weight, exact) <= relative_error(many.weight, exact)
 
 
-def test_adding_a_product_rounds_once(kernel_device):
+def test_weight_gradient_accumulation_rounds_once(kernel_device):
     shape = {"dtype": torch.bfloat16, "device": kernel_device}
     c, a, b = torch.randn(130, 264, **shape), torch.randn(70, 136, **shape)[:, :130], torch.randn(70, 264, **shape)
     exact = c.double() + a.double().T @ b.double()
@@ -317,7 +317,7 @@ def test_every_element_is_written_and_results_repeat_bitwise(kernel_device, monk
 
 
 @pytest.mark.parametrize("vocab, descriptors", [(600, True), (70, False)])
-def test_cpu_products_find_numbers_beyond_the_ends_of_rows(monkeypatch, vocab, descriptors):
+def test_padding_columns_hold_finite_numbers_for_cpu_gemms(monkeypatch, vocab, descriptors):
     """Some CPUs' bf16 products read on beyond a row's last column and multiply by 0: that must not be NaN."""
     pytest.importorskip("triton")
     heads, labels, scale = setup(torch.device("cpu"), 20, vocab, torch.bfloat16)

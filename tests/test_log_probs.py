@@ -96,7 +96,7 @@ def test_gradients_come_without_a_row_kernel(kernel_device, dtype, settings, row
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("terms", [HARD, [LossTerm("forward_kl", 0.7), *HARD], [LossTerm("jsd", 1.0, 0.3)]], ids=len)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_under_a_frozen_head_nothing_is_computed_twice(kernel_device, monkeypatch, dtype, terms, compiled):
+def test_a_frozen_head_needs_no_recomputation(kernel_device, monkeypatch, dtype, terms, compiled):
     """The loss equals the one whose gradients are all computed in backward, for any number of calls."""
     x, w, bias, labels, upstream = inputs(kernel_device, 40, 300, dtype)
     teacher = realistic_heads(40, 300, 32, 48, dtype=dtype, device=kernel_device)[2:]
@@ -119,7 +119,7 @@ def test_under_a_frozen_head_nothing_is_computed_twice(kernel_device, monkeypatc
 
 
 @pytest.mark.parametrize("head", [False, True])
-def test_small_weights_lose_nothing_in_float16(kernel_device, head):
+def test_small_token_weights_do_not_underflow_in_float16(kernel_device, head):
     """Whose smallest number is 6e-8: a gradient of a few times 1e-7 is raised before it is rounded."""
     x, w, _, labels, upstream = inputs(kernel_device, 40, 300, torch.float16)
     hidden, weight = (x.detach() * 1e-3).requires_grad_(), w.detach().requires_grad_(head)
@@ -145,7 +145,7 @@ def test_several_chunks_and_columns_that_are_padding(kernel_device, monkeypatch)
 
 
 @pytest.mark.parametrize("descriptors", [True, False], ids=["persistent", "tiles"])
-def test_what_counts_for_nothing_gets_nothing(kernel_device, descriptors):
+def test_ignored_rows_get_zero_gradients(kernel_device, descriptors):
     """A row of scale 0 may hold anything; a label that is no token leaves the probabilities."""
     x, w, bias, labels, scale = inputs(kernel_device, 20, 300, torch.bfloat16)
     scale[[0, 7]] = 0.0
@@ -162,7 +162,7 @@ def test_what_counts_for_nothing_gets_nothing(kernel_device, descriptors):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_miss_by_their_own_rounding_alone(kernel_device, dtype):
+def test_gradient_error_is_only_the_rounding_of_the_result(kernel_device, dtype):
     """Exact GEMMs of exact logit gradients rounded to `dtype` have the same error; stored logits no less."""
     x, w, bias, labels, scale = inputs(kernel_device, 60, 1000, dtype, hidden=64)
     scale[labels == -100] = 0.0
@@ -218,7 +218,7 @@ def test_a_lora_head(kernel_device):
 
 
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
-def test_ranks_write_their_columns(kernel_device, spans):
+def test_ranks_compute_gradients_of_their_columns(kernel_device, spans):
     vocab = spans[-1][1]
     given = inputs(kernel_device, 24, vocab + PADDING, torch.bfloat16)
     x, w, bias, labels, scale = given

@@ -77,7 +77,7 @@ def test_divergences_and_gradients(kernel_device, monkeypatch, name, dtype, voca
 
 
 @pytest.mark.parametrize("name", ["forward", "jsd"])
-def test_a_gradient_scaler_reaches_what_fp16_would_lose(kernel_device, name):
+def test_gradients_do_not_underflow_in_fp16_before_the_gradient_scaler(kernel_device, name):
     """A mean over many tokens is small; raised by a scaler, its gradient is as exact as that of a few."""
     student, teacher = (z.half() for z in realistic_logits(4, 515, device=kernel_device))
     labels = torch.zeros(4, dtype=torch.int64, device=kernel_device)
@@ -155,7 +155,7 @@ def test_reductions_weights_and_items(kernel_device, reduction):
     assert relative_error(ours[0], exact[0]) < 1e-5 and relative_error(ours[1], exact[1]) < 1e-5
 
 
-def test_shifted_views_are_read_where_they_are(kernel_device):
+def test_shifted_views_are_read_without_a_copy(kernel_device):
     student, teacher = (z.float().view(2, 4, 130) for z in realistic_logits(8, 130, device=kernel_device))
     ours = loss_and_gradient(lambda z: kl_div(z[:, :-1, :128], teacher[:, 1:, :128]), student)
     copied = loss_and_gradient(lambda z: kl_div(z[:, :-1, :128].clone(), teacher[:, 1:, :128].clone()), student)
@@ -164,7 +164,7 @@ def test_shifted_views_are_read_where_they_are(kernel_device):
 
 
 @pytest.mark.parametrize("name", ["forward", "jsd"])
-def test_in_place_gradient_takes_the_logits_memory(kernel_device, name):
+def test_in_place_gradient_overwrites_the_logits(kernel_device, name):
     student, teacher = (z.bfloat16() for z in realistic_logits(3, 400, device=kernel_device))
     expected = loss_and_gradient(OURS[name], student, teacher)
     leaf = student.clone().requires_grad_()
@@ -178,7 +178,7 @@ def test_in_place_gradient_takes_the_logits_memory(kernel_device, name):
     assert seen == [memory], "the gradient was made in other memory"
 
 
-def test_in_place_is_refused_or_noticed_where_it_would_be_silently_wrong(kernel_device):
+def test_in_place_raises_where_it_would_be_wrong(kernel_device):
     student, teacher = (z.float() for z in realistic_logits(3, 40, device=kernel_device))
     leaf = student.clone().requires_grad_()
     with pytest.raises(ValueError, match="in_place"):
@@ -212,7 +212,7 @@ def test_extreme_logits(kernel_device, name, dtype):
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_model_agrees_with_itself(kernel_device, name):
+def test_divergence_of_a_model_from_itself_is_zero(kernel_device, name):
     logits = realistic_logits(3, 333, device=kernel_device)[0].bfloat16()
     loss, gradient = loss_and_gradient(OURS[name], logits, logits)
     if name in ("forward", "reverse", "tvd"):
@@ -229,7 +229,7 @@ def test_all_ignored_and_empty(kernel_device):
         assert loss == 0 and gradient.shape == (0, 40)
 
 
-def test_labels_of_narrow_dtypes(kernel_device):
+def test_labels_of_small_integer_dtypes(kernel_device):
     student, teacher = (z.float() for z in realistic_logits(3, 200, device=kernel_device))
     labels = torch.tensor([1, 156, 199], device=kernel_device)  # 156 is -100 as an unsigned byte
     for dtype in (torch.uint8, torch.int16, torch.int32):
@@ -289,7 +289,7 @@ def test_compiles_without_graph_breaks(device):
 
 
 @pytest.mark.parametrize("soft", [True, False])
-def test_rows_longer_than_a_block_have_no_cliff(soft):
+def test_launch_shapes_of_all_row_lengths(soft):
     h200 = DeviceFacts(132, "sm_90", 227 << 10, 50 << 20, 141 << 30)
     vocabularies = (5, 2048, MAX_REGISTER_COLUMNS, MAX_REGISTER_COLUMNS + 1, 32_000, 128_256, 262_144)
     shapes = [launch_shape(vocab, 4096, h200, soft=soft) for vocab in vocabularies]

@@ -33,7 +33,7 @@ def with_gradients(function, x, w, c, a, b, upstream, scale=0.5):
 @pytest.mark.parametrize(
     *pairwise({"n, i, o, r": SHAPES, "dtype": [torch.float32, torch.bfloat16, torch.float16], "bias": [False, True]})
 )
-def test_as_good_as_torch(n, i, o, r, dtype, bias, device):
+def test_error_is_within_that_of_torch(n, i, o, r, dtype, bias, device):
     x, w, c, a, b = draw(n, i, o, r, dtype, bias, device)
     upstream = torch.randn(n, o, generator=torch.Generator(device=device).manual_seed(1), device=device)
     exact_inputs = [None if t is None else t.double() for t in (x, w, c, a, b)]
@@ -54,7 +54,7 @@ def test_gradients_by_differences():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_input_made_again_gives_the_same(dtype, device):
+def test_a_recomputed_input_gives_the_same(dtype, device):
     from distill_kernels.layers.glu import swiglu
 
     _, w, c, a, b = draw(1, 48, 20, 4, dtype, True, device)
@@ -186,7 +186,7 @@ def test_activations_are_kept_once():
     assert theirs - ours >= 256 * 2 * fewer * config.num_hidden_layers
 
 
-def test_what_is_not_the_plain_case_is_pefts():
+def test_other_adapters_are_left_to_peft():
     model = student(dropout=0.5)
     patch(model, "student", attention=None)
     torch.manual_seed(0)

@@ -107,7 +107,7 @@ def test_an_upstream_gradient_and_the_compiled_call_may_be_strided(kernel_device
         assert relative_error(torch.autograd.grad(call(x, labels), x, upstream)[0], right) < 1e-6
 
 
-def test_rows_of_copies_only_what_has_gaps():
+def test_contiguous_rows_copies_only_tensors_with_gaps():
     x = torch.arange(12.0).view(3, 4)
     assert (
         contiguous_rows(x[0]).data_ptr() == x.data_ptr()
@@ -180,7 +180,7 @@ def test_mistakes_in_labels_of_logits(where, change, message):
             distillation_loss(*wrong, terms=MIXED)
 
 
-def test_most_tokens_of_a_teacher(where):
+def test_largest_top_k(where):
     """511 and the tail fill the 512 lanes of a program; one more is refused, also where the reference would take it."""
     torch.manual_seed(1)
     x, w = torch.randn(2, 8), torch.randn(600, 8)
@@ -192,7 +192,7 @@ def test_most_tokens_of_a_teacher(where):
         FusedTopKKLLoss()(x, w, ids, top)
 
 
-def test_labels_that_only_say_which_rows_count_may_be_any(where):
+def test_labels_used_only_as_a_mask_may_exceed_the_vocabulary(where):
     """A student of fewer columns than the tokenizer has tokens, without a hard-label term."""
     t = draw(where)
     few, many = t["labels"].clone(), t["labels"] + 10**6
@@ -201,7 +201,7 @@ def test_labels_that_only_say_which_rows_count_may_be_any(where):
     assert torch.equal(*losses)
 
 
-def test_what_a_gpu_may_not_look_at_is_not_a_number(kernel_device):
+def test_unchecked_out_of_range_values_give_nan_for_their_row(kernel_device):
     """Kernels without the check before them: a label or id out of range spoils its row, and no other."""
     t = draw(kernel_device)
     scale, (label, token) = torch.ones(N, device=kernel_device), (torch.tensor(2**32 + 1), torch.tensor(V))
@@ -219,13 +219,13 @@ def test_what_a_gpu_may_not_look_at_is_not_a_number(kernel_device):
         assert outcome.loss[2].isnan() and outcome.loss.isnan().sum() == 1
 
 
-def test_a_hidden_state_that_is_not_a_number_shows_in_the_loss(where):
+def test_a_nan_hidden_state_gives_a_nan_loss(where):
     t = draw(where)
     t["x"][1] = torch.nan
     assert fused(t).isnan() and of_logits(t).isnan() and top_k(t).isnan()
 
 
-def test_the_switch_that_looks_on_a_gpu_too(tmp_path):
+def test_environment_variable_enables_value_checks_on_gpus(tmp_path):
     code = """
 import importlib, os, torch
 from distill_kernels.losses import arguments
@@ -262,7 +262,7 @@ def test_transforms_of_functions_are_refused(where, call):
 @pytest.mark.few(3)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["xt", "wt", "labels", "ids", "top"])
-def test_what_backward_reads_again_may_not_change_before(where, name, compiled):
+def test_modifying_tensors_that_backward_reads_raises(where, name, compiled):
     t = draw(where)
     x = t["x"].requires_grad_()
 
@@ -279,7 +279,7 @@ def test_what_backward_reads_again_may_not_change_before(where, name, compiled):
         loss.sum().backward()
 
 
-def test_tensors_made_in_inference_mode_need_no_watch(where):
+def test_inference_tensors_have_no_version_check(where):
     t = draw(where)
     with torch.inference_mode():
         xt = t["xt"] * 1

@@ -50,7 +50,7 @@ def test_top_k_takes_tokens_of_the_teacher():
     assert torch.equal(loss, distill_kernels.FusedTopKKLLoss("reverse", "renormalize")(hidden, weight, ids, top))
 
 
-def test_a_heads_adapter_is_not_left_out():
+def test_an_unmerged_adapter_on_the_head_is_refused():
     hidden, *_ = realistic_heads(6, 97, 16, 24)
     labels, linear = torch.randint(0, 97, (6,)), torch.nn.Linear(16, 97)
     head = LoraLinear(linear, "default", config=LoraConfig(init_lora_weights=False), r=4, lora_alpha=8)
@@ -150,7 +150,7 @@ def test_mistakes_name_the_field():
         distill_kernels.fused_kl_loss(*heads, temprature=2.0)
 
 
-def test_a_setting_on_a_gpu_is_refused_and_not_waited_for():
+def test_a_setting_on_a_gpu_is_refused_without_a_host_sync():
     there = torch.ones((), device="meta")  # as on a GPU: to read it is more than to look at memory
     with pytest.raises(ValueError, match="temperature: expected a number, or a tensor on the CPU, got one on meta"):
         kl_div(torch.zeros(2, 8), torch.zeros(2, 8), temperature=there)

@@ -62,7 +62,7 @@ def exact(tensors, terms, weights=None, **settings):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, torch.nn.Module) else "",
 )
-def test_modules_compute_what_they_are_named_for(where, module, terms):
+def test_modules_compute_their_divergence(where, module, terms):
     tensors = draw(where)
     rows, x, w = exact(tensors, terms, temperature=module.objective.temperature)
     expected = rows.sum() / (N - 2)
@@ -120,7 +120,7 @@ def test_rows_may_be_given_found_or_not_skipped(where):
         assert relative_error(loss, losses[0]) < 1e-6
 
 
-def test_rows_that_are_all_named_are_not_gathered(where, monkeypatch):
+def test_valid_rows_of_all_rows_are_not_gathered(where, monkeypatch):
     from distill_kernels.losses import operator
 
     seen = []

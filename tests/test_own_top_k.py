@@ -128,14 +128,14 @@ def test_each_tokens_loss(tail):
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("k", [V, V + 100])
 @pytest.mark.parametrize("t", [1.0, 2.0])
-def test_of_all_columns_it_is_the_reverse_kl(k, tail, t):
+def test_k_equal_to_the_vocabulary_is_the_reverse_kl(k, tail, t):
     student, teacher, labels = operands()
     full = FusedDistillationLoss([LossTerm("reverse_kl", 1.0)], temperature=t)
     expected = full(student["hidden"], student["weight"], teacher["hidden"], teacher["weight"], labels)
     assert_same(called(loss_of(k, tail, temperature=t), student, teacher, labels), expected, student)
 
 
-def test_fewer_outcomes_tell_less_apart():
+def test_smaller_k_gives_a_smaller_divergence():
     """The bucket's loss grows with K up to that of all columns; one less is enough: the bucket is a token."""
     student, teacher, labels = operands()
     values = [called(loss_of(k), student, teacher, labels) for k in (1, 2, 5, 20, V - 1, V)]
@@ -178,7 +178,7 @@ def test_ignored_rows_are_not_read(reduction, monkeypatch):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_nothing_is_learned_of_nothing(reduction):
+def test_all_rows_ignored_gives_zero(reduction):
     student, teacher, labels = operands()
     labels = torch.full_like(labels, IGNORE_INDEX)
     for rows in (None, valid(labels)):
@@ -191,7 +191,7 @@ def test_nothing_is_learned_of_nothing(reduction):
 
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_what_the_teacher_thinks_impossible_costs_infinity(tail, dtype):
+def test_a_token_impossible_under_the_teacher_costs_infinity(tail, dtype):
     """At the tokens whose K hold such a one, also where all are; an ignored token costs nothing, and nothing is NaN."""
     student, teacher, labels = operands(dtype)
     likeliest = logits_of(student).topk(K).indices
@@ -212,7 +212,7 @@ def test_what_the_teacher_thinks_impossible_costs_infinity(tail, dtype):
 
 
 @pytest.mark.parametrize("mass", [1 - 1e-9, 1 - 1e-5, 0.5, 1e-5, 1e-9])
-def test_teachers_that_leave_the_others_all_or_nothing(mass):
+def test_teachers_with_all_or_no_mass_in_the_tail(mass):
     """Results follow the teacher's mass on the K in fp32; a tail below 1e-6 counts as 1e-6."""
     generator = torch.Generator().manual_seed(1)
     z_s = 2 * torch.randn(6, V, generator=generator, dtype=torch.float64)
@@ -335,7 +335,7 @@ BASE = "teacher: {model: t}\nstudent: {model: s}\ntrain: {steps: 3}\ndata: {sour
 TERM = "loss: {temperature: 2, terms: [{type: top_k_reverse_kl}]}\n"
 
 
-def test_recipes_that_have_it():
+def test_recipes_with_this_loss():
     recipe = parse(BASE + TERM)
     assert parse(dump(recipe)) == recipe and recipe.loss.terms[0].model_dump() == {
         "type": "top_k_reverse_kl",

@@ -14,7 +14,7 @@ ALONE = {"terms": [{"type": "top_k_reverse_kl", "k": 8}]}
 
 
 @pytest.mark.parametrize("name", ["served", "hidden", "informed", "kept", "launched"])
-def test_every_teacher_of_hidden_states_can_be_read_so(name, subject_of):
+def test_every_hidden_state_teacher_supports_it(name, subject_of):
     subject = replace(subject_of(name), loss=Loss.model_validate(OWN_TOP_K))
     finding = fused_equals_reference(subject)
     assert finding.passed, finding
@@ -43,7 +43,7 @@ def test_every_invariant_holds_of_it_on_the_students_answers(make, tail):
         assert finding.passed, finding
 
 
-def test_a_tail_that_is_left_out_is_found(monkeypatch):
+def test_doctor_detects_a_missing_tail(monkeypatch):
     assert fused_equals_reference(one(ALONE)).passed
     plain = OwnTopKLoss.__init__
 
@@ -54,7 +54,7 @@ def test_a_tail_that_is_left_out_is_found(monkeypatch):
     assert fused_equals_reference(one(ALONE)).passed is False
 
 
-def test_the_teachers_tokens_in_place_of_the_students_are_found(monkeypatch):
+def test_doctor_detects_the_teachers_tokens_in_place_of_the_students(monkeypatch):
     def of_the_teacher(head, hidden):
         return own_top_k.log_probabilities(*seen[0])[0]
 
@@ -71,14 +71,14 @@ def test_the_teachers_tokens_in_place_of_the_students_are_found(monkeypatch):
     assert fused_equals_reference(one(ALONE)).passed is False
 
 
-def test_a_teacher_at_another_temperature_is_found(monkeypatch):
+def test_doctor_detects_a_teacher_at_another_temperature(monkeypatch):
     """At 1 all is well; doctor looks at 2 as well."""
     log_probabilities = own_top_k.log_probabilities
     monkeypatch.setattr(own_top_k, "log_probabilities", lambda *args: log_probabilities(*args[:-1], 1.0))
     assert fused_equals_reference(one(ALONE)).passed is False
 
 
-def test_rows_of_other_chunks_are_found(monkeypatch):
+def test_doctor_detects_rows_of_other_chunks(monkeypatch):
     """Many small chunks change nothing; what is said of them in another order does."""
     monkeypatch.setattr(own_top_k, "rows_at_once", lambda device, columns: 3)
     assert fused_equals_reference(one(ALONE)).passed and workspace_changes_nothing(one(ALONE)).passed

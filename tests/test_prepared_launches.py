@@ -71,7 +71,7 @@ def drawn(layout, heads, positions, size, dtype):
 
 
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
-def test_prepared_launches_are_those_that_would_be_looked_up(family, monkeypatch):
+def test_cached_launches_equal_those_of_tritons_lookup(family, monkeypatch):
     facts = DeviceFacts(132, family, FAMILIES[family].shared_bytes, 50 << 20, 80 << 30)
     kernels = []
     for module, names in KERNELS.items():
@@ -114,7 +114,7 @@ def test_prepared_launches_are_those_that_would_be_looked_up(family, monkeypatch
     assert all(kernel.prepared > 20 for kernel in kernels), [(kernel.looked_up, kernel.prepared) for kernel in kernels]
 
 
-def test_a_descriptor_made_again_is_of_its_own_tensor():
+def test_a_cached_descriptor_points_to_its_own_tensor():
     first, second = (torch.randn(2, 8, 3, 16).transpose(1, 2) for _ in range(2))
     made = [tiles_of(x, 16, 16, True) for x in (first, second, first[:, :, :4])]
     assert [x.base.data_ptr() for x in made] == [first.data_ptr(), second.data_ptr(), first.data_ptr()]

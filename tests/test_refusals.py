@@ -51,7 +51,7 @@ def each_in_turn(name: str, device: torch.device, change: Callable[[torch.Tensor
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_no_tensor(path, name):
+def test_arguments_that_are_no_tensors(path, name):
     each_in_turn(name, path, lambda tensor: tensor.tolist(), r"\w+: expected a torch.Tensor, got builtins.list")
 
 

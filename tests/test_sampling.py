@@ -79,7 +79,7 @@ def test_noise_is_gumbel_to_its_tails():
     assert abs(above - expected) < 4 * expected**0.5
 
 
-def test_the_rarest_words_give_the_largest_noise():
+def test_extreme_random_words_give_the_largest_noise():
     """A rounded 1 - u would make +inf of the smallest words: a token chosen whatever its logit."""
     words = torch.tensor([0, 1, 2, 77, 2**10, 2**22 - 1, 2**22, 2**22 + 1, 2**27, 2**31, 2**32 - 2**10])
     exact = -torch.log(-torch.log1p(-(words.double() + 0.5) / 2**32))
@@ -87,7 +87,7 @@ def test_the_rarest_words_give_the_largest_noise():
     assert torch.isfinite(_gumbel(torch.tensor([0, 2**32 - 1]))).all()
 
 
-def test_a_row_depends_on_its_own_seed_and_number_only():
+def test_a_rows_token_depends_on_its_seed_and_draw_number_only():
     logits, seeds, draws = inputs(6, 500, "cpu")
     whole = sample_tokens(logits, seeds, draws)
     for row in range(6):
@@ -100,7 +100,7 @@ def test_a_row_depends_on_its_own_seed_and_number_only():
     assert (first != sample_tokens(flat, torch.full((1000,), 3 + 2**32), torch.arange(1000))).float().mean() > 0.9
 
 
-def test_the_op_is_registered_whole():
+def test_the_op_passes_opcheck():
     torch.library.opcheck(torch.ops.distill.sample_tokens.default, (*inputs(2, 9, "cpu"), 1.0))
 
 

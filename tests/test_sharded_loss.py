@@ -278,7 +278,7 @@ def two_compiled(request, tmp_path_factory):
     return start(tmp_path_factory.mktemp("two"), request.param, "compiled")
 
 
-def test_a_later_group_of_the_same_name_is_asked_for_its_rows(monkeypatch):
+def test_row_counts_are_exchanged_again_for_a_new_group_of_the_same_name(monkeypatch):
     asked, groups = [], ["the first", "the second"]
 
     class Ranks:
@@ -324,7 +324,7 @@ def test_a_head_sharded_by_fsdp2(two, kind, accumulation):
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_a_tied_head_cut_over_the_vocabulary(two, accumulation):
+def test_a_tied_vocabulary_sharded_head(two, accumulation):
     device, ranks = two
     right = tied_tensor_parallel(1, device)["weight"]
     assert_as_good_as_torch(ranks[1][f"tied {accumulation}"]["weight"], right, right, torch.float64)

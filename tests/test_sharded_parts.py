@@ -110,7 +110,7 @@ def test_parts_of_minus_infinity(kernel_device, path):
 
 
 @pytest.mark.full
-def test_several_groups_of_chunks_are_cut_alike(kernel_device, monkeypatch):
+def test_all_ranks_plan_the_same_groups_of_chunks(kernel_device, monkeypatch):
     from distill_kernels.losses import plan as planning
 
     monkeypatch.setattr(planning, "ROW_MULTIPLE", 16)

@@ -65,7 +65,7 @@ def cut_top_k(
 @pytest.mark.few(5)
 @PATHS
 @pytest.mark.parametrize("direction, tail", READINGS)
-def test_parts_of_every_reading(kernel_device, direction, tail, path):
+def test_parts_of_every_tail(kernel_device, direction, tail, path):
     outcomes = cut_top_k(kernel_device, torch.float32, direction, tail, SPANS["two"], path=path)
     check_parts(*outcomes, torch.float32)
     assert outcomes[2][0].loss.sum() > 0.01 and outcomes[2][0].stats.agreement.unique().numel() == 2
@@ -149,7 +149,7 @@ def test_all_tokens_leave_no_tail(kernel_device, tail, path):
 
 
 @PATHS
-def test_a_student_without_any_other_token(kernel_device, path):
+def test_a_student_without_tail_probability(kernel_device, path):
     """The tail's tokens are impossible on both ranks: no gradient there, and no NaN."""
 
     def change(student, ids, logprobs):
@@ -184,7 +184,7 @@ def test_a_tail_on_both_ranks_keeps_its_digits(kernel_device, path):
 @pytest.mark.few(3)
 @PATHS
 @pytest.mark.parametrize("tail", ["bucket", "renormalize", "sampled"])
-def test_figures_without_gradient_and_ids_outside(kernel_device, tail, path):
+def test_statistics_without_gradient_and_ids_out_of_range(kernel_device, tail, path):
     """An id that no rank holds, its place unused, is as if the place were not there."""
 
     def change(student, ids, logprobs):
@@ -250,7 +250,7 @@ def test_parts_of_a_mixture_with_everything(kernel_device, name, path):
 @pytest.mark.few(1)
 @PATHS
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_parts_of_teachers_that_rule_out_a_ranks_tokens(kernel_device, path, temperature):
+def test_parts_of_teachers_with_zero_probability_on_a_rank(kernel_device, path, temperature):
     """One teacher allows nothing of the first rank's; the other still gives these tokens half of its probability."""
 
     def change(student, heads):
@@ -271,7 +271,7 @@ def test_parts_of_teachers_that_rule_out_a_ranks_tokens(kernel_device, path, tem
 @pytest.mark.few(2)
 @PATHS
 @pytest.mark.parametrize("kind", ["bucket", "mixture"])
-def test_several_chunks_are_cut_alike(kernel_device, monkeypatch, path, kind):
+def test_all_ranks_plan_the_same_chunks(kernel_device, monkeypatch, path, kind):
     monkeypatch.setattr(sys.modules[__name__], "ROWS", 40)
     monkeypatch.setattr(planning, "ROW_MULTIPLE", 16)
     monkeypatch.setattr(planning, "CHUNK_ROWS", 16)

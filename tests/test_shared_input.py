@@ -162,7 +162,7 @@ CASES = {  # what is done to a model, before and after patching, and how many no
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_models_gradients_stay(case):
+def test_a_models_gradients_are_unchanged(case):
     before, after, shared = CASES[case]
     model, plain = model_of(), model_of()
     for each in (model, plain):
@@ -180,7 +180,7 @@ def test_a_models_gradients_stay(case):
         assert run(model)[2] == 0 and not any(GROUP in module.__dict__ for module in model.modules())
 
 
-def test_adapters_put_around_the_projections():
+def test_adapters_on_the_projections():
     """q and v adapted after patching: base layers compute their own, the MLP's projections are one."""
     results = []
     for patched in (True, False):
@@ -197,7 +197,7 @@ def attention_of(model):
     return model.model.layers[0].self_attn
 
 
-def test_outputs_are_of_the_tensor_that_was_given():
+def test_outputs_belong_to_the_given_tensor():
     """Within one call of the attention: another tensor, the same one changed, called twice, one left out."""
     model = model_of()
     patch(model, "student", attention=None)

@@ -33,7 +33,7 @@ ROUTES = {
 
 @pytest.mark.parametrize("changed", ["input", "weight"])
 @pytest.mark.parametrize("route", ROUTES)
-def test_computed_again_where_the_input_or_a_weight_has_changed(route, changed):
+def test_outputs_are_recomputed_after_the_input_or_a_weight_changed(route, changed):
     model = tiny_model(hidden=64).train()
     ROUTES[route](model)
     attention, x = attention_of(model), torch.randn(5, 64)
@@ -44,7 +44,7 @@ def test_computed_again_where_the_input_or_a_weight_has_changed(route, changed):
 
 
 @pytest.mark.parametrize("route", ["one node", "fp8 student"])
-def test_what_was_made_without_a_graph_is_made_again_with_one(route):
+def test_outputs_without_a_graph_are_recomputed_with_one(route):
     model = tiny_model(hidden=64).train()
     ROUTES[route](model)
     attention, x = attention_of(model), torch.randn(5, 64)
@@ -55,7 +55,7 @@ def test_what_was_made_without_a_graph_is_made_again_with_one(route):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_copy_taken_in_between_has_its_own(route):
+def test_a_copy_has_its_own_outputs(route):
     """Also of outputs inside a graph, which cannot be copied."""
     model = tiny_model(hidden=64).train()
     ROUTES[route](model)
@@ -67,7 +67,7 @@ def test_a_copy_taken_in_between_has_its_own(route):
 
 
 @pytest.mark.parametrize("route", ["joined", "fp8 teacher"])
-def test_inference_tensors_are_taken(route):
+def test_inference_tensors_are_accepted(route):
     model = tiny_model(hidden=64)
     expected = attention_of(model).k_proj(x := torch.randn(5, 64))
     ROUTES[route](model)

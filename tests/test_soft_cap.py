@@ -63,7 +63,7 @@ def assert_capped(found, kind="gemma2", **inputs):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_left_on_pytorchs_attention_is_put_right(kind):
+def test_a_model_on_pytorchs_attention_is_corrected(kind):
     model = capped(kind)
     with soft_cap_kept(model):
         assert_capped(logits(model), kind)
@@ -120,7 +120,7 @@ def test_pytorchs_attention_asked_for_by_name_is_refused(section, tmp_path):
         keep_soft_cap(capped(), "sdpa", "my_field")
 
 
-def test_the_trainer_sees_to_models_it_was_given(tmp_path):
+def test_the_trainer_corrects_given_models(tmp_path):
     student, teacher = capped(), capped()
     arguments = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none", disable_tqdm=True)
     DistillationTrainer(student, teacher, arguments, train_dataset=Dataset.from_dict({"input_ids": IDS.tolist()}))
@@ -154,7 +154,7 @@ def whole_forwards(model, prompt, new):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_decoding_says_what_whole_forwards_say(kind):
+def test_decoding_equals_full_forwards(kind):
     prompts = [[5, 6, 7, 8, 9, 10, 11], [40], list(range(30, 52))]
     model = capped(kind)
     assert why_not(model) is None
@@ -164,7 +164,7 @@ def test_decoding_says_what_whole_forwards_say(kind):
     assert found != [whole_forwards(dropped, prompt, 6) for prompt in prompts]
 
 
-def test_a_loop_that_dropped_it_would_not_serve(monkeypatch):
+def test_a_decode_loop_without_the_cap_is_rejected(monkeypatch):
     attend = ragged_cache.ragged_attention
     monkeypatch.setattr(
         trial, "attention_for_ragged_cache", lambda model: ragged_cache.implementations(model, "careless")

@@ -51,7 +51,7 @@ def test_any_number_of_splits(kernel_device, splits):
         assert not split_k._zero_counters(x.device).any()
 
 
-def test_writes_all_and_reads_nothing_unwritten(kernel_device, monkeypatch):
+def test_every_output_is_written_and_nothing_uninitialised_is_read(kernel_device, monkeypatch):
     """Buffers that hold NaN before the launch change nothing."""
     x, weight, bias = draw(3, 70, 700, torch.bfloat16, kernel_device)
     empty = torch.empty

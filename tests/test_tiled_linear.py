@@ -49,7 +49,7 @@ def test_few_rows_leading_dimensions_and_strides(kernel_device):
     check(triton_linear(every_other, weight), every_other.contiguous(), weight, None)
 
 
-def test_what_is_written_does_not_depend_on_what_was_there(kernel_device, monkeypatch):
+def test_results_do_not_depend_on_earlier_memory_contents(kernel_device, monkeypatch):
     x, weight, bias = draw(70, 72, 80, torch.bfloat16, kernel_device)
     empty = torch.empty
     monkeypatch.setattr(tiled.torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))

@@ -31,7 +31,7 @@ def test_extremes(where, tail):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("tail", ["bucket", "renormalize", "sampled"])
-def test_memory_need_not_be_clean_and_runs_repeat_bit_for_bit(kernel_device, monkeypatch, tail):
+def test_poisoned_memory_does_not_matter_and_runs_repeat_bitwise(kernel_device, monkeypatch, tail):
     (x, w, _), top, ids, labels = setup(torch.bfloat16, kernel_device, rows=9)
     empty = torch.empty
 
@@ -63,7 +63,7 @@ def test_a_small_tail_keeps_its_digits(where):
     torch.testing.assert_close(one.double(), exact.squeeze(), rtol=1e-3, atol=0)
 
 
-def test_a_student_without_any_other_token(where):
+def test_a_student_without_tail_probability(where):
     """Nothing but two of the K is possible: the others' gradient is 0, not NaN."""
     bias = torch.full((V,), -torch.inf, device=where).index_fill_(0, torch.tensor([2, 9], device=where), 0.0)
     x, w = torch.randn(3, 5, device=where), torch.randn(V, 5, device=where, requires_grad=True)
@@ -91,7 +91,7 @@ def test_teacher_temperature_of_16_bits(where):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("direction, tail", READINGS)
-def test_places_that_are_not_used_are_none_of_the_k(where, direction, tail):
+def test_unused_entries_do_not_count_among_the_k(where, direction, tail):
     """Whatever their ids: out of range, or another place's token. With all columns in use, a tail is left as well."""
     (x, w, _), top, ids, labels = setup(torch.float32, where)
     more = torch.tensor([10**6, -1, 0], device=where).expand(N, 3).clone()

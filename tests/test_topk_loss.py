@@ -198,7 +198,7 @@ def test_bucket_bounds_the_full_divergence_and_meets_it(device):
     torch.testing.assert_close(FusedTopKKLLoss(tail="sampled")(x, w, ids, top), full)
 
 
-def test_equal_models_and_blind_spots(where):
+def test_equal_models_and_tails_the_loss_does_not_see(where):
     (x, w, _), *_ = setup(torch.float32, where)
     top, ids = F.log_softmax(x @ w.T, -1).topk(K, -1)
     assert 0 <= FusedTopKKLLoss()(x, w, ids, top) < 1e-6
@@ -218,7 +218,7 @@ def draws(logprobs, count, generator, flat):
 
 
 @pytest.mark.parametrize("flat", [1.0, 0.8])
-def test_sampled_gradients_are_right_on_average(device, flat):
+def test_sampled_gradients_are_unbiased(device, flat):
     """The mean of many draws' gradients nears the full forward KL's as 1 / sqrt(draws); top-K's does not move."""
     x, w, x_t, w_t = realistic_heads(6, 40, 24, 40, dtype=torch.float64, device=device, std=2.0)
     x.requires_grad_()

@@ -55,7 +55,7 @@ def another_process(monkeypatch):
     monkeypatch.setattr(tuning, "_used", {})
 
 
-def test_the_fastest_is_kept(clock, monkeypatch, caplog):
+def test_the_fastest_candidate_is_cached(clock, monkeypatch, caplog):
     assert choose() == WAYS[1] and choose() == WAYS[1] and clock.asked == 1
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("attention dq 64 2048: timed 3 candidates in ") and "GPU: 32 64 4 2 (cached in " in line
@@ -70,7 +70,7 @@ def test_the_fastest_is_kept(clock, monkeypatch, caplog):
     "times, place",
     [([1.0, 0.98, 2.0], 0), ([1.0, 0.96, 2.0], 1), ([float("inf")] * 3, 0), ([float("inf"), 9.0, 8.0], 2)],
 )
-def test_another_way_has_to_be_clearly_faster(clock, times, place):
+def test_another_candidate_must_exceed_the_minimum_speedup(clock, times, place):
     clock.times = times
     assert choose() == WAYS[place]
 
@@ -78,7 +78,7 @@ def test_another_way_has_to_be_clearly_faster(clock, times, place):
 @pytest.mark.parametrize(
     "text", ["", "{", "[1]", "null", '{"attention dq 64 2048": [1]}', "\xff", '{"attention dq 64 2048": "1 2 3 4"}']
 )
-def test_a_file_that_holds_anything_else_is_ignored(clock, monkeypatch, text):
+def test_a_malformed_cache_file_is_ignored(clock, monkeypatch, text):
     choose()
     tuning.cache_file(CPU).write_bytes(text.encode("latin1"))
     another_process(monkeypatch)
@@ -86,7 +86,7 @@ def test_a_file_that_holds_anything_else_is_ignored(clock, monkeypatch, text):
     assert tuning.read_choices(tuning.cache_file(CPU)) == {"attention dq 64 2048": "32 64 4 2"}
 
 
-def test_what_turns_it_off(clock, monkeypatch):
+def test_autotuning_is_disabled_by_settings(clock, monkeypatch):
     monkeypatch.setenv("DISTILL_TUNE", "0")
     assert choose() == WAYS[0]
     monkeypatch.delenv("DISTILL_TUNE")
@@ -115,7 +115,7 @@ def test_measured_families_time_nothing(clock, monkeypatch):
     assert choose() == WAYS[0] and clock.asked == 0
 
 
-def test_where_nothing_can_be_kept_nothing_is_timed(clock, monkeypatch, tmp_path, caplog):
+def test_without_a_writable_cache_nothing_is_timed(clock, monkeypatch, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert choose() == choose() == WAYS[0] and clock.asked == 0
@@ -124,7 +124,7 @@ def test_where_nothing_can_be_kept_nothing_is_timed(clock, monkeypatch, tmp_path
     ]
 
 
-def test_a_new_release_or_source_is_another_file(clock, monkeypatch):
+def test_cache_file_depends_on_triton_release_and_source(clock, monkeypatch):
     files = {tuning.cache_file(CPU)}
     monkeypatch.setattr(tuning, "source_hash", lambda: "other")
     files.add(tuning.cache_file(CPU))
@@ -135,7 +135,7 @@ def test_a_new_release_or_source_is_another_file(clock, monkeypatch):
     assert len(files) == 4
 
 
-def test_a_run_records_its_choices_and_a_resumed_one_takes_them(clock, monkeypatch, tmp_path):
+def test_a_resumed_run_presets_recorded_choices(clock, monkeypatch, tmp_path):
     path = tmp_path / "run" / "kernels.json"
     tuning.record_choices(path)
     assert not path.exists(), "nothing chosen yet"
@@ -166,7 +166,7 @@ for shape in range(3):
 """
 
 
-def test_processes_that_begin_together_agree_and_time_once(clock, tmp_path):
+def test_concurrent_processes_agree_and_time_once(clock, tmp_path):
     environment = clean_environment()
     ranks = [Forked(["-c", AS_A_RANK], cwd=tmp_path, env=environment, stdout=PIPE) for _ in range(2)]
     outputs = [rank.communicate()[0].splitlines() for rank in ranks]
@@ -176,7 +176,7 @@ def test_processes_that_begin_together_agree_and_time_once(clock, tmp_path):
     assert sum(lines.count("timed") for lines in outputs) == 3
 
 
-def test_tiles_around_one():
+def test_neighbouring_tiles():
     for tile in (Tiles(64, 32, 4, 2), Tiles(128, 64, 8, 2), Tiles(32, 16, 4, 1)):
         near = neighbouring_tiles(tile)
         assert near[0] == tile and 6 <= len(near) <= 10 and len(set(near)) == len(near)
@@ -184,7 +184,7 @@ def test_tiles_around_one():
 
 
 @pytest.mark.full
-def test_attention_times_its_tiles_and_agrees(kernel_device, clock):
+def test_autotuned_attention_gives_the_same_result(kernel_device, clock):
     if kernel_device.type == "cuda":
         pytest.skip("a fake timer, and tiles of the interpreter")
     q, k, v = (torch.randn(1, 2, 40, 16, requires_grad=True) for _ in range(3))
@@ -202,7 +202,7 @@ def test_attention_times_its_tiles_and_agrees(kernel_device, clock):
         assert relative_error(one, other) < 1e-6
 
 
-def test_logits_time_both_ways(kernel_device, clock, monkeypatch):
+def test_autotuned_projection_gives_the_same_result(kernel_device, clock, monkeypatch):
     """The kernel with sums beside the product, through pointers, and products by the library with a fold."""
     if kernel_device.type == "cuda":
         pytest.skip("a fake timer")
