@@ -30,7 +30,7 @@ STEPS, SECONDS = 2, 2.0
 CLASSES = {  # the first that matches
     "optimizer": r"adamw",
     "attention": r"cudnn|fmha|flash|sdpa|_attention_kernel|_key_gradient|_query_gradient|_row_terms|_ranges",
-    "loss: logits and their rows": r"_project|_row_kernel|_scale_kernel|_accumulate|_fold",
+    "loss: logits and their rows": r"_project|_row_kernel|_scale_kernel|_accumulate|_reduce_tiles|_normalisers",
     "products": r"nvjet|gemm|cutlass|xmma|splitk|_tiled_kernel",
     "norms, gates, rotary, additions": r"",
 }

@@ -261,7 +261,14 @@ def decode_on_triton(
     starts: torch.Tensor | None = None,
     config: DecodeConfig | None = None,
 ) -> torch.Tensor:
-    """Fill `out` by the decode kernels; `config` is for measurements."""
+    """Fill `out` by the decode kernels; `config` is for measurements.
+
+    Args:
+        q, out: [B, H, S, D].
+        k, v: [B, Hkv, slots, D].
+        lengths, starts: int [B], filled slots and first key of each sequence; starts may be None.
+        masking: scale, window, soft cap and sinks.
+    """
     batches, heads, new, size = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     group = heads // kv_heads

@@ -155,7 +155,15 @@ def forward_on_triton(
     tile: Tiles | None = None,
     parts: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out, [B, T, H, D] in memory, and lse fp32 [B, H, T]; `tile` and `parts` are for measurements."""
+    """Return out, [B, T, H, D] in memory, and lse fp32 [B, H, T]; `tile` and `parts` are for measurements.
+
+    Args:
+        q: [B, H, T, D].
+        k, v: [B, Hkv, Tk, D].
+        masking: scale and masks.
+        tile: None: by `autotune_tiles`.
+        parts: parts of the keys; None: by `part_count`.
+    """
     batches, heads, queries, size = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     block_d, facts = head_block(size), device_facts(q.device)

@@ -193,7 +193,15 @@ def backward_on_triton(
     key_parts: int | None = None,
     query_parts: int | None = None,
 ) -> list[torch.Tensor]:
-    """Return dq, dk, dv and, with sinks, dsinks by the kernels; the last four arguments are for measurements."""
+    """Return dq, dk, dv and, with sinks, dsinks by the kernels; the last four arguments are for measurements.
+
+    Args:
+        dout: gradient of out, [B, H, T, D].
+        q, k, v: as in the forward.
+        out, lse: results of the forward, [B, H, T, D] and fp32 [B, H, T].
+        masking: scale and masks.
+        key_tile, query_tile, key_parts, query_parts: launch shapes; None: chosen as in the forward.
+    """
     batches, heads, queries, size = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     block_d, facts = head_block(size), device_facts(q.device)

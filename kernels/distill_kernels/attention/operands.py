@@ -67,7 +67,16 @@ class Masking(NamedTuple):
 
 
 def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking) -> None:
-    """Check shapes, dtypes, devices and masking; ValueError names the argument that does not fit."""
+    """Check shapes, dtypes, devices and masking; ValueError names the argument that does not fit.
+
+    Args:
+        q: [B, H, T, D], floating point, D up to 256.
+        k, v: [B, Hkv, Tk, D], H a multiple of Hkv.
+        masking: scale, window, soft cap, sinks, cumulative lengths.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
         if tensor.dim() != 4:

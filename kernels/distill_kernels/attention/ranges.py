@@ -198,6 +198,12 @@ def packed_ranges(
 
     Lengths of `cu_seqlens_from_position_ids` keep what was made of them, for all of a model's layers; but not where
     either is captured in a CUDA graph and the other is not: a replay reads lengths that may have changed since.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int [documents + 1].
+        rows: positions on the own side.
+        causal, window: the mask.
+        from_keys: intervals of queries for each key, in place of keys for each query.
     """
     none: dict[tuple[object, ...], torch.Tensor] = {}
     captured, kept = getattr(cu_seqlens_q, "distill_ranges", (None, none))

@@ -66,7 +66,14 @@ def add_transposed_matmul_(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) ->
 
 
 def add_matmul_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: float = 1.0) -> None:
-    """Add a product in place, `total += alpha a b`, on tensor cores also where operands have 16 bits and `total` 32."""
+    """Add a product in place, `total += alpha a b`, on tensor cores also where operands have 16 bits and `total` 32.
+
+    Args:
+        total: [M, N], changed in place.
+        a: [M, K].
+        b: [K, N], of the dtype of `a`.
+        alpha: factor of the product.
+    """
     if a.dtype == total.dtype:
         total.addmm_(a, b, alpha=alpha)
     elif a.is_cuda:

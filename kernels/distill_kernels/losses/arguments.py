@@ -106,6 +106,9 @@ def check_arguments(objective: Objective, inputs: Inputs, *, sharded: bool = Fal
     """Check a fused loss's arguments; return the number of vocabulary columns used and the compute dtype.
 
     With `sharded`, heads are one rank's rows of them, and `vocab_size`, maybe 0, fits them.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
     """
     hidden, weight, teacher_hidden, teacher_weight = inputs[:4]
     for name in (

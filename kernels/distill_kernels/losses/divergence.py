@@ -66,7 +66,14 @@ def _log_ratio_product(p: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor
 def reference_terms(
     kind: int, parameter: float, log_s: torch.Tensor, log_t: torch.Tensor, p_s: torch.Tensor, p_t: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `f` and `g` of one divergence (table above), elementwise, from log-probabilities and probabilities."""
+    """Return `f` and `g` of one divergence (table above), elementwise, from log-probabilities and probabilities.
+
+    Args:
+        kind: the divergence, as in `terms.DIVERGENCES`.
+        parameter: its beta or alpha; ignored by the others.
+        log_s, log_t: log-probabilities of student and teacher, [n, V].
+        p_s, p_t: their exponentials.
+    """
     if kind == terms.FORWARD_KL:
         difference = p_s - p_t
         return _log_ratio_product(p_t, log_t, log_s) + difference, difference
@@ -252,7 +259,16 @@ def reference_stats(
     counted_rows: torch.Tensor,
     shard: VocabShard | None = None,
 ) -> TokenStats:
-    """`TokenStats` of rows of transformed logits [n, V] at T = 1; zeros where `counted_rows` is False."""
+    """`TokenStats` of rows of transformed logits [n, V] at T = 1; zeros where `counted_rows` is False.
+
+    Args:
+        z: the student's transformed logits, [n, V].
+        z_teacher: the teacher's, or None.
+        o: the loss, whose divergences are reported.
+        targets: int64 [n], columns of the labels, or None.
+        counted_rows: bool [n].
+        shard: the logits are one rank's columns; None: all columns.
+    """
     zeros = z.new_zeros(z.shape[0])
     log_s = log_softmax(z, shard)
     p_s = log_s.exp()

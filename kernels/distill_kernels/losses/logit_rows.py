@@ -263,7 +263,16 @@ def launch_logit_rows(
     objective: Objective,
     gradient: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return row losses [N] and fill `gradient`, by the Triton kernel; logits are [B, S, V] with adjacent columns."""
+    """Return row losses [N] and fill `gradient`, by the Triton kernel; logits are [B, S, V] with adjacent columns.
+
+    Args:
+        student: logits [B, S, V] with adjacent columns, fp32, bf16 or fp16.
+        teacher: logits of the same shape, or None where the objective has no divergence.
+        labels: int64 [B * S], or None.
+        row_scale: fp32 [B * S], factor of each row's loss; 0 skips the row.
+        objective: the loss.
+        gradient: filled with the gradient for `student`, of its shape; may be its memory. None: no gradient.
+    """
     o = objective
     batches, length, vocab = student.shape
     loss = torch.empty(batches * length, dtype=torch.float32, device=student.device)
@@ -311,7 +320,16 @@ def reference_logit_rows(
     objective: Objective,
     gradient: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return row losses [N] and fill `gradient`, in plain PyTorch: fp32 (fp64 for fp64 logits), some rows at a time."""
+    """Return row losses [N] and fill `gradient`, in plain PyTorch: fp32 (fp64 for fp64 logits), some rows at a time.
+
+    Args:
+        student: logits [B, S, V] with adjacent columns, any floating dtype.
+        teacher: logits of the same shape, or None where the objective has no divergence.
+        labels: int64 [B * S], or None.
+        row_scale: fp32 (fp64 for fp64 logits) [B * S], factor of each row's loss; 0 skips the row.
+        objective: the loss.
+        gradient: filled with the gradient for `student`, of its shape; may be its memory. None: no gradient.
+    """
     vocab, accumulate_dtype = student.shape[-1], row_scale.dtype
     flat, loss = student.reshape(-1, vocab), row_scale.new_empty(row_scale.shape)
     flat_teacher = None if teacher is None else teacher.reshape(-1, vocab)

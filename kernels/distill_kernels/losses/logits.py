@@ -216,7 +216,23 @@ def kl_div(
     reduction: str = "mean",
     **settings: Any,
 ) -> torch.Tensor:
-    """KL(p_t || p_s), or KL(p_s || p_t) for direction "reverse"; `settings` as in `distillation_loss`."""
+    """KL(p_t || p_s), or KL(p_s || p_t) for direction "reverse"; `settings` as in `distillation_loss`.
+
+    Args:
+        student_logits: [..., V], fp32, bf16 or fp16 (fp64 on the CPU); gets a gradient.
+        teacher_logits: [..., V], the same leading dimensions; no gradient.
+        labels: integers [...]; rows with `ignore_index` do not count. None: all rows count.
+        direction: "forward" or "reverse".
+        temperature: T > 0.
+        reduction: "mean", "sum" or "none".
+        settings: other keywords of `distillation_loss`.
+
+    Returns:
+        fp32 scalar, or [...] with reduction "none".
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
     term = LossTerm(f"{checked_direction(direction)}_kl", 1.0)
     return distillation_loss(
         student_logits, teacher_logits, labels, terms=[term], temperature=temperature, reduction=reduction, **settings
@@ -232,7 +248,23 @@ def jsd(
     reduction: str = "mean",
     **settings: Any,
 ) -> torch.Tensor:
-    """Generalised Jensen-Shannon divergence, `beta` the teacher's share; `settings` as in `distillation_loss`."""
+    """Generalised Jensen-Shannon divergence, `beta` the teacher's share; `settings` as in `distillation_loss`.
+
+    Args:
+        student_logits: [..., V], fp32, bf16 or fp16 (fp64 on the CPU); gets a gradient.
+        teacher_logits: [..., V], the same leading dimensions; no gradient.
+        labels: integers [...]; rows with `ignore_index` do not count. None: all rows count.
+        beta: in [0, 1]; 0 is forward KL, 1 reverse KL.
+        temperature: T > 0.
+        reduction: "mean", "sum" or "none".
+        settings: other keywords of `distillation_loss`.
+
+    Returns:
+        fp32 scalar, or [...] with reduction "none".
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
     term = LossTerm("jsd", 1.0, beta=beta)
     return distillation_loss(
         student_logits, teacher_logits, labels, terms=[term], temperature=temperature, reduction=reduction, **settings
@@ -249,7 +281,24 @@ def skew_kl(
     reduction: str = "mean",
     **settings: Any,
 ) -> torch.Tensor:
-    """Skewed KL (DistiLLM) of skew `alpha`, forward or reverse; `settings` as in `distillation_loss`."""
+    """Skewed KL (DistiLLM) of skew `alpha`, forward or reverse; `settings` as in `distillation_loss`.
+
+    Args:
+        student_logits: [..., V], fp32, bf16 or fp16 (fp64 on the CPU); gets a gradient.
+        teacher_logits: [..., V], the same leading dimensions; no gradient.
+        labels: integers [...]; rows with `ignore_index` do not count. None: all rows count.
+        alpha: the skew, in [0, 1).
+        direction: "forward" or "reverse".
+        temperature: T > 0.
+        reduction: "mean", "sum" or "none".
+        settings: other keywords of `distillation_loss`.
+
+    Returns:
+        fp32 scalar, or [...] with reduction "none".
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
     term = LossTerm(f"skew_{checked_direction(direction)}_kl", 1.0, alpha=alpha)
     return distillation_loss(
         student_logits, teacher_logits, labels, terms=[term], temperature=temperature, reduction=reduction, **settings
@@ -264,7 +313,22 @@ def tvd(
     reduction: str = "mean",
     **settings: Any,
 ) -> torch.Tensor:
-    """Total variation distance, half the sum of |p_t - p_s|; `settings` as in `distillation_loss`."""
+    """Total variation distance, half the sum of |p_t - p_s|; `settings` as in `distillation_loss`.
+
+    Args:
+        student_logits: [..., V], fp32, bf16 or fp16 (fp64 on the CPU); gets a gradient.
+        teacher_logits: [..., V], the same leading dimensions; no gradient.
+        labels: integers [...]; rows with `ignore_index` do not count. None: all rows count.
+        temperature: T > 0.
+        reduction: "mean", "sum" or "none".
+        settings: other keywords of `distillation_loss`.
+
+    Returns:
+        fp32 scalar, or [...] with reduction "none".
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
     term = LossTerm("tvd", 1.0)
     return distillation_loss(
         student_logits, teacher_logits, labels, terms=[term], temperature=temperature, reduction=reduction, **settings
@@ -274,6 +338,19 @@ def tvd(
 def cross_entropy(
     student_logits: torch.Tensor, labels: torch.Tensor, reduction: str = "mean", **settings: Any
 ) -> torch.Tensor:
-    """Hard-label cross-entropy; `settings` (label_smoothing, z_loss, ...) as in `distillation_loss`."""
+    """Hard-label cross-entropy; `settings` (label_smoothing, z_loss, ...) as in `distillation_loss`.
+
+    Args:
+        student_logits: [..., V], fp32, bf16 or fp16 (fp64 on the CPU); gets a gradient.
+        labels: integers [...]; rows with `ignore_index` do not count.
+        reduction: "mean", "sum" or "none".
+        settings: other keywords of `distillation_loss`.
+
+    Returns:
+        fp32 scalar, or [...] with reduction "none".
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
     term = LossTerm("cross_entropy", 1.0)
     return distillation_loss(student_logits, None, labels, terms=[term], reduction=reduction, **settings)

@@ -82,6 +82,13 @@ def mix_in_place(mixed: Logits, other: Logits, share: float, temperature: float,
 
     `total` of both must hold sums at that temperature. They are the columns of `shard`, maybe none.
 
+    Args:
+        mixed: the running mixture, [n, V].
+        other: the next teacher, [n, V].
+        share: its share of the new mixture, in (0, 1).
+        temperature: T of the probabilities that are mixed.
+        shard: whose columns these are.
+
     Returns:
         The mixture in the memory of `mixed.values`; its `total_hard` is its `total`.
     """

@@ -109,6 +109,14 @@ def project(
 
     With `hard`, `out.values` (of that dtype then) receives the gradient of the rows' loss, and nothing else is
     written. `descriptors=False` takes cuBLAS and the reduction kernel even where the fused kernel applies.
+
+    Args:
+        head: weight [V, H], bias [V] or None, LoRA or None.
+        hidden: [n, H].
+        out: buffers of n rows and V columns.
+        transform: scale, soft cap and temperature.
+        hard: labels and settings of a hard-label gradient, or None.
+        descriptors: allow the fused kernel.
     """
     if out.values.shape[1] == 0:  # a rank without columns
         return

@@ -273,7 +273,14 @@ def _row_kernel(
 
 
 def row_normalisers(student: Logits, other: Logits, temperature: float, **flags: bool) -> torch.Tensor:
-    """Return the normalisers of both models' rows over this rank's columns (perhaps none), fp32 [6, n]."""
+    """Return the normalisers of both models' rows over this rank's columns (perhaps none), fp32 [6, n].
+
+    Args:
+        student: relative logits, [n, V].
+        other: the teacher's, or the student's again where there is none.
+        temperature: T of the divergences.
+        flags: constants of the kernel: TEMPERED, HARD, HAS_TEACHER, STATS.
+    """
     n, vocab = student.values.shape
     norms = torch.full((6, n), -float("inf"), dtype=torch.float32, device=student.values.device)
     if vocab:

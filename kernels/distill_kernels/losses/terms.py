@@ -160,6 +160,15 @@ def make_objective(
 
     Terms of weight 0 are left out, equal divergences are added up, and the factor T^2 is multiplied in.
 
+    Args:
+        terms: several terms of one type are allowed.
+        temperature: T > 0.
+        scale_by_temperature_squared: multiply divergences by T^2 (Hinton et al., 2015).
+        label_smoothing: in [0, 1].
+        z_loss: weight of the squared log-normaliser, >= 0.
+        student_logit_scale, teacher_logit_scale: factors of the logits, > 0.
+        student_softcap, teacher_softcap: `cap * tanh(z / cap)` after the factor, or None.
+
     Raises:
         ValueError: naming the field, for an unknown type, a number out of range, a parameter that the type does not
             take, or terms of which none has a weight above 0.

@@ -90,7 +90,14 @@ class TopKColumns(NamedTuple):
 
 
 def top_k_columns(ids: torch.Tensor, given: torch.Tensor, vocab: int, shard: VocabShard | None) -> TopKColumns:
-    """Return the columns of `ids` [n, K] (of the whole vocabulary) among this rank's `vocab`; used ids are in range."""
+    """Return the columns of `ids` [n, K] (of the whole vocabulary) among this rank's `vocab`; used ids are in range.
+
+    Args:
+        ids: integers [n, K].
+        given: the teacher's log-probabilities, [n, K]; -inf marks unused entries.
+        vocab: columns of this rank.
+        shard: whose columns these are, or None.
+    """
     used = given != -torch.inf
     own = ids.long() - (0 if shard is None else shard.start)
     here = used & (own >= 0) & (own < vocab)

@@ -240,7 +240,14 @@ def adamw_kernel(
 
 
 def update(bucket: Bucket, group: dict[str, Any], options: Options, controls: StepControls) -> None:
-    """One step for the members of `bucket`, in place, by one launch, or two where programs are many."""
+    """One step for the members of `bucket`, in place, by one launch, or two where programs are many.
+
+    Args:
+        bucket: the members and their tables.
+        group: the parameter group's learning rate, betas, epsilon, weight decay and `maximize`.
+        options: options of the optimizer.
+        controls: device scalars of this step.
+    """
     lr, (beta1, beta2) = group["lr"], group["betas"]
     device_lr = lr if isinstance(lr, torch.Tensor) and lr.device == bucket.key.device else None
     tensors = [bucket.table, bucket.gradients, bucket.blocks, bucket.rows]
