@@ -26,6 +26,7 @@ class DistillationSFTTrainer(SFTTrainer):
         self.loss_fn = loss_fn
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Return the distillation loss of one batch."""
         labels = inputs.pop("labels")[:, 1:]
         # through the model's own call, so that DDP sees it; logits of one position only
         ask = {**inputs, "output_hidden_states": True, "logits_to_keep": 1, "use_cache": False}
