@@ -67,10 +67,10 @@ def test_plan_covers_every_shape(direction):
     for n_rows in (1, 3, 131, 199, 4096):
         for n_cols in (1, 1000, 4097, 32_768, 151_936, 262_144):
             chosen = plan(n_rows, n_cols, 132, direction)
-            seen.add(chosen.way)
-            if chosen.way == "tile":
+            seen.add(chosen.strategy)
+            if chosen.strategy == "tile":
                 assert chosen.block >= n_cols
-            if chosen.way == "split":
+            if chosen.strategy == "split":
                 per_part = module._per_part(n_cols, chosen)
                 assert per_part % chosen.block == 0 and 1 < -(-n_cols // per_part) <= chosen.parts
     assert seen == set(WAYS)

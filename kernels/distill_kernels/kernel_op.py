@@ -2,7 +2,7 @@
 
 A `torch.library.custom_op` is what `torch.compile`, fake tensors and dispatch modes need, and costs 10 to 13
 microseconds of host time a call, more than many layers run for. `KernelOp` registers it, and sends an eager call on
-plain tensors straight to the launcher, or through an autograd function where a gradient is asked for. All three run
+plain tensors straight to the launcher, or through an autograd function where a gradient is required. All three run
 the same launcher, `setup_context` and `backward`.
 """
 
@@ -29,7 +29,7 @@ class KernelOp:
 
     Args:
         name: The op's name; it appears as `torch.ops.distill.<name>`.
-        launch: The launcher, annotated as `torch.library.custom_op` asks; no output may alias an input.
+        launch: The launcher, annotated as `torch.library.custom_op` requires; no output may alias an input.
         fake: The same signature; returns empty outputs of the right shapes, dtypes and strides.
         setup_context: `(ctx, inputs, output)`, as `torch.library.register_autograd` takes it.
         backward: `(ctx, *grads)`; None for an op that no gradient passes through.

@@ -79,7 +79,7 @@ def reference_decode_attention(
     if masking.sinks is not None:
         total = total + torch.exp(masking.sinks.to(dtype)[:, None, None] - largest)
     weights = weights / total.clamp(min=1e-30)
-    # slots that nobody sees hold anything, NaN included
+    # slots outside of the mask hold anything, NaN included
     v = v.masked_fill(~kept.any(1)[:, None, :, None], 0)
     return (weights @ v).to(q.dtype)
 
@@ -398,7 +398,7 @@ def decode_attention(
         [B, H, S, D] in q's dtype, [B, S, H, D] in memory. A sequence that sees nothing gives zeros.
 
     Raises:
-        ValueError: shapes, dtypes or arguments that do not fit, or a tensor that asks for a gradient.
+        ValueError: shapes, dtypes or arguments that do not fit, or a tensor that requires a gradient.
     """
     check_tensor("q", q)
     masking = Masking(True, q.shape[-1] ** -0.5 if scale is None else float(scale), window, softcap, sinks=sinks)

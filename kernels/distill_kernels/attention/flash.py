@@ -294,7 +294,7 @@ def _save_for_backward(ctx, inputs, output):
     q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.scalars, sinks = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, sinks)
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # of lse, which would be zeros made for nobody
+    ctx.set_materialize_grads(False)  # else autograd allocates zeros for the gradient of lse
 
 
 def _backward(ctx, dout, _):

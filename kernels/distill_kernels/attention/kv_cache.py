@@ -67,7 +67,7 @@ class KVCache:
             counts: int [B], how many of the S each sequence keeps (the first ones); all if None.
 
         Raises:
-            ValueError: the shapes differ, or the cache would overflow by what `longest` says.
+            ValueError: the shapes differ, or the cache would overflow by the bound `longest`.
         """
         check_tensors(keys=keys, values=values, counts=counts)
         batch, slots, kv_heads, size = self.keys.shape

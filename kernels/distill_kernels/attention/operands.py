@@ -268,7 +268,7 @@ def tiles_of(tensor: torch.Tensor, rows: int, columns: int, tma: bool) -> typing
         return tensor, *tensor.stride()[:3], tensor.shape[2]
     key = (tensor.shape, tensor.stride(), tensor.dtype, rows, columns)
     checked = _checked.get(key)
-    if checked is not None:  # its own constructor asks again what only depends on these
+    if checked is not None:  # the constructor would validate again what depends on the key alone
         made = object.__new__(TensorDescriptor)
         made.__dict__.update(checked, base=tensor)
         return made

@@ -101,7 +101,7 @@ def _backward_kernel(
 class TileConfig(NamedTuple):
     """Rows and columns of a program's tile, its warps; backward: programs per multiprocessor and loads in flight.
 
-    policy: what the cache is told of the forward kernel's input.
+    policy: cache eviction policy of the forward kernel's input.
     """
 
     rows: int
@@ -177,8 +177,8 @@ def _launch_backward(
         return dx, torch.zeros_like(bias) if need_dbias else dy.new_empty(0)
     dependent_launch = need_dbias and device_facts(x.device).dependent_launch
     column_blocks = cdiv(columns, tile.columns)
-    wanted = cdiv(device_facts(x.device).multiprocessors * tile.programs, column_blocks)
-    rows_per_group = cdiv(cdiv(n_rows, wanted), tile.rows) * tile.rows
+    target_programs = cdiv(device_facts(x.device).multiprocessors * tile.programs, column_blocks)
+    rows_per_group = cdiv(cdiv(n_rows, target_programs), tile.rows) * tile.rows
     groups = cdiv(n_rows, rows_per_group)
     partials = torch.empty((groups, columns), dtype=torch.float32, device=x.device) if need_dbias else dx
     _backward_kernel[(groups * column_blocks,)](

@@ -49,8 +49,8 @@ def _column_partials(
     hidden, n_rows = x.shape[-1], rstd.shape[0]
     rows, columns = 8, 256
     column_blocks = cdiv(hidden, columns)
-    wanted = cdiv(4 * device_facts(x.device).multiprocessors, column_blocks)
-    rows_per_group = cdiv(cdiv(n_rows, wanted), rows) * rows
+    target_programs = cdiv(4 * device_facts(x.device).multiprocessors, column_blocks)
+    rows_per_group = cdiv(cdiv(n_rows, target_programs), rows) * rows
     groups = cdiv(n_rows, rows_per_group)
     partials = torch.empty((groups, 2 * hidden), dtype=torch.float32, device=x.device)
     _column_kernel[(groups * column_blocks,)](

@@ -2,8 +2,8 @@
 
 Values (a label beyond the vocabulary, a row named twice) are checked where that needs no host sync: on CPU tensors,
 kernels in the interpreter included. On a GPU a label or top-k id out of range makes its row's loss NaN,
-`num_items=0` makes all losses infinite, and `valid_rows` are taken at their word. With DISTILL_CHECK_VALUES=1 in the
-environment values are looked at there too, with host syncs.
+`num_items=0` makes all losses infinite, and `valid_rows` are not checked. With DISTILL_CHECK_VALUES=1 in the
+environment values are checked there too, with host syncs.
 """
 
 from __future__ import annotations

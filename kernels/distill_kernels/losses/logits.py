@@ -1,6 +1,6 @@
 """Divergences and cross-entropy over logits that already exist, with the gradient made in the forward pass.
 
-The gradient goes to new memory, or over the student's logits if asked; backward multiplies it by the upstream gradient
+The gradient goes to new memory, or with `in_place` over the student's logits; backward multiplies it by the upstream gradient
 in place, and not at all where that is 1. The arithmetic is in logit_rows.py.
 """
 
@@ -31,7 +31,7 @@ def logit_divergence_op(
     objective: str,
     with_gradient: bool,
 ) -> list[torch.Tensor]:
-    """Row losses [N] and their sum's gradient for the student's logits [B, S, V] (empty where unwanted)."""
+    """Row losses [N] and their sum's gradient for the student's logits [B, S, V] (empty where not required)."""
     shape = student.shape if with_gradient else (0,)
     gradient = torch.empty(shape, dtype=student.dtype, device=student.device)
     required = gradient if with_gradient else None

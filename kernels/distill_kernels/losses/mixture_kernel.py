@@ -156,7 +156,7 @@ class TeacherMixer:
     def __call__(self, pick: Callable[[torch.Tensor], torch.Tensor], out: Logits) -> tuple[Logits, Logits | None]:
         """Return the mixture of the rows that `pick` selects from each teacher's hidden states, in the memory of `out`.
 
-        `out.total_hard` must be memory of its own where T is not 1 and `at_temperature_1` was asked for.
+        `out.total_hard` must be separate memory where T is not 1 and `at_temperature_1` is set.
 
         Returns:
             The mixture at the temperature, and a separate one at temperature 1 where it is needed, else None.

@@ -132,8 +132,8 @@ class FusedDistillationLoss(nn.Module):
             fp32 scalar (fp64 for fp64 inputs); with reduction "none" the leading shape of `student_hidden`.
 
         Raises:
-            ValueError: naming the argument whose kind, shape, dtype, device or value does not fit; values are looked
-                at as arguments.py says. In backward, for `create_graph=True`, and for reduction "none" where a
+            ValueError: naming the argument whose kind, shape, dtype, device or value does not fit; values are checked
+                as described in arguments.py. In backward, for `create_graph=True`, and for reduction "none" where a
                 teacher's tensor, labels or `valid_rows` were modified in place.
         """
         inputs = Inputs(

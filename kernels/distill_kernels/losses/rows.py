@@ -321,7 +321,7 @@ def launch_row_loss(
         labels, row_scale, loss: of all tokens, [N].
         rows: int64 [n], which tokens these rows are; None: the first n of what is passed.
         stats: fp32 [7, N] with rows in order, or None.
-        gradient: [n, V] in the dtype wanted; may be the memory of `student.values`. None: no gradient.
+        gradient: [n, V] in the dtype to compute; may be the memory of `student.values`. None: no gradient.
         shard: whose columns these are; V may be 0, and `labels` count from the first of them
             (`VocabShard.local_labels`). `loss` and `stats` become parts, for the ranks to add up; `gradient` is whole.
     """

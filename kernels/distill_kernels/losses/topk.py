@@ -27,7 +27,7 @@ class FusedTopKKLLoss(FusedDistillationLoss):
       processing inequality it is at most the full divergence: it is blind to how the tail's mass is spread, and its
       gradient moves the tail's tokens together. It goes to the full divergence as the teacher's tail goes to 0.
     - `tail="renormalize"`: the exact divergence between both distributions given that the token is among the K. It
-      says nothing about the mass outside: the tokens there get no gradient, and a student that puts 99 % of its
+      ignores the mass outside: the tokens there get no gradient, and a student that puts 99 % of its
       probability outside can have loss 0. Use it with a cross-entropy term, or where the tail is unknown.
     - `tail="sampled"`: K tokens drawn from the teacher, with logarithms of target weights `w` in the place of
       log-probabilities (Sparse Logit Sampling, Anshumann et al. 2025, arXiv 2503.16870). Draw n times from a proposal

@@ -125,7 +125,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (elements below 2^-15 of the row's largest: by 2^-19 of it).
 
     Raises:
-        ValueError: If x is not a matrix, or asks for a gradient.
+        ValueError: If x is not a matrix, or requires a gradient.
     """
     check_tensors(x=x)
     check_no_gradients(x=x)
@@ -161,7 +161,7 @@ def fp8_linear(
         [..., N] in the dtype of x, within about 4 % (norm) of the unquantised layer.
 
     Raises:
-        ValueError: For other dtypes, or if x asks for a gradient.
+        ValueError: For other dtypes, or if x requires a gradient.
     """
     check_tensors(x=x, weight=weight, weight_scale=weight_scale, bias=bias)
     _check(x)
@@ -319,7 +319,7 @@ class Fp8Linear(nn.Module):
         return y.view(*gate.shape[:-1], self.out_features)
 
     def _apply(self, fn, recurse=True):
-        """Move to a device, but keep fp8 and fp32 where a caller asks for another dtype (`model.bfloat16()`)."""
+        """Move to a device, but keep fp8 and fp32 where a caller requests another dtype (`model.bfloat16()`)."""
         weight, scale = self.weight, self.weight_scale
         super()._apply(fn, recurse)
         if self.weight.dtype != weight.dtype:

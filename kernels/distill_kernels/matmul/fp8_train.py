@@ -230,19 +230,19 @@ def _forward(x8: torch.Tensor, sx: torch.Tensor, weights: Sequence[torch.Tensor]
 
 
 def _gradients(
-    dy8: Quantized, x8: Quantized, weights: Sequence[torch.Tensor], sw: torch.Tensor, wanted: Sequence[bool]
+    dy8: Quantized, x8: Quantized, weights: Sequence[torch.Tensor], sw: torch.Tensor, required: Sequence[bool]
 ) -> list[torch.Tensor | None]:
-    """dx [M, K], then that of each weight, where `wanted`; `dy8` [M, N] was multiplied by `sw` [N]."""
+    """Return dx [M, K] and the gradient of each weight, where `required`; `dy8` [M, N] includes the factor `sw` [N]."""
     dx = None
-    if wanted[0]:
+    if required[0]:
         w8t = transpose_weights(weights, sw)
         dx = _product(*dy8, w8t, _ones(w8t.shape[0], w8t.device))
-    if not any(wanted[1:]):
+    if not any(required[1:]):
         return [dx, *(None for _ in weights)]
     t8, d = by_columns(dy8[0], dy8[1] * x8[1], sw)
     x8t = transpose_bytes(x8[0])
     gradients = _product(t8, d, x8t, _ones(x8t.shape[0], x8t.device)).split([weight.shape[0] for weight in weights])
-    pairs = zip(gradients, weights, wanted[1:], strict=True)
+    pairs = zip(gradients, weights, required[1:], strict=True)
     return [dx, *(gradient.to(weight.dtype) if one else None for gradient, weight, one in pairs)]
 
 
@@ -282,12 +282,12 @@ class _SwigluMlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x8, sx, sw, gate, up, h8, sh, sw_down, *weights = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
+        required = ctx.needs_input_grad
         dy8 = quantize([upstream.reshape(-1, upstream.shape[-1])], factor=sw_down)
-        dh, of_down = _gradients(dy8, (h8, sh), weights[2:], sw_down, (True, wanted[3]))
+        dh, of_down = _gradients(dy8, (h8, sh), weights[2:], sw_down, (True, required[3]))
         assert dh is not None
         dy8 = quantize([gate, up, dh], "swiglu_backward", sw)
-        dx, of_gate, of_up = _gradients(dy8, (x8, sx), weights[:2], sw, wanted[:3])
+        dx, of_gate, of_up = _gradients(dy8, (x8, sx), weights[:2], sw, required[:3])
         return dx if dx is None else dx.to(ctx.dtype).view(ctx.shape), of_gate, of_up, of_down
 
 

@@ -104,7 +104,7 @@ def gated_linear(
         [..., I] in the dtype of `x`; gate and up stay in fp32.
 
     Raises:
-        ValueError: For shapes or dtypes other than these, or if a gradient is asked for.
+        ValueError: For shapes or dtypes other than these, or if a gradient is required.
     """
     check_tensors(x=x, weight=weight, bias=bias)
     check_no_gradients(x=x, weight=weight, bias=bias)

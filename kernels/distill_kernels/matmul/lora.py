@@ -47,17 +47,17 @@ def _forward(x: Any, weight: Any, bias: Any, a: Any, b: Any, scale: float) -> tu
 
 
 def _backward(
-    g: torch.Tensor, x: Any, weight: Any, a: Any, b: Any, low: Any, scale: float, wanted: tuple[bool, bool, bool]
+    g: torch.Tensor, x: Any, weight: Any, a: Any, b: Any, low: Any, scale: float, required: tuple[bool, bool, bool]
 ) -> tuple[Any, Any, Any]:
-    """dx, dA and dB, those that are wanted."""
+    """Return dx, dA and dB; None for those not `required`."""
     rows, g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
     d_low = (g @ b.to(g.dtype)).mul_(scale)
     dx = da = db = None
-    if wanted[0]:
+    if required[0]:
         dx = (g @ weight).addmm_(d_low, a.to(g.dtype)).view(x.shape)
-    if wanted[1]:
+    if required[1]:
         da = _matmul_accumulated(d_low.t(), rows, a.dtype)
-    if wanted[2]:
+    if required[2]:
         db = _matmul_accumulated(g.t(), low, b.dtype).mul_(scale)
     return dx, da, db
 
@@ -177,7 +177,7 @@ def lora_linear(
         [..., O] in the dtype of `x`.
 
     Raises:
-        ValueError: for shapes that do not fit, dtypes that differ, or a weight that wants a gradient.
+        ValueError: for shapes that do not fit, dtypes that differ, or a weight that requires a gradient.
     """
     _check(x, weight, bias, a, b)
     return _LoraLinear.apply(None, weight, bias, a, b, float(scale), x)

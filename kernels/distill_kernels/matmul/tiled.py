@@ -166,7 +166,7 @@ def triton_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         [..., N] in the dtype of `x`, accumulated in fp32 and rounded once.
 
     Raises:
-        ValueError: For shapes or dtypes other than these, or if a gradient is asked for.
+        ValueError: For shapes or dtypes other than these, or if a gradient is required.
     """
     check_tensors(x=x, weight=weight, bias=bias)
     check_no_gradients(x=x, weight=weight, bias=bias)
