@@ -1,7 +1,7 @@
 """Divergences and cross-entropy over logits that already exist, with the gradient made in the forward pass.
 
-The gradient goes to new memory, or with `in_place` over the student's logits; backward multiplies it by the upstream gradient
-in place, and not at all where that is 1. The arithmetic is in logit_rows.py.
+The gradient goes to new memory, or with `in_place` over the student's logits; backward multiplies it in place by the
+upstream gradient, and not at all where that is 1. The arithmetic is in logit_rows.py.
 """
 
 from __future__ import annotations
