@@ -66,19 +66,18 @@ def _entries(found: list[Setting]) -> str:
     """Return a heading for each setting, with its description, type and default."""
     lines: list[str] = []
     for setting in found:
-        lines += [f"## `{setting.name}`", "", _sentence(setting.meaning), "", _facts(setting), ""]
-        if setting.elsewhere:
-            names = "; ".join(f"{tool} `{name}`" for tool, name in setting.elsewhere.items())
-            lines += [f"In other tools: {names}", ""]
+        lines += [f"## `{setting.name}`", "", _sentence(setting.meaning), "", _facts(setting), "{: .facts }", ""]
     return "\n".join(lines)
 
 
 def _facts(setting: Setting) -> str:
-    """Return the line of type, default and version."""
+    """Return the line of type, default, version and the names in other tools."""
     facts = [f"Type: {setting.type.replace(' | ', ', ')}"]
     facts += [f"default: `{setting.default}`"] if setting.default and setting.default != "required" else []
     facts += ["required"] if setting.default == "required" else []
-    return "; ".join([*facts, f"since {setting.since}"])
+    facts += [f"since {setting.since}"]
+    facts += [f"{tool}: `{name}`" for tool, name in setting.elsewhere.items()]
+    return "; ".join(facts)
 
 
 def _sentence(text: str) -> str:
