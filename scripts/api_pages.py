@@ -70,7 +70,7 @@ GROUPS: dict[str, tuple[Entry, ...]] = {
         Entry(
             "FusedKLLoss",
             "projecting both hidden states, `log_softmax`, `kl_div`",
-            _BY_CLAIM["forward KL from hidden states, time"],
+            _BY_CLAIM["fused forward KL, forward and backward, time"],
         ),
         Entry(
             "FusedJSDLoss",
@@ -185,7 +185,7 @@ GROUPS: dict[str, tuple[Entry, ...]] = {
             "attention of one token a sequence over its cache",
             Headline("", ("decode", "B=64 H=32/8 T=1024 D=128"), "ours", ("SDPA",), "ms"),
         ),
-        Entry("KVCache", "`DynamicCache`, `StaticCache`", _BY_CLAIM["answers of a 1B student, 32 at once"]),
+        Entry("KVCache", "`DynamicCache`, `StaticCache`", _BY_CLAIM["generation with a 1B model, batch of 32"]),
         Entry("cu_seqlens_from_position_ids", "finding the bounds of packed documents on the host"),
         Entry("sample_tokens", "`torch.multinomial` after temperature, top-k and top-p"),
     ),
@@ -196,7 +196,7 @@ GROUPS: dict[str, tuple[Entry, ...]] = {
             Headline("", ("split_k", "14336x4096, 16 rows"), "split-K", ("cuBLAS",), "ms"),
         ),
         Entry("split_k_linear", "`F.linear` for few rows; `SplitKLinear` as a function"),
-        Entry("triton_linear", "`F.linear` without cuBLAS", _BY_CLAIM["8B model without a CUDA library"]),
+        Entry("triton_linear", "`F.linear` without cuBLAS", _BY_CLAIM["generation with an 8B model (Granite 3.3), Triton kernels only"]),
         Entry(
             "Fp8Linear",
             "`nn.Linear` of a frozen model",

@@ -50,8 +50,7 @@ def generated() -> dict[Path, str]:
         if path not in files:
             text = readme.fill(path.read_text(encoding="utf-8"), rows)
             text = _block(text, "kernels", api_pages.table(rows)) if path.name == "kernels.md" else text
-            if path.name in ("README.md", "gpus.md"):
-                text = _block(text, "families", gpu_page.families())
+            text = _block(text, "families", gpu_page.families()) if path.name == "gpus.md" else text
             text = _block(text, "cards", gpu_page.cards()) if path.name == "gpus.md" else text
             text = chat_templates(text) if path.name == "chat-templates.md" else text
             text = _block(text, "models", family_page.table()) if path.name == "supported-models.md" else text

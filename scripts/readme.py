@@ -33,17 +33,17 @@ STUDIES = {
     ),
     "<!-- study teachers -->": (
         "teachers",
-        "A teacher on disk beside the loaded one, and a second stage on the student's own words "
+        "Training from cached teacher outputs compared with a loaded teacher, and a second, on-policy stage "
         "(`python -m scripts.study --plan teachers`):",
     ),
     "<!-- study fp8 -->": (
         "fp8",
-        "SmolLM2-135M-Instruct to 15 of its layers, all judged against the teacher in bf16 "
-        "(`python -m scripts.study --plan fp8`; fp8 also in layers too small to gain by it):",
+        "SmolLM2-135M-Instruct to 15 of its layers, all evaluated against the teacher in bf16 "
+        "(`python -m scripts.study --plan fp8`; fp8 also in layers that are too small to become faster):",
     ),
     "<!-- study privileged -->": (
         "privileged",
-        "SmolLM2-135M-Instruct and itself with more to read, exact answers to held-out questions "
+        "SmolLM2-135M-Instruct distilled from itself with privileged context, exact match on held-out questions "
         "(`python -m scripts.study.privileged`):",
     ),
 }
@@ -53,14 +53,14 @@ HEADINGS = {
     "shape": "shape",
     "candidate": "",
     "ms": "ms",
-    "floor_ratio": "x floor",
+    "floor_ratio": "x lower bound",
     "peak_mib": "peak MiB",
     "error": "relative error",
     "tb_per_s": "TB/s",
     "tflop_per_s": "TFLOP/s",
     "host_us": "host us",
     "tokens_per_s": "tokens/s",
-    "joules": "J",
+    "joules": "energy, J",
     "mfu": "MFU",
     "note": "note",
 }
@@ -93,9 +93,9 @@ _LOSS_RIVALS = (
 )
 _STEP = "llama-3.1-8b to llama-3.2-1b, 2 x 4096 tokens, bf16"
 HEADLINES = (
-    Headline("forward KL from hidden states, time", _LOSS, "ours", _LOSS_RIVALS, "ms"),
-    Headline("the same, memory above its inputs", _LOSS, "ours", _LOSS_RIVALS, "peak_mib"),
-    Headline("the same, against full logits", _LOSS, "ours", _LOSS_RIVALS[:2], "peak_mib"),
+    Headline("fused forward KL, forward and backward, time", _LOSS, "ours", _LOSS_RIVALS, "ms"),
+    Headline("the same, peak memory above the inputs", _LOSS, "ours", _LOSS_RIVALS, "peak_mib"),
+    Headline("the same, compared with losses over full logits", _LOSS, "ours", _LOSS_RIVALS[:2], "peak_mib"),
     Headline("training step, 8B to 1B", ("step", _STEP), "ours", ("plain", "compile", "liger"), "tokens_per_s"),
     Headline(
         "the same, both models in fp8",
@@ -105,20 +105,26 @@ HEADLINES = (
         "tokens_per_s",
     ),
     Headline(
-        "training step, SmolLM2-135M pair",
+        "training step, SmolLM2-135M teacher and student",
         ("small", "smollm2-135m to smollm2-135m, 8 x 1024 tokens"),
         "ours",
         ("plain", "compile: layers", "compile: layers, reduce-overhead", "compile: layers, in one graph"),
         "tokens_per_s",
     ),
     Headline(
-        "on the student's own words, 8B to 1B",
+        "on-policy step, 8B to 1B (TRL with transformers' `generate`; its vLLM engine was not run)",
         ("on_policy", "8b-to-1b, 64 prompts x 256 new tokens"),
         "ours",
         ("TRL, 16 x 4", "TRL, 64 x 1", "TRL, 16 x 4, liger", "TRL, 16 x 4, static cache"),
         "tokens_per_s",
     ),
-    Headline("8B to 1B, teacher on disk", ("teacher_cache", _STEP), "top-64 from disk", ("online",), "tokens_per_s"),
+    Headline(
+        "training step, 8B to 1B, cached teacher outputs",
+        ("teacher_cache", _STEP),
+        "top-64 from disk",
+        ("online",),
+        "tokens_per_s",
+    ),
     Headline(
         "AdamW, 1.24 B parameters",
         ("adamw", "1.24 B bf16, 146 tensors"),
@@ -134,17 +140,17 @@ HEADLINES = (
         "ms",
     ),
     Headline(
-        "answers of a 1B student, 32 at once",
+        "generation with a 1B model, batch of 32",
         ("generate", "llama-3.2-1b, 32 prompts of 64 to 128, 128 new, bf16"),
         "ours",
         ("generate, default cache", "generate, static cache, compiled"),
         "tokens_per_s",
     ),
     Headline(
-        "8B model without a CUDA library",
-        ("cuda_free", "llama-3.1-8b, 2 x 512 in, 256 out, bf16"),
+        "generation with an 8B model (Granite 3.3), Triton kernels only",
+        ("cuda_free", "granite-3.3-8b, 2 x 512 in, 256 out, bf16"),
         "Triton only",
-        ("transformers' layers on cuBLAS, CUDA graph", "generate, static cache, compiled"),
+        ("ours on cuBLAS, CUDA graph", "transformers' layers on cuBLAS, CUDA graph", "generate, eager"),
         "tokens_per_s",
     ),
 )
@@ -188,7 +194,7 @@ UNITS = {"ms": "ms", "peak_mib": "MiB", "tokens_per_s": "tokens/s"}
 
 def headlines(rows: list[dict[str, Any]]) -> str:
     """The README's table: a claim a line, ours beside the best of its rivals."""
-    lines = ["| | ours | best of the others | times better | commit |", "|---|---:|---:|---:|---|"]
+    lines = ["| | distill | best alternative measured | ratio | commit |", "|---|---:|---:|---:|---|"]
     used = []
     for line in HEADLINES:
         ours, best, ratio = compared(line, rows)
@@ -196,15 +202,48 @@ def headlines(rows: list[dict[str, Any]]) -> str:
         commit = ours["commit"] if ours["commit"] == best["commit"] else f"{ours['commit']}, {best['commit']}"
         lines.append(
             f"| {line.claim} | {cell(ours, line.figure)} {unit} | {cell(best, line.figure)} {unit}, "
-            f"{best['candidate'].removesuffix(', full logits')} | {ratio:.2f} | {commit} |"
+            f"{shown(best['candidate'].removesuffix(', full logits'))} | {ratio:.2f} | {commit} |"
         )
     newest = max(used, key=lambda row: row["date"])
     return "\n".join([*lines, "", f"<sub>{newest['gpu']}, torch {newest['torch']}, triton {newest['triton']}</sub>"])
 
 
+# how a row's candidate is shown, by what its name begins with or is
+_SHOWN = {
+    "floor: bare products": "lower bound: the GEMMs alone",
+    "floor: the student's bare products": "lower bound: the student's GEMMs alone",
+    "floor: the student's products": "lower bound: the student's GEMMs",
+    "floor: one teacher's bare products, 2,048 rows": "lower bound: one teacher's GEMMs, 2,048 rows",
+    "floor: without dW": "lower bound: without dW",
+    "floor: products of 1/1": "lower bound: GEMMs, one rank",
+    "floor: products of 1/2": "lower bound: GEMMs, each of two ranks",
+    "floor: the student's of 1/1": "lower bound: the student's GEMMs, one rank",
+    "floor: the student's of 1/2": "lower bound: the student's GEMMs, each of two ranks",
+    "online": "loaded teacher",
+    "top-64 from disk": "cached top-64",
+    "hidden states from disk": "cached hidden states",
+    "write top-64 from disk": "writing the top-64 cache",
+    "write hidden states from disk": "writing the hidden-state cache",
+    "keep, first epoch": "online caching, first epoch",
+    "keep, second epoch": "online caching, second epoch",
+    "plain": "eager PyTorch",
+    "products": "GEMMs",
+    "ours, ahead": "ours, rollouts of 2 steps at once",
+    "ours, ahead 3": "ours, rollouts of 4 steps at once",
+    "ours, launched": "ours, without CUDA graphs",
+    "ours, LoRA, launched": "ours, LoRA, without CUDA graphs",
+    "ours, packed, fp32 weights, launched": "ours, packed, fp32 weights, without CUDA graphs",
+}
+
+
+def shown(candidate: str) -> str:
+    """Return a candidate's name in the tables: rows keep the names that they were measured under."""
+    return _SHOWN.get(candidate, candidate)
+
+
 def cell(row: dict[str, Any], column: str) -> str:
     """One table cell; empty where the row has no such figure."""
-    value = row.get(column)
+    value = shown(row[column]) if column == "candidate" else row.get(column)
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if column == "error":
