@@ -196,7 +196,11 @@ GROUPS: dict[str, tuple[Entry, ...]] = {
             Headline("", ("split_k", "14336x4096, 16 rows"), "split-K", ("cuBLAS",), "ms"),
         ),
         Entry("split_k_linear", "`F.linear` for few rows; `SplitKLinear` as a function"),
-        Entry("triton_linear", "`F.linear` without cuBLAS", _BY_CLAIM["generation with an 8B model (Granite 3.3), Triton kernels only"]),
+        Entry(
+            "triton_linear",
+            "`F.linear` without cuBLAS",
+            _BY_CLAIM["generation with Granite 3.3 8B, Triton kernels only"],
+        ),
         Entry(
             "Fp8Linear",
             "`nn.Linear` of a frozen model",

@@ -147,7 +147,7 @@ HEADLINES = (
         "tokens_per_s",
     ),
     Headline(
-        "generation with an 8B model (Granite 3.3), Triton kernels only",
+        "generation with Granite 3.3 8B, Triton kernels only",
         ("cuda_free", "granite-3.3-8b, 2 x 512 in, 256 out, bf16"),
         "Triton only",
         ("ours on cuBLAS, CUDA graph", "transformers' layers on cuBLAS, CUDA graph", "generate, eager"),

@@ -177,7 +177,7 @@ def test_the_readmes_second_block_has_rows_of_its_own(tmp_path, monkeypatch):
     rows = [row(CACHE, name, seed, 1.0 + 0.02 * seed) | FACTS for name in NAMES[CACHE] for seed in range(3)]
     (tmp_path / "h200-teachers.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     filled = readme.fill(text, [])
-    assert filled.startswith("<!-- study -->\n<!-- end rows -->\n\n<!-- study teachers -->\nA teacher on disk beside ")
+    assert filled.startswith("<!-- study -->\n<!-- end rows -->\n\n<!-- study teachers -->\nTraining from cached ")
     assert "| online | 3 | 1.0200 ± 0.0200 |" in filled and "stale" not in filled and filled.count("<sub>H200") == 1
     assert readme.fill(filled, []) == filled
     (tmp_path / "h200-teachers.jsonl").unlink()
