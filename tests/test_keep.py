@@ -16,7 +16,7 @@ from two_ranks import run_as_two
 from distill.cli import run_command
 from distill.recipe import parse
 from distill.run import run
-from distill.teachers.cache import plan
+from distill.teachers import model
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.keep import store
 from distill.teachers.keep.teacher import KeptTeacher
@@ -56,13 +56,13 @@ def here(models, tmp_path, monkeypatch):
 @pytest.fixture
 def asked(monkeypatch):
     """Rows that the teacher was asked for, call by call."""
-    calls, last_hidden = [], plan.last_hidden
+    calls, last_hidden = [], model.last_hidden
 
-    def counted(model, batch):
+    def counted(asked, batch):
         calls.append(len(batch["input_ids"]))
-        return last_hidden(model, batch)
+        return last_hidden(asked, batch)
 
-    monkeypatch.setattr(plan, "last_hidden", counted)
+    monkeypatch.setattr(model, "last_hidden", counted)
     return calls
 
 

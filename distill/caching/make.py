@@ -24,11 +24,22 @@ from distill.models.sharding import ALONE, Sharing
 from distill.planning.caching import plan_caching
 from distill.recipe import Recipe
 from distill.recipe.compatibility import require_command
+from distill.recipe.models import EIGHT_BITS
 from distill.teachers.base import OpenContext
 from distill.teachers.cache.format import ANSWERS, Plan, bytes_a_token, write_signed
-from distill.teachers.cache.plan import EncodableTeacher, Origin, close_cache, encodable, plan_of, write_companions
+from distill.teachers.cache.plan import (
+    EncodableTeacher,
+    LogitHead,
+    Origin,
+    close_cache,
+    encodable,
+    hidden_content,
+    plan_of,
+    write_companions,
+)
 from distill.teachers.cache.settings import Settings
 from distill.teachers.cache.teacher import section_to_load
+from distill.teachers.identity import teacher_identity
 from distill.teachers.model import ModelSource
 from distill.teachers.opening import Pair, open_pair, patch_models
 
@@ -112,7 +123,10 @@ def make_plan(loaded: Loaded, settings: Settings) -> dict[str, Any]:
         raise ValueError(f"--top-k: expected at most {loaded.columns}, the size of the vocabulary, got {settings.k}")
     digest, layers = loaded.splits.report.digest, loaded.pair.layer_indices
     origin = Origin(loaded.recipe, digest, loaded.tokenizer, loaded.ids_below, layers)
-    return plan_of(origin, settings, loaded.teacher, loaded.columns)
+    head = LogitHead(loaded.teacher.head, loaded.teacher.transform)
+    section, dtype = loaded.recipe.teacher, str(loaded.teacher.head.weight.dtype).removeprefix("torch.")
+    maker = teacher_identity(section) | {"dtype": section.held if section.dtype in EIGHT_BITS else dtype}
+    return plan_of(origin, hidden_content(settings, head, loaded.columns, loaded.recipe.loss.temperature), maker)
 
 
 def make_cache(
@@ -168,7 +182,9 @@ def make_cache(
         paired = dict(zip(section.prompts, answers, strict=True))
         write_signed(folder / ANSWERS, {"max_new_tokens": section.max_new_tokens, "answers": paired})
     (model,) = loaded.pair.teacher.models.values()
-    write_companions(folder, model, loaded.tokenizer, loaded.teacher.head if settings.hidden else None, loaded.cut)
+    write_companions(
+        folder, model.config, loaded.tokenizer, loaded.teacher.head if settings.hidden else None, loaded.cut
+    )
     return close_cache(folder, plan)
 
 

@@ -40,7 +40,7 @@ from distill.teachers.cache.format import (
     write_signed,
     write_tensors,
 )
-from distill.teachers.cache.plan import EncodableTeacher, shard_of, stored_tensors
+from distill.teachers.cache.plan import EncodableTeacher, LogitHead, shard_of, stored_tensors
 
 SHARDS, LEAST_ROWS = 64, 32
 PAD = 0  # any token
@@ -269,7 +269,9 @@ def shard_tensors(
         batch = {name: tensor.to(teacher.device) for name, tensor in collate(made).items()}
         hidden = teacher.hidden_states(batch).flatten(0, 1)[batch["valid_rows"]]
         labels = shift_labels(batch["labels"]).flatten()[batch["valid_rows"]]
-        for name, tensor in stored_tensors(plan, hidden, labels, teacher, generator).items():
+        for name, tensor in stored_tensors(
+            plan, hidden, labels, LogitHead(teacher.head, teacher.transform), generator
+        ).items():
             parts.setdefault(name, []).append(tensor.cpu())
         advance(len(batch["valid_rows"]))
     documents = [work.entries[n] for row in rows for n in row]

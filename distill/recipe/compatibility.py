@@ -237,6 +237,8 @@ KINDS: tuple[Kind, ...] = ("model", "cache", "keep", "server", "launched", "mixt
 def conflicts(recipe: Sections) -> Iterator[str]:
     """What does not go together in a recipe, a message each."""
     present = {kind_of(recipe)} | {name for name, holds in FEATURES.items() if holds(recipe)}
+    if recipe.teacher.type == "server" and not recipe.teachers:  # also one that is kept
+        present.add("server")
     for conflict in CONFLICTS:
         if conflict.first in present and conflict.second in present:
             yield conflict.message
@@ -287,5 +289,6 @@ def require_command(recipe: Sections, command: str) -> None:
     Raises:
         ValueError: it cannot.
     """
-    if message := COMMANDS[command].get(kind_of(recipe)):
+    kept_server = recipe.teacher.type == "server" and kind_of(recipe) == "keep"
+    if message := COMMANDS[command].get("server" if kept_server else kind_of(recipe)):
         raise ValueError(message)

@@ -121,11 +121,12 @@ class Teacher(ModelSection):
         adapter: a PEFT LoRA (hub id or folder) merged into the teacher when it is loaded.
         offload: `cpu` keeps the decoder layers in host memory, to travel to the GPU one after another in every forward
             pass: for a teacher larger than the GPU, at the speed of the bus.
-        keep: a folder in which what the teacher says is stored as it is first said, and from then on read: in later
-            epochs and evaluations, and by later runs with other losses or students. A full one is what `distill cache`
-            writes, and the teacher's weights are not loaded any more.
+        keep: a folder in which the teacher's outputs are stored as they are first computed, or come from its server,
+            and from then on read: in later epochs and evaluations, and by later runs with other losses or students. A
+            full one is what `distill cache` writes, and the teacher's weights are not loaded any more.
         keep_as: what `keep` stores: `hidden` states, from which every loss is exact; `hidden_fp8`, half of the bytes,
-            with a scale a token (what that costs is measured and printed); or `top_k` tokens of each distribution.
+            with a scale a token (what that costs is measured and printed); or `top_k` tokens of each distribution. Of a
+            server that sends `top_k`, these are stored as they come.
     """
 
     type: Literal["model", "cache", "server", "student"] = "model"
@@ -183,8 +184,10 @@ class Teacher(ModelSection):
             raise ValueError(f"dtype: {self.dtype} has no meaning with type: {self.type}; {why}")
         if not self.is_loaded and self.offload is not None:
             raise ValueError(f"offload: cpu has no meaning with type: {self.type}; no teacher is loaded")
-        if self.keep is not None and not self.is_loaded:
-            raise ValueError(f"keep: stores what a loaded teacher says, and type: {self.type} loads none; leave it out")
+        if self.keep is not None and self.is_cached:
+            raise ValueError("keep: stores a teacher's outputs, and with type: cache they are stored; leave it out")
+        if self.keep_as == "hidden_fp8" and self.urls and self.top_k is not None:
+            raise ValueError("keep_as: expected top_k with a server's top_k, whose tokens are stored; got hidden_fp8")
         if self.keep is None and self.keep_as != "hidden":
             raise ValueError(f"keep_as: {self.keep_as} says what keep stores, and there is no keep; give it a folder")
         if self.init == "pretrained" and self.model is None and self.type == "model":

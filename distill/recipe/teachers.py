@@ -47,12 +47,14 @@ def kind_of(recipe: Sections) -> Kind:
         return "mixture" if all(teacher.route is None for teacher in recipe.teachers) else "routed"
     if recipe.student.vocabulary == "cross":
         return "cross"
-    if recipe.teacher.type in ("cache", "server"):
-        return recipe.teacher.type
-    if recipe.teacher.context is not None:
+    if recipe.teacher.type == "cache":
+        return "cache"
+    if recipe.teacher.context is not None and recipe.teacher.type != "server":
         return "context"
     if recipe.teacher.keep is not None:
         return "keep"
+    if recipe.teacher.type == "server":
+        return "server"
     return "launched" if recipe.parallel.teacher == "served" else "model"
 
 

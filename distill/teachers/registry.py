@@ -58,7 +58,7 @@ def source_for(recipe: Recipe, section: TeacherSection, field: str) -> TeacherSo
     alone = recipe.model_copy(update={"teacher": section, "teachers": []}) if recipe.teachers else recipe
     source = BACKENDS[backend_of(recipe, section)](alone, section, field)
     if section.keep is not None:
-        source = KeepSource(alone)
+        source = KeepSource(source, section, field)
     if section.context is not None:
         source = ContextSource(source, section.context)
     if recipe.student.vocabulary == "cross":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -11,7 +12,6 @@ from distill.data.chat import load_template
 from distill.data.token_cache import tokenizer_hash
 from distill.recipe import Recipe
 from distill.teachers.cache.format import Plan
-from distill.teachers.identity import teacher_identity
 
 
 def text_hashes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str | None]:
@@ -23,25 +23,36 @@ def text_hashes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> di
     return {"tokenizer": tokenizer_hash(tokenizer), "template": text}
 
 
-def require_same_teacher(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, manifest: Plan, path: Path) -> None:
+def require_same_teacher(
+    here: Mapping[str, object] | None,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase | None,
+    manifest: Plan,
+    path: Path,
+) -> None:
     """Hold a recipe against the cache it names: the teacher, if it names one, the tokenizer and the template.
+
+    Args:
+        here: the recipe's teacher, as `teacher_identity` names it; None to take the cache as it is.
+        recipe: whose chat template makes the data.
+        tokenizer: that makes them; None for random tokens.
+        manifest: of the cache.
+        path: of the cache.
 
     Raises:
         ValueError: with the first difference.
     """
-    maker, section = manifest["teacher"], recipe.teacher
-    if section.model is not None or section.init == "random":
-        here = teacher_identity(section)
-        by_files = bool(here["files_sha256"] and maker["files_sha256"])
-        names = ("files_sha256", "adapter") if by_files else ("init", "config", "model", "revision", "adapter")
-        for name in names:
-            if here[name] != maker[name]:
-                shown = "the model's files differ: " if name == "files_sha256" else ""
-                raise ValueError(
-                    f"teacher.{'model' if shown else name}: {shown}the cache {path} was made by "
-                    f"{maker['model'] if shown else maker[name]!r}, the recipe names "
-                    f"{here['model'] if shown else here[name]!r}; leave it out to take the cache as it is"
-                )
+    maker = manifest["teacher"]
+    by_files = here is not None and bool(here["files_sha256"] and maker["files_sha256"])
+    names = ("files_sha256", "adapter") if by_files else ("init", "config", "model", "revision", "adapter")
+    for name in names if here is not None else ():
+        if here is not None and here[name] != maker[name]:
+            shown = "the model's files differ: " if name == "files_sha256" else ""
+            raise ValueError(
+                f"teacher.{'model' if shown else name}: {shown}the cache {path} was made by "
+                f"{maker['model'] if shown else maker[name]!r}, the recipe names "
+                f"{here['model'] if shown else here[name]!r}; leave it out to take the cache as it is"
+            )
     now = text_hashes(recipe, tokenizer)
     for name, field in (("tokenizer", "teacher.path"), ("template", "data.chat_template")):
         if now[name] != manifest["text"][name]:

@@ -18,7 +18,6 @@ from distill.models.document_rope import follows_length
 from distill.models.head import HeadWeights, LogitTransform, last_hidden
 from distill.models.load import save_student
 from distill.recipe import Recipe
-from distill.recipe.models import EIGHT_BITS
 from distill.teachers.base import Teacher
 from distill.teachers.cache.encode import Encoding, encode, pack_hidden
 from distill.teachers.cache.format import (
@@ -46,8 +45,32 @@ from distill.teachers.cache.format import (
 from distill.teachers.cache.identity import text_hashes
 from distill.teachers.cache.read import data_settings
 from distill.teachers.cache.settings import Settings
-from distill.teachers.identity import teacher_identity
+from distill.teachers.hidden import HiddenFormat
 from distill.teachers.model import LoadedTeacher
+
+
+class LogitHead(NamedTuple):
+    """A teacher's head: how logits follow from its hidden states.
+
+    Attributes:
+        weights: weight [V, H] and bias.
+        transform: scale and soft cap.
+    """
+
+    weights: HeadWeights
+    transform: LogitTransform
+
+
+def head_of(teacher: Teacher) -> LogitHead | None:
+    """Return the head of a teacher that gives hidden states, whole beside the shards of a sharded one; None of one that
+    gives K tokens."""
+    if not isinstance(teacher.format, HiddenFormat):
+        return None
+    with teacher.format.head.open() as weights:
+        if teacher.is_collective:
+            bias = weights.bias
+            weights = HeadWeights(weights.weight.clone(), None if bias is None else bias.clone(), None)
+    return LogitHead(weights, teacher.format.transform)
 
 
 class EncodableTeacher(NamedTuple):
@@ -71,19 +94,13 @@ class EncodableTeacher(NamedTuple):
 
 
 def encodable(loaded: Teacher, device: torch.device) -> EncodableTeacher:
-    """A loaded teacher in the parts that caching needs.
-
-    The head of a sharded one is kept whole beside its shards.
-    """
+    """A loaded teacher in the parts that caching needs."""
     assert isinstance(loaded, LoadedTeacher)
-    with loaded.hidden.head.open() as weights:
-        if loaded.is_collective:
-            bias = weights.bias
-            weights = HeadWeights(weights.weight.clone(), None if bias is None else bias.clone(), None)
+    head = head_of(loaded)
+    assert head is not None
     return EncodableTeacher(
-        functools.partial(last_hidden, loaded.model), weights, loaded.hidden.transform, device, loaded.is_collective,
-        follows_length(loaded.model),
-    )  # fmt: skip
+        functools.partial(last_hidden, loaded.model), *head, device, loaded.is_collective, follows_length(loaded.model)
+    )
 
 
 class Origin(NamedTuple):
@@ -104,23 +121,21 @@ class Origin(NamedTuple):
     layer_indices: list[int] | None
 
 
-def plan_of(origin: Origin, settings: Settings, teacher: EncodableTeacher, columns: int) -> dict[str, Any]:
-    """What a cache will be, all but the documents; `columns` of the vocabulary are those that K tokens are taken of."""
-    recipe, head, section = origin.recipe, teacher.head, origin.recipe.teacher
-    kind = {"kind": "hidden"} if settings.hidden else {"kind": "top_k", "k": settings.k, "tail": settings.tail}
+def plan_of(origin: Origin, content: Mapping[str, Any], maker: Mapping[str, object]) -> dict[str, Any]:
+    """Return what a cache will be, all but the documents.
+
+    Args:
+        origin: what it is made of.
+        content: what is stored of a position: `hidden_content`, or the manifest of a format of K tokens.
+        maker: the teacher, as `teacher_identity` names it, and the dtype that it is held in.
+    """
+    recipe = origin.recipe
     return {
         "version": VERSION,
-        **kind,
-        "temperature": None if settings.hidden else recipe.loss.temperature,
-        "dtype": settings.dtype,
-        "vocabulary": len(head.weight) if settings.hidden else columns,
-        "hidden": head.weight.shape[1],
-        "scale": teacher.transform.scale,
-        "softcap": teacher.transform.softcap,
+        **content,
         "seed": recipe.train.seed,
         "ids_below": origin.ids_below,
-        "teacher": teacher_identity(section)
-        | {"dtype": section.held if section.dtype in EIGHT_BITS else str(head.weight.dtype).removeprefix("torch.")},
+        "teacher": {**maker},
         "text": text_hashes(recipe, origin.tokenizer),
         "data": data_settings(recipe, origin.digest),
         "student_layers": origin.layer_indices,
@@ -128,20 +143,40 @@ def plan_of(origin: Origin, settings: Settings, teacher: EncodableTeacher, colum
     }
 
 
+def hidden_content(settings: Settings, head: LogitHead, columns: int, temperature: float) -> dict[str, Any]:
+    """Return what is stored of a teacher's hidden states; `columns` of the vocabulary are those that K tokens are taken
+    of."""
+    kind = {"kind": "hidden"} if settings.hidden else {"kind": "top_k", "k": settings.k, "tail": settings.tail}
+    rows, width = head.weights.weight.shape
+    return {
+        **kind,
+        "temperature": None if settings.hidden else temperature,
+        "dtype": settings.dtype,
+        "vocabulary": rows if settings.hidden else columns,
+        "hidden": width,
+        "scale": head.transform.scale,
+        "softcap": head.transform.softcap,
+    }
+
+
 @torch.no_grad()  # FSDP2's gathered weights must not be made under inference mode
 def stored_tensors(
-    plan: Plan, hidden: torch.Tensor, labels: torch.Tensor, teacher: EncodableTeacher,
-    generator: torch.Generator,
-) -> dict[str, torch.Tensor]:  # fmt: skip
+    plan: Plan, hidden: torch.Tensor, labels: torch.Tensor, head: LogitHead, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
     """What is stored of hidden states [M, H] and labels [M]: hidden states where they are, K tokens on the CPU."""
     dtype = DTYPES[plan["dtype"]]
     if plan["kind"] == "hidden":
         return pack_hidden(hidden, dtype)
     encoding = Encoding(*(plan[name] for name in ("vocabulary", "k", "tail", "temperature")))
-    top = encode(hidden, teacher.head, teacher.transform, labels, encoding, generator).to(dtype)
-    low, high = split_ids(top.ids.cpu().numpy(), plan["vocabulary"])
-    tensors = {"ids": torch.from_numpy(low), "logprobs": top.logprobs.cpu()}
-    tensors |= {name: getattr(top, name).cpu() for name in FIGURES}
+    return stored_top_k(encode(hidden, *head, labels, encoding, generator)._asdict(), plan)
+
+
+def stored_top_k(top: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
+    """What is stored of K tokens of M positions, named as `TopK` names them, on the CPU."""
+    dtype = DTYPES[plan["dtype"]]
+    low, high = split_ids(top["ids"].cpu().numpy(), plan["vocabulary"])
+    tensors = {"ids": torch.from_numpy(low)}
+    tensors |= {name: top[name].to(dtype).cpu() for name in ("logprobs", *FIGURES)}
     return tensors if high is None else tensors | {"ids_high": torch.from_numpy(high)}
 
 
@@ -160,10 +195,10 @@ def shard_of(keys: Sequence[bytes], counts: Sequence[int], tensors: dict[str, to
     return tensors | {"sums": torch.tensor(document_sums(as_arrays(tensors), range(len(keys))))}
 
 
-def write_companions(folder: Path, model: Any, tokenizer: Any, head: HeadWeights | None, cut: Any) -> None:
+def write_companions(folder: Path, config: Any, tokenizer: Any, head: HeadWeights | None, cut: Any) -> None:
     """Write what goes with the shards: the model's configuration, the tokenizer, and where they are not there yet the
     head (None where K tokens are stored) and the student that is cut from the teacher (None for any other)."""
-    model.config.save_pretrained(folder / TEACHER)
+    config.save_pretrained(folder / TEACHER)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder / TOKENIZER)
     if head is not None and not (folder / HEAD).is_file():

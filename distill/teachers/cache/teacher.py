@@ -51,6 +51,7 @@ from distill.teachers.cache.settings import Settings
 from distill.teachers.cache.top_k import TopKFormat, TopKTargets, spread, top_k_targets
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.hidden import HiddenFormat, StoredHead
+from distill.teachers.identity import teacher_identity
 from distill.teachers.measure import Measure, over_stored
 from distill.teachers.vocabulary import Vocabulary, is_synthetic
 
@@ -255,7 +256,9 @@ class CacheSource(TeacherSource):
             ValueError: with the first difference between the cache and the recipe.
         """
         cache = TeacherCache(self.folder)
-        require_same_teacher(self.recipe, vocabulary.tokenizer, cache.manifest, cache.path)
+        named = self.section.model is not None or self.section.init == "random"
+        here = teacher_identity(self.section) if named else None
+        require_same_teacher(here, self.recipe, vocabulary.tokenizer, cache.manifest, cache.path)
         return CachedTeacher(cache, context.device)
 
 

@@ -1,10 +1,11 @@
-"""A loaded teacher that is asked once for each document: what it says is stored, and read from then on.
+"""A teacher that is asked once for each document: its outputs are stored, and read from then on.
 
-A micro-batch trains on what was stored of it, also where it was asked just now. Of hidden states, stored in the dtype
-that they are computed in, that is the teacher's word to the bit; in fp8, or as K tokens, the first epoch is the same as
-later ones. Rows whose documents are all there are read. The others are put to the teacher, together and in their order:
-all of a micro-batch where it is new, so that the numbers are those of a run without `keep`. Rounding depends on which
-rows share a batch, so a document has the numbers that it got when it was first met.
+The teacher may be loaded here, in shards, or served. A micro-batch trains on what was stored of it, also where the
+teacher was asked just now. Hidden states, stored in the dtype that they are computed in, and the K tokens that a server
+sends are the teacher's to the bit; of hidden states that are stored in fp8 or as K tokens, the first epoch is the same
+as later ones. Rows whose documents are all there are read. The others are put to the teacher, together and in their
+order: all of a micro-batch where it is new, so that the numbers are those of a run without `keep`. Rounding depends on
+which rows share a batch, so a document has the numbers that it got when it was first met.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -27,12 +29,11 @@ from distill.recipe import Generate, Student
 from distill.teachers.base import Batch, Collate, CutStudent, Pairing, Prompt, TargetFormat, Targets, Teacher
 from distill.teachers.cache.encode import rounding_cost
 from distill.teachers.cache.format import ANSWERS, DTYPES, MANIFEST, Document, Plan, documents_of, write_signed
-from distill.teachers.cache.plan import EncodableTeacher, encodable, stored_tensors
+from distill.teachers.cache.plan import LogitHead, head_of, stored_tensors, stored_top_k
 from distill.teachers.cache.read import PREFIX, TeacherCache
 from distill.teachers.cache.teacher import CachedTeacher, targets_of
 from distill.teachers.cache.top_k import TopKFormat
 from distill.teachers.keep.store import Store
-from distill.teachers.model import LoadedTeacher
 
 DOCUMENTS = f"{PREFIX}documents"
 MOST_READ = 64  # micro-batches that nobody came for
@@ -55,6 +56,10 @@ def _documents(batch: Batch) -> RowDocuments:
     return documents
 
 
+def _without_documents(batch: Batch) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in batch.items() if not name.startswith(PREFIX)}
+
+
 class WithDocuments:
     """A collator that puts the rows' documents beside what another collator makes of the rows."""
 
@@ -70,94 +75,132 @@ class WithDocuments:
         return {**batch, DOCUMENTS: documents}  # type: ignore[dict-item]
 
 
+@runtime_checkable
+class TopKSender(Protocol):
+    """A teacher whose outputs are K tokens of each position."""
+
+    def sent(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """K tokens of a batch's learned positions [M, ...] on the CPU, by the names of `cache.encode.TopK`."""
+        ...
+
+
 class KeptTeacher(Teacher):
-    """A loaded teacher, and the store of what it says.
+    """A teacher, and the store of its outputs.
 
     Args:
-        inner: asked for what is not stored.
+        inner: asked for what is not stored; it gives hidden states, or K tokens as a `TopKSender`.
         store: what is stored.
-        parts: of `inner`, to make K tokens of what it says; None to take it apart here.
+        device: of this process; None for that of the teacher's head.
+        head: of `inner`, where that is at hand; None to gather it here.
     """
 
     judges_new_rows = False
-    ahead = 1  # read
 
-    def __init__(self, inner: LoadedTeacher, store: Store, parts: EncodableTeacher | None = None) -> None:
+    def __init__(
+        self, inner: Teacher, store: Store, device: torch.device | None = None, head: LogitHead | None = None
+    ) -> None:
         self.inner, self.store, self.models = inner, store, inner.models
-        device = next(inner.model.parameters()).device
-        self.parts = encodable(inner, device) if parts is None else parts
-        self.format: TargetFormat = inner.hidden if store.is_hidden else TopKFormat(store.manifest)
+        self.ahead = max(inner.ahead, 1)  # read
+        self.head = head or head_of(inner)
+        self.device = device or (torch.device("cpu") if self.head is None else self.head.weights.weight.device)
+        self.format: TargetFormat = inner.format if store.is_hidden else TopKFormat(store.manifest)
         self._pool = ThreadPoolExecutor(1, "reading")
         self._reading: dict[RowDocuments, Future[dict[str, torch.Tensor]]] = {}
+        self._asked: dict[RowDocuments, None] = {}  # submitted whole
 
     def collate(self, plain: Collate) -> Collate:
-        return WithDocuments(plain)
+        return WithDocuments(self.inner.collate(plain))
 
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
         if needs_targets and DOCUMENTS not in batch:
             raise ValueError("batch: expected its documents in it; batches come from objective.collator(...)")
-        return {name: value for name, value in batch.items() if not name.startswith(PREFIX)}
+        return self.inner.student_batch(_without_documents(batch), needs_targets)
 
     def submit(self, batch: Batch) -> None:
-        """Begin to read a batch all of which is stored."""
-        if (batched := _documents(batch)) in self._reading or len(self._reading) > MOST_READ:
+        """Begin to read a batch all of which is stored; have the teacher begin with one of which nothing is."""
+        batched = _documents(batch)
+        if batched in self._reading or batched in self._asked or len(self._reading) > MOST_READ:
             return
         documents = [document for row in batched.rows for document in row]
-        if all(self.store.has(document.key) for document in documents):
-            read, device = self.store.gather(documents), self.parts.device
+        stored = [self.store.has(document.key) for document in documents]
+        if all(stored):
+            read, device = self.store.gather(documents), self.device
             self._reading[batched] = self._pool.submit(lambda: for_transfer(read(), device))
+        elif not any(stored):
+            self._asked[batched] = None
+            self.inner.submit(_without_documents(batch))
+
+    def fault_of(self, batches: Sequence[Batch]) -> str | None:
+        return self.inner.fault_of([_without_documents(batch) for batch in batches if _documents(batch) in self._asked])
 
     def targets(self, batch: Batch) -> Targets:
         """What is stored of a batch, after the teacher was asked for what is not."""
-        batched = _documents(batch)
-        rows, reading = batched.rows, self._reading.pop(batched, None)
-        new_rows = [n for n, row in enumerate(rows) if not all(self.store.has(document.key) for document in row)]
-        fresh = None
-        if self._any_process(bool(new_rows)):
-            fresh = self._ask(batch, rows, new_rows)
-        documents = [document for row in rows for document in row]
+        fresh, reading = self.fill(batch), self._reading.pop(_documents(batch), None)
         if fresh is None:
+            documents = [document for row in _documents(batch).rows for document in row]
             values = self.store.gather(documents)() if reading is None else reading.result()
             fresh = {name: to_device(value, batch["input_ids"].device) for name, value in values.items()}
         self.store.forget()
-        return targets_of(self.store.manifest, {**batch, **fresh}, self.parts.head.weight.dtype)
+        dtype = torch.float32 if self.head is None else self.head.weights.weight.dtype
+        return targets_of(self.store.manifest, {**batch, **fresh}, dtype)
 
-    def _any_process(self, here: bool) -> bool:
-        """Whether the teacher is to be called: of a sharded one all processes call it, or none does."""
-        if not self.is_collective:
-            return here
-        flag = torch.tensor(int(here), device=self.parts.device)
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-        return bool(flag)
+    def fill(self, batch: Batch, generator: torch.Generator | None = None) -> dict[str, torch.Tensor] | None:
+        """Ask the teacher for the rows of a batch that are not stored, and store its outputs.
 
-    def _ask(
-        self, batch: Batch, rows: Sequence[Sequence[Document]], new_rows: Sequence[int]
-    ) -> dict[str, torch.Tensor] | None:
-        """Ask the teacher for rows and store what it says; returns that of a batch that was all new, in its order."""
-        plain = self.student_batch(batch, True)
+        Args:
+            batch: from `collate`.
+            generator: by which tokens are drawn; None for one that follows from the first document.
+
+        Returns:
+            What is stored of a batch that was all new, in its order, by the names of the batch; None of any other.
+        """
+        batched = _documents(batch)
+        rows = batched.rows
+        new_rows = [n for n, row in enumerate(rows) if not all(self.store.has(document.key) for document in row)]
+        if batched in self._asked:  # its answer comes, whatever has been stored meanwhile
+            del self._asked[batched]
+            new_rows = [n for n, row in enumerate(rows) if row]
+        if not self._any_process(bool(new_rows)):
+            return None
         repeats = sum(map(len, rows)) - len({d.key for row in rows for d in row if not self.store.has(d.key)})
         indices = list(new_rows) or list(range(len(batch["input_ids"])))  # a process with nothing to ask goes along
         if any(row and n not in set(indices) for n, row in enumerate(rows)):
-            plain = {name: plain[name][indices] for name in ("input_ids", "position_ids", "labels") if name in plain}
+            asked = {name: batch[name][indices] for name in ("input_ids", "position_ids", "labels") if name in batch}
+            asked["valid_rows"] = valid_rows(within_documents(asked["labels"], asked.get("position_ids")))
         else:
-            indices = list(range(len(batch["input_ids"])))
-        hidden = self.parts.hidden_states(plain)
+            indices, asked = list(range(len(batch["input_ids"]))), _without_documents(batch)
+        documents = [document for n in indices if n < len(rows) for document in rows[n]]
+        tensors = self._outputs(asked, documents, generator)
         if not new_rows:
             return None
-        width, places, ends = batch["input_ids"].shape[1], [], 0
-        for n, row in enumerate(rows):  # of each row's learned positions, where they are among the rows asked
-            begins, ends = ends, ends + sum(len(document.predicting) for document in row)
-            if n in indices:
-                places.append(batch["valid_rows"][begins:ends] + (indices.index(n) - n) * width)
-        place, documents = torch.cat(places), [document for n in indices if n < len(rows) for document in rows[n]]
-        labels = shift_labels(plain["labels"]).flatten()[place]
-        seed = int.from_bytes(documents[0].key[:7], "little") ^ int(self.store.manifest["seed"])
-        generator = torch.Generator(hidden.device).manual_seed(seed)
-        tensors = stored_tensors(self.store.manifest, hidden.flatten(0, 1)[place], labels, self.parts, generator)
         self.store.add(documents, tensors)
         if repeats or not self.store.is_hidden:
             return None
         return {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
+
+    def _any_process(self, here: bool) -> bool:
+        """Return whether the teacher is to be called: of a sharded one all processes call it, or none does."""
+        if not self.is_collective:
+            return here
+        flag = torch.tensor(int(here), device=self.device)
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+        return bool(flag)
+
+    def _outputs(
+        self, asked: Batch, documents: Sequence[Document], generator: torch.Generator | None
+    ) -> dict[str, torch.Tensor]:
+        """Ask the teacher; returns what is stored of the learned positions, in their order."""
+        plan, place = self.store.manifest, asked["valid_rows"]
+        if self.head is None:
+            assert isinstance(self.inner, TopKSender)
+            return stored_top_k(self.inner.sent(asked), plan)
+        hidden = self.inner.targets(asked)
+        assert isinstance(hidden, torch.Tensor)
+        labels = shift_labels(asked["labels"]).flatten()[place]
+        if generator is None:
+            seed = int.from_bytes(documents[0].key[:7], "little") if documents else 0
+            generator = torch.Generator(hidden.device).manual_seed(seed ^ int(plan["seed"]))
+        return stored_tensors(plan, hidden.flatten(0, 1)[place], labels, self.head, generator)
 
     def settle(self) -> None:
         """Of what is stored twice, another may be read from now on: nothing is read before."""
@@ -170,10 +213,18 @@ class KeptTeacher(Teacher):
         """A part that is being written is whole when this returns; nothing more is read."""
         self._pool.shutdown(cancel_futures=True)
         self.store.finish_writing()
+        self.inner.close()
+
+    @property
+    def is_collective(self) -> bool:
+        return self.inner.is_collective
 
     def head_rows(self) -> list[int]:
         """Rows of the head, or the columns that K tokens were taken of."""
-        return super().head_rows() if self.store.is_hidden else [self.store.columns]
+        return self.inner.head_rows() if self.store.is_hidden else [self.store.columns]
+
+    def parameters_text(self) -> str:
+        return self.inner.parameters_text()
 
     def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.inner.head_tensors()
@@ -183,6 +234,7 @@ class KeptTeacher(Teacher):
         return {"": None}
 
     def to(self, device: torch.device) -> None:
+        self.device = device
         self.inner.to(device)
 
     def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
@@ -193,12 +245,13 @@ class KeptTeacher(Teacher):
 
     def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
         """What quantising the teacher costs, and what storing its hidden states in fp8 does."""
-        plain = self.student_batch(batch, False)
+        plain = _without_documents(batch)
         lines = self.inner.prove(plain, student, pairing)
         dtype = DTYPES[self.store.manifest["dtype"]]
-        if dtype.itemsize == 1:
-            hidden = self.parts.hidden_states(plain).flatten(0, 1)[batch["valid_rows"]]
-            cost = rounding_cost(hidden, self.parts.head, self.parts.transform, pairing.columns, dtype)
+        if dtype.itemsize == 1 and self.head is not None:
+            hidden = self.inner.targets(plain)
+            assert isinstance(hidden, torch.Tensor)
+            cost = rounding_cost(hidden.flatten(0, 1)[batch["valid_rows"]], *self.head, pairing.columns, dtype)
             lines.append(f"{'keep':<12}hidden states in fp8: on one batch KL(teacher, what is stored) {cost:.2g}")
         return lines
 
@@ -229,10 +282,10 @@ class StoredTeacher(CachedTeacher):
     Args:
         cache: complete.
         device: where the stored head is held.
-        load: the model that made it, where a student is cut that is not stored.
+        load: opens the teacher that made it, where a student is cut that is not stored.
     """
 
-    def __init__(self, cache: TeacherCache, device: torch.device, load: Callable[[], LoadedTeacher]) -> None:
+    def __init__(self, cache: TeacherCache, device: torch.device, load: Callable[[], Teacher]) -> None:
         super().__init__(cache, device)
         self.load = load
 

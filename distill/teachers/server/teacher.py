@@ -28,6 +28,7 @@ from distill.models.shape import Shape
 from distill.models.work import head_work
 from distill.recipe import ModelSection, Recipe, Student
 from distill.recipe import Teacher as TeacherSection
+from distill.recipe.models import EIGHT_BITS
 from distill.teachers.base import Batch, Collate, CutStudent, OpenContext, Pairing, TargetFormat, Teacher, TeacherSource
 from distill.teachers.cache.format import TEACHER, bytes_a_token
 from distill.teachers.cache.identity import text_hashes
@@ -125,13 +126,17 @@ class ServerTeacher(Teacher):
 
     def targets(self, batch: Batch) -> torch.Tensor | TopKTargets:
         """Each at its position; 0 where nothing is learned."""
-        values, shape, device = self.values(self._asked(batch)), batch["input_ids"].shape, batch["input_ids"].device
+        values, shape, device = self.sent(batch), batch["input_ids"].shape, batch["input_ids"].device
         if device.type != "cpu":
             values = {name: to_device(value, device) for name, value in values.items()}
         rows = batch["valid_rows"] if "valid_rows" in batch else _rows(batch)
         if self.head is not None:
             return spread(values["hidden"], rows, shape)
         return top_k_targets(values, rows, shape, self.exchange.spec.tail)
+
+    def sent(self, batch: Batch) -> TargetTensors:
+        """Return the answers for a batch's learned positions as they came, on the CPU."""
+        return self.values(self._asked(batch))
 
     def values(self, query: TargetRequest) -> TargetTensors:
         """What the servers say of some rows, on the CPU.
@@ -241,6 +246,22 @@ class ServerSource(TeacherSource):
         for name in FILES:  # and no other, whatever a server calls its files
             if isinstance(text := files.get(name), str):
                 (folder / TEACHER / name if name == CONFIG else folder / name).write_text(text, encoding="utf-8")
+
+    def maker(self) -> dict[str, object]:
+        """Return who is served, as `teacher_identity` does, and the dtype of its layers."""
+        if self.is_vllm:
+            unnamed = dict.fromkeys(("revision", "adapter", "config", "files_sha256"))
+            return {**unnamed, "model": self.vllm_model["id"], "init": "pretrained"}
+        identity, sent = self.identity, ", sent in fp8" * (self.section.send == "fp8" and self.section.top_k is None)
+        dtype = identity.held if identity.held.startswith(EIGHT_BITS) else identity.dtype
+        return {**identity.source, "dtype": dtype + sent}
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype that loses nothing of what is sent."""
+        if self.section.top_k is not None:
+            return "float32" if self.is_vllm else "float16"
+        return "bfloat16" if self.is_vllm else self.identity.dtype
 
     @property
     def config_section(self) -> ModelSection:

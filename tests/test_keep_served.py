@@ -1,0 +1,232 @@
+"""A teacher that is served and kept: its servers are asked once for a document, and what they sent is read."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from served import engine_in, from_server, recipe_in, serving, write_models
+from transformers import AutoModelForCausalLM
+from two_ranks import run_as_two
+
+from distill.cli import run_command
+from distill.recipe import dump, parse
+from distill.run import run
+from distill.serving.engine import Engine
+from distill.teachers.cache.read import TeacherCache
+from distill.teachers.keep.teacher import KeptTeacher
+from distill.training.progress import read_metrics
+
+SENT = {
+    "hidden states": [],
+    "hidden states in fp8": ["teacher.send=fp8"],
+    "top k": ["teacher.top_k=8", "loss.terms.0.type=reverse_kl"],
+}
+TWO_EPOCHS = ["train={epochs: 2, batch_size: 1, tokens_per_step: 96, device: cpu, log_every: 1, save_every: 5}"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return write_models(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+def url(place):
+    with serving(engine_in(place)) as address:
+        yield address
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Positions that servers were asked for, request by request."""
+    calls, hidden = [], Engine.hidden
+
+    def counted(self, jobs):
+        calls.extend(len(job.query.rows) for job in jobs)
+        return hidden(self, jobs)
+
+    monkeypatch.setattr(Engine, "hidden", counted)
+    return calls
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def recipe(place, url, *more):
+    return recipe_in(place, *from_server(url), *TWO_EPOCHS, "output_dir=runs", *more)
+
+
+def losses(result):
+    return [row["loss"] for row in read_metrics(result.folder / "metrics.jsonl") if "loss" in row]
+
+
+def weights(result):
+    return AutoModelForCausalLM.from_pretrained(result.folder / "student").state_dict()
+
+
+def hold_same(a, b):
+    assert losses(a) == losses(b)
+    assert repr((a.before, a.after)) == repr((b.before, b.after))  # NaN for what drawn tokens do not tell
+    first, second = weights(a), weights(b)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("sent", SENT)
+def test_a_run_is_the_one_without_keep_and_asks_once(place, url, here, asked, sent):
+    """Over two epochs, to the bit; then a run from the full folder asks nothing at all."""
+    plain = run(recipe(place, url, *SENT[sent]), name="plain")
+    both = len(asked)
+    kept = run(recipe(place, url, *SENT[sent], "teacher.keep=kept"), name="kept")
+    hold_same(plain, kept)
+    manifest = json.loads(Path("kept/manifest.json").read_text())
+    assert manifest["kind"] == ("hidden" if sent.startswith("hidden") else "top_k")
+    assert manifest["teacher"]["files_sha256"] and manifest["weights"]
+    first = asked[both:]
+    assert len(first) < 0.6 * both
+    asked.clear()
+    again = run(recipe(place, url, *SENT[sent], "teacher.keep=kept"), name="again")
+    hold_same(again, kept)
+    assert not asked and run_command(["verify", "kept"]) == 0
+
+
+def test_drawn_tokens_are_those_of_the_first_question(place, url, here, asked):
+    """Which tokens are drawn depends on the rows that share a request."""
+    drawn = ["teacher.top_k=8", "teacher.keep=kept"]
+    first = run(recipe(place, url, *drawn), name="first")
+    asked.clear()
+    hold_same(first, run(recipe(place, url, *drawn), name="again"))
+    assert not asked
+
+
+def test_the_second_epoch_asks_nothing(place, url, here, asked, monkeypatch):
+    counts, targets = [], KeptTeacher.targets
+
+    def counted(self, batch):
+        made = targets(self, batch)
+        counts.append(len(asked))
+        return made
+
+    monkeypatch.setattr(KeptTeacher, "targets", counted)
+    result = run(recipe(place, url, "teacher.keep=kept"), name="kept")
+    rows = sum("loss" in row for row in read_metrics(result.folder / "metrics.jsonl"))
+    assert len(counts) > rows and counts[-rows] == counts[-1] > 0, "what the first epoch asked is all that is asked"
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("sent", ["hidden states", "top k"])
+def test_a_run_that_is_killed_and_resumed_is_the_whole_one(place, url, here, monkeypatch, sent):
+    more = [*SENT[sent], "train.save_every=3"]
+    whole = run(recipe(place, url, *more, "teacher.keep=whole"), name="whole")
+    targets, calls = KeptTeacher.targets, []
+
+    def dies(self, batch):
+        calls.append(1)
+        if len(calls) > 20:
+            raise KeyboardInterrupt
+        return targets(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KeptTeacher, "targets", dies)
+        with pytest.raises(KeyboardInterrupt):
+            run(recipe(place, url, *more, "teacher.keep=kept"), name="parts")
+    parts = run(recipe(place, url, *more, "teacher.keep=kept"), name="parts", resume=True)
+    assert parts.after == whole.after and losses(parts)[-5:] == losses(whole)[-5:]
+    first, second = weights(parts), weights(whole)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert run_command(["verify", "kept"]) == 0
+
+
+def test_two_processes_store_for_each_other(place, url, here, asked):
+    Path("two.yaml").write_text(dump(recipe(place, url, "train.tokens_per_step=192", "teacher.keep=kept")))
+    run_as_two("-m", "distill", "run", "two.yaml", "--name", "kept", cwd=here)
+    run_as_two("-m", "distill", "run", "two.yaml", "--name", "plain", "teacher.keep=null", cwd=here)
+    plain, kept = (read_metrics(Path(f"runs/{name}/metrics.jsonl")) for name in ("plain", "kept"))
+    assert [row["loss"] for row in kept if "loss" in row] == [row["loss"] for row in plain if "loss" in row]
+    assert TeacherCache("kept").stored and run_command(["verify", "kept"]) == 0
+    asked.clear()
+    run(recipe(place, url, "train.tokens_per_step=192", "teacher.keep=kept"), name="alone")
+    assert not asked
+
+
+def test_a_damaged_part_is_refused_and_asked_for_again_without_it(place, url, here, asked):
+    short = ["train={steps: 4, batch_size: 1, device: cpu, log_every: 1}", "teacher.keep=kept"]
+    whole, count = run(recipe(place, url, *short), name="some"), len(asked)
+    part = sorted(Path("kept").glob("shard-part-*"))[-1]
+    content = bytearray(part.read_bytes())
+    content[-200] ^= 1
+    part.write_bytes(content)
+    with pytest.raises(ValueError, match=r"shard-part-\S+ is damaged.*delete the file, and manifest\.json where"):
+        run(recipe(place, url, *short), name="damaged")
+    part.unlink()
+    asked.clear()
+    again = run(recipe(place, url, *short), name="again")
+    assert 0 < len(asked) < count and losses(again) == losses(whole)
+
+
+def test_the_folder_of_a_loaded_teacher_is_that_of_its_server(place, url, here, asked):
+    """Weights and files are the same: what one has stored, the other reads."""
+    run(recipe_in(place, *TWO_EPOCHS, "output_dir=runs", "teacher.keep=kept"), name="loaded")
+    run(recipe(place, url, "teacher.keep=kept"), name="served")
+    assert not asked
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["teacher.top_k=8"], r"teacher\.keep: kept was begun with other settings: kind was 'hidden', now 'top_k'"),
+        (["teacher.send=fp8"], r"kept was begun with other settings: teacher\.dtype was 'float32', now .*sent in fp8"),
+        (["teacher.keep_as=hidden_fp8"], r"kept was begun with other settings: dtype was 'float32', now 'fp8'"),
+    ],
+)
+def test_what_was_stored_otherwise_is_not_mixed_in(place, url, here, more, message):
+    run(recipe(place, url, "teacher.keep=kept", "train={steps: 2, batch_size: 1, device: cpu}"), name="begun")
+    with pytest.raises(ValueError, match=message) as error:
+        run(recipe(place, url, "teacher.keep=kept", *more), name="refused")
+    assert len(str(error.value).splitlines()) == 1 and not Path("runs/refused").exists()
+
+
+def test_another_teacher_behind_the_address_is_refused(place, url, here, tmp_path_factory):
+    run(
+        recipe(place, url, "teacher.model=null", "teacher.keep=kept", "train={steps: 2, batch_size: 1, device: cpu}"),
+        name="begun",
+    )
+    other = write_models(tmp_path_factory.mktemp("other"), seed=7)
+    with (
+        serving(engine_in(other)) as address,
+        pytest.raises(ValueError, match=r"teacher\.model: the model's files differ: the cache kept was made by"),
+    ):
+        run(recipe(place, address, "teacher.model=null", "teacher.keep=kept"), name="refused")
+
+
+def test_hidden_states_of_a_server_may_be_stored_as_fewer(place, url, here, asked, capsys):
+    for name in ("hidden_fp8", "top_k"):
+        stored = ["teacher.keep=" + name, f"teacher.keep_as={name}"]
+        first = run(recipe(place, url, *stored), name=f"first-{name}")
+        asked.clear()
+        hold_same(first, run(recipe(place, url, *stored), name=f"again-{name}"))
+        assert not asked
+    assert re.search(
+        r"keep +hidden states in fp8: on one batch KL\(teacher, what is stored\) \S+", capsys.readouterr().out
+    )
+
+
+def test_a_servers_tokens_are_not_stored_in_fp8():
+    with pytest.raises(ValueError, match=r"keep_as: expected top_k with a server's top_k"):
+        parse(
+            dump(recipe(Path("x"), "http://h:1")), ["teacher.top_k=8", "teacher.keep=k", "teacher.keep_as=hidden_fp8"]
+        )
+
+
+def test_check_says_what_is_stored(place, url, here, capsys):
+    Path("kept.yaml").write_text(dump(recipe(place, url, "teacher.keep=kept")))
+    assert run_command(["check", "kept.yaml"]) == 0
+    assert re.search(r"keep: kept, 256 bytes a learned token", capsys.readouterr().out)
+    assert run_command(["check", "kept.yaml", "teacher.top_k=8"]) == 0
+    assert re.search(r"keep: kept, 38 bytes a learned token", capsys.readouterr().out)
+    shutil.rmtree("kept", ignore_errors=True)

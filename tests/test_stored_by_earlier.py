@@ -1,0 +1,72 @@
+"""Folders that version 0.1.0 stored, complete and begun: they are read, gone on with and closed.
+
+`stored_by_0_1.tar.xz` holds what that version wrote: a teacher, its text, and for the recipe below the folders of
+`distill cache --hidden`, of the same with half of its shards, of `distill cache --top-k 8`, and of runs with
+`teacher.keep`, one of which was killed after its third step.
+"""
+
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+
+from distill.recipe import parse
+from distill.run import run
+from distill.teachers import model
+from distill.teachers.cache.read import TeacherCache
+from distill.teachers.model import ModelSource
+from distill.training.progress import read_metrics
+
+RECIPE = """
+teacher: {model: teacher}
+student: {model: student}
+data: {source: text.txt, max_length: 24, cache: false, validation: {fraction: 0.2}}
+train: {epochs: 1, batch_size: 2, tokens_per_step: 48, learning_rate: 3e-3, warmup: 0, log_every: 1, device: cpu}
+generate: {prompts: [Hello], max_new_tokens: 3}
+"""
+HIDDEN = [0.3547603487968445, 0.3334151804447174, 0.3219500780105591, 0.3176363408565521, 0.3123769462108612]
+DRAWN = [3.637294292449951, 3.6123905181884766, 3.593228340148926, 3.605231761932373, 3.5719189643859863]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    with tarfile.open(Path(__file__).with_name("stored_by_0_1.tar.xz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    tokenizer = tiny_tokenizer(chat_template=None)
+    save_tiny(tmp_path / "student", tiny_model(tokenizer, layers=1, hidden=16, seed=2), tokenizer)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def losses_of(*overrides, name):
+    result = run(parse(RECIPE, overrides, name="tiny"), name=name)
+    return [row["loss"] for row in read_metrics(result.folder / "metrics.jsonl") if "loss" in row]
+
+
+@pytest.mark.parametrize(
+    "teacher, losses",
+    [
+        ("teacher={type: cache, path: hidden}", HIDDEN),
+        ("teacher={type: cache, path: top-k, model: teacher}", DRAWN),
+        ("teacher.keep=kept", HIDDEN),
+        ("teacher.keep=hidden", HIDDEN),
+    ],
+)
+def test_a_complete_folder_is_read_as_it_was(here, monkeypatch, teacher, losses):
+    def refuse(*_):
+        raise AssertionError("the teacher's weights were loaded")
+
+    monkeypatch.setattr(ModelSource, "load", refuse)
+    assert losses_of(teacher, name="read") == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_run_that_was_begun_is_gone_on_with(here, monkeypatch):
+    calls, last_hidden = [], model.last_hidden
+    monkeypatch.setattr(model, "last_hidden", lambda *given: calls.append(1) or last_hidden(*given))
+    assert losses_of("teacher.keep=kept-begun", name="gone-on") == pytest.approx(HIDDEN, rel=1e-5)
+    some = len(calls)
+    shutil.rmtree("kept-begun")
+    losses_of("teacher.keep=kept-begun", name="anew")
+    assert 0 < some < len(calls) - some and TeacherCache("kept-begun").stored == TeacherCache("kept").stored
