@@ -19,13 +19,12 @@ from distill.core.faults import differences
 from distill.core.files import make_folder
 from distill.core.ranks import of_the_first
 from distill.core.units import GIB
-from distill.data.load import Splits
+from distill.data.load import Splits, load_data
 from distill.models.meta import meta_config, meta_student
 from distill.models.precision import resolve_device, resolve_precision
 from distill.models.pruning import layer_indices, layers_of
-from distill.models.shape import Shape
 from distill.models.vocabulary import shared_columns
-from distill.recipe import Data, ModelSection, Student
+from distill.recipe import Data, Student
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.models import EIGHT_BITS
 from distill.teachers.base import Footprint, FootprintContext, OpenContext, Teacher, TeacherSource
@@ -47,16 +46,16 @@ from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import Settings, default_tail
 from distill.teachers.cache.teacher import stored_footprint
 from distill.teachers.cache.top_k import TopKFormat
-from distill.teachers.footprint import SmallerTeacher
 from distill.teachers.identity import teacher_identity
 from distill.teachers.keep.store import Store
 from distill.teachers.keep.teacher import KeptTeacher, StoredTeacher
 from distill.teachers.measure import KL, Measure, over_stored
 from distill.teachers.server.teacher import ServerSource
-from distill.teachers.vocabulary import Vocabulary, is_synthetic
+from distill.teachers.vocabulary import Match, Vocabulary
+from distill.teachers.wrapping import WrappingSource, WrappingVocabulary
 
 
-class KeepSource(TeacherSource):
+class KeepSource(WrappingSource):
     """A teacher that will be opened if anything is missing in its folder.
 
     Args:
@@ -71,8 +70,8 @@ class KeepSource(TeacherSource):
     """
 
     def __init__(self, inner: TeacherSource, section: TeacherSection, field: str = "teacher") -> None:
-        self.inner, self.section, self.field = inner, section, field
-        self.recipe, self.sections, self.shardable = inner.recipe, inner.sections, inner.shardable
+        super().__init__(inner)
+        self.section, self.field = section, field
         assert section.keep is not None
         self.folder = None if section.keep == os.devnull else Path(section.keep).expanduser()
         self.required: dict[bytes, int] = {}
@@ -84,28 +83,8 @@ class KeepSource(TeacherSource):
         """Of what is stored; None where nothing is."""
         return read_json(self.folder / PLAN) if self.folder else None
 
-    @property
-    def config_section(self) -> ModelSection:
-        return self.inner.config_section
-
-    @property
-    def tokenizer_section(self) -> ModelSection:
-        return self.inner.tokenizer_section
-
-    def shapes(self) -> list[Shape]:
-        return self.inner.shapes()
-
     def vocabulary(self) -> Vocabulary:
         return KeepVocabulary(self)
-
-    def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
-        return self.inner.problems(cuda=cuda, sharded=sharded, family=family)
-
-    def smaller(self, family: str | None = None) -> list[SmallerTeacher]:
-        return self.inner.smaller(family)
-
-    def title(self) -> str:
-        return self.inner.title()
 
     @property
     def sent_top_k(self) -> bool:
@@ -300,20 +279,25 @@ class KeepSource(TeacherSource):
         return min(rows, shared_columns(vocabulary.tokenizer, vocabulary.student_tokenizer, rows, own)[0])
 
 
-class KeepVocabulary(Vocabulary):
-    """The teacher's tokenizer; what it makes of the data is what has to be stored.
-
-    The format holds that the student has the columns that K tokens were taken of.
-    """
+class KeepVocabulary(WrappingVocabulary):
+    """The teacher's vocabulary, whose rows are noted as they are read."""
 
     def __init__(self, source: KeepSource) -> None:
-        teacher = source.config_section if is_synthetic(source.recipe.data) else source.tokenizer_section
-        super().__init__(
-            source.recipe, teacher, (source.plan or {}).get("ids_below"), top_k=not source.settings().hidden
-        )
-        self.source = source
+        inner = source.inner.vocabulary()
 
-    def read(self, data: Data, seed: int) -> Splits:
-        splits = super().read(data, seed)
-        self.source.note_data(splits)
-        return splits
+        def read(data: Data, seed: int) -> Splits:
+            splits = load_data(data, self.tokenizer, seed=seed, vocab_size=self.id_bound)
+            source.note_data(splits)
+            return splits
+
+        super().__init__(inner, read)
+        self.top_k, self._stored_bound = not source.settings().hidden, (source.plan or {}).get("ids_below")
+
+    @property
+    def id_bound(self) -> int | None:
+        return self.inner.id_bound if self.tokenizer is not None or self._stored_bound is None else self._stored_bound
+
+    def match(self, teacher_rows: list[int], student_rows: int) -> Match:
+        """The format of K tokens holds that the student has the columns that they were taken of."""
+        match = super().match(teacher_rows, student_rows)
+        return match._replace(columns=None) if self.top_k else match

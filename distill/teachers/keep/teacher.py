@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, runtime_checkable
 
@@ -26,7 +26,7 @@ from distill.data.collator import valid_rows
 from distill.models.host_copy import for_transfer, to_device
 from distill.models.work import Work
 from distill.recipe import Generate, Student
-from distill.teachers.base import Batch, Collate, CutStudent, Pairing, Prompt, TargetFormat, Targets, Teacher
+from distill.teachers.base import Batch, Collate, CutStudent, Pairing, Prompt, Targets, Teacher
 from distill.teachers.cache.encode import rounding_cost
 from distill.teachers.cache.format import ANSWERS, DTYPES, MANIFEST, Document, Plan, documents_of, write_signed
 from distill.teachers.cache.plan import LogitHead, head_of, stored_tensors, stored_top_k
@@ -34,6 +34,7 @@ from distill.teachers.cache.read import PREFIX, TeacherCache
 from distill.teachers.cache.teacher import CachedTeacher, targets_of
 from distill.teachers.cache.top_k import TopKFormat
 from distill.teachers.keep.store import Store
+from distill.teachers.wrapping import WrappingTeacher
 
 DOCUMENTS = f"{PREFIX}documents"
 MOST_READ = 64  # micro-batches that nobody came for
@@ -84,7 +85,7 @@ class TopKSender(Protocol):
         ...
 
 
-class KeptTeacher(Teacher):
+class KeptTeacher(WrappingTeacher):
     """A teacher, and the store of its outputs.
 
     Args:
@@ -94,16 +95,16 @@ class KeptTeacher(Teacher):
         head: of `inner`, where that is at hand; None to gather it here.
     """
 
-    judges_new_rows = False
-
     def __init__(
         self, inner: Teacher, store: Store, device: torch.device | None = None, head: LogitHead | None = None
     ) -> None:
-        self.inner, self.store, self.models = inner, store, inner.models
+        super().__init__(inner)
+        self.store, self.judges_new_rows = store, False
         self.ahead = max(inner.ahead, 1)  # read
         self.head = head or head_of(inner)
         self.device = device or (torch.device("cpu") if self.head is None else self.head.weights.weight.device)
-        self.format: TargetFormat = inner.format if store.is_hidden else TopKFormat(store.manifest)
+        if not store.is_hidden:
+            self.format = TopKFormat(store.manifest)
         self._pool = ThreadPoolExecutor(1, "reading")
         self._reading: dict[RowDocuments, Future[dict[str, torch.Tensor]]] = {}
         self._asked: dict[RowDocuments, None] = {}  # submitted whole
@@ -215,19 +216,9 @@ class KeptTeacher(Teacher):
         self.store.finish_writing()
         self.inner.close()
 
-    @property
-    def is_collective(self) -> bool:
-        return self.inner.is_collective
-
     def head_rows(self) -> list[int]:
         """Rows of the head, or the columns that K tokens were taken of."""
-        return self.inner.head_rows() if self.store.is_hidden else [self.store.columns]
-
-    def parameters_text(self) -> str:
-        return self.inner.parameters_text()
-
-    def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.inner.head_tensors()
+        return super().head_rows() if self.store.is_hidden else [self.store.columns]
 
     def works(self) -> dict[str, Work | None]:
         """Not known: as often as it is asked."""
@@ -236,12 +227,6 @@ class KeptTeacher(Teacher):
     def to(self, device: torch.device) -> None:
         self.device = device
         self.inner.to(device)
-
-    def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
-        return self.inner.cut_student(section, device, dtype)
-
-    def quantise(self) -> None:
-        self.inner.quantise()
 
     def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
         """What quantising the teacher costs, and what storing its hidden states in fp8 does."""
