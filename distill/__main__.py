@@ -1,14 +1,14 @@
-"""`python -m distill`, and the console script, are the command `distill`."""
+"""Entry point of `python -m distill` and of the console script `distill`."""
 
 import os
 import signal
 
-# until the command can say a word of its own; what is imported first takes some tenths of a second
+# Ctrl-C during the first imports (some tenths of a second) exits at once; main() installs the real handler
 signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 
 
 def main() -> None:
-    """Carry out the command line."""
+    """Run the command line."""
     from distill import cli
     from distill.core.interrupts import Interrupts
 

@@ -1,8 +1,8 @@
-"""The command `distill`: run and validate recipes, list and copy those that ship; the rest is in `commands`.
+"""The command `distill`: run and validate recipes, list and copy the shipped ones; other commands are in `commands`.
 
-Exit codes: 0 done; 1 a check failed, or the machine or the numbers did, or something broke (one line, the trace in a
-file); 2 the user's input (one line a fault); 130 for Ctrl-C. Nothing heavy is imported before a run
-starts.
+Exit codes: 0 success; 1 a failed check, a machine or numerical error, or an unexpected exception (one line; the
+traceback goes to a file); 2 invalid user input (one line per error); 130 Ctrl-C. torch and transformers are imported
+only when a command needs them.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ app = typer.Typer(
     help="""Train a small language model to match a large one.
 
     \b
-    distill recipes                            what ships
-    distill recipes copy chat-8b-to-1b         a recipe of your own to edit
-    distill settings train                     what a recipe can say
-    distill validate chat-8b-to-1b.yaml        is it right? prints every setting
-    distill check chat-8b-to-1b.yaml           will it fit, how long will it take?
-    distill inspect chat-8b-to-1b.yaml         what is learned, token by token
-    distill cache chat-8b-to-1b.yaml           the teacher once, onto the disk
-    distill serve chat-8b-to-1b.yaml           the teacher for trainers elsewhere
-    distill sample my.yaml --prompts q.txt ... answers of either model, as data
-    distill run chat-8b-to-1b.yaml             teach
-    distill run quickstart train.steps=20      a shipped one, a setting changed
-    distill report quickstart                  a page about the run
-    distill eval quickstart                    held-out figures with intervals
-    distill compare quickstart quickstart-2    runs beside each other
-    distill generate quickstart -p "Hello"     let the student answer
-    distill chat quickstart --beside-teacher   talk with it
-    distill export quickstart -o student       a folder to hand over
-    distill verify quickstart                  is every file as it was written?
+    distill recipes                            list the shipped recipes
+    distill recipes copy chat-8b-to-1b         copy one to edit
+    distill settings train                     explain a recipe's settings
+    distill validate chat-8b-to-1b.yaml        check it and print every setting
+    distill check chat-8b-to-1b.yaml           estimate memory and time
+    distill inspect chat-8b-to-1b.yaml         show the trained tokens of a batch
+    distill cache chat-8b-to-1b.yaml           write teacher outputs to disk
+    distill serve chat-8b-to-1b.yaml           start a teacher server
+    distill sample my.yaml --prompts q.txt ... generate training data
+    distill run chat-8b-to-1b.yaml             train the student
+    distill run quickstart train.steps=20      a shipped recipe, one setting changed
+    distill report quickstart                  write an HTML report of a run
+    distill eval quickstart                    held-out metrics with intervals
+    distill compare quickstart quickstart-2    compare runs
+    distill generate quickstart -p "Hello"     generate with the student
+    distill chat quickstart --beside-teacher   chat with the student
+    distill export quickstart -o student       export the student
+    distill verify quickstart                  verify checksums of all files
     """,
 )
 recipes_app = typer.Typer(
@@ -102,27 +102,27 @@ def run(
     overrides: Overrides = None,
     name: Annotated[
         str | None,
-        typer.Option("--name", metavar="NAME", help="Call the run so, not as the recipe (or -2, -3, ...)."),
+        typer.Option("--name", metavar="NAME", help="Name of the run; else the recipe's name (or -2, -3, ...)."),
     ] = None,
     output_dir: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="The folder of all runs, in place of the recipe's (runs).")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder of all runs; else the recipe's output_dir (runs).")
     ] = None,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Continue from the last checkpoint of --name, else of the recipe's last run."),
     ] = False,
     resume_if_any: Annotated[
-        bool, typer.Option("--resume-if-any", help="The same where the run of --name has begun; else start it.")
+        bool, typer.Option("--resume-if-any", help="Resume the run of --name if it exists; else start it.")
     ] = False,
     unverified: Annotated[
-        bool, typer.Option("--unverified", help="Let --resume take a checkpoint that has no manifest.json, unchecked.")
+        bool, typer.Option("--unverified", help="Let --resume load a checkpoint without a manifest.json, unchecked.")
     ] = False,
     lock: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Refuse to run unless all is as in this lock.yaml of a run.")
+        Path | None, typer.Option(metavar="FILE", help="Refuse to run if anything differs from this lock.yaml.")
     ] = None,
     plugin: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.py", help="Run this Python file: its TERMS become types of loss.terms."),
+        typer.Option(metavar="FILE.py", help="Python file whose TERMS become types of loss.terms; its code is run."),
     ] = None,
 ) -> None:
     """Run a recipe: load teacher and student, train, evaluate, save the student.
@@ -135,7 +135,7 @@ def run(
     distill run chat-8b-to-1b.yaml --output-dir /scratch/$USER/runs
     distill run chat-8b-to-1b.yaml --lock runs/support-bot/lock.yaml
 
-    Several visible GPUs are all used, through torchrun. To start the processes yourself, on several nodes say:
+    All visible GPUs are used, through torchrun. To start the processes yourself, e.g. on several nodes:
 
     \b
     torchrun --nproc-per-node 8 -m distill run chat-8b-to-1b.yaml
@@ -143,7 +143,7 @@ def run(
       run chat-8b-to-1b.yaml --name chat --resume-if-any
     accelerate launch --num_processes 8 -m distill run chat-8b-to-1b.yaml
 
-    Without a hub, a shipped recipe runs on random weights and random tokens, unless its header says that it cannot:
+    Without access to the hub, a shipped recipe runs on random weights and tokens, unless its header says otherwise:
 
     \b
     distill run llama3-8b-to-1b teacher.init=random student.init=random \\
@@ -154,11 +154,11 @@ def run(
     runs = runs_folder(resolved.output_dir)
     if resume_if_any:
         if name is None:
-            raise ValueError("--resume-if-any: needs --name, which says which run it may be")
+            raise ValueError("--resume-if-any: expected --name, which names the run to resume; got none")
         resume = resume or (runs / name / RECIPE_FILE).is_file()
     elif unverified and not resume:
-        raise ValueError("--unverified: belongs to --resume, which was not given")
-    # of several processes, one may have made the folder already
+        raise ValueError("--unverified: expected together with --resume; got no --resume")
+    # rank 0 alone decides: another process may have made the folder already
     folder = run_folder(resolved.name, name=name, resume=resume, runs=runs) if ranks.is_first() else None
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
     if processes > 1:
@@ -167,7 +167,7 @@ def run(
 
         given = resolved
         processes, resolved = share_out(given, processes, folder / RECIPE_FILE if resume and folder else None)
-        accumulation_steps(resolved.train, resolved.data, processes)  # what their number makes impossible
+        accumulation_steps(resolved.train, resolved.data, processes)  # raises where so many processes do not fit
         if processes > 1:
             chosen = resolved.parallel
             more = [f"parallel.teacher={chosen.teacher}", f"parallel.teacher_gpus={chosen.teacher_gpus}"]
@@ -180,7 +180,7 @@ def run(
         )
     except KeyboardInterrupt:
         if folder is not None:
-            _say_how_to_resume(folder, recipe, overrides, plugin)
+            _print_resume_command(folder, recipe, overrides, plugin)
         raise typer.Exit(130) from None
 
 
@@ -188,7 +188,7 @@ def run(
 def validate(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check a recipe and print it with every setting filled in; loads no model.
 
-    Exit code 1, and a line for each, where files that it names are not here.
+    The exit code is 1, with a line for each, where files that it names do not exist.
 
     \b
     distill validate chat-8b-to-1b.yaml
@@ -205,7 +205,7 @@ def validate(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJso
     if as_json:
         say_json(resolved.model_dump(mode="json"))
     else:
-        print(dump(resolved).rstrip())  # as YAML, whose lines a terminal may break
+        print(dump(resolved).rstrip())  # verbatim: wrapped lines would be another YAML file
     for note in [*path_notes(resolved), *unusual(resolved)]:
         console.complain(note)
 
@@ -225,15 +225,17 @@ def list_recipes(context: typer.Context, as_json: AsJson = False) -> None:
         return
     console.show_table(["recipe", "what it does"], [[recipe.name, recipe.title] for recipe in recipes])
     console.say(f"\nshapes for dry runs (config:)  {', '.join(shipped_architectures())}")
-    console.say("distill recipes copy NAME [FILE] gives you one to edit; distill run NAME runs it as it is")
+    console.say("distill recipes copy NAME [FILE] copies one to edit; distill run NAME runs it unchanged")
 
 
 @recipes_app.command("copy")
 def copy(
-    name: Annotated[str, typer.Argument(help="A recipe that ships.", autocompletion=complete_recipe)],
-    destination: Annotated[Path | None, typer.Argument(help="A file or folder; else the working directory.")] = None,
+    name: Annotated[str, typer.Argument(help="Name of a shipped recipe.", autocompletion=complete_recipe)],
+    destination: Annotated[
+        Path | None, typer.Argument(help="Target file or folder; else the working directory.")
+    ] = None,
 ) -> None:
-    """Copy a shipped recipe, to edit it; overwrites nothing.
+    """Copy a shipped recipe to edit it; overwrites nothing.
 
     \b
     distill recipes copy chat-8b-to-1b
@@ -243,21 +245,21 @@ def copy(
     console.say(f"wrote {target}; run it with: distill run {shlex.quote(str(target))}")
 
 
-def _say_how_to_resume(folder: Path, recipe: str, overrides: Sequence[str], plugin: Path | None) -> None:
+def _print_resume_command(folder: Path, recipe: str, overrides: Sequence[str], plugin: Path | None) -> None:
     if any(folder.rglob("checkpoint-*")):
         own = ["--plugin", str(plugin)] if plugin else []
         command = shlex.join(["distill", "run", recipe, *overrides, *own, "--name", folder.name, "--resume"])
         console.complain(f"interrupted; continue with: {command}")
     else:
-        console.complain("interrupted before the first checkpoint (train.save_every), so there is nothing to resume")
+        console.complain("interrupted before the first checkpoint (train.save_every): nothing to resume")
 
 
 def run_command(arguments: Sequence[str] | None = None) -> int:
     """Run `distill` with these arguments (`sys.argv` otherwise) and return its exit code.
 
-    A `ValueError` is the user's input: its message is printed, one line a fault, and the code is 2. A `RunError`, and
-    what a disk refuses, is one line and 1. Of anything else the line names a file with the trace. With DISTILL_TRACE=1
-    in the environment all of them are raised instead.
+    A `ValueError` is invalid user input: its message is printed, one line per error, and the code is 2. A `RunError`
+    or an error of the disk prints one line; the code is 1. Any other exception prints one line that names a file with
+    the traceback; the code is 1. With DISTILL_TRACE=1 in the environment exceptions are raised instead.
     """
     launch.command_line[:] = sys.argv[1:] if arguments is None else arguments
     try:
@@ -265,7 +267,7 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
         return code if isinstance(code, int) else 0
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "distill"
-        console.complain(f"{error.format_message()} ({command} --help says more)")
+        console.complain(f"{error.format_message()} (see {command} --help)")
         return 2
     except (KeyboardInterrupt, typer.Abort):
         console.complain("interrupted")
@@ -276,12 +278,12 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, RunError | ValueError):
             console.complain(str(error))
             return 1 if isinstance(error, RunError) else 2
-        console.complain(disk_line(error) or _last_resort(error))
+        console.complain(disk_line(error) or _unexpected_error_line(error))
         return 1
 
 
-def _last_resort(error: Exception) -> str:
-    """A line for a fault that nobody has thought of; its trace goes to a file in the run's folder."""
+def _unexpected_error_line(error: Exception) -> str:
+    """Return a line for an unexpected exception; its traceback goes to a file in the run's folder or /tmp."""
     text = "".join(traceback.format_exception(error))
     text = f"distill {shlex.join(launch.command_line)}\n\n{text}\n"
     with contextlib.suppress(Exception):
@@ -289,7 +291,7 @@ def _last_resort(error: Exception) -> str:
 
         text += "".join(f"{name} {value}\n" for name, value in environment().items())
     first = (str(error).strip().splitlines() or [""])[0]
-    line = f"something broke: {type(error).__name__}: {first:.200}"
+    line = f"unexpected error: {type(error).__name__}: {first:.200}"
     name = f"error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     for folder in (RunLock.latest, Path(tempfile.gettempdir())):
         if folder is None or not folder.is_dir():
@@ -298,15 +300,15 @@ def _last_resort(error: Exception) -> str:
             (folder / name).write_text(text, encoding="utf-8", errors="replace")
         except OSError:
             continue
-        return f"{line}; the trace is in {folder / name} (DISTILL_TRACE=1 shows it here)"
-    return f"{line} (DISTILL_TRACE=1 shows the trace)"
+        return f"{line}; traceback in {folder / name} (DISTILL_TRACE=1 prints it)"
+    return f"{line} (DISTILL_TRACE=1 prints the traceback)"
 
 
 def main() -> None:
-    """The console script."""
-    # threads that wait for others sleep: as fast on an idle machine, half as fast again on a busy one
+    """Run the command line and exit with its code."""
+    # OpenMP threads that wait for work sleep: as fast on an idle machine, 1.5 times as fast on a busy one
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    for stream in (sys.stdout, sys.stderr):  # a model says what a terminal may have no letters for
+    for stream in (sys.stdout, sys.stderr):  # generated text may hold characters that the terminal cannot encode
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     quieten()

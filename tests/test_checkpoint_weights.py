@@ -241,7 +241,7 @@ def test_a_checkpoint_of_other_weights_is_refused(tmp_path, change, said):
     found = load_file(tmp_path / "model.safetensors")
     change(found)
     save_file(found, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RunError, match=rf"^--resume: .*{said}.*; move it away to use another$"):
+    with pytest.raises(RunError, match=rf"^--resume: .*{said}.*; move the folder away to use an older checkpoint$"):
         load_weights(made("mixtral"), tmp_path)
 
 
@@ -249,7 +249,10 @@ def test_a_checkpoint_of_other_weights_is_refused(tmp_path, change, said):
     "change, said",
     [
         (lambda found, name: found.pop(name), "its files lack {}"),
-        (lambda found, name: found.update({name: torch.ones(4, 32)}), "{} is no weight of this student's adapter, or"),
+        (
+            lambda found, name: found.update({name: torch.ones(4, 32)}),
+            "{} is not a weight of this student's adapter, or",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_adapter_is_refused(tmp_path, change, said):

@@ -141,8 +141,8 @@ def test_completion_offers_recipes(folder):
         ),
         (["run", "mine.yaml", "--name", "../x"], "--name: expected letters, digits"),
         (["run", "mine.yaml", "--resume"], "--resume: no run of mine in runs to continue"),
-        (["run", "mine.yaml", "--resume", "--name", "x"], "--resume: runs/x holds no run to continue"),
-        (["run"], "Missing argument 'RECIPE'. (distill run --help says more)"),
+        (["run", "mine.yaml", "--resume", "--name", "x"], "--resume: runs/x holds no run to resume"),
+        (["run"], "Missing argument 'RECIPE'. (see distill run --help)"),
         (["run", "mine.yaml", "--lr", "3"], "No such option: --lr"),
         (["train"], "No such command 'train'."),
         (["recipes", "copy", "quickstart", "mine.yaml"], "mine.yaml: exists already"),
@@ -193,7 +193,7 @@ def test_runs_lie_where_output_dir_says(folder, fake_run, monkeypatch, capsys):
     make_run(folder / "scratch" / "trial")
     for given in (["--output-dir", "scratch"], ["output_dir=$SCRATCH"]):
         assert run_command(["run", "mine.yaml", *given, "--name", "trial"]) == 2
-        assert "scratch/trial holds a run already" in capsys.readouterr().err
+        assert "scratch/trial already holds a run" in capsys.readouterr().err
     assert run_command(["run", "mine.yaml", "--output-dir", "scratch", "--name", "trial", "--resume-if-any"]) == 0
     assert fake_run.calls[-1][0].output_dir == "scratch" and fake_run.calls[-1][2]
     assert run_command(["run", "mine.yaml", "output_dir=$NOWHERE/runs"]) == 2
@@ -257,7 +257,7 @@ def test_a_name_that_holds_a_run_is_refused_saying_how_to_resume(tmp_path):
     runs = tmp_path / "runs"
     assert run_folder("mine", name="trial", runs=runs) == runs / "trial"
     make_run(runs / "trial")
-    with pytest.raises(RecipeError, match="holds a run already; --resume continues it"):
+    with pytest.raises(RecipeError, match="already holds a run; --resume continues it"):
         run_folder("mine", name="trial", runs=runs)
     assert run_folder("mine", name="trial", resume=True, runs=runs) == runs / "trial"
     for bad in ("", "..", "a/b", "-x", "a\n", "x" * 101):

@@ -99,9 +99,7 @@ def test_a_users_mistake_is_2_and_a_bug_keeps_its_trace(name, error, code, capsy
     if code is None:
         assert run_command([name, "x"]) == 1
         (kept,) = tmp_path.iterdir()
-        line = (
-            f"distill: something broke: RuntimeError: a bug; the trace is in {kept} (DISTILL_TRACE=1 shows it here)\n"
-        )
+        line = f"distill: unexpected error: RuntimeError: a bug; traceback in {kept} (DISTILL_TRACE=1 prints it)\n"
         assert capsys.readouterr().err == line
         text = kept.read_text()
         assert text.startswith(f"distill {name} x\n") and "of two lines" in text and "\ntorch " in text

@@ -143,7 +143,7 @@ def test_an_adapter_to_a_cut_student_is_only_resumed(place, monkeypatch, capsys)
         patch.setattr(run_module, "save_student", lambda *args: 1 / 0)
         assert run_command(["run", "r.yaml", "student={from_teacher: {layers: 1}}", "student.lora={r: 2}"]) == 1
     said = capsys.readouterr().err
-    assert "runs/r/checkpoint-2: --resume goes on from there" in said and "export" not in said
+    assert "runs/r/checkpoint-2: --resume continues from there" in said and "export" not in said
 
 
 def test_a_damaged_checkpoint_is_not_exported(place, capsys):

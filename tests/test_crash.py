@@ -195,7 +195,7 @@ def test_ctrl_c_of_a_run_without_checkpoints_leaves_one_to_resume_from(workplace
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=300) == 130
     said = (workplace / "out.txt").read_text()
-    assert "Ctrl-C again stops at once" in said and "Traceback" not in said
+    assert "press Ctrl-C again to stop at once" in said and "Traceback" not in said
     assert f"continue with: distill run recipe.yaml {' '.join(never)} --name {name} --resume" in said
     assert len(list(folder.glob("checkpoint-*"))) == 1 and not (folder / "student").exists()
     finish(workplace, *never, "--name", name, "--resume")

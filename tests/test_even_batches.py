@@ -287,7 +287,7 @@ def test_what_is_dropped_or_not_ours_stays(caplog):
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
         each_row_once(DataLoader(Stream(), batch_size=2), 2)
-    assert "rows of Stream are cut over the processes elsewhere" in caplog.text
+    assert "rows of Stream are not distributed by a batch sampler" in caplog.text
 
 
 def test_lengths_of_no_rows():

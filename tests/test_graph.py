@@ -266,7 +266,7 @@ def test_what_cannot_be_captured_is_launched_and_says_why(tmp_path):
         trainer.add_callback(Hooked())
 
     _, _, steps, said, _ = train(tmp_path, True, change=hook)
-    assert "the student is launched: a hook of" in said[0]
+    assert "the student runs eagerly: a hook of" in said[0]
     assert steps.graphs.replays > 0  # the teacher's
 
 
@@ -398,7 +398,7 @@ def test_the_faster_way_is_kept(monkeypatch, replayed, kept):
         steps.on_step_end(None, state, None)
         state.global_step += 1
     assert (steps.graphs is not None) == kept
-    expected = "the step runs from CUDA graphs: 20.0 ms" if kept else "off, since they win too little: 50.0 ms"
+    expected = "the step runs from CUDA graphs: 20.0 ms" if kept else "off, since the gain is too small: 50.0 ms"
     assert said[0].startswith(expected)
 
 

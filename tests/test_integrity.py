@@ -81,7 +81,7 @@ def empty_optimizer(folder):
     torch.save({**state, "state": {}}, folder / "optimizer.pt")
 
 
-@pytest.mark.parametrize("spoil, says", [(spoil_weights, "is not finite"), (empty_optimizer, "moments of no weight")])
+@pytest.mark.parametrize("spoil, says", [(spoil_weights, "is not finite"), (empty_optimizer, "no optimizer moments")])
 def test_what_no_manifest_tells_is_seen_in_the_contents(finished, tmp_path, spoil, says):
     folder = shutil.copytree(finished / "runs/whole/checkpoint-4", tmp_path / "checkpoint-4")
     (folder / MANIFEST).unlink()
@@ -106,18 +106,20 @@ def test_a_checkpoint_without_a_manifest_is_used_only_unverified(workplace, fini
     (workplace / "runs/whole/checkpoint-4" / MANIFEST).unlink()
     assert run_command(resume) == 0
     said = capsys.readouterr().out
-    assert "runs/whole/checkpoint-4 cannot be used: it has no manifest.json, so that nothing shows whether" in said
+    assert "runs/whole/checkpoint-4 cannot be used: it has no manifest.json to verify it against" in said
     assert "continuing from runs/whole/checkpoint-2" in said
     for folder in (workplace / "runs/whole").glob("checkpoint-*"):
         (folder / MANIFEST).unlink()
     assert run_command(resume) == 1
     said = capsys.readouterr().err
-    assert "checkpoint-2 cannot be used: it has no manifest.json" in said and "--unverified takes it so" in said
+    assert (
+        "checkpoint-2 cannot be used: it has no manifest.json" in said and "--unverified loads it all the same" in said
+    )
     assert run_command([*resume, "--unverified"]) == 0
-    assert "runs/whole/checkpoint-4 has no manifest.json: its contents are not checked" in capsys.readouterr().out
+    assert "runs/whole/checkpoint-4 has no manifest.json: its contents are not verified" in capsys.readouterr().out
     assert figures(workplace / "runs/whole") == figures(finished / "runs/whole")
     assert run_command(["run", "r.yaml", "--unverified"]) == 2
-    assert "--unverified: belongs to --resume" in capsys.readouterr().err
+    assert "--unverified: expected together with --resume" in capsys.readouterr().err
 
 
 def test_checkpoints_that_lost_their_state_do_not_mean_a_fresh_start(workplace, finished, capsys):
@@ -150,7 +152,7 @@ def test_a_checkpoint_that_lacks_a_weight_is_not_gone_on_from(workplace, capsys)
 
 def test_rows_that_would_come_twice_are_refused(tmp_path):
     recipe = parse(RECIPE, ["train.arguments={ignore_data_skip: true}"])
-    with pytest.raises(ValueError, match=r"train\.arguments\.ignore_data_skip: a resumed run would learn"):
+    with pytest.raises(ValueError, match=r"train\.arguments\.ignore_data_skip: a resumed run would train"):
         precision = resolve_precision(recipe, torch.device("cpu"))
         training_arguments(recipe, tmp_path, rows=4, device=torch.device("cpu"), precision=precision)
 

@@ -235,6 +235,5 @@ def test_the_recipe_decides_over_accelerates_configuration(workplace, monkeypatc
         == read_metrics(plain.folder / "metrics.jsonl")[0]["loss"]
     )
     assert [record.getMessage() for record in caplog.records if "ACCELERATE" in record.getMessage()] == [
-        "ACCELERATE_MIXED_PRECISION=bf16, of accelerate's configuration, is not used: the recipe decides "
-        "(train.precision)"
+        "ACCELERATE_MIXED_PRECISION=bf16 of accelerate's configuration is ignored: the recipe's train.precision applies"
     ]

@@ -148,12 +148,12 @@ def test_a_folder_that_is_deleted_under_a_run_ends_it_in_a_line(workplace, monke
     monkeypatch.setattr(DistillationTrainer, "training_step", delete)
     assert run_command(["run", "r.yaml", "--name", "gone"]) == 1
     err = capsys.readouterr().err
-    assert "runs/gone: the folder of this run was deleted or moved" in err and err.count("\n") == 1
+    assert "runs/gone: the folder was deleted or moved" in err and err.count("\n") == 1
 
 
 def test_resume_if_any_starts_and_goes_on(workplace, capsys):
     assert run_command(["run", "r.yaml", "--resume-if-any"]) == 2
-    assert "--resume-if-any: needs --name" in capsys.readouterr().err
+    assert "--resume-if-any: expected --name" in capsys.readouterr().err
     for expected in ("step 4/4", "continuing from runs/new/checkpoint-4"):
         assert run_command(["run", "r.yaml", "--name", "new", "--resume-if-any"]) == 0
         assert expected in capsys.readouterr().out

@@ -166,7 +166,7 @@ def test_a_run_with_a_plugin_equals_one_with_our_term(workplace, capsys):
     assert "this recipe runs code, from mine.py; allow it with --plugin mine.py" in capsys.readouterr().err
     (workplace / "mine.py").write_text(PLUGIN + "\n# another file\n")
     assert cli.run_command(["run", "r.yaml", "--plugin", "mine.py", "--name", "own", "--resume"]) == 2
-    assert "--resume: the recipe differs" in capsys.readouterr().err
+    assert " differs from " in capsys.readouterr().err
     assert not (workplace / "runs/third").exists()
 
 

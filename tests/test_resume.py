@@ -148,7 +148,7 @@ def test_names_that_look_like_checkpoints(workplace):
 def test_other_data_or_models_are_refused_by_name(workplace, capsys):
     (workplace / "text.txt").write_text(TEXT.replace("listens", "learns"))
     assert resume() == 2
-    assert "lock.yaml (move it away to go on all the same): data.source differs" in capsys.readouterr().err
+    assert "lock.yaml (move it away to continue anyway): data.source differs" in capsys.readouterr().err
     (workplace / "text.txt").write_text(TEXT)
     save_tiny(workplace / "teacher", tiny_model(tiny_tokenizer(), layers=3, seed=5), tiny_tokenizer())
     assert resume() == 2

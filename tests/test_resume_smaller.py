@@ -204,9 +204,9 @@ def test_a_run_goes_on_with_smaller_micro_batches(stopped, finished, capsys):
     assert resume(*told, "train.save_every=2", "data.workers=1") == 0
     out = capsys.readouterr().out
     assert (
-        "resumed with other settings, for the same steps: train.batch_size 1, 4 when the run began; "
-        "train.gradient_checkpointing true, false when the run began; train.save_every 2, 3 when the run began; "
-        "teacher.offload 'cpu', null when the run began; data.workers 1, 0 when the run began\n" in out
+        "resumed with changed settings that keep the training steps the same: train.batch_size 1 (at the start 4); "
+        "train.gradient_checkpointing true (at the start false); train.save_every 2 (at the start 3); "
+        "teacher.offload 'cpu' (at the start null); data.workers 1 (at the start 0)\n" in out
     )
     assert losses(stopped) == pytest.approx(losses(finished), rel=1e-5)
     ours, theirs = (load_file(path / "runs/whole/student/model.safetensors") for path in (stopped, finished))
@@ -253,10 +253,10 @@ def test_what_is_said_when_memory_runs_out_goes_on(finished, tmp_path, monkeypat
 @pytest.mark.parametrize(
     "overrides, expected",
     [
-        (["train.learning_rate=0.2"], "there train.learning_rate is 0.1, now 0.2; of a run that is resumed"),
-        (["loss.terms.0.weight=0.5"], "there loss.terms.0.weight is 1.0, now 0.5"),
+        (["train.learning_rate=0.2"], "--resume: train.learning_rate differs from "),
+        (["loss.terms.0.weight=0.5"], "recipe.yaml: expected 1.0, got 0.5"),
         (["train.max_grad_norm=2"], "train.gradient_checkpointing, train.cuda_graph, train.save_every"),
-        (["train.steps=7"], "there train.steps is 6, now 7"),
+        (["train.steps=7"], "recipe.yaml: expected 6, got 7"),
         (["data.max_length=16"], "there data.max_length is 32, now 16"),
         (["student.lora={r: 2}"], "there student.lora is null, now a section of 6"),
         (["train.batch_size=3", "train.tokens_per_step=192"], "8 rows on 1 device(s), so expected one of 4, 2, 1"),
@@ -312,7 +312,7 @@ def test_dropout_is_said_to_draw_other_numbers():
     adapted = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1))
     assert notes((4, 2), plain) == []
     for model in (drops, adapted):
-        assert notes((4, 2), model) == ["dropout draws other random numbers than with the micro-batches of before"]
+        assert notes((4, 2), model) == ["dropout uses other random numbers than with the previous micro-batch size"]
 
 
 def kept_of_epoch(rows, size):
@@ -354,7 +354,7 @@ def test_the_next_smaller_batch_keeps_the_steps_rows(batch_size, tokens, process
     "processes, expected",
     [
         (1, "expected 256; got null"),
-        (4, "takes 8 rows, 4 at a time on 2 processes; got 4 on 4: continue on as many processes"),
+        (4, "has 8 rows: expected train.batch_size 4 on 2 processes, got 4 on 4; continue on 2 processes"),
     ],
 )
 def test_other_processes_do_not_make_steps_of_another_size(stopped, processes, expected):
@@ -374,14 +374,14 @@ def test_shards_are_not_read_by_one_process_nor_a_whole_student_into_shards(stop
     run, now = stopped / "runs/whole", load("r.yaml")
     arguments = SimpleNamespace(fsdp=True, world_size=2, dataloader_drop_last=False)
     told = resume_plan(now, run, processes=1)
-    with pytest.raises(ValueError, match=r"checkpoint-3 holds the student whole, .*; continue on one process"):
+    with pytest.raises(ValueError, match=r"checkpoint-3 holds an unsharded student, .*; continue on one process"):
         told.notes(arguments, None, rows=9)
     (run / "checkpoint-3/pytorch_model_fsdp.bin").write_bytes(b"")
     assert told.notes(arguments, None, rows=9) == []
     before = (run / "recipe.yaml").read_text()
     assert resume("train.log_every=2") == 2
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1 and "holds the student in shards (parallel.strategy: fsdp" in said[0], said
+    assert len(said) == 1 and "holds a sharded student (parallel.strategy: fsdp" in said[0], said
     assert (run / "recipe.yaml").read_text() == before
 
 
@@ -392,9 +392,9 @@ def test_on_two_processes(stopped, capsys):
     theirs = load_file(run / "student/model.safetensors")
     shutil.rmtree(run / "checkpoint-6")
     assert run_command(["run", "r.yaml", "train.batch_size=2", "--name", "two", "--resume"]) == 2
-    told = "takes 8 rows, 4 at a time on 2 processes; got 2 on 1: continue on as many"
+    told = "has 8 rows: expected train.batch_size 4 on 2 processes, got 2 on 1; continue on"
     assert told in capsys.readouterr().err
     said = run_as_two("-m", "distill", "run", "r.yaml", "train.batch_size=1", "--name", "two", "--resume", cwd=stopped)
-    assert said.count("resumed with other settings") == 1
+    assert said.count("resumed with changed settings") == 1
     for name, value in load_file(run / "student/model.safetensors").items():
         torch.testing.assert_close(value, theirs[name])

@@ -112,7 +112,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(workplace, monkeypatch):
     monkeypatch.undo()
     monkeypatch.chdir(workplace)
     assert (workplace / "runs/parts/checkpoint-2").exists() and not (workplace / "runs/parts/student").exists()
-    with pytest.raises(ValueError, match="--resume: the recipe differs"):
+    with pytest.raises(ValueError, match=r"--resume: .* differs from"):
         run(recipe(*overrides, "train.learning_rate=1e-3"), name="parts", resume=True)
     parts = run(recipe(*overrides), name="parts", resume=True)
     assert parts.after == whole.after and parts.before == whole.before

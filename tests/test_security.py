@@ -232,7 +232,7 @@ def test_a_sharded_checkpoint_may_hold_tensors_and_numbers_alone(stopped, touche
         assert "it names attribute mro" in fault_of(folder)
     (place / ".metadata").write_bytes(index)
     shards.save({"more": Payload(touched)}, checkpoint_id=place, no_dist=True)
-    assert "cannot be read as what it should hold" in fault_of(folder) and not touched.exists()
+    assert "cannot be read as a checkpoint's index" in fault_of(folder) and not touched.exists()
 
 
 # ------------------------------------------------------------------ recipes

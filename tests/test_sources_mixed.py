@@ -183,7 +183,7 @@ def test_sources_send_their_rows_to_teachers(here, tmp_path):
     [
         ("[{source: a.jsonl, weight: 0}]", "data.sources.0.weight: expected a number above 0, got 0"),
         ("[{source: a.jsonl, weight: -1}]", "data.sources.0.weight: expected a number above 0"),
-        ("[{weight: 1}]", "data.sources.0.source: required, and missing"),
+        ("[{weight: 1}]", "data.sources.0.source: required field is missing"),
         ("[{source: a.jsonl, share: 1}]", "data.sources.0.share: unknown field"),
         ("[{source: a.jsonl, teacher: math}]", "data.fields.teacher: names the column"),
         ("[{source: synthetic}, {source: a.jsonl}]", "synthetic, which goes alone"),

@@ -129,7 +129,7 @@ def resumed(plain, tmp_path, monkeypatch):
 def test_damaged_metrics_are_named_on_resume(resumed, plain, caplog):
     with caplog.at_level(logging.WARNING):
         rows = resumed("metrics.jsonl", lambda content: content.replace(b'"step": 2', b'"s|ep": 2'))
-    assert "runs/whole/metrics.jsonl: line 2 is damaged, and left out of the figures" in caplog.text
+    assert "runs/whole/metrics.jsonl: line 2 is damaged, and excluded from the metrics" in caplog.text
     assert rows == [row for row in figures(plain / "runs/whole") if row["step"] != 2]
 
 

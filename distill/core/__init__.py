@@ -1,1 +1,1 @@
-"""What every package needs: faults, console, folders of runs, processes."""
+"""Foundations of every package: errors, console, run folders, processes."""

@@ -1,4 +1,4 @@
-"""What the commands print: colours and tables in a terminal, plain text in a file or pipe, one line for an error."""
+"""Output of the commands: colours and tables in a terminal, plain text in a file or pipe, one line per error."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-# what moves a terminal's cursor, changes its colours or turns text around, and halves of surrogate pairs
+# characters that move a terminal's cursor, change its colours or reverse text, and halves of surrogate pairs
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
-_KEY = re.compile(r" *\S[^:\n]{0,17}?(?:: +|  +)")  # of a line such as `steps       40 of 512 tokens`
-_FIGURES = re.compile(r"(?<=\S)  +(?=\S)")  # what stands between them
+_KEY = re.compile(r" *\S[^:\n]{0,17}?(?:: +|  +)")  # the key of a line such as `steps       40 of 512 tokens`
+_FIGURES = re.compile(r"(?<=\S)  +(?=\S)")  # the gap between two figures of a line
 
 
 def visible(text: str) -> str:
-    """`text` with its control characters but tabs and line ends written out, so that none reaches a terminal."""
+    """Return `text` with control characters except tabs and newlines escaped, so that none reaches a terminal."""
     return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 @contextlib.contextmanager
 def terminal_may_be_lost() -> Iterator[None]:
-    """A write to a terminal that is gone fails before the signal that says so is heard; what was to be shown is lost,
-    and the work goes on to where the signal is looked at."""
+    """Ignore EIO from a write to a terminal that is gone: it comes before the SIGHUP that ends the run in order."""
     try:
         yield
     except OSError as error:
@@ -42,19 +41,19 @@ def terminal_may_be_lost() -> Iterator[None]:
 
 
 class VisibleFormatter(logging.Formatter):
-    """Log lines without control characters."""
+    """Logging formatter that escapes control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Format a record, control characters escaped."""
         return visible(super().format(record))
 
 
-if logging.lastResort is not None:  # it prints warnings where nobody set up logging, as our commands do not
+if logging.lastResort is not None:  # the handler of programs that configure no logging, as our commands
     logging.lastResort.setFormatter(VisibleFormatter())
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> None:
-    """Print a table whose columns have the words of their cells below one another where it is wider than the screen;
-    where standard output is no terminal nothing is cut, not even a word that is too long.
+    """Print a table, wrapping cells where it is wider than the terminal; other outputs get it at full width.
 
     Args:
         numbers: align all columns but the first to the right.
@@ -74,7 +73,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show on standard error that something takes a while; nothing where that is no terminal, or from later ranks."""
+    """Show a spinner on standard error while the body runs; nothing on ranks other than 0 or without a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal or os.environ.get("RANK", "0") != "0":
         yield
@@ -85,7 +84,7 @@ def working(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None] | None]:
-    """A progress bar on standard error; yields the function that moves it on, None where that is no terminal."""
+    """Show a progress bar on standard error; yields a function that advances it, None without a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None
@@ -104,14 +103,13 @@ def say(line: str) -> None:
 
 
 def say_verbatim(text: str) -> None:
-    """Print what is to be copied or read by programs: JSON, commands, text of the data. Nothing is broken."""
+    """Print text for copying or for programs (JSON, commands, data) without wrapping it."""
     with terminal_may_be_lost():
         print(visible(text), flush=True)
 
 
 def wrap_line(line: str, width: int) -> list[str]:
-    """A line in parts of at most `width` columns, the later ones below what follows the key (`steps       40 of ...`,
-    `  teacher: The ...`). No word is cut, and neither a figure's name nor its unit is taken from it."""
+    """Wrap a line at `width` columns, indenting later lines below the text after the key (`steps       40 of ...`)."""
     if len(line) <= width:
         return [line]
     lead, own = _KEY.match(line), len(line) - len(line.lstrip())
@@ -125,7 +123,7 @@ def wrap_line(line: str, width: int) -> list[str]:
 
 
 def complain(message: str) -> None:
-    """One line a fault on standard error, with the rank in a run of several processes."""
+    """Print an error on standard error, one line per fault, with the rank in a run of several processes."""
     rank = os.environ.get("RANK", "0")
     prefix = "distill: " if rank == "0" else f"distill (rank {rank}): "
     with terminal_may_be_lost():
@@ -134,7 +132,7 @@ def complain(message: str) -> None:
 
 
 def plain(value: object) -> object:
-    """`value` as what JSON knows: dicts, lists, text, finite numbers, null where one is not finite."""
+    """Return `value` in JSON types: dicts, lists, strings, finite numbers, and null for a number that is not finite."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
@@ -149,7 +147,7 @@ def plain(value: object) -> object:
 
 
 def plain_fields(value: object) -> dict[str, object]:
-    """The fields of a dataclass or a named tuple, each as `plain` makes it."""
+    """Return the fields of a dataclass or a named tuple, each converted by `plain`."""
     fields = plain(value)
     assert isinstance(fields, dict), type(value)
     return fields

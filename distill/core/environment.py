@@ -1,4 +1,4 @@
-"""What a run ran on: versions of the libraries, the GPU and its driver, the machine."""
+"""Versions of the libraries, the GPU and its driver, and the machine that a run used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIBRARIES = ("torch", "triton", "transformers", "datasets", "accelerate", "peft"
 
 
 def environment() -> dict[str, str]:
-    """Names and values for people; what is not there is left out."""
+    """Return component names and versions for display; components that are absent are left out."""
     values = {"distill": version_of("distill-toolkit"), "python": platform.python_version()}
     values |= {name: version_of(name) for name in LIBRARIES}
     values["system"] = f"{platform.system()} {platform.machine()}"
@@ -27,14 +27,14 @@ def environment() -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """What computes, for people."""
+    """Return a display name of the device that computes."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.system()} {platform.machine()} {device.type.upper()}, {os.cpu_count()} cores"
 
 
 def version_of(name: str) -> str:
-    """Of an installed distribution; empty where it is not."""
+    """Return the version of an installed distribution; empty if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

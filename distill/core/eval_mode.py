@@ -1,4 +1,4 @@
-"""Models in eval mode for a while."""
+"""Context manager that puts models in eval mode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def eval_mode(*models: nn.Module) -> Iterator[None]:
-    """Inside, all models are in eval mode: without dropout; each of their modules gets its own mode back."""
+    """Put all models in eval mode (no dropout) inside the block, then restore the mode of each module."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     for model in models:
         model.eval()

@@ -1,7 +1,6 @@
-"""The user's mistakes in a recipe, one clear line each: which field, what was expected, what came; and what the machine
-does to a run.
+"""Errors of recipes and runs: one line per error with the field, what was expected and what came.
 
-`Section` is the base of every part of a recipe, strict about its fields; `explain` puts what pydantic found into lines.
+`Section` is the strict base model of every part of a recipe; `explain` turns pydantic's errors into such lines.
 """
 
 from __future__ import annotations
@@ -50,19 +49,19 @@ DISK = {
     errno.ELOOP: "the link leads to itself",
 }
 FULL = (errno.ENOSPC, errno.EDQUOT)
-# libraries that are not Python's put what the system said into exceptions of their own
+# native libraries put the system's message into exceptions of their own, without an errno
 _SAID = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)}
 
 
 def disk_code(error: BaseException) -> int | None:
-    """Which of `DISK` an exception is about; None for any other."""
+    """Return the errno of `DISK` that an exception is about; None for any other exception."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno if error.errno in DISK else None
     return next((code for code, words in _SAID.items() if words in str(error)), None)
 
 
 def disk_line(error: BaseException) -> str | None:
-    """What a disk refused, with the file where it is known; None for any other exception."""
+    """Return a line for an error of the disk, with the file where it is known; None for any other exception."""
     code = disk_code(error)
     if code is None:
         return None
@@ -74,7 +73,7 @@ def disk_line(error: BaseException) -> str | None:
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot be used; `faults` holds one line for each mistake."""
+    """Error of a recipe that cannot be used; `faults` holds one line for each mistake."""
 
     def __init__(self, faults: Iterable[str]):
         self.faults = [" ".join(fault.split()) for fault in faults]
@@ -82,14 +81,14 @@ class RecipeError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on, for a reason outside of the recipe; the message is one line and says what to do."""
+    """Error that ends a run for a reason outside of the recipe; the message is one line that includes the cure."""
 
 
 class TeacherGone(RunError):
-    """A teacher elsewhere does not answer, or is another one now.
+    """Error of a remote teacher that does not respond, or whose model changed.
 
     Attributes:
-        agreed: every rank raises it, before a step that none has begun.
+        agreed: every rank raises it at the same step, before that step has begun.
     """
 
     def __init__(self, message: str, agreed: bool = False) -> None:
@@ -98,13 +97,13 @@ class TeacherGone(RunError):
 
 
 class Section(BaseModel):
-    """A part of a recipe: unknown fields, wrong types, NaN and infinity are refused; the values cannot be changed."""
+    """Strict base model of a recipe's parts: refuses unknown fields, wrong types, NaN and infinity; immutable."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
 
 def show(value: object) -> str:
-    """A value as an error line quotes it, cut where it is long."""
+    """Return a value as an error message quotes it, truncated where it is long."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -118,19 +117,19 @@ def show(value: object) -> str:
 
 
 def refuse(expected: str, value: object) -> str:
-    """`expected ..., got ...`."""
+    """Return `expected ..., got ...`."""
     return f"expected {expected}, got {show(value)}"
 
 
 def first_line(error: BaseException) -> str:
-    """Of what an exception says; its class's name where it says nothing."""
+    """Return the first line of an exception's message, or its class name where the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def differences(
     locked: Mapping[str, object], now: Mapping[str, object], prefix: str = ""
 ) -> Iterator[tuple[str, object, object]]:
-    """Name, locked and present value of everything that differs, the recipe first."""
+    """Yield name, old and new value of every setting that differs, in the order of the old mapping."""
     for key in [*locked, *(key for key in now if key not in locked)]:
         old, new, name = locked.get(key), now.get(key), f"{prefix}{key}"
         if isinstance(old, Mapping) and isinstance(new, Mapping):
@@ -140,18 +139,18 @@ def differences(
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """A suffix that offers the nearest of `known`, or lists them all."""
+    """Return a suffix that suggests the nearest of `known`, or lists them all."""
     known = list(known)
     near = get_close_matches(str(word).lower(), known, n=1, cutoff=0.7)
     return f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
 
 
 class Alias(NamedTuple):
-    """A field as another tool names it.
+    """Our field for a field name of another tool.
 
     Attributes:
         field: ours, with dots; empty where there is none.
-        cure: how it is written here, where another name alone would not do.
+        cure: how it is written here, where another name alone is not enough.
     """
 
     field: str
@@ -159,12 +158,12 @@ class Alias(NamedTuple):
 
 
 class Names(NamedTuple):
-    """What people bring from other tools.
+    """Names that other tools use, for suggestions in error messages.
 
     Attributes:
-        fields: by their name, or by section and name: ours.
-        values: by the last part of our field and their value: ours.
-        short: sections that they give as one value: how that is written, and the value to show where none is given.
+        fields: our field, by their name or by section and name.
+        values: our value, by the last part of our field and their value.
+        short: sections that other tools write as one value: our spelling, and the value to show where none is given.
     """
 
     fields: Mapping[str, Alias]
@@ -173,13 +172,13 @@ class Names(NamedTuple):
 
 
 def explain(error: ValidationError, model: type[BaseModel], names: Names) -> list[str]:
-    """One line for each fault that pydantic found in data for `model`."""
+    """Return one line for each error that pydantic found in data for `model`."""
     lines = [_line(fault, model, names) for fault in error.errors(include_url=False)]
     return list(dict.fromkeys(lines))
 
 
 def _unknown(path: list[str], section: list[str], model: type[BaseModel], names: Names) -> str:
-    """What an unknown field at `path` may have been meant for; `section` has the fields known there."""
+    """Return a suggestion for the unknown field at `path`; `section` lists the fields known there."""
     parents = [part for part in path[:-1] if not part.isdigit()]
     name = path[-1].strip().lower().replace("-", "_")
     if alias := names.fields.get(".".join([*parents, name])) or names.fields.get(name):
@@ -195,7 +194,7 @@ def _unknown(path: list[str], section: list[str], model: type[BaseModel], names:
 
 
 def _paths(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every field below `model` that is no part of a list, with dots."""
+    """Return the dotted path of every field below `model` that is not part of a list."""
     paths = []
     for name, field in model.model_fields.items():
         paths.append(prefix + name)
@@ -211,7 +210,7 @@ def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
     if kind == "extra_forbidden":
         return f"{head}unknown field; {_unknown(path, section, model, names)}"
     if kind == "missing":
-        return f"{head}required, and missing"
+        return f"{head}required field is missing"
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         tags, tag = _literals(model, [*path, "type"]), context.get("tag")
         if kind == "union_tag_not_found":
@@ -235,7 +234,7 @@ def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
         section_path = ".".join(part for part in path if not part.isdigit())
         pair = re.match(r"(\w+):([^\s:/]+)", came) if isinstance(came, str) else None
         if pair and EXPECTED[kind].startswith(("a section", "a list")) and pair[1] in str(_paths(model)):
-            return f"{head}{refuse(EXPECTED[kind], came)}; YAML wants a space after the colon: {pair[1]}: {pair[2]}"
+            return f"{head}{refuse(EXPECTED[kind], came)}; YAML needs a space after the colon: {pair[1]}: {pair[2]}"
         short = names.short.get(section_path)
         if short is None or not EXPECTED[kind].startswith(("a section", "a list")):
             return head + refuse(EXPECTED[kind], came)
@@ -250,7 +249,7 @@ def _value_meant(field: str, value: object, options: list[str], names: Names) ->
 
 
 def _annotation_parts(annotation: object) -> list[object]:
-    """A field's annotation taken apart: the alternatives of a union, the items of a list, inside Annotated."""
+    """Return the alternatives of a union, the items of a list and the type inside Annotated."""
     if get_origin(annotation) is Annotated:
         return _annotation_parts(get_args(annotation)[0])
     if isinstance(annotation, types.UnionType) or get_origin(annotation) is list:
@@ -263,7 +262,7 @@ def _sections(annotation: object) -> list[type[BaseModel]]:
 
 
 def _literals(model: type[BaseModel], path: list[str]) -> list[str]:
-    """The values that the field at `path` may take."""
+    """Return the values that the field at `path` accepts."""
     sections = [model]
     for name in (part for part in path[:-1] if not part.isdigit()):
         sections = [s for m in sections if name in m.model_fields for s in _sections(m.model_fields[name].annotation)]
@@ -272,8 +271,10 @@ def _literals(model: type[BaseModel], path: list[str]) -> list[str]:
 
 
 def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[list[str], list[str]]:
-    """The path as the user wrote it, and the fields known where it ends: of what pydantic adds (a union's member,
-    `[key]`), neither an index nor a field, all is dropped but the last part."""
+    """Return the path as the user wrote it, and the fields known where it ends.
+
+    pydantic adds parts of its own (the member of a union, `[key]`), neither an index nor a field: they are dropped.
+    """
     path: list[str] = []
     sections: list[type[BaseModel]] = [model]
     for position, part in enumerate(loc):

@@ -1,12 +1,12 @@
-"""Files and folders that are whole or absent, whatever is killed, and that survive a power cut once they have a name.
+"""Atomic writes of files and folders, durable across a power cut once they have their name.
 
     write_json(path, value)
-    with replacing(path) as beside:              # a file is written to `beside`, and then becomes `path`
-        figure.savefig(beside)
-    with replacing_folder(folder) as beside: ...
+    with replacing(path) as temporary:           # write to `temporary`; it is renamed to `path` at the end
+        figure.savefig(temporary)
+    with replacing_folder(folder) as temporary: ...
 
-What a killed process leaves beside a path begins with a dot, ends in `.unfinished` and is locked while its writer
-lives; the next writer of the same path takes it away. Nothing else is ever deleted.
+A temporary name begins with a dot, ends in `.unfinished` and is locked while its writer lives; the next writer of the
+same path deletes those of killed processes. Nothing else is ever deleted.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ UNFINISHED = ".unfinished"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file of UTF-8."""
-    with replacing(path) as beside:
-        beside.write_text(text, encoding="utf-8")
+    """Write a UTF-8 file atomically."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file."""
+    """Write a JSON file atomically."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False))
 
 
 def replacing(path: Path) -> contextlib.AbstractContextManager[Path]:
-    """A place for a new file, which becomes `path` at the end, replacing a file there."""
+    """Yield a temporary path that becomes the file `path` at the end, replacing an existing file."""
     return _replacing(path, folder=False, over=True)
 
 
 def replacing_folder(folder: Path, *, over: bool = False) -> contextlib.AbstractContextManager[Path]:
-    """An empty folder, which becomes `folder` at the end.
+    """Yield an empty temporary folder that becomes `folder` at the end.
 
     Args:
-        over: a folder there may hold something, and is deleted.
+        over: replace a folder that is not empty.
 
     Raises:
-        OSError: ENOTEMPTY where it holds something, without `over`.
+        OSError: ENOTEMPTY where the folder is not empty, without `over`.
     """
     return _replacing(folder, folder=True, over=over)
 
@@ -67,33 +67,33 @@ def _replacing(path: Path, *, folder: bool, over: bool) -> Iterator[Path]:
         with contextlib.suppress(OSError), _locked(old):
             _remove(old)
     made = tempfile.mkdtemp if folder else _empty_file
-    beside = Path(made(prefix=prefix, suffix=UNFINISHED, dir=path.parent))
-    beside.chmod(0o777 & ~_umask() if folder else 0o666 & ~_umask())
+    temporary = Path(made(prefix=prefix, suffix=UNFINISHED, dir=path.parent))
+    temporary.chmod(0o777 & ~_umask() if folder else 0o666 & ~_umask())
     try:
-        with _locked(beside):
-            yield beside
-            sync(beside)
+        with _locked(temporary):
+            yield temporary
+            sync(temporary)
             if over and path.is_dir():
                 os.replace(path, old := Path(tempfile.mkdtemp(prefix=prefix, suffix=UNFINISHED, dir=path.parent)))
-                os.replace(beside, path)
+                os.replace(temporary, path)
                 _remove(old)
             else:
-                os.replace(beside, path)
+                os.replace(temporary, path)
         sync(path.parent, deep=False)
     finally:
-        _remove(beside)
+        _remove(temporary)
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, to last."""
+    """Make a folder and its parents, synced to disk."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for place in {folder, *missing}:  # one that was there may not be on the disk yet
+    for place in {folder, *missing}:  # an existing folder may not be synced yet
         sync(place.parent, deep=False)
 
 
 def sync(path: Path, *, deep: bool = True) -> None:
-    """Have the system write a file, or a folder's list of names and (`deep`) all that is in it, to the disk."""
+    """Sync a file, or a folder's entries and (`deep`) everything below it, to disk."""
     for place in [*(path.rglob("*") if deep and path.is_dir() else ()), path]:
         if fcntl is None and place.is_dir():  # Windows opens no folders, and syncs only what may be written
             continue
@@ -108,7 +108,7 @@ def sync(path: Path, *, deep: bool = True) -> None:
 
 
 def try_lock(handle: int, *, shared: bool = False) -> bool | None:
-    """Lock an open file for as long as it is open. None where the file system has no locks."""
+    """Lock an open file until it is closed; return whether that succeeded, None where the file system has no locks."""
     if fcntl is None:
         return None
     try:
@@ -119,7 +119,7 @@ def try_lock(handle: int, *, shared: bool = False) -> bool | None:
 
 
 def unlock(handle: int) -> None:
-    """Release the lock at once, also where a process that was forked has not closed the file yet."""
+    """Release the lock at once, even where a forked process still has the file open."""
     if fcntl is not None:
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_UN)
@@ -127,7 +127,7 @@ def unlock(handle: int) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold `path` as ours; BlockingIOError where another process does."""
+    """Hold the lock on `path`; raises BlockingIOError where another process holds it."""
     if fcntl is None:  # an open file cannot be renamed on Windows
         yield
         return
@@ -165,13 +165,13 @@ def existing(path: Path) -> Path:
 
 
 def mount_of(path: Path) -> Path:
-    """Return where the file system is mounted that holds `path`, or would hold it."""
+    """Return the mount point of the file system that holds `path`, or would hold it."""
     place = existing(path)
     return next(folder for folder in (place, *place.parents) if os.path.ismount(folder) or folder == folder.parent)
 
 
 def near_path(name: str) -> str:
-    """`; did you mean X?` where something that is called almost so lies beside a path that does not exist, else ""."""
+    """Return `; did you mean X?` for a path that does not exist but has a similarly named neighbour, else ""."""
     path = Path(name).expanduser()
     there = path
     try:

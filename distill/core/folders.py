@@ -1,6 +1,6 @@
-"""Where a run's files go: runs/<recipe>, the next free runs/<recipe>-2, or the name that was asked for.
+"""Folders of runs: runs/<recipe>, the next free runs/<recipe>-2, or the given name.
 
-`output_dir` puts another folder in the place of runs/.
+`output_dir` replaces runs/.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def runs_folder(output_dir: str) -> Path:
-    """The folder of all runs that a recipe's `output_dir` names, with `~` and `$VARIABLES` filled in.
+    """Return the folder of all runs that a recipe's `output_dir` names, with `~` and `$VARIABLES` expanded.
 
     Raises:
-        RecipeError: a variable that is not set.
+        RecipeError: A variable is not set.
     """
     folder = os.path.expandvars(output_dir)
     if "$" in folder:
@@ -34,16 +34,16 @@ def runs_folder(output_dir: str) -> Path:
 
 
 def run_folder(recipe_name: str, *, name: str | None = None, resume: bool = False, runs: Path = RUNS) -> Path:
-    """The folder of a run; nothing is created or changed.
+    """Return the folder of a run; nothing is created or changed.
 
     Args:
-        recipe_name: the recipe's `name`; the run is called so where `name` is None.
+        recipe_name: The recipe's `name`, used where `name` is None.
         name: `--name`.
-        resume: continue the run that is there: that of `name`, else the latest of the recipe.
-        runs: the folder of all runs.
+        resume: Return the folder of an existing run: that of `name`, else the latest of the recipe.
+        runs: Folder of all runs.
 
     Raises:
-        RecipeError: a bad name, `--name` of a run that exists (without `resume`), nothing to resume, or a link or file
+        RecipeError: A bad name, `--name` of a run that exists (without `resume`), nothing to resume, or a link or file
             where a folder is needed.
     """
     if name is not None and not _NAME.fullmatch(name):
@@ -58,7 +58,7 @@ def run_folder(recipe_name: str, *, name: str | None = None, resume: bool = Fals
         _refuse_dead_link(runs / name)
         if _taken(runs / name):
             raise RecipeError(
-                [f"--name {name}: {runs / name} holds a run already; --resume continues it, another name starts anew"]
+                [f"--name {name}: {runs / name} already holds a run; --resume continues it, another name starts anew"]
             )
         return runs / name
     candidates = itertools.chain([recipe_name], (f"{recipe_name}-{number}" for number in itertools.count(2)))
@@ -66,10 +66,10 @@ def run_folder(recipe_name: str, *, name: str | None = None, resume: bool = Fals
 
 
 def require_folder(folder: Path, field: str) -> None:
-    """Hold that a folder is there or can be made, as far as the names above it say.
+    """Check that a folder exists or can be made.
 
     Raises:
-        RecipeError: it, or what it would lie in, is a file or a link to what does not exist; names `field`.
+        RecipeError: It or one of its parents is a file or a dangling link; names `field`.
     """
     for place in (folder, *folder.parents):
         if place.is_dir():
@@ -80,22 +80,22 @@ def require_folder(folder: Path, field: str) -> None:
 
 
 def require_free(folder: Path) -> None:
-    """Hold that a folder, whose lock is taken, still holds no run.
+    """Check that a folder, whose lock is held, still holds no run.
 
     Raises:
-        RunError: another run has begun there since `run_folder` chose it, while models were loaded.
+        RunError: Another run has begun there since `run_folder` chose it, while models were loaded.
     """
     if _taken(folder):
         raise RunError(
-            f"{folder}: another run began there while this one was loading; nothing of it was touched: start this one "
-            "again, with a --name of its own"
+            f"{folder}: another run began there while this one was loading and is unchanged; start this one again "
+            "with another --name"
         )
 
 
 def _latest(recipe_name: str, name: str | None, runs: Path) -> Path:
     if name is not None:
         if not (runs / name / RECIPE_FILE).is_file():
-            raise RecipeError([f"--resume: {runs / name} holds no run to continue (it has no {RECIPE_FILE})"])
+            raise RecipeError([f"--resume: {runs / name} holds no run to resume (it has no {RECIPE_FILE})"])
         return runs / name
     latest = None
     for number in itertools.count(1):
@@ -104,12 +104,12 @@ def _latest(recipe_name: str, name: str | None, runs: Path) -> Path:
             break
         latest = folder if (folder / RECIPE_FILE).is_file() else latest
     if latest is None:
-        raise RecipeError([f"--resume: no run of {recipe_name} in {runs} to continue"])
+        raise RecipeError([f"--resume: no run of {recipe_name} in {runs} to resume"])
     return latest
 
 
 def _taken(folder: Path) -> bool:
-    """A folder that is empty, or in which a run ended before it wrote its recipe, counts as free."""
+    """Return whether a folder holds a run; an empty one, or one whose run wrote no recipe, does not."""
     if not folder.is_dir():
         return folder.is_file() or (folder.is_symlink() and not folder.exists())
     names = [path.name for path in folder.iterdir()]
@@ -117,6 +117,6 @@ def _taken(folder: Path) -> bool:
 
 
 def _refuse_dead_link(path: Path) -> None:
-    """Refuse a link to what is not there (a disk that is not mounted), which no folder can be made of."""
+    """Raise where a path is a dangling link (such as to a disk that is not mounted)."""
     if path.is_symlink() and not path.exists():
         raise RecipeError([f"{path}: is a link to {path.readlink()}, which does not exist"])

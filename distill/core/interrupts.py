@@ -1,7 +1,7 @@
-"""Ctrl-C, raised only where it is heard.
+"""Ctrl-C that is raised only where Python does not swallow it.
 
-A `KeyboardInterrupt` within an import or a `__del__` may be swallowed, and the command goes on as if nobody had
-pressed anything, or come out as another fault (a `RecursionError`, where numpy writes its docstrings).
+A `KeyboardInterrupt` within an import or a `__del__` may be swallowed, so that the command goes on, or surface as
+another exception (a `RecursionError`, where numpy writes its docstrings).
 """
 
 from __future__ import annotations
@@ -12,42 +12,42 @@ import sys
 import time
 from types import FrameType
 
-WAIT = 0.05  # seconds until it is tried again
+WAIT = 0.05  # seconds until the next attempt
 EXIT_CODE = 130
 
 
 class Interrupts:
-    """A handler of SIGINT: raises `KeyboardInterrupt`, once the imports and finalizers under way have ended.
+    """Handler of SIGINT that raises `KeyboardInterrupt` once running imports and finalizers have ended.
 
-    Pressed again while one waits, the process leaves at once, with exit code 130.
+    A second Ctrl-C while the first one waits exits the process at once, with exit code 130.
     """
 
     def __init__(self) -> None:
-        self.outermost = sys._getframe(1)  # what calls this one may be an import that lasts as long as the command
+        self.outermost = sys._getframe(1)  # the caller may itself be an import that lasts as long as the command
         self.waits = False
-        self.is_own = False  # the signal that comes next is the one that waited
+        self.is_own = False  # the next signal is the deferred one, sent by this process
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Called by Python in the main thread.
+        """Handle a signal; Python calls it in the main thread.
 
         Raises:
-            KeyboardInterrupt: Where it is heard.
+            KeyboardInterrupt: No import or finalizer is running.
         """
         if self.waits and not self.is_own:
             os._exit(EXIT_CODE)
         self.is_own = False
-        self.waits = self._is_deaf(frame)
+        self.waits = self._in_import_or_finalizer(frame)
         if not self.waits:
             raise KeyboardInterrupt
-        _thread.start_new_thread(self._again, ())  # threading's locks may be held by what was interrupted
+        _thread.start_new_thread(self._again, ())  # threading's locks may be held by the interrupted code
 
     def _again(self) -> None:
         time.sleep(WAIT)
         self.is_own = True
         _thread.interrupt_main()
 
-    def _is_deaf(self, frame: FrameType | None) -> bool:
-        """Whether an exception would pass through an import, or be dropped by a finalizer."""
+    def _in_import_or_finalizer(self, frame: FrameType | None) -> bool:
+        """Return whether an exception would pass through an import or be dropped by a finalizer."""
         while frame is not None and frame is not self.outermost:
             code = frame.f_code
             if code.co_name == "__del__" or code.co_filename.startswith("<frozen importlib"):

@@ -1,4 +1,4 @@
-"""`distill run` on a machine with several GPUs: one process a GPU, started through torchrun.
+"""Start `distill run` with one process per GPU, through torchrun.
 
     processes = processes_to_start(os.environ, gpus=visible_gpus(), device=recipe.train.device)
     if processes > 1:
@@ -24,8 +24,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from distill.core import console
 from distill.core.ranks import LAUNCHED, is_first
 
-# what `accelerate launch` hands over of its own configuration and a Trainer would take, where a field of the recipe
-# decides
+# settings of `accelerate launch` that `Trainer` would apply although a field of the recipe decides
 ACCELERATES = {
     "ACCELERATE_MIXED_PRECISION": "train.precision",
     "ACCELERATE_DYNAMO_BACKEND": "train.compile",
@@ -34,8 +33,8 @@ ACCELERATES = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallel.strategy",
 }
 
-LAUNCHER = "DISTILL_LAUNCHER"  # in the environment of the processes: the one that started them
-OWNER = "DISTILL_OWNER"  # in the environment of a process that a run started for itself: the process of that run
+LAUNCHER = "DISTILL_LAUNCHER"  # environment variable of the processes: id of the launcher
+OWNER = "DISTILL_OWNER"  # environment variable of a helper process: id of the run's process that started it
 LOOKS_EVERY_S = 1.0
 OWNER_EVERY_S = 0.25
 PR_SET_PDEATHSIG = 1  # of Linux
@@ -44,9 +43,9 @@ log = logging.getLogger(__name__)
 
 
 def end_with_launcher() -> None:
-    """Have this process end as SIGTERM would end it, within seconds after its launcher: nobody else would end it then.
+    """End this process as SIGTERM would, within seconds after its launcher: no other process would end it.
 
-    Nothing happens in a process that no torchrun started. A run that trains finishes its step and writes a checkpoint.
+    Does nothing in a process that torchrun did not start. Training finishes its step and writes a checkpoint.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -59,17 +58,17 @@ def end_with_launcher() -> None:
             with contextlib.suppress(OSError):
                 console.complain(f"the launcher (process {launcher}) is gone, so this run ends too")
         else:
-            time.sleep(2 * LOOKS_EVERY_S)  # the first says why before all agree to stop
+            time.sleep(2 * LOOKS_EVERY_S)  # rank 0 prints the reason before all agree to stop
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True, name="launcher").start()
 
 
 def end_with_owner() -> None:
-    """Kill this process as soon as the run that started it for itself is gone, by whatever signal.
+    """Kill this process as soon as the run that started it ends, by whatever signal.
 
-    Nothing happens in a process that no run started. Linux does so at once; elsewhere, and where the run ended before
-    this was called, a thread looks.
+    Does nothing in a process that no run started. Linux kills it at once; elsewhere, and where the run ended before
+    this call, a polling thread does.
     """
     if OWNER not in os.environ:
         return
@@ -86,7 +85,7 @@ def end_with_owner() -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process of this host has not ended; one that nobody has waited for yet has."""
+    """Return whether a process of this host is running; a zombie is not."""
     import psutil  # comes with accelerate
 
     try:
@@ -96,26 +95,26 @@ def is_running(pid: int) -> bool:
 
 
 def forget_accelerates_settings(environment: MutableMapping[str, str]) -> None:
-    """Take out of the environment what `accelerate config` said of how to train; the first process names it."""
+    """Remove training settings of `accelerate config` from the environment; rank 0 warns of each."""
     for name, ours in ACCELERATES.items():
         value = environment.pop(name, "no")
         if value.lower() not in ("no", "false", "0", "") and is_first():
-            log.warning("%s=%s, of accelerate's configuration, is not used: the recipe decides (%s)", name, value, ours)
+            log.warning("%s=%s of accelerate's configuration is ignored: the recipe's %s applies", name, value, ours)
 
 
 def visible_gpus() -> int:
-    """CUDA devices this process may use; does not start CUDA on them."""
+    """Return the number of CUDA devices that this process may use, without initialising CUDA on them."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def processes_to_start(environment: Mapping[str, str], *, gpus: int, device: str) -> int:
-    """How many processes a run on this machine is to be started as; 1 means that this process does it itself.
+    """Return the number of processes to start for a run on this machine; 1 to run in this process.
 
     Args:
-        environment: The process's; a launcher's variables in it mean that the processes are there already.
-        gpus: Visible ones.
+        environment: Variables of this process; those of a launcher mean that all processes run already.
+        gpus: Number of visible GPUs.
         device: The recipe's `train.device`: auto, cpu or cuda.
     """
     if device == "cpu" or any(name in environment for name in LAUNCHED):
@@ -124,7 +123,7 @@ def processes_to_start(environment: Mapping[str, str], *, gpus: int, device: str
 
 
 def torchrun_arguments(processes: int, arguments: Sequence[str]) -> list[str]:
-    """What torchrun takes to run `distill` with `arguments` in as many processes of this machine.
+    """Return torchrun's arguments to run `distill` with `arguments` in `processes` processes of this machine.
 
     The rendezvous takes a free port, so that several runs fit on one machine.
     """
@@ -135,15 +134,15 @@ def torchrun_arguments(processes: int, arguments: Sequence[str]) -> list[str]:
 
 
 def threads_each(processes: int, cores: int) -> int:
-    """OMP_NUM_THREADS of each process: the cores shared out, at least 1 (torchrun's own choice is always 1)."""
+    """Return OMP_NUM_THREADS of each process: an equal share of the cores, at least 1 (torchrun always sets 1)."""
     return max(cores // processes, 1)
 
 
-command_line: list[str] = []  # the arguments of the command that this process carries out
+command_line: list[str] = []  # arguments of this process's command
 
 
 def restart(processes: int, overrides: Sequence[str] = ()) -> int:
-    """Carry out this very command, with overrides of the recipe added, in so many processes; see `start`."""
+    """Run this very command, with overrides of the recipe added, in `processes` processes; see `start`."""
     return start(processes, [*command_line, *overrides])
 
 
@@ -151,8 +150,8 @@ def start(processes: int, arguments: Sequence[str]) -> int:
     """Run `distill` with `arguments` in `processes` processes of this machine and wait for them.
 
     Returns:
-        0 (also after SIGTERM and a checkpoint), or the exit code of the process that failed first (130 after Ctrl-C);
-        it has said why itself.
+        0 (also after SIGTERM and a checkpoint), or the exit code of the process that failed first, which has printed
+        the reason (130 after Ctrl-C).
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import api
@@ -163,7 +162,7 @@ def start(processes: int, arguments: Sequence[str]) -> int:
     print(line, file=sys.stderr if "--json" in arguments else sys.stdout, flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_each(processes, os.cpu_count() or 1)))
     os.environ[LAUNCHER] = str(os.getpid())
-    # the failed process's own message is enough; torchrun would add a table and a stack of its own
+    # the failed process has printed its message; torchrun would add a table and a stack trace
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     if hasattr(os, "killpg"):
         api._terminate_process_handler = PassesOn()  # type: ignore[assignment]  # PContext.start makes it the handler
@@ -173,7 +172,7 @@ def start(processes: int, arguments: Sequence[str]) -> int:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:
             return failure.exitcode
-        console.complain(f"rank {rank} was ended by {failure.signal_name()}; the run is over")
+        console.complain(f"rank {rank} was ended by {failure.signal_name()}; the run has ended")
         return 128 - failure.exitcode
     except api.SignalException as stopped:
         return 128 + int(stopped.sigval)
@@ -185,18 +184,18 @@ def start(processes: int, arguments: Sequence[str]) -> int:
 
 
 class PassesOn:
-    """A handler of signals that has the processes do what one alone would do, and waits for them.
+    """Signal handler that forwards signals to the child processes and waits for them.
 
-    torchrun's own handler would kill them 30 seconds later, in the middle of a checkpoint as like as not, and turn a
-    second Ctrl-C, which is to stop at once, into a SIGTERM, which finishes the step. A third Ctrl-C is SIGKILL: a
-    process that waits for others inside of NCCL hears nothing else.
+    torchrun's own handler would kill them 30 seconds later, possibly while a checkpoint is written, and turn a second
+    Ctrl-C, which stops at once, into a SIGTERM, which finishes the step. A third Ctrl-C is sent as SIGKILL: a process
+    that waits inside of NCCL handles no other signal.
     """
 
     def __init__(self) -> None:
         self.interrupts = 0
 
     def __call__(self, number: int, frame: object) -> None:
-        """Send the signal to each process and those that it started; torchrun gives each a group of its own."""
+        """Send the signal to each process and its children; torchrun gives each a process group."""
         import psutil  # comes with accelerate
 
         self.interrupts += number == signal.SIGINT

@@ -1,7 +1,7 @@
 """`manifest.json` of a folder: the size and checksum of every file in it, written last.
 
-XXH3 of 128 bits runs at the speed of memory; it finds what disks and copies spoil, and is no defence against somebody
-who means to deceive, who could write another manifest.
+XXH3 (128 bits) runs at memory speed. It detects corruption by disks and copies; it does not protect against tampering,
+since a manifest can be rewritten.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ THREADS, BLOCK = 4, 1 << 22
 
 
 def checksum(path: Path) -> str:
-    """XXH3 of a file, 32 hexadecimal digits."""
+    """Return the XXH3 checksum of a file, 32 hexadecimal digits."""
     digest, block = xxhash.xxh3_128(), memoryview(bytearray(BLOCK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):
@@ -31,31 +31,33 @@ def checksum(path: Path) -> str:
 
 
 def sums_of(folder: Path, *, skip: str = "\0") -> dict[str, dict[str, object]]:
-    """Size and checksum of every file below `folder`, by its path in it; its manifest and names in `skip` left out."""
+    """Return size and checksum of every file below `folder`, by relative path, without its manifest and names in
+    `skip`.
+    """
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     names = [name for name in names if name != MANIFEST and not name.startswith((".", skip))]
-    with ThreadPoolExecutor(THREADS) as pool:  # hashing and reading leave Python to the others
+    with ThreadPoolExecutor(THREADS) as pool:  # hashing and reading release the GIL
         sums = list(pool.map(lambda name: checksum(folder / name), names))
     return {name: {"bytes": (folder / name).stat().st_size, SUM: each} for name, each in zip(names, sums, strict=True)}
 
 
 def write_manifest(folder: Path, **more: object) -> None:
-    """Write the manifest of a folder that nobody writes into any more, and see all of it onto the disk.
+    """Write the manifest of a folder that is complete, and sync the folder to disk.
 
     Args:
-        more: what else the manifest says.
+        more: Further entries of the manifest.
     """
-    with ThreadPoolExecutor(1) as aside:  # the disk writes while the files are summed
+    with ThreadPoolExecutor(1) as aside:  # the disk writes while the checksums are computed
         files = aside.submit(sums_of, folder)
         sync(folder)
         write_json(folder / MANIFEST, {**more, "files": files.result()})
 
 
 def note_files(folder: Path, *names: str) -> None:
-    """Enter files of a folder, those that exist, into its manifest; entries of other files stay as they are."""
+    """Add the files of a folder that exist to its manifest; entries of other files are kept."""
     try:
         before = (read_manifest(folder) or {}).get("files")
-    except ValueError:  # a damaged one, whose entries nobody can hold a file against
+    except ValueError:  # a damaged manifest, whose entries are useless
         before = None
     files = dict(before) if isinstance(before, Mapping) else {}
     files |= {name: entry_of(folder / name) for name in names if (folder / name).is_file()}
@@ -63,7 +65,7 @@ def note_files(folder: Path, *names: str) -> None:
 
 
 def forget_file(folder: Path, name: str) -> None:
-    """Take the entry of a file that is about to change out of a folder's manifest, where there is one."""
+    """Remove the entry of a file that is about to change from a folder's manifest, if there is one."""
     with contextlib.suppress(ValueError):
         files = (read_manifest(folder) or {}).get("files")
         if isinstance(files, Mapping) and name in files:
@@ -72,7 +74,7 @@ def forget_file(folder: Path, name: str) -> None:
 
 
 def fault_of_noted(folder: Path, name: str) -> str | None:
-    """Return what is wrong with a file that a folder's manifest may have an entry of, in words; None for nothing."""
+    """Return how a file differs from its entry in the folder's manifest, in words; None if it does not or has none."""
     try:
         files = (read_manifest(folder) or {}).get("files", {})
     except ValueError:
@@ -81,17 +83,17 @@ def fault_of_noted(folder: Path, name: str) -> str | None:
 
 
 def entry_of(path: Path) -> dict[str, object]:
-    """Return the entry of a file in a manifest."""
+    """Return a file's manifest entry: size and checksum."""
     return {"bytes": path.stat().st_size, SUM: checksum(path)}
 
 
 def signed(value: Mapping[str, object]) -> dict[str, object]:
-    """Return a section of JSON with its own checksum in it."""
+    """Return a section of JSON with its own checksum added."""
     return {**value, SUM: _sum_of(value)}
 
 
 def is_signed(value: Mapping[str, object]) -> bool:
-    """Return whether a section of JSON is as it was signed; one without a checksum passes."""
+    """Return whether a section of JSON matches its checksum; one without a checksum passes."""
     return value.get(SUM) in (None, _sum_of({name: entry for name, entry in value.items() if name != SUM}))
 
 
@@ -100,10 +102,10 @@ def _sum_of(value: Mapping[str, object]) -> str:
 
 
 def fault_of_files(folder: Path, files: object) -> str | None:
-    """The first file that is not what its entry says, in words; None where all are.
+    """Return a description of the first file that differs from its manifest entry; None where none does.
 
     Args:
-        files: from a manifest that somebody may have spoiled.
+        files: The `files` of a manifest; may be malformed.
     """
     if not isinstance(files, Mapping) or not all(isinstance(entry, Mapping) for entry in files.values()):
         return f"{MANIFEST} lists no files"
@@ -124,11 +126,15 @@ def fault_of_files(folder: Path, files: object) -> str | None:
 
 
 def read_manifest(folder: Path) -> dict[str, object] | None:
-    """What a folder's manifest says; None where there is none. One that is no section of JSON is a `ValueError`."""
+    """Return the manifest of a folder; None where there is none.
+
+    Raises:
+        ValueError: It is not a JSON object.
+    """
     try:
         value = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     if not isinstance(value, dict):
-        raise ValueError("it is no section of JSON")
+        raise ValueError("it is not a JSON object")
     return value

@@ -1,4 +1,4 @@
-"""One process of several: who speaks, how many there are, how one of them ends."""
+"""Rank and number of the processes of a run, and broadcasts from rank 0."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ T = TypeVar("T")
 
 
 def world_size() -> int:
-    """Processes of this run, as torchrun and accelerate announce them."""
+    """Return the number of processes of this run, as torchrun and accelerate announce it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first() -> bool:
-    """Whether this process is the one that speaks and writes: rank 0, or the only one."""
+    """Return whether this is the main process, which prints and writes files: rank 0, or the only one."""
     return os.environ.get("RANK", "0") == "0"
 
 
-# of processes that wait while the first one reads weights; NCCL gives up after ten minutes
+# timeout of processes that wait while rank 0 reads weights; NCCL's default is ten minutes
 PATIENCE = datetime.timedelta(hours=4)
 
 
 def of_the_first(make: Callable[[], T]) -> T:
-    """What `make` returns on the first process, which alone calls it, on all of them; what it raises is raised on all.
+    """Call `make` on rank 0 and return its result on every rank; a `ValueError` there is raised on all.
 
     Raises:
-        ValueError: as `make` raised it.
+        ValueError: `make` raised it on rank 0.
     """
     if world_size() == 1:
         return make()
@@ -44,7 +44,7 @@ def of_the_first(make: Callable[[], T]) -> T:
 
 
 def on_the_first(make: Callable[[], T]) -> T | None:
-    """What `make` returns, on the first process; None on the others, which wait. What it raises is raised on all."""
+    """Call `make` on rank 0 while the others wait; return its result there, None on the others."""
     import torch.distributed as dist
 
     result, fault, waiting = None, [""], dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -61,10 +61,10 @@ def on_the_first(make: Callable[[], T]) -> T | None:
 
 
 def store_of_attempt() -> dict[str, object]:
-    """What `init_process_group` needs in processes that torchrun started again (--max-restarts); else nothing.
+    """Return arguments of `init_process_group` for processes that torchrun restarted (--max-restarts); else {}.
 
-    torchrun's store outlives its processes: a later attempt would read the addresses of the one before, and wait for
-    them. On several machines each torchrun counts attempts by itself, so that nothing is changed there.
+    torchrun's store outlives its processes: a later attempt would read the addresses of the previous one and wait for
+    them. On several machines each torchrun counts attempts separately, so nothing is changed there.
     """
     attempt, world = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), world_size()
     if attempt == "0" or world == 1 or os.environ.get("LOCAL_WORLD_SIZE") != str(world):
@@ -79,19 +79,19 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 def is_one_of_several() -> bool:
-    """Whether a launcher started this process, so that it may have joined a process group of torch.distributed."""
+    """Return whether a launcher started this process, so that it may have joined a process group."""
     return "torch" in sys.modules and any(name in os.environ for name in LAUNCHED)
 
 
 def leave(code: int) -> NoReturn:
-    """End one of several processes, once its threads are done and all that is to happen at exit has happened.
+    """Exit a distributed process without finalizing the interpreter, after joining threads and exit handlers.
 
-    A thread of gloo keeps tensors until after the process group is destroyed, as long as anything (a device mesh)
-    holds the group. Dropping them needs Python, and before 3.14 a thread that asks a finished interpreter for Python
-    aborts the process: one in six ended so, after all its work. So the interpreter is not finished.
+    A gloo thread keeps tensors until after the process group is destroyed, as long as anything (a device mesh) refers
+    to the group. Freeing them needs the GIL, and before Python 3.14 a thread that requests the GIL of a finalized
+    interpreter aborts the process: one run in six ended so, after all its work.
     """
-    # as an interpreter that finishes does: idle threads of executors (torch.compile has some) are told to end before
-    # they are waited for
+    # as an interpreter does when it exits: idle threads of executors (torch.compile has some) are told to end before
+    # they are joined
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -1,13 +1,13 @@
-"""One run has one writer: a lock on its folder that its processes hold together and that ends with the last of them.
+"""Lock on a run's folder: held by all processes of the run, released when the last of them ends.
 
     with RunLock(folder) as lock:
-        lock.take()           # the first process, before it reads or writes anything there
-        lock.share(wait)      # every process, once the folder is there
-        lock.check()          # is it still our folder?
+        lock.acquire()        # rank 0, before it reads or writes anything there
+        lock.share(wait)      # every process, once the folder exists
+        lock.check()          # raises if the folder was moved or deleted
 
-The lock is the system's (flock on a file in the folder), so that it ends with its processes however they end. That of
-another machine may not be seen through a shared disk: the file therefore says who holds it, and a counter in it goes
-up every few seconds; a file of another machine whose counter stands still is that of a run that ended.
+The lock is an flock on a file in the folder, so it ends with its processes however they end. A network disk may not
+show the lock of another machine: the file therefore names the holder, with a counter that goes up every few seconds;
+a file of another machine whose counter stands still belongs to a run that ended.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from distill.core.folders import RUN_LOCK
 
 BEAT_S = 5.0
 POSITIONS = hasattr(os, "pwrite")  # not on Windows
-SIZE = 512  # of the file: written in place, so that a full disk cannot stop it
+SIZE = 512  # bytes of the file: rewritten in place, so that a full disk cannot stop it
 
 
 def now() -> str:
-    """The time to the second, UTC, ISO 8601."""
+    """Return the time in UTC to the second, in ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 class RunLock:
-    """The lock on the run in `folder`; released where the `with` block ends, at the latest with the process."""
+    """Lock on the run in `folder`; released where the `with` block ends, at the latest with the process."""
 
     latest: ClassVar[Path | None] = None  # the folder of this process's run
 
@@ -67,11 +67,11 @@ class RunLock:
         _open_locks.discard(self._handle)
         self._handle = None
 
-    def take(self) -> None:
-        """Become the writer of this folder, which is made where it is not there.
+    def acquire(self) -> None:
+        """Acquire the lock on the folder, which is made if it does not exist.
 
         Raises:
-            RunError: another process is, in words that say which.
+            RunError: Another process holds it; the message names it.
         """
         make_folder(self.folder)
         self._open()
@@ -79,10 +79,10 @@ class RunLock:
         assert handle is not None
         locked = try_lock(handle)
         before = _read(handle)
-        if locked is False or (before and _lives(self.path, before, locked)):
+        if locked is False or (before and _is_alive(self.path, before, locked)):
             self.__exit__()
             raise RunError(
-                f"{self.folder}: another process writes there{_who(before)}; wait for its end, or end it, and start "
+                f"{self.folder}: another process writes there{_who(before)}; wait until it ends, or end it, then start "
                 "this command again"
             )
         self._since = int(time.time())
@@ -91,13 +91,13 @@ class RunLock:
         self._beats.start()
 
     def share(self, wait: Callable[[], None] = lambda: None) -> None:
-        """Hold the lock with all processes of the run, so that it outlives the first one; every process calls it.
+        """Share the lock among all processes of the run, so that it outlives rank 0; every process calls it.
 
         Args:
-            wait: until all processes have called it.
+            wait: Barrier over the processes of the run.
 
         Raises:
-            RunError: another run has taken it.
+            RunError: Another run holds it.
         """
         if self._handle is not None:
             try_lock(self._handle, shared=True)
@@ -111,10 +111,10 @@ class RunLock:
             raise RunError(f"{self.folder}: another process has begun to write there{_who(_read(self._handle))}")
 
     def check(self) -> None:
-        """Hold that the folder is the one that was taken.
+        """Check that the folder is the one that was locked.
 
         Raises:
-            RunError: it was deleted or moved.
+            RunError: It was deleted or moved.
         """
         if self._handle is None:
             return
@@ -125,8 +125,8 @@ class RunLock:
             there = None
         if there is None or (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):
             raise RunError(
-                f"{self.folder}: the folder of this run was deleted or moved while it was going on; the run is over, "
-                "since nothing that it writes would be found again"
+                f"{self.folder}: the folder was deleted or moved during the run, which ends here because its outputs "
+                "would be lost"
             )
 
     def _open(self) -> None:
@@ -156,7 +156,7 @@ def _write(handle: int, text: bytes) -> None:
 
 
 def _read(handle: int) -> dict[str, object]:
-    """Who the file says holds it; empty where nobody does."""
+    """Return the holder that the file names; empty where it names none."""
     try:
         if POSITIONS:
             text = os.pread(handle, SIZE, 0)
@@ -169,14 +169,14 @@ def _read(handle: int) -> dict[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _lives(path: Path, before: dict[str, object], locked: bool | None) -> bool:
-    """Whether somebody counts on in a file whose lock says nothing of them: on another machine, or without locks."""
+def _is_alive(path: Path, before: dict[str, object], locked: bool | None) -> bool:
+    """Return whether a holder unknown to the system's lock is alive: on another machine, or without locks."""
     if locked and before.get("host") == socket.gethostname():
         return False
     until = time.monotonic() + 3 * BEAT_S
     while time.monotonic() < until:
         time.sleep(BEAT_S / 10)
-        handle = os.open(path, os.O_RDONLY)  # a shared disk looks again where a file is opened
+        handle = os.open(path, os.O_RDONLY)  # a network disk refreshes a file when it is opened
         try:
             now = _read(handle)
         finally:
@@ -197,8 +197,8 @@ def _who(holder: dict[str, object]) -> str:
 _open_locks: set[int] = set()
 
 
-def _close_in_a_fork() -> None:
-    """A data worker must not hold the lock: it outlives a process that is killed by some seconds."""
+def _close_in_child() -> None:
+    """Release the lock in data workers, which outlive a killed process by some seconds."""
     for handle in _open_locks:
         with contextlib.suppress(OSError):
             os.close(handle)
@@ -206,4 +206,4 @@ def _close_in_a_fork() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_a_fork)
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -1,7 +1,7 @@
-"""A tokenizer is data that others wrote, and a program: its first use in a process of its own, within bounds.
+"""Limits on tokenizers from untrusted sources: the first use runs in a process with bounded memory and time.
 
-A `tokenizer.json` of a few lines can replace each character by a thousand, ten times over, or hold an expression whose
-search never ends; the library that runs it can be stopped by nothing but the end of its process.
+A `tokenizer.json` of a few lines can replace each character by a thousand, ten times over, or hold a regular expression
+of exponential cost; only the end of its process stops the tokenizers library.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-MOST_BYTES = 4 << 30  # of memory, that a process which tokenises may take
+MOST_BYTES = 4 << 30  # memory of the tokenising process
 MOST_SECONDS = 60.0  # for a few lines of text
-MOST_GROWTH = 16  # characters that stand for one
+MOST_GROWTH = 16  # output characters for one input character
 PLAIN = {
     "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "BertNormalizer", "Nmt", "ByteLevel",
     "Sequence", "Prepend", "Replace",
@@ -40,12 +40,12 @@ try:
 except MemoryError:
     sys.exit(3)
 except BaseException:
-    pass  # what is no matter of bounds is told by the loading itself
+    pass  # other faults are reported when the tokenizer is loaded
 """
 
 
 def may_grow(normalizer: object) -> bool:
-    """Whether a tokenizer's normalizer, as its JSON has it, may make much text out of little."""
+    """Return whether a tokenizer's normalizer (parsed JSON) may multiply the length of its input."""
     parts = list(_parts(normalizer))
     grown = 1
     for part in parts:
@@ -57,32 +57,32 @@ def may_grow(normalizer: object) -> bool:
 
 
 def require_bounded(folder: Path, name: str, field: str) -> None:
-    """Hold that the tokenizer of a folder comes to an end with a few lines of text.
+    """Check that the tokenizer in a folder encodes a few lines of text within memory and time limits.
 
     Args:
-        name: the model, as the recipe names it.
-        field: the recipe's field that names it.
+        name: The model, as the recipe names it.
+        field: The recipe's field that names it.
 
     Raises:
-        ValueError: it takes too much memory or time.
+        ValueError: It exceeds a limit.
     """
     file = folder / "tokenizer.json"
     try:
         state = file.stat()
-    except OSError:  # a tokenizer of another kind, or none
+    except OSError:  # a tokenizer of another format, or none
         return
     if fault := _fault(str(file), state.st_mtime_ns, state.st_size):
-        raise ValueError(f"{field}: the tokenizer of {name} takes {fault} for a few lines of text; it is not used")
+        raise ValueError(f"{field}: the tokenizer of {name} {fault} on a few lines of text; it is not used")
 
 
 @functools.lru_cache(64)
 def _fault(file: str, changed: int, size: int) -> str:
-    """What a tokenizer takes too much of; empty where it is sound, or so plain that nothing can go wrong."""
+    """Return the limit that a tokenizer exceeds, in words; empty where it exceeds none or needs no trial."""
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
         parts = list(_parts(content.get("normalizer")))
         searched = [part for part in [*parts, *_parts(content.get("pre_tokenizer"))] if "Regex" in str(part)]
-    except (OSError, ValueError, AttributeError, RecursionError):  # told by the loading itself
+    except (OSError, ValueError, AttributeError, RecursionError):  # reported when the tokenizer is loaded
         return ""
     if not searched and not may_grow(content.get("normalizer")):
         return ""
@@ -105,14 +105,14 @@ def _fault(file: str, changed: int, size: int) -> str:
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=MOST_SECONDS, env=environment,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"longer than {MOST_SECONDS:g} s"
+        return f"takes more than {MOST_SECONDS:g} s"
     if done.returncode in (3, -getattr(signal, "SIGABRT", 6), -getattr(signal, "SIGKILL", 9)):
-        return f"more than {MOST_BYTES >> 30} GiB of memory"
-    return f"its process along (signal {-done.returncode})" if done.returncode < 0 else ""
+        return f"takes more than {MOST_BYTES >> 30} GiB of memory"
+    return f"crashes its process (signal {-done.returncode})" if done.returncode < 0 else ""
 
 
 def _parts(value: object) -> Iterator[Mapping[str, object]]:
-    """Every object with a type inside a normalizer or pre-tokenizer."""
+    """Yield every object with a type inside a normalizer or pre-tokenizer."""
     if isinstance(value, Mapping):
         if "type" in value:
             yield value
@@ -124,7 +124,7 @@ def _parts(value: object) -> Iterator[Mapping[str, object]]:
 
 
 def _config_tokens(path: Path) -> list[dict[str, object]]:
-    """The tokens that a tokenizer_config.json adds, which the normalizer is applied to when they are."""
+    """Return the tokens that a tokenizer_config.json adds; the normalizer is applied to them when they are added."""
     try:
         added = json.loads(path.read_text(encoding="utf-8")).get("added_tokens_decoder", {})
     except (OSError, ValueError, AttributeError, RecursionError):

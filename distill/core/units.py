@@ -1,4 +1,4 @@
-"""Units, and counts in words."""
+"""Units, and formatted counts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ GIB = 2**30
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 micro-batch`, `2 micro-batches`, `1,000 rows`."""
+    """Return a count with its noun: `1 micro-batch`, `2 micro-batches`, `1,000 rows`."""
     ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
     return f"{number:,} {noun}{ending}"

@@ -1,1 +1,1 @@
-"""The training itself: objective, trainer, metrics, checkpoints, health, several GPUs."""
+"""Training: trainer, metrics, checkpoints, resuming, guards against failing steps, several GPUs."""

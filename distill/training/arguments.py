@@ -1,4 +1,4 @@
-"""A recipe's `train:` and `parallel:` sections as transformers' TrainingArguments, and the arithmetic between them."""
+"""Conversion of a recipe's `train:` and `parallel:` sections to transformers' TrainingArguments."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from distill.planning.steps import (
 )
 from distill.recipe import Recipe
 
-# fail at their first step over FSDP2's shards (transformers 5.23, torch 2.13), with a traceback
+# optimizers that fail with a traceback at their first step over FSDP2 shards (transformers 5.23, torch 2.13)
 NOT_IN_SHARDS = {
-    "adagrad": "it makes its states before the student is cut",
-    "adafactor": "it adds whole tensors to shards",
+    "adagrad": "it creates its states before the student is sharded",
+    "adafactor": "it adds unsharded tensors to shards",
 }
 
 
 def fused_optimizer(recipe: Recipe, arguments: TrainingArguments) -> tuple[type[Any], dict[str, Any]] | None:
-    """FusedAdamW and its settings, as `Trainer(optimizer_cls_and_kwargs=)` takes them; None for another optimizer.
+    """Return FusedAdamW and its arguments for `Trainer(optimizer_cls_and_kwargs=)`; None for another optimizer.
 
     On a CPU the same algorithm runs as torch's AdamW, which is faster there than the kernel's reference.
     """
@@ -49,7 +49,7 @@ def fused_optimizer(recipe: Recipe, arguments: TrainingArguments) -> tuple[type[
 
 
 def require_optimizer(arguments: TrainingArguments, student: torch.nn.Module) -> None:
-    """Hold that the package which brings the optimizer is installed, and that it has what it needs."""
+    """Check that the optimizer's package is installed and accepts the arguments."""
     try:
         Trainer.get_optimizer_cls_and_kwargs(arguments, student)  # type: ignore[arg-type]
     except (ImportError, ValueError) as error:
@@ -66,14 +66,14 @@ def training_arguments(
     precision: Precision,
     student_sharded: bool = False,
 ) -> TrainingArguments:
-    """TrainingArguments for this recipe.
+    """Return the TrainingArguments of a recipe.
 
     Args:
-        rows: Sequences in the training data.
-        student_sharded: The student goes through FSDP2; from `plan_sharing`.
+        rows: Number of sequences in the training data.
+        student_sharded: Shard the student with FSDP2; from `plan_sharing`.
 
     Raises:
-        ValueError: naming the field that does not fit, `train.arguments` included.
+        ValueError: A field, `train.arguments` included, does not fit; the message names it.
     """
     train, world = recipe.train, world_size()
     if problem := reports_problem(train.report_to):
@@ -87,7 +87,7 @@ def training_arguments(
         "per_device_eval_batch_size": train.batch_size,
         "gradient_accumulation_steps": accumulation,
         "learning_rate": train.learning_rate,
-        # what transformers calls "constant" leaves out the warm-up
+        # the schedule "constant" of transformers has no warm-up
         "lr_scheduler_type": "constant_with_warmup" if train.schedule == "constant" else train.schedule,
         "warmup_steps": train.warmup if train.warmup >= 1 else round(train.warmup * steps),
         "weight_decay": train.weight_decay,
@@ -125,22 +125,22 @@ def training_arguments(
             )
         values |= {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
     if clash := sorted(set(values) & set(train.arguments) - {"save_total_limit", "logging_first_step"}):
-        raise ValueError(f"train.arguments.{clash[0]}: a field of the recipe sets it; leave it out")
+        raise ValueError(f"train.arguments.{clash[0]}: already set by a field of the recipe; remove it here")
     require_arguments(train.arguments)
     if train.arguments.get("ignore_data_skip"):
         raise ValueError(
-            "train.arguments.ignore_data_skip: a resumed run would learn the epoch's first rows again in place of "
-            "those that follow; leave it out"
+            "train.arguments.ignore_data_skip: a resumed run would train on the epoch's first rows again instead of "
+            "the remaining ones; remove it"
         )
     values |= train.arguments
-    if device.type == "cuda":  # batches are copied while the GPU computes; otherwise every copy would wait for it
+    if device.type == "cuda":  # copy batches while the GPU computes; a blocking copy would wait for it
         given = values.get("accelerator_config")
         values["accelerator_config"] = {"non_blocking": True, **(given if isinstance(given, dict) else {})}
     try:
         made = TrainingArguments(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(f"train: transformers refused these arguments: {str(error).splitlines()[0]}") from error
-    try:  # otherwise refused after the evaluation that comes before training
+    try:  # a bad schedule would otherwise fail only after the evaluation that precedes training
         tried, settings = torch.optim.SGD([torch.zeros(1)], lr=made.learning_rate), made.lr_scheduler_kwargs
         get_scheduler(
             made.lr_scheduler_type, tried, made.get_warmup_steps(steps), steps,

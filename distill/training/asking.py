@@ -1,7 +1,7 @@
-"""A teacher elsewhere is asked ahead of the steps that need it, and a step begins once all of its answers are there.
+"""Prefetch of a remote teacher's outputs, so that a step begins once all of its outputs have arrived.
 
-So a teacher that is gone is noticed between two steps, by all ranks alike: no gradient is half made, no random number
-drawn, and the checkpoint that ends the run is one that it can be resumed from to the bit.
+A teacher that is unavailable is thus noticed between two steps, on all ranks alike: no gradient is half computed, no
+random number drawn, and the run can be resumed bit-exactly from the checkpoint that ends it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from distill.training.checkpoints import CHECKPOINT
 
 
 class Asking:
-    """Asks the teacher of a trainer's micro-batches; does nothing where that takes no asking ahead.
+    """Submits a trainer's micro-batches to the teacher ahead of use; does nothing for teachers without prefetch.
 
     Args:
-        objective: with the teacher.
-        reduce: sums a tensor over the ranks.
-        device: of the trainer.
+        objective: Objective that holds the teacher.
+        reduce: Function that sums a tensor over the ranks.
+        device: The trainer's device.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class Asking:
         self._epoch: tuple[Iterator[Any] | None, Iterator[Any] | None] = (None, None)
 
     def ahead(self, epoch: Iterator[Any], least: int) -> Iterator[Any]:
-        """The micro-batches of an epoch in their order, asked of ahead of time.
+        """Return the micro-batches of an epoch in order, submitted to the teacher ahead of use.
 
         Args:
-            epoch: the same object for all of an epoch's calls.
-            least: micro-batches of an optimizer step.
+            epoch: Iterator over the epoch; the same object in all calls of an epoch.
+            least: Number of micro-batches per optimizer step.
         """
         if not self.objective.teacher.ahead:
             return epoch
@@ -50,20 +50,20 @@ class Asking:
 
     @property
     def early(self) -> bool:
-        """Whether the teacher starts on what it is asked before it is needed, in the step to come."""
+        """Return whether the next step's targets are computed before they are needed."""
         teacher = self.objective.teacher
         return teacher.ahead > 0 and teacher.format.needs_targets(self.objective.loss)
 
     def submit(self, batches: Iterable[Any]) -> None:
-        """Ask of micro-batches, where that has not been done, and go on."""
+        """Submit micro-batches to the teacher, those that were not submitted before, without waiting."""
         for batch in batches:
             self.objective.teacher.submit(batch)
 
     def require(self, batches: Sequence[Any]) -> None:
-        """Wait for the answers of a step's micro-batches, those of the student's own words asked only now.
+        """Wait for the teacher outputs of a step's micro-batches; on-policy rollouts are submitted only now.
 
         Raises:
-            TeacherGone: on all ranks, where one has no answers.
+            TeacherGone: On all ranks, where the outputs of one are missing.
         """
         if not self.early:
             return
@@ -71,14 +71,14 @@ class Asking:
         teacher = self.objective.teacher
         fault = teacher.fault_of(batches)
         anywhere = fault is not None
-        if world_size() > 1:  # alone, the host goes on without waiting for the GPU
+        if world_size() > 1:  # a single process need not wait for the GPU here
             anywhere = bool(self.reduce(torch.tensor(float(anywhere), device=self.device)) > 0)
         if anywhere:
-            raise TeacherGone(fault or "the teacher's server does not answer another rank", agreed=True)
+            raise TeacherGone(fault or "the teacher server does not respond to another rank", agreed=True)
 
 
 def ended_by(error: TeacherGone, trainer: Trainer) -> TeacherGone:
-    """The fault that ends a run, after a checkpoint of its last whole step where one can be written."""
+    """Return the error that ends a run, after writing a checkpoint of its last complete step where possible."""
     step, folder = trainer.state.global_step, Path(trainer.args.output_dir or ".")
     if not step or not (error.agreed or trainer.accelerator.num_processes == 1):
         return error

@@ -1,8 +1,8 @@
-"""A checkpoint's weights, put into a student by the student's own names.
+"""Load a checkpoint's weights into a student, by the names of its modules.
 
-A file holds them by the names under which a family is published, which for a mixture of experts and many others are
-not those of its modules: transformers converts them when it saves and when it loads. So a checkpoint is read as any
-model is, and compared once it is.
+Files hold weights under the names in which a model family is published, which for mixtures of experts and many others
+are not those of its modules: transformers converts them on saving and loading. So a checkpoint is read as any model
+is, and its names are compared afterwards.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ ADAPTER = "adapter_model.safetensors"
 
 @torch.no_grad()
 def load_weights(student: nn.Module, checkpoint: Path) -> None:
-    """Give a student the weights that a checkpoint holds of it, equal to the bit.
+    """Copy the weights of a checkpoint into a student, bit-exactly.
 
     Args:
-        student: Whole on this process: bare, or inside PEFT, whose base model is left as it is.
-        checkpoint: A folder with the model's or the adapter's safetensors.
+        student: Unsharded student: bare, or inside PEFT, whose base model is not changed.
+        checkpoint: Folder with the model's or the adapter's safetensors.
 
     Raises:
-        RunError: naming weights that it lacks, or that this student does not have.
+        RunError: Weights are missing, or are not part of this student; the message names one.
     """
     if hasattr(student, "peft_config"):
         _load_adapter(student, checkpoint)
         return
     model: Any = bare(student)
     dtypes = {value.dtype for value in model.state_dict().values() if value.is_floating_point()}
-    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # the wider one: nothing is rounded on the way
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # float32 holds every other dtype without rounding
     try:
         saved = read_weights(
             type(model), checkpoint, "--resume", config=copy.deepcopy(model.config), dtype=dtype, use_safetensors=True
@@ -47,7 +47,7 @@ def load_weights(student: nn.Module, checkpoint: Path) -> None:
         raise _refused(checkpoint, str(error)) from error
     there, own = saved.state_dict(), model.state_dict()
     if wrong := sorted(there.keys() ^ own.keys()):
-        raise _refused(checkpoint, f"{wrong[0]} is in one of it and the student and not in the other")
+        raise _refused(checkpoint, f"{wrong[0]} exists in only one of checkpoint and student")
     for name, value in own.items():
         value.copy_(there[name])
 
@@ -59,11 +59,11 @@ def _load_adapter(student: Any, checkpoint: Path) -> None:
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dictionary
     own = get_peft_model_state_dict(student)
     if missing := sorted(own.keys() - saved.keys()):
-        raise _refused(checkpoint, f"its files lack {missing[0]}")
+        raise _refused(checkpoint, f"{missing[0]} is missing in its files")
     if wrong := sorted(name for name in saved if name not in own or own[name].shape != saved[name].shape):
-        raise _refused(checkpoint, f"{wrong[0]} is no weight of this student's adapter, or has another shape")
+        raise _refused(checkpoint, f"{wrong[0]} is not a weight of this student's adapter, or has another shape")
     set_peft_model_state_dict(student, saved, adapter_name=student.active_adapter)
 
 
 def _refused(checkpoint: Path, reason: str) -> RunError:
-    return RunError(f"--resume: {checkpoint}: {reason}; move it away to use another")
+    return RunError(f"--resume: {checkpoint}: {reason}; move the folder away to use an older checkpoint")

@@ -1,7 +1,8 @@
-"""Checkpoints in a run's folder: which are complete, which are not, and taking old ones away.
+"""Checkpoints in a run's folder: listing, unfinished ones, rotation.
 
-A checkpoint is written into `.unfinished/` and renamed, so that a folder called `checkpoint-N` is whole, whenever the
-process was killed. `trainer_state.json` is the last file `Trainer` writes; `manifest.json` then sums them all up.
+A checkpoint is written into `.unfinished/` and renamed, so that a folder called `checkpoint-N` is complete, whenever
+the process was killed. `trainer_state.json` is the last file that `Trainer` writes; `manifest.json` with the checksums
+of all files follows it.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ CHECKPOINT, UNFINISHED, STATE = "checkpoint-", ".unfinished", "trainer_state.jso
 
 
 def checkpoints(folder: Path, *, damaged: bool = False) -> list[Path]:
-    """Complete checkpoints in `folder`, by step; with `damaged` also those that have lost their trainer_state.json."""
+    """Return complete checkpoints in `folder` by step; with `damaged` also those without trainer_state.json."""
     return [path for _, path in sorted(_numbered(folder)) if damaged or (path / STATE).is_file()]
 
 
 def half_written(folder: Path) -> list[Path]:
-    """Checkpoints in `folder` whose writing was cut off; nothing reads them."""
+    """Return checkpoints in `folder` whose writing was interrupted; they are never loaded."""
     return sorted((folder / UNFINISHED).glob(CHECKPOINT + "*"))
 
 
 def drop_old(folder: Path, limit: int | None, best: str | None = None) -> None:
-    """Keep the newest `limit` checkpoints, and `best`; an old one loses its name before it is deleted."""
+    """Keep the newest `limit` checkpoints and `best`; others are moved to `.unfinished/`, to be deleted."""
     for old in checkpoints(folder)[: -limit if limit else 0]:
         if best is None or old.name != Path(best).name:
             os.replace(old, folder / UNFINISHED / f"old-{old.name}")

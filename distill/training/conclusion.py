@@ -1,4 +1,4 @@
-"""After the last step: what is trained is kept, whatever fails while it is measured and saved."""
+"""Checkpoint of the last step where evaluating or saving the trained student fails."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from distill.training.checkpoints import CHECKPOINT, checkpoints
 
 @contextmanager
 def trained_weights_kept(trainer: Any, *, together: bool = False, exports: bool = True) -> Iterator[None]:
-    """Leave a checkpoint of the last step where an exception ends what is done inside.
+    """Write a checkpoint of the last step if the body of the block raises.
 
     Args:
         trainer: `DistillationTrainer`, after training.
-        together: Of several processes one may fail alone inside, while no other waits for it: they agree afterwards
-            and write the checkpoint together. Otherwise several processes write none.
-        exports: `distill export` can make a student of the checkpoint: it is no adapter to a base that is nowhere.
+        together: One of several processes may fail alone in the block, without a collective that others wait in: they
+            agree afterwards and write the checkpoint together. If False, several processes write none.
+        exports: `distill export` can make a student of the checkpoint: it is not an adapter to an unsaved base model.
 
     Raises:
-        RunError: what failed, where the checkpoint is, and how to go on. What a disk refuses, and memory that is used
-            up, is raised as it came: `explained` says what to do.
+        RunError: Names the failure, the checkpoint and the next command. Errors of the disk and of exhausted memory
+            are raised unchanged: `explained` turns them into advice.
     """
     fault: Exception | None = None
     try:
         yield
-    except Exception as error:  # whatever it is, the weights are worth more
+    except Exception as error:  # any failure: the trained weights must be kept
         fault = error
     failed, several = fault is not None, trainer.accelerator.num_processes > 1
     if several and together:
@@ -47,7 +47,7 @@ def trained_weights_kept(trainer: Any, *, together: bool = False, exports: bool 
         raise fault
     ways = "continue with --resume"
     if folder / kept in checkpoints(folder):
-        ways = f"its weights are in {folder / kept}: --resume goes on from there" + (
+        ways = f"its weights are in {folder / kept}: --resume continues from there" + (
             f", and distill export {folder / kept} -o FOLDER writes them as a student" if exports else ""
         )
     raise RunError(f"{first_line(fault)}; the student is trained, {ways}") from fault

@@ -1,13 +1,13 @@
-"""Divergence of training with finite numbers: noticed in what is logged, named in a warning, or the end of the run.
+"""Detection of diverging training from logged metrics: a warning, or the end of the run.
 
-Steps that are NaN or infinite are skipped (health.py); a learning rate that is too high more often leaves numbers that
-are finite and worthless. Two rules, each of which has to hold for `STEPS` logged steps in a row, in training or held
-out:
+Steps with NaN or infinity are skipped (health.py); a learning rate that is too high more often leads to finite but
+useless values. Training diverges when one of two rules holds for `STEPS` logged steps in a row, in training or held-out
+metrics:
 
-    loss         above `TIMES` x its start + `MARGIN` nats; the start is the first loss that was logged
-    perplexity   at the vocabulary's size or above, where uniform probabilities are, after it was lower
+    loss         above `TIMES` x its start + `MARGIN` nats; the start is the first logged loss
+    perplexity   at or above the vocabulary size, the value of uniform probabilities, after it was lower
 
-A loss whose weights or temperature follow a schedule changes of itself: there the first rule takes cross-entropy.
+A loss whose weights or temperature follow a schedule changes by itself: there the first rule uses cross-entropy.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from distill.recipe import Recipe
 log = logging.getLogger(__name__)
 
 STEPS, TIMES, MARGIN = 3, 3.0, 1.0
-NEAR = 0.05  # nats below the logarithm of the vocabulary's size
-LOWER = 0.5  # the same, of a student that has learned something; one with random weights begins nearer
+NEAR = 0.05  # nats below the logarithm of the vocabulary size that count as uniform
+LOWER = 0.5  # nats below it that show learning; random weights begin nearer
 ADVICE = "lower train.learning_rate or lengthen train.warmup"
 
 
 class DivergenceWatch(TrainerCallback):
-    """Watches logged figures; the same on every rank, whose figures are the same.
+    """Callback that watches logged metrics for divergence; equal on every rank, since the metrics are.
 
     Args:
-        recipe: says whether to warn or to stop, and whether the loss follows a schedule.
-        vocabulary: columns that the loss is over.
+        recipe: Sets `train.on_divergence` (warn or stop) and whether the loss follows a schedule.
+        vocabulary: Vocabulary size of the loss.
 
     Attributes:
-        since: the step at which divergence was first noticed; None where it was not.
+        since: Step at which divergence was first noticed; None where it was not.
     """
 
     def __init__(self, recipe: Recipe, vocabulary: int) -> None:
@@ -51,23 +51,23 @@ class DivergenceWatch(TrainerCallback):
         self._in_a_row: dict[str, int] = {}
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Take up what a resumed run has logged."""
+        """Restore the state from the log history of a resumed run."""
         self.since, self._start, self._was_lower, self._in_a_row = None, None, False, {}
         for entry in state.log_history:
             if list(self._look(entry)):
                 self.since = self.since or int(entry["step"])
 
     def on_log(self, args: object, state: TrainerState, control: object, logs: Any = None, **kwargs: object) -> None:
-        """Look at the figures of a logged step or an evaluation.
+        """Check the metrics of a logged step or an evaluation.
 
         Raises:
-            RunError: training has diverged, and is to stop then.
+            RunError: Training has diverged and `train.on_divergence` is stop.
         """
         for what in self._look(logs or {}):
             if self.stops:
                 raise RunError(
                     f"stopped at step {state.global_step}: training has diverged: {what}; {ADVICE}, and continue from "
-                    "a checkpoint from before with --resume, or start again (train.on_divergence: warn goes on)"
+                    "an earlier checkpoint with --resume, or start again (train.on_divergence: warn continues)"
                 )
             if self.since is None and is_first():
                 log.warning(
@@ -77,7 +77,7 @@ class DivergenceWatch(TrainerCallback):
             self.since = self.since or state.global_step
 
     def _look(self, logs: Mapping[str, Any]) -> Iterator[str]:
-        """Count the figures of one entry; which of them have been too high for long enough, in words."""
+        """Count the metrics of a log entry; yield in words those that were too high for `STEPS` entries."""
         if self._start is None and math.isfinite(first := logs.get(self.figure, math.nan)):
             self._start = first
         prefix, where = ("", "") if "loss" in logs else ("eval_", "held-out ")
@@ -96,6 +96,6 @@ class DivergenceWatch(TrainerCallback):
                 )
 
     def _lasts(self, figure: str, too_high: bool) -> bool:
-        """Whether a figure has been too high in `STEPS` entries in a row."""
+        """Return whether a metric has been too high in `STEPS` entries in a row."""
         self._in_a_row[figure] = self._in_a_row.get(figure, 0) + 1 if too_high else 0
         return self._in_a_row[figure] >= STEPS

@@ -1,15 +1,15 @@
-"""Each row of an epoch is taken once, however many processes share it.
+"""Batches of an epoch over several processes without duplicate rows: the last ones are short or empty.
 
-Micro-batches go to the processes in turn. Where those of an epoch do not divide by the processes, accelerate fills up
-with the epoch's first rows, which then count twice: in the loss and its divisor, and in an evaluation. Here the rest
-stays as short as it is, and a process that has nothing left gets a micro-batch without rows. A collator makes one row
-of padding of it, of which nothing is learned: it goes through both models, so that every process takes part in what
-they do together (DDP, FSDP2, sharded teachers), and gives a loss and gradients of 0.
+Micro-batches go to the processes in turn. Where their number is not a multiple of the processes, accelerate repeats the
+epoch's first rows, which then count twice in the loss, its divisor and evaluations. Here the last batch stays short,
+and a process that has no rows left gets an empty micro-batch. The collator turns it into one row of padding, masked
+from the loss: it goes through both models, so that every process takes part in the collectives (DDP, FSDP2, sharded
+teachers), with a loss and gradients of 0.
 
     loader = each_row_once(accelerator.prepare(loader), processes)
 
-Which rows a step takes then follows from its size alone, not from the processes that share it nor from the rows that
-go through a model at a time; what a resumed run skips is counted in micro-batches, and these are as many as before.
+So the rows of a step depend on its size alone, not on the number of processes or the micro-batch size, and a resumed
+run skips as many micro-batches as before.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 
 
 class EvenBatches(BatchSampler):
-    """Batches of what a sampler gives, the last one short, then empty ones up to a multiple of `processes`."""
+    """Batch sampler whose last batch may be short, followed by empty ones up to a multiple of `processes`."""
 
     def __init__(self, sampler: Iterable[int], batch_size: int, processes: int) -> None:
         super().__init__(sampler, batch_size, drop_last=False)
         self.processes = processes
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Lists of row numbers."""
+        """Yield lists of row numbers."""
         number = 0
         for number, batch in enumerate(super().__iter__(), 1):  # noqa: B007
             yield batch
@@ -42,40 +42,41 @@ class EvenBatches(BatchSampler):
             yield []
 
     def __len__(self) -> int:
-        """Batches of all processes, empty ones too."""
+        """Return the number of batches of all processes, including empty ones."""
         return -(-super().__len__() // self.processes) * self.processes
 
 
 def each_row_once(loader: Any, processes: int) -> Any:
-    """Have a loader that accelerate prepared repeat no rows where an epoch ends; returns it.
+    """Make a loader prepared by accelerate repeat no rows at the end of an epoch; returns it.
 
     Args:
-        loader: cut over the processes by accelerate, not used yet. What cannot be told to (a data set that is only
-            iterated, a sampler that cuts by itself) stays as it is, and a warning says so.
+        loader: Loader sharded over the processes by accelerate, not used yet. One that accelerate does not shard by a
+            batch sampler (an iterable data set, a sampler that shards by itself) stays as it is, with a warning.
     """
     shard = loader.batch_sampler
     if processes == 1 or getattr(shard, "drop_last", False):
         return loader
     if not isinstance(shard, BatchSamplerShard) or shard.num_processes == 1:
         log.warning(
-            "rows of %s are cut over the processes elsewhere: at the end of an epoch some may come twice, and count "
-            "twice", type(loader.dataset).__name__,
-        )  # fmt: skip
+            "rows of %s are not distributed by a batch sampler: at the end of an epoch some may be repeated and count "
+            "twice",
+            type(loader.dataset).__name__,
+        )
         return loader
     assert shard.batch_size is not None
     size = shard.batch_size // shard.num_processes if shard.split_batches else shard.batch_size
     shard.batch_sampler = EvenBatches(shard.batch_sampler.sampler, size, shard.num_processes)
-    # without a size the shard deals whole batches in turn, whatever they hold, and fills none up
+    # without a batch size accelerate hands out whole batches in turn, of any length, and pads none
     shard.batch_size, shard.split_batches = None, False
     return loader
 
 
 class OrPadding:
-    """A collator of somebody else's, which need not know of batches without rows."""
+    """Wrapper of a custom collator that passes empty batches to the default collator."""
 
     def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], padding: Collator) -> None:
         self.collator, self.padding = collator, padding
 
     def __call__(self, rows: list[Any]) -> dict[str, Any]:
-        """Collate rows, where there are any."""
+        """Collate rows; an empty list becomes a row of padding."""
         return self.collator(rows) if rows else self.padding(rows)

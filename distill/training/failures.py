@@ -1,4 +1,4 @@
-"""What can break a run from outside, said in one line with what to do: disk, memory, a worker that died."""
+"""Translation of failures outside the recipe (disk, memory, a dead worker) into one line with the cure."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from distill.teachers.registry import source_of
 from distill.training.checkpoints import checkpoints
 from distill.training.resuming import smaller_batch
 
-MOST_WAYS = 4  # named where memory ran out, so that it stays one line; `distill check` has them all
-CUT_SHORT = ("inline_container", "PytorchStreamWriter", "iostream error")  # torch.save, which says no reason
+MOST_WAYS = 4  # ways to save memory named in the message, so that it stays one line; `distill check` lists all
+CUT_SHORT = ("inline_container", "PytorchStreamWriter", "iostream error")  # of torch.save, which gives no reason
 
 
 @contextmanager
 def explained(recipe: Recipe, folder: Path) -> Iterator[None]:
-    """Turn failures of the machine into `RunError`, one line that says what to change; others pass through."""
+    """Turn failures of the machine into `RunError`, one line that names the cure; others pass through."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -45,29 +45,29 @@ def explained(recipe: Recipe, folder: Path) -> Iterator[None]:
             raise RunError(_disk(code, getattr(error, "filename", None), recipe, folder)) from error
         if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
             raise RunError(
-                f"the machine is out of memory ({(text.splitlines() or ['no more to be had'])[0]:.120}); lower "
+                f"the machine is out of memory ({(text.splitlines() or ['allocation failed'])[0]:.120}); lower "
                 f"train.batch_size (now {recipe.train.batch_size}), or data.max_length (now {recipe.data.max_length}) "
-                f"in a new run, or close what else runs{_continue(folder)}"
+                f"in a new run, or close other programs{_continue(folder)}"
             ) from error
-        if world_size() > 1 and "by peer" in text:  # what gloo says; that process has said why
-            raise RunError(f"another process of this run has ended, and so does this one{_continue(folder)}") from error
+        if world_size() > 1 and "by peer" in text:  # gloo's message; the other process has printed its reason
+            raise RunError(f"another process of this run ended, so this one does too{_continue(folder)}") from error
         if "DataLoader worker" in text:
             raise RunError(
-                f"a data worker died ({text.splitlines()[0]}); most often the machine ran out of memory: lower "
+                f"a data worker died ({text.splitlines()[0]}), most often because the machine ran out of memory: lower "
                 f"data.workers (now {recipe.data.workers}){_continue(folder)}"
             ) from error
         raise
 
 
 def out_of_memory(recipe: Recipe, error: BaseException, folder: Path | None = None) -> str:
-    """What to lower, and by how much, when the GPU's memory is used up.
+    """Return a message that names the settings to lower, and by how much, when GPU memory is exhausted.
 
     Args:
-        folder: the run's; from its last checkpoint it can go on with some of these settings, and how is said.
+        folder: The run's folder; the message gives the command that resumes from its last checkpoint.
     """
     lossless, lossy = _ways_without_loss(recipe), _ways_of_a_new_run(recipe)
     whole = checkpoints(folder) if folder is not None and folder.is_dir() else []
-    sentences = str(error).splitlines()[0].split(". ")  # from the third on figures and torch's own advice
+    sentences = str(error).splitlines()[0].split(". ")  # the third and later ones are torch's figures and advice
     first = ". ".join(sentences[:2]).rstrip(".")
     fault = f"the GPU is out of memory: {first}; "
     ranked = "`distill check` ranks the ways by the GiB they save"
@@ -84,15 +84,15 @@ def out_of_memory(recipe: Recipe, error: BaseException, folder: Path | None = No
 
 
 def _ways_without_loss(recipe: Recipe) -> dict[str, str]:
-    """Settings that a run may be resumed with, as overrides, and in words."""
+    """Return settings that a run may be resumed with, from override to description."""
     train, ways = recipe.train, {}
     if train.batch_size > 1 and why_batch_size_stays(recipe) is None:
         smaller, tokens = smaller_batch(recipe, world_size())
         if train.tokens_per_step is None:
             override = f"train.batch_size={smaller} train.tokens_per_step={tokens}"
-            keeps = f"with train.tokens_per_step {tokens} the step stays the same"
+            keeps = f"with train.tokens_per_step {tokens} the step is unchanged"
         else:
-            override, keeps = f"train.batch_size={smaller}", "the step stays the same: more micro-batches"
+            override, keeps = f"train.batch_size={smaller}", "the step is unchanged: more micro-batches"
         share = "half" if 2 * smaller == train.batch_size else f"{smaller}/{train.batch_size}"
         ways[override] = f"train.batch_size from {train.batch_size} to {smaller}, {share} of the activations ({keeps})"
     if not train.gradient_checkpointing:
@@ -102,7 +102,7 @@ def _ways_without_loss(recipe: Recipe) -> dict[str, str]:
 
 
 def _ways_of_a_new_run(recipe: Recipe) -> list[str]:
-    """Settings that change what is learned, in words."""
+    """Return descriptions of settings that change what is trained, for a new run."""
     train, ways = recipe.train, []
     halves = train.batch_size > 1 and train.batch_size // 2 % recipe.data.samples == 0
     if halves and why_batch_size_stays(recipe) is not None:
@@ -111,7 +111,7 @@ def _ways_of_a_new_run(recipe: Recipe) -> list[str]:
         length = recipe.data.max_length
         ways.append(f"data.max_length from {length} to {length // 2}, half of the activations")
     if recipe.student.lora is None:
-        ways.append("student.lora to {}, no gradients and optimizer states of the base weights")
+        ways.append("student.lora to {}, no gradients or optimizer states of the base weights")
     if train.optimizer_states != "bfloat16" and train.optimizer == "fused_adamw":
         ways.append("train.optimizer_states to bfloat16, half of the optimizer's memory")
     return ways + [way.words for way in _smaller_teachers(recipe) if not way.same_targets]
@@ -131,7 +131,7 @@ def _disk(code: int, name: str | None, recipe: Recipe, folder: Path) -> str:
 
 
 def _fullest(recipe: Recipe, folder: Path) -> Path:
-    """Return which of the places that a run writes to has the least room, the run's folder where several have it."""
+    """Return the place that a run writes to with the least free space, the run's folder in a tie."""
     kept = [Path(section.keep).expanduser() for section in (recipe.teacher, *recipe.teachers) if section.keep]
     return min((folder, *kept, cache_root(), Path(tempfile.gettempdir())), key=free_bytes)
 

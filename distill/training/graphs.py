@@ -1,11 +1,12 @@
-"""Whether a run's steps are replayed from CUDA graphs: what `train.cuda_graph` means.
+"""Callback that replays training steps from CUDA graphs: the setting `train.cuda_graph`.
 
     trainer.add_callback(GraphedSteps([("teacher", teacher), ("student", student)]))
 
-A few steps run launched, so that kernels are compiled and tuned and the optimizer has its states. With `auto` some more
-are timed launched and as many replayed, and the faster way is kept: a graph must win by `WINS`, since it holds memory.
-Timed steps are steps of the run: a graph gives the bits of launched kernels. A model whose wide last layer computes the
-learned rows alone (models/output_rows.py) stays launched with `auto`: in a graph it would compute all, to other bits.
+The first steps run eagerly, so that kernels are compiled and tuned and the optimizer has its states. With `auto`
+further steps are timed eagerly and as many replayed, and the faster mode is kept: a graph must win by `WINS`, since it
+holds memory. Timed steps are steps of the run: a graph gives the same bits as eager launches. A model whose wide last
+layer computes only the trained rows (models/output_rows.py) stays eager with `auto`: in a graph it would compute all
+rows, with other rounding.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from distill.models import output_rows
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import decoder_of
 
-WARM_UP = 3  # launched steps
-TIMED = 4  # steps of each way
-CAPTURE = 3  # steps between: a shape is captured when it comes a second time
-WORTH = 40  # steps that must be left for a trial
-WINS = 0.97  # of the launched step's time
+WARM_UP = 3  # eager steps before anything is timed
+TIMED = 4  # timed steps of each mode
+CAPTURE = 3  # steps between: a shape is captured when it occurs a second time
+WORTH = 40  # steps that must remain for a trial
+WINS = 0.97  # largest ratio of replayed to eager step time at which graphs are kept
 
 
 class GraphedSteps(TrainerCallback):
-    """Captures the decoders of a trainer's models, and keeps the graphs where they win.
+    """Callback that captures the decoders of a trainer's models, and keeps the graphs where they are faster.
 
     Args:
-        models: teacher's and student's, by the recipe's field; the one named `student` is trained.
-        always: captured without a trial, which `train.cuda_graph: true` asks for.
-        mean: of a number over the ranks, so that all decide alike.
-        say: takes the line for the person.
+        models: Names and models of teacher and student; the one named `student` is trained.
+        always: Capture without a trial (`train.cuda_graph: true`).
+        mean: Function that averages a number over the ranks, so that all decide alike.
+        say: Function that prints a line; None for the console.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class GraphedSteps(TrainerCallback):
     ) -> None:
         self.always, self.mean = always, mean
         self.say = say or (lambda text: console.say(f"{'graphs':<12}{text}") if is_first() else None)
-        for _, model in models if always else ():  # launched steps shall have the bits of replayed ones
+        for _, model in models if always else ():  # eager steps must have the same bits as replayed ones
             decoder_of(model).__dict__.pop(output_rows.MARK, None)
         self.models = [pair for pair in models if output_rows.MARK not in decoder_of(pair[1]).__dict__]
         self.graphs: DecoderGraphs | None = None
@@ -63,7 +64,7 @@ class GraphedSteps(TrainerCallback):
         self._start = 0.0
 
     def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Begin what the step's number is for."""
+        """Capture the graphs, or start the clock, as the step's number requires."""
         if self._decided:
             return
         if self._steps == 0 and not self.always and state.max_steps - state.global_step < WORTH:
@@ -77,7 +78,7 @@ class GraphedSteps(TrainerCallback):
             self._start = time.perf_counter()
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Take the step's time; decide where all are there."""
+        """Record the step's time; decide once all times are there."""
         if self._decided:
             return
         if self._timed is not None:
@@ -88,7 +89,7 @@ class GraphedSteps(TrainerCallback):
             self._decide()
 
     def _samples(self) -> list[float] | None:
-        """Where the time of the present step goes, if it is timed."""
+        """Return the list that takes the time of the present step; None if it is not timed."""
         if self.always:
             return None
         if WARM_UP <= self._steps < WARM_UP + TIMED:
@@ -106,20 +107,20 @@ class GraphedSteps(TrainerCallback):
         self._decided = True
         launched, replayed = (
             self.mean(statistics.median(times or [0.0])) * 1e3 for times in (self._launched, self._replayed)
-        )  # on every rank, whatever follows
-        refused = "; ".join(f"the {name} is launched: {why}" for name, why in self.graphs.refused.items())
+        )  # a collective: every rank calls it before any return
+        refused = "; ".join(f"the {name} runs eagerly: {why}" for name, why in self.graphs.refused.items())
         if len(self.graphs.refused) == len(self.models):
             self._end(refused)
         elif not self.graphs.replays:
-            self._end("off: no shape of batch came twice")
+            self._end("off: no batch shape occurred twice")
         elif self.always:
             self.say("the step runs from CUDA graphs" + (f"; {refused}" if refused else ""))
         else:
-            times = f"{replayed:.1f} ms a step, launched {launched:.1f}" + (f"; {refused}" if refused else "")
+            times = f"{replayed:.1f} ms a step, eager {launched:.1f}" + (f"; {refused}" if refused else "")
             if replayed < WINS * launched:
                 self.say(f"the step runs from CUDA graphs: {times}")
             else:
-                self._end(f"off, since they win too little: {times}")
+                self._end(f"off, since the gain is too small: {times}")
 
     def _end(self, why: str) -> None:
         assert self.graphs is not None

@@ -1,13 +1,13 @@
-"""Steps that are not finite, and the wish to stop: looked at once an optimizer step, the same on every rank.
+"""Guard against steps that are not finite, and against signals: checked once per optimizer step, equal on every rank.
 
 A step whose loss or gradient is NaN or infinite is skipped: no weight and no optimizer state changes. It is counted
-and named in the log, and so is the teacher where that is the cause; after `LIMIT` of them in a row the run stops, with
-the last batch saved for study. SIGTERM, a lost terminal and Ctrl-C end the run after the step that is being made, with
-a checkpoint; a second Ctrl-C ends it at once.
+and logged, with the teacher's fault where that is the cause; after `LIMIT` of them in a row the run stops, and the last
+batch is saved for study. SIGTERM, a lost terminal and Ctrl-C end the run after the current step, with a checkpoint; a
+second Ctrl-C ends it at once.
 
-Nothing here waits for a GPU: the flags are made on the device, the optimizer skips by its `found_inf`, and the host
-reads a step's flags while the next one runs. On a CPU, or with an optimizer that has no `found_inf`, they are read at
-once.
+Nothing here waits for a GPU: the flags are computed on the device, the optimizer skips the step by its `found_inf`, and
+the host reads a step's flags while the next one runs. On a CPU, or with an optimizer without `found_inf`, they are read
+at once.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ LIMIT = 10
 
 
 class Health:
-    """Watches the steps of one trainer.
+    """Guard of one trainer's steps.
 
     Args:
-        reduce: sums a tensor over the ranks.
-        ranks: how many there are.
-        folder: where a batch is saved.
-        limit: steps in a row that may be skipped.
-        blame: says what of the teacher is not finite over a step's batches, None where all is; called on every rank
-            alike, for steps that are skipped.
+        reduce: Function that sums a tensor over the ranks.
+        ranks: Number of ranks.
+        folder: Folder for the saved batch.
+        limit: Number of consecutive steps that may be skipped.
+        blame: Function from a step's batches to a description of what is not finite in the teacher, None where all is
+            finite; called on every rank for skipped steps.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class Health:
         self._waiting: tuple[torch.Tensor, torch.cuda.Event | None, int, list[Batch]] | None = None
 
     def see_batch(self, inputs: Batch, loss: torch.Tensor) -> None:
-        """A micro-batch and its loss, of the step that is being made."""
+        """Record a micro-batch of the current step and its loss."""
         self._batches.append(inputs)
         loss = loss.detach().float()
         self._loss = loss if self._loss is None else self._loss + loss
 
     def see_norm(self, norm: Any) -> None:
-        """The norm of the step's gradients, where clipping has computed it."""
+        """Record the gradient norm of the step, where clipping has computed it."""
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self._norm = norm.detach() if isinstance(norm, torch.Tensor) else None
 
     def before_step(self, model: nn.Module, optimizer: Any, step: int) -> None:
-        """Look at the step's gradients, and have the optimizer leave everything as it is where they are not finite.
+        """Check the step's gradients; where they are not finite, make the optimizer skip the step.
 
         Raises:
             RunError: `limit` steps in a row were not finite.
@@ -109,7 +109,7 @@ class Health:
         self._read()
 
     def _read(self) -> None:
-        """Count what the flags of the last step say."""
+        """Read the flags of the last step and count skipped steps."""
         if self._waiting is None:
             return
         flags, event, step, seen = self._waiting
@@ -130,10 +130,10 @@ class Health:
             raise RunError(self._stopped(step, fault, self._save(seen, step)))
 
     def require_learning(self, steps: int) -> None:
-        """Hold that not all `steps` of a finished run were skipped.
+        """Check that at least one of the `steps` of a finished run was not skipped.
 
         Raises:
-            ValueError: the student is what it was.
+            ValueError: All were skipped, so the student is unchanged.
         """
         self._read()
         if not self.skipped or self.skipped < steps:
@@ -145,7 +145,7 @@ class Health:
         )
 
     def _stopped(self, step: int, fault: str | None, path: Path) -> str:
-        """Why the run ends, and what to do."""
+        """Return a message with the reason why the run ends, and the cure."""
         if fault is not None:
             return (
                 f"stopped at step {step}: the teacher is NaN or infinite ({fault}), and so was the loss "
@@ -174,10 +174,10 @@ class Health:
 
     @contextmanager
     def stops_on_signals(self) -> Iterator[None]:
-        """Within it, SIGTERM, SIGHUP and a first Ctrl-C end training after the current step, with a checkpoint.
+        """End training after the current step, with a checkpoint, on SIGTERM, SIGHUP or a first Ctrl-C in the block.
 
-        A second Ctrl-C is a `KeyboardInterrupt` at once, with whatever checkpoint there was. SIGHUP comes when the
-        terminal is lost (ssh), and is left alone where it is ignored (nohup).
+        A second Ctrl-C raises `KeyboardInterrupt` at once, without a new checkpoint. SIGHUP comes when the terminal is
+        lost (ssh); where it is ignored (nohup) it stays ignored.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -190,14 +190,14 @@ class Health:
             self.interrupted = True
             self._asked.set()
             if is_first():
-                console.complain("finishing this step, then a checkpoint; Ctrl-C again stops at once")
+                console.complain("finishing this step and writing a checkpoint; press Ctrl-C again to stop at once")
 
         terminals = [stream for stream in (1, 2) if os.isatty(stream)]
 
         def end(number: int, frame: object) -> None:
             self.ended_by = signal.Signals(number).name
             self._asked.set()
-            if number != signal.SIGTERM:  # the terminal is gone: what is written there would fail
+            if number != signal.SIGTERM:  # the terminal is gone: writes to it would fail
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 for stream in terminals:
                     os.dup2(nowhere, stream)
@@ -216,21 +216,20 @@ class Health:
 
 
 class OutlivesSignals:
-    """Begins a data worker that leaves SIGTERM, SIGHUP and Ctrl-C to the process it works for.
+    """Initialiser of data workers that ignore SIGTERM, SIGHUP and Ctrl-C.
 
-    A terminal, a scheduler and torchrun send them to all processes of a group; a worker that ended by one would take
-    the step with it that is to be finished, and its checkpoint. Workers end when they are told to, or when the process
-    they work for is gone.
+    A terminal, a scheduler and torchrun send signals to all processes of a group; a worker that ended by one would
+    abort the step that is to be finished, and its checkpoint. Workers end when the trainer ends them, or with it.
 
     Args:
-        begin: What the worker begins with, called with its number; None for nothing.
+        begin: Initialiser to call with the worker's number; None for none.
     """
 
     def __init__(self, begin: Callable[[int], None] | None) -> None:
         self.begin = begin
 
     def __call__(self, number: int) -> None:
-        """Called in the worker."""
+        """Ignore the signals; called in the worker."""
         for each in ("SIGTERM", "SIGINT", "SIGHUP"):
             if hasattr(signal, each):
                 signal.signal(getattr(signal, each), signal.SIG_IGN)
@@ -239,17 +238,17 @@ class OutlivesSignals:
 
 
 def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer leaves all as it is where its `found_inf` is not 0: FusedAdamW, and torch's fused ones."""
+    """Return whether the optimizer skips the step where its `found_inf` is not 0: FusedAdamW and torch's fused ones."""
     return type(optimizer).__name__ == "FusedAdamW" or bool(optimizer.defaults.get("fused"))
 
 
 def clip_in_step(parameters: Sequence[torch.Tensor], optimizer: Any, most: float) -> torch.Tensor | None:
-    """Have the optimizer scale gradients to a norm of at most `most` as it reads them.
+    """Clip gradients to a norm of `most` inside the optimizer, as it reads them.
 
-    Clipping them in place would read, write and round all of them once more.
+    Clipping in place would read, write and round every gradient once more.
 
     Returns:
-        The norm before; None for an optimizer or a GPU that does not, and nothing has been done.
+        The norm before clipping; None for an optimizer or a GPU without support, where nothing has been done.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     able = isinstance(inner, FusedAdamW) and joins_on(parameters[0].device)
@@ -261,7 +260,7 @@ def clip_in_step(parameters: Sequence[torch.Tensor], optimizer: Any, most: float
 
 
 def norm_of(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all gradients, a scalar on their device; 0 without any."""
+    """Return the 2-norm of all gradients, a scalar on their device; 0 without any."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     whole: torch.Tensor = getattr(norm, "full_tensor", lambda: norm)()
@@ -269,25 +268,25 @@ def norm_of(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 class Watch(TrainerCallback):
-    """Shows each optimizer step to `Health`, and stops training where it wants that."""
+    """Callback that passes each optimizer step to `Health` and stops training where it requests that."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """The model is wrapped and placed as it will stay."""
+        """Cache the module lists: the model is wrapped and placed by now."""
         list_parts(self.trainer.model)
 
     def on_pre_optimizer_step(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Gradients are there and not used yet."""
+        """Check the gradients before the optimizer uses them."""
         self.trainer.health.before_step(self.trainer.model, self.trainer.optimizer, state.global_step + 1)
 
     def on_epoch_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        """What the teacher said may be read by all processes."""
+        """Flush teacher outputs that were cached in this epoch, so that all processes can read them."""
         self.trainer.objective.teacher.settle()
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Log, write a checkpoint and stop, where that was requested."""
+        """Update a moving-average teacher; log, save and stop where that was requested."""
         self.trainer.objective.teacher.follow(self.trainer.objective.student)
         self.trainer.meter.phases.enter("data")
         self.trainer.meter.phases.steps += 1

@@ -1,14 +1,14 @@
-"""`lock.yaml`: everything a run's figures depend on, written beside them, and held against a second run.
+"""`lock.yaml`: everything that a run's metrics depend on, written with them and compared with a second run.
 
     text = to_yaml(lock_of(recipe, ...))
     require_same(read_lock(path), now)     # ValueError names the first thing that differs
 
-What it holds: the recipe as resolved, versions of the libraries, the fingerprints of both models' weights, the hashes
-of the tokenizer and of the tokenised data, the chat template with the day it is frozen at, seeds, attention back ends,
-the GPU and the number of processes. How many rows the loss takes at a time follows from these (versions, shapes, GPU).
+It holds the resolved recipe, versions of the libraries, fingerprints of both models' weights, hashes of the tokenizer
+and of the tokenised data, the chat template with its fixed date, seeds, attention back ends, the GPU and the number of
+processes. The chunk size of the loss follows from these (versions, shapes, GPU).
 
-Made at every start, so it must be cheap at any size: `fingerprint` reads every byte of the weights, where they are,
-with integer sums that run at the speed of memory (measured: CPU 7 GB/s a core where SHA-256 makes 1.6).
+It is made at every start, so it must be cheap at any size: `fingerprint` reads every byte of the weights, on their
+device, with integer sums at memory speed (measured: CPU 7 GB/s a core, SHA-256 1.6).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def lock_of(
     recipe: Recipe, *, teacher: Teacher, student: nn.Module, tokenizer: Any, rows: Iterable[Mapping[str, Any]],
     processes: int, source: str = "",
 ) -> Plain:  # fmt: skip
-    """Everything the run depends on, as plain data.
+    """Return everything that the run depends on, as plain data.
 
     Args:
-        teacher: as loaded, its attention chosen; likewise `student`, before training.
-        tokenizer: of the data; None for random tokens.
-        rows: the tokenised training data.
-        source: hash of what the data were read from (a hub data set's fingerprint).
+        teacher: Loaded teacher, its attention back end chosen; likewise `student`, before training.
+        tokenizer: Tokenizer of the data; None for random tokens.
+        rows: Tokenised training data.
+        source: Hash of the data's source (a hub data set's fingerprint).
     """
     seed = recipe.train.seed
     return {
@@ -66,9 +66,9 @@ def lock_of(
 
 
 def hash_of_rows(rows: Iterable[Mapping[str, object]]) -> str:
-    """SHA-256 of the token ids, labels and positions, in order.
+    """Return the SHA-256 of token ids, labels and positions, in order.
 
-    A data set is read column by column as it lies on the disk; other rows one by one, to the same hash.
+    An Arrow data set is read column by column; other rows one by one, with the same hash.
     """
     digests = {name: (hashlib.sha256(), hashlib.sha256()) for name in ("input_ids", "labels", "position_ids")}
     for columns in _columns(rows, tuple(digests)):
@@ -79,7 +79,7 @@ def hash_of_rows(rows: Iterable[Mapping[str, object]]) -> str:
 
 
 def _columns(rows: Any, names: tuple[str, ...]) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
-    """Lengths and values of each column, some thousand rows at a time."""
+    """Yield lengths and values of each column, some thousand rows at a time."""
     if hasattr(rows, "with_format"):
         for table in rows.with_format("arrow").iter(batch_size=4096):
             columns = [table.column(name).combine_chunks() for name in names]
@@ -90,7 +90,7 @@ def _columns(rows: Any, names: tuple[str, ...]) -> Iterator[list[tuple[np.ndarra
 
 
 def _text_to_tokens(recipe: Recipe, tokenizer: Any) -> Plain:
-    """The tokenizer, and the chat template in use, with the day that it stamps in place of today."""
+    """Return hashes of the tokenizer and the chat template in use, with the fixed date that replaces today's."""
     if tokenizer is None:
         return {"tokenizer_sha256": None, "chat_template": None, "chat_template_date": None}
     words = "\n".join(f"{number} {token}" for token, number in sorted(tokenizer.get_vocab().items()))
@@ -103,10 +103,10 @@ def _text_to_tokens(recipe: Recipe, tokenizer: Any) -> Plain:
 
 
 def read_lock(path: Path) -> Plain:
-    """A lock from its file.
+    """Read a lock file.
 
     Raises:
-        RecipeError: there is none, or it is not a lock.
+        RecipeError: It does not exist, or is not a lock file.
     """
     try:
         lock = parse_yaml(path.read_text(encoding="utf-8"), f"--lock {path}")
@@ -114,22 +114,22 @@ def read_lock(path: Path) -> Plain:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise RecipeError([f"--lock {path}: cannot be read: {reason}"]) from None
     if not set(FIRST) <= lock.keys():
-        raise RecipeError([f"--lock {path}: expected a lock.yaml that a run has written"])
-    with contextlib.suppress(RecipeError):  # settings that have come since stand at their defaults
+        raise RecipeError([f"--lock {path}: expected a lock.yaml written by a run"])
+    with contextlib.suppress(RecipeError):  # settings added in later versions get their defaults
         lock["recipe"] = plain_recipe(parse(to_yaml(lock["recipe"]), of_run=True))
     return lock
 
 
 def plain_recipe(recipe: Recipe) -> Plain:
-    """What of a recipe a lock holds: all but where its runs lie."""
+    """Return the part of a recipe that a lock file holds: all but the name and folder of the run."""
     return recipe.model_dump(mode="json", exclude={"name", "output_dir"})
 
 
 def locked_attention(lock: Mapping[str, Any] | None, path: str) -> Plain:
-    """The attention back ends of a lock, as `AttentionChoices` takes them: they are used here, not timed again.
+    """Return the attention back ends of a lock for `AttentionChoices`: they are used instead of timed again.
 
     Raises:
-        RecipeError: a back end that is none of ours.
+        RecipeError: An unknown back end.
     """
     backends = (lock or {}).get("attention") or {}
     if not isinstance(backends, Mapping) or any(name not in BACKENDS for name in backends.values()):
@@ -138,10 +138,10 @@ def locked_attention(lock: Mapping[str, Any] | None, path: str) -> Plain:
 
 
 def require_same(locked: Mapping[str, object], now: Mapping[str, object], origin: str) -> None:
-    """Hold that a run is the one that is locked.
+    """Check that a run matches a lock.
 
     Raises:
-        RecipeError: naming the first thing that differs, what is locked and what is here.
+        RecipeError: Something differs; the message names the first difference, the locked and the present value.
     """
     imposed = {key: value for key, value in locked.items() if key != "attention"}  # see `locked_attention`
     for name, old, new in differences(imposed, now):
@@ -149,19 +149,19 @@ def require_same(locked: Mapping[str, object], now: Mapping[str, object], origin
 
 
 def require_same_run(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
-    """Refuse to go on with other data or models than a run began with; other versions are only named.
+    """Check that a resumed run has the data and models that it began with; other versions are only logged.
 
     Args:
-        before: What lock.yaml says.
-        now: The same of what was loaded.
-        path: The file.
+        before: Content of lock.yaml.
+        now: The same for the loaded data and models.
+        path: Path of lock.yaml.
 
     Raises:
-        ValueError: naming the first that differs.
+        ValueError: Something differs; the message names the first difference.
     """
     # the fingerprint of a sharded teacher depends on the number of shards
     models = ("teacher", "student") if before["processes"] == now["processes"] else ()
     for name in ("data", *models, "seeds"):
-        require_same({name: before[name]}, {name: now[name]}, f"--resume: {path} (move it away to go on all the same)")
+        require_same({name: before[name]}, {name: now[name]}, f"--resume: {path} (move it away to continue anyway)")
     for name, old, new in differences({"environment": before["environment"]}, {"environment": now["environment"]}):
-        log.warning("%s was %s when the run began and is %s now: figures may differ in rounding", name, old, new)
+        log.warning("%s was %s when the run began and is %s now: metrics may differ in rounding", name, old, new)

@@ -1,23 +1,23 @@
-"""What a run measures while it trains: the distillation figures, tokens per second, MFU and peak memory.
+"""Training metrics: distillation metrics, tokens per second, MFU and peak memory.
 
 Everything is summed on the device and read once per logging step, where the trainer synchronises anyway.
 
 Tokens per second count the positions that went through the models (padding included; packing leaves little) and,
-apart, the trained ones (labels that are learned), over the wall time since the last logging step, less the time spent
-in evaluations and checkpoints. The same time is split into phases (`phases.py`), given in seconds an optimizer step.
+separately, the trained ones (labels that are not masked), over the wall time since the last logging step, less the time
+of evaluations and checkpoints. The same time is split into phases (`phases.py`), in seconds per optimizer step.
 
-MFU, model FLOPs utilisation (Chowdhery et al., 2022, appendix B), is the model's arithmetic over elapsed time over the
-GPU's dense bf16 peak; recomputation (gradient checkpointing) does not count. With P the parameters of the decoder
-without its embedding and V x H the head, per step:
+MFU, model FLOPs utilisation (Chowdhery et al., 2022, appendix B), is the model's arithmetic divided by elapsed time and
+by the GPU's dense bf16 peak; recomputation (gradient checkpointing) does not count. With P the parameters of the
+decoder without its embedding and V x H the head, per step:
 
     teacher   2 P tokens + 2 V H trained + 4 L A pairs
     student   f P tokens + h V H trained + (4 + 8) L A pairs
 
 f is 6 where all weights are trained and 4 with frozen base weights (LoRA: no weight gradients), h the same for the
 head, L layers, A = heads x head width, pairs the (query, key) pairs inside documents, sum over tokens of position + 1
-(sliding windows are not taken off). Tokens and pairs of a teacher are those that it reads: with a context of its own
-more than the student's, of several with routes each its own. An unknown GPU, or a mixture of experts, gives no MFU
-rather than a guess.
+(sliding windows are not subtracted). Tokens and pairs of a teacher are those that it reads: with a privileged context
+more than the student's, with routes each teacher's own. An unknown GPU, or a mixture of experts, gives no MFU rather
+than a guess.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Meter:
     """Sums of one logging interval, kept on the device.
 
     Args:
-        device: Where the sums live.
-        teacher: FLOPs of the teacher, as its `works` says.
-        student: The same of the student, from `work_of`; None, here or there, for no MFU.
-        divergence: The objective's name for its divergence (None: no teacher in the loss) and the terms' weights.
-        routes: of the teacher, each with figures of its own.
+        device: Device of the sums.
+        teacher: FLOPs per token of the teacher, from its `works`; None for no MFU.
+        student: FLOPs per token of the student, from `work_of`; None for no MFU.
+        divergence: Name of the objective's divergence (None: no teacher in the loss) and the sum of the terms' weights.
+        routes: Routes of the teacher, each with metrics of its own.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Meter:
         self.restart()
 
     def restart(self) -> None:
-        """Forget the interval and start its clock."""
+        """Reset the sums and start the clock of a new interval."""
         precision = torch.float32 if self.device.type == "mps" else torch.float64
         self._sums = torch.zeros(number_of_sums(self.routes), dtype=precision, device=self.device)
         self._counts = torch.zeros(3, dtype=precision, device=self.device)  # trained tokens, compared ones, pairs
@@ -77,7 +77,7 @@ class Meter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time inside does not count."""
+        """Exclude the time spent inside from the interval."""
         start = time.perf_counter()
         try:
             with self.phases.within(PAUSED):
@@ -92,14 +92,15 @@ class Meter:
         """Count one micro-batch. Launches a few small kernels, never waits.
 
         Args:
-            inputs: the batch.
-            statistics: the objective's sums.
-            weight: of the divergences in them where it changes from step to step: 0 where the teacher takes no part.
-            drawn: as the student's forward returns it; None where it drew nothing.
+            inputs: The collated batch.
+            statistics: The objective's sums.
+            weight: Weight of the divergences in `statistics` under a loss schedule, 0 where the teacher is not used;
+                None without a schedule.
+            drawn: Sums over sampled tokens, as the student's forward returns them; None without rollouts.
         """
         if drawn is not None:
             self._drawn += drawn
-        if weight:  # as if it were the one that the figures are divided by
+        if weight:  # rescale to the weight by which the means are divided
             begin, size = len(STATISTICS), len(PER_ROUTE)
             divergences = [0, *range(begin + PER_ROUTE.index("divergence"), len(statistics), size)]
             statistics = statistics.detach().clone()
@@ -113,23 +114,23 @@ class Meter:
         self._counts[2] += pairs
         self._tokens += tokens
         for prefix, work in self.teacher.items() if weight != 0 and self.divergence[0] else ():
-            if work is not None and f"{prefix}input_ids" in inputs:  # no document of this route, else
+            if work is not None and f"{prefix}input_ids" in inputs:  # absent: no document of this route
                 rows = inputs.get(f"{prefix}rows")
                 read, read_pairs = _size_of(inputs, prefix)
                 learned = trained if rows is None else rows.numel()
                 self._work += work.token * read + work.trained * learned + work.pair * read_pairs
 
     def read(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """The interval's figures over all ranks, and a new interval. One synchronisation.
+        """Return the interval's metrics over all ranks, and start a new interval. One synchronisation.
 
         Returns:
             kl or divergence, cross_entropy, teacher_cross_entropy, student_entropy, teacher_entropy, agreement (means
-            over trained tokens, natural logarithms), of each route kl_NAME, agreement_NAME and tokens_NAME,
+            over trained tokens, natural logarithms), per route kl_NAME, agreement_NAME and tokens_NAME,
             rollout_gap (mean absolute difference between the engine's and the trainer's log-probability of a token
-            that the student drew), overlap (share of the student's 8 likeliest tokens that are among the teacher's, on
-            some tokens of its answers; of each route overlap_NAME), tokens_per_second, trained_tokens_per_second,
-            tokens_seen (since this process started), peak_memory_gib, time_data and the other phases (seconds an
-            optimizer step, means over the ranks) and, where known, mfu, mfu_teacher and mfu_student (shares of 1).
+            that the student sampled), overlap (share of the student's top-8 tokens that are among the teacher's, on
+            some tokens of its rollouts; per route overlap_NAME), tokens_per_second, trained_tokens_per_second,
+            tokens_seen (since this process started), peak_memory_gib, time_data and the other phases (seconds per
+            optimizer step, means over the ranks) and, where known, mfu, mfu_teacher and mfu_student (fractions of 1).
         """
         phases = self.phases.seconds()
         steps = max(self.phases.steps, 1)
@@ -164,14 +165,14 @@ class Meter:
 
 
 def _size_of(inputs: Mapping[str, torch.Tensor], prefix: str = "") -> tuple[int, torch.Tensor | int]:
-    """Tokens and (query, key) pairs of a reading of a batch."""
+    """Return the tokens and (query, key) pairs of a batch as one model reads it."""
     positions = inputs.get(f"{prefix}position_ids")
     batch, length = inputs[f"{prefix}input_ids"].shape
     return batch * length, batch * length * (length + 1) // 2 if positions is None else (positions + 1).sum()
 
 
 def number_of_sums(routes: Sequence[str]) -> int:
-    """How many sums the objective returns as statistics."""
+    """Return how many sums the objective returns as statistics."""
     return len(STATISTICS) + len(PER_ROUTE) * len(routes)
 
 
@@ -179,8 +180,12 @@ def named_means(
     sums: list[float], trained: float, divergence: tuple[str | None, float], routes: Sequence[str] = (),
     compared: float | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """Means over `trained` tokens of the objective's statistics, the teacher's left out where it takes no part and over
-    the `compared` ones where it took part in some steps; of each route over its own tokens, and their number."""
+    """Return means of the objective's statistics, by metric name.
+
+    Statistics of the student are averaged over `trained` tokens, those of the teacher over the `compared` ones (where
+    it
+    took part in some steps only) and those of each route over the route's tokens, whose number is returned too.
+    """
     mean = {name: value / max(trained, 1.0) for name, value in zip(STATISTICS, sums, strict=False)}
     name, weight = divergence
     figures = {key: mean[key] for key in ("cross_entropy", "student_entropy")}
@@ -199,7 +204,7 @@ def named_means(
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most the CUDA allocator ever held, or on CPU the process's largest resident set."""
+    """Return the peak memory in bytes: of the CUDA allocator, or on a CPU the largest resident set of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

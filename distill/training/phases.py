@@ -1,17 +1,17 @@
-"""Where an optimizer step's time goes: data, teacher, student, loss, optimizer, without stopping the device.
+"""Breakdown of an optimizer step's time into data, teacher, student, loss and optimizer, without device syncs.
 
-The one clock of steps, a run's and `distill bench`'s.
+Runs and `distill bench` share this clock.
 
     phases = Phases(device)
     with phases.within("teacher"):
         hidden = teacher(...)
-    phases.read()                   # {"time_data": ..., "time_teacher": ..., ...}, seconds an optimizer step
+    phases.seconds()                # {"data": ..., "teacher": ..., ...}, seconds since the last restart
 
-Every moment belongs to exactly one phase, so that the five add up to the wall time between two readings. At each
-change of phase a CUDA event is recorded in the stream (on a CPU: the clock is read), and the time between two events
-is that of the phase that was on: what the GPU did or, where it had run dry, how long it waited for the host.
+Every moment belongs to exactly one phase, so the five add up to the wall time between two readings. At each change of
+phase a CUDA event is recorded in the stream (on a CPU: the clock is read), and the time between two events is that of
+the current phase: the GPU's work or, where its queue was empty, its wait for the host.
 
-    data        fetching and moving batches, counting tokens, the host's work between steps, waiting for other ranks
+    data        fetching and copying batches, counting tokens, the host's work between steps, waiting for other ranks
     teacher     the teacher's forward
     student     the student's forward and backward, with the all-reduce or gathering of its gradients and weights
     loss        the fused loss over both heads, which makes its gradients in its forward: almost all of its backward
@@ -35,11 +35,11 @@ KEYS = tuple(f"time_{phase}" for phase in PHASES)
 
 
 class Phases:
-    """A clock that is always on one of its phases, or paused.
+    """Clock that is always in one of its phases, or paused.
 
     Args:
-        device: Of the models; a CUDA device is timed by events, any other by the host's clock.
-        names: Of the phases; it begins with the first.
+        device: Device of the models; a CUDA device is timed by events, any other by the host's clock.
+        names: Names of the phases; the clock begins with the first.
     """
 
     def __init__(self, device: torch.device, names: Sequence[str] = PHASES) -> None:
@@ -50,23 +50,23 @@ class Phases:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was timed; the clock is on its first phase from now."""
+        """Discard all times and enter the first phase."""
         self._free += [mark for _, mark in self._marks if isinstance(mark, torch.cuda.Event)]
         self._marks, self.steps = [], 0
         self.enter(self.names[0])
 
     @property
     def current(self) -> str:
-        """The phase that is on."""
+        """Return the current phase."""
         return self._marks[-1][0]
 
     def enter(self, phase: str) -> None:
-        """From here on it is `phase`."""
+        """Enter `phase`."""
         self._marks.append((phase, self._now()))
 
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """`phase` inside, then what was on before; a pause stays a pause."""
+        """Enter `phase` in the block, then return to the previous one; a paused clock stays paused."""
         before = self.current
         phase = PAUSED if before == PAUSED else phase
         self.enter(phase)
@@ -76,7 +76,7 @@ class Phases:
             self.enter(before)
 
     def timed(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, its time counted as `phase`."""
+        """Return `call` with its time counted as `phase`."""
 
         @functools.wraps(call)
         def within(*args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ class Phases:
         return within
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase since the last restart, pauses left out. Waits until the device has come here."""
+        """Return the seconds of each phase since the last restart, without pauses. Synchronises with the device."""
         marks = [*self._marks, ("", self._now())]
         if self.device.type == "cuda":
             marks[-1][1].synchronize()

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains, and what is kept of it: the progress bar and `metrics.jsonl`."""
+"""Progress of a training run: the progress bar and `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 
 
 class MetricsFile(TrainerCallback):
-    """Writes `metrics.jsonl`: one JSON object per step that logged, evaluation figures of a step in the same object.
+    """Callback that writes `metrics.jsonl`: one JSON object per logged step, evaluation metrics in the same object.
 
-    On resume, rows beyond the checkpoint's step and a last line cut short are dropped, so that no step appears twice.
-    Numbers that are not finite are written as null, since JSON has none.
+    On resume, rows beyond the checkpoint's step and a truncated last line are dropped, so that no step appears twice.
+    Numbers that are not finite are written as null, since JSON cannot express them.
 
     Args:
-        check: called before each row is written, to raise where nothing should be.
+        check: Called before each row is written; raises where nothing may be written.
     """
 
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
@@ -39,7 +39,7 @@ class MetricsFile(TrainerCallback):
         self._offset = 0
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Keep the rows up to the step that training starts from."""
+        """Keep only the rows up to the step that training starts from."""
         if not state.is_world_process_zero:
             return
         for fault in damage(self.path):
@@ -51,7 +51,7 @@ class MetricsFile(TrainerCallback):
         self._last, self._offset = {}, len(text.encode())
 
     def on_log(self, args: object, state: TrainerState, control: object, logs: Any = None, **kwargs: object) -> None:
-        """Append a row, or add to the last one where it is of the same step."""
+        """Append a row, or extend the last one if it is of the same step."""
         if not state.is_world_process_zero or not logs:
             return
         if "loss" not in logs and not any(key.startswith("eval_") for key in logs):
@@ -74,7 +74,7 @@ def _number(value: float) -> float | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics file; a line cut short by a kill, and what is no number, are left out; so is a missing file."""
+    """Return the rows of a metrics file, without truncated lines and values that are not numbers; [] without a file."""
     if not path.exists():
         return []
     rows = map(_row, path.read_text(encoding="utf-8", errors="replace").splitlines())
@@ -82,7 +82,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _row(line: str) -> dict[str, Any] | None:
-    """The numbers of a line of a metrics file; None for one that is no row."""
+    """Return the numbers of a line of a metrics file; None for a line that is no row."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -93,23 +93,24 @@ def _row(line: str) -> dict[str, Any] | None:
 
 
 def damage(path: Path) -> list[str]:
-    """Return what of a metrics file is not as a run writes it, in words; a last line cut short by a kill is no damage.
+    """Return descriptions of damaged lines in a metrics file; a truncated last line is no damage.
 
-    A finished run's file is held against its checksum as well.
+    A finished run's file is compared with its checksum too.
     """
     if not path.exists():
         return []
     content = path.read_bytes()
     lines = content.splitlines()[: None if content.endswith(b"\n") else -1]
     bad = [str(number) for number, line in enumerate(lines, 1) if _row(line.decode(errors="replace")) is None]
-    faults = [f"line {', '.join(bad[:8])} is damaged, and left out of the figures"] if bad else []
+    faults = [f"line {', '.join(bad[:8])} is damaged, and excluded from the metrics"] if bad else []
     return faults or ([fault] if (fault := fault_of_noted(path.parent, path.name)) else [])
 
 
 class ProgressReport(TrainerCallback):
-    """A line per logging step (loss, KL, agreement, tokens/s); in a terminal above a bar with the time left.
+    """Callback that prints a line per logging step, in a terminal above a progress bar.
 
-    `measure` says what the divergence is called.
+    Attributes:
+        measure: Name and unit of the divergence.
     """
 
     measure: Measure = KL
@@ -136,7 +137,7 @@ class ProgressReport(TrainerCallback):
             self._bar.update(self._task, completed=state.global_step)
 
     def on_log(self, args: object, state: TrainerState, control: object, logs: Any = None, **kwargs: object) -> None:
-        """Show the figures of a logging step."""
+        """Print the metrics of a logging step."""
         if not state.is_world_process_zero or not logs:
             return
         if "loss" not in logs:
@@ -146,23 +147,23 @@ class ProgressReport(TrainerCallback):
         self._show(f"step {state.global_step}/{state.max_steps}  {figures_line(logs, self.measure)}{left}")
 
     def _show_held_out(self, state: TrainerState, logs: dict[str, Any]) -> None:
-        """A line for an evaluation along the way."""
+        """Print the metrics of an evaluation during training."""
         figures = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
         if "loss" in figures:
             self._show(f"step {state.global_step}/{state.max_steps}  held out: {figures_line(figures, self.measure)}")
 
     def _show(self, text: str) -> None:
-        """A line, above the bar where there is one."""
+        """Print a line, above the progress bar if there is one."""
         with terminal_may_be_lost():
             lines = "\n".join(wrap_line(text, self.console.width))
             self.console.print(lines, highlight=False, markup=False, soft_wrap=True)
 
     def on_train_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Take the bar down."""
+        """Remove the bar."""
         self.stop()
 
     def stop(self) -> None:
-        """Take the bar down, also after an error or Ctrl-C."""
+        """Remove the bar, also after an error or Ctrl-C."""
         if self._bar is not None:
             bar, self._bar = self._bar, None
             with terminal_may_be_lost():
@@ -175,7 +176,7 @@ class ProgressReport(TrainerCallback):
 
 
 def figures_line(logs: dict[str, Any], measure: Measure = KL) -> str:
-    """Loss, divergence, agreement and speed of one logging step, in words."""
+    """Return a line with loss, divergence, agreement and speed of one logging step."""
     parts = [f"loss {logs['loss']:.4f}"]
     parts += [f"{measure.called(name)} {logs[name]:.4f}" for name in ("kl", "divergence") if name in logs]
     if "agreement" in logs:

@@ -1,12 +1,12 @@
-"""What may be set anew where a run is resumed: memory, speed and records, nothing of what an optimizer step learns.
+"""Settings that may change when a run is resumed: memory, speed and logging, nothing that changes training.
 
-    plan = resume_plan(recipe, folder, processes=2)    # ValueError names the first setting that has to stay
-    plan.lines()                                       # what differs from what the run began with
-    plan.recipe_text(last)                             # recipe.yaml, with a comment that says what changed and when
+    plan = resume_plan(recipe, folder, processes=2)    # ValueError names the first setting that must not change
+    plan.lines()                                       # differences from the settings that the run began with
+    plan.recipe_text(last)                             # recipe.yaml, with a comment for each change and its step
 
-Rows come in an order that the seed alone gives, each once an epoch however many processes share it, and a step keeps
-its rows (`recipe/same_step.py`). `Trainer` counts what it skips in micro-batches of the settings it is given, not of
-those in the checkpoint (transformers 5.17 and 5.23): the rows that follow are the ones an undisturbed run would take.
+The order of rows depends on the seed alone, each comes once per epoch for any number of processes, and a step keeps its
+rows (`recipe/same_step.py`). `Trainer` counts skipped micro-batches with the present settings, not those in the
+checkpoint (transformers 5.17 and 5.23): the next rows are those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ SHARDS = "pytorch_model_fsdp*"  # what accelerate calls a student's weights unde
 
 
 class ResumePlan(NamedTuple):
-    """A recipe beside the one that its run has gone by.
+    """Present recipe of a resumed run, compared with the recipe it has used so far.
 
     Attributes:
-        recipe: of now.
-        path: the run's recipe.yaml.
-        changed: name, last value and present value of what differs from that file.
-        began: the same against what the run began with (lock.yaml, where it is there).
-        processes: of the run so far.
+        recipe: Present recipe.
+        path: Path of the run's recipe.yaml.
+        changed: Name, last value and present value of settings that differ from that file.
+        began: The same for settings that differ from the run's first recipe (lock.yaml, where it exists).
+        processes: Number of processes of the run so far.
     """
 
     recipe: Recipe
@@ -50,23 +50,23 @@ class ResumePlan(NamedTuple):
     processes: int
 
     def lines(self) -> list[str]:
-        """One line that names what differs from what the run began with; none where nothing does."""
+        """Return one line that names the differences from the run's first recipe; none without any."""
         if not self.began:
             return []
-        changes = "; ".join(f"{name} {show(now)}, {show(was)} when the run began" for name, was, now in self.began)
-        return [f"resumed with other settings, for the same steps: {changes}"]
+        changes = "; ".join(f"{name} {show(now)} (at the start {show(was)})" for name, was, now in self.began)
+        return [f"resumed with changed settings that keep the training steps the same: {changes}"]
 
     def notes(self, arguments: TrainingArguments, student: nn.Module, *, rows: int) -> list[str]:
-        """What another micro-batch changes all the same, a line each.
+        """Return one line for each effect that a changed micro-batch size has on training all the same.
 
         Args:
-            arguments: of now.
-            student: as loaded.
-            rows: of the training data.
+            arguments: Present training arguments.
+            student: Loaded student.
+            rows: Number of rows of the training data.
 
         Raises:
-            ValueError: `dataloader_drop_last` would cut off other rows than before, or the last checkpoint holds the
-                student in shards and it is whole now, or the other way round.
+            ValueError: `dataloader_drop_last` would drop other rows than before, or the last checkpoint is sharded and
+                the student is not, or the other way round.
         """
         _require_same_layout(checkpoints(self.path.parent)[-1:], sharded=bool(arguments.fsdp))
         sizes = next(((was, now) for name, was, now in self.changed if name == "train.batch_size"), None)
@@ -75,14 +75,14 @@ class ResumePlan(NamedTuple):
         _require_same_epochs(sizes, arguments, rows)
         dropout = getattr(bare(student).config, "attention_dropout", 0) or 0
         if dropout > 0 or any(isinstance(part, nn.Dropout) and part.p > 0 for part in student.modules()):
-            return ["dropout draws other random numbers than with the micro-batches of before"]
+            return ["dropout uses other random numbers than with the previous micro-batch size"]
         return []
 
     def recipe_text(self, last: Path | None) -> str:
-        """recipe.yaml: the present settings, and a comment for each that changed, at this and at earlier resumes.
+        """Return recipe.yaml: the present settings, with a comment for each change at this and earlier resumes.
 
         Args:
-            last: the checkpoint that the run goes on from.
+            last: Checkpoint that the run continues from.
         """
         step = 0 if last is None else last.name.removeprefix(CHECKPOINT)
         comments = [line for line in self.path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
@@ -91,15 +91,15 @@ class ResumePlan(NamedTuple):
 
 
 def resume_plan(recipe: Recipe, folder: Path, *, processes: int) -> ResumePlan:
-    """Hold that `recipe` makes the steps that the run in `folder` has left to make.
+    """Check that `recipe` makes the remaining training steps of the run in `folder`, and return what changed.
 
     Args:
-        recipe: of now.
-        folder: the run's.
-        processes: of now.
+        recipe: Present recipe.
+        folder: Folder of the run.
+        processes: Present number of processes.
 
     Raises:
-        ValueError: naming the first setting that has to stay, the old and the new value.
+        ValueError: A setting changed that must not; the message names it, the old and the new value.
     """
     path = folder / RECIPE_FILE
     old = load(path, of_run=True)
@@ -109,9 +109,9 @@ def resume_plan(recipe: Recipe, folder: Path, *, processes: int) -> ResumePlan:
         if setting not in STEP + FREE:
             name, one, other = next(differences(_numbered({setting: before}), _numbered({setting: after})))
             raise ValueError(
-                f"--resume: the recipe differs from {path}: there {name} is {show(one)}, now {show(other)}; "
-                f"of a run that is resumed {', '.join(FREE)} may be changed, and train.batch_size where a step "
-                "keeps its rows; continue with the other settings as they were, or start a new run with --name"
+                f"--resume: {name} differs from {path}: expected {show(one)}, got {show(other)}; a resumed run may "
+                f"change {', '.join(FREE)}, and train.batch_size where a step keeps its rows; restore the setting, or "
+                "start a new run with --name"
             )
     lock = read_lock(folder / LOCK_FILE) if (folder / LOCK_FILE).exists() else {}
     plan = ResumePlan(recipe, path, changed, _since(lock.get("recipe", was), now), lock.get("processes", processes))
@@ -121,7 +121,7 @@ def resume_plan(recipe: Recipe, folder: Path, *, processes: int) -> ResumePlan:
 
 
 def smaller_batch(recipe: Recipe, processes: int) -> tuple[int, int]:
-    """At most half of `train.batch_size`, and the `train.tokens_per_step` with which a step keeps its rows."""
+    """Return at most half of `train.batch_size`, and the `train.tokens_per_step` with which a step keeps its rows."""
     rows = rows_of_step(recipe, processes)
     half = max(recipe.train.batch_size // 2, 1)
     return next(size for size in range(half, 0, -1) if rows % (size * processes) == 0), rows * recipe.data.max_length
@@ -129,7 +129,7 @@ def smaller_batch(recipe: Recipe, processes: int) -> tuple[int, int]:
 
 @contextmanager
 def without_known_warnings() -> Iterator[None]:
-    """Keep `Trainer` from warning of the settings that `ResumePlan.lines` has named."""
+    """Suppress `Trainer`'s warning of the settings that `ResumePlan.lines` has named."""
     logger = logging.getLogger("transformers.trainer_utils")
 
     def other(record: logging.LogRecord) -> bool:
@@ -143,7 +143,7 @@ def without_known_warnings() -> Iterator[None]:
 
 
 def _since(began: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
-    """What differs of the settings that may."""
+    """Return the changeable settings that differ."""
     values = [(name, _at(began, name), _at(now, name)) for name in STEP + FREE if name != "output_dir"]
     return tuple((name, was, value) for name, was, value in values if was != value)
 
@@ -156,7 +156,7 @@ def _at(tree: Mapping[str, Any], name: str) -> Any:
 
 
 def _numbered(value: Any) -> Any:
-    """Lists as sections, so that what differs is named by its place."""
+    """Return lists as mappings from index, so that a difference is named by its place."""
     if isinstance(value, list):
         value = {str(number): part for number, part in enumerate(value)}
     return {name: _numbered(part) for name, part in value.items()} if isinstance(value, dict) else value
@@ -168,50 +168,50 @@ def _require_same_rows(old: Recipe, plan: ResumePlan, processes: int) -> None:
     changes = train.batch_size != old.train.batch_size
     if plan.processes != processes and (changes or rows % (train.batch_size * processes)):
         raise ValueError(
-            f"--resume: a step of this run takes {rows} rows, {old.train.batch_size} at a time on {plan.processes} "
-            f"processes; got {train.batch_size} on {processes}: continue on as many processes as before"
+            f"--resume: a step of this run has {rows} rows: expected train.batch_size {old.train.batch_size} on "
+            f"{plan.processes} processes, got {train.batch_size} on {processes}; continue on {plan.processes} processes"
         )
     if changes and (why := why_batch_size_stays(plan.recipe)):
         raise ValueError(
-            f"--resume: train.batch_size has to stay {old.train.batch_size}: {why}; got {train.batch_size}; "
+            f"--resume: train.batch_size: expected {old.train.batch_size}, since {why}; got {train.batch_size}; "
             "train.gradient_checkpointing: true saves memory too"
         )
     if rows % (train.batch_size * processes):
         sizes = [size for size in range(old.train.batch_size, 0, -1) if rows % (size * processes) == 0]
         raise ValueError(
-            f"--resume: train.batch_size: a step of this run takes {rows} rows on {processes} device(s), so expected "
+            f"--resume: train.batch_size: a step of this run has {rows} rows on {processes} device(s), so expected "
             f"one of {', '.join(map(str, sizes))}; got {train.batch_size}"
         )
     if tokens_of_step(plan.recipe, processes) != rows * length:
         raise ValueError(
-            f"--resume: train.tokens_per_step: a step of this run takes {rows} rows x data.max_length {length}, so "
+            f"--resume: train.tokens_per_step: a step of this run has {rows} rows x data.max_length {length}, so "
             f"expected {rows * length}; got {show(train.tokens_per_step)}"
         )
 
 
 def _require_same_layout(last: list[Path], *, sharded: bool) -> None:
-    """One process holds a student whole that several cut into shards; weights and optimizer are read as they lie."""
+    """Check that the last checkpoint is sharded if and only if the student is: weights are read as they lie."""
     for checkpoint in last:
         shards = any(checkpoint.glob(SHARDS))
         if shards and not sharded:
             raise ValueError(
-                f"--resume: {checkpoint} holds the student in shards (parallel.strategy: fsdp on several processes), "
-                "which one process cannot read; continue on several"
+                f"--resume: {checkpoint} holds a sharded student (parallel.strategy: fsdp on several processes), which "
+                "one process cannot read; continue on several"
             )
         if sharded and not shards:
             raise ValueError(
-                f"--resume: {checkpoint} holds the student whole, as one process writes it, and several would read "
-                "shards (parallel.strategy: fsdp); continue on one process"
+                f"--resume: {checkpoint} holds an unsharded student, written by one process, but several processes "
+                "with parallel.strategy: fsdp read shards; continue on one process"
             )
 
 
 def _require_same_epochs(sizes: tuple[int, int], arguments: TrainingArguments, rows: int) -> None:
-    """Where the rest of an epoch is dropped, how much of it is what the micro-batches of all processes leave."""
+    """Check that `dataloader_drop_last` drops the same rows with the previous and the present micro-batch size."""
     if not arguments.dataloader_drop_last:
         return
     before, now = (rows // (size * arguments.world_size) * size * arguments.world_size for size in sizes)
     if before != now:
         raise ValueError(
-            f"--resume: train.arguments.dataloader_drop_last leaves {before} of {rows} rows in an epoch with "
+            f"--resume: train.arguments.dataloader_drop_last keeps {before} of {rows} rows in an epoch with "
             f"train.batch_size {sizes[0]}, and {now} with {sizes[1]}; keep {sizes[0]}"
         )

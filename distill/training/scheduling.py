@@ -1,8 +1,8 @@
-"""`loss.schedule`: the loss of each optimizer step.
+"""Loss schedules (`loss.schedule`): the loss of each optimizer step.
 
-What changes are numbers that the host hands to the loss's kernels, which are launched outside of any CUDA graph; they
-are no constants of a kernel, so that nothing is compiled anew. The number of the step alone decides, so that a run that
-is resumed goes on as it would have.
+Scheduled values are scalar arguments of the loss kernels, which are launched outside of any CUDA graph; they are not
+compile-time constants, so nothing is recompiled. They depend on the step number alone, so a resumed run continues as if
+it had not been interrupted.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from distill.teachers.objective import DistillationObjective
 
 
 class LossSchedule:
-    """Keeps an objective's loss as its recipe has it for the present step.
+    """Updates an objective's loss to the scheduled one of the present step.
 
     Args:
-        objective: whose loss is replaced where it changes.
-        section: as the objective was given it; without a schedule nothing is done.
+        objective: Objective whose loss is replaced where it changes.
+        section: Loss section that the objective was made with; without a schedule nothing is done.
 
     Raises:
-        ValueError: a scheduled loss that this teacher cannot give.
+        ValueError: A scheduled loss that this teacher's outputs do not allow.
     """
 
     def __init__(self, objective: DistillationObjective, section: LossSpec) -> None:
@@ -32,17 +32,18 @@ class LossSchedule:
         self.now: Loss | None = None
         if self.section is not None:
             teacher = objective.teacher
-            asks_ahead = teacher.ahead and teacher.judges_new_rows  # what is only read ahead may be left unread
+            asks_ahead = teacher.ahead and teacher.judges_new_rows  # stored outputs may stay unread
             if asks_ahead and self.section.leaves_the_teacher_out:
                 raise ValueError(
-                    "loss.schedule: this teacher is asked ahead; expected a divergence of weight above 0 in every step"
+                    "loss.schedule: expected a divergence of weight above 0 in every step, since this teacher's "
+                    "outputs are prefetched; got steps without one"
                 )
             for step in {0, *(step for line in self.section.schedule for step in line.steps)}:
                 objective.teacher.format.loss(self.section.at(step), objective.pairing)
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """The optimizer step after `step` others comes next."""
+        """Set the loss of the optimizer step with this number (from 0)."""
         if self.section is None or (loss := self.section.at(step)) == self.now:
             return
         self.now = loss
@@ -51,10 +52,10 @@ class LossSchedule:
 
     @property
     def weight(self) -> float | None:
-        """Of all divergences together in the present step, 0 where there is none; None without a schedule."""
+        """Return the total weight of all divergences in the present step; None without a schedule."""
         name, weight = self.objective.divergence if self.section else (None, 0.0)
         return None if self.section is None else weight if name else 0.0
 
     def figures(self) -> dict[str, float]:
-        """The scheduled settings of the present step, for the log."""
+        """Return the scheduled settings of the present step, for the log."""
         return {} if self.section is None else dict(self.values)

@@ -1,13 +1,13 @@
-"""Is a checkpoint whole, and nothing but data? Asked before a run is continued from it.
+"""Validation of checkpoints before a run continues from one: complete, uncorrupted, and nothing but data.
 
     last, lines = resumable(folder)
 
-A checkpoint of ours is whole by construction. One that a bad disk, a copy cut short or a stranger made may not be: it
-is held against its manifest (`core/manifest.py`), its weights have to be finite, and
-files that a pickle could hide code in are read here by torch's restricted reader (`weights_only`), tensors left on the
-disk, so that the look is cheap at any size; of a sharded checkpoint, whose index and whose numbers torch reads with
-plain pickle, the index is read with a list of the classes that it may name, and the numbers by the restricted reader;
-weights are taken from safetensors alone.
+A checkpoint of ours is complete by construction. One from a bad disk, an interrupted copy or an untrusted source may
+not be. Its files are compared with the manifest (`core/manifest.py`) and its weights must be finite; weights are read
+from safetensors alone. Files in which a pickle could hide code are read by torch's restricted unpickler
+(`weights_only`), tensors memory-mapped, so that the check is cheap at any size. torch reads the index and the numbers
+of a sharded checkpoint with plain pickle: here the index is read with a list of the classes that it may name, and the
+numbers by the restricted unpickler.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
 INDEX = "model.safetensors.index.json"
 STATES = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth")
 REQUIRED = {
-    "optimizer*": "state of the optimizer (train.arguments.save_only_model leaves it out)",
-    "scheduler.pt": "state of the learning rate's schedule",
-    "rng_state*.pth": "state of the random numbers",
+    "optimizer*": "optimizer state (train.arguments.save_only_model leaves it out)",
+    "scheduler.pt": "state of the learning rate schedule",
+    "rng_state*.pth": "random number state",
 }
-SHARDED = ".metadata"  # a file of torch.distributed.checkpoint, in folders that hold shards
+SHARDED = ".metadata"  # index file of torch.distributed.checkpoint, in folders that hold shards
 PLAIN = {
     "builtins": {"set", "frozenset", "list", "dict", "tuple", "int"},
     "collections": {"OrderedDict", "defaultdict"},
@@ -52,24 +52,24 @@ PLAIN = {
 
 
 def resumable(folder: Path, *, unverified: bool = False) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint in `folder` that can be used, with a line for each newer one that cannot.
+    """Return the newest valid checkpoint in `folder`, with a line for each newer one that is not.
 
     Args:
-        unverified: One without a manifest may be used.
+        unverified: Accept a checkpoint without a manifest.
 
     Returns:
-        None where there is no checkpoint at all. A line also says where the one in use has no manifest.
+        The checkpoint, None where there is none at all; lines, also where the one in use has no manifest.
 
     Raises:
-        RunError: there are some, and none is of use.
+        RunError: There are checkpoints, but none is valid.
     """
     refused: list[str] = []
     for path in reversed(checkpoints(folder, damaged=True)):
         fault, summed = fault_of(path), (path / MANIFEST).exists()
         if fault is None and not summed and not unverified:
-            fault = f"it has no {MANIFEST}, so that nothing shows whether it is as written; --unverified takes it so"
+            fault = f"it has no {MANIFEST} to verify it against; --unverified loads it all the same"
         if fault is None:
-            unsummed = [] if summed else [f"{path} has no {MANIFEST}: its contents are not checked"]
+            unsummed = [] if summed else [f"{path} has no {MANIFEST}: its contents are not verified"]
             return path, refused + unsummed
         refused.append(f"{path} cannot be used: {fault}")
     if refused:
@@ -78,13 +78,13 @@ def resumable(folder: Path, *, unverified: bool = False) -> tuple[Path | None, l
 
 
 def fault_of(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be used, in words; None where it can."""
+    """Return the reason why a checkpoint cannot be used, in words; None where it can."""
     try:
         state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         return f"{STATE} cannot be read ({_first(error)})"
     if not isinstance(state, dict) or not isinstance(state.get("global_step"), int):
-        return f"{STATE} names no step"
+        return f"{STATE} has no global_step"
     try:
         manifest = read_manifest(checkpoint)
     except (OSError, ValueError, RecursionError) as error:
@@ -115,36 +115,36 @@ def _fault_of_weights(checkpoint: Path) -> str | None:
     for path in shards:
         try:
             _look_into_shards(path)
-        except Exception as error:  # a pickle that is damaged may raise anything
-            return f"{path.name}/{SHARDED} cannot be read as what it should hold ({_first(error)})"
+        except Exception as error:  # a damaged pickle may raise anything
+            return f"{path.name}/{SHARDED} cannot be read as a checkpoint's index ({_first(error)})"
     return None
 
 
 def _fault_of_states(checkpoint: Path) -> str | None:
     for pattern, what in REQUIRED.items():
         if not any(checkpoint.glob(pattern)):
-            return f"it holds no {what}"
+            return f"it has no {what}"
     for path in [path for pattern in STATES for path in sorted(checkpoint.glob(pattern))]:
         try:
-            with safe_globals():  # what random states of numpy and python are made of
+            with safe_globals():  # the classes of numpy's and Python's random states
                 state = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
             groups = state["param_groups"] if path.name.startswith("optimizer") else []
             empty = any("betas" in group for group in groups) and not state["state"]
-        except Exception as error:  # a file that is damaged may raise anything
+        except Exception as error:  # a damaged file may raise anything
             return f"{path.name} cannot be read as tensors and numbers alone ({_first(error)})"
         if empty:
-            return f"{path.name} holds moments of no weight"
+            return f"{path.name} holds no optimizer moments"
     return None
 
 
 def shapes_of(path: Path) -> dict[str, list[int]]:
-    """Shapes of the tensors in a safetensors file."""
+    """Return the shapes of the tensors in a safetensors file."""
     with safe_open(str(path), framework="pt") as file:
         return {str(name): list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 def not_finite(path: Path) -> str | None:
-    """The first tensor of a safetensors file that holds NaN or infinity; None where all are finite."""
+    """Return the first tensor of a safetensors file with NaN or infinity; None where all are finite."""
     with safe_open(str(path), framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - no dictionary
             tensor = file.get_tensor(name)
@@ -156,7 +156,7 @@ def not_finite(path: Path) -> str | None:
 
 
 def _look_into_shards(folder: Path) -> None:
-    """Read the index, and what torch will unpickle of the shards; raises where something else than data is found."""
+    """Read the index and torch's pickled entries of the shards; raises where they hold anything but data."""
     with (folder / SHARDED).open("rb") as file:
         index = _OnlyIndexes(file).load()
     for entry, place in (index.storage_data or {}).items():
@@ -169,19 +169,19 @@ def _look_into_shards(folder: Path) -> None:
 
 
 class _OnlyIndexes(pickle.Unpickler):
-    """Reads the index of a sharded checkpoint; what names anything else is refused before it is looked up."""
+    """Unpickler for the index of a sharded checkpoint; refuses any other class before looking it up."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class, if it is one of those that an index is made of."""
+        """Return the class, if an index may contain it."""
         if name in PLAIN.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)):
             return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):  # how early releases of Python 3.11 write an enum's member
+        if (module, name) == ("builtins", "getattr"):  # early releases of Python 3.11 pickle an enum's member so
             return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
 def _member(owner: Any, name: str) -> Any:
-    """A member of an enum that the index may name, and no other attribute."""
+    """Return a member of an enum that the index may name; any other attribute is refused."""
     if not (isinstance(owner, enum.EnumMeta) and name in owner.__members__):
         raise pickle.UnpicklingError(f"it names attribute {name} of {owner!r:.80}")
     return owner.__members__[name]

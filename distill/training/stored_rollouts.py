@@ -1,7 +1,7 @@
-"""The student's own answers of some steps beside the run, each token with what the teacher made of it.
+"""Files of on-policy rollouts of some steps, with student and teacher log-probabilities per token.
 
-`<run>/rollouts/step-00000100.parquet`, a row an answer. A file is complete or not there, and a run that is resumed
-writes the file of a step again rather than a second one.
+`<run>/rollouts/step-00000100.parquet`, one row per rollout. Files are written atomically, and a resumed run overwrites
+the file of a step.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ FOLDER = "rollouts"
 
 
 def store_rollouts(trainer: DistillationTrainer, section: OnPolicy | None, folder: Path) -> None:
-    """Have a trainer that makes a step's answers write them into a run's folder as `data.on_policy` has it."""
+    """Add a callback that writes rollouts into a run's folder, where `data.on_policy.store_every` is set."""
     if trainer.on_policy is not None and section is not None and section.store_every:
         trainer.add_callback(StoredRollouts(folder, section.store_every, trainer.processing_class, trainer.objective))
 
 
 class StoredRollouts(TrainerCallback):
-    """Writes the answers of every so many optimizer steps.
+    """Callback that writes the rollouts of every `every`-th optimizer step.
 
     Args:
-        folder: the run's.
-        every: steps from one file to the next.
-        tokenizer: of the data.
-        objective: of the trainer; its calls are watched.
+        folder: Folder of the run.
+        every: Steps from one file to the next.
+        tokenizer: Tokenizer of the data.
+        objective: Objective of the trainer; `compare` and `loss_of` are wrapped.
     """
 
     def __init__(self, folder: Path, every: int, tokenizer: Any, objective: DistillationObjective) -> None:
         self.folder, self.every, self.tokenizer, self.routes = folder / FOLDER, every, tokenizer, objective.routes
-        self.is_open = False  # whether the answers of the step that is being made are wanted
+        self.is_open = False  # whether the current step's rollouts are recorded
         self._rows: list[dict[str, object]] = []
         self._batch: Mapping[str, torch.Tensor] = {}
         compare, loss_of = objective.compare, objective.loss_of
@@ -65,15 +65,15 @@ class StoredRollouts(TrainerCallback):
         objective.loss_of = loss_and_see  # type: ignore[method-assign,assignment]
 
     def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """The step after `state.global_step` begins."""
+        """Start recording if the step after `state.global_step` is to be written."""
         self.is_open = (state.global_step + 1) % self.every == 0
 
     def add(self, batch: Mapping[str, torch.Tensor], statistics: torch.Tensor) -> None:
-        """See a micro-batch.
+        """Record the rollouts of a micro-batch.
 
         Args:
-            batch: collated; what the student drew has its `drawn_log_p`.
-            statistics: [K, B * S], of each position's next token, in the order of `STATISTICS`.
+            batch: Collated batch; `drawn_log_p` holds log-probabilities of sampled tokens, NaN elsewhere.
+            statistics: [K, B * S], statistics of each position's next token, in the order of `STATISTICS`.
         """
         if "drawn_log_p" not in batch:
             return
@@ -83,7 +83,7 @@ class StoredRollouts(TrainerCallback):
         begin = 0
         for document in documents_of(batch):
             begin, mine = (end := begin + len(document.labels) - document.labels.count(IGNORE_INDEX)), slice(begin, end)
-            if drawn[mine.start] != drawn[mine.start]:  # NaN: an answer of the data's
+            if drawn[mine.start] != drawn[mine.start]:  # NaN: a response of the data set, not sampled
                 continue
             prompt = document.prompt
             answer = document.ids[len(prompt) :]
@@ -98,7 +98,7 @@ class StoredRollouts(TrainerCallback):
         assert begin == len(drawn)
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Write what was seen, of all processes in one order."""
+        """Write the recorded rollouts of all processes, sorted."""
         if not self.is_open:
             return
         rows, self._rows, self.is_open = gather_object(self._rows), [], False
@@ -108,7 +108,7 @@ class StoredRollouts(TrainerCallback):
 
 
 def write(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A file of one step's answers, sorted by their tokens."""
+    """Write a file of one step's rollouts, sorted by their tokens."""
     import pyarrow
     from pyarrow import parquet
 
@@ -128,12 +128,12 @@ def name_of(step: int) -> str:
 
 
 def files(run: Path) -> list[Path]:
-    """A run's files of answers, by their step."""
+    """Return a run's rollout files, by step."""
     return sorted((run / FOLDER).glob("step-*.parquet"))
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The rows of one file."""
+    """Return the rows of one file."""
     from pyarrow import parquet
 
     return parquet.read_table(file).to_pylist()

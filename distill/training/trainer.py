@@ -1,11 +1,11 @@
-"""`DistillationTrainer`: transformers' Trainer with a teacher, a fused loss, and figures one can believe.
+"""`DistillationTrainer`: transformers' Trainer with a teacher, a fused loss and token-weighted metrics.
 
     trainer = DistillationTrainer(student, teacher, args=TrainingArguments("out", max_steps=100), train_dataset=rows)
     trainer.train()
 
-The loss is the mean over the valid tokens of the whole optimizer step: all micro-batches, all ranks. Each micro-batch
-computes its sum over the step's token count (int64: as a float it would be rounded to bf16 under FSDP2), and since
-DDP and FSDP average gradients over the ranks, the loss is multiplied by their number.
+The loss is the mean over the trained tokens of the whole optimizer step: all micro-batches, all ranks. Each micro-batch
+divides its sum by the step's token count (int64: a float would be rounded to bf16 under FSDP2). DDP and FSDP average
+gradients over the ranks, so the loss is multiplied by the number of ranks.
 """
 
 from __future__ import annotations
@@ -56,28 +56,28 @@ log = logging.getLogger(__name__)
 
 
 class DistillationTrainer(Trainer):
-    """Trains `model` to match `teacher`.
+    """Trainer of a student `model` that matches `teacher`.
 
-    Rows hold `input_ids`, `labels` (not shifted, -100 where nothing is learned; every token without them) and, if
-    several documents share a row, `position_ids` that restart; `distill.data.load_data` makes such rows.
+    Rows hold `input_ids`, `labels` (not shifted, -100 where masked from the loss; without them every token is trained
+    on) and, if several documents share a row, `position_ids` that restart; `distill.data.load_data` makes such rows.
 
     Args:
-        model: The student: a causal language model, bare or inside PEFT. Its forward is patched.
+        model: The student: a causal language model, bare or wrapped by PEFT. Its forward is patched.
         teacher: A causal language model over the same vocabulary, or any other kind of
             `distill.teachers.base.Teacher`; moved to the student's device and frozen.
-        args: As of `Trainer`. Five of its fields are set, since any other value trains wrongly here:
+        args: `Trainer`'s arguments. Five fields are overwritten, since any other value trains wrongly here:
             `remove_unused_columns`, `logging_nan_inf_filter`, `ddp_find_unused_parameters` and
-            `accelerator_config.dispatch_batches` (which cuts every tensor of a batch to its number of rows) to False,
-            `average_tokens_across_devices` to True.
-        loss: What `DistillationObjective` takes: a divergence's name, a recipe's loss section, terms, or a module.
-        vocab_size: Columns that both heads are cut to; None for the smaller head.
-        train_dataset, eval_dataset, processing_class, callbacks: As of `Trainer`.
+            `accelerator_config.dispatch_batches` (which slices every tensor of a batch to its number of rows) to
+            False, `average_tokens_across_devices` to True.
+        loss: Loss for `DistillationObjective`: a divergence's name, a recipe's loss section, terms, or a module.
+        vocab_size: Number of logits that both heads are cut to; None for that of the smaller head.
+        train_dataset, eval_dataset, processing_class, callbacks: See `Trainer`.
         data_collator: None for `distill.data.collator.Collator` with the tokenizer's (or the student's) padding token.
-            On several processes each row of an epoch is taken once (`even_batches.py`).
-        more: Anything else of `Trainer`.
+            On several processes each row of an epoch is used once (`even_batches.py`).
+        more: Further arguments of `Trainer`.
 
     Raises:
-        ValueError: for models that cannot be compared; see `DistillationObjective`.
+        ValueError: The models cannot be compared; see `DistillationObjective`.
     """
 
     loss_is_scaled_for_ga = True
@@ -104,8 +104,8 @@ class DistillationTrainer(Trainer):
         args.average_tokens_across_devices = True
         args.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]
         if args.n_gpu > 1:
-            if LaunchedServers.current is None:  # else the teacher server has the others
-                log.warning("%d GPUs are visible to one process; using one. Start with torchrun for all.", args.n_gpu)
+            if LaunchedServers.current is None:  # else a teacher server uses the others
+                log.warning("%d GPUs are visible to one process; using one. Use torchrun for all.", args.n_gpu)
             args._n_gpu = 1
         loaded = {"teacher": teacher} if isinstance(teacher, nn.Module) else teacher.models
         for whose, owned in {"student": model, **loaded}.items():
@@ -121,7 +121,7 @@ class DistillationTrainer(Trainer):
         )  # fmt: skip
         if not (isinstance(teacher, nn.Module) and is_sharded(teacher)):
             teacher.to(args.device)
-        # FSDP places the student itself, later; the objective reads both models where they stand now
+        # FSDP moves the student later; the objective needs both models on the device now
         device = next(model.parameters()).device
         if device.type != "meta" and device != args.device:
             model.to(args.device)
@@ -133,9 +133,9 @@ class DistillationTrainer(Trainer):
         section = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
         self.is_rewarded = isinstance(section, Loss) and section.rewarded is not None
         self.objective.loss_of = self.meter.phases.timed("loss", self.objective.loss_of)  # type: ignore[method-assign]
-        self.on_policy: OnPolicy | None = None  # set it to let the student's own words take part
+        self.on_policy: OnPolicy | None = None  # set it to train on the student's rollouts
         self._checkpoints_go_to: str | None = None
-        self._begun = 0  # micro-batches
+        self._begun = 0  # micro-batches that training_step has begun
         self.asking = Asking(self.objective, lambda values: self.accelerator.reduce(values, "sum"), args.device)
         self.health = Health(
             lambda values: self.accelerator.reduce(values, "sum"),
@@ -143,26 +143,26 @@ class DistillationTrainer(Trainer):
             Path(args.output_dir or "."),
             blame=self._teacher_fault,
         )
-        if self.accelerator.scaler is not None:  # float16: its scale is found by steps that overflow
+        if self.accelerator.scaler is not None:  # float16: the scaler finds its scale by steps that overflow
             self.health.limit *= 10
         self.add_callback(Watch(self))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As `Trainer`; with FSDP2 where it was requested, on CPUs too."""
+        """Extend `Trainer`'s method: use FSDP2 where it was requested, on CPUs too."""
         super().create_accelerator_and_postprocess()
         if self.args.fsdp and self.accelerator.num_processes > 1:
             use_fsdp2(self.accelerator, self.args.fsdp_plugin_args)
             self.is_fsdp_enabled = True
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer._get_dataloader`; where several processes share an epoch, each row comes once."""
+        """Extend `Trainer`'s method: several processes repeat no rows at the end of an epoch."""
         loader: Any = super()._get_dataloader(*args, **kwargs)
-        inner = getattr(loader, "base_dataloader", loader)  # accelerate's are made around one of torch
+        inner = getattr(loader, "base_dataloader", loader)  # accelerate wraps a torch DataLoader
         inner.worker_init_fn = OutlivesSignals(inner.worker_init_fn)
         return each_row_once(loader, self.accelerator.num_processes)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """As `Trainer`'s, whose first step of a warm-up learns nothing."""
+        """Extend `Trainer`'s method: the first warm-up step has a rate above 0."""
         is_new = self.lr_scheduler is None
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         if is_new:
@@ -178,7 +178,7 @@ class DistillationTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """The micro-batch's summed loss over the step's token count, times the number of ranks."""
+        """Return the micro-batch's summed loss, divided by the step's token count, times the number of ranks."""
         with self.meter.phases.within("teacher"):
             compared = self.objective.compare(inputs, num_items_in_batch)
         output = model(**compared)
@@ -190,7 +190,7 @@ class DistillationTrainer(Trainer):
         return (loss, output) if return_outputs else loss
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As `Trainer.training_step`; remembers the batch until its step is known to be finite."""
+        """Extend `Trainer`'s method: keep the batch until its step is known to be finite."""
         self._begun += 1
         with self.meter.phases.within("student"):
             loss = super().training_step(model, inputs, *args, **kwargs)
@@ -200,7 +200,7 @@ class DistillationTrainer(Trainer):
         return loss
 
     def floating_point_ops(self, inputs: Batch) -> int:
-        """0: `Trainer` would walk over all parameters once a micro-batch; `Meter` counts what matters."""
+        """Return 0: `Trainer` would walk all parameters for each micro-batch; `Meter` counts FLOPs instead."""
         return 0
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
@@ -214,7 +214,7 @@ class DistillationTrainer(Trainer):
         return norm
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """As `Trainer.get_batch_samples`; with `on_policy` some answers become the student's own."""
+        """Extend `Trainer`'s method: with `on_policy`, replace some responses by the student's rollouts."""
         self.schedule.begin(step := self.state.global_step)
         own = self.on_policy
         if self.is_rewarded and (own is None or own.rewards is None):
@@ -231,27 +231,29 @@ class DistillationTrainer(Trainer):
         return batches, count
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | None:
-        """Trained tokens of all micro-batches and ranks, int64 on `device`; at least 1."""
+        """Return the trained tokens of all micro-batches and ranks, int64 on the device; at least 1."""
         if not batch_samples:
             return None
         count = torch.as_tensor(sum(map(count_learned, batch_samples)), dtype=torch.int64).to(device)
         return self.accelerator.reduce(count, "sum").clamp_min(1)
 
     def _teacher_fault(self, batches: list[Batch]) -> str | None:
-        """What of the teacher is not finite in a step that was not; on every rank where it is so on one."""
+        """Return what is not finite in the teacher for a skipped step's batches; every rank calls it."""
         with self.compute_loss_context_manager():
             fault = teacher_fault(self.objective, [self._prepare_inputs(dict(batch)) for batch in batches])
         anywhere = torch.tensor(float(fault is not None), device=self.args.device)
-        return None if self.accelerator.reduce(anywhere, "sum") == 0 else fault or "on another rank"
+        if self.accelerator.reduce(anywhere, "sum") == 0:
+            return None
+        return fault or "on another rank"
 
     # --------------------------------------------------------------- figures
 
     def mean(self, value: float) -> float:
-        """Of a number over the ranks."""
+        """Return the mean of a number over the ranks."""
         return self.accelerator.reduce(torch.tensor(value, device=self.args.device), "mean").item()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the interval's figures to a training step's log; runs on every rank."""
+        """Add the interval's metrics to a training step's log; every rank calls it."""
         if "loss" in logs and self.is_in_train:
             logs = {**logs, **self.meter.read(lambda values: self.accelerator.reduce(values, "sum"))}
             logs |= self.schedule.figures()
@@ -262,12 +264,12 @@ class DistillationTrainer(Trainer):
         super().log(logs, start_time)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.train`; on SIGTERM or SIGHUP it writes a checkpoint and returns, with `health.stopping` set.
+        """Extend `Trainer`'s method: SIGTERM and SIGHUP write a checkpoint and return with `health.stopping` set.
 
         Raises:
-            RunError: loss or gradients stay NaN or infinite.
-            ValueError: they were so in every step of the run, and nothing was learned.
-            KeyboardInterrupt: Ctrl-C, after the step that was being made and its checkpoint.
+            RunError: Loss or gradients stay NaN or infinite.
+            ValueError: They were NaN or infinite in every step, so nothing was learned.
+            KeyboardInterrupt: Ctrl-C, after the current step and its checkpoint.
         """
         self.meter.restart()
         with self.health.stops_on_signals(), watching(Path(self.args.output_dir or "."), lambda: self._begun):
@@ -285,14 +287,16 @@ class DistillationTrainer(Trainer):
         return result
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer`'s, which would log, save and evaluate at a checkpoint's intervals, whatever `args` say."""
+        """Extend `Trainer`'s method, which would log, save and evaluate at the checkpoint's intervals, not those of
+        `args`.
+        """
         begun = super()._init_training_state(max_steps, *args, **kwargs)
         self.state.compute_steps(self.args, max_steps)
         self.state.train_batch_size = self._train_batch_size
         return begun
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer._run_epoch`, which would make one more step of a run that is resumed after its last one."""
+        """Extend `Trainer`'s method, which would make one more step of a run resumed after its last step."""
         if isinstance(self.train_dataset, MixedRows):
             self.train_dataset.set_epoch(kwargs["epoch"])
         if self.state.global_step >= self.state.max_steps:
@@ -301,14 +305,14 @@ class DistillationTrainer(Trainer):
         return super()._run_epoch(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """As `Trainer`'s, which takes names in files for those of the model, and goes on without what it misses."""
+        """Extend `Trainer`'s method, which confuses a file's names with the model's and ignores missing weights."""
         if self.is_fsdp_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
             load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
-        """As `Trainer`'s, by the model's own names."""
+        """Extend `Trainer`'s method: load weights by the model's own names."""
         if self.is_fsdp_enabled:
             super()._load_best_model()
         else:
@@ -318,10 +322,10 @@ class DistillationTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Held-out figures, means over the trained tokens of the whole set (`Trainer` would average over batches).
+        """Return held-out metrics, means over the trained tokens of the whole set (`Trainer` averages over batches).
 
         Returns:
-            Under `eval_`: the loss and the figures of training; of a dictionary of data sets under `eval_NAME_`.
+            The loss and the training metrics with the prefix `eval_`; for a dictionary of data sets `eval_NAME_`.
         """
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(rows, dict):
@@ -355,7 +359,9 @@ class DistillationTrainer(Trainer):
     # ----------------------------------------------------------- checkpoints
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As `Trainer`'s, which fails for a sharded student whose optimizer has no state; and the teacher's state."""
+        """Extend `Trainer`'s method: restore the teacher's and rollouts' state, and a sharded student without optimizer
+        state.
+        """
         for companion in [] if checkpoint is None else [self.objective.teacher, self.on_policy]:
             if companion is not None:
                 companion.restore(Path(str(checkpoint)))
@@ -374,7 +380,7 @@ class DistillationTrainer(Trainer):
         return self._checkpoints_go_to or super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint beside and rename it: a folder named checkpoint-N is always complete."""
+        """Write a checkpoint to a temporary folder and rename it: a folder named checkpoint-N is always complete."""
         folder = Path(super()._get_output_dir(trial))
         unfinished, name = folder / UNFINISHED, f"{CHECKPOINT}{self.state.global_step}"
         with self.meter.paused(), self._without_rotation() as limit:
@@ -408,7 +414,7 @@ class DistillationTrainer(Trainer):
 
     @contextlib.contextmanager
     def _without_rotation(self) -> Iterator[int | None]:
-        """`Trainer` rotates before the new checkpoint has its name; this trainer does it after. Yields the limit."""
+        """Disable `Trainer`'s rotation, which runs before the new checkpoint has its name; yields the limit."""
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             yield limit

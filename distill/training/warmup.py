@@ -1,7 +1,7 @@
-"""A warm-up whose first step learns: step k of W has (k + 1) / W of the peak, where transformers' has k / W.
+"""Learning rate warm-up without a first step at rate 0: step k of W has (k + 1) / W of the peak, not k / W.
 
-With transformers' own a run of one step, or a resumed run's last test, moves nothing. Nothing else changes: after the
-warm-up a step has the rate that its number has in transformers. A run that began otherwise goes on as it began.
+With transformers' warm-up, the first step changes no weight. After the warm-up the rates equal those of transformers. A
+resumed run that began with transformers' warm-up keeps it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ FLAG = "first_step_learns"
 
 
 class WarmUp:
-    """A schedule's factor of the peak, its warm-up read one step ahead.
+    """Learning rate factor of a schedule, its warm-up shifted by one step.
 
     Args:
-        factor: Of a step's number, as the schedule has it.
-        steps: Of the warm-up.
+        factor: The schedule's factor, by step number.
+        steps: Number of warm-up steps.
     """
 
     __slots__ = ("__dict__", "factor", "steps")  # the flag alone is in __dict__, which LambdaLR saves and restores
@@ -31,12 +31,12 @@ class WarmUp:
         self.__dict__[FLAG] = True
 
     def __call__(self, step: int) -> float:
-        """The factor of the step after `step` others."""
+        """Return the factor of step `step` (from 0)."""
         return self.factor(step + (step < self.steps and self.__dict__[FLAG]))
 
 
 def learn_from_first_step(scheduler: LRScheduler, steps: int) -> None:
-    """Have a schedule that was made just now, with a warm-up of `steps`, begin with a rate above 0."""
+    """Shift the warm-up of a new schedule by one step, so that it begins with a rate above 0."""
     if not isinstance(scheduler, LambdaLR) or steps == 0:
         return
     scheduler.lr_lambdas = [WarmUp(factor, steps) for factor in scheduler.lr_lambdas]
@@ -47,7 +47,7 @@ def learn_from_first_step(scheduler: LRScheduler, steps: int) -> None:
 
 
 def keep_warmup(scheduler: LRScheduler | None, checkpoint: Path) -> None:
-    """Have a schedule warm up as the run of `checkpoint` began to."""
+    """Set the schedule's warm-up to that of the run that wrote `checkpoint`."""
     factors = [factor for factor in getattr(scheduler, "lr_lambdas", ()) if isinstance(factor, WarmUp)]
     if factors:
         saved = torch.load(checkpoint / SCHEDULER_NAME, weights_only=True).get("lr_lambdas", [])

@@ -1,11 +1,11 @@
-"""Which rank hangs? The others wait for it inside of a collective, where they cannot say so themselves.
+"""Watchdog that names a hanging rank: the others wait for it inside of a collective and cannot report it.
 
     with watching(folder, progress=lambda: batches): ...     # on every rank, while it trains
 
-A thread of each rank writes a count of its own, and how many micro-batches it has begun, into a file in the run's
-folder, and reads those of the others. One whose count stands still is stopped, swapped out or dead; one that has begun
-fewer batches than the others, for long, hangs on its own. Either is named, and every rank that sees it ends with code
-1. No checkpoint can be written then: that takes the random state of every rank, from the same moment.
+A thread of each rank writes a heartbeat count, and the number of micro-batches it has begun, into a file in the run's
+folder, and reads those of the others. A rank whose heartbeat stands still is stopped, swapped out or dead; one that
+stays behind the others' batches for long hangs. Either is named, and every rank that sees it exits with code 1. No
+checkpoint can be written then: it needs the random state of every rank, from the same step.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from distill.core.ranks import of_the_first, world_size
 from distill.training.checkpoints import checkpoints
 
 FOLDER = ".ranks"
-SILENT_S = 120.0  # without a sign of life
-STALLED_S = 1500.0  # without a step that the others have made; collectives give up after 1,800
+SILENT_S = 120.0  # seconds without a heartbeat
+STALLED_S = 1500.0  # seconds behind the others' batches; collectives time out after 1,800
 SIZE = 256
 
 
 @contextlib.contextmanager
 def watching(folder: Path, progress: Callable[[], int]) -> Iterator[None]:
-    """Within it, a rank that hangs ends the run, which says which; nothing where there is one process.
+    """Watch the other ranks in the block; a rank that hangs is named and ends the run. Does nothing for one process.
 
     Args:
-        folder: the run's; ranks of machines that do not share it are not seen.
-        progress: micro-batches that this rank has begun.
+        folder: The run's folder; ranks of machines that do not share it are not watched.
+        progress: Function that returns how many micro-batches this rank has begun.
     """
     if world_size() == 1:
         yield
@@ -62,7 +62,7 @@ def _watch(folder: Path, launch: str, progress: Callable[[], int], ends: threadi
     for count in itertools.count():
         begun = progress()
         own = {"launch": launch, "count": count, "begun": begun, "pid": os.getpid(), "host": socket.gethostname()}
-        with contextlib.suppress(OSError):  # a full disk, a folder that is gone: others say so
+        with contextlib.suppress(OSError):  # a full disk or a deleted folder is reported elsewhere
             (folder / FOLDER).mkdir(exist_ok=True)
             (folder / FOLDER / str(rank)).write_text(json.dumps(own).ljust(SIZE))
         if ends.wait(SILENT_S / 12):
@@ -72,14 +72,14 @@ def _watch(folder: Path, launch: str, progress: Callable[[], int], ends: threadi
             continue
         last = checkpoints(folder)[-1:]
         with contextlib.suppress(OSError):
-            after = f"continue from {last[0]} with --resume" if last else "it has no checkpoint"
+            after = f"continue from {last[0]} with --resume" if last else "there is no checkpoint"
             console.complain(f"{fault}; the run ends; {after}")
             sys.stdout.flush()
         os._exit(1)  # the main thread waits for that rank
 
 
 class Others:
-    """What the files of the other ranks say, and since when by this rank's clock."""
+    """Heartbeats of the other ranks, with the times of their last changes by this rank's clock."""
 
     def __init__(self, rank: int, launch: str) -> None:
         self.rank, self.launch = rank, launch
@@ -87,7 +87,7 @@ class Others:
         self._begun = (-1, 0.0)
 
     def fault(self, folder: Path, begun: int) -> str | None:
-        """Which rank hangs, in words; None where none does."""
+        """Return a description of a rank that hangs; None where none does."""
         now = time.monotonic()
         if begun != self._begun[0]:
             self._begun = (begun, now)
@@ -102,9 +102,7 @@ class Others:
                 self._seen[rank] = (there, last_beat, moved)
                 who = f"rank {rank} (process {there['pid']} on {there['host']})"
                 if now - last_beat > SILENT_S:
-                    return (
-                        f"{who} has given no sign of life for {now - last_beat:.0f} s: stopped, or its machine is gone"
-                    )
+                    return f"{who} has sent no heartbeat for {now - last_beat:.0f} s: stopped, or its machine is down"
                 if there["begun"] < begun and min(now - moved, now - self._begun[1]) > STALLED_S:
-                    return f"{who} hangs: for {now - moved:.0f} s it has not begun a batch that others wait with"
+                    return f"{who} hangs: for {now - moved:.0f} s it has not begun a batch that the others have begun"
         return None
