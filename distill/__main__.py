@@ -10,9 +10,9 @@ signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 def main() -> None:
     """Run the command line."""
     from distill import cli
-    from distill.core.interrupts import Interrupts
+    from distill.core.interrupts import DeferredInterrupt
 
-    signal.signal(signal.SIGINT, Interrupts())
+    signal.signal(signal.SIGINT, DeferredInterrupt())
     cli.main()
 
 

@@ -37,7 +37,7 @@ from distill.commands.paths import path_faults, path_notes
 from distill.core import console, launch, ranks
 from distill.core.faults import RunError, disk_line
 from distill.core.folders import RECIPE_FILE, run_folder, runs_folder
-from distill.core.quiet import quieten
+from distill.core.library_output import silence_libraries
 from distill.core.run_lock import RunLock
 from distill.recipe import dump
 from distill.recipe.shipped import copy_recipe, shipped_architectures, shipped_recipes
@@ -311,10 +311,10 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # generated text may hold characters that the terminal cannot encode
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    quieten()
+    silence_libraries()
     launch.end_with_launcher()
     launch.end_with_owner()
     code = run_command()
-    if ranks.is_one_of_several():
+    if ranks.is_launched_process():
         ranks.leave(code)
     sys.exit(code)

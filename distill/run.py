@@ -36,10 +36,10 @@ from distill_kernels import tuning
 from distill.core import console
 from distill.core.environment import device_name, environment
 from distill.core.files import write_json, write_text
-from distill.core.folders import KERNELS_FILE, RECIPE_FILE, RESULT_FILE, require_free, run_folder, runs_folder
-from distill.core.launch import command_line, forget_accelerates_settings
-from distill.core.manifest import sums_of
-from distill.core.ranks import is_first, of_the_first, store_of_attempt, world_size
+from distill.core.folders import KERNELS_FILE, RECIPE_FILE, RESULT_FILE, check_folder_free, run_folder, runs_folder
+from distill.core.launch import command_line, drop_accelerate_settings
+from distill.core.manifest import file_checksums
+from distill.core.ranks import is_first, of_the_first, restart_store, world_size
 from distill.core.run_lock import RunLock, now
 from distill.data.load import Splits
 from distill.evaluation.evaluate import HeldOut, evaluate, gap_closed
@@ -73,16 +73,16 @@ from distill.teachers.plugin import allowed_plugin
 from distill.teachers.registry import source_of
 from distill.teachers.server.launched import launched_servers
 from distill.training.arguments import fused_optimizer, require_optimizer, training_arguments
-from distill.training.checkpoints import half_written
-from distill.training.conclusion import trained_weights_kept
-from distill.training.divergence import DivergenceWatch
-from distill.training.failures import explained
-from distill.training.graphs import GraphedSteps
-from distill.training.lock import LOCK_FILE, lock_of, locked_attention, read_lock, require_same, require_same_run
+from distill.training.checkpoint_validation import find_valid_checkpoint
+from distill.training.checkpoints import unfinished_checkpoints
+from distill.training.cuda_graphs import CudaGraphCallback
+from distill.training.divergence_monitor import DivergenceMonitor
+from distill.training.error_translation import translate_errors
+from distill.training.failure_checkpoint import checkpoint_on_failure
+from distill.training.lock_file import LOCK_FILE, build_lock, check_same, check_same_run, locked_attention, read_lock
 from distill.training.progress import MetricsFile, ProgressReport, read_metrics
 from distill.training.resuming import resume_plan, without_known_warnings
-from distill.training.soundness import resumable
-from distill.training.stored_rollouts import store_rollouts
+from distill.training.rollout_files import store_rollouts
 from distill.training.trainer import DistillationTrainer
 
 log = logging.getLogger(__name__)
@@ -130,11 +130,11 @@ def run(
     transformers.utils.logging.disable_progress_bar()
     own_terms = allowed_plugin(recipe.loss, plugin)
     device = resolve_device(recipe.train)
-    forget_accelerates_settings(os.environ)
+    drop_accelerate_settings(os.environ)
     runs = runs_folder(recipe.output_dir)
-    process = PartialState(cpu=device.type == "cpu", **store_of_attempt())
+    process = PartialState(cpu=device.type == "cpu", **restart_store())
     folder = of_the_first(lambda: run_folder(recipe.name, name=name, resume=bool(resume), runs=runs))
-    with explained(recipe, folder), RunLock(folder) as held, contextlib.ExitStack() as opened:
+    with translate_errors(recipe, folder), RunLock(folder) as held, contextlib.ExitStack() as opened:
         if recipe.parallel.teacher == "served":
             sharded = is_sharded_where_served(recipe, device, world_size())
             opened.enter_context(launched_servers(recipe, device, sharded=sharded))
@@ -149,9 +149,9 @@ def _run(
     folder, device, last, resumed = held.folder, resolve_device(recipe.train), None, None
     if resume:
         if is_first():
-            held.take()
+            held.acquire()
         resumed = resume_plan(recipe, folder, processes=world_size())
-        last, refused = of_the_first(lambda: resumable(folder, unverified=resume == "unverified"))
+        last, refused = of_the_first(lambda: find_valid_checkpoint(folder, unverified=resume == "unverified"))
         if is_first():
             _say_where_it_goes_on(folder, last, [*refused, *resumed.lines()])
         if _is_finished(folder, last):
@@ -187,16 +187,16 @@ def _run(
         use_plugin(pair.teacher, own_terms)
     locked = None
     if is_first() or pair.teacher.is_collective:  # shards are gathered for their hash
-        locked = lock_of(
+        locked = build_lock(
             recipe, teacher=pair.teacher, student=pair.student, tokenizer=pair.tokenizer, rows=splits.train,
             processes=world_size(), source=splits.report.digest,
         )  # fmt: skip
     if not is_first():
         locked = None
     if required is not None and locked is not None:
-        require_same(required, locked, f"--lock {lock}")
+        check_same(required, locked, f"--lock {lock}")
     if resume and locked is not None and (folder / LOCK_FILE).exists():
-        require_same_run(read_lock(folder / LOCK_FILE), locked, folder / LOCK_FILE)
+        check_same_run(read_lock(folder / LOCK_FILE), locked, folder / LOCK_FILE)
     arguments = training_arguments(
         recipe, folder, rows=len(splits.train), device=device, precision=precision,
         student_sharded=sharing.student_sharded,
@@ -216,7 +216,7 @@ def _run(
         optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
     )  # fmt: skip
     progress.measure = trainer.objective.measure
-    trainer.add_callback(DivergenceWatch(recipe, trainer.objective.columns))
+    trainer.add_callback(DivergenceMonitor(recipe, trainer.objective.columns))
     trainer.remove_callback(transformers.PrinterCallback)
     has_kernels = runs_our_kernels(device)
     if device.type == "cuda":
@@ -234,15 +234,17 @@ def _run(
         trainer.on_policy.rewards = rewards_of(recipe, pair.tokenizer, own_terms.code)
     store_rollouts(trainer, recipe.data.on_policy, folder)
     if device.type == "cuda" and (recipe.train.cuda_graph is True or (recipe.train.cuda_graph and has_kernels)):
-        trainer.add_callback(GraphedSteps(pair.models(), always=recipe.train.cuda_graph is True, mean=trainer.mean))
+        trainer.add_callback(
+            CudaGraphCallback(pair.models(), always=recipe.train.cuda_graph is True, mean=trainer.mean)
+        )
     tokens = recipe.train.batch_size * recipe.data.max_length * accumulation * world_size()
     plan = Plan(arguments.max_steps, tokens, accumulation, world_size())
 
     # --- from here on the run exists
     if locked is not None:
         if not resume:
-            held.take()
-            require_free(folder)
+            held.acquire()
+            check_folder_free(folder)
         locked["attention"] = {role: choice["backend"] for role, choice in attention.found.items()}
         write_text(folder / RECIPE_FILE, dump(recipe) if resumed is None else resumed.recipe_text(last))
         if not (resume and (folder / LOCK_FILE).exists()):
@@ -265,20 +267,20 @@ def _run(
             trainer.train(resume_from_checkpoint=str(last) if last else None)
     finally:
         progress.stop()
-    if trainer.health.stopping and trainer.state.global_step < arguments.max_steps:
+    if trainer.step_guard.stopping and trainer.state.global_step < arguments.max_steps:
         if is_first():
             step = trainer.state.global_step
-            console.say(f"stopped by {trainer.health.ended_by} after step {step}; continue with --resume")
+            console.say(f"stopped by {trainer.step_guard.ended_by_signal} after step {step}; continue with --resume")
         raise SystemExit(0)
 
     # --- what came of it
     held.check()
     exports = recipe.student.lora is None or recipe.student.model is not None
-    with trained_weights_kept(trainer, exports=exports):
+    with checkpoint_on_failure(trainer, exports=exports):
         _begin("measuring", "the trained student")
         after = _held_out(recipe, pair, trainer, splits, precision)
         result = RunResult(folder, before, after, gap_closed(before, after), trainer.state.global_step)
-    with trained_weights_kept(trainer, together=True, exports=exports):
+    with checkpoint_on_failure(trainer, together=True, exports=exports):
         _save(source, pair, trainer, splits, result, answers)
     process.wait_for_everyone()
     return result
@@ -291,7 +293,7 @@ def _begin(activity: str, what: str) -> None:
 
 
 def _say_where_it_goes_on(folder: Path, last: Path | None, refused: Sequence[str]) -> None:
-    for path in half_written(folder):
+    for path in unfinished_checkpoints(folder):
         console.say(f"{path} was not finished when the run ended, and is not used")
     for line in refused:
         console.say(line)
@@ -404,7 +406,7 @@ def _save(
         "prompts": recipe.generate.prompts,
         "answers": answers,
         "environment": environment(),
-        "files": sums_of(folder / "student"),
+        "files": file_checksums(folder / "student"),
     }
     write_json(folder / RESULT_FILE, console.plain(summary))
     note_end(folder)

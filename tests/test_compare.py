@@ -15,7 +15,7 @@ from distill.recipe.yaml_text import to_yaml
 from distill.reports.compare_runs import over_seeds, welch
 from distill.teachers.measure import KL, SPANS
 from distill.teachers.registry import measure_of
-from distill.training.lock import FIRST
+from distill.training.lock_file import FIRST
 
 
 def make_run(

@@ -18,7 +18,7 @@ from distill.recipe import RecipeError, load, parse
 from distill.recipe.shipped import shipped_recipes
 from distill.recipe.usual import unusual
 from distill.run import run
-from distill.training.divergence import DivergenceWatch
+from distill.training.divergence_monitor import DivergenceMonitor
 
 RECIPE = "teacher: {model: a}\nstudent: {model: b}\ndata: {source: c}\ntrain: {steps: 2}\n"
 SCHEDULED = "loss={temperature: 2, schedule: [{setting: temperature, steps: [0, 2], values: [1, 3]}]}"
@@ -27,7 +27,7 @@ VOCABULARY = 1000
 
 def first_noticed(entries, *overrides, resumed_after=0):
     """The step at which a watch of these logged figures notices divergence; None where it does not."""
-    watch = DivergenceWatch(parse(RECIPE, overrides), VOCABULARY)
+    watch = DivergenceMonitor(parse(RECIPE, overrides), VOCABULARY)
     history = [{**entry, "step": step} for step, entry in enumerate(entries, 1)]
     state = SimpleNamespace(log_history=history[:resumed_after], global_step=resumed_after)
     watch.on_train_begin(None, state, None)

@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from two_ranks import run_as_two
 
 from distill.core.ranks import leave
-from distill.training.even_batches import EvenBatches, OrPadding, each_row_once
+from distill.training.rank_batches import EmptyBatchCollator, EmptyPaddedBatchSampler, without_repeated_rows
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -251,7 +251,7 @@ def dealt(rows, size, processes, skip=0, **how):
     for process in range(processes):
         shard = BatchSamplerShard(BatchSampler(range(rows), size, False), processes, process, **how)
         loader = DataLoader(range(rows), batch_sampler=shard, collate_fn=list)
-        each_row_once(loader, processes)
+        without_repeated_rows(loader, processes)
         loader = skip_first_batches(loader, skip) if skip else loader
         found.append(list(loader))
         assert len(found[-1]) == len(loader)
@@ -276,9 +276,11 @@ def test_every_row_once_in_the_order_of_one_process(rows, size, processes):
 def test_what_is_dropped_or_not_ours_stays(caplog):
     loader = DataLoader(range(9), batch_sampler=BatchSamplerShard(BatchSampler(range(9), 2, True), 2, 0))
     before = loader.batch_sampler.batch_sampler
-    assert each_row_once(loader, 2).batch_sampler.batch_sampler is before  # the rest is dropped: nothing to fill up
+    assert (
+        without_repeated_rows(loader, 2).batch_sampler.batch_sampler is before
+    )  # the rest is dropped: nothing to fill up
     alone = DataLoader(range(9), batch_size=2)
-    assert each_row_once(alone, 1) is alone and type(alone.batch_sampler) is BatchSampler
+    assert without_repeated_rows(alone, 1) is alone and type(alone.batch_sampler) is BatchSampler
 
     class Stream(IterableDataset):
         def __iter__(self):
@@ -286,12 +288,12 @@ def test_what_is_dropped_or_not_ours_stays(caplog):
 
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        each_row_once(DataLoader(Stream(), batch_size=2), 2)
+        without_repeated_rows(DataLoader(Stream(), batch_size=2), 2)
     assert "rows of Stream are not distributed by a batch sampler" in caplog.text
 
 
 def test_lengths_of_no_rows():
-    assert list(EvenBatches([], 2, 3)) == [] and len(EvenBatches([], 2, 3)) == 0
+    assert list(EmptyPaddedBatchSampler([], 2, 3)) == [] and len(EmptyPaddedBatchSampler([], 2, 3)) == 0
 
 
 # ------------------------------------------------------------------- no rows at all
@@ -329,7 +331,7 @@ def test_no_rows_have_no_document_to_answer():
 def test_a_collator_of_somebody_elses_is_not_asked_for_no_rows():
     from distill.data.collator import Collator
 
-    collate = OrPadding(lambda rows: {"rows": rows[0]}, Collator(7, omit_plain_positions=True))
+    collate = EmptyBatchCollator(lambda rows: {"rows": rows[0]}, Collator(7, omit_plain_positions=True))
     assert collate([3]) == {"rows": 3}
     batch = collate([])
     assert batch["input_ids"].tolist() == [[7, 7]] and "position_ids" not in batch

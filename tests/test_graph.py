@@ -20,7 +20,7 @@ from distill.models.head import decoder_of
 from distill.models.joined import join_siblings
 from distill.models.patching import patch
 from distill.teachers.mixture import MixtureTeacher
-from distill.training.graphs import CAPTURE, TIMED, WARM_UP, GraphedSteps
+from distill.training.cuda_graphs import CAPTURE, TIMED, WARM_UP, CudaGraphCallback
 from distill.training.trainer import DistillationTrainer
 
 VOCABULARY, LENGTH = 259, 64
@@ -110,7 +110,7 @@ def train(folder, graphed, *, data=None, then=None, autocast=False, steps=16, ch
     steps_of = None
     if graphed:
         named = [*trainer.objective.teacher.models.items(), ("student", student)]
-        steps_of = GraphedSteps(named, always=True, say=said.append)
+        steps_of = CudaGraphCallback(named, always=True, say=said.append)
         trainer.add_callback(steps_of)
     trainer.train()
     weights = {name: p.detach().clone() for name, p in student.named_parameters() if p.requires_grad}
@@ -227,7 +227,7 @@ def test_a_teacher_out_of_a_cache(tmp_path, caches, kind):
             callbacks=[watch],
         )
         if graphed:
-            trainer.add_callback(GraphedSteps([("student", student)], always=True, say=said.append))
+            trainer.add_callback(CudaGraphCallback([("student", student)], always=True, say=said.append))
         trainer.train()
         ends.append((watch.losses, [p.detach() for p in student.parameters()]))
     assert said == ["the step runs from CUDA graphs"]
@@ -252,7 +252,7 @@ def test_a_step_that_is_not_finite_is_skipped_alike(tmp_path):
         weight.register_hook(lambda grad: grad * float("inf") if trainer.state.global_step == 12 else grad)
 
     _, _, trainer = same(tmp_path, change=break_a_step)
-    assert trainer.health.skipped == 1
+    assert trainer.step_guard.skipped == 1
 
 
 @pytest.mark.gpu
@@ -387,11 +387,11 @@ def test_the_faster_way_is_kept(monkeypatch, replayed, kept):
         def release(self):
             self.released = True
 
-    monkeypatch.setattr("distill.training.graphs.DecoderGraphs", Stand)
-    monkeypatch.setattr("distill.training.graphs.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("distill.training.cuda_graphs.DecoderGraphs", Stand)
+    monkeypatch.setattr("distill.training.cuda_graphs.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     said = []
-    steps, state = GraphedSteps([("student", tiny_model())], say=said.append), Clock(100)
+    steps, state = CudaGraphCallback([("student", tiny_model())], say=said.append), Clock(100)
     for _ in range(WARM_UP + CAPTURE + 2 * TIMED):
         steps.on_step_begin(None, state, None)
         now[0] += replayed if steps.graphs is not None else 0.05
@@ -405,15 +405,15 @@ def test_the_faster_way_is_kept(monkeypatch, replayed, kept):
 def test_a_wide_model_whose_rows_are_picked_stays_launched_unless_it_is_told():
     small, wide = tiny_model(), tiny_model()
     decoder_of(wide).__dict__[output_rows.MARK] = object()
-    assert [name for name, _ in GraphedSteps([("teacher", wide), ("student", small)]).models] == ["student"]
-    assert GraphedSteps([("student", wide)])._decided
-    assert len(GraphedSteps([("teacher", wide), ("student", small)], always=True).models) == 2
+    assert [name for name, _ in CudaGraphCallback([("teacher", wide), ("student", small)]).models] == ["student"]
+    assert CudaGraphCallback([("student", wide)])._decided
+    assert len(CudaGraphCallback([("teacher", wide), ("student", small)], always=True).models) == 2
     assert output_rows.MARK not in decoder_of(wide).__dict__
 
 
 def test_a_short_run_tries_nothing():
     said = []
-    steps, state = GraphedSteps([("student", tiny_model())], say=said.append), Clock(20)
+    steps, state = CudaGraphCallback([("student", tiny_model())], say=said.append), Clock(20)
     for _ in range(20):
         steps.on_step_begin(None, state, None)
         steps.on_step_end(None, state, None)

@@ -1,4 +1,4 @@
-"""Steps that are not finite, SIGTERM, and failures of the machine."""
+"""Steps that are not finite, SIGTERM, and error_translation of the machine."""
 
 import contextlib
 import errno
@@ -23,9 +23,9 @@ from distill.core.faults import RunError
 from distill.recipe import dump, parse
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.objective import DistillationObjective
-from distill.training import failures
+from distill.training import error_translation
 from distill.training.checkpoints import checkpoints
-from distill.training.health import Health
+from distill.training.step_guard import StepGuard
 from distill.training.trainer import DistillationTrainer
 
 
@@ -56,7 +56,7 @@ def test_a_step_that_is_not_finite_changes_nothing(tmp_path, value, clip, caplog
         made.train()
     for name, weight in weights(made.model).items():
         assert torch.equal(weight, start[name]), name
-    assert made.health.skipped == 1 and made.state.log_history[0]["skipped_steps"] == 1
+    assert made.step_guard.skipped == 1 and made.state.log_history[0]["skipped_steps"] == 1
     assert "step 1: loss or gradient is not finite" in caplog.text
 
 
@@ -65,35 +65,37 @@ def test_training_goes_on_after_a_skipped_step(tmp_path):
     Spoil(made, {2, 3})
     start = weights(made.model)
     made.train()
-    assert made.health.skipped == 2
+    assert made.step_guard.skipped == 2
     assert all(torch.isfinite(weight).all() for weight in weights(made.model).values())
     assert any(not torch.equal(weight, start[name]) for name, weight in weights(made.model).items())
 
 
 def test_a_loss_that_is_not_finite_is_skipped_too(tmp_path):
     made = trainer(tmp_path, max_steps=2)
-    seen = made.health.see_batch
-    made.health.see_batch = lambda inputs, loss: seen(inputs, loss * (math.inf if made.state.global_step == 0 else 1))
+    seen = made.step_guard.record_batch
+    made.step_guard.record_batch = lambda inputs, loss: seen(
+        inputs, loss * (math.inf if made.state.global_step == 0 else 1)
+    )
     made.train()
-    assert made.health.skipped == 1
+    assert made.step_guard.skipped == 1
 
 
 def test_too_many_in_a_row_stop_the_run_and_save_the_batch(tmp_path):
     made = trainer(tmp_path, max_steps=20, gradient_accumulation_steps=2)
-    made.health.limit = 3
+    made.step_guard.limit = 3
     Spoil(made, {2, 4, 5, 6})
     with pytest.raises(RunError, match=r"stopped at step 6: .* 3 steps in a row.*train\.learning_rate.*--resume"):
         made.train()
     saved = load_file(tmp_path / "not-finite-step-6.safetensors")
     assert saved["input_ids.0"].shape == saved["labels.0"].shape and "input_ids.1" in saved
-    assert made.health.skipped == 4
+    assert made.step_guard.skipped == 4
 
 
 def test_each_of_several_processes_saves_its_own_batch(tmp_path, monkeypatch):
     for rank in (0, 1):
         monkeypatch.setenv("RANK", str(rank))
-        health = Health(lambda values: 2 * values, 2, tmp_path, limit=1)
-        health.see_batch({"input_ids": torch.full((1, 3 + rank), rank)}, torch.tensor(math.nan))
+        health = StepGuard(lambda values: 2 * values, 2, tmp_path, limit=1)
+        health.record_batch({"input_ids": torch.full((1, 3 + rank), rank)}, torch.tensor(math.nan))
         with pytest.raises(RunError, match=rf"the last batch is in .*not-finite-step-7-rank-{rank}\.safetensors;"):
             health.before_step(torch.nn.Linear(1, 1), None, 7)
     for rank in (0, 1):
@@ -155,7 +157,7 @@ def a_bad_cache(made, subject):
 def test_a_teacher_that_is_not_finite_is_named(kind, fault, says, tmp_path, caplog):
     (tmp_path / "stored").mkdir()
     made, subject = trainer_of(tmp_path, kind, max_steps=9)
-    made.health.limit = 2
+    made.step_guard.limit = 2
     fault(made, subject)
     with pytest.raises(
         RunError, match=rf"stopped at step 2: the teacher is NaN or infinite \({says}\).*teacher\.dtype"
@@ -176,8 +178,8 @@ def test_a_student_that_is_not_finite_does_not_accuse_the_teacher(tmp_path, capl
 def test_the_teacher_is_asked_again_only_where_a_step_was_skipped(tmp_path):
     made = trainer(tmp_path, max_steps=6)
     Spoil(made, {3})
-    asked, blame = [], made.health.blame
-    made.health.blame = lambda batches: (asked.append(made.state.global_step + 1), blame(batches))[1]
+    asked, blame = [], made.step_guard.diagnose
+    made.step_guard.diagnose = lambda batches: (asked.append(made.state.global_step + 1), blame(batches))[1]
     made.train()
     assert asked == [3]
 
@@ -234,7 +236,7 @@ def test_sigterm_ends_behind_the_step_with_a_checkpoint(tmp_path):
     made.add_callback(Terminate())
     handler = signal.getsignal(signal.SIGTERM)
     made.train()
-    assert made.health.stopping and made.state.global_step == 3
+    assert made.step_guard.stopping and made.state.global_step == 3
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3"]
     assert signal.getsignal(signal.SIGTERM) is handler
     again, whole = trainer(tmp_path, max_steps=9), trainer(tmp_path / "whole", max_steps=9)
@@ -269,7 +271,7 @@ def test_a_signal_to_all_processes_leaves_the_data_workers_to_finish_the_step(nu
     made.add_callback(SignalToAll(number))
     with pytest.raises(KeyboardInterrupt) if number == signal.SIGINT else contextlib.nullcontext():
         made.train()
-    assert made.health.stopping and [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3"]
+    assert made.step_guard.stopping and [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3"]
     assert capfd.readouterr().err.count("press Ctrl-C again to stop at once") == (number == signal.SIGINT)
 
 
@@ -302,7 +304,7 @@ RECIPE = parse(
     ],
 )
 def test_failures_of_the_machine_are_one_line(tmp_path, error, expected):
-    with pytest.raises(RunError) as raised, failures.explained(RECIPE, tmp_path):
+    with pytest.raises(RunError) as raised, error_translation.translate_errors(RECIPE, tmp_path):
         raise error
     assert len(str(raised.value).splitlines()) == 1 and raised.value.__cause__ is error
     for part in expected:
@@ -314,14 +316,14 @@ def test_a_full_disk_names_the_last_checkpoint(tmp_path):
     (tmp_path / "checkpoint-8" / "trainer_state.json").write_text("{}")
     with (
         pytest.raises(RunError, match=r"then continue from .*checkpoint-8 with --resume"),
-        failures.explained(RECIPE, tmp_path),
+        error_translation.translate_errors(RECIPE, tmp_path),
     ):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), FileNotFoundError(errno.ENOENT, "no", "f"), ValueError("y")])
 def test_other_errors_pass_through(tmp_path, error):
-    with pytest.raises(type(error)) as raised, failures.explained(RECIPE, tmp_path):
+    with pytest.raises(type(error)) as raised, error_translation.translate_errors(RECIPE, tmp_path):
         raise error
     assert raised.value is error
 
@@ -332,7 +334,7 @@ def test_what_torch_says_of_its_memory_does_not_bury_what_to_do():
         "is free. Of the allocated memory 1.00 GiB is allocated by PyTorch. If reserved but unallocated memory is "
         "large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
     )
-    text = failures.out_of_memory(RECIPE, torch.OutOfMemoryError(said))
+    text = error_translation.out_of_memory(RECIPE, torch.OutOfMemoryError(said))
     assert text.startswith("the GPU is out of memory: CUDA out of memory. Tried to allocate 20.00 MiB; set train.batch")
 
 
@@ -356,7 +358,7 @@ def test_memory_that_runs_out_behind_a_checkpoint_ends_with_how_to_go_on(tmp_pat
     folder = tmp_path / "a"
     checkpoint(folder)
     recipe = parse(dump(RECIPE), overrides)
-    with pytest.raises(RunError) as raised, failures.explained(recipe, folder):
+    with pytest.raises(RunError) as raised, error_translation.translate_errors(recipe, folder):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     text = str(raised.value)
     assert text.endswith(f"{folder / 'checkpoint-8'} is kept: continue with the same command and {ends}")
@@ -365,21 +367,21 @@ def test_memory_that_runs_out_behind_a_checkpoint_ends_with_how_to_go_on(tmp_pat
     assert (
         "student.lora" not in can and "student.lora" in only_new and "train.gradient_checkpointing to" not in only_new
     )
-    before = failures.out_of_memory(recipe, torch.OutOfMemoryError("full"), tmp_path / "absent")
+    before = error_translation.out_of_memory(recipe, torch.OutOfMemoryError("full"), tmp_path / "absent")
     assert "--resume" not in before and "student.lora" in before and before.endswith("by the GiB they save")
 
 
 def test_nothing_is_said_of_resuming_where_only_another_run_would_fit(tmp_path):
     checkpoint(tmp_path)
     told = ["train.batch_size=1", "train.gradient_checkpointing=true", "teacher.dtype=fp8"]
-    text = failures.out_of_memory(parse(dump(RECIPE), told), torch.OutOfMemoryError("full"), tmp_path)
+    text = error_translation.out_of_memory(parse(dump(RECIPE), told), torch.OutOfMemoryError("full"), tmp_path)
     assert "a new run can set data.max_length from 512 to 256" in text and "student.lora to {}" in text
     assert "--resume" not in text
 
 
 def test_advice_leaves_out_what_is_set_already():
     recipe = RECIPE.model_copy(update={"train": RECIPE.train.model_copy(update={"batch_size": 1})})
-    text = failures.out_of_memory(recipe, torch.OutOfMemoryError("full"))
+    text = error_translation.out_of_memory(recipe, torch.OutOfMemoryError("full"))
     assert "train.batch_size" not in text and "data.max_length from 512 to 256" in text
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
-from distill.core import tokenizer_trial
+from distill.core import tokenizer_limits
 from distill.data.load import load_data
 from distill.models.load import load_tokenizer
 from distill.recipe import Data, Teacher
@@ -53,7 +53,7 @@ def test_a_normalizer_that_makes_endless_text_is_refused_before_it_is_used_here(
 
 
 def test_a_tokenizer_that_takes_too_long_is_ended(saved, monkeypatch):
-    monkeypatch.setattr(tokenizer_trial, "MOST_SECONDS", 0.01)
+    monkeypatch.setattr(tokenizer_limits, "MOST_SECONDS", 0.01)
     search = {"type": "Split", "pattern": {"Regex": "(a|aa)+"}, "behavior": "Isolated", "invert": False}
     with_normalizer(saved, None, {"type": "Sequence", "pretokenizers": [search, BYTES]})
     with pytest.raises(ValueError, match=r"^teacher\.model: the tokenizer of .* takes longer than 0.01 s"):
@@ -92,4 +92,4 @@ def test_a_normalizer_that_grows_only_with_the_data_is_refused_in_a_process_of_i
     ],
 )
 def test_which_normalizers_may_make_much_of_little(normalizer, grows):
-    assert tokenizer_trial.may_grow(normalizer) == grows
+    assert tokenizer_limits.may_grow(normalizer) == grows

@@ -29,7 +29,7 @@ LONG_SIGNATURES = {
     "distill/reports/model_card.py:write_model_card",
     "distill/reports/preamble.py:preamble",
     "distill/run.py:_run",
-    "distill/training/lock.py:lock_of",
+    "distill/training/lock_file.py:build_lock",
     "distill/training/trainer.py:__init__",
 }
 # by package: docstrings that open with a fragment, public names without a docstring, `# fmt: skip`; only lowered

@@ -25,7 +25,7 @@ from distill.models.precision import resolve_precision
 from distill.recipe import parse
 from distill.teachers.cache.read import TeacherCache
 from distill.training.arguments import training_arguments
-from distill.training.soundness import fault_of
+from distill.training.checkpoint_validation import fault_of
 
 ROOT = Path(__file__).resolve().parents[1]
 

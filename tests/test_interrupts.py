@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from distill.core.interrupts import Interrupts
+from distill.core.interrupts import DeferredInterrupt
 
 SWALLOWS = """
 import os, signal
@@ -25,7 +25,7 @@ except BaseException:
 
 @pytest.fixture
 def heeding():
-    before = signal.signal(signal.SIGINT, Interrupts())
+    before = signal.signal(signal.SIGINT, DeferredInterrupt())
     yield
     signal.signal(signal.SIGINT, before)
 
@@ -65,15 +65,17 @@ def test_elsewhere_at_once_and_each_time(heeding):
 
 def test_pressed_again_in_an_import_it_leaves_at_once(tmp_path):
     (tmp_path / "swallows_ctrl_c.py").write_text(SWALLOWS.format(presses=2))
-    code = "import signal; from distill.core.interrupts import Interrupts; signal.signal(signal.SIGINT, Interrupts())"
+    code = (
+        "import signal; from distill.core import interrupts as i; signal.signal(signal.SIGINT, i.DeferredInterrupt())"
+    )
     left = run_python(f"{code}; import swallows_ctrl_c; print('went on')", tmp_path)
     assert (left.returncode, left.stdout) == (130, "")
 
 
 def test_a_command_that_an_import_runs_hears_it_at_once(tmp_path):
     (tmp_path / "whole_command.py").write_text(
-        "import os, signal\nfrom distill.core.interrupts import Interrupts\n"
-        "signal.signal(signal.SIGINT, Interrupts())\nos.kill(os.getpid(), signal.SIGINT)"
+        "import os, signal\nfrom distill.core.interrupts import DeferredInterrupt\n"
+        "signal.signal(signal.SIGINT, DeferredInterrupt())\nos.kill(os.getpid(), signal.SIGINT)"
     )
     left = run_python("import whole_command", tmp_path)
     assert "KeyboardInterrupt" in left.stderr and "line 4" in left.stderr

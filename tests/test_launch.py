@@ -14,7 +14,7 @@ from tiny import save_models
 
 from distill import cli
 from distill.core import launch, ranks
-from distill.core.launch import processes_to_start, threads_each, torchrun_arguments
+from distill.core.launch import processes_to_start, threads_per_process, torchrun_arguments
 from distill.recipe import parse
 from distill.run import run
 from distill.training.progress import read_metrics
@@ -49,7 +49,7 @@ def test_torchrun_runs_this_very_command():
     arguments = torchrun_arguments(4, ["run", "my recipe.yaml", "train.steps=3", "--resume"])
     assert arguments[-5:] == ["distill", "run", "my recipe.yaml", "train.steps=3", "--resume"]
     assert "--nproc-per-node=4" in arguments
-    assert threads_each(4, 64) == 16 and threads_each(8, 2) == 1
+    assert threads_per_process(4, 64) == 16 and threads_per_process(8, 2) == 1
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ from tiny import tiny_model
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
-from distill.training.listing import list_parts, parameters_of, unlist
+from distill.training.module_cache import cache_modules, cached_parameters, clear_module_cache
 from distill.training.trainer import DistillationTrainer
 
 
 @pytest.fixture
 def model():
     made = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.5))
-    list_parts(made)
+    cache_modules(made)
     return made
 
 
@@ -48,25 +48,25 @@ def test_copies_and_pickles_have_no_lists(model):
         other.eval()
         other.train()
         assert all(module.training for module in other.modules()) and model.training
-        assert {id(p) for p in parameters_of(other)}.isdisjoint(map(id, parameters_of(model)))
+        assert {id(p) for p in cached_parameters(other)}.isdisjoint(map(id, cached_parameters(model)))
 
 
 def test_what_ends_leaves_nothing(model):
-    unlist(model)
+    clear_module_cache(model)
     assert not {"train", "zero_grad"} & {*model.__dict__}
-    unlist(model)
+    clear_module_cache(model)
     added = nn.Linear(2, 2)
     model.added = added.eval()
     model.train()
-    assert added.training and any(p is added.weight for p in parameters_of(model))
+    assert added.training and any(p is added.weight for p in cached_parameters(model))
 
 
 def test_methods_of_somebody_else_stay():
     made = tiny_model().eval()
     made.train = lambda mode=True: made
-    list_parts(made)
+    cache_modules(made)
     assert not made.train().training
-    unlist(made)
+    clear_module_cache(made)
     del made.train
     assert made.train().training
 
@@ -107,7 +107,7 @@ def test_a_step_walks_over_no_model(tmp_path, monkeypatch, lora):
 
 def test_lists_do_not_keep_a_model_alive():
     model = tiny_model()
-    list_parts(model)
+    cache_modules(model)
     there = weakref.ref(model)
     del model
     gc.collect()

@@ -12,7 +12,7 @@ from distill.recipe import parse
 from distill.run import run
 from distill.teachers.model import LoadedTeacher
 from distill.training.checkpoints import checkpoints
-from distill.training.lock import differences, hash_of_rows, lock_of, read_lock
+from distill.training.lock_file import build_lock, differences, hash_rows, read_lock
 
 ROW = {"input_ids": [1, 2], "labels": [-100, 2], "position_ids": [0, 1]}
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens." for number in range(40))
@@ -106,10 +106,10 @@ def test_the_hash_of_rows_sees_every_part():
         {name: values[1:] for name, values in rows[0].items()},
     ]
     found = {
-        hash_of_rows(rows),
-        hash_of_rows(rows * 2),
-        hash_of_rows(moved),
-        *(hash_of_rows([other]) for other in others),
+        hash_rows(rows),
+        hash_rows(rows * 2),
+        hash_rows(moved),
+        *(hash_rows([other]) for other in others),
     }
     assert len(found) == 6
 
@@ -118,8 +118,8 @@ def test_the_hash_of_rows_is_the_same_for_a_data_set_whatever_its_batches():
     features = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in ROW})
     rows = [{name: [number, *values] for name, values in ROW.items()} for number in range(9000)]
     table = datasets.Dataset.from_list(rows, features=features)
-    assert hash_of_rows(table) == hash_of_rows(rows)
-    assert hash_of_rows(table.select([1, 0, *range(2, 9000)])) != hash_of_rows(rows)
+    assert hash_rows(table) == hash_rows(rows)
+    assert hash_rows(table.select([1, 0, *range(2, 9000)])) != hash_rows(rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -161,7 +161,7 @@ def test_the_template_in_use_and_its_day_are_locked(workplace):
     )
     models = {"teacher": LoadedTeacher(tiny_model()), "student": tiny_model()}
     made = [
-        lock_of(recipe(*more), **models, tokenizer=tiny_tokenizer(), rows=[], processes=1)["data"]
+        build_lock(recipe(*more), **models, tokenizer=tiny_tokenizer(), rows=[], processes=1)["data"]
         for more in ((), ("data.chat_template=t.jinja",), ("data.chat_template=none",))
     ]
     assert [data["chat_template_date"] for data in made] == [None, str(FROZEN_DAY), None]

@@ -38,7 +38,7 @@ def test_a_second_resume_is_refused_and_told_who_holds_the_run(workplace, capsys
     folder = workplace / "runs/whole"
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
     with RunLock(folder) as held:
-        held.take()
+        held.acquire()
         assert run_command(["run", "r.yaml", "--name", "whole", "--resume"]) == 1
         err = capsys.readouterr().err
         assert f"runs/whole: another process writes there (process {os.getpid()} on " in err and err.count("\n") == 1
@@ -69,31 +69,31 @@ def holder(folder, how="take"):
 def test_the_lock_ends_with_the_last_of_its_processes(tmp_path):
     first = holder(tmp_path / "x")
     with pytest.raises(RunError, match=rf"\(process {first.pid} on "):
-        RunLock(tmp_path / "x").take()
+        RunLock(tmp_path / "x").acquire()
     first.kill()
     first.wait()
     with RunLock(tmp_path / "x") as ours:
-        ours.take()
+        ours.acquire()
         ours.share()
         second = holder(tmp_path / "x", "share")
     with pytest.raises(RunError, match="another process writes there"):
-        RunLock(tmp_path / "x").take()
+        RunLock(tmp_path / "x").acquire()
     second.kill()
     second.wait()
     with RunLock(tmp_path / "x") as ours:
-        ours.take()
+        ours.acquire()
 
 
 def test_a_data_worker_does_not_hold_it(tmp_path):
     with RunLock(tmp_path / "x") as held:
-        held.take()
+        held.acquire()
         child = os.fork()
         if child == 0:
             time.sleep(60)
             os._exit(0)
     try:
         with RunLock(tmp_path / "x") as again:
-            again.take()
+            again.acquire()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -104,15 +104,15 @@ def test_where_the_system_cannot_tell_a_count_that_goes_up_does(tmp_path, monkey
     monkeypatch.setattr(run_lock, "try_lock", lambda handle, shared=False: locks)
     monkeypatch.setattr(run_lock, "BEAT_S", 0.1)
     with RunLock(tmp_path / "x") as held:
-        held.take()
+        held.acquire()
         if locks:
             monkeypatch.setattr(run_lock.socket, "gethostname", lambda: "another")
         with pytest.raises(RunError, match="another process writes there"):
-            RunLock(tmp_path / "x").take()
+            RunLock(tmp_path / "x").acquire()
         left = (tmp_path / "x/.lock").read_bytes()
     (tmp_path / "x/.lock").write_bytes(left)  # as if that machine had gone
     with RunLock(tmp_path / "x") as after:
-        after.take()
+        after.acquire()
 
 
 def test_a_start_that_was_killed_before_its_recipe_can_be_started_again(workplace, monkeypatch):
@@ -204,7 +204,7 @@ def test_processes_whose_launcher_is_killed_end_with_a_checkpoint(workplace):
     process.kill()
     process.wait()
     with pytest.raises(RunError, match="another process writes there"):
-        RunLock(workplace / "runs/orphans").take()
+        RunLock(workplace / "runs/orphans").acquire()
     assert not psutil.wait_procs(workers, timeout=300)[1]
     said = (workplace / "orphans.txt").read_text()
     assert "is gone, so this run ends too" in said and "stopped by SIGTERM" in said, said
@@ -213,7 +213,7 @@ def test_processes_whose_launcher_is_killed_end_with_a_checkpoint(workplace):
     rows = [row["step"] for row in read_metrics(workplace / "runs/orphans/metrics.jsonl")]
     assert rows == list(range(1, int(last.name.split("-")[1]) + 1))
     with RunLock(workplace / "runs/orphans") as ours:
-        ours.take()
+        ours.acquire()
 
 
 @pytest.mark.full
@@ -236,7 +236,7 @@ def test_a_rank_that_gave_one_sign_of_this_launch_is_named(launch, named, tmp_pa
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(watchdog, "SILENT_S", 0.0)
     (tmp_path / "1").write_text(json.dumps({"launch": launch, "count": 0, "begun": 2, "pid": 7, "host": "there"}))
-    others = watchdog.Others(0, "this")
+    others = watchdog.PeerMonitor(0, "this")
     assert others.fault(tmp_path, 2) is None
     time.sleep(0.01)
     fault = others.fault(tmp_path, 2)
@@ -250,10 +250,10 @@ def test_a_rank_that_gave_one_sign_of_this_launch_is_named(launch, named, tmp_pa
 AGAIN = """
 import os, signal, time
 import torch.distributed as dist
-from distill.core.ranks import store_of_attempt
+from distill.core.ranks import restart_store
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" and os.environ["RANK"] == "0":
     time.sleep(5)  # the other one looks for its address meanwhile
-dist.init_process_group("gloo", **store_of_attempt())
+dist.init_process_group("gloo", **restart_store())
 said = [None, None]
 dist.all_gather_object(said, (os.environ["TORCHELASTIC_RESTART_COUNT"], dist.get_rank()))
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

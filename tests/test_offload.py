@@ -20,7 +20,7 @@ from distill.models.patching import patch
 from distill.models.pruning import find_layers
 from distill.recipe import RecipeError, Student, Teacher, parse
 from distill.run import run
-from distill.training.failures import out_of_memory
+from distill.training.error_translation import out_of_memory
 from distill.training.trainer import DistillationTrainer
 
 CPU = torch.device("cpu")

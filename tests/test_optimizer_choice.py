@@ -18,7 +18,7 @@ from distill.planning import steps
 from distill.recipe import RecipeError, parse
 from distill.run import run
 from distill.training.arguments import fused_optimizer, training_arguments
-from distill.training.health import norm_of
+from distill.training.step_guard import norm_of
 from distill.training.trainer import DistillationTrainer
 
 RECIPE = "teacher: {model: a}\nstudent: {model: b}\ndata: {source: c}\ntrain: {steps: 2}\n"
@@ -108,7 +108,7 @@ def test_clipping_within_the_optimizers_step_is_clipping(tmp_path, monkeypatch):
     ends = []
     for within in (True, False):
         norms = []
-        monkeypatch.setattr("distill.training.health.joins_on", lambda device, within=within: within)
+        monkeypatch.setattr("distill.training.step_guard.joins_on", lambda device, within=within: within)
         arguments = TrainingArguments(
             str(tmp_path),
             max_steps=3,

@@ -17,7 +17,7 @@ from distill.recipe.loss import SEPARATE, Loss
 from distill.teachers import own_top_k, separate
 from distill.teachers.base import HeadCall, LossInputs, Pairing
 from distill.teachers.own_top_k import OwnTopKLoss
-from distill.training.scheduling import LossSchedule
+from distill.training.loss_schedule import LossSchedule
 
 V, H, HT, K = 37, 16, 12, 5
 PLAIN = LogitTransform()

@@ -241,7 +241,7 @@ def test_every_schedule_warms_up():
     transformers = pytest.importorskip("transformers")
     from distill.models.precision import resolve_precision
     from distill.training.arguments import training_arguments
-    from distill.training.warmup import learn_from_first_step
+    from distill.training.warmup import begin_above_zero
 
     for schedule in ("cosine", "linear", "constant", "warmup_stable_decay"):
         recipe = parse(MINIMAL, [f"train.schedule={schedule}", "train.warmup=4", "train.learning_rate=1.0"])
@@ -257,7 +257,7 @@ def test_every_schedule_warms_up():
             num_training_steps=recipe.train.steps,
             scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
         )
-        learn_from_first_step(scheduler, arguments.get_warmup_steps(recipe.train.steps))
+        begin_above_zero(scheduler, arguments.get_warmup_steps(recipe.train.steps))
         rates = []
         for _ in range(5):
             rates.append(scheduler.get_last_lr()[0])

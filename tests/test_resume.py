@@ -12,8 +12,8 @@ from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 
 from distill import run as run_module
 from distill.cli import run_command
+from distill.training.checkpoint_validation import fault_of
 from distill.training.progress import read_metrics
-from distill.training.soundness import fault_of
 
 RECIPE = """
 teacher: {model: teacher}

@@ -19,7 +19,7 @@ from two_ranks import run_as_two
 from distill.core.ranks import leave
 from distill.recipe import RecipeError, parse
 from distill.training.progress import read_metrics
-from distill.training.stored_rollouts import files, read
+from distill.training.rollout_files import files, read
 
 RECIPE = """
 name: tiny

@@ -31,7 +31,7 @@ from distill.teachers.objective import DistillationObjective
 from distill.teachers.registry import source_of
 from distill.teachers.routed.data import RoutedCollator
 from distill.teachers.routed.teacher import RoutedFormat, RoutedTeacher, RouteTargets
-from distill.training.lock import read_lock
+from distill.training.lock_file import read_lock
 from distill.training.progress import read_metrics
 
 TEACHERS = ("math", "talk")

@@ -21,7 +21,7 @@ from distill.serving.open import open_engine
 from distill.teachers.cache.settings import Settings
 from distill.teachers.registry import source_of
 from distill.teachers.server import client
-from distill.training.lock import read_lock
+from distill.training.lock_file import read_lock
 
 TEACHERS = ("math", "talk")
 

@@ -14,8 +14,8 @@ from distill.doctor.invariants import fused_equals_reference
 from distill.recipe import Loss, RecipeError, dump, load, parse
 from distill.run import run
 from distill.teachers.objective import DistillationObjective
+from distill.training.loss_schedule import LossSchedule
 from distill.training.progress import read_metrics
-from distill.training.scheduling import LossSchedule
 from distill.training.trainer import DistillationTrainer
 
 BASE = (

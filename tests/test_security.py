@@ -20,7 +20,7 @@ from tiny import CHAT_TEMPLATE, save_models, save_tiny, tiny_model, tiny_tokeniz
 from distill.cli import run_command
 from distill.models.load import load_tokenizer
 from distill.recipe import RecipeError, Teacher, load, parse
-from distill.training.soundness import fault_of
+from distill.training.checkpoint_validation import fault_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """

@@ -25,7 +25,7 @@ from distill.teachers.cache.top_k import top_k_targets
 from distill.teachers.server import client
 from distill.teachers.server.client import Servers
 from distill.teachers.server.wire import tensors_of
-from distill.training.lock import read_lock
+from distill.training.lock_file import read_lock
 
 ACCUMULATED = ("train.tokens_per_step=192", "train.steps=5", "train.save_every=2")
 

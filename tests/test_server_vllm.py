@@ -29,7 +29,7 @@ from distill.teachers.cache.encode import Encoding, encode
 from distill.teachers.cache.top_k import top_k_targets
 from distill.teachers.server import vllm_hidden
 from distill.teachers.server.vllm_hidden import load_ends
-from distill.training.lock import read_lock
+from distill.training.lock_file import read_lock
 
 
 @pytest.fixture(scope="module")

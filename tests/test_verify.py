@@ -13,9 +13,9 @@ from test_keep import here, losses, models, recipe  # noqa: F401  (fixtures, and
 from test_resume import RECIPE, figures, finished_run
 
 from distill.cli import run_command
-from distill.core.manifest import MANIFEST, fault_of_noted, note_files
+from distill.core.manifest import MANIFEST, add_to_manifest, fault_of_entry
 from distill.run import run
-from distill.training.stored_rollouts import files
+from distill.training.rollout_files import files
 
 ROLLOUTS = """
 teacher: {model: teacher}
@@ -95,11 +95,11 @@ def test_a_run_of_before_there_were_checksums_is_read_for_its_form(place, capsys
 def test_entries_are_made_anew_where_a_file_is_and_only_there(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).write_text(name)
-    note_files(tmp_path, "a", "b", "absent")
+    add_to_manifest(tmp_path, "a", "b", "absent")
     (tmp_path / "a").write_text("other")
-    note_files(tmp_path, "b")
-    assert fault_of_noted(tmp_path, "b") is None and "a is damaged" in (fault_of_noted(tmp_path, "a") or "")
-    assert fault_of_noted(tmp_path, "absent") is None
+    add_to_manifest(tmp_path, "b")
+    assert fault_of_entry(tmp_path, "b") is None and "a is damaged" in (fault_of_entry(tmp_path, "a") or "")
+    assert fault_of_entry(tmp_path, "absent") is None
 
 
 # ------------------------------------------------------------------ a run that goes on

@@ -12,7 +12,7 @@ import typer
 
 from distill.commands.paths import teachers_of
 from distill.core import console
-from distill.core.folders import RECIPE_FILE, RUNS, require_folder
+from distill.core.folders import RECIPE_FILE, RUNS, check_folder
 from distill.recipe import Recipe, load
 from distill.recipe.shipped import find_architecture, find_recipe, shipped_recipes
 
@@ -65,7 +65,7 @@ def load_recipe(argument: str, overrides: Sequence[str] | None) -> tuple[Path, R
     for name, teacher in teachers_of(recipe).items():
         for field, folder in (("keep", teacher.keep), ("path", teacher.path)):
             if folder is not None:
-                require_folder(Path(folder).expanduser(), f"{name}.{field}")
+                check_folder(Path(folder).expanduser(), f"{name}.{field}")
     return path, recipe
 
 

@@ -15,7 +15,7 @@ import typer
 
 from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, say_json
 from distill.core import console, launch, ranks
-from distill.core.folders import require_folder
+from distill.core.folders import check_folder
 from distill.core.units import counted
 from distill.recipe import Recipe
 
@@ -63,7 +63,7 @@ def cache(
     _, resolved = load_recipe(recipe, overrides)
     stored = resolved.teacher.path
     folder = out or (CACHES / resolved.name if stored is None else Path(stored).expanduser())
-    require_folder(folder, "--out" if out else "teacher")
+    check_folder(folder, "--out" if out else "teacher")
     settings = Settings(top_k, hidden, tail or default_tail(resolved.loss), dtype, batch_size).checked()
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
     if processes > 1 and (not report or _in_shards(resolved, processes, batch_size)):

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from distill.core.files import near_path
+from distill.core.files import suggest_path
 from distill.data.sources import STDLIB, local_path, missing_source
 from distill.models.source import PACKAGE_PREFIX, resolve_model_source
 from distill.recipe import ModelSection, Recipe, Teacher
@@ -30,7 +30,7 @@ def path_notes(recipe: Recipe) -> list[str]:
                     notes.append(_taken_for_a_hub_id(f"{name}.model", section.model))
     for name, teacher in teachers_of(recipe).items():
         if teacher.path is not None and not Path(teacher.path).expanduser().exists():
-            near = near_path(teacher.path)
+            near = suggest_path(teacher.path)
             notes.append(f"{name}.path: {teacher.path} does not exist yet{near}; distill cache makes it")
         if teacher.adapter is not None and not Path(teacher.adapter).expanduser().exists():
             notes.append(_taken_for_a_hub_id(f"{name}.adapter", teacher.adapter))
@@ -87,9 +87,9 @@ def _missing_data(recipe: Recipe) -> Iterator[str]:
         yield missing_source(place, field) or ""
     template = recipe.data.chat_template
     if template not in ("tokenizer", "none") and not Path(template).expanduser().is_file():
-        yield f"data.chat_template: {template} does not exist{near_path(template)}"
+        yield f"data.chat_template: {template} does not exist{suggest_path(template)}"
 
 
 def _taken_for_a_hub_id(field: str, name: str) -> str:
-    near = "" if local_path(name).exists() else near_path(name)
+    near = "" if local_path(name).exists() else suggest_path(name)
     return f"{field}: {name} is not here and is taken for a hub id{near}" if near else ""

@@ -251,7 +251,7 @@ def _stored_rollouts(name: str, rows: int) -> tuple[list[list[Token]], list[str]
     from distill.planning.inspect_batches import tokens_of
     from distill.reports.report import find_run
     from distill.teachers.registry import source_of
-    from distill.training.stored_rollouts import files, read
+    from distill.training.rollout_files import files, read
 
     run = find_run(name)
     if not (stored := files(run)):

@@ -56,16 +56,16 @@ def _line(what: str, read: Callable[[], str]) -> Line:
 
 
 def _run(folder: Path) -> Iterator[Line]:
-    from distill.core.manifest import MANIFEST, fault_of_noted
+    from distill.core.manifest import MANIFEST, fault_of_entry
     from distill.recipe import load
     from distill.reports.records import BEFORE_FILE, METRICS_FILE
-    from distill.training.checkpoints import checkpoints, half_written
-    from distill.training.lock import LOCK_FILE
-    from distill.training.stored_rollouts import FOLDER, files
+    from distill.training.checkpoints import checkpoints, unfinished_checkpoints
+    from distill.training.lock_file import LOCK_FILE
+    from distill.training.rollout_files import FOLDER, files
 
     def noted(path: Path, read: Callable[[], str]) -> Line:
         """A file as its entry in the run's manifest has it, and readable."""
-        return _line(path.name, lambda: _raise(fault_of_noted(folder, path.relative_to(folder).as_posix())) or read())
+        return _line(path.name, lambda: _raise(fault_of_entry(folder, path.relative_to(folder).as_posix())) or read())
 
     if (folder / MANIFEST).exists():
         yield _line(MANIFEST, lambda: _manifest(folder))
@@ -79,7 +79,7 @@ def _run(folder: Path) -> Iterator[Line]:
         yield noted(path, lambda path=path: _rollouts(path))  # type: ignore[misc]
     for path in checkpoints(folder, damaged=True):
         yield _line(path.name, lambda path=path: _checkpoint(path))  # type: ignore[misc]
-    for path in half_written(folder):
+    for path in unfinished_checkpoints(folder):
         yield path.name, "not finished; nothing reads it", True
     if (folder / RESULT_FILE).exists() or RESULT_FILE in names:
         yield noted(folder / RESULT_FILE, lambda: _figures(folder / RESULT_FILE, "before", "after"))
@@ -126,7 +126,7 @@ def _figures(path: Path, *names: str) -> str:
 
 
 def _rollouts(path: Path) -> str:
-    from distill.training.stored_rollouts import read
+    from distill.training.rollout_files import read
 
     return counted(len(read(path)), "answer")
 
@@ -134,7 +134,7 @@ def _rollouts(path: Path) -> str:
 def _versions(path: Path) -> str:
     from distill.core.environment import environment
     from distill.core.faults import differences
-    from distill.training.lock import read_lock
+    from distill.training.lock_file import read_lock
 
     here = environment()
     others = [f"{name} {old}, here {new}" for name, old, new in differences(read_lock(path)["environment"], here)]
@@ -155,7 +155,7 @@ def _metrics(path: Path) -> str:
 
 def _checkpoint(path: Path) -> str:
     from distill.core.manifest import MANIFEST
-    from distill.training.soundness import fault_of
+    from distill.training.checkpoint_validation import fault_of
 
     if fault := fault_of(path):
         raise ValueError(fault)
@@ -172,7 +172,7 @@ def _student(folder: Path) -> str:
     from distill.models.load import load_config
     from distill.models.read_weights import weights_fault
     from distill.recipe import Student
-    from distill.training.soundness import not_finite, shapes_of
+    from distill.training.checkpoint_validation import not_finite, shapes_of
 
     result = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")) if (folder / RESULT_FILE).is_file() else {}
     if "files" in result and (fault := fault_of_files(folder / "student", result["files"])):

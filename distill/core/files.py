@@ -170,7 +170,7 @@ def mount_of(path: Path) -> Path:
     return next(folder for folder in (place, *place.parents) if os.path.ismount(folder) or folder == folder.parent)
 
 
-def near_path(name: str) -> str:
+def suggest_path(name: str) -> str:
     """Return `; did you mean X?` for a path that does not exist but has a similarly named neighbour, else ""."""
     path = Path(name).expanduser()
     there = path

@@ -50,12 +50,12 @@ def run_folder(recipe_name: str, *, name: str | None = None, resume: bool = Fals
         raise RecipeError(
             [f"--name: expected letters, digits, '.', '_' and '-' (first a letter or digit), got {show(name)}"]
         )
-    _refuse_dead_link(runs)
-    require_folder(runs, "output_dir")
+    _refuse_dangling_link(runs)
+    check_folder(runs, "output_dir")
     if resume:
         return _latest(recipe_name, name, runs)
     if name is not None:
-        _refuse_dead_link(runs / name)
+        _refuse_dangling_link(runs / name)
         if _taken(runs / name):
             raise RecipeError(
                 [f"--name {name}: {runs / name} already holds a run; --resume continues it, another name starts anew"]
@@ -65,7 +65,7 @@ def run_folder(recipe_name: str, *, name: str | None = None, resume: bool = Fals
     return next(runs / candidate for candidate in candidates if not _taken(runs / candidate))
 
 
-def require_folder(folder: Path, field: str) -> None:
+def check_folder(folder: Path, field: str) -> None:
     """Check that a folder exists or can be made.
 
     Raises:
@@ -79,7 +79,7 @@ def require_folder(folder: Path, field: str) -> None:
             raise RecipeError([f"{field}: expected a folder, got {show(str(folder))}: {place} is {kind}"])
 
 
-def require_free(folder: Path) -> None:
+def check_folder_free(folder: Path) -> None:
     """Check that a folder, whose lock is held, still holds no run.
 
     Raises:
@@ -116,7 +116,7 @@ def _taken(folder: Path) -> bool:
     return any(name != RUN_LOCK and not (name[0] == "." and name.endswith(UNFINISHED)) for name in names)
 
 
-def _refuse_dead_link(path: Path) -> None:
+def _refuse_dangling_link(path: Path) -> None:
     """Raise where a path is a dangling link (such as to a disk that is not mounted)."""
     if path.is_symlink() and not path.exists():
         raise RecipeError([f"{path}: is a link to {path.readlink()}, which does not exist"])

@@ -16,7 +16,7 @@ WAIT = 0.05  # seconds until the next attempt
 EXIT_CODE = 130
 
 
-class Interrupts:
+class DeferredInterrupt:
     """Handler of SIGINT that raises `KeyboardInterrupt` once running imports and finalizers have ended.
 
     A second Ctrl-C while the first one waits exits the process at once, with exit code 130.

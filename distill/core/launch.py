@@ -94,7 +94,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def forget_accelerates_settings(environment: MutableMapping[str, str]) -> None:
+def drop_accelerate_settings(environment: MutableMapping[str, str]) -> None:
     """Remove training settings of `accelerate config` from the environment; rank 0 warns of each."""
     for name, ours in ACCELERATES.items():
         value = environment.pop(name, "no")
@@ -133,7 +133,7 @@ def torchrun_arguments(processes: int, arguments: Sequence[str]) -> list[str]:
     ]  # fmt: skip
 
 
-def threads_each(processes: int, cores: int) -> int:
+def threads_per_process(processes: int, cores: int) -> int:
     """Return OMP_NUM_THREADS of each process: an equal share of the cores, at least 1 (torchrun always sets 1)."""
     return max(cores // processes, 1)
 
@@ -160,12 +160,12 @@ def start(processes: int, arguments: Sequence[str]) -> int:
     command = ["torchrun", "--nproc-per-node", str(processes), "-m", "distill", *arguments]
     line = f"{'processes':<12}{processes}, one a GPU, as by: {' '.join(command)}"
     print(line, file=sys.stderr if "--json" in arguments else sys.stdout, flush=True)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_each(processes, os.cpu_count() or 1)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(processes, os.cpu_count() or 1)))
     os.environ[LAUNCHER] = str(os.getpid())
     # the failed process has printed its message; torchrun would add a table and a stack trace
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     if hasattr(os, "killpg"):
-        api._terminate_process_handler = PassesOn()  # type: ignore[assignment]  # PContext.start makes it the handler
+        api._terminate_process_handler = ForwardSignals()  # type: ignore[assignment]  # PContext.start makes it the handler
     try:
         torchrun.main(torchrun_arguments(processes, arguments))
     except ChildFailedError as error:
@@ -183,7 +183,7 @@ def start(processes: int, arguments: Sequence[str]) -> int:
     return 0
 
 
-class PassesOn:
+class ForwardSignals:
     """Signal handler that forwards signals to the child processes and waits for them.
 
     torchrun's own handler would kill them 30 seconds later, possibly while a checkpoint is written, and turn a second

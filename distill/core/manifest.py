@@ -30,7 +30,7 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def sums_of(folder: Path, *, skip: str = "\0") -> dict[str, dict[str, object]]:
+def file_checksums(folder: Path, *, skip: str = "\0") -> dict[str, dict[str, object]]:
     """Return size and checksum of every file below `folder`, by relative path, without its manifest and names in
     `skip`.
     """
@@ -48,23 +48,23 @@ def write_manifest(folder: Path, **more: object) -> None:
         more: Further entries of the manifest.
     """
     with ThreadPoolExecutor(1) as aside:  # the disk writes while the checksums are computed
-        files = aside.submit(sums_of, folder)
+        files = aside.submit(file_checksums, folder)
         sync(folder)
         write_json(folder / MANIFEST, {**more, "files": files.result()})
 
 
-def note_files(folder: Path, *names: str) -> None:
+def add_to_manifest(folder: Path, *names: str) -> None:
     """Add the files of a folder that exist to its manifest; entries of other files are kept."""
     try:
         before = (read_manifest(folder) or {}).get("files")
     except ValueError:  # a damaged manifest, whose entries are useless
         before = None
     files = dict(before) if isinstance(before, Mapping) else {}
-    files |= {name: entry_of(folder / name) for name in names if (folder / name).is_file()}
+    files |= {name: manifest_entry(folder / name) for name in names if (folder / name).is_file()}
     write_json(folder / MANIFEST, signed({"files": files}))
 
 
-def forget_file(folder: Path, name: str) -> None:
+def remove_from_manifest(folder: Path, name: str) -> None:
     """Remove the entry of a file that is about to change from a folder's manifest, if there is one."""
     with contextlib.suppress(ValueError):
         files = (read_manifest(folder) or {}).get("files")
@@ -73,7 +73,7 @@ def forget_file(folder: Path, name: str) -> None:
             write_json(folder / MANIFEST, signed({"files": kept}))
 
 
-def fault_of_noted(folder: Path, name: str) -> str | None:
+def fault_of_entry(folder: Path, name: str) -> str | None:
     """Return how a file differs from its entry in the folder's manifest, in words; None if it does not or has none."""
     try:
         files = (read_manifest(folder) or {}).get("files", {})
@@ -82,7 +82,7 @@ def fault_of_noted(folder: Path, name: str) -> str | None:
     return fault_of_files(folder, {name: files[name]}) if isinstance(files, Mapping) and name in files else None
 
 
-def entry_of(path: Path) -> dict[str, object]:
+def manifest_entry(path: Path) -> dict[str, object]:
     """Return a file's manifest entry: size and checksum."""
     return {"bytes": path.stat().st_size, SUM: checksum(path)}
 

@@ -60,7 +60,7 @@ def on_the_first(make: Callable[[], T]) -> T | None:
     return result
 
 
-def store_of_attempt() -> dict[str, object]:
+def restart_store() -> dict[str, object]:
     """Return arguments of `init_process_group` for processes that torchrun restarted (--max-restarts); else {}.
 
     torchrun's store outlives its processes: a later attempt would read the addresses of the previous one and wait for
@@ -78,7 +78,7 @@ def store_of_attempt() -> dict[str, object]:
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
-def is_one_of_several() -> bool:
+def is_launched_process() -> bool:
     """Return whether a launcher started this process, so that it may have joined a process group."""
     return "torch" in sys.modules and any(name in os.environ for name in LAUNCHED)
 

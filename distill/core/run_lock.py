@@ -197,7 +197,7 @@ def _who(holder: dict[str, object]) -> str:
 _open_locks: set[int] = set()
 
 
-def _close_in_child() -> None:
+def _close_after_fork() -> None:
     """Release the lock in data workers, which outlive a killed process by some seconds."""
     for handle in _open_locks:
         with contextlib.suppress(OSError):
@@ -206,4 +206,4 @@ def _close_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
+    os.register_at_fork(after_in_child=_close_after_fork)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.core.faults import first_line
-from distill.core.files import near_path
+from distill.core.files import suggest_path
 from distill.data.readers import READERS, kind_of_file, read_file
 from distill.data.rows import Row, RowFault, Rows, bounded
 from distill.recipe.shipped import shipped_folder
@@ -101,7 +101,7 @@ def missing_source(source: str, field: str) -> str | None:
         return None
     return (
         f"{field}: expected a local file or folder, {STDLIB} or a hub id; {source!r} does not exist "
-        f"(looked in {Path.cwd()}){near_path(source)}"
+        f"(looked in {Path.cwd()}){suggest_path(source)}"
     )
 
 

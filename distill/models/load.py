@@ -31,7 +31,7 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from distill.core.files import replacing_folder
-from distill.core.tokenizer_trial import require_bounded
+from distill.core.tokenizer_limits import check_tokenizer_limits
 from distill.models.adapters import add_lora, load_and_merge, merged, save_adapter
 from distill.models.attention import keep_soft_cap
 from distill.models.document_rope import rope_by_document
@@ -70,7 +70,7 @@ def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedT
     source = resolve_tokenizer_source(spec, f"{field}.model")
     arguments = remote_arguments(section, field) | ({"gguf_file": source.gguf_file} if source.gguf_file else {})
     if not source.gguf_file:
-        require_bounded(_folder_of(source, section), spec, f"{field}.model")
+        check_tokenizer_limits(_folder_of(source, section), spec, f"{field}.model")
     with loading(spec, source, f"{field}.model"):
         tokenizer = AutoTokenizer.from_pretrained(source.location, **arguments)
         # data.max_length is held to both models; the tokenizer's own limit would be warned of for each longer text

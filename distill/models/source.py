@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.core.faults import first_line
-from distill.core.files import near_path
+from distill.core.files import suggest_path
 from distill.models.guard import check_folder, check_gguf
 from distill.recipe import ModelSection
 
@@ -72,7 +72,7 @@ def resolve_model_source(spec: str, field: str = "model") -> ModelSource:
         return ModelSource(str(path.resolve().parent), path.name)
     if path.suffix == ".gguf" or path.is_absolute() or spec.startswith((".", "~")) or not HUB_ID.fullmatch(spec):
         raise ValueError(
-            f"{field}: {spec} does not exist; expected a hub id, a local folder or a .gguf file" + near_path(spec)
+            f"{field}: {spec} does not exist; expected a hub id, a local folder or a .gguf file" + suggest_path(spec)
         )
     return ModelSource(spec, local=False)
 

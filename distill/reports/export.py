@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.core.faults import RecipeError, first_line
 from distill.core.files import replacing_folder, write_text
-from distill.core.folders import RECIPE_FILE, require_folder
+from distill.core.folders import RECIPE_FILE, check_folder
 from distill.evaluation.targets import CONFIGS, in_folder, load_merged
 from distill.models.read_weights import read_weights
 from distill.reports.gguf_file import write_gguf
 from distill.reports.model_card import card_of_merged
+from distill.training.checkpoint_validation import fault_of
 from distill.training.checkpoints import STATE, checkpoints
-from distill.training.soundness import fault_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -60,7 +60,7 @@ def export(
     in_use = RecipeError([f"--output: {destination} exists and is not an empty folder; name another"])
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise in_use
-    require_folder(destination, "--output")
+    check_folder(destination, "--output")
     try:
         model: Any = load_merged(in_folder(str(source)), "cpu", None).eval()
         model.config.use_cache = True

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from distill.core.folders import KERNELS_FILE, RECIPE_FILE, RESULT_FILE
-from distill.core.manifest import fault_of_noted, note_files
+from distill.core.manifest import add_to_manifest, fault_of_entry
 from distill.evaluation.evaluate import HeldOut
 from distill.teachers.measure import Measure
-from distill.training.lock import LOCK_FILE
+from distill.training.lock_file import LOCK_FILE
 
 log = logging.getLogger(__name__)
 
@@ -26,12 +26,12 @@ END = (METRICS_FILE, "samples.md", "curves.svg", RESULT_FILE)
 
 def note_beginning(folder: Path) -> None:
     """Enter the files of a run's beginning into its manifest; a lock that was damaged since keeps its entry."""
-    note_files(folder, *(name for name in BEGINNING if name != LOCK_FILE or fault_of_noted(folder, name) is None))
+    add_to_manifest(folder, *(name for name in BEGINNING if name != LOCK_FILE or fault_of_entry(folder, name) is None))
 
 
 def note_end(folder: Path) -> None:
     """Enter the files of a run's end into its manifest."""
-    note_files(folder, *END)
+    add_to_manifest(folder, *END)
 
 
 def read_before(folder: Path, measure: Measure) -> tuple[HeldOut, dict[str, list[str]]] | None:
@@ -40,7 +40,7 @@ def read_before(folder: Path, measure: Measure) -> tuple[HeldOut, dict[str, list
     if not path.exists():
         return None
     try:
-        if fault := fault_of_noted(folder, path.name):
+        if fault := fault_of_entry(folder, path.name):
             raise ValueError(fault)
         record = json.loads(path.read_text(encoding="utf-8"))
         figures: dict[str, Any] = measure.read(record["held_out"])

@@ -77,7 +77,7 @@ class Run(NamedTuple):
     @property
     def processes(self) -> int:
         """That it began on, as its lock.yaml says; 1 where there is none."""
-        from distill.training.lock import LOCK_FILE, read_lock
+        from distill.training.lock_file import LOCK_FILE, read_lock
 
         path = self.folder / LOCK_FILE
         return int(read_lock(path)["processes"]) if path.is_file() else 1

@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, Self
 
 from distill.core.launch import is_running
-from distill.core.ranks import store_of_attempt, world_size
+from distill.core.ranks import restart_store, world_size
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -145,7 +145,7 @@ def join() -> Peers:
     """This process among those of its launch, before any process group is there."""
     import torch.distributed as dist
 
-    rank, world, given = int(os.environ["RANK"]), world_size(), store_of_attempt().get("store")
+    rank, world, given = int(os.environ["RANK"]), world_size(), restart_store().get("store")
     store: Store = given if isinstance(given, dist.Store) else next(dist.rendezvous("env://", rank, world))[0]
     Peers.launches += 1
     return Peers(dist.PrefixStore(f"peers-{Peers.launches}", store), rank, world)

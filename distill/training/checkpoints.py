@@ -18,12 +18,12 @@ def checkpoints(folder: Path, *, damaged: bool = False) -> list[Path]:
     return [path for _, path in sorted(_numbered(folder)) if damaged or (path / STATE).is_file()]
 
 
-def half_written(folder: Path) -> list[Path]:
+def unfinished_checkpoints(folder: Path) -> list[Path]:
     """Return checkpoints in `folder` whose writing was interrupted; they are never loaded."""
     return sorted((folder / UNFINISHED).glob(CHECKPOINT + "*"))
 
 
-def drop_old(folder: Path, limit: int | None, best: str | None = None) -> None:
+def rotate_checkpoints(folder: Path, limit: int | None, best: str | None = None) -> None:
     """Keep the newest `limit` checkpoints and `best`; others are moved to `.unfinished/`, to be deleted."""
     for old in checkpoints(folder)[: -limit if limit else 0]:
         if best is None or old.name != Path(best).name:

@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerState
 
 from distill.core.console import terminal_may_be_lost, wrap_line
 from distill.core.files import write_text
-from distill.core.manifest import fault_of_noted, forget_file
+from distill.core.manifest import fault_of_entry, remove_from_manifest
 from distill.teachers.measure import KL, Measure
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class MetricsFile(TrainerCallback):
             log.warning("%s: %s", self.path, fault)
         rows = [row for row in read_metrics(self.path) if row["step"] <= state.global_step]
         text = "".join(json.dumps(row) + "\n" for row in rows)
-        forget_file(self.path.parent, self.path.name)
+        remove_from_manifest(self.path.parent, self.path.name)
         write_text(self.path, text)
         self._last, self._offset = {}, len(text.encode())
 
@@ -103,7 +103,7 @@ def damage(path: Path) -> list[str]:
     lines = content.splitlines()[: None if content.endswith(b"\n") else -1]
     bad = [str(number) for number, line in enumerate(lines, 1) if _row(line.decode(errors="replace")) is None]
     faults = [f"line {', '.join(bad[:8])} is damaged, and excluded from the metrics"] if bad else []
-    return faults or ([fault] if (fault := fault_of_noted(path.parent, path.name)) else [])
+    return faults or ([fault] if (fault := fault_of_entry(path.parent, path.name)) else [])
 
 
 class ProgressReport(TrainerCallback):

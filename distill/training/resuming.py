@@ -27,7 +27,7 @@ from distill.recipe import Recipe, dump, load
 from distill.recipe.same_step import FREE, STEP, rows_of_step, tokens_of_step, why_batch_size_stays
 from distill.recipe.yaml_text import parse_yaml
 from distill.training.checkpoints import CHECKPOINT, checkpoints
-from distill.training.lock import LOCK_FILE, read_lock
+from distill.training.lock_file import LOCK_FILE, read_lock
 
 SHARDS = "pytorch_model_fsdp*"  # what accelerate calls a student's weights under FSDP: a file, or a folder of shards
 

@@ -41,16 +41,16 @@ from distill.teachers.blame import teacher_fault
 from distill.teachers.losses import LossSpec
 from distill.teachers.objective import DistillationObjective
 from distill.teachers.server.launched import LaunchedServers
-from distill.training.asking import Asking, ended_by
 from distill.training.checkpoint_weights import load_weights
-from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old
-from distill.training.even_batches import OrPadding, each_row_once
-from distill.training.health import Health, OutlivesSignals, Watch, clip_in_step
-from distill.training.listing import parameters_of, unlist
+from distill.training.checkpoints import CHECKPOINT, UNFINISHED, rotate_checkpoints
+from distill.training.loss_schedule import LossSchedule
 from distill.training.metrics import Meter, named_means, number_of_sums
-from distill.training.scheduling import LossSchedule
-from distill.training.warmup import keep_warmup, learn_from_first_step
-from distill.training.watchdog import watching
+from distill.training.module_cache import cached_parameters, clear_module_cache
+from distill.training.prefetch import TeacherPrefetcher, with_final_checkpoint
+from distill.training.rank_batches import EmptyBatchCollator, without_repeated_rows
+from distill.training.step_guard import IgnoreSignalsWorkerInit, StepCallback, StepGuard, clip_in_optimizer
+from distill.training.warmup import begin_above_zero, restore_warmup
+from distill.training.watchdog import watch_ranks
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class DistillationTrainer(Trainer):
         vocab_size: Number of logits that both heads are cut to; None for that of the smaller head.
         train_dataset, eval_dataset, processing_class, callbacks: See `Trainer`.
         data_collator: None for `distill.data.collator.Collator` with the tokenizer's (or the student's) padding token.
-            On several processes each row of an epoch is used once (`even_batches.py`).
+            On several processes each row of an epoch is used once (`rank_batches.py`).
         more: Further arguments of `Trainer`.
 
     Raises:
@@ -114,7 +114,7 @@ class DistillationTrainer(Trainer):
         follows = any(map(follows_length, (model, *loaded.values())))
         padding = padding_token(processing_class, getattr(model, "config", None))
         plain = Collator(padding, omit_plain_positions=not follows)
-        data_collator = PlainRows(plain) if data_collator is None else OrPadding(data_collator, plain)
+        data_collator = PlainRows(plain) if data_collator is None else EmptyBatchCollator(data_collator, plain)
         super().__init__(
             model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset,
             data_collator=data_collator, processing_class=processing_class, callbacks=callbacks, **more,
@@ -136,16 +136,18 @@ class DistillationTrainer(Trainer):
         self.on_policy: OnPolicy | None = None  # set it to train on the student's rollouts
         self._checkpoints_go_to: str | None = None
         self._begun = 0  # micro-batches that training_step has begun
-        self.asking = Asking(self.objective, lambda values: self.accelerator.reduce(values, "sum"), args.device)
-        self.health = Health(
+        self.prefetcher = TeacherPrefetcher(
+            self.objective, lambda values: self.accelerator.reduce(values, "sum"), args.device
+        )
+        self.step_guard = StepGuard(
             lambda values: self.accelerator.reduce(values, "sum"),
             self.accelerator.num_processes,
             Path(args.output_dir or "."),
-            blame=self._teacher_fault,
+            diagnose=self._teacher_fault,
         )
         if self.accelerator.scaler is not None:  # float16: the scaler finds its scale by steps that overflow
-            self.health.limit *= 10
-        self.add_callback(Watch(self))
+            self.step_guard.limit *= 10
+        self.add_callback(StepCallback(self))
 
     def create_accelerator_and_postprocess(self) -> None:
         """Extend `Trainer`'s method: use FSDP2 where it was requested, on CPUs too."""
@@ -158,15 +160,15 @@ class DistillationTrainer(Trainer):
         """Extend `Trainer`'s method: several processes repeat no rows at the end of an epoch."""
         loader: Any = super()._get_dataloader(*args, **kwargs)
         inner = getattr(loader, "base_dataloader", loader)  # accelerate wraps a torch DataLoader
-        inner.worker_init_fn = OutlivesSignals(inner.worker_init_fn)
-        return each_row_once(loader, self.accelerator.num_processes)
+        inner.worker_init_fn = IgnoreSignalsWorkerInit(inner.worker_init_fn)
+        return without_repeated_rows(loader, self.accelerator.num_processes)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Extend `Trainer`'s method: the first warm-up step has a rate above 0."""
         is_new = self.lr_scheduler is None
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         if is_new:
-            learn_from_first_step(scheduler, self.args.get_warmup_steps(num_training_steps))
+            begin_above_zero(scheduler, self.args.get_warmup_steps(num_training_steps))
         return scheduler
 
     # ------------------------------------------------------------------ loss
@@ -194,7 +196,7 @@ class DistillationTrainer(Trainer):
         self._begun += 1
         with self.meter.phases.within("student"):
             loss = super().training_step(model, inputs, *args, **kwargs)
-        self.health.see_batch(inputs, loss)
+        self.step_guard.record_batch(inputs, loss)
         if self.accelerator.sync_gradients:  # the step's last micro-batch
             self.meter.phases.enter("optimizer")
         return loss
@@ -207,10 +209,10 @@ class DistillationTrainer(Trainer):
         if self.accelerator.scaler or self.is_fsdp_enabled:
             norm = super()._clip_grad_norm(model)
         else:
-            parameters, most = parameters_of(self.model), self.args.max_grad_norm
-            norm = clip_in_step(parameters, self.optimizer, most)
+            parameters, most = cached_parameters(self.model), self.args.max_grad_norm
+            norm = clip_in_optimizer(parameters, self.optimizer, most)
             norm = self.accelerator.clip_grad_norm_(parameters, most) if norm is None else norm
-        self.health.see_norm(norm)
+        self.step_guard.record_norm(norm)
         return norm
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
@@ -219,15 +221,15 @@ class DistillationTrainer(Trainer):
         own = self.on_policy
         if self.is_rewarded and (own is None or own.rewards is None):
             raise ValueError("loss.terms: a reward needs trainer.on_policy with rewards; got none")
-        epoch_iterator = own.epoch(epoch_iterator) if own else self.asking.ahead(epoch_iterator, num_batches)
+        epoch_iterator = own.epoch(epoch_iterator) if own else self.prefetcher.prefetch(epoch_iterator, num_batches)
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         if own is not None and batches:
             with uncompiled():
                 batches = own.replace(batches, step, self.data_collator, self.state.max_steps - step - 1)
             count = self._get_num_items_in_batch(batches, device)
-        self.asking.require(batches)
-        if own is not None and self.asking.early:
-            self.asking.submit(own.to_come(self.data_collator))
+        self.prefetcher.wait(batches)
+        if own is not None and self.prefetcher.prefetch_enabled:
+            self.prefetcher.submit(own.to_come(self.data_collator))
         return batches, count
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | None:
@@ -259,8 +261,8 @@ class DistillationTrainer(Trainer):
             logs |= self.schedule.figures()
             if self.on_policy is not None:
                 logs |= self.on_policy.read(lambda values: self.accelerator.reduce(values, "sum"), self.args.device)
-            if self.health.skipped:
-                logs["skipped_steps"] = self.health.skipped
+            if self.step_guard.skipped:
+                logs["skipped_steps"] = self.step_guard.skipped
         super().log(logs, start_time)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -272,18 +274,18 @@ class DistillationTrainer(Trainer):
             KeyboardInterrupt: Ctrl-C, after the current step and its checkpoint.
         """
         self.meter.restart()
-        with self.health.stops_on_signals(), watching(Path(self.args.output_dir or "."), lambda: self._begun):
+        with self.step_guard.stop_on_signals(), watch_ranks(Path(self.args.output_dir or "."), lambda: self._begun):
             try:
                 result = super().train(*args, **kwargs)
             except TeacherGone as gone:
-                raise ended_by(gone, self) from None
+                raise with_final_checkpoint(gone, self) from None
             finally:
-                unlist(self.model)
+                clear_module_cache(self.model)
         if self.state.global_step < self.state.max_steps:
-            if self.health.interrupted:
+            if self.step_guard.interrupted:
                 raise KeyboardInterrupt
         else:
-            self.health.require_learning(self.state.global_step)
+            self.step_guard.check_learning(self.state.global_step)
         return result
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
@@ -368,11 +370,11 @@ class DistillationTrainer(Trainer):
         if checkpoint is None or not (self.is_fsdp_enabled and keeps_nothing(self.optimizer)):
             super()._load_optimizer_and_scheduler(checkpoint)
             if checkpoint is not None:
-                keep_warmup(self.lr_scheduler, Path(checkpoint))
+                restore_warmup(self.lr_scheduler, Path(checkpoint))
             return
         assert self.optimizer is not None and self.lr_scheduler is not None
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
-        keep_warmup(self.lr_scheduler, Path(checkpoint))
+        restore_warmup(self.lr_scheduler, Path(checkpoint))
         for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = rate  # a scheduler sets it after a step, for the next one
 
@@ -408,7 +410,7 @@ class DistillationTrainer(Trainer):
                 write_manifest(unfinished / name, step=self.state.global_step)
                 os.replace(unfinished / name, folder / name)
                 sync(folder, deep=False)
-                drop_old(folder, limit, self.state.best_model_checkpoint)
+                rotate_checkpoints(folder, limit, self.state.best_model_checkpoint)
                 shutil.rmtree(unfinished, ignore_errors=True)
             self.accelerator.wait_for_everyone()
 

@@ -16,7 +16,7 @@ from transformers.trainer import SCHEDULER_NAME
 FLAG = "first_step_learns"
 
 
-class WarmUp:
+class NonzeroWarmup:
     """Learning rate factor of a schedule, its warm-up shifted by one step.
 
     Args:
@@ -35,20 +35,20 @@ class WarmUp:
         return self.factor(step + (step < self.steps and self.__dict__[FLAG]))
 
 
-def learn_from_first_step(scheduler: LRScheduler, steps: int) -> None:
+def begin_above_zero(scheduler: LRScheduler, steps: int) -> None:
     """Shift the warm-up of a new schedule by one step, so that it begins with a rate above 0."""
     if not isinstance(scheduler, LambdaLR) or steps == 0:
         return
-    scheduler.lr_lambdas = [WarmUp(factor, steps) for factor in scheduler.lr_lambdas]
+    scheduler.lr_lambdas = [NonzeroWarmup(factor, steps) for factor in scheduler.lr_lambdas]
     rates = [base * factor(0) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     scheduler._last_lr = rates
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 
 
-def keep_warmup(scheduler: LRScheduler | None, checkpoint: Path) -> None:
+def restore_warmup(scheduler: LRScheduler | None, checkpoint: Path) -> None:
     """Set the schedule's warm-up to that of the run that wrote `checkpoint`."""
-    factors = [factor for factor in getattr(scheduler, "lr_lambdas", ()) if isinstance(factor, WarmUp)]
+    factors = [factor for factor in getattr(scheduler, "lr_lambdas", ()) if isinstance(factor, NonzeroWarmup)]
     if factors:
         saved = torch.load(checkpoint / SCHEDULER_NAME, weights_only=True).get("lr_lambdas", [])
         for factor in factors:

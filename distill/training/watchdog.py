@@ -1,6 +1,6 @@
 """Watchdog that names a hanging rank: the others wait for it inside of a collective and cannot report it.
 
-    with watching(folder, progress=lambda: batches): ...     # on every rank, while it trains
+    with watch_ranks(folder, progress=lambda: batches): ...     # on every rank, while it trains
 
 A thread of each rank writes a heartbeat count, and the number of micro-batches it has begun, into a file in the run's
 folder, and reads those of the others. A rank whose heartbeat stands still is stopped, swapped out or dead; one that
@@ -34,7 +34,7 @@ SIZE = 256
 
 
 @contextlib.contextmanager
-def watching(folder: Path, progress: Callable[[], int]) -> Iterator[None]:
+def watch_ranks(folder: Path, progress: Callable[[], int]) -> Iterator[None]:
     """Watch the other ranks in the block; a rank that hangs is named and ends the run. Does nothing for one process.
 
     Args:
@@ -58,7 +58,7 @@ def watching(folder: Path, progress: Callable[[], int]) -> Iterator[None]:
 
 def _watch(folder: Path, launch: str, progress: Callable[[], int], ends: threading.Event) -> None:
     rank = int(os.environ["RANK"])
-    others = Others(rank, launch)
+    others = PeerMonitor(rank, launch)
     for count in itertools.count():
         begun = progress()
         own = {"launch": launch, "count": count, "begun": begun, "pid": os.getpid(), "host": socket.gethostname()}
@@ -78,7 +78,7 @@ def _watch(folder: Path, launch: str, progress: Callable[[], int], ends: threadi
         os._exit(1)  # the main thread waits for that rank
 
 
-class Others:
+class PeerMonitor:
     """Heartbeats of the other ranks, with the times of their last changes by this rank's clock."""
 
     def __init__(self, rank: int, launch: str) -> None:

@@ -212,8 +212,8 @@ def train(
         if bench.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start - (quality.seconds if quality else 0.0)
-        if trainer.health.stopping:
-            step, signal = trainer.state.global_step, trainer.health.ended_by
+        if trainer.step_guard.stopping:
+            step, signal = trainer.state.global_step, trainer.step_guard.ended_by_signal
             raise SystemExit(f"stopped by {signal} at step {step}: no row is made")
     trainer.objective.detach()
     return Training(seconds, int(sum(row.get("trained_tokens", 0) for row in trainer.state.log_history)))

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distill.core.environment import environment
 from distill.core.files import replacing_folder
-from distill.core.manifest import sums_of
+from distill.core.manifest import file_checksums
 from distill.models.document_rope import follows_length
 from distill.models.head import HeadWeights, LogitTransform, last_hidden
 from distill.models.load import save_student
@@ -218,7 +218,7 @@ def close_cache(folder: Path, plan: Plan) -> Plan:
         "positions": sum(int(offsets[-1]) for offsets in ends),
         "shards": [shard_path(folder, number).stat().st_size for number in range(count)],
         "sums": [sum_of_sums(shard_path(folder, number)) for number in range(count)],
-        "files": {name: entry for name, entry in sums_of(folder, skip=SHARD).items() if name != PLAN},
+        "files": {name: entry for name, entry in file_checksums(folder, skip=SHARD).items() if name != PLAN},
     }  # fmt: skip
     write_signed(folder / MANIFEST, manifest)
     return manifest

@@ -12,7 +12,7 @@ BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PRO
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
-def quieten() -> None:
+def silence_libraries() -> None:
     """Silence them in this process and its children; call it before the libraries are imported."""
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message)

@@ -33,14 +33,14 @@ from distill.core.faults import RunError
 from distill.core.ranks import is_first
 from distill.models.joined import joins_on
 from distill.teachers.base import Batch
-from distill.training.listing import list_parts, parameters_of
+from distill.training.module_cache import cache_modules, cached_parameters
 
 log = logging.getLogger(__name__)
 
 LIMIT = 10
 
 
-class Health:
+class StepGuard:
     """Guard of one trainer's steps.
 
     Args:
@@ -48,33 +48,33 @@ class Health:
         ranks: Number of ranks.
         folder: Folder for the saved batch.
         limit: Number of consecutive steps that may be skipped.
-        blame: Function from a step's batches to a description of what is not finite in the teacher, None where all is
-            finite; called on every rank for skipped steps.
+        diagnose: Function from a step's batches to a description of what is not finite in the teacher, None where all
+            is finite; called on every rank for skipped steps.
     """
 
     def __init__(
         self, reduce: Callable[[torch.Tensor], torch.Tensor], ranks: int, folder: Path, limit: int = LIMIT,
-        blame: Callable[[list[Batch]], str | None] = lambda batches: None,
+        diagnose: Callable[[list[Batch]], str | None] = lambda batches: None,
     ) -> None:  # fmt: skip
-        self.reduce, self.ranks, self.folder, self.limit, self.blame = reduce, ranks, folder, limit, blame
+        self.reduce, self.ranks, self.folder, self.limit, self.diagnose = reduce, ranks, folder, limit, diagnose
         self.skipped = 0
         self.stopping = False
         self.interrupted = False
-        self.ended_by = "SIGTERM"
-        self._asked = threading.Event()
+        self.ended_by_signal = "SIGTERM"
+        self._stop_requested = threading.Event()
         self._in_a_row = 0
         self._norm: torch.Tensor | None = None
         self._loss: torch.Tensor | None = None
         self._batches: list[Batch] = []
         self._waiting: tuple[torch.Tensor, torch.cuda.Event | None, int, list[Batch]] | None = None
 
-    def see_batch(self, inputs: Batch, loss: torch.Tensor) -> None:
+    def record_batch(self, inputs: Batch, loss: torch.Tensor) -> None:
         """Record a micro-batch of the current step and its loss."""
         self._batches.append(inputs)
         loss = loss.detach().float()
         self._loss = loss if self._loss is None else self._loss + loss
 
-    def see_norm(self, norm: Any) -> None:
+    def record_norm(self, norm: Any) -> None:
         """Record the gradient norm of the step, where clipping has computed it."""
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self._norm = norm.detach() if isinstance(norm, torch.Tensor) else None
@@ -86,15 +86,15 @@ class Health:
             RunError: `limit` steps in a row were not finite.
         """
         assert self._loss is not None
-        norm = norm_of(parameters_of(model)) if self._norm is None else self._norm
+        norm = norm_of(cached_parameters(model)) if self._norm is None else self._norm
         bad = (~torch.isfinite(norm.float() + self._loss)).float()
-        flags = torch.stack([bad, torch.full_like(bad, float(self._asked.is_set()))])
+        flags = torch.stack([bad, torch.full_like(bad, float(self._stop_requested.is_set()))])
         if self.ranks > 1:
             flags = self.reduce(flags)
         seen, self._batches, self._norm, self._loss = self._batches, [], None, None
         inner = getattr(optimizer, "optimizer", optimizer)
         self._read()  # of the step before
-        if flags.device.type == "cuda" and _skips_by_itself(inner):
+        if flags.device.type == "cuda" and _supports_found_inf(inner):
             inner.found_inf = (flags[0] > 0).float()
             host = torch.empty(2, pin_memory=True)
             host.copy_(flags, non_blocking=True)
@@ -123,13 +123,13 @@ class Health:
             return
         self.skipped += 1
         self._in_a_row += 1
-        fault = self.blame(seen)
+        fault = self.diagnose(seen)
         what = "loss or gradient is not finite" if fault is None else f"the teacher is not finite ({fault})"
         log.warning("step %d: %s; the step is skipped (%d so far)", step, what, self.skipped)
         if self._in_a_row >= self.limit:
             raise RunError(self._stopped(step, fault, self._save(seen, step)))
 
-    def require_learning(self, steps: int) -> None:
+    def check_learning(self, steps: int) -> None:
         """Check that at least one of the `steps` of a finished run was not skipped.
 
         Raises:
@@ -173,7 +173,7 @@ class Health:
         return path
 
     @contextmanager
-    def stops_on_signals(self) -> Iterator[None]:
+    def stop_on_signals(self) -> Iterator[None]:
         """End training after the current step, with a checkpoint, on SIGTERM, SIGHUP or a first Ctrl-C in the block.
 
         A second Ctrl-C raises `KeyboardInterrupt` at once, without a new checkpoint. SIGHUP comes when the terminal is
@@ -188,15 +188,15 @@ class Health:
                 at_once = before[number]
                 return (at_once if callable(at_once) else signal.default_int_handler)(number, frame)
             self.interrupted = True
-            self._asked.set()
+            self._stop_requested.set()
             if is_first():
                 console.complain("finishing this step and writing a checkpoint; press Ctrl-C again to stop at once")
 
         terminals = [stream for stream in (1, 2) if os.isatty(stream)]
 
         def end(number: int, frame: object) -> None:
-            self.ended_by = signal.Signals(number).name
-            self._asked.set()
+            self.ended_by_signal = signal.Signals(number).name
+            self._stop_requested.set()
             if number != signal.SIGTERM:  # the terminal is gone: writes to it would fail
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 for stream in terminals:
@@ -215,7 +215,7 @@ class Health:
                 signal.signal(number, handler)
 
 
-class OutlivesSignals:
+class IgnoreSignalsWorkerInit:
     """Initialiser of data workers that ignore SIGTERM, SIGHUP and Ctrl-C.
 
     A terminal, a scheduler and torchrun send signals to all processes of a group; a worker that ended by one would
@@ -237,12 +237,12 @@ class OutlivesSignals:
             self.begin(number)
 
 
-def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+def _supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer skips the step where its `found_inf` is not 0: FusedAdamW and torch's fused ones."""
     return type(optimizer).__name__ == "FusedAdamW" or bool(optimizer.defaults.get("fused"))
 
 
-def clip_in_step(parameters: Sequence[torch.Tensor], optimizer: Any, most: float) -> torch.Tensor | None:
+def clip_in_optimizer(parameters: Sequence[torch.Tensor], optimizer: Any, most: float) -> torch.Tensor | None:
     """Clip gradients to a norm of `most` inside the optimizer, as it reads them.
 
     Clipping in place would read, write and round every gradient once more.
@@ -267,19 +267,19 @@ def norm_of(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     return whole
 
 
-class Watch(TrainerCallback):
-    """Callback that passes each optimizer step to `Health` and stops training where it requests that."""
+class StepCallback(TrainerCallback):
+    """Callback that passes each optimizer step to `StepGuard` and stops training where it requests that."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Cache the module lists: the model is wrapped and placed by now."""
-        list_parts(self.trainer.model)
+        cache_modules(self.trainer.model)
 
     def on_pre_optimizer_step(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Check the gradients before the optimizer uses them."""
-        self.trainer.health.before_step(self.trainer.model, self.trainer.optimizer, state.global_step + 1)
+        self.trainer.step_guard.before_step(self.trainer.model, self.trainer.optimizer, state.global_step + 1)
 
     def on_epoch_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Flush teacher outputs that were cached in this epoch, so that all processes can read them."""
@@ -290,5 +290,5 @@ class Watch(TrainerCallback):
         self.trainer.objective.teacher.follow(self.trainer.objective.student)
         self.trainer.meter.phases.enter("data")
         self.trainer.meter.phases.steps += 1
-        if self.trainer.health.stopping and state.global_step < state.max_steps:
+        if self.trainer.step_guard.stopping and state.global_step < state.max_steps:
             control.should_log = control.should_save = control.should_training_stop = True

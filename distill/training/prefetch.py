@@ -19,7 +19,7 @@ from distill.teachers.objective import DistillationObjective
 from distill.training.checkpoints import CHECKPOINT
 
 
-class Asking:
+class TeacherPrefetcher:
     """Submits a trainer's micro-batches to the teacher ahead of use; does nothing for teachers without prefetch.
 
     Args:
@@ -34,7 +34,7 @@ class Asking:
         self.objective, self.reduce, self.device = objective, reduce, device
         self._epoch: tuple[Iterator[Any] | None, Iterator[Any] | None] = (None, None)
 
-    def ahead(self, epoch: Iterator[Any], least: int) -> Iterator[Any]:
+    def prefetch(self, epoch: Iterator[Any], least: int) -> Iterator[Any]:
         """Return the micro-batches of an epoch in order, submitted to the teacher ahead of use.
 
         Args:
@@ -49,7 +49,7 @@ class Asking:
         return self._epoch[1]
 
     @property
-    def early(self) -> bool:
+    def prefetch_enabled(self) -> bool:
         """Return whether the next step's targets are computed before they are needed."""
         teacher = self.objective.teacher
         return teacher.ahead > 0 and teacher.format.needs_targets(self.objective.loss)
@@ -59,13 +59,13 @@ class Asking:
         for batch in batches:
             self.objective.teacher.submit(batch)
 
-    def require(self, batches: Sequence[Any]) -> None:
+    def wait(self, batches: Sequence[Any]) -> None:
         """Wait for the teacher outputs of a step's micro-batches; on-policy rollouts are submitted only now.
 
         Raises:
             TeacherGone: On all ranks, where the outputs of one are missing.
         """
-        if not self.early:
+        if not self.prefetch_enabled:
             return
         self.submit(batches)
         teacher = self.objective.teacher
@@ -77,7 +77,7 @@ class Asking:
             raise TeacherGone(fault or "the teacher server does not respond to another rank", agreed=True)
 
 
-def ended_by(error: TeacherGone, trainer: Trainer) -> TeacherGone:
+def with_final_checkpoint(error: TeacherGone, trainer: Trainer) -> TeacherGone:
     """Return the error that ends a run, after writing a checkpoint of its last complete step where possible."""
     step, folder = trainer.state.global_step, Path(trainer.args.output_dir or ".")
     if not step or not (error.agreed or trainer.accelerator.num_processes == 1):

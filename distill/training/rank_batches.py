@@ -6,7 +6,7 @@ and a process that has no rows left gets an empty micro-batch. The collator turn
 from the loss: it goes through both models, so that every process takes part in the collectives (DDP, FSDP2, sharded
 teachers), with a loss and gradients of 0.
 
-    loader = each_row_once(accelerator.prepare(loader), processes)
+    loader = without_repeated_rows(accelerator.prepare(loader), processes)
 
 So the rows of a step depend on its size alone, not on the number of processes or the micro-batch size, and a resumed
 run skips as many micro-batches as before.
@@ -26,7 +26,7 @@ from distill.data.collator import Collator
 log = logging.getLogger(__name__)
 
 
-class EvenBatches(BatchSampler):
+class EmptyPaddedBatchSampler(BatchSampler):
     """Batch sampler whose last batch may be short, followed by empty ones up to a multiple of `processes`."""
 
     def __init__(self, sampler: Iterable[int], batch_size: int, processes: int) -> None:
@@ -46,7 +46,7 @@ class EvenBatches(BatchSampler):
         return -(-super().__len__() // self.processes) * self.processes
 
 
-def each_row_once(loader: Any, processes: int) -> Any:
+def without_repeated_rows(loader: Any, processes: int) -> Any:
     """Make a loader prepared by accelerate repeat no rows at the end of an epoch; returns it.
 
     Args:
@@ -65,13 +65,13 @@ def each_row_once(loader: Any, processes: int) -> Any:
         return loader
     assert shard.batch_size is not None
     size = shard.batch_size // shard.num_processes if shard.split_batches else shard.batch_size
-    shard.batch_sampler = EvenBatches(shard.batch_sampler.sampler, size, shard.num_processes)
+    shard.batch_sampler = EmptyPaddedBatchSampler(shard.batch_sampler.sampler, size, shard.num_processes)
     # without a batch size accelerate hands out whole batches in turn, of any length, and pads none
     shard.batch_size, shard.split_batches = None, False
     return loader
 
 
-class OrPadding:
+class EmptyBatchCollator:
     """Wrapper of a custom collator that passes empty batches to the default collator."""
 
     def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], padding: Collator) -> None:

@@ -1,6 +1,6 @@
 """Callback that replays training steps from CUDA graphs: the setting `train.cuda_graph`.
 
-    trainer.add_callback(GraphedSteps([("teacher", teacher), ("student", student)]))
+    trainer.add_callback(CudaGraphCallback([("teacher", teacher), ("student", student)]))
 
 The first steps run eagerly, so that kernels are compiled and tuned and the optimizer has its states. With `auto`
 further steps are timed eagerly and as many replayed, and the faster mode is kept: a graph must win by `WINS`, since it
@@ -32,7 +32,7 @@ WORTH = 40  # steps that must remain for a trial
 WINS = 0.97  # largest ratio of replayed to eager step time at which graphs are kept
 
 
-class GraphedSteps(TrainerCallback):
+class CudaGraphCallback(TrainerCallback):
     """Callback that captures the decoders of a trainer's models, and keeps the graphs where they are faster.
 
     Args:

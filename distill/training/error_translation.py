@@ -31,7 +31,7 @@ CUT_SHORT = ("inline_container", "PytorchStreamWriter", "iostream error")  # of 
 
 
 @contextmanager
-def explained(recipe: Recipe, folder: Path) -> Iterator[None]:
+def translate_errors(recipe: Recipe, folder: Path) -> Iterator[None]:
     """Turn failures of the machine into `RunError`, one line that names the cure; others pass through."""
     try:
         yield

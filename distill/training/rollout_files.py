@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainerState
 
 from distill.core.files import replacing
 from distill.core.labels import IGNORE_INDEX
-from distill.core.manifest import note_files
+from distill.core.manifest import add_to_manifest
 from distill.core.ranks import is_first
 from distill.generation.documents import documents_of
 from distill.recipe.data import OnPolicy
@@ -104,7 +104,7 @@ class StoredRollouts(TrainerCallback):
         rows, self._rows, self.is_open = gather_object(self._rows), [], False
         if is_first():
             write(self.folder, state.global_step, rows)
-            note_files(self.folder.parent, f"{FOLDER}/{name_of(state.global_step)}")
+            add_to_manifest(self.folder.parent, f"{FOLDER}/{name_of(state.global_step)}")
 
 
 def write(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -14,7 +14,7 @@ from distill.training.checkpoints import CHECKPOINT, checkpoints
 
 
 @contextmanager
-def trained_weights_kept(trainer: Any, *, together: bool = False, exports: bool = True) -> Iterator[None]:
+def checkpoint_on_failure(trainer: Any, *, together: bool = False, exports: bool = True) -> Iterator[None]:
     """Write a checkpoint of the last step if the body of the block raises.
 
     Args:
@@ -25,7 +25,7 @@ def trained_weights_kept(trainer: Any, *, together: bool = False, exports: bool 
 
     Raises:
         RunError: Names the failure, the checkpoint and the next command. Errors of the disk and of exhausted memory
-            are raised unchanged: `explained` turns them into advice.
+            are raised unchanged: `translate_errors` turns them into advice.
     """
     fault: Exception | None = None
     try:

@@ -1,6 +1,6 @@
 """Detection of diverging training from logged metrics: a warning, or the end of the run.
 
-Steps with NaN or infinity are skipped (health.py); a learning rate that is too high more often leads to finite but
+Steps with NaN or infinity are skipped (step_guard.py); a learning rate that is too high more often leads to finite but
 useless values. Training diverges when one of two rules holds for `STEPS` logged steps in a row, in training or held-out
 metrics:
 
@@ -31,7 +31,7 @@ LOWER = 0.5  # nats below it that show learning; random weights begin nearer
 ADVICE = "lower train.learning_rate or lengthen train.warmup"
 
 
-class DivergenceWatch(TrainerCallback):
+class DivergenceMonitor(TrainerCallback):
     """Callback that watches logged metrics for divergence; equal on every rank, since the metrics are.
 
     Args:

@@ -3,9 +3,9 @@
 `Trainer` sets train mode, clips gradients and clears them by walking all modules: 2,500 for 210 LoRA layers, some ten
 milliseconds of a step whose kernels take thirty.
 
-    list_parts(model)                   # `model.train()` and `model.zero_grad()` use the cached lists from here on
-    parameters_of(model)
-    unlist(model)
+    cache_modules(model)                   # `model.train()` and `model.zero_grad()` use the cached lists from here on
+    cached_parameters(model)
+    clear_module_cache(model)
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from torch import nn
 LISTS: WeakKeyDictionary[nn.Module, tuple[list[nn.Module], list[nn.Parameter]]] = WeakKeyDictionary()
 
 
-def list_parts(model: nn.Module) -> None:
-    """Cache the modules and parameters of `model` until `unlist`; those added later are not in the lists."""
-    unlist(model)
+def cache_modules(model: nn.Module) -> None:
+    """Cache the modules and parameters of `model` until `clear_module_cache`; later ones are not in the lists."""
+    clear_module_cache(model)
     if not {"train", "zero_grad"} & {*model.__dict__}:  # leave methods that other code has replaced
         LISTS[model] = list(model.modules())[1:], list(model.parameters())  # the model itself would keep its key alive
         model.__dict__ |= {"train": types.MethodType(train, model), "zero_grad": types.MethodType(zero_grad, model)}
 
 
-def parameters_of(model: nn.Module) -> list[nn.Parameter]:
+def cached_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return all parameters of a model."""
     return LISTS[model][1] if model in LISTS else list(model.parameters())
 
 
-def unlist(model: nn.Module) -> None:
+def clear_module_cache(model: nn.Module) -> None:
     """Restore the model's own methods and drop the cached lists."""
     if LISTS.pop(model, None) is not None:
         del model.__dict__["train"], model.__dict__["zero_grad"]

@@ -1,6 +1,6 @@
 """Validation of checkpoints before a run continues from one: complete, uncorrupted, and nothing but data.
 
-    last, lines = resumable(folder)
+    last, lines = find_valid_checkpoint(folder)
 
 A checkpoint of ours is complete by construction. One from a bad disk, an interrupted copy or an untrusted source may
 not be. Its files are compared with the manifest (`core/manifest.py`) and its weights must be finite; weights are read
@@ -51,7 +51,7 @@ PLAIN = {
 }  # fmt: skip
 
 
-def resumable(folder: Path, *, unverified: bool = False) -> tuple[Path | None, list[str]]:
+def find_valid_checkpoint(folder: Path, *, unverified: bool = False) -> tuple[Path | None, list[str]]:
     """Return the newest valid checkpoint in `folder`, with a line for each newer one that is not.
 
     Args:
@@ -114,7 +114,7 @@ def _fault_of_weights(checkpoint: Path) -> str | None:
             return f"{path.name} cannot be read ({_first(error)})"
     for path in shards:
         try:
-            _look_into_shards(path)
+            _check_shards(path)
         except Exception as error:  # a damaged pickle may raise anything
             return f"{path.name}/{SHARDED} cannot be read as a checkpoint's index ({_first(error)})"
     return None
@@ -155,10 +155,10 @@ def not_finite(path: Path) -> str | None:
     return None
 
 
-def _look_into_shards(folder: Path) -> None:
+def _check_shards(folder: Path) -> None:
     """Read the index and torch's pickled entries of the shards; raises where they hold anything but data."""
     with (folder / SHARDED).open("rb") as file:
-        index = _OnlyIndexes(file).load()
+        index = _IndexUnpickler(file).load()
     for entry, place in (index.storage_data or {}).items():
         if Path(place.relative_path).name != place.relative_path:
             raise ValueError(f"it names {place.relative_path}, outside of the folder")
@@ -168,7 +168,7 @@ def _look_into_shards(folder: Path) -> None:
                 torch.load(io.BytesIO(shard.read(place.length)), weights_only=True)
 
 
-class _OnlyIndexes(pickle.Unpickler):
+class _IndexUnpickler(pickle.Unpickler):
     """Unpickler for the index of a sharded checkpoint; refuses any other class before looking it up."""
 
     def find_class(self, module: str, name: str) -> Any:

@@ -1,7 +1,7 @@
 """`lock.yaml`: everything that a run's metrics depend on, written with them and compared with a second run.
 
-    text = to_yaml(lock_of(recipe, ...))
-    require_same(read_lock(path), now)     # ValueError names the first thing that differs
+    text = to_yaml(build_lock(recipe, ...))
+    check_same(read_lock(path), now)     # ValueError names the first thing that differs
 
 It holds the resolved recipe, versions of the libraries, fingerprints of both models' weights, hashes of the tokenizer
 and of the tokenised data, the chat template with its fixed date, seeds, attention back ends, the GPU and the number of
@@ -40,7 +40,7 @@ LOCK_FILE = "lock.yaml"
 FIRST = ("recipe", "data", "teacher", "student", "seeds", "processes", "environment")
 
 
-def lock_of(
+def build_lock(
     recipe: Recipe, *, teacher: Teacher, student: nn.Module, tokenizer: Any, rows: Iterable[Mapping[str, Any]],
     processes: int, source: str = "",
 ) -> Plain:  # fmt: skip
@@ -54,8 +54,8 @@ def lock_of(
     """
     seed = recipe.train.seed
     return {
-        "recipe": plain_recipe(recipe),
-        "data": {"source": source, "rows_sha256": hash_of_rows(rows), **_text_to_tokens(recipe, tokenizer)},
+        "recipe": locked_recipe(recipe),
+        "data": {"source": source, "rows_sha256": hash_rows(rows), **_text_to_tokens(recipe, tokenizer)},
         "teacher": teacher.fingerprint(),
         "student": model_identity(student),
         "seeds": {"init": {"teacher": TEACHER_SEED, "student": STUDENT_SEED, "adapters": seed}, "data": seed,
@@ -65,7 +65,7 @@ def lock_of(
     }  # fmt: skip
 
 
-def hash_of_rows(rows: Iterable[Mapping[str, object]]) -> str:
+def hash_rows(rows: Iterable[Mapping[str, object]]) -> str:
     """Return the SHA-256 of token ids, labels and positions, in order.
 
     An Arrow data set is read column by column; other rows one by one, with the same hash.
@@ -116,11 +116,11 @@ def read_lock(path: Path) -> Plain:
     if not set(FIRST) <= lock.keys():
         raise RecipeError([f"--lock {path}: expected a lock.yaml written by a run"])
     with contextlib.suppress(RecipeError):  # settings added in later versions get their defaults
-        lock["recipe"] = plain_recipe(parse(to_yaml(lock["recipe"]), of_run=True))
+        lock["recipe"] = locked_recipe(parse(to_yaml(lock["recipe"]), of_run=True))
     return lock
 
 
-def plain_recipe(recipe: Recipe) -> Plain:
+def locked_recipe(recipe: Recipe) -> Plain:
     """Return the part of a recipe that a lock file holds: all but the name and folder of the run."""
     return recipe.model_dump(mode="json", exclude={"name", "output_dir"})
 
@@ -137,7 +137,7 @@ def locked_attention(lock: Mapping[str, Any] | None, path: str) -> Plain:
     return {role: {"backend": name} for role, name in backends.items()}
 
 
-def require_same(locked: Mapping[str, object], now: Mapping[str, object], origin: str) -> None:
+def check_same(locked: Mapping[str, object], now: Mapping[str, object], origin: str) -> None:
     """Check that a run matches a lock.
 
     Raises:
@@ -148,7 +148,7 @@ def require_same(locked: Mapping[str, object], now: Mapping[str, object], origin
         raise RecipeError([f"{origin}: {name} differs: locked {show(old)}, here {show(new)}"])
 
 
-def require_same_run(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
+def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
     """Check that a resumed run has the data and models that it began with; other versions are only logged.
 
     Args:
@@ -162,6 +162,6 @@ def require_same_run(before: Mapping[str, Any], now: Mapping[str, Any], path: Pa
     # the fingerprint of a sharded teacher depends on the number of shards
     models = ("teacher", "student") if before["processes"] == now["processes"] else ()
     for name in ("data", *models, "seeds"):
-        require_same({name: before[name]}, {name: now[name]}, f"--resume: {path} (move it away to continue anyway)")
+        check_same({name: before[name]}, {name: now[name]}, f"--resume: {path} (move it away to continue anyway)")
     for name, old, new in differences({"environment": before["environment"]}, {"environment": now["environment"]}):
         log.warning("%s was %s when the run began and is %s now: metrics may differ in rounding", name, old, new)

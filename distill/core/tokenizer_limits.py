@@ -56,7 +56,7 @@ def may_grow(normalizer: object) -> bool:
     return grown > MOST_GROWTH
 
 
-def require_bounded(folder: Path, name: str, field: str) -> None:
+def check_tokenizer_limits(folder: Path, name: str, field: str) -> None:
     """Check that the tokenizer in a folder encodes a few lines of text within memory and time limits.
 
     Args:
