@@ -89,11 +89,11 @@ def test_of_another_engine_no_time_is_told(override, plan, capsys):
     found = plan(override)
     assert found.answers.seconds is None and found.seconds_per_step is None
     assert run_command(["check", "r.yaml", "--gpu", "H200", override]) == 0
-    assert "of at most 8 tokens: time not known" in capsys.readouterr().out
+    assert "of at most 8 tokens: time unknown" in capsys.readouterr().out
 
 
 def test_check_says_it(plan, capsys):
     assert run_command(["check", "r.yaml", "--gpu", "H200", "data.packing=false"]) == 0
-    assert "answers     8 a step of at most 8 tokens: 0.00 s of it if all are that long" in capsys.readouterr().out
+    assert "rollouts    8 per step of at most 8 tokens: 0.00 s of it if all are that long" in capsys.readouterr().out
     assert run_command(["check", "r.yaml", "--gpu", "H200", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["answers"]["tokens"] == 8

@@ -140,7 +140,7 @@ def test_completion_offers_recipes(folder):
             "did you mean llama-3.2-1b?",
         ),
         (["run", "mine.yaml", "--name", "../x"], "--name: expected letters, digits"),
-        (["run", "mine.yaml", "--resume"], "--resume: no run of mine in runs to continue"),
+        (["run", "mine.yaml", "--resume"], "--resume: no run of mine in runs to resume"),
         (["run", "mine.yaml", "--resume", "--name", "x"], "--resume: runs/x holds no run to resume"),
         (["run"], "Missing argument 'RECIPE'. (see distill run --help)"),
         (["run", "mine.yaml", "--lr", "3"], "No such option: --lr"),

@@ -90,9 +90,9 @@ def test_other_teachers_and_other_held_out_rows_are_refused_unless_asked_for(fol
     make_run("other", 0.4, **more)
     assert run_command(["compare", "slow-0", "slow-1", "other"]) == 2
     fault = capsys.readouterr().err
-    assert f"other was not judged as slow-0: {told}\n" in fault and "--anyway prints it" in fault
+    assert f"other was evaluated differently from slow-0: {told}\n" in fault and "--anyway prints it" in fault
     assert run_command(["compare", "slow-0", "slow-1", "other", "--anyway"]) == 0
-    assert f"other was not judged as slow-0: {told}\n" in capsys.readouterr().out
+    assert f"other was evaluated differently from slow-0: {told}\n" in capsys.readouterr().out
     assert run_command(["compare", "slow-0", "slow-1", "fast-0"]) == 0
     assert "judged" not in capsys.readouterr().out
 
@@ -101,7 +101,7 @@ def test_a_run_of_an_earlier_version_was_split_by_its_seed(folder, capsys):
     path = folder / "runs" / "slow-1" / "recipe.yaml"
     path.write_text(path.read_text().replace(", validation: {seed: 0}", ""))
     assert run_command(["compare", "slow-0", "slow-1"]) == 2
-    assert "slow-1 was not judged as slow-0: data.validation.seed 1, there 0" in capsys.readouterr().err
+    assert "slow-1 was evaluated differently from slow-0: data.validation.seed 1, not 0" in capsys.readouterr().err
     (path.parent / "student").mkdir()
     (path.parent / "student" / "config.json").write_text("{}")
     assert find_target("slow-1").recipe.data.validation.seed == 1, "distill eval would judge on rows that were learned"
@@ -272,7 +272,7 @@ def test_eval_of_a_model(tmp_path, monkeypatch, capsys):
     assert run_command(["eval", "other", *more]) == 2
     assert run_command(["eval", "student", "--data", "text.txt"]) == 2
     assert (
-        "--teacher: needed with a model; a run knows its own, and there is none at student" in capsys.readouterr().err
+        "--teacher: required for a model; only a run has a teacher, and student is not a run" in capsys.readouterr().err
     )
     for ignored in (["--max-rows", "9"], ["--max-length", "64"], ["--tasks", "piqa", "--data", "text.txt"]):
         assert run_command(["eval", "student", "--teacher", "teacher", *ignored]) == 2

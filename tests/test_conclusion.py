@@ -126,7 +126,7 @@ def test_weights_outlive_what_fails_after_the_last_step(place, monkeypatch, caps
     )
     assert "distill export runs/r/checkpoint-2 -o FOLDER" in said and said.count("\n") == 1
     assert run_command(["export", "runs/r", "-o", "none"]) == 2
-    assert "or runs/r/checkpoint-2 in place of the run exports that" in capsys.readouterr().err
+    assert "or export the checkpoint runs/r/checkpoint-2" in capsys.readouterr().err
     assert run_command(["export", "runs/r/checkpoint-2", "-o", "exported"]) == 0
     assert (place / "exported/recipe.yaml").is_file() and (place / "exported/tokenizer.json").is_file()
     assert run_command([*arguments, "--name", "r", "--resume"]) == 0

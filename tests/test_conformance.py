@@ -81,7 +81,7 @@ def test_a_recipe_is_examined(name, place, capsys):
     count = len(CHECKS) + len(ANSWER_CHECKS) * ("on_policy" in RECIPES[name])
     assert sum(line.startswith("pass  ") for line in lines) == count
     assert any(SAYS[name] in line for line in lines), lines
-    assert lines[-1] == f"{count} invariants, all hold"
+    assert lines[-1] == f"{count} invariants, all passed"
 
 
 @pytest.mark.slow  # two processes for each; their parts are in the default suite
@@ -89,7 +89,7 @@ def test_a_recipe_is_examined(name, place, capsys):
 def test_a_recipe_is_examined_whole(name, recipes_of_kinds, monkeypatch, capsys):
     monkeypatch.chdir(recipes_of_kinds)
     assert run_command(["doctor", f"{name}.yaml", "--small"]) == 0, capsys.readouterr()
-    assert capsys.readouterr().out.splitlines()[-1] in ("11 invariants, all hold", "13 invariants, all hold")
+    assert capsys.readouterr().out.splitlines()[-1] in ("11 invariants, all passed", "13 invariants, all passed")
 
 
 def test_a_fault_is_code_1(place, monkeypatch, capsys):
@@ -111,7 +111,7 @@ def test_what_is_skipped_is_not_passed(place, monkeypatch, capsys):
     assert run_command(["doctor", "several.yaml"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2] == "skip  ranks: skipped: one process is all there is"
-    assert lines[-1] == f"{len(CHECKS) + 1} invariants, {len(CHECKS)} hold, 1 skipped"
+    assert lines[-1] == f"{len(CHECKS) + 1} invariants, {len(CHECKS)} passed, 1 skipped"
 
 
 def test_shrunken_copies(place):

@@ -59,7 +59,7 @@ def test_a_recipe_is_examined(workplace, no_second_process, capsys):
     found = [line.split(":")[0] for line in lines if line.startswith(("pass", "FAIL"))]
     assert found == [f"pass  {name}" for name in NAMES]
     assert all(re.search(r" \[\d+ s\]$", line) for line in lines if line.startswith(("pass", "FAIL")))
-    assert lines[-1] == "10 invariants, all hold" and "shards" not in captured.err and "it/s" not in captured.err
+    assert lines[-1] == "10 invariants, all passed" and "shards" not in captured.err and "it/s" not in captured.err
     assert not (workplace / "runs").exists()
 
 

@@ -51,9 +51,9 @@ def test_a_teacher_that_says_the_data_is_seen_and_each_route_is_told(monkeypatch
         return line
 
     shares = f"{{:.1%}} of {len(first)} by {objective.routes[0]}, {{:.1%}} of {len(second)} by {objective.routes[1]}"
-    assert shares.format(1, 1) in (line := line_where()) and "that is little" not in line
-    assert shares.format(0, 1) in (line := line_where(route0=1)) and "that is little" in line
-    assert shares.format(1, 0) in (line := line_where(route1=1)) and "that is little" in line
+    assert shares.format(1, 1) in (line := line_where()) and "this is low" not in line
+    assert shares.format(0, 1) in (line := line_where(route0=1)) and "this is low" in line
+    assert shares.format(1, 0) in (line := line_where(route1=1)) and "this is low" in line
 
 
 def test_the_likeliest_token_of_a_mixture():
@@ -86,7 +86,7 @@ def test_prompts_that_leave_no_room_are_counted():
     ]
     data = Data(source="x.jsonl", max_length=16, on_policy={"max_new_tokens": 8})
     (line,) = room_for_answers(rows, Collator(0), data)
-    assert "50.0% of 4 leave room for all of data.on_policy.max_new_tokens 8 within data.max_length 16" in line
+    assert "50.0% of 4 leave room for data.on_policy.max_new_tokens 8 within data.max_length 16" in line
     assert room_for_answers(rows, Collator(0), data.model_copy(update={"on_policy": None})) == []
 
 
@@ -103,5 +103,5 @@ def test_a_run_says_both(tmp_path, monkeypatch, capsys):
         )
     )
     said = capsys.readouterr().out
-    assert "answers     the teacher's likeliest token is the data's: " in said
+    assert "answers     the teacher's top-1 token is the data's: " in said
     assert "prompts     100.0% of " in said

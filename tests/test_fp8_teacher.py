@@ -298,7 +298,7 @@ def test_probe_reports_fp8_error_without_a_gpu(tmp_path, capsys, monkeypatch):
     asked = ["check", "mine.yaml", "--probe", "--gpu", "H100", "teacher.dtype=fp8"]
     assert run_command(asked) == 0
     shown = capsys.readouterr().out
-    assert "ms a micro-batch, by arithmetic" in shown and "one step here" not in shown
+    assert "ms per micro-batch (estimated)" in shown and "one step here" not in shown
     assert re.search(r"KL 0\.\d{4} to 0\.\d{4} for \d+\.\d+ ms: teacher\.fp8_skip=\[\d\.(mlp|self_attn)\]\n", shown)
     setting = shown.split("ms: ")[1].split("\n")[0]
     assert run_command([*asked, setting, "--json"]) == 0

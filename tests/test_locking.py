@@ -51,7 +51,7 @@ import sys, time
 from pathlib import Path
 from distill.core.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
-(lock.take if sys.argv[2] == "take" else lock.share)()
+(lock.acquire if sys.argv[2] == "take" else lock.share)()
 print("held", flush=True)
 time.sleep(600)
 """
@@ -226,8 +226,8 @@ def test_a_rank_that_is_stopped_is_named_and_ends_the_run(workplace):
     hung.suspend()
     assert process.wait(timeout=300) != 0
     said = (workplace / "hung.txt").read_text()
-    assert f"distill: rank 1 (process {hung.pid} on " in said and "has given no sign of life" in said, said
-    assert "it has no checkpoint" in said
+    assert f"distill: rank 1 (process {hung.pid} on " in said and "has sent no heartbeat" in said, said
+    assert "there is no checkpoint" in said
     assert not psutil.wait_procs(workers, timeout=300)[1]
 
 
@@ -241,7 +241,7 @@ def test_a_rank_that_gave_one_sign_of_this_launch_is_named(launch, named, tmp_pa
     time.sleep(0.01)
     fault = others.fault(tmp_path, 2)
     assert (fault is not None) is named
-    assert not named or fault.startswith("rank 1 (process 7 on there) has given no sign of life")
+    assert not named or fault.startswith("rank 1 (process 7 on there) has sent no heartbeat")
 
 
 # ------------------------------------------------------------------ torchrun starts the processes again

@@ -149,7 +149,7 @@ def test_a_t4_is_planned_in_float32_and_told_of_pytorch(capsys):
     assert run_command(["check", "llama3-8b-to-1b", "--gpu", "t4", *overrides]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "our kernels do not run" in line] == [f"kernels     {path_of(OLDER)}"]
-    assert any(line.startswith("memory (arithmetic of our kernels; PyTorch takes more)") for line in lines)
+    assert any(line.startswith("memory (for our kernels; PyTorch takes more)") for line in lines)
 
 
 def test_a_plan_as_json_names_the_path(capsys):

@@ -142,7 +142,7 @@ def test_small_data_are_told_with_a_step_that_fits(folder, capsys):
     assert "1 micro-batch a device" in out and "held-out tokens" not in out and "is more than all" not in out
     assert run_command(["run", "my.yaml", "--name", "few"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "steps       2 of all 2,437 tokens there are, 256 micro-batches a step on 1 x cpu" in lines
+    assert "steps       2 of all 2,437 tokens, 256 micro-batches per step on 1 x cpu" in lines
     assert any(line.startswith("few data    a step of 65,536 tokens is more than all") for line in lines)
 
 
@@ -291,7 +291,10 @@ def test_validate_names_files_that_are_not_here_and_those_almost_so(folder, caps
     assert run_command(["validate", "my.yaml", "teacher.model=bigg"]) == 0
     captured = capsys.readouterr()
     assert parse(captured.out).teacher.model == "bigg"
-    assert captured.err == "distill: teacher.model: bigg is not here and is taken for a hub id; did you mean big?\n"
+    assert (
+        captured.err
+        == "distill: teacher.model: bigg does not exist here and is taken for a hub id; did you mean big?\n"
+    )
     wrong = ["teacher.model=bigg", "student.model=./smal", "data.source=chat.jsonl", "data.chat_template=my.jinja"]
     for arguments in ([], ["--json"]):
         assert run_command(["validate", "my.yaml", *wrong, *arguments]) == 1
@@ -367,7 +370,7 @@ def test_chat_streams_what_generate_says_and_forgets_what_has_no_room(folder, mo
     assert capsys.readouterr().out.strip() == alone
     monkeypatch.setattr("sys.stdin", io.StringIO("one two three\n" * 4))
     assert run_command(["chat", "small", "--temperature", "0", "--max-new-tokens", "400"]) == 0
-    assert "the oldest turn is forgotten, since the model reads at most 512 tokens" in capsys.readouterr().err
+    assert "the oldest turn was dropped: the model has at most 512 positions" in capsys.readouterr().err
 
 
 @pytest.mark.full

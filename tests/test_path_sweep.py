@@ -1,4 +1,4 @@
-"""Every setting and argument that names a path or a thing, given what is none: one line, never "something broke"."""
+"""Every setting and argument that names a path or a thing, given what is none: one line, never "unexpected error"."""
 
 import io
 import json
@@ -129,7 +129,7 @@ def told(capsys, *arguments):
     code = run_command(list(arguments))
     err = capsys.readouterr().err
     lines = [line for line in err.splitlines() if line.startswith("distill: ")]
-    assert "something broke" not in err and "Traceback" not in err, err
+    assert "unexpected error" not in err and "Traceback" not in err, err
     assert code == 0 or lines or arguments[0] in ("check", "doctor"), "refused without a line"
     return code, lines
 

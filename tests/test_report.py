@@ -119,7 +119,7 @@ def test_the_page_holds_the_run_and_loads_nothing(folder, capsys):
         "1 h 12 min from start to end",
         "GPU 9",
         "--name &#x27;&lt;mine&gt;&#x27;",
-        "the student's likeliest next token is the teacher's",
+        "student and teacher have the same top-1 token",
         "peak memory",
         "&lt;script&gt;alert(1)",
         "&lt;/pre&gt;&lt;img src=x&gt;",
@@ -152,7 +152,7 @@ def test_a_run_of_few_steps_has_no_plots_of_one_dot(folder):
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0, "kl": 1.5, "agreement": 0.5}) + "\n")
     text = page(read_run(folder))
     Page(text)
-    assert "<svg" not in text and "No curves: a line takes two logged steps" in text
+    assert "<svg" not in text and "No curves: a line needs two logged steps" in text
 
 
 def test_the_time_split_weighs_intervals_by_their_steps(folder):

@@ -110,9 +110,9 @@ def test_shards_answer_as_the_whole_teacher_does(request, place, case):
 def test_shards_go_on_where_they_broke_off(request, place):
     folder, _, (first, second) = request.getfixturevalue(place)
     assert first["resumed"]["code"] == second["resumed"]["code"] == 0, (first, second)
-    assert "3 answers were there already" in first["resumed"]["out"]
+    assert "3 responses already existed" in first["resumed"]["out"]
     assert (folder / "begun.jsonl").read_text() == (folder / "one-greedy.jsonl").read_text()
-    assert "9 answers were there already" in first["again"]["out"]
+    assert "9 responses already existed" in first["again"]["out"]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -134,7 +134,7 @@ def test_a_student_is_judged_by_shards_as_by_the_whole_teacher(request, place, c
         ("vllm", "--engine: vllm loads the teacher whole, and parallel.teacher holds it in shards"),
         ("student", "parallel.teacher: 2 processes answer together only with a teacher in shards"),
         ("copied", "parallel.teacher: 2 processes answer together only with a teacher in shards"),
-        ("whole", "parallel.teacher: 2 processes judge together only by a teacher in shards"),
+        ("whole", "parallel.teacher: expected sharded in the run's recipe for an evaluation on 2 processes"),
     ],
 )
 def test_what_several_processes_cannot_do_is_one_line(made, name, expected):
@@ -175,7 +175,7 @@ def test_judging_takes_several_gpus_where_shards_are_and_tasks_none(made, monkey
         assert run_command(["eval", "mine", *more]) == 0
         assert starts == [(4, ["eval", "mine", *more])]
     assert run_command(["eval", "mine", "--tasks", "hellaswag"]) == 2
-    assert "parallel.teacher: tasks are answered by whole models" in capsys.readouterr().err
+    assert "parallel.teacher: expected an unsharded teacher for tasks" in capsys.readouterr().err
     target = find_target("mine")
     assert takes_shards(target, None, 4, 1) and takes_shards(target, "untied", 4, 1)
     assert not takes_shards(target, None, 1, 1) and not takes_shards(find_target("student"), "teacher", 4, 1)

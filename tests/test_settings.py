@@ -81,7 +81,7 @@ def test_settings_are_found_by_path_part_and_other_names(asked, found):
     "asked, hint", [("bach_size", "did you mean batch_size?"), ("zzzz", "lists them all"), ("", "lists them all")]
 )
 def test_what_is_no_setting_gets_the_nearest(asked, hint):
-    with pytest.raises(ValueError, match=rf"no setting is called .*{hint.replace('?', '.')}"):
+    with pytest.raises(ValueError, match=rf"expected the name of a setting, got .*{hint.replace('?', '.')}"):
         find_settings(asked)
 
 

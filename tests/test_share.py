@@ -130,7 +130,7 @@ def test_a_run_without_student_and_a_model_without_teacher(folder, capsys):
     assert run_command(["generate", "half", "-p", "x"]) == 2
     assert "has no student yet" in capsys.readouterr().err
     assert run_command(["generate", "teacher", "-p", "x", "--beside-teacher"]) == 2
-    assert "--teacher: needed with a model" in capsys.readouterr().err
+    assert "--teacher: required for a model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_run_without_student_and_a_model_without_teacher(folder, capsys):
             "teachers: [{model: teacher}, {model: other, weight: 2}]",
             "had several teachers; name the one to compare with",
         ),
-        ("teacher: {type: cache, path: gone}", "read its teacher from a cache; name the model that made it"),
+        ("teacher: {type: cache, path: gone}", "read its teacher from a cache; name the model behind it"),
     ],
 )
 def test_a_run_whose_teacher_is_not_one_model_asks_for_its_name(teacher, message, folder, capsys):
@@ -228,7 +228,7 @@ def test_push_makes_a_private_repository_and_uploads_what_was_checked(folder, hu
     assert upload == ("upload", "me/mine", sorted(path.name for path in Path("out").iterdir()))
     hub.calls.clear()
     assert run_command(["export", "mine", "-o", "out2", "--public"]) == 2
-    assert "--public: belongs to --push" in capsys.readouterr().err and not Path("out2").exists()
+    assert "--public: expected together with --push" in capsys.readouterr().err and not Path("out2").exists()
     assert run_command(["export", "mine", "-o", "out2", "--push", "me/mine", "--public", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["address"] == "https://hub.example/me/mine"
     assert hub.calls[0][2]["private"] is False

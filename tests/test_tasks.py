@@ -85,8 +85,8 @@ def test_a_model_alone_needs_no_teacher(folder, harness, capsys):
     [
         (["mine", "--tasks", "arc_easy,nonsense"], "--tasks: expected tasks of lm-evaluation-harness"),
         (["mine", "--tasks", ","], "got none"),
-        (["mine", "--tasks", "arc_easy", "--task-folder", "gone"], "--task-folder: gone is no folder"),
-        (["mine", "--limit", "3"], "belong to --tasks"),
+        (["mine", "--tasks", "arc_easy", "--task-folder", "gone"], "--task-folder: expected a folder, got gone"),
+        (["mine", "--limit", "3"], "expected together with --tasks"),
     ],
 )
 def test_mistakes_are_found_before_models_are_loaded(arguments, message, folder, harness, capsys, monkeypatch):

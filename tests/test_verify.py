@@ -89,7 +89,7 @@ def test_a_run_of_before_there_were_checksums_is_read_for_its_form(place, capsys
     assert run_command(["verify", "whole"]) == 0
     (place / "result.json").write_text('{"before": {"forward_kl": "much"}, "after": {}}')
     assert run_command(["verify", "whole"]) == 1
-    assert "figures that are no numbers" in capsys.readouterr().out
+    assert "metrics that are not numbers" in capsys.readouterr().out
 
 
 def test_entries_are_made_anew_where_a_file_is_and_only_there(tmp_path):
@@ -148,7 +148,7 @@ def test_a_figure_from_before_training_that_is_not_as_written_is_made_again(resu
 
     with caplog.at_level(logging.WARNING):
         resumed("before.json", change)
-    assert "before.json is damaged; its figures are made again" in caplog.text
+    assert "before.json is damaged; the student is evaluated again" in caplog.text
     ours, theirs = (json.loads((at / "runs/whole/before.json").read_text()) for at in (Path(), plain))
     assert ours["held_out"] == theirs["held_out"]
     assert run_command(["verify", "whole"]) == 0

@@ -104,7 +104,7 @@ def test_a_table_of_bench_fits(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     phases = "teacher 199 / student 61 / loss 34 / backward 118 / optimizer 4"
     rows = [["distill-graphs", "339.1", "24,158", "41%", "49.8", "210.4", phases]]
-    show_table(["variant", "ms", "tokens/s", "MFU", "peak GiB", "joules", "of which ms"], rows)
+    show_table(["variant", "ms", "tokens/s", "MFU", "peak GiB", "joules", "ms by phase"], rows)
     printed = capsys.readouterr().out
     assert not too_wide(printed) and set(" ".join(rows[0]).split()) <= set(printed.split())
 

@@ -1,1 +1,1 @@
-"""The commands of `distill`, grouped by when a person needs them; `distill.cli` puts them together."""
+"""Commands of `distill`, one file per group; `distill.cli` assembles them."""

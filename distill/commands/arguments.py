@@ -1,4 +1,4 @@
-"""What the commands share: the recipe and its overrides as arguments, `--json`, and how a result leaves."""
+"""Arguments and output shared by the commands: the recipe and its overrides, `--json`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distill.recipe.shipped import find_architecture, find_recipe, shipped_recip
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Shell completion: shipped names, and recipe files below the folder typed so far."""
+    """Return shell completions: names of shipped recipes, and recipe files below the typed folder."""
     names = [recipe.name for recipe in shipped_recipes()]
     folder = Path(incomplete) if incomplete.endswith("/") else Path(incomplete).parent
     files = [str(path) + ("/" if path.is_dir() else "") for path in folder.glob("*")] if folder.is_dir() else []
@@ -27,19 +27,19 @@ def complete_recipe(incomplete: str) -> list[str]:
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Shell completion: runs under runs/."""
+    """Return shell completions: runs under runs/."""
     return [path.name for path in sorted(RUNS.glob(f"{incomplete}*")) if (path / RECIPE_FILE).is_file()]
 
 
 RecipeArgument = Annotated[
     str,
     typer.Argument(
-        metavar="RECIPE", help="A recipe file, or the name of one that ships.", autocompletion=complete_recipe
+        metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.", autocompletion=complete_recipe
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY.SUB=VALUE", help="Settings that replace the recipe's; the value is YAML."),
+    typer.Argument(metavar="KEY.SUB=VALUE", help="Overrides of the recipe's settings; values are YAML."),
 ]
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's folder, or its name under runs/.", autocompletion=complete_run)
@@ -49,14 +49,18 @@ TargetArgument = Annotated[
     typer.Argument(metavar="RUN_OR_MODEL", help="A run, or a model's folder or hub id.", autocompletion=complete_run),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-BesideModel = Annotated[str | None, typer.Option(metavar="MODEL", help="Answer beside this teacher.")]
-BesideTeacher = Annotated[bool, typer.Option("--beside-teacher", help="Answer beside the run's own teacher.")]
-MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Length of an answer at most.")]
-Temperature = Annotated[float, typer.Option(metavar="T", min=0.0, help="0 for the likeliest token.")]
+BesideModel = Annotated[str | None, typer.Option(metavar="MODEL", help="Generate with this teacher too.")]
+BesideTeacher = Annotated[bool, typer.Option("--beside-teacher", help="Generate with the run's teacher too.")]
+MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of new tokens.")]
+Temperature = Annotated[float, typer.Option(metavar="T", min=0.0, help="Sampling temperature; 0 for greedy.")]
 
 
 def load_recipe(argument: str, overrides: Sequence[str] | None) -> tuple[Path, Recipe]:
-    """The recipe's file and its resolved content; a `config:` that is read must exist, a store be no file."""
+    """Return the path of a recipe and its resolved content.
+
+    Raises:
+        ValueError: The recipe is invalid, a `config:` that is needed does not exist, or a store's path is a file.
+    """
     path = find_recipe(argument)
     recipe = load(path, overrides or ())
     for field, spec in (("teacher.config", recipe.teacher), ("student.config", recipe.student)):
@@ -70,10 +74,11 @@ def load_recipe(argument: str, overrides: Sequence[str] | None) -> tuple[Path, R
 
 
 def plugin_override(plugin: Path | None) -> list[str]:
-    """What `--plugin FILE` adds to a recipe: the file and its hash, so that a resolved recipe says which code it ran.
+    """Return the overrides of `--plugin FILE`: the file and its hash, so that the resolved recipe names the code it
+    ran.
 
     Raises:
-        ValueError: the file cannot be read.
+        ValueError: The file cannot be read.
     """
     if plugin is None:
         return []
@@ -84,11 +89,11 @@ def plugin_override(plugin: Path | None) -> list[str]:
     return [f"loss.plugin={{file: {json.dumps(str(plugin))}, sha256: '{hashlib.sha256(code).hexdigest()}'}}"]
 
 
-def models_to_answer(target: str, teacher: str | None, beside: bool) -> tuple[dict[str, Any], Any]:
-    """A target's student, after its teacher where one is asked for, and the student's tokenizer."""
+def load_models(target: str, teacher: str | None, beside: bool) -> tuple[dict[str, Any], Any]:
+    """Return a target's student, preceded by its teacher if requested, and the student's tokenizer."""
     from distill.evaluation.targets import find_target, load_its_teacher, load_target
 
-    without_bars()
+    disable_progress_bars()
     source = find_target(target)
     with console.working("loading"):
         student, tokenizer = load_target(source)
@@ -96,13 +101,13 @@ def models_to_answer(target: str, teacher: str | None, beside: bool) -> tuple[di
     return {**models, "student": student}, tokenizer
 
 
-def without_bars() -> None:
-    """Keep transformers from drawing bars of its own, into pipes and logs too; ours say what takes a while."""
+def disable_progress_bars() -> None:
+    """Disable transformers' progress bars, which would also go into pipes and logs."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
 
 
 def say_json(value: object) -> None:
-    """Print `value` as JSON; what is not finite becomes null, since JSON has no word for it."""
+    """Print `value` as JSON; numbers that are not finite become null, which JSON has no other notation for."""
     console.say_verbatim(json.dumps(console.plain(value), indent=2, ensure_ascii=False))

@@ -1,17 +1,17 @@
-"""The training step on this machine, ours beside what else a person could run: `distill bench RECIPE`.
+"""`distill bench RECIPE`: time of the training step on this machine, ours and alternatives.
 
 Every variant trains the same student from the same teacher on the same tokens; one step is the teacher's forward, the
 student's forward and backward with the divergence, and AdamW. Variants run one after the other, each long enough to
-reach its own sustained clocks, and the first is run again at the end so that drift shows. Phases are timed by CUDA
-events without stopping the device; joules are NVML's over two seconds of steps, since its counter is coarse.
+reach sustained clocks, and the first is run again at the end to show drift. Phases are timed by CUDA events without
+synchronising; energy is NVML's over two seconds of steps, since its counter is coarse.
 
-    plain           transformers with sdpa attention, logits in full, KL in fp32, torch's fused AdamW
+    plain           transformers with sdpa attention, full logits, KL in fp32, torch's fused AdamW
     compile         the same, each decoder layer and the divergence under torch.compile
     liger           Liger Kernel's patches on both models and its fused linear JSD at beta = 0 (forward KL)
     distill         our patches, attention, loss and AdamW
     distill-graphs  the same with both decoders replayed from CUDA graphs, as `train.cuda_graph` does
-    distill-all-rows distill, where the last layers compute the rows that nobody reads as well
-    distill-apart   distill, every weight where it came: no gate and up interleaved, no projections joined
+    distill-all-rows distill, but the last layers also compute the rows whose outputs are masked
+    distill-apart   distill without fused weights: gate and up not interleaved, no projections joined
     distill-compile distill with each decoder layer under torch.compile
     distill-fp8     the same with the teacher's linear layers (but not its head) in fp8
 """
@@ -52,20 +52,20 @@ from distill.training.phases import PAUSED, Phases
 log = logging.getLogger(__name__)
 
 PHASES = ("teacher", "student", "loss", "backward", "optimizer")
-WARM_SECONDS, TIMED_SECONDS = 1.5, 2.2  # at least, of a variant's steps
+WARM_SECONDS, TIMED_SECONDS = 1.5, 2.2  # minimum duration of a variant's warm-up and of its timed steps
 Batch = dict[str, torch.Tensor]
 Step = Callable[["Clock"], torch.Tensor]
-# teacher, student, batch and the student's optimizer
+# from teacher, student, batch and the student's optimizer
 Rival = Callable[[nn.Module, nn.Module, Batch, torch.optim.Optimizer], Step]
 
 
 @dataclass
 class StepTime:
-    """One variant's training step: milliseconds, tokens a second, share of the GPU's bf16 peak, peak memory.
+    """Training step of one variant: milliseconds, tokens per second, fraction of the GPU's bf16 peak, peak memory.
 
     Attributes:
-        joules: NaN where NVML does not answer.
-        loss: of the very first step, which is the same for all variants up to rounding.
+        joules: Energy per step; NaN where NVML is not available.
+        loss: Loss of the first step, equal for all variants up to rounding.
     """
 
     variant: str
@@ -80,26 +80,26 @@ class StepTime:
 
 
 def joules_so_far() -> float:
-    """What the first GPU has taken since its driver was loaded, by NVML; NaN where it does not answer."""
+    """Return the first GPU's energy in joules since its driver was loaded, from NVML; NaN where it is not available."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
         return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0))) / 1e3
-    except Exception as error:  # nvidia-ml-py's errors have no class without it
-        log.info("bench: no joules (%s)", error)
+    except Exception as error:  # the error classes exist only where nvidia-ml-py is installed
+        log.info("bench: energy is not measured (%s)", error)
         return math.nan
 
 
 class Clock(Phases):
-    """A step's phases on the GPU."""
+    """Clock of a step's phases on the GPU."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cuda"), PHASES)
 
 
 def timed_steps(step: Step, steps: int) -> Callable[[], list[dict[str, float]]]:
-    """Run `step` so often, without waiting; the returned function waits and gives the seconds of each one's phases."""
+    """Run `step` `steps` times without waiting; the returned function waits and returns the phases' seconds of each."""
     clocks = [Clock() for _ in range(steps)]
     for clock in clocks:
         clock.restart()
@@ -109,7 +109,9 @@ def timed_steps(step: Step, steps: int) -> Callable[[], list[dict[str, float]]]:
 
 
 def make_batch(batch_size: int, length: int, vocab_size: int, seed: int = 0) -> Batch:
-    """Random tokens, every position learned but the last of a row, as a collator would hand them over."""
+    """Return a batch of random tokens [batch_size, length] on the GPU, trained on at all but each row's last
+    position.
+    """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocab_size, (batch_size, length), generator=generator)
     keep = torch.ones(batch_size, length, dtype=torch.bool)
@@ -119,7 +121,7 @@ def make_batch(batch_size: int, length: int, vocab_size: int, seed: int = 0) -> 
 
 
 def measure(name: str, step: Step, tokens: int, flops: float, steps: int = 8) -> StepTime:
-    """Run `step` and report medians over `steps` of them, or more where they take less than two seconds."""
+    """Run `step` and return medians over `steps` of them, or more where they take less than two seconds."""
     loss = float(step(Clock()))
     step(Clock())
     torch.cuda.synchronize()
@@ -142,7 +144,7 @@ def measure(name: str, step: Step, tokens: int, flops: float, steps: int = 8) ->
 
 
 def _learn(loss: torch.Tensor, optimizer: torch.optim.Optimizer, clock: Clock) -> torch.Tensor:
-    """Gradients and the optimizer's step, each a phase; returns the loss, a scalar without its graph."""
+    """Compute gradients and the optimizer's step, each a phase; returns the loss, a detached scalar."""
     clock.enter("backward")
     loss.backward()
     clock.enter("optimizer")
@@ -155,7 +157,9 @@ def logits_step(
     ask: Callable[[], torch.Tensor], learn: Callable[[], torch.Tensor], divergence: Callable[..., torch.Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> Step:  # fmt: skip
-    """A step by logits: `ask` gives the teacher's, `learn` the student's, `divergence` the loss of both."""
+    """Return a step over full logits: of the teacher by `ask`, of the student by `learn`, their loss by
+    `divergence`.
+    """
 
     def step(clock: Clock) -> torch.Tensor:
         with torch.no_grad():
@@ -171,13 +175,13 @@ def logits_step(
 
 
 def decoder_inputs(batch: Batch) -> dict[str, Any]:
-    """What a model of transformers is called with, but for labels."""
+    """Return the arguments of a transformers model: the batch without labels."""
     return {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")} | {"use_cache": False}
 
 
 def plain_divergence(student_logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
-    """Forward KL over fp32 log-probabilities of all positions but the last of a row, from logits [B, T, V]."""
-    shared = min(student_logits.shape[-1], teacher_logits.shape[-1])  # of heads padded to different sizes
+    """Return forward KL, fp32, over all positions but each row's last, from logits [B, T, V]."""
+    shared = min(student_logits.shape[-1], teacher_logits.shape[-1])  # heads may be padded to different sizes
     log_p, log_q = (z[:, :-1, :shared].flatten(0, 1).float().log_softmax(-1) for z in (student_logits, teacher_logits))
     return F.kl_div(log_p, log_q, log_target=True, reduction="sum") / log_p.shape[0]
 
@@ -185,13 +189,13 @@ def plain_divergence(student_logits: torch.Tensor, teacher_logits: torch.Tensor)
 def plain_step(
     teacher: nn.Module, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer, compiled: bool = False
 ) -> Step:
-    """Logits of both models in full, and `plain_divergence`."""
+    """Return the step with full logits of both models and `plain_divergence`."""
     inputs, loss = decoder_inputs(batch), torch.compile(plain_divergence) if compiled else plain_divergence
     return logits_step(lambda: teacher(**inputs).logits, lambda: student(**inputs).logits, loss, optimizer)
 
 
 def compiled_step(teacher: nn.Module, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> Step:
-    """The plain step with each decoder layer and the divergence compiled."""
+    """Return the plain step with each decoder layer and the divergence compiled."""
     for model in (teacher, student):
         compile_layers(model)
     return plain_step(teacher, student, batch, optimizer, compiled=True)
@@ -200,10 +204,10 @@ def compiled_step(teacher: nn.Module, student: nn.Module, batch: Batch, optimize
 def liger_loss(
     teacher: nn.Module, student: nn.Module, batch: Batch, rows: torch.Tensor | None = None
 ) -> Callable[[Clock], torch.Tensor]:
-    """Liger's fused linear JSD at beta = 0 on the hidden states; the models must carry Liger's patches.
+    """Return Liger's fused linear JSD at beta = 0 over hidden states; the models must carry Liger's patches.
 
     Args:
-        rows: int64, the flat positions that the loss is over; None for all with a label.
+        rows: Flat positions of the loss, int64 [N]; None for all with a label.
     """
     from liger_kernel.transformers import LigerFusedLinearJSD
 
@@ -232,7 +236,7 @@ def liger_step(
     teacher: nn.Module, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer,
     rows: torch.Tensor | None = None,
 ) -> Step:  # fmt: skip
-    """Liger's patches and loss; `rows` as of `liger_loss`."""
+    """Return the step with Liger's patches and loss; `rows` as in `liger_loss`."""
     apply_liger(teacher)
     apply_liger(student)
     loss_of = liger_loss(teacher, student, batch, rows)
@@ -244,7 +248,7 @@ VARIANTS = (*RIVALS, "distill", *(f"distill-{way}" for way in ("graphs", "all-ro
 
 
 def our_step(objective: DistillationObjective, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer):
-    """The objective as the trainer runs it; `student` covers its forward and the fused loss with its gradient."""
+    """Return the step of the objective as the trainer runs it; phase `student` includes the fused loss."""
     items = torch.tensor(batch["valid_rows"].numel(), device=batch["valid_rows"].device)
 
     def step(clock: Clock) -> torch.Tensor:
@@ -265,14 +269,14 @@ def bench_step(
     rivals: Mapping[str, Rival] = RIVALS,
     steps: int = 8,
 ) -> Iterator[StepTime]:
-    """Time the training step under each variant.
+    """Time the training step of each variant.
 
     Args:
-        load: Returns teacher and student on the GPU, freshly made: Liger's patches cannot be taken off again.
-        make: The batch for a vocabulary of so many tokens, on the GPU, as a collator makes it.
-        loss: The recipe's loss; "distill" uses it as it is, the others run forward KL.
-        variants: Which to run, in this order; one whose library is missing is skipped with a log line.
-        rivals: What is not ours among them.
+        load: Function that returns a new teacher and student on the GPU: Liger's patches cannot be removed.
+        make: Function from a vocabulary size to a collated batch on the GPU.
+        loss: The recipe's loss; "distill" uses it unchanged, the others run forward KL.
+        variants: Variants to run, in this order; one whose library is missing is skipped with a log line.
+        rivals: Steps of the variants that are not ours, by name.
 
     Yields:
         A row for each variant once it is timed, then "plain (again)" if plain ran first and others followed.
@@ -283,7 +287,7 @@ def bench_step(
         if variant == "liger" and importlib.util.find_spec("liger_kernel") is None:
             log.warning("bench: liger-kernel is not installed; skipped")
             continue
-        # in a function of its own, so that nothing of one variant is still in memory when the next one's peak is taken
+        # a function of its own frees everything of a variant before the next one's peak memory is measured
         result = _bench_variant(variant, load(), make, loss, rivals, steps)
         torch.compiler.reset()
         gc.collect()
@@ -340,8 +344,8 @@ def _bench_variant(
     result = measure(variant, step, tokens, flops, steps)
     if graphs is not None:
         for name, why in graphs.refused.items():
-            note += f"; the {name} is launched: {why}"
-            log.warning("bench: %s: the %s is launched: %s", variant, name, why)
+            note += f"; the {name} runs eagerly: {why}"
+            log.warning("bench: %s: the %s runs eagerly: %s", variant, name, why)
         graphs.release()
     result.note = note
     unpatch(teacher)
@@ -350,6 +354,7 @@ def _bench_variant(
 
 
 def apply_liger(model: Any) -> None:
+    """Apply Liger Kernel's patches to a model, except to its cross-entropy."""
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
     _apply_liger_kernel_to_instance(model=bare(model), fused_linear_cross_entropy=False, cross_entropy=False)

@@ -1,4 +1,4 @@
-"""The command `cache`: run the teacher once over a recipe's data and keep what it says."""
+"""Command `cache`: store the teacher's outputs over a recipe's data."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ CACHES = Path("caches")
 def cache(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    top_k: Annotated[int, typer.Option("--top-k", metavar="K", min=1, help="Tokens stored of each distribution.")] = 64,
+    top_k: Annotated[int, typer.Option("--top-k", metavar="K", min=1, help="Tokens stored per distribution.")] = 64,
     hidden: Annotated[bool, typer.Option("--hidden", help="Store the last hidden states instead.")] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Else where the recipe reads it, or caches/<recipe>.")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder of the cache; else the recipe's, or caches/<recipe>.")
     ] = None,
     tail: Annotated[
         str | None,
         typer.Option(
-            metavar="HOW", help="sampled (unbiased; forward KL only), bucket or renormalize; else by the loss."
+            metavar="HOW", help="sampled (unbiased; forward KL only), bucket or renormalize; else chosen by the loss."
         ),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", metavar="DTYPE", help="float16 or float32; of hidden states bfloat16, float32 or fp8."),
+        typer.Option("--dtype", metavar="DTYPE", help="float16 or float32; for --hidden bfloat16, float32 or fp8."),
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Rows at a time, else train.batch_size.")
+        int | None, typer.Option(metavar="N", min=1, help="Rows per forward; else train.batch_size.")
     ] = None,
-    report: Annotated[bool, typer.Option("--report", help="Only measure what K tokens lose; writes nothing.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Only measure the error of top K; writes nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run the teacher once over a recipe's data and store what it says; then train without it in memory.
+    """Store the teacher's outputs over a recipe's data, to train without the teacher in memory.
 
-    Killed, it goes on where it was; all visible GPUs are used, and hold the teacher in shards where it fits none of
-    them whole (parallel.teacher: sharded for shards in any case). The recipe then takes it by its folder; one that
-    says `teacher: {type: cache, path: ..., model: ...}` is cached and run as it is:
+    If killed, it continues from its last complete part. All visible GPUs are used; a teacher that does not fit on one
+    is sharded over them (parallel.teacher: sharded shards it in any case). A recipe then names the cache by its
+    folder; one with `teacher: {type: cache, path: ..., model: ...}` is cached and run unchanged:
 
     \b
     distill cache chat-8b-to-1b.yaml --report
@@ -87,8 +87,8 @@ def cache(
     if report or not hidden or settings.dtype == "fp8":
         from distill.caching.error import KS, measure, rounding, take_sample
 
-        with contextlib.nullcontext() if quiet else console.working("measuring what K tokens lose"):
-            sample = take_sample(loaded)  # shards answer together
+        with contextlib.nullcontext() if quiet else console.working("measuring the error of top-K targets"):
+            sample = take_sample(loaded)  # a sharded teacher needs all ranks
             del loaded  # both models leave the device
             gc.collect()
             if first and hidden:
@@ -103,13 +103,13 @@ def cache(
         return
     if rounded is not None:
         console.say(
-            f"hidden states in {settings.dtype}: KL(teacher, what is stored) {rounded:.2g} nats a position, over "
+            f"hidden states in {settings.dtype}: KL(teacher, stored) {rounded:.2g} nats per position, over "
             f"{counted(len(sample.labels), 'held-out position')}"
         )
     if table:
         _show(table, len(sample.labels), resolved.loss.temperature, (top_k, settings.tail))
     if manifest is not None:
-        options = [one for one in overrides or () if not one.startswith("teacher")]  # the cache stands in its place
+        options = [one for one in overrides or () if not one.startswith("teacher")]  # the cache replaces the teacher
         if stored is not None and folder == Path(stored):
             options = [*(overrides or ())]
         else:
@@ -118,7 +118,7 @@ def cache(
 
 
 def _in_shards(recipe: Recipe, processes: int, batch_size: int | None) -> bool:
-    """Whether the teacher takes several GPUs, even to be looked at only."""
+    """Return whether the teacher has to be sharded over the GPUs, even if it is only measured."""
     import torch
 
     from distill.planning.caching import plan_caching
@@ -129,13 +129,13 @@ def _in_shards(recipe: Recipe, processes: int, batch_size: int | None) -> bool:
 
 
 def _verdict(table: Sequence[Any], chosen: tuple[int, str]) -> str:
-    """What the table comes to for the K and the tail that are asked for, and the least K with half of their error."""
+    """Return a line on the error of the chosen K and tail, and the smallest K that halves it."""
     row = next(row for row in table if (row.k, row.tail) == chosen)
     better = [r.k for r in table if r.tail == row.tail and r.k > row.k and r.gradient <= row.gradient / 2]
     advice = f"; --top-k {better[0]} halves the former" if better else ""
     return (
-        f"verdict: --top-k {row.k} --tail {row.tail} keeps {row.kept:.1%} of the teacher's probability; gradients of "
-        f"hidden states are off by {row.gradient:.1%}, the head's by {row.head:.1%}{advice}"
+        f"verdict: --top-k {row.k} --tail {row.tail} keeps {row.kept:.1%} of the teacher's probability; the gradient "
+        f"error is {row.gradient:.1%} for hidden states and {row.head:.1%} for the head{advice}"
     )
 
 
@@ -151,18 +151,18 @@ def _show(table: Sequence[Any], positions: int, temperature: float, chosen: tupl
     lines = (
         _verdict(table, chosen),
         f"{counted(positions, 'held-out position')}, temperature {temperature:g}",
-        "kept: the teacher's probability on the K tokens. KL: of the teacher from what is stored, nats; inf where that "
-        "is 0 somewhere",
-        "seen: the reported divergence, teacher to student, over the full one",
-        "gradient error: against the full forward KL's, of each position's hidden state; head's: of the head's weight, "
-        "where noise averages out and bias does not",
+        "kept: the teacher's probability mass on the K tokens. KL: KL(teacher, stored distribution) in nats; inf where "
+        "the latter is 0 somewhere",
+        "seen: ratio of the reported divergence, teacher to student, to the full one",
+        "gradient error: relative to the gradient of the full forward KL, for each position's hidden state; head's: "
+        "for the head's weight, where noise averages out and bias does not",
     )
     console.say("\n".join(lines))
 
 
 @contextlib.contextmanager
 def _bar(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of positions; where there is no terminal, a line at each tenth of them."""
+    """Show a progress bar over positions; without a terminal, a line at each tenth of them."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -1,4 +1,4 @@
-"""The command `chat`: talk with a run's student, beside its teacher if asked."""
+"""Command `chat`: chat with a run's student and, if requested, its teacher."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def chat(
     target: TargetArgument,
     teacher: BesideModel = None,
     beside: BesideTeacher = False,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message to begin with.")] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.7,
 ) -> None:
-    """Talk with a student, turn by turn; each model remembers its own answers.
+    """Chat with a student; each model keeps its own history.
 
-    Ctrl-D ends it, Ctrl-C ends an answer, /new begins anew. Of a pipe each line is a turn. A model without a chat
-    template continues each line by itself.
+    Ctrl-D quits, Ctrl-C stops a response, /new clears the history. From a pipe, each line is a turn. A model without a
+    chat template continues each line as text.
 
     \b
     distill chat support-bot
@@ -46,7 +46,7 @@ def chat(
     models, tokenizer = models_to_answer(target, teacher, beside)
     remembers = bool(getattr(tokenizer, "chat_template", None))
     if not remembers:
-        console.complain("the tokenizer has no chat template: each line is continued as text, by itself")
+        console.complain("the tokenizer has no chat template: each line is continued as text, without history")
     beginning: list[Turn] = [{"role": "system", "content": system}] if system is not None else []
     history = {name: [*beginning] for name in models}
     for line in _lines():
@@ -59,13 +59,13 @@ def chat(
             turns = history[name]
             turns.append({"role": "user", "content": line})
             if remembers:
-                _forget_what_has_no_room(turns, len(beginning), model, tokenizer, max_new_tokens)
+                _drop_oldest_turns(turns, len(beginning), model, tokenizer, max_new_tokens)
             answer = _answer(model, tokenizer, turns if remembers else line, max_new_tokens, temperature)
             turns.append({"role": "assistant", "content": answer})
 
 
 def _lines() -> Iterator[str]:
-    """What the person says, until Ctrl-D or the pipe's end; empty lines say nothing."""
+    """Yield the user's input lines, without empty ones, until Ctrl-D or the end of the pipe."""
     asks = sys.stdin.isatty()
     if asks:
         with contextlib.suppress(ImportError):  # Windows
@@ -81,18 +81,18 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-def _forget_what_has_no_room(turns: list[Turn], prefix: int, model: Any, tokenizer: Any, max_new_tokens: int) -> None:
-    """Drop the oldest question and answer until the rest and an answer fit the model's positions."""
+def _drop_oldest_turns(turns: list[Turn], prefix: int, model: Any, tokenizer: Any, max_new_tokens: int) -> None:
+    """Drop the oldest exchanges until the rest and a response fit the model's positions."""
     from distill.generation.answers import encode_prompt
 
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     while most and len(turns) > prefix + 2 and encode_prompt(tokenizer, turns).shape[1] + max_new_tokens > most:
         del turns[prefix : prefix + 2]
-        console.complain(f"the oldest turn is forgotten, since the model reads at most {most:,} tokens")
+        console.complain(f"the oldest turn was dropped: the model has at most {most:,} positions")
 
 
 def _answer(model: Any, tokenizer: Any, prompt: str | list[Turn], max_new_tokens: int, temperature: float) -> str:
-    """Stream an answer; of one that Ctrl-C ends, what was written."""
+    """Stream a response and return it; on Ctrl-C, the part written so far."""
     from distill.evaluation.generate import stream
 
     pieces: list[str] = []

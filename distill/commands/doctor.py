@@ -1,4 +1,4 @@
-"""The command `doctor`."""
+"""Command `doctor`: checks of the machine and of a recipe's training invariants."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 def doctor(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="[RECIPE]", help="Also examine this recipe.", autocompletion=complete_recipe)
+        str | None, typer.Argument(metavar="[RECIPE]", help="Also check this recipe.", autocompletion=complete_recipe)
     ] = None,
     overrides: Overrides = None,
     small: Annotated[
-        bool | None, typer.Option("--small/--whole", help="Two layers of each model, or all; else by their size.")
+        bool | None, typer.Option("--small/--whole", help="Two layers of each model, or all; default by their size.")
     ] = None,
     machine: Annotated[
-        bool, typer.Option("--machine", help="Each kernel and the rates of this machine: send it with a report.")
+        bool, typer.Option("--machine", help="Test each kernel and measure this machine; attach it to bug reports.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Is this machine fit, and does what training relies on hold for a recipe? Exit code 1 where something fails.
+    """Check this machine, and the training invariants of a recipe. Exit code 1 if a check fails.
 
     \b
     distill doctor
@@ -50,7 +50,7 @@ def doctor(
     kernels: list[Finding] = []
     findings: list[Finding] = []
     if machine:
-        with console.working("trying the kernels; compiling them takes minutes the first time"):
+        with console.working("testing the kernels; compiling them takes minutes the first time"):
             for finding in examine_machine():
                 kernels.append(finding)
                 say(str(finding))
@@ -67,7 +67,7 @@ def doctor(
 
 
 def _summary(passed: list[bool | None], what: str) -> str:
-    """How many hold; those that were skipped are neither."""
+    """Return a line with the numbers of checks that pass, fail and were skipped."""
     failed, skipped = passed.count(False), passed.count(None)
-    verdict = f"{failed} FAILED" if failed else f"{passed.count(True)} hold" if skipped else "all hold"
+    verdict = f"{failed} FAILED" if failed else f"{passed.count(True)} passed" if skipped else "all passed"
     return f"{counted(len(passed), what)}, {verdict}" + (f", {skipped} skipped" if skipped else "")

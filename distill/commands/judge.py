@@ -20,27 +20,31 @@ from distill.core.units import counted
 
 def evaluate(
     target: TargetArgument,
-    teacher: Annotated[str | None, typer.Option(metavar="MODEL", help="The teacher; a run knows its own.")] = None,
-    data: Annotated[str | None, typer.Option(metavar="SOURCE", help="Text to judge on, not what was held out.")] = None,
-    before: Annotated[str | None, typer.Option(metavar="MODEL", help="For the share of the gap closed.")] = None,
+    teacher: Annotated[str | None, typer.Option(metavar="MODEL", help="The teacher; default: the run's.")] = None,
+    data: Annotated[str | None, typer.Option(metavar="SOURCE", help="Data; default: the run's held-out rows.")] = None,
+    before: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Student before training, for gap closed.")
+    ] = None,
     max_rows: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="Texts or chats of --data at most.", show_default="512")
+        int | None, typer.Option(metavar="N", min=2, help="Maximum texts or chats of --data.", show_default="512")
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="Tokens in a row of --data.", show_default="1024")
+        int | None, typer.Option(metavar="N", min=2, help="Tokens per row of --data.", show_default="1024")
     ] = None,
-    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows at a time.")] = 1,
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows per forward.")] = 1,
     tasks: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Tasks of lm-evaluation-harness instead, where installed.")
+        str | None, typer.Option(metavar="LIST", help="Run tasks of lm-evaluation-harness instead (if installed).")
     ] = None,
-    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Examples of each task at most.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask tasks through the chat template.")] = False,
-    task_folder: Annotated[Path | None, typer.Option(metavar="FOLDER", help="YAML files of tasks of your own.")] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Maximum examples per task.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template to tasks.")] = False,
+    task_folder: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Folder of custom task YAML files.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """How close is a student to its teacher on held-out text? With 95 % intervals, and the student's calibration.
+    """Measure how close a student is to its teacher on held-out text, with 95 % intervals, and its calibration.
 
-    One GPU compares; all visible ones do where the run's recipe has them hold the teacher in shards (parallel.teacher).
+    Uses one GPU, or all visible ones where the run's recipe shards the teacher over them (parallel.teacher).
 
     \b
     distill eval support-bot
@@ -50,11 +54,11 @@ def evaluate(
     distill eval support-bot --tasks hellaswag,arc_easy --limit 500
     """
     if tasks is None and (limit is not None or chat or task_folder is not None):
-        raise ValueError("--limit, --chat and --task-folder belong to --tasks, which was not given")
+        raise ValueError("--limit, --chat and --task-folder: expected together with --tasks; got no --tasks")
     if data is None and (max_rows is not None or max_length is not None):
-        raise ValueError("--max-rows and --max-length belong to --data, which was not given")
+        raise ValueError("--max-rows and --max-length: expected together with --data; got no --data")
     if tasks is not None and data is not None:
-        raise ValueError("--data: expected none beside --tasks, which bring their own; call eval once for each")
+        raise ValueError("--data: expected none with --tasks, which have their own data; run eval once for each")
     max_rows, max_length = max_rows or 512, max_length or 1024
     without_bars()
     if tasks is not None:
@@ -71,7 +75,7 @@ def evaluate(
     from distill.models.packed import keeps_apart
     from distill.models.vocabulary import compare as compare_vocabularies
     from distill.teachers.cross.vocabularies import compare_by_bytes, readers_of
-    from distill.teachers.measure import shown as figure_shown
+    from distill.teachers.measure import shown as format_figure
 
     found = targets.find_target(target)
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device="auto")
@@ -81,10 +85,10 @@ def evaluate(
     if world > 1:
         if not targets.takes_shards(found, teacher, world, batch_size):
             raise ValueError(
-                f"parallel.teacher: {world} processes judge together only by a teacher in shards (sharded, in the "
-                "run's recipe); start distill eval without a launcher"
+                f"parallel.teacher: expected sharded in the run's recipe for an evaluation on {world} processes; start "
+                "distill eval without a launcher"
             )
-        PartialState(cpu=not torch.cuda.is_available())  # they find each other, and judge the same rows
+        PartialState(cpu=not torch.cuda.is_available())  # joins the process group; all ranks evaluate the same rows
     measure = targets.measure_of_target(found, teacher)
     by_spans = measure.unit != "token"
     with console.working("loading models and data"):
@@ -123,7 +127,7 @@ def evaluate(
     if closed is not None and not closed.value >= 0:
         del figures["gap_closed"]
     names = {f"{way}_{measure.key}": f"{way} {measure.name}" for way in ("forward", "reverse")}
-    shown = [[names.get(name, name.replace("_", " ")), *map(figure_shown, figure)] for name, figure in figures.items()]
+    shown = [[names.get(name, name.replace("_", " ")), *map(format_figure, figure)] for name, figure in figures.items()]
     if not by_spans:
         shown.append(["student calibration error", f"{after.calibration_error:.4f}", "", ""])
         shown.append(["teacher calibration error", f"{after.teacher_calibration_error:.4f}", "", ""])
@@ -132,16 +136,16 @@ def evaluate(
     over = f"{counted(after.tokens, measure.unit)} in {counted(after.rows, 'row')}"
     console.say(f"over {over}; intervals by resampling {drawn}")
     if closed is not None and closed.value < 0:
-        console.say(f"worse than before training: the {measure.name} to the teacher has grown")
+        console.say(f"worse than before training: the {measure.name} to the teacher has increased")
     elif closed is not None and math.isnan(closed.value):
-        console.say(f"no gap closed: before training the {measure.name} to the teacher was about 0")
+        console.say(f"gap closed is undefined: before training the {measure.name} to the teacher was about 0")
 
 
 def _run_tasks(
     target: str, teacher: str | None, before: str | None, tasks: str, limit: int | None, batch_size: int, chat: bool,
     folder: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """The student, the student before and the teacher, where they are known, on the harness's tasks."""
+    """Run the harness's tasks on the student and, where known, the untrained student and the teacher."""
     from distill.evaluation import targets
     from distill.evaluation.tasks import check_tasks, run_tasks
 
@@ -150,8 +154,8 @@ def _run_tasks(
     compares = teacher is not None or targets.knows_one_teacher(found)
     if compares and targets.takes_shards(found, teacher, launch.visible_gpus(), batch_size):
         raise ValueError(
-            "parallel.teacher: tasks are answered by whole models, and this teacher is held in shards; where it fits "
-            "one GPU, CUDA_VISIBLE_DEVICES=0 takes one"
+            "parallel.teacher: expected an unsharded teacher for tasks, got a sharded one; if it fits one GPU, set "
+            "CUDA_VISIBLE_DEVICES=0"
         )
     found_tasks = check_tasks(names, folder)
     with console.working("loading models"):
@@ -177,30 +181,37 @@ def compare(
         list[str],
         typer.Argument(metavar="RUN...", help="Runs: folders or names under runs/.", autocompletion=complete_run),
     ],
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw their curves into this HTML page.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write their curves to this HTML page.")] = None,
     anyway: Annotated[
-        bool, typer.Option("--anyway", help="Also runs of different teachers or held-out rows; it is said which.")
+        bool, typer.Option("--anyway", help="Compare runs with different teachers or held-out rows, with a warning.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Several runs in one table: those that differ only by their seed are one line, with the spread over seeds.
+    """Compare runs in one table; runs that differ only in their seed are one line, with the spread over seeds.
 
     \b
     distill compare kl kl-2 kl-3 jsd jsd-2 jsd-3
     distill compare runs/a runs/b --plot curves.html
     """
-    from distill.reports.compare_runs import Group, curves_page, differently_judged, group_runs, mean_and_spread, phrase
+    from distill.reports.compare_runs import (
+        Group,
+        curves_page,
+        evaluation_differences,
+        group_runs,
+        mean_and_spread,
+        phrase,
+    )
     from distill.reports.report import find_run, read_run
 
     read = [read_run(find_run(run)) for run in runs]
     groups = group_runs(read)
-    warnings = differently_judged(read)
+    warnings = evaluation_differences(read)
     if warnings and not anyway:
-        raise RecipeError([*warnings, "these figures do not belong into one table; --anyway prints it all the same"])
+        raise RecipeError([*warnings, "these metrics are not comparable; --anyway prints the table all the same"])
     if plot is not None:
-        _require_a_file("--plot", plot)
+        _check_output_file("--plot", plot)
         if plot.suffix not in (".html", ".htm"):
-            raise ValueError(f"--plot: expected a file that ends in .html, since it holds a page; got {plot}")
+            raise ValueError(f"--plot: expected a file name that ends in .html, got {plot}")
         write_text(plot, curves_page(read))
     if as_json:
         for line in warnings:
@@ -208,7 +219,7 @@ def compare(
         say_json([group.as_dict() for group in groups])
         return
     measures = {group.measure.name for group in groups}
-    name = measures.pop() if len(measures) == 1 else ""  # of several each line names its own
+    name = measures.pop() if len(measures) == 1 else ""  # of several measures, each line names its own
 
     def p_of(group: Group) -> str:
         if group is groups[0] or group.measure != groups[0].measure:
@@ -237,11 +248,11 @@ def compare(
 def report(
     run: RunArgument,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write here, not to RUN/report.html.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Output file; default: RUN/report.html.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write one HTML page about a run, finished or not: figures, curves, samples, recipe. It loads nothing.
+    """Write a self-contained HTML page about a run, finished or not: metrics, curves, samples, recipe.
 
     \b
     distill report quickstart
@@ -258,13 +269,13 @@ def report(
         say_json({"run": str(folder), **figures})
         return
     if output is not None:
-        _require_a_file("--output", output)
+        _check_output_file("--output", output)
     console.say(f"wrote {write_report(folder, output)}")
 
 
-def _require_a_file(option: str, path: Path) -> None:
-    """Refuse what no file can be written to."""
+def _check_output_file(option: str, path: Path) -> None:
+    """Check that a file can be written to this path."""
     if path.is_dir():
         raise ValueError(f"{option}: expected a file to write, got the folder {path}")
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"{option}: the folder {path.parent} does not exist")
+        raise ValueError(f"{option}: expected a file in an existing folder, but {path.parent} does not exist")

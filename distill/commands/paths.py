@@ -1,4 +1,4 @@
-"""Are the files that a recipe names on this machine? Looked at by `validate`, which opens none of them."""
+"""Existence of the files that a recipe names; `validate` reports them and opens none."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from distill.recipe import ModelSection, Recipe, Teacher
 
 
 def path_faults(recipe: Recipe) -> list[str]:
-    """The files and folders that the recipe names and that are not here, a line each."""
+    """Return a line for each file and folder that the recipe names and that does not exist."""
     return [note for note in (*_missing_models(recipe), *_missing_data(recipe)) if note]
 
 
 def path_notes(recipe: Recipe) -> list[str]:
-    """Names that are taken for the hub's where a file here is called almost so, and stores still to be made."""
+    """Return notes on names taken for hub ids although a similar file exists, and on caches still to be made."""
     notes = []
     for name, section in _models(recipe).items():
         if section.model is not None and section.init == "pretrained":
             if fault := _absent_package(section.model, f"{name}.model"):
                 notes.append(fault)
-            with contextlib.suppress(ValueError):  # which `path_faults` says
+            with contextlib.suppress(ValueError):  # reported by `path_faults`
                 if not resolve_model_source(section.model, f"{name}.model").local:
                     notes.append(_taken_for_a_hub_id(f"{name}.model", section.model))
     for name, teacher in teachers_of(recipe).items():
@@ -41,7 +41,7 @@ def path_notes(recipe: Recipe) -> list[str]:
 
 
 def teachers_of(recipe: Recipe) -> dict[str, Teacher]:
-    """Return the recipe's teachers by the field that names each."""
+    """Return the recipe's teachers by the recipe's field of each."""
     several: dict[str, Teacher] = {f"teachers.{number}": teacher for number, teacher in enumerate(recipe.teachers)}
     return several or {"teacher": recipe.teacher}
 
@@ -51,7 +51,7 @@ def _models(recipe: Recipe) -> dict[str, ModelSection]:
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """The fields that name data, each with its file, folder or hub id."""
+    """Yield the fields that name data, each with its file, folder or hub id."""
     data = recipe.data
     named = [(part.field, part.data.source) for part in data.parts]
     for field, name in (*named, ("data.validation.source", data.validation.source)):
@@ -63,7 +63,7 @@ def _missing_models(recipe: Recipe) -> Iterator[str]:
     for name, section in _models(recipe).items():
         if section.model is not None and section.init == "pretrained":
             if _absent_package(section.model, f"{name}.model"):
-                continue  # to be brought, as what is on the hub: a note
+                continue  # reported by `path_notes`, as models of the hub are
             try:
                 resolve_model_source(section.model, f"{name}.model")
             except ValueError as error:
@@ -71,7 +71,7 @@ def _missing_models(recipe: Recipe) -> Iterator[str]:
 
 
 def _absent_package(model: str, field: str) -> str | None:
-    """Return that a package with a model is not installed yet; None for any other model."""
+    """Return a note if a model's Python package is not installed; None for any other model."""
     package = model.removeprefix(PACKAGE_PREFIX).partition("/")[0]
     if not model.startswith(PACKAGE_PREFIX) or not package.isidentifier() or importlib.util.find_spec(package):
         return None
@@ -92,4 +92,4 @@ def _missing_data(recipe: Recipe) -> Iterator[str]:
 
 def _taken_for_a_hub_id(field: str, name: str) -> str:
     near = "" if local_path(name).exists() else suggest_path(name)
-    return f"{field}: {name} is not here and is taken for a hub id{near}" if near else ""
+    return f"{field}: {name} does not exist here and is taken for a hub id{near}" if near else ""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from distill.planning.preflight import Preflight
     from distill.teachers.fp8_cost import Offer
 
-SHOWN = 8  # parts in a setting that is printed
+SHOWN = 8  # largest number of module names in a printed setting
 
 
 def check(
@@ -27,16 +27,16 @@ def check(
     overrides: Overrides = None,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Plan for this GPU (4090, a100-40, H100, 24GB, cpu), not for mine."),
+        typer.Option(metavar="NAME", help="GPU to plan for (4090, a100-40, H100, 24GB, cpu); default: this machine's."),
     ] = None,
-    gpus: Annotated[int, typer.Option(metavar="N", min=1, help="How many of them.")] = 1,
+    gpus: Annotated[int, typer.Option(metavar="N", min=1, help="Number of GPUs.")] = 1,
     data: Annotated[bool, typer.Option("--data/--no-data", help="Read data that are on this machine.")] = True,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Run two real steps here; look at what fp8 costs a teacher, by layers.")
+        bool, typer.Option("--probe", help="Also run two real steps; measure an fp8 teacher's error by layer.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Will it fit, how long will it take, can it work? Downloads no weights; exit code 1 if it cannot run.
+    """Estimate a run's memory and time, and check that it can work. Downloads no weights; exit code 1 if it cannot run.
 
     \b
     distill check chat-8b-to-1b.yaml
@@ -50,7 +50,7 @@ def check(
 
     without_bars()
     device = find_device(gpu)
-    with console.working("looking at models and data"):
+    with console.working("reading configurations and data"):
         report = look(resolved, device, gpus=gpus, look_at_data=data)
     measured, offers = None, []
     if probe:
@@ -82,7 +82,7 @@ def _as_dict(report: Preflight, measured: Any) -> dict[str, Any]:
 
 
 def _data_lines(report: str) -> str:
-    """What was read and dropped, as `check` and `inspect` show it."""
+    """Return the summary of read and dropped data, as `check` and `inspect` print it."""
     return f"data        {report}".replace("\n", "\n" + " " * 12)
 
 
@@ -98,20 +98,20 @@ def _print(report: Preflight, measured: Any) -> None:
         f"vocabulary  {report.vocabulary}",
         *([_data_lines(report.data)] if report.data else []),
         f"plan        {where}, {report.strategy}; a step is {report.tokens_per_step:,} tokens in "
-        f"{counted(report.accumulation, 'micro-batch')} a device",
+        f"{counted(report.accumulation, 'micro-batch')} per device",
         *([f"kernels     {device.path}"] if device.path else []),
     ]
     console.say("\n".join(lines) + "\n")
     rows = [[name, f"{value / GIB:.2f}"] for name, value in memory.parts.items() if value >= 0.005 * GIB]
     moment = max(memory.moments, key=lambda name: memory.moments[name])
     rows.append([f"peak, in the {moment}", f"{memory.peak / GIB:.2f}"])
-    rows.append(["the device has", f"{device.memory_bytes / GIB:.2f}"])
+    rows.append(["memory of the device", f"{device.memory_bytes / GIB:.2f}"])
     if report.teacher_held:
         rows.append(["each GPU of the teacher server", f"{report.teacher_held / GIB:.2f}"])
     ours = device.family is None or device.family in FAMILIES
-    title = "memory of each GPU" if device.cuda and ours else "memory (arithmetic of our kernels; PyTorch takes more)"
+    title = "memory of each GPU" if device.cuda and ours else "memory (for our kernels; PyTorch takes more)"
     console.show_table([title, "GiB"], rows, numbers=True)
-    console.say(f"not all at once; full logits would take {memory.logits_avoided / GIB:.1f} GiB more")
+    console.say(f"parts are not held all at once; full logits would take {memory.logits_avoided / GIB:.1f} GiB more")
     if measured is not None:
         console.say("")
         peaks = ["peak GiB", f"{memory.peak / GIB:.2f}", f"{measured.peak / GIB:.2f}"]
@@ -123,16 +123,16 @@ def _print(report: Preflight, measured: Any) -> None:
     if report.seconds_per_step is not None:
         whole = report.seconds
         rest = "" if whole is None else f", {_duration(whole)} for {counted(report.steps or 0, 'step')}"
-        bus = ", and 80 % of its PCIe link while the layers travel" if report.moved else ""
-        assumed = f"(assuming 72 % of the GPU's peak in products, 40 % in attention, 88 % of its bandwidth{bus})"
+        bus = ", 80 % of its PCIe bandwidth for offloaded layers" if report.moved else ""
+        assumed = f"(assuming 72 % of the GPU's peak in GEMMs, 40 % in attention, 88 % of its bandwidth{bus})"
         console.say(f"time        {report.seconds_per_step:.2f} s a step{rest} {assumed}")
     if (own := report.answers) is not None:
-        took = "time not known" if own.seconds is None else f"{own.seconds:.2f} s of it if all are that long"
-        console.say(f"answers     {own.number:,.0f} a step of at most {counted(own.tokens, 'token')}: {took}")
+        took = "time unknown" if own.seconds is None else f"{own.seconds:.2f} s of it if all are that long"
+        console.say(f"rollouts    {own.number:,.0f} per step of at most {counted(own.tokens, 'token')}: {took}")
     if report.host:
         held, moved = f"{report.host / GIB:.1f} GiB", f"{report.moved / GIB:.1f} GiB"
         layers = f"{held} of host memory for the teacher's layers"
-        console.say(f"offload     {layers}; {moved} a step over the bus to each GPU")
+        console.say(f"offload     {layers}; {moved} per step over the bus to each GPU")
     console.say(f"disk        {report.disk / GIB:.1f} GiB of {report.disk_free / GIB:.1f} GiB free")
     if report.advice:
         title = "to save memory" if report.fits else "to make it fit"
@@ -145,11 +145,11 @@ def _print(report: Preflight, measured: Any) -> None:
     for problem in report.problems:
         console.say(f"PROBLEM     {problem}")
     if report.ok:
-        console.say("verdict     it fits and can run")
+        console.say("verdict     fits and can run")
 
 
 def _longer(report: Preflight, offers: list[Offer], tokens: int) -> list[float | None]:
-    """Milliseconds that each offer's forward takes longer than with all in fp8: measured, else by arithmetic."""
+    """Return the extra milliseconds of each offer's forward over all layers in fp8: measured, else estimated."""
     from distill.planning.step_time import longer_in_bf16
 
     if offers and offers[0].ms is not None:
@@ -166,8 +166,8 @@ def _print_offers(offers: list[Offer], longer: list[float | None]) -> None:
     for offer, ms in zip(offers, longer, strict=True):
         share, later = offer.weights / offers[-1].weights, "unknown" if ms is None else f"{ms:+.2f}"
         rows.append([str(len(offer.skip)), f"{share:.1%}", f"{offer.kl:.4f}", later])
-    how = "ms a micro-batch" + (", by arithmetic" if offers[0].ms is None else "")
-    console.show_table(["fp8 teacher: parts left in bf16", "of its weights", "KL", how], rows, numbers=True)
+    how = "ms per micro-batch" + (" (estimated)" if offers[0].ms is None else "")
+    console.show_table(["fp8 teacher: modules kept in bf16", "of its weights", "KL", how], rows, numbers=True)
     best = [(offer, ms) for offer, ms in zip(offers, longer, strict=True) if 0 < len(offer.skip) <= SHOWN]
     for offer, ms in best:
         price = "" if ms is None else f" for {ms:.2f} ms"
@@ -190,19 +190,19 @@ def inspect(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     rows: Annotated[int, typer.Option(metavar="N", min=1, help="Packed rows to show.")] = 2,
-    held_out: Annotated[bool, typer.Option("--held-out", help="Rows that are held out, not those learned.")] = False,
+    held_out: Annotated[bool, typer.Option("--held-out", help="Show held-out rows, not training rows.")] = False,
     shade: Annotated[
-        str | None, typer.Option(metavar="BY", help="entropy (the teacher's) or divergence (the student's KL).")
+        str | None, typer.Option(metavar="BY", help="Colour tokens by the teacher's entropy, or by divergence (KL).")
     ] = None,
     rollouts: Annotated[
-        bool, typer.Option("--rollouts", help="Of a RUN, its student's latest stored answers by their divergence.")
+        bool, typer.Option("--rollouts", help="Show the latest stored rollouts of a RUN, coloured by divergence.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show rows as training will see them: what is learned, what is only read, where documents begin.
+    """Show training rows: tokens that are trained on or masked, and where documents begin.
 
-    In a terminal learned tokens are green and others dim; elsewhere what is only read stands in «», and a shade
-    after its token in brackets, in nats.
+    In a terminal trained tokens are green and masked ones dim; elsewhere masked text stands in «», and a token's value
+    of --shade after it in brackets, in nats.
 
     \b
     distill inspect chat-8b-to-1b.yaml
@@ -246,7 +246,7 @@ def inspect(
 
 
 def _stored_rollouts(name: str, rows: int) -> tuple[list[list[Token]], list[str], dict[str, object]]:
-    """A run's latest stored answers, a title each, and what they are of."""
+    """Return a run's latest stored rollouts, a title for each, and the file they are from."""
     from distill.core.labels import IGNORE_INDEX
     from distill.planning.inspect_batches import tokens_of
     from distill.reports.report import find_run
@@ -255,7 +255,9 @@ def _stored_rollouts(name: str, rows: int) -> tuple[list[list[Token]], list[str]
 
     run = find_run(name)
     if not (stored := files(run)):
-        raise ValueError(f"--rollouts: {run} holds none; expected a run of a recipe with data.on_policy.store_every")
+        raise ValueError(
+            f"--rollouts: expected a run of a recipe with data.on_policy.store_every; {run} has no rollouts"
+        )
     answers = read(stored[-1])
     tokenizer = source_of(load(run / RECIPE_FILE, of_run=True)).vocabulary().tokenizer
     made, titles = [], []
@@ -265,7 +267,7 @@ def _stored_rollouts(name: str, rows: int) -> tuple[list[list[Token]], list[str]
         whole = {"input_ids": ids, "labels": labels, "position_ids": range(len(ids))}
         made.append(tokens_of(whole, tokenizer, [*[None] * len(prompt), *row["divergence"]]))
         route = f", {row['route']}" if row["route"] else ""
-        titles.append(f"answer {number} of {len(answers)}, step {row['step']}{route}")
+        titles.append(f"rollout {number} of {len(answers)}, step {row['step']}{route}")
     return made, titles, {"file": str(stored[-1])}
 
 
@@ -280,7 +282,7 @@ def _show(made: list[list[Token]], titles: list[str], report: dict[str, object],
     out = Console()
     for title, tokens in zip(titles, made, strict=True):
         learned = sum(token.state == "learned" for token in tokens)
-        console.say(f"=== {title}: {counted(len(tokens), 'token')}, {learned:,} learned")
+        console.say(f"=== {title}: {counted(len(tokens), 'token')}, {learned:,} trained on")
         if out.is_terminal:
             out.print(rich_text(tokens))
         else:
@@ -293,15 +295,15 @@ def bench(
     variants: Annotated[
         str,
         typer.Option(
-            metavar="LIST", help="Of plain, compile, liger, distill, distill-{graphs,all-rows,gated,compile,fp8}."
+            metavar="LIST", help="plain, compile, liger, distill, distill-{graphs,all-rows,apart,compile,fp8}."
         ),
     ] = "plain,compile,liger,distill,distill-graphs",
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Timed steps of each.")] = 8,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Timed steps per variant.")] = 8,
     as_json: AsJson = False,
 ) -> None:
-    """Time the recipe's training step on this GPU: ours beside plain transformers, torch.compile and Liger.
+    """Time the recipe's training step on this GPU: ours, plain transformers, torch.compile and Liger.
 
-    Random tokens, one micro-batch, a bfloat16 student; Liger only where it is installed.
+    Random tokens, one micro-batch, a bfloat16 student; Liger only if it is installed.
 
     \b
     distill bench llama3-8b-to-1b teacher.init=random student.init=random
@@ -339,4 +341,4 @@ def bench(
         ]
         for row in found
     ]  # fmt: skip
-    console.show_table(["variant", "ms", "tokens/s", "MFU", "peak GiB", "joules", "of which ms"], rows)
+    console.show_table(["variant", "ms", "tokens/s", "MFU", "peak GiB", "joules", "ms by phase"], rows)

@@ -1,6 +1,4 @@
-"""`distill check --probe`: two real steps of a recipe on this machine's GPU, to hold the prediction against; and what
-an fp8 teacher costs by layers, on the recipe's first held-out rows.
-"""
+"""Measurements of `distill check --probe`: two real training steps, and the error of an fp8 teacher by layer."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from distill.training.arguments import fused_optimizer, training_arguments
 
 
 class Measured(NamedTuple):
-    """What a step took: the most that torch's allocator held, bytes, and seconds of the second step."""
+    """Peak memory of torch's allocator in bytes, and seconds of the second step."""
 
     peak: float
     seconds: float
@@ -38,10 +36,10 @@ class Measured(NamedTuple):
 def probe(recipe: Recipe) -> Measured:
     """Load both models, train two steps on random tokens of the recipe's shape, and measure; nothing is kept.
 
-    Two, since the optimizer's states exist from the second on.
+    Two steps, since the optimizer's states exist from the second on.
 
     Raises:
-        ValueError: no GPU here, or models that cannot be loaded.
+        ValueError: This machine has no GPU, or the models cannot be loaded.
     """
     from distill.models.fp8_student import compute_in_fp8
     from distill.teachers.opening import opened_pair, patch_models
@@ -49,9 +47,9 @@ def probe(recipe: Recipe) -> Measured:
 
     device = resolve_device(recipe.train)
     if not can_step(recipe):
-        raise ValueError("--probe: expected a CUDA device in this machine, got none; the prediction needs none")
+        raise ValueError("--probe: expected a CUDA device in this machine, got none; check without --probe needs none")
     rows = 3 * (recipe.train.tokens_per_step or 0) // recipe.data.max_length + 4 * recipe.train.batch_size
-    # random tokens take the same memory; `epochs` and figures along the way are of no interest here
+    # random tokens take the same memory; epochs, evaluations and checkpoints are not needed here
     quick: dict[str, Any] = {"steps": 2, "epochs": None, "save_every": None, "eval_every": None, "log_every": 1}
     update = {"source": "synthetic", "sources": [], "max_rows": max(rows, 8), "cache": False}
     data = recipe.data.model_copy(update=update)
@@ -65,7 +63,7 @@ def probe(recipe: Recipe) -> Measured:
             splits = vocabulary.read(data, 0)
         folder = opened.enter_context(tempfile.TemporaryDirectory())
         opened.enter_context(working("two steps"))
-        # what loading and patching say belongs beside the result, not into it
+        # messages of loading and patching go to standard error, not into the result
         opened.enter_context(contextlib.redirect_stdout(sys.stderr))
         arguments = training_arguments(
             recipe, Path(folder), rows=len(splits.train), device=device, precision=context.precision
@@ -86,17 +84,17 @@ def probe(recipe: Recipe) -> Measured:
 
 
 def can_step(recipe: Recipe) -> bool:
-    """Whether `probe` has a GPU here."""
+    """Return whether `probe` has a GPU here."""
     return resolve_device(recipe.train).type == "cuda"
 
 
 def probe_fp8(recipe: Recipe) -> list[Offer]:
-    """What an fp8 teacher costs with some of its layers left in 16 bits; empty for any other teacher.
+    """Return the error of an fp8 teacher with some layers left in 16 bits; empty for any other teacher.
 
-    On a GPU with our kernels in it, as a run has it, and timed.
+    On a GPU it is measured with our kernels, as in a run, and timed.
 
     Raises:
-        ValueError: as `distill run` would say.
+        ValueError: `distill run` would refuse the recipe.
     """
     if recipe.teacher.dtype != "fp8":
         return []
@@ -104,7 +102,7 @@ def probe_fp8(recipe: Recipe) -> list[Offer]:
     device = context.device
     for problem in source.problems(cuda=device.type == "cuda", sharded=False, family=family_in(device)):
         raise ValueError(problem)
-    with working("measuring what fp8 costs in each layer"):
+    with working("measuring the fp8 error of each layer"):
         vocabulary = source.vocabulary()
         rows = vocabulary.read(recipe.data, recipe.train.seed).validation
         teacher = source.open(context, vocabulary)
@@ -119,7 +117,7 @@ def probe_fp8(recipe: Recipe) -> list[Offer]:
 
 
 def _milliseconds(run: Callable[[], object]) -> float:
-    """Of a call on the GPU, the median of five once it is warm."""
+    """Return the median time of a call on the GPU, over five after two warm-up calls."""
     times = []
     for _ in range(7):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,7 +1,7 @@
-"""Every setting of a recipe, read from the schema: its type, default and meaning; and the schema itself, for editors.
+"""Settings of a recipe from its schema (type, default, description), and the JSON schema for editors.
 
-The meaning of a field is what the docstring of its section says under `Attributes:`. Since which version a field is
-there, the schema file that ships remembers (`x-since`): a field that is not in it yet is as old as this version.
+A field's description stands in its section's docstring under `Attributes:`. The shipped schema file records the version
+that added each field (`x-since`); a field that is not in it yet was added by this version.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from distill.recipe.shipped import SCHEMA_FILE, shipped_folder
 
 WORDS = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true | false", "null": "null"}
 BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
-Node = dict[str, Any]  # of a JSON schema
-LARGEST = 2**20  # a bound from here on is there to catch slips, and says nothing
+Node = dict[str, Any]  # node of a JSON schema
+LARGEST = 2**20  # larger bounds only catch typing errors and are not shown
 
 
 class Setting(NamedTuple):
-    """One field of a recipe.
+    """Field of a recipe.
 
     Attributes:
-        name: its path, as overrides write it; `[]` follows a list.
-        type: the values it takes.
-        default: as in YAML; `required` where there is none, empty for a section.
-        meaning: what it does.
-        since: the first version that has it.
-        elsewhere: what other tools call it, by tool.
+        name: Its path, as in overrides; `[]` follows a list.
+        type: Accepted values.
+        default: Default as YAML; `required` where there is none, empty for a section.
+        meaning: Description.
+        since: First version that has it.
+        elsewhere: Its name in other tools, by tool.
     """
 
     name: str
@@ -48,14 +48,14 @@ class Setting(NamedTuple):
 
 
 def settings() -> list[Setting]:
-    """Every field of the recipe, in the order of the file."""
+    """Return every field of the recipe, in the order of the file."""
     schema = json_schema()
     found: dict[str, Setting] = {}
     for name, node, is_required in _fields(schema, schema["$defs"], "", ()):
         kind, other = _type(node), found.get(name)
         default = "required" if is_required else "" if "$ref" in node else node.get("default", "")
         default = default if isinstance(default, str) else json.dumps(default)
-        if other is not None:  # a field that several types of term have
+        if other is not None:  # a field of several types of term
             kind = " | ".join(dict.fromkeys([*other.type.split(" | "), *kind.split(" | ")]))
         meaning = other.meaning if other is not None and other.meaning else node["description"]
         found[name] = Setting(name, kind, default, meaning, node["x-since"], OTHER_TOOLS.get(name, {}))
@@ -63,10 +63,11 @@ def settings() -> list[Setting]:
 
 
 def find_settings(name: str) -> list[Setting]:
-    """The settings that a name means: a path or its end, a section, a beginning, another tool's name, a part of a name.
+    """Return the settings that match a name: path, end of a path, section, prefix, another tool's name, or part of a
+    name.
 
     Raises:
-        ValueError: none is near; offers the nearest.
+        ValueError: None matches; the message suggests the nearest.
     """
     plain = re.sub(r"\[\]|\.\d+(?=\.|$)", "", name.strip().strip("."))
     paths = {setting.name.replace("[]", ""): setting for setting in settings()}
@@ -86,11 +87,11 @@ def find_settings(name: str) -> list[Setting]:
         raise ValueError(f"{name}: {alias.cure}")
     hint = did_you_mean(plain, dict.fromkeys([*last.values(), *paths]))
     hint = hint if hint.startswith("did") else "distill settings lists them all"
-    raise ValueError(f"no setting is called {name!r}; {hint}")
+    raise ValueError(f"expected the name of a setting, got {name!r}; {hint}")
 
 
 def json_schema() -> Node:
-    """The recipe's file as a JSON schema (draft 2020-12), by which editors complete and check."""
+    """Return the recipe's JSON schema (draft 2020-12), for completion and validation in editors."""
     schema, since = Recipe.model_json_schema(), _since()
     sections = dict(_sections(Section))
     for name, part in _parts(schema):
@@ -105,7 +106,7 @@ def json_schema() -> Node:
                 made: Any = factory()  # type: ignore[call-arg]
                 node["default"] = made and [one.model_dump() if isinstance(one, BaseModel) else one for one in made]
         part.pop("title", None)
-    # what validators let a recipe leave out, or write in another way
+    # fields that validators make optional, or accept in another form
     schema["required"] = [name for name in schema["required"] if name not in ("name", "teacher")]
     schema["anyOf"] = [{"required": ["teacher"]}, {"required": ["teachers"]}]
     del (data := schema["$defs"]["Data"])["required"]
@@ -116,7 +117,7 @@ def json_schema() -> Node:
 
 
 def meanings(section: type[Section]) -> dict[str, str]:
-    """What the docstrings of a section and of its bases say of their fields."""
+    """Return the descriptions of a section's fields, from its docstring and those of its bases."""
     found: dict[str, str] = {}
     for base in reversed(section.__mro__[: section.__mro__.index(Section)]):
         _, _, listed = inspect.cleandoc(vars(base).get("__doc__") or "").partition("Attributes:")
@@ -127,17 +128,17 @@ def meanings(section: type[Section]) -> dict[str, str]:
 
 
 def _sections(section: type[Section]) -> Iterator[tuple[str, type[Section]]]:
-    """Every section by its class's name."""
+    """Yield every section with its class name."""
     for one in section.__subclasses__():
         yield one.__name__, one
         yield from _sections(one)
 
 
 def _since() -> dict[str, str]:
-    """By section and field, the version that the shipped schema remembers."""
+    """Return the version recorded in the shipped schema, by section and field."""
     path = shipped_folder() / SCHEMA_FILE
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    if not text:  # or being written just now, by `distill schema >` this file
+    if not text:  # `distill schema > FILE` truncates the file before this reads it
         return {}
     schema = json.loads(text)
     fields = ((name, key, node) for name, part in _parts(schema) for key, node in part["properties"].items())
@@ -145,13 +146,13 @@ def _since() -> dict[str, str]:
 
 
 def _parts(schema: Node) -> list[tuple[str, Node]]:
-    """Every section's schema by its name."""
+    """Return the schema of every section, by name."""
     parts = [*schema["$defs"].items(), ("Recipe", schema)]
     return [(name, part) for name, part in parts if "properties" in part]
 
 
 def _fields(part: Node, known: Node, prefix: str, above: tuple[str, ...]) -> Iterator[tuple[str, Node, bool]]:
-    """Path, schema and whether it must be given, of every field of a section and of those inside of it."""
+    """Yield path, schema and whether it is required, for every field of a section and of nested sections."""
     for key, node in part["properties"].items():
         yield f"{prefix}{key}", node, key in part.get("required", ())
         for inner, is_item in _references(node, False):
@@ -160,7 +161,7 @@ def _fields(part: Node, known: Node, prefix: str, above: tuple[str, ...]) -> Ite
 
 
 def _references(node: Node, is_item: bool) -> Iterator[tuple[str, bool]]:
-    """The sections that a field can hold, and whether a list of them."""
+    """Yield the sections that a field can hold, and whether it holds a list of them."""
     if "$ref" in node:
         yield node["$ref"].rpartition("/")[2], is_item
     for inner in [*node.get("anyOf", ()), *node.get("oneOf", ())]:

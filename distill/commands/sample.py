@@ -1,4 +1,4 @@
-"""The command `sample`: a model's answers to a file of prompts, as data for a run."""
+"""Command `sample`: generate responses of a model to prompts, as training data."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from distill.recipe.compatibility import require_command
 
 
 class Who(StrEnum):
-    """Whose answers."""
+    """Model that generates."""
 
     teacher = "teacher"
     student = "student"
 
 
 class EngineName(StrEnum):
-    """What generates."""
+    """Generation engine."""
 
     distill = "distill"
     transformers = "transformers"
@@ -45,31 +45,27 @@ class EngineName(StrEnum):
 def sample(
     recipe: RecipeArgument,
     prompts: Annotated[
-        str, typer.Option(metavar="FILE", help="Prompts: .txt with one a line, or data with prompt or messages.")
+        str, typer.Option(metavar="FILE", help="Prompts: .txt with one per line, or data with prompt or messages.")
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Answers go to this .jsonl; what is there is kept.")],
-    who: Annotated[Who, typer.Option("--from", help="Whose answers.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Output .jsonl; existing responses are kept.")],
+    who: Annotated[Who, typer.Option("--from", help="Model that generates.")],
     overrides: Overrides = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 1.0,
-    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts answered at once.")] = 32,
-    top_k: Annotated[int, typer.Option(metavar="K", min=0, help="Draw from the K likeliest tokens; 0 for all.")] = 0,
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts per batch.")] = 32,
+    top_k: Annotated[int, typer.Option(metavar="K", min=0, help="Top-k sampling; 0 to disable.")] = 0,
     top_p: Annotated[
-        float, typer.Option(metavar="P", min=1e-6, max=1.0, help="Draw from the likeliest tokens of P together.")
+        float, typer.Option(metavar="P", min=1e-6, max=1.0, help="Top-p (nucleus) sampling; 1 to disable.")
     ] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(metavar="P", min=0.0, max=1.0, help="Draw from tokens of P times the likeliest's or more.")
-    ] = 0.0,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="End an answer that contains it; may be repeated.")
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of what is drawn.")] = 0,
-    engine: Annotated[EngineName, typer.Option(help="What generates.")] = EngineName.distill,
+    min_p: Annotated[float, typer.Option(metavar="P", min=0.0, max=1.0, help="Min-p sampling; 0 to disable.")] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop string; may be repeated.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Sampling seed.")] = 0,
+    engine: Annotated[EngineName, typer.Option(help="Generation engine.")] = EngineName.distill,
     as_json: AsJson = False,
 ) -> None:
-    """Let a recipe's teacher or student answer a file of prompts: data to train on. Goes on where it broke off.
+    """Generate training data: responses of a recipe's teacher or student to a file of prompts. Can be resumed.
 
-    One GPU answers; all visible ones do where they hold the teacher in shards (parallel.teacher), which is slow.
+    Uses one GPU, or all visible ones for a sharded teacher (parallel.teacher), which is slow.
 
     \b
     distill sample chat-8b-to-1b.yaml --from teacher \\
@@ -103,19 +99,19 @@ def sample(
     for reason, count in (result.dropped or {}).items():
         console.say(f"dropped {counted(count, 'prompt')}: {reason}")
     if result.found:
-        console.say(f"{counted(result.found, 'answer')} {'was' if result.found == 1 else 'were'} there already")
+        console.say(f"{counted(result.found, 'response')} already existed")
     if result.made:
         speed = result.tokens / max(result.seconds, 1e-9)
         console.say(
-            f"{counted(result.made, 'answer')}, {result.tokens / result.made:,.0f} tokens each, {speed:,.0f} tokens/s, "
-            f"{result.truncated:,} cut off at {max_new_tokens:,} tokens"
+            f"{counted(result.made, 'response')}, {result.tokens / result.made:,.0f} tokens each, "
+            f"{speed:,.0f} tokens/s, {result.truncated:,} truncated at {max_new_tokens:,} tokens"
         )
-    console.say(f"wrote {out}; learn from it with data.source={out}")
+    console.say(f"wrote {out}; train on it with data.source={out}")
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, else a line at every tenth of the way, both on standard error."""
+    """Show a progress bar in a terminal, else a line at every tenth, both on standard error."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

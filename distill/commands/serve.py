@@ -1,4 +1,4 @@
-"""The command `serve`."""
+"""Command `serve`: run a teacher server."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 def serve(
     recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE|MODEL", help="Its teacher is served; or a model by its name.")
+        str, typer.Argument(metavar="RECIPE|MODEL", help="A recipe, whose teacher is served, or a model.")
     ],
     overrides: Overrides = None,
-    host: Annotated[str, typer.Option("--host", help="Other than loopback needs a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="To listen on; 0 for a free one.")] = 8765,
+    host: Annotated[str, typer.Option("--host", help="Address to bind; any but loopback needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8765,
     token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Its content is the bearer token; else DISTILL_SERVE_TOKEN.")
+        Path | None, typer.Option(metavar="FILE", help="File with the bearer token; else DISTILL_SERVE_TOKEN.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens of a request.")] = 65_536,
-    batch_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of a forward, over requests.")] = 16_384,
-    queue_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens that may wait.")] = 1 << 20,
+    max_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Maximum tokens of a request.")] = 65_536,
+    batch_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum tokens of a forward.")] = 16_384,
+    queue_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum queued tokens.")] = 1 << 20,
     address_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Written once it answers: its address.")
+        Path | None, typer.Option(metavar="FILE", help="Write the address to this file once the server is ready.")
     ] = None,
-    ssl_certfile: Annotated[Path | None, typer.Option(metavar="FILE", help="For https, with --ssl-keyfile.")] = None,
-    ssl_keyfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Its private key.")] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(metavar="FILE", help="TLS certificate.")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Private key of the certificate.")] = None,
 ) -> None:
-    """Load a recipe's teacher, or a model, and answer trainers elsewhere (teacher.type: server) over HTTP.
+    """Serve a recipe's teacher, or a model, to remote trainers (teacher.type: server) over HTTP.
 
     \b
     distill serve quickstart
@@ -98,7 +98,7 @@ def _write_address(server: uvicorn.Server, address: str, file: Path) -> None:
 
 
 def _recipe(name: str, overrides: list[str], of_model: Any) -> Any:
-    """The recipe of that name, else one for the model of that name."""
+    """Return the recipe with this name, else a recipe for the model with this name."""
     known = {recipe.name for recipe in shipped_recipes()}
     if name in known or name.endswith((".yaml", ".yml")):
         return load_recipe(name, overrides)[1]

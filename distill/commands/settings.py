@@ -1,4 +1,4 @@
-"""The commands `settings` and `schema`: what a recipe may say, for people and for editors."""
+"""Commands `settings` and `schema`: the settings of a recipe, for people and for editors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distill.core import console
 
 
 def complete_setting(incomplete: str) -> list[str]:
-    """Shell completion: paths of settings."""
+    """Return shell completions: paths of settings."""
     paths = [setting.name.replace("[]", ".0") for setting in all_settings()]
     return [path for path in paths if path.startswith(incomplete)]
 
@@ -22,32 +22,32 @@ def settings(
     field: Annotated[
         str | None,
         typer.Argument(
-            metavar="FIELD", help="A setting, its beginning, or another tool's name.", autocompletion=complete_setting
+            metavar="FIELD", help="A setting, a prefix, or its name in another tool.", autocompletion=complete_setting
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a recipe can say: every setting with its type, default and meaning.
+    """Explain the settings of a recipe: type, default and description.
 
     \b
-    distill settings                           # all of them, a line each
+    distill settings                           # list all
     distill settings train.batch_size
     distill settings data.on_policy            # a section
-    distill settings num_train_epochs          # what other tools call it
+    distill settings num_train_epochs          # its name in another tool
     """
     matches = all_settings() if field is None else find_settings(field)
     if as_json:
         say_json([setting._asdict() for setting in matches])
     elif len(matches) > 12:
         console.show_table(["setting", "default"], [[setting.name, setting.default[:36]] for setting in matches])
-        console.say("\ndistill settings FIELD says more of one, or of a section such as train")
+        console.say("\ndistill settings FIELD explains one, or a section such as train")
     else:
         for number, setting in enumerate(matches):
             lines = {
                 "type": setting.type,
                 "default": setting.default,
                 "since": setting.since,
-                "elsewhere": ", ".join(f"{name} in {tool}" for tool, name in setting.elsewhere.items()),
+                "also": ", ".join(f"{name} in {tool}" for tool, name in setting.elsewhere.items()),
             }
             console.say(("\n" if number else "") + setting.name)
             console.say(f"  {setting.meaning}")
@@ -57,7 +57,7 @@ def settings(
 
 
 def schema() -> None:
-    """Print the JSON schema of recipes, by which editors complete and check them.
+    """Print the JSON schema of recipes, for completion and validation in editors.
 
     \b
     distill schema > recipe.schema.json

@@ -1,4 +1,4 @@
-"""Commands that hand a student over: `generate`, `export`."""
+"""Commands that use or hand over a student: `generate`, `export`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from distill.core import console
 
 def generate(
     target: TargetArgument,
-    prompt: Annotated[list[str], typer.Option("--prompt", "-p", metavar="TEXT", help="What to ask; may be repeated.")],
+    prompt: Annotated[list[str], typer.Option("--prompt", "-p", metavar="TEXT", help="Prompt; may be repeated.")],
     teacher: BesideModel = None,
     beside: BesideTeacher = False,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     kernels: Annotated[
-        str, typer.Option(metavar="NAME", help="auto, or triton: no kernel of CUDA's libraries, on sm_90 or later.")
+        str, typer.Option(metavar="NAME", help="auto, or triton: Triton kernels alone (sm_90 or later).")
     ] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Let a student answer, as it writes, beside its teacher if asked.
+    """Generate responses with a student and, if requested, its teacher, streamed.
 
     \b
     distill generate support-bot --prompt "How do I reset my password?"
@@ -75,19 +75,17 @@ def _write(piece: str) -> None:
 
 def export(
     run: RunArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where to.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Output folder.")],
     dtype: Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16.")] = None,
-    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of one file at most.")] = "5GB",
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Maximum size of a file.")] = "5GB",
     gguf: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="Also write one GGUF file: f32, f16, bf16 or q8_0.")
+        str | None, typer.Option(metavar="TYPE", help="Also write a GGUF file: f32, f16, bf16 or q8_0.")
     ] = None,
-    push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the hub, private.")] = None,
-    public: Annotated[
-        bool, typer.Option("--public", help="Where --push makes the repository, make it public.")
-    ] = False,
+    push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the hub, as private.")] = None,
+    public: Annotated[bool, typer.Option("--public", help="Make a repository created by --push public.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a run's student to a folder: merged, in one dtype, with tokenizer, card and recipe; read back to check.
+    """Write a run's student to a folder: adapters merged, one dtype, tokenizer, model card and recipe; then verify it.
 
     \b
     distill export support-bot -o support-bot-1b --dtype bfloat16
@@ -105,7 +103,7 @@ def export(
     if gguf is not None:
         check_type(gguf)
     if public and push is None:
-        raise ValueError("--public: belongs to --push, which was not given")
+        raise ValueError("--public: expected together with --push; got no --push")
     if push is not None:
         check_repository(push)
     without_bars()
@@ -125,7 +123,7 @@ def export(
         file = written["gguf"]
         console.say(
             f"wrote {file.path}: {file.bytes / 1e6:,.0f} MB, read back and compared; rounding its weights to {gguf} "
-            f"costs {file.kl:.1e} nats a token" + (f"; {file.note}" if file.note else "")
+            f"costs a KL of {file.kl:.1e} nats per token" + (f"; {file.note}" if file.note else "")
         )
     if push is not None:
         console.say(f"pushed to {written['address']}")

@@ -1,4 +1,4 @@
-"""The command `verify`: read a run or a cache back, and hold it against what was written."""
+"""Command `verify`: read a run or a cache back and compare it with its checksums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distill.core import console
 from distill.core.folders import RECIPE_FILE, RESULT_FILE
 from distill.core.units import counted
 
-Line = tuple[str, str, bool]  # what was read, what it is like, whether it is sound
+Line = tuple[str, str, bool]  # name of the part, result in words, whether it is undamaged
 
 
 def verify(
@@ -24,7 +24,7 @@ def verify(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Read a run or a cache back: checksums, shapes, finite numbers, versions. Exit code 1 where anything is wrong.
+    """Verify a run or a cache: checksums, shapes, finite numbers, versions. Exit code 1 if anything is wrong.
 
     \b
     distill verify support-bot
@@ -48,7 +48,7 @@ def verify(
 
 
 def _line(what: str, read: Callable[[], str]) -> Line:
-    """What `read` says; a line that is not sound where it raises."""
+    """Return a line with the result of `read`, marked as damaged where it raises."""
     try:
         return what, read(), True
     except (ValueError, OSError, KeyError, TypeError, AttributeError, RuntimeError) as error:
@@ -64,7 +64,7 @@ def _run(folder: Path) -> Iterator[Line]:
     from distill.training.rollout_files import FOLDER, files
 
     def noted(path: Path, read: Callable[[], str]) -> Line:
-        """A file as its entry in the run's manifest has it, and readable."""
+        """Return a line on a file: equal to its entry in the run's manifest, and readable."""
         return _line(path.name, lambda: _raise(fault_of_entry(folder, path.relative_to(folder).as_posix())) or read())
 
     if (folder / MANIFEST).exists():
@@ -80,7 +80,7 @@ def _run(folder: Path) -> Iterator[Line]:
     for path in checkpoints(folder, damaged=True):
         yield _line(path.name, lambda path=path: _checkpoint(path))  # type: ignore[misc]
     for path in unfinished_checkpoints(folder):
-        yield path.name, "not finished; nothing reads it", True
+        yield path.name, "unfinished; never loaded", True
     if (folder / RESULT_FILE).exists() or RESULT_FILE in names:
         yield noted(folder / RESULT_FILE, lambda: _figures(folder / RESULT_FILE, "before", "after"))
     if (folder / "student").is_dir():
@@ -92,7 +92,7 @@ def _run(folder: Path) -> Iterator[Line]:
 
 
 def _raise(fault: str | None) -> str:
-    """Raise a fault; "" where there is none."""
+    """Raise a ValueError with this fault; return "" where there is none."""
     if fault is not None:
         raise ValueError(fault)
     return ""
@@ -103,7 +103,7 @@ def _manifest(folder: Path) -> str:
 
     manifest = read_manifest(folder) or {}
     if SUM not in manifest or not is_signed(manifest):
-        raise ValueError("it is not as it was written; move it away, and files are only read for their form")
+        raise ValueError("its checksum does not match; move it away to check only the form of the files")
     return f"checksums of {counted(len(_noted_names(folder)), 'file')}"
 
 
@@ -117,18 +117,18 @@ def _noted_names(folder: Path) -> set[str]:
 
 
 def _figures(path: Path, *names: str) -> str:
-    """Held-out figures of a run's JSON file."""
+    """Return a line on the held-out metrics of a run's JSON file."""
     found = json.loads(path.read_text(encoding="utf-8"))
     for name in names:
         if not all(value is None or isinstance(value, int | float) for value in found[name].values()):
-            raise ValueError(f"{name} holds figures that are no numbers")
-    return f"held-out figures over {next(iter(found[names[0]].values())):,}"
+            raise ValueError(f"{name} holds metrics that are not numbers")
+    return f"held-out metrics over {next(iter(found[names[0]].values())):,}"
 
 
 def _rollouts(path: Path) -> str:
     from distill.training.rollout_files import read
 
-    return counted(len(read(path)), "answer")
+    return counted(len(read(path)), "rollout")
 
 
 def _versions(path: Path) -> str:
@@ -149,7 +149,7 @@ def _metrics(path: Path) -> str:
     rows = read_metrics(path)
     steps = [row["step"] for row in rows]
     if steps != sorted(set(steps)):
-        raise ValueError("steps come twice, or out of order")
+        raise ValueError("steps are repeated or out of order")
     return counted(len(steps), "row")
 
 
@@ -159,7 +159,7 @@ def _checkpoint(path: Path) -> str:
 
     if fault := fault_of(path):
         raise ValueError(fault)
-    return "as written" if (path / MANIFEST).is_file() else f"can be read; it has no {MANIFEST}"
+    return "as written" if (path / MANIFEST).is_file() else f"readable; it has no {MANIFEST}"
 
 
 def _student(folder: Path) -> str:
@@ -193,7 +193,7 @@ def _student(folder: Path) -> str:
     for name, tensor in sorted(get_peft_model_state_dict(model).items()) if base else ():
         if there.get(name) != (expected := list(tensor.shape)):
             raise ValueError(f"{name}: expected the shape {expected} of its configuration, got {there.get(name)}")
-    return "as written" if "files" in result else "can be read; this run wrote no checksums of it"
+    return "as written" if "files" in result else "readable; this run wrote no checksums of it"
 
 
 def _cache(folder: Path) -> Iterator[Line]:
@@ -219,7 +219,7 @@ def _cache(folder: Path) -> Iterator[Line]:
         text = f"version {cache.manifest['version']}, {counted(cache.stored, 'position')}"
         yield "files", fault or text, fault is None
     else:
-        yield folder.name, f"not complete: {counted(cache.stored, 'position')} so far", True
+        yield folder.name, f"incomplete: {counted(cache.stored, 'position')} so far", True
 
     def shard(number: int) -> str:
         arrays = cache.shards[number]
@@ -227,7 +227,7 @@ def _cache(folder: Path) -> Iterator[Line]:
             start, stop = cache.read_back(number, document)
             for name in ("logprobs", "hidden"):
                 if name in arrays and arrays[name].dtype.kind == "f" and np.isnan(arrays[name][start:stop]).any():
-                    raise ValueError(f"{name} of document {document} are not numbers")
+                    raise ValueError(f"{name} of document {document} contain NaN")
         return f"{len(arrays['keys']):,} documents" + ("" if "sums" in arrays else ", written without checksums")
 
     for number in range(len(cache.shards)):

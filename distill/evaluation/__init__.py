@@ -1,1 +1,1 @@
-"""After a run: held-out figures with their confidence, samples, comparisons."""
+"""Evaluation: held-out metrics with confidence intervals, samples, benchmark tasks."""

@@ -1,8 +1,8 @@
-"""Confidence intervals of means over tokens, by resampling rows (Efron, 1979); here a row is whatever is drawn whole.
+"""Confidence intervals of means over tokens, by resampling rows with replacement (Efron, 1979).
 
-Tokens of one text are alike, so that resampling single tokens would promise too much: whole rows are drawn, with
-replacement, and the mean is the ratio of sums, as it is over the whole set. Two models measured on the same rows are
-compared by drawing the same rows for both. Of a single row nothing can be told: its interval is NaN.
+Tokens of one text are correlated, so resampling single tokens would give too narrow intervals: whole rows are drawn,
+and the mean is the ratio of sums, as over the whole set. Two models measured on the same rows are compared by drawing
+the same rows for both. The interval of a single row is NaN. A row may be a document or another unit.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 DRAWS, LEVEL = 2000, 0.95
-EDGES = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)  # the quantiles of an interval
-AT_ONCE = 1 << 22  # how many of (draws x rows) exist at a time
+EDGES = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)  # quantiles of an interval
+AT_ONCE = 1 << 22  # largest draws x rows held in memory
 
 
 class Interval(NamedTuple):
-    """A figure and the percentile interval around it."""
+    """Value with its percentile interval."""
 
     value: float
     low: float
@@ -25,16 +25,16 @@ class Interval(NamedTuple):
 
 
 def intervals(sums: np.ndarray, counts: np.ndarray, *, draws: int = DRAWS, seed: int = 0) -> list[Interval]:
-    """The means `sums.sum(0) / counts.sum()` with their intervals.
+    """Return the means `sums.sum(0) / counts.sum()` with their intervals.
 
     Args:
-        sums: float64 [rows, figures], sums over each row's tokens.
+        sums: float64 [rows, metrics], sums over each row's tokens.
         counts: float64 [rows], tokens in each row.
-        draws: Resamples.
-        seed: Of the resampling; the same seed draws the same rows.
+        draws: Number of resamples.
+        seed: Seed of the resampling; the same seed draws the same rows.
 
     Raises:
-        ValueError: no tokens.
+        ValueError: There are no tokens.
     """
     if counts.sum() <= 0:
         raise ValueError("counts: expected at least one token")
@@ -46,7 +46,7 @@ def intervals(sums: np.ndarray, counts: np.ndarray, *, draws: int = DRAWS, seed:
 
 
 def share_interval(before: np.ndarray, after: np.ndarray) -> Interval:
-    """`(before - after) / before` of the totals, with its interval: the share of a gap that was closed.
+    """Return `(before - after) / before` of the totals, the relative reduction, with its interval.
 
     Args:
         before, after: float64 [rows], sums over the same rows' tokens.
@@ -59,7 +59,7 @@ def share_interval(before: np.ndarray, after: np.ndarray) -> Interval:
 
 
 def _resampled(values: np.ndarray, draws: int, seed: int) -> np.ndarray:
-    """Sums over resamples of the rows of `values` [rows, k]: float64 [draws, k]; NaN where there is one row."""
+    """Return sums over resamples of the rows of `values` [rows, k]: float64 [draws, k]; NaN for a single row."""
     rows = len(values)
     if rows < 2:
         return np.full((draws, values.shape[1]), np.nan)

@@ -1,13 +1,13 @@
-"""How close a student is to its teacher on held-out text, before and after training.
+"""Held-out metrics of a student against its teacher, before and after training.
 
     before = evaluate(student, teacher, splits.validation, batch_size=4)
     trainer.train()
     after = evaluate(student, teacher, splits.validation, batch_size=4)
     print(gap_closed(before, after))
 
-All figures are means over the trained tokens of the whole set (natural logarithms, temperature 1), the same whatever
-the batch size and the number of processes. They come from the fused loss's token statistics, so that full logits are
-never held; the sums are kept in float64.
+All metrics are means over the trained tokens of the whole set (natural logarithms, temperature 1), independent of the
+batch size and the number of processes. They come from the fused loss's token statistics, so full logits never exist;
+sums are kept in float64.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from distill.data.collator import Collator
 from distill.teachers.base import Collate, Teacher
 from distill.teachers.objective import DistillationObjective
 
-NO_GAP = 1e-4  # nats: equal models in 16 bits differ by as much
+NO_GAP = 1e-4  # nats; equal models in 16 bits differ by up to this much
 
 
 class HeldOut(NamedTuple):
-    """Figures of one student against one teacher on one set.
+    """Metrics of one student against one teacher on one data set.
 
     Attributes:
-        tokens: trained tokens the means are over.
-        forward_kl: KL(teacher || student), nats a token.
-        reverse_kl: KL(student || teacher), nats a token.
-        agreement: share of tokens where both models' most probable token is the same; a tie at the top, of either,
-            is no agreement.
-        student_cross_entropy: -log p_student[label], nats a token.
-        teacher_cross_entropy: -log p_teacher[label], nats a token.
-        student_entropy, teacher_entropy: of the next-token distributions, nats.
+        tokens: Number of trained tokens that the means are over.
+        forward_kl: KL(teacher || student), nats per token.
+        reverse_kl: KL(student || teacher), nats per token.
+        agreement: Top-1 agreement, the fraction of tokens with the same argmax in both models; a tie at the top of
+            either counts as no agreement.
+        student_cross_entropy: -log p_student[label], nats per token.
+        teacher_cross_entropy: -log p_teacher[label], nats per token.
+        student_entropy, teacher_entropy: Entropy of the next-token distributions, nats.
     """
 
     tokens: int
@@ -54,25 +54,25 @@ class HeldOut(NamedTuple):
 
     @property
     def student_perplexity(self) -> float:
-        """exp(cross-entropy); infinite where that overflows."""
+        """Return exp(cross-entropy) of the student; infinite where that overflows."""
         return perplexity(self.student_cross_entropy)
 
     @property
     def teacher_perplexity(self) -> float:
-        """exp(cross-entropy); infinite where that overflows."""
+        """Return exp(cross-entropy) of the teacher; infinite where that overflows."""
         return perplexity(self.teacher_cross_entropy)
 
 
 def perplexity(cross_entropy: float) -> float:
-    """Of a mean cross-entropy in nats; infinite where a float holds no such number."""
+    """Return exp of a mean cross-entropy in nats; infinite where that overflows."""
     return math.inf if cross_entropy >= 700 else math.exp(cross_entropy)
 
 
 def gap_closed(before: HeldOut, after: HeldOut) -> float:
-    """The share of the divergence that training took away, `(KL before - KL after) / KL before`, forward KL.
+    """Return the relative KL reduction `(KL before - KL after) / KL before`, of the forward KL.
 
-    1 is a perfect copy of the teacher, 0 no progress, negative a step back; NaN where there was no gap: a divergence
-    below `NO_GAP`, of which rounding is a part.
+    1 is a perfect match with the teacher, 0 no progress, negative worse than before; NaN where the divergence was below
+    `NO_GAP`, which may be rounding.
     """
     if before.forward_kl < NO_GAP:
         return math.nan
@@ -80,7 +80,7 @@ def gap_closed(before: HeldOut, after: HeldOut) -> float:
 
 
 def gap_in_words(before: HeldOut, after: HeldOut) -> str:
-    """The share of the divergence that training took away, as a percentage, or why there is none to tell."""
+    """Return the relative KL reduction as a percentage, or the reason why it is undefined."""
     from_to = f"{before.forward_kl:.4f} before and {after.forward_kl:.4f} after"
     if after.forward_kl > max(before.forward_kl, NO_GAP):
         return f"none, worse than before training ({from_to})"
@@ -99,18 +99,18 @@ def evaluate(
 ) -> HeldOut:
     """Compare `student` with `teacher` on every trained token of `rows`. Neither is changed.
 
-    With `torch.distributed` running, each process takes its share of the rows and all get the same result.
+    With `torch.distributed` initialised, each process evaluates its share of the rows and all return the same result.
 
     Args:
         student: Bare, inside PEFT, or (with `objective`) wrapped by DDP or FSDP.
-        teacher: On the student's device: a causal language model, or any other kind of teacher.
-        rows: A data set of `input_ids`, `labels` (not shifted, -100 where nothing is learned), `position_ids`.
-        batch_size: Rows at a time.
-        autocast: Compute in this dtype, as in training; None for the weights' own.
-        objective: The one that trains this student, where it is wrapped; None makes one for the occasion.
+        teacher: Causal language model, or any other kind of teacher, on the student's device.
+        rows: Data set of `input_ids`, `labels` (not shifted, -100 where masked), `position_ids`.
+        batch_size: Rows per forward.
+        autocast: Autocast dtype, as in training; None for the dtype of the weights.
+        objective: Objective that trains this student, where it is wrapped; None for a temporary one.
 
     Raises:
-        ValueError: no rows, or no trained token in them.
+        ValueError: There are no rows, or no trained tokens in them.
     """
     if len(rows) == 0:
         raise ValueError("data.validation: no held-out rows; hold out a larger fraction or give a source")
@@ -120,7 +120,7 @@ def evaluate(
     collator = objective.collator(Collator(0))  # padding is masked, and a document of its own
     loss, objective.loss = objective.loss, objective.held_out_loss()
     try:
-        with torch.no_grad(), eval_mode(student), as_trained(device, autocast):
+        with torch.no_grad(), eval_mode(student), autocast_context(device, autocast):
             sums = _sums(student, objective, rows, collator, batch_size, device)
         objective.teacher.settle()
     finally:
@@ -134,7 +134,7 @@ def evaluate(
 
 
 def figures_of(statistics: Sequence[float]) -> dict[str, float]:
-    """The statistics of a `held_out_loss`, sums or means, by the names of `HeldOut`."""
+    """Return the statistics of a `held_out_loss`, sums or means, under the names of `HeldOut`."""
     forward, cross_entropy, student_entropy, teacher_entropy, agreement, _, teacher_logprob, reverse = statistics
     return {
         "forward_kl": forward, "reverse_kl": reverse, "agreement": agreement, "student_cross_entropy": cross_entropy,
@@ -151,7 +151,7 @@ def _sums(
     batch_size: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """Sums of the statistics, and the number of trained tokens, over all processes: float64 [9]."""
+    """Return the sums of the statistics and the number of trained tokens over all processes: float64 [9]."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if distributed else (0, 1)
     starts = range(0, len(rows), batch_size)
@@ -160,7 +160,7 @@ def _sums(
 
     def batches() -> Iterator[dict[str, torch.Tensor]]:
         for number in own:
-            # wrapped models communicate in forward: a process without a batch of its own repeats one, counting nothing
+            # wrapped models communicate in forward: a process without a batch repeats one with weight 0
             start = starts[number] if number < len(starts) else 0
             yield collator([rows[row] for row in range(start, min(start + batch_size, len(rows)))])
 
@@ -174,6 +174,6 @@ def _sums(
     return sums
 
 
-def as_trained(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
-    """Autocast to `dtype`, or nothing where that is None."""
+def autocast_context(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
+    """Return an autocast context for `dtype`; one that does nothing for None."""
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)

@@ -1,4 +1,4 @@
-"""`distill generate`: a model's answer as it is made, word by word, and beside it the teacher's."""
+"""Streamed generation for `distill generate` and `distill chat`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from distill.models.triton_only import use_triton_only
 
 
 class Stream(BaseStreamer):
-    """Hands on text as soon as it is whole: half of a character or an unfinished word piece waits."""
+    """Streamer that passes on decoded text once it is complete; partial characters and words wait."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
         self.tokenizer, self.write = tokenizer, write
         self.ids: list[int] = []
         self.written = ""
         self._prompt = True
-        self._context = self._read = 0  # tokens are decoded after those written last: all of them would take n^2
+        self._context = self._read = 0  # decode only after the tokens written last: decoding all would take O(n^2)
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the prompt, which is not shown, or new tokens."""
+        """Receive the prompt, which is not shown, or new tokens."""
         if self._prompt:
             self._prompt = False
             return
@@ -43,7 +43,7 @@ class Stream(BaseStreamer):
             self._context, self._read = self._read, len(self.ids)
 
     def end(self) -> None:
-        """Write what was held back."""
+        """Write the remaining text."""
         self.write(self.tokenizer.decode(self.ids, skip_special_tokens=True)[len(self.written) :])
 
 
@@ -52,9 +52,9 @@ def stream(
     model: Any, tokenizer: Any, prompt: str | Sequence[Turn], write: Callable[[str], None], *, max_new_tokens: int,
     temperature: float,
 ) -> str:  # fmt: skip
-    """Generate an answer to `prompt`, a text or the turns of a chat, writing it as it comes.
+    """Generate a response to `prompt`, a text or the turns of a chat, and write it as it is generated.
 
-    Tokens are drawn from softmax(logits / temperature), greedy at 0.
+    Tokens are sampled from softmax(logits / temperature); a temperature of 0 is greedy.
     """
     device = next(model.parameters()).device
     ids = encode_prompt(tokenizer, prompt).to(device)
@@ -66,27 +66,27 @@ def stream(
 
 
 class TritonAnswers:
-    """Answers of one model by Triton kernels alone; called as `stream`, the answer comes in one piece.
+    """Generator that runs one model by Triton kernels alone; called as `stream`, it writes the text at once.
 
     Args:
-        model: Changed in place, see `use_triton_only`.
+        model: Model, changed in place; see `use_triton_only`.
 
     Raises:
-        ValueError: no GPU that the kernels run on, or a model that they or the decode loop do not serve.
+        ValueError: The kernels do not run on this GPU, or do not support the model.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         weight = next(model.parameters())
         if not runs_on_triton(weight):
-            raise ValueError("--kernels: triton needs a CUDA device (sm_90 or later); leave --kernels out on a CPU")
+            raise ValueError("--kernels: triton needs a CUDA device (sm_90 or later); omit --kernels on a CPU")
         if (reason := why_not(model)) is not None:
-            raise ValueError(f"--kernels: triton does not serve this model: {reason}; leave --kernels out")
+            raise ValueError(f"--kernels: triton does not support this model: {reason}; omit --kernels")
         use_triton_only(model)
         self.tokenizer = tokenizer
         self.loop = DecodeLoop(model, settings_for(model, tokenizer, None))
 
     def __call__(self, prompt: str, write: Callable[[str], None], *, max_new_tokens: int, temperature: float) -> str:
-        """The answer, written as well."""
+        """Return the response, after writing it."""
         answers = self.loop.generate(
             encode_prompt(self.tokenizer, prompt).tolist(), max_new_tokens=max_new_tokens,
             sampling=Sampling(temperature), seeds=[int(torch.randint(2**62, ()))],

@@ -1,12 +1,11 @@
-"""`distill eval`: how close a student is to a teacher on text that neither was shown, with confidence intervals.
+"""`distill eval`: held-out metrics of a student against a teacher, with confidence intervals.
 
     judgement = judge(student, teacher, rows)
     judgement.figures["forward_kl"]      # Interval(value, low, high)
 
-The means are those of `distill.evaluation.evaluate`; here documents are kept apart, so that they can be resampled. The
-calibration error (ECE, Naeini et al., 2015; Guo et al., 2017) asks whether a student that is 70 % sure of its likeliest
-token is right in 70 % of cases: tokens are sorted into 15 equal bins by the probability of the likeliest token, and the
-bins' |accuracy - mean probability| are averaged by their tokens.
+The means are those of `distill.evaluation.evaluate`; here sums are kept per document, for resampling. The calibration
+error (ECE, Naeini et al., 2015; Guo et al., 2017) compares confidence with accuracy: tokens are sorted into 15 equal
+bins by the probability of the top-1 token, and the bins' |accuracy - mean probability| are averaged over tokens.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from torch import nn
 from distill.core.eval_mode import eval_mode
 from distill.data.collator import Collator
 from distill.evaluation.bootstrap import Interval, intervals, share_interval
-from distill.evaluation.evaluate import NO_GAP, HeldOut, as_trained, perplexity
+from distill.evaluation.evaluate import NO_GAP, HeldOut, autocast_context, perplexity
 from distill.models.head import HeadWeights, LogitTransform, call_head, decoder_of, find_head, probe_logits
 
 BINS = 15
-CHUNK = 512  # tokens whose full logits exist together
-FIGURES = HeldOut._fields[1:]  # in this order
+CHUNK = 512  # tokens per chunk of full logits
+FIGURES = HeldOut._fields[1:]  # metrics, in this order
 
 
 class Judgement(NamedTuple):
-    """What `judge` found.
+    """Result of an evaluation.
 
     Attributes:
-        tokens, rows: what the figures are over.
-        figures: means by name, with 95 % intervals.
-        calibration_error: of the student, a share of 1; `teacher_calibration_error` beside it.
-        sums: float64 [documents, figures] (of aligned spans [rows, figures]), for comparing students over the same
-            ones; `counts` their tokens.
+        tokens, rows: Numbers of tokens and rows that the means are over.
+        figures: Means by metric, with 95 % intervals.
+        calibration_error, teacher_calibration_error: ECE of student and teacher, in [0, 1].
+        sums: float64 [documents, metrics] (for aligned spans [rows, metrics]), to compare students on the same data.
+        counts: float64 [documents], tokens of each.
     """
 
     tokens: int
@@ -51,13 +50,13 @@ class Judgement(NamedTuple):
     counts: np.ndarray
 
     def perplexity(self, who: str) -> Interval:
-        """exp of the cross-entropy of `student` or `teacher`."""
+        """Return exp of the cross-entropy of `student` or `teacher`."""
         return Interval(*map(perplexity, self.figures[f"{who}_cross_entropy"]))
 
     def gap_closed(self, before: Judgement) -> Interval:
-        """The share of `before`'s forward KL that this student no longer has, over the same rows; NaN without any."""
+        """Return the relative reduction of `before`'s forward KL over the same rows; NaN where it was about 0."""
         if not np.array_equal(self.counts, before.counts):
-            raise ValueError("before: expected a judgement over the same rows")
+            raise ValueError("before: expected an evaluation of the same rows")
         if before.figures["forward_kl"].value < NO_GAP:
             return Interval(math.nan, math.nan, math.nan)
         return share_interval(before.sums[:, 0], self.sums[:, 0])
@@ -74,18 +73,18 @@ def judge(
     autocast: torch.dtype | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> Judgement:
-    """Compare `student` with `teacher` on every trained token of `rows`, in float32 logits.
+    """Compare `student` with `teacher` on every trained token of `rows`, with float32 logits.
 
     Args:
-        student, teacher: Causal language models on one device; put in eval mode and given back as they were.
-        rows: Of `input_ids`, `labels` (not shifted), `position_ids`.
-        vocab_size: Columns both heads are cut to; None for the smaller head.
-        batch_size: Rows at a time; documents are kept apart all the same.
-        autocast: Compute hidden states in this dtype, as in training; None for the weights' own.
-        advance: Called with the number of rows that are done, for a progress bar.
+        student, teacher: Causal language models on one device; their train or eval mode is restored.
+        rows: Data set of `input_ids`, `labels` (not shifted), `position_ids`.
+        vocab_size: Number of logits that both heads are cut to; None for that of the smaller head.
+        batch_size: Rows per forward.
+        autocast: Autocast dtype of the hidden states, as in training; None for the dtype of the weights.
+        advance: Called with the number of rows done, for a progress bar.
 
     Raises:
-        ValueError: no trained token.
+        ValueError: There are no trained tokens.
     """
     models = (student, teacher)
     transforms = [probe_logits(student, "student"), probe_logits(teacher, "teacher")]
@@ -100,10 +99,10 @@ def judge(
             batch = {name: tensor.to(device) for name, tensor in collator(chosen).items()}
             keep = batch["valid_rows"]
             labels = batch["labels"].flatten()[keep + 1]
-            document = (batch["position_ids"] == 0).flatten().cumsum(0)[keep]  # padding is one of its own
+            document = (batch["position_ids"] == 0).flatten().cumsum(0)[keep]  # padding is a document too
             documents, owner = document.unique(return_inverse=True)
             body = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
-            with as_trained(device, autocast):
+            with autocast_context(device, autocast):
                 hidden = [decoder_of(model)(**body).last_hidden_state.flatten(0, 1)[keep] for model in models]
             totals = torch.zeros(len(documents), len(FIGURES), dtype=torch.float64, device=device)
             for start in range(0, len(labels), CHUNK):
@@ -127,7 +126,7 @@ def judge(
 
 
 def _log_probabilities(model: nn.Module, hidden: torch.Tensor, transform: LogitTransform, columns: int) -> torch.Tensor:
-    """Natural logarithms [N, columns] in float32, scale and soft cap as the model has them."""
+    """Return log-probabilities [N, columns] in float32, with the model's logit scale and soft cap."""
 
     def compute(x: torch.Tensor, head: HeadWeights) -> torch.Tensor:
         logits = _product(x.to(head.weight.dtype), head.weight)
@@ -142,7 +141,7 @@ def _log_probabilities(model: nn.Module, hidden: torch.Tensor, transform: LogitT
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x @ weight.T` in float32, never rounded to 16 bits: between 16 and 32 bfloat16 knows only every eighth."""
+    """Return `x @ weight.T` in float32: rounded to bfloat16, logits between 16 and 32 would be multiples of 1/8."""
     if x.dtype not in (torch.bfloat16, torch.float16):
         return nn.functional.linear(x, weight).float()
     if x.is_cuda:
@@ -151,7 +150,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _figures(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The figures of each token, float64 [figures, N]."""
+    """Return the metrics of each token, float64 [metrics, N]."""
 
     def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         return torch.where(p > -torch.inf, p.exp() * (p - q), 0.0).sum(-1)
@@ -170,7 +169,7 @@ def _figures(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor)
 
 
 def _count(bins: torch.Tensor, logs: torch.Tensor, labels: torch.Tensor) -> None:
-    """Add tokens to `bins` [3, BINS]: how many, sum of probabilities, how many right."""
+    """Add tokens to `bins` [3, BINS]: number of tokens, sum of probabilities, number of correct ones."""
     best, token = logs.max(-1)
     sure = best.exp().double()
     place = (sure * BINS).long().clamp_max(BINS - 1)

@@ -1,7 +1,7 @@
-"""`distill eval` for a student that keeps its own tokenizer: figures over aligned spans, with confidence intervals.
+"""`distill eval` for a student with a tokenizer of its own: metrics over aligned spans, with confidence intervals.
 
-The means are those of `evaluate` with the run's own objective; here they are kept a row apart, so that rows can be
-resampled. There is no calibration error: a span is no choice among tokens.
+The means are those of `evaluate` with the run's objective; here sums are kept per row, for resampling. There is no
+calibration error, since a span is not a choice among tokens.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def judge_spans(
     """Compare `student` with `teacher` on every aligned span of `rows`.
 
     Args:
-        student, teacher: Causal language models on one device; put in eval mode and given back as they were.
-        rows: Of `load_cross_data`.
-        advance: Called with the number of rows that are done, for a progress bar.
+        student, teacher: Causal language models on one device; their train or eval mode is restored.
+        rows: Rows from `load_cross_data`.
+        advance: Called with the number of rows done, for a progress bar.
 
     Returns:
-        A judgement whose `tokens` and `counts` are of spans and whose calibration errors are NaN.
+        Result whose `tokens` and `counts` count spans and whose calibration errors are NaN.
 
     Raises:
-        ValueError: no span.
+        ValueError: There are no aligned spans.
     """
     device = next(student.parameters()).device
     objective = DistillationObjective(CrossTeacher(teacher, shared), student)

@@ -1,4 +1,4 @@
-"""What the models say: one greedy answer per prompt from teacher, student before and student after.
+"""Samples file: one greedy response per prompt from teacher, student before and student after training.
 
 write_samples(folder / "samples.md", prompts, answers)
 """
@@ -12,7 +12,7 @@ TITLES = {"teacher": "teacher", "before": "student before", "after": "student af
 
 
 def samples_text(prompts: Sequence[str], answers: Mapping[str, Sequence[str]]) -> str:
-    """The samples as Markdown; answers are indented blocks, so that nothing in them is taken for Markdown."""
+    """Return the samples as Markdown, responses as indented code blocks."""
     blocks = []
     for number, prompt in enumerate(prompts):
         blocks.append(f"## Prompt {number + 1}\n\n{_indented(prompt)}")
@@ -25,6 +25,6 @@ def _indented(text: str) -> str:
 
 
 def write_samples(path: Path, prompts: Sequence[str], answers: Mapping[str, Sequence[str]]) -> None:
-    """Write the samples to `path`; nothing where there are no prompts."""
+    """Write the samples to `path`; does nothing without prompts."""
     if prompts:
         path.write_text(samples_text(prompts, answers), encoding="utf-8")

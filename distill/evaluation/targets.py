@@ -1,4 +1,4 @@
-"""What `eval`, `generate` and `export` are pointed at: a run, whose recipe knows teacher and data, or a model."""
+"""Targets of `eval`, `generate` and `export`: a run, whose recipe names teacher and data, or a model."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from distill.teachers.measure import KL, Measure
 from distill.teachers.registry import measure_of, source_of
 from distill.teachers.sharded import load_sharded_teacher
 
-CONFIGS = ("config.json", "adapter_config.json")  # of a student, of an adapter alone
+CONFIGS = ("config.json", "adapter_config.json")  # of a whole student, of an adapter
 
 
 class Target(NamedTuple):
-    """A student to look at.
+    """Student named by a command-line argument.
 
     Attributes:
-        recipe: of the run it came from; None for a model.
-        folder: the run's; None for a model.
-        adapter: the folder of a LoRA adapter alone, to be merged into `student`, its base model.
+        recipe: Recipe of the run that trained it; None for a model.
+        folder: Folder of the run; None for a model.
+        adapter: Folder of a LoRA adapter to be merged into `student`, its base model; None for a whole student.
     """
 
     student: Student
@@ -41,10 +41,10 @@ class Target(NamedTuple):
 
 
 def find_target(argument: str) -> Target:
-    """A run's folder or name, or the folder that one was exported to, else whatever `student.model` takes in a recipe.
+    """Return the target for a run's folder or name, an exported folder, or anything that `student.model` accepts.
 
     Raises:
-        ValueError: a run that has no student yet.
+        ValueError: The run has no student yet.
     """
     for folder in (Path(argument), RUNS / argument):
         if (folder / RECIPE_FILE).is_file():
@@ -58,18 +58,18 @@ def find_target(argument: str) -> Target:
 
 
 def in_folder(model: str) -> Target:
-    """A model, or the adapter of one."""
+    """Return the target for a model or adapter."""
     base = base_of(Path(model))
     return Target(Student.model_validate(base), adapter=Path(model)) if base else Target(Student(model=model))
 
 
 def device_here() -> torch.device:
-    """The GPU where there is one."""
+    """Return the GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load_target(target: Target) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The student in eval mode, and its tokenizer."""
+    """Return the student in eval mode, and its tokenizer."""
     device = device_here()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return load_merged(target, device, dtype).eval(), load_tokenizer(
@@ -78,22 +78,22 @@ def load_target(target: Target) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
 
 
 def load_merged(target: Target, device: torch.device | str, dtype: torch.dtype | None) -> PreTrainedModel:
-    """The student in train mode, an adapter merged into its base model; without `dtype` in that of its files."""
+    """Return the student in train mode, an adapter merged; `dtype` None for that of its files."""
     student = load_student(target.student, device=device, dtype=dtype)
     return student if target.adapter is None else load_and_merge(student, str(target.adapter), "student")
 
 
 def its_teacher(target: Target, teacher: str | None) -> Teacher:
-    """The section of the teacher named, else the recipe's.
+    """Return the section of the named teacher, else of the recipe's teacher.
 
     Raises:
-        ValueError: neither, or a run whose teacher is not one model that can be loaded.
+        ValueError: There is neither, or the run's teacher is not a single model that can be loaded.
     """
     if teacher is not None:
         return Teacher(model=teacher)
     if target.recipe is None:
         raise ValueError(
-            f"--teacher: needed with a model; a run knows its own, and there is none at {target.student.model}"
+            f"--teacher: required for a model; only a run has a teacher, and {target.student.model} is not a run"
         )
     require_command(target.recipe, "eval")
     if target.recipe.teacher.is_loaded:
@@ -102,18 +102,18 @@ def its_teacher(target: Target, teacher: str | None) -> Teacher:
         return section_to_load(target.recipe)
     except ValueError:
         kind = target.recipe.teacher.type
-        raise ValueError(f"--teacher: this run read its teacher from a {kind}; name the model that made it") from None
+        raise ValueError(f"--teacher: this run read its teacher from a {kind}; name the model behind it") from None
 
 
 def tokenizer_section(target: Target, teacher: str | None) -> ModelSection:
-    """The model whose tokenizer the teacher has."""
+    """Return the section of the model whose tokenizer the teacher uses."""
     if teacher is not None or target.recipe is None:
         return its_teacher(target, teacher)
     return source_of(target.recipe).tokenizer_section
 
 
 def measure_of_target(target: Target, teacher: str | None) -> Measure:
-    """What the student is compared by: the teacher is loaded here, also that of a run from a cache."""
+    """Return the divergence that compares student and teacher; the teacher of a cache is loaded here."""
     if target.recipe is None:
         return KL
     alone = {"teacher": its_teacher(target, teacher), "teachers": []}
@@ -121,7 +121,7 @@ def measure_of_target(target: Target, teacher: str | None) -> Measure:
 
 
 def load_its_teacher(target: Target, teacher: str | None, *, in_shards: bool = False) -> PreTrainedModel:
-    """The teacher named, else the recipe's; with `in_shards` over all processes, which must have found each other."""
+    """Return the named teacher, else the recipe's; with `in_shards` sharded over the process group."""
     section, device = its_teacher(target, teacher), device_here()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if in_shards:
@@ -131,9 +131,9 @@ def load_its_teacher(target: Target, teacher: str | None, *, in_shards: bool = F
 
 
 def takes_shards(target: Target, teacher: str | None, processes: int, batch_size: int) -> bool:
-    """Whether that many processes, one a GPU where there are GPUs, hold the teacher in shards to judge by it.
+    """Return whether so many processes shard the teacher for an evaluation.
 
-    The recipe of the run decides (`parallel.teacher`); a model that no run made is judged on one device.
+    The run's recipe decides (`parallel.teacher`); a target that is not a run is evaluated on one device.
     """
     if processes <= 1 or target.recipe is None:
         return False
@@ -144,7 +144,7 @@ def takes_shards(target: Target, teacher: str | None, processes: int, batch_size
 
 
 def knows_one_teacher(target: Target) -> bool:
-    """Whether `load_its_teacher` needs no name."""
+    """Return whether `load_its_teacher` works without a name."""
     try:
         its_teacher(target, None)
     except ValueError:
@@ -156,13 +156,13 @@ def held_out_rows(
     target: Target, data: str | None, tokenizer: PreTrainedTokenizerBase, max_rows: int, max_length: int,
     teacher_tokenizer: PreTrainedTokenizerBase | None = None, *, packing: bool = True,
 ) -> Sequence[Any]:  # fmt: skip
-    """The rows that the run held out, or of `data` up to `max_rows` texts or chats, read as the run reads its own.
+    """Return the run's held-out rows, or up to `max_rows` texts or chats of `data`, tokenised as in the run.
 
-    With a tokenizer of the teacher's own they hold both readings. Without `packing` each text has a row of its own,
-    also of a run that packed them: on a GPU our attention keeps texts apart that a model's own would not.
+    With `teacher_tokenizer` the rows hold both tokenisations. Without `packing` each text has its own row, even if the
+    run packed them: the evaluated models may lack attention that separates packed documents.
 
     Raises:
-        ValueError: neither a run nor data.
+        ValueError: The target is not a run, and `data` is None.
     """
 
     def read(section: Data, seed: int) -> Sequence[Any]:
@@ -176,13 +176,15 @@ def held_out_rows(
         own |= {"validation": held_out, "packing": packing, "max_length": max_length}
         return read(Data(source=data, cache=False, **own), 0)
     if target.recipe is None:
-        raise ValueError("--data: needed with a model; a run knows what it held out")
+        raise ValueError("--data: required for a model; only a run has held-out rows")
     section = target.recipe.data
     return read(section if packing else section.model_copy(update={"packing": False}), target.recipe.train.seed)
 
 
 def _as_read_by(section: Data, source: str) -> dict[str, Any]:
-    """How a run reads data: its chat template and which turns count; its columns too where `source` has them."""
+    """Return the data settings of a run that apply to `source`: chat template, trained turns, and columns if it has
+    them.
+    """
     names = ("chat_template", "train_on", "reasoning", "empty_answers")
     settings: dict[str, Any] = {name: getattr(section, name) for name in names}
     mapped = section.fields.model_dump(exclude_none=True)

@@ -1,10 +1,9 @@
-"""Tasks of EleutherAI's lm-evaluation-harness (the package `lm_eval`, an optional extra) on models already loaded.
+"""Tasks of EleutherAI's lm-evaluation-harness (package `lm_eval`, an optional extra) on loaded models.
 
     scores = run_tasks({"student": student, "teacher": teacher}, tokenizer, check_tasks(["hellaswag"]))
     scores[0].of["student"]          # Score(value, error)
 
-Nothing of the harness is copied or imitated: its own tasks, prompts, metrics and standard errors are used, so that
-figures can be held against published ones.
+The harness's own tasks, prompts, metrics and standard errors are used, so scores are comparable with published ones.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ INSTALL = 'pip install "lm-eval>=0.4.9"'
 
 
 class Score(NamedTuple):
-    """A figure and its standard error, NaN where the harness gives none."""
+    """Score with its standard error, NaN where the harness gives none."""
 
     value: float
     error: float
 
 
 class Tasks(NamedTuple):
-    """Tasks that the harness knows: their names and its task manager."""
+    """Names of tasks of the harness, and its task manager."""
 
     names: list[str]
     manager: Any
 
 
 class TaskScore(NamedTuple):
-    """One metric of one task, by the model's name."""
+    """Metric of a task, by model name."""
 
     task: str
     metric: str
@@ -41,19 +40,19 @@ class TaskScore(NamedTuple):
 
 
 def check_tasks(tasks: Sequence[str], folder: Path | None = None) -> Tasks:
-    """Find the tasks before models are loaded.
+    """Look up tasks, before models are loaded.
 
     Args:
         tasks: Names, groups or patterns (`mmlu_*`) as the harness knows them.
-        folder: YAML files of one's own tasks.
+        folder: Folder with YAML files of custom tasks.
 
     Raises:
-        ValueError: the harness is not installed, or a task is unknown.
+        ValueError: The harness is not installed, or a task is unknown.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError(f"--tasks: needs lm-evaluation-harness, which is not installed: {INSTALL}")
+        raise ValueError(f"--tasks: lm-evaluation-harness is not installed: {INSTALL}")
     if folder is not None and not folder.is_dir():
-        raise ValueError(f"--task-folder: {folder} is no folder")
+        raise ValueError(f"--task-folder: expected a folder, got {folder}")
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=None if folder is None else str(folder))
@@ -73,20 +72,20 @@ def run_tasks(
     batch_size: int = 8,
     chat: bool = False,
 ) -> list[TaskScore]:
-    """Every metric of `tasks` for every model.
+    """Return every metric of `tasks` for every model.
 
     Args:
-        models: Causal language models by name, all with this tokenizer; left in eval mode.
+        models: Causal language models by name, all with this tokenizer; set to eval mode.
         tasks: From `check_tasks`.
-        limit: Examples of each task at most.
-        chat: Put prompts into the tokenizer's chat template.
+        limit: Maximum number of examples per task.
+        chat: Apply the tokenizer's chat template to prompts.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
     scores: dict[tuple[str, str], dict[str, Score]] = {}
     for name, model in models.items():
-        used, model.config.use_cache = model.config.use_cache, True  # tasks that generate need it
+        used, model.config.use_cache = model.config.use_cache, True  # generation tasks need the cache
         try:
             answer = simple_evaluate(
                 HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=batch_size),
@@ -103,7 +102,7 @@ def run_tasks(
 
 
 def _scores(figures: Mapping[str, Any]) -> list[tuple[str, Score]]:
-    """Metrics with their standard errors, from keys such as `acc,none` and `acc_stderr,none`."""
+    """Return metrics with their standard errors, from keys such as `acc,none` and `acc_stderr,none`."""
     scores = []
     for key, value in figures.items():
         metric, comma, filtered = key.partition(",")

@@ -1,1 +1,1 @@
-"""What is handed over: the report, its curves, the model card, the exported student."""
+"""Outputs of a run: report, curves, model card, exported student."""

@@ -1,10 +1,10 @@
-"""`distill compare`: several runs side by side, and whether a difference is more than the luck of the seed.
+"""`distill compare`: runs in one table, with a test of whether differences exceed the variation over seeds.
 
-Runs whose recipes differ in nothing but `name`, `train.seed` and what leaves an optimizer step as it is (micro-batches,
-checkpointing, intervals: `recipe/same_step.py`) are one group. Groups are compared with the first by Welch's t-test
-(1947) on the held-out divergence, one figure a run: with a single run in a group there is no spread, so no test, and
-the table says so; nor is there one between measures, such as KL and the divergence of aligned spans. Figures against
-another teacher, or over other held-out rows, are no figures of one table: they are refused unless asked for.
+Runs whose recipes differ only in `name`, `train.seed` and settings that do not change an optimizer step (micro-batches,
+checkpointing, intervals: `recipe/same_step.py`) form one group. Groups are compared with the first by Welch's t-test
+(1947) on the held-out divergence, one value per run. A group of a single run has no spread and no test; nor is there
+one between different measures, such as KL and the divergence of aligned spans. Runs with another teacher or other
+held-out rows are refused unless requested.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from distill.reports.style import document
 from distill.reports.svg_plot import Series, Size, line_chart
 from distill.teachers.measure import Measure
 
-# what a held-out figure depends on besides the student; `config` is read of random weights alone
+# settings that held-out metrics depend on besides the student; `config` matters for random weights alone
 JUDGED_BY = (
     *(f"teacher.{name}." for name in ("model", "init", "config", "revision", "adapter")), "teachers.",
     *(f"data.{name}." for name in (
@@ -40,12 +40,12 @@ class Group(NamedTuple):
     """Runs of one recipe under several seeds.
 
     Attributes:
-        name: of the first run.
-        runs: names.
-        measure: what the divergence is.
-        divergence, agreement, gap: one figure a run.
-        differs: settings by which this group's steps differ from the first group's.
-        p_value: that a difference from the first group as large comes from seeds alone; None where it cannot be told.
+        name: Name of the first run.
+        runs: Names of the runs.
+        measure: Definition of the divergence.
+        divergence, agreement, gap: One value per run.
+        differs: Settings in which this group's training differs from the first group's.
+        p_value: p-value of the difference from the first group; None where there is no test.
     """
 
     name: str
@@ -58,19 +58,19 @@ class Group(NamedTuple):
     p_value: float | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON: the divergence by its key in `metrics.jsonl`."""
+        """Return the group for JSON, with the divergence under its key in `metrics.jsonl`."""
         found = self._asdict()
         figures = found.pop("divergence")
         return {self.measure.key: figures, **found, "measure": self.measure.name}
 
 
 def phrase(changes: Mapping[str, object]) -> str:
-    """Settings that differ, as `train.seed=1, no loss.terms.1.type`."""
+    """Return differing settings as `train.seed=1, no loss.terms.1.type`."""
     return ", ".join(f"no {key}" if value is None else f"{key}={value}" for key, value in changes.items())
 
 
-def differently_judged(runs: Sequence[Run]) -> list[str]:
-    """Which runs had another teacher or other held-out rows than the first of the same measure, a line each."""
+def evaluation_differences(runs: Sequence[Run]) -> list[str]:
+    """Return a line for each run with another teacher or other held-out rows than the first of its measure."""
     lines: list[str] = []
     first: dict[Measure, tuple[str, dict[str, object]]] = {}
     for run in runs:
@@ -79,21 +79,21 @@ def differently_judged(runs: Sequence[Run]) -> list[str]:
         settings = {name: value for name, value in steps.items() if f"{name}.".startswith(JUDGED_BY)}
         if recipe.teacher.init != "random":
             settings.pop("teacher.config", None)
-        if recipe.teacher.model is None:  # a cache that names no model: nothing is known of it here
+        if recipe.teacher.model is None:  # a cache that names no model: its teacher is unknown here
             settings = {name: value for name, value in settings.items() if not name.startswith("teacher")}
         other, before = first.setdefault(run.measure, (run.folder.name, settings))
         changed = [name for name in settings if name in before and settings[name] != before[name]]
         if changed:
-            differences = "; ".join(f"{name} {show(settings[name])}, there {show(before[name])}" for name in changed)
-            lines.append(f"{run.folder.name} was not judged as {other}: {differences}")
+            differences = "; ".join(f"{name} {show(settings[name])}, not {show(before[name])}" for name in changed)
+            lines.append(f"{run.folder.name} was evaluated differently from {other}: {differences}")
     return lines
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Group finished runs by recipe, in the order given.
+    """Group finished runs by recipe, in the given order.
 
     Raises:
-        ValueError: a run that has no result yet, or the same run twice.
+        ValueError: A run has no result yet, or is given twice.
     """
     names = [str(run.folder) for run in runs]
     if len(set(names)) < len(names):
@@ -121,7 +121,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def _by_recipe(runs: Sequence[Run]) -> dict[str, tuple[dict[str, object], list[Run]]]:
-    """The settings of each recipe's steps, and the runs of it, in order."""
+    """Return the settings of each recipe with its runs, in order."""
     groups: dict[str, tuple[dict[str, object], list[Run]]] = {}
     for run in runs:
         settings = settings_of_steps(run.settings, run.processes)
@@ -137,13 +137,13 @@ def _changes(settings: dict[str, object], first: dict[str, object]) -> dict[str,
 
 
 def mean_and_spread(values: Sequence[float]) -> str:
-    """`mean ± standard deviation`, the mean alone for one value."""
+    """Return `mean ± standard deviation`, the mean alone for one value."""
     mean = statistics.fmean(values)
     return f"{mean:.4f}" if len(values) < 2 else f"{mean:.4f} ± {statistics.stdev(values):.4f}"
 
 
 def welch(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """Two-sided p-value of Welch's t-test for equal means; None with fewer than two values on a side."""
+    """Return the two-sided p-value of Welch's t-test for equal means; None with fewer than two values on a side."""
     if len(a) < 2 or len(b) < 2:
         return None
     spread = [statistics.variance(a) / len(a), statistics.variance(b) / len(b)]
@@ -156,18 +156,20 @@ def welch(a: Sequence[float], b: Sequence[float]) -> float | None:
 
 
 def _tail(t: float, freedom: float) -> float:
-    """P(|T| > t) of Student's distribution: 1 minus the density's integral from -t to t, by the midpoint rule."""
+    """Return P(|T| > t) of Student's distribution: 1 minus the density's integral from -t to t, by the midpoint
+    rule.
+    """
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
-    # in the angle whose tangent is x / sqrt(freedom) the density is bounded and the range finite
+    # substituting x = sqrt(freedom) tan(angle) makes the density bounded and the range finite
     steps, end = 100_000, math.atan(t / math.sqrt(freedom))
     mean = float((np.cos((np.arange(steps) + 0.5) * (end / steps)) ** (freedom - 1)).mean())
     return min(1.0, max(0.0, 1 - 2 * scale * end * mean))
 
 
 def curves_page(runs: Sequence[Run]) -> str:
-    """Divergence and agreement of all runs over the steps, held out and in training apart, as an HTML page.
+    """Return an HTML page with divergence and agreement of all runs over steps, held out and in training.
 
-    Runs of one recipe under several seeds are one line, their mean, in a band from the lowest to the highest.
+    Runs of one recipe under several seeds are one line, their mean, with a band from the lowest to the highest.
     """
     groups = list(_by_recipe(runs).values())
     names = []
@@ -191,14 +193,14 @@ def curves_page(runs: Sequence[Run]) -> str:
                 text = html.escape(f"{title}, {where}")
                 chart = line_chart(lines, text, from_zero=key != "agreement", size=Size(420, 220))
                 charts.append(f"<figure><figcaption>{text}</figcaption>{chart}</figure>")
-    note = "Lines are means over seeds, bands reach from the lowest seed to the highest. " * (len(runs) > len(groups))
+    note = "Lines are means over seeds, bands the range from lowest to highest. " * (len(runs) > len(groups))
     title = html.escape(" · ".join(run.folder.name for run in runs))
     about = f'<h1>Runs compared</h1><p class="note">{note}Agreement: the share of tokens {AGREES}.</p>'
     return document(title, f'{about}{legend(dict(enumerate(names)))}<div class="charts pairs">{"".join(charts)}</div>')
 
 
 def over_seeds(name: str, curves: Sequence[Sequence[tuple[float, float]]], color: int) -> Series:
-    """The mean of several curves, and their range, on the steps that all of them span."""
+    """Return the mean and the range of several curves, over the steps that all of them cover."""
     curves = [curve for curve in curves if curve]
     if len(curves) < 2:
         return Series(name, curves[0] if curves else [], color)

@@ -1,4 +1,4 @@
-"""What `metrics.jsonl` tells, as small charts over the optimizer steps: of a run's page, and alone as `curves.svg`."""
+"""Charts of `metrics.jsonl` over the optimizer steps, for a run's page and for `curves.svg`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from distill.core.files import write_text
 from distill.reports.svg_plot import Series, Size, line_chart, picture
 from distill.teachers.measure import KL, Measure
 
-Rows = Sequence[Mapping[str, Any]]  # of metrics.jsonl
+Rows = Sequence[Mapping[str, Any]]  # rows of metrics.jsonl
 
 
 class Panel(NamedTuple):
-    """One small chart.
+    """Chart of one metric.
 
     Attributes:
-        key: the figure in a row; `eval_` before it is the held-out one.
-        title: with the unit.
-        factor: multiplies the figure (100 for a share shown as a percentage).
-        from_zero: the axis starts at 0.
+        key: Key of the metric in a row; with the prefix `eval_` the held-out value.
+        title: Title with unit.
+        factor: Factor of the values (100 to show a fraction as a percentage).
+        from_zero: Start the axis at 0.
     """
 
     key: str
@@ -31,7 +31,9 @@ class Panel(NamedTuple):
 
 
 def panels_of(measure: Measure = KL) -> list[Panel]:
-    """The charts of a run whose divergence is `measure`; one trained by another than the KL logs `divergence`."""
+    """Return the charts of a run whose divergence is `measure`; divergences other than KL are logged as
+    `divergence`.
+    """
     name = measure.called("divergence")
     return [
         Panel("loss", f"loss ({measure.each})"),
@@ -40,10 +42,10 @@ def panels_of(measure: Measure = KL) -> list[Panel]:
         Panel("agreement", "agreement with teacher (%)", 100.0),
         Panel("student_entropy", "student's entropy (nats)", from_zero=True),
         Panel("teacher_entropy", "teacher's entropy (nats)", from_zero=True),
-        Panel("rollout_length", "tokens in an answer of the student's", from_zero=True),
-        Panel("rollout_truncated", "answers cut off (%)", 100.0, True),
-        Panel("rollout_repeated", "answers that repeat themselves (%)", 100.0, True),
-        Panel("rollout_gap", "engine's and trainer's log-probabilities apart (nats)", from_zero=True),
+        Panel("rollout_length", "rollout length (tokens)", from_zero=True),
+        Panel("rollout_truncated", "truncated rollouts (%)", 100.0, True),
+        Panel("rollout_repeated", "repetitive rollouts (%)", 100.0, True),
+        Panel("rollout_gap", "log-probability gap, engine to trainer (nats)", from_zero=True),
         Panel("learning_rate", "learning rate", from_zero=True),
         Panel("tokens_per_second", "tokens per second", from_zero=True),
         Panel("grad_norm", "gradient norm", from_zero=True),
@@ -52,8 +54,10 @@ def panels_of(measure: Measure = KL) -> list[Panel]:
 
 
 def charts_of(rows: Rows, measure: Measure = KL) -> list[tuple[Panel, list[Series]]]:
-    """The panels that `rows` have figures of two steps for, with their lines; the loss is left out where it is the
-    divergence."""
+    """Return the panels with at least two values in `rows`, and their lines.
+
+    The loss is left out where it equals the divergence.
+    """
     charts = []
     for panel in panels_of(measure):
         if panel.key == "loss" and all(_same(row.get("loss"), row.get(measure.key)) for row in rows if "loss" in row):
@@ -74,7 +78,7 @@ def charts_of(rows: Rows, measure: Measure = KL) -> list[tuple[Panel, list[Serie
 
 
 def points(rows: Rows, key: str, factor: float = 1.0) -> list[tuple[float, float]]:
-    """(step, figure) of the rows that have it."""
+    """Return (step, value) of the rows that have a value."""
     return [
         (float(row["step"]), float(row[key]) * factor)
         for row in rows
@@ -90,13 +94,13 @@ def draw_curves(
     rows: Rows, path: Path, title: str = "", *, measure: Measure = KL, keys: Sequence[str] = (),
     theme: str = "",
 ) -> bool:  # fmt: skip
-    """Draw the figures in `rows` into an SVG; False, and no file, where there is nothing to draw.
+    """Draw the metrics in `rows` as an SVG file; returns False, without a file, where there is nothing to draw.
 
     Args:
-        rows: Of `metrics.jsonl`: `step` and figures by name; a figure may be missing or None in any of them.
-        title: Above the picture, such as the run's name.
-        keys: Of the panels to draw; empty for all.
-        theme: `light` or `dark`; empty to follow the reader's preference.
+        rows: Rows of `metrics.jsonl`: `step` and metrics by name; a metric may be missing or None.
+        title: Title of the picture, such as the run's name.
+        keys: Keys of the panels to draw; empty for all.
+        theme: `light` or `dark`; empty to follow the viewer's preference.
     """
     charts = [(panel, lines) for panel, lines in charts_of(rows, measure) if not keys or panel.key in keys]
     size = Size(width=250, height=190, font=15)

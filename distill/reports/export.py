@@ -1,4 +1,4 @@
-"""`distill export`: a run's student as a folder to hand over, read back and checked before it takes its name."""
+"""`distill export`: write a run's student to a folder that is verified before it gets its name."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ DTYPES = ("float32", "bfloat16", "float16")
 def export(
     folder: Path, destination: Path, *, dtype: str | None = None, shard_size: str = "5GB", gguf: str | None = None
 ) -> dict[str, Any]:
-    """Write the student of the run, or of the checkpoint, in `folder` to `destination`.
+    """Write the student of the run or checkpoint in `folder` to `destination`.
 
-    A LoRA student was merged when the run saved it; an adapter alone is merged here, in the dtype of its base model's
-    files. Weights are safetensors in shards; the tokenizer, the generation configuration, the model card and the recipe
-    go with them. The result is loaded again and must hold the same weights, rounded to `dtype`.
+    A run merges a LoRA student when it saves it; an adapter alone is merged here, in the dtype of its base model's
+    files. Weights are sharded safetensors; tokenizer, generation configuration, model card and recipe are copied. The
+    result is loaded again and must hold the same weights, rounded to `dtype`.
 
     Args:
-        destination: A folder that does not exist or is empty.
-        dtype: float32, bfloat16 or float16; None as trained.
-        shard_size: The most a file may hold, as transformers takes it ("5GB").
-        gguf: Also one GGUF file, of this type.
+        destination: Folder that does not exist or is empty.
+        dtype: float32, bfloat16 or float16; None for that of the training.
+        shard_size: Maximum size of a file, as in transformers ("5GB").
+        gguf: Also write a GGUF file of this type.
 
     Returns:
-        What was written: `folder`, `dtype`, `parameters`, `bytes`, `files`; with `gguf` what `write_gguf` returns.
+        `folder`, `dtype`, `parameters`, `bytes` and `files` of the export; with `gguf` also the result of `write_gguf`.
 
     Raises:
-        RecipeError: no student, a destination in use, or values that this dtype cannot hold.
+        RecipeError: There is no student, the destination is in use, or `dtype` cannot hold the values.
     """
     source, run = folder / "student", folder
     if (folder / STATE).is_file():
@@ -51,7 +51,7 @@ def export(
         if fault := fault_of(folder):
             raise RecipeError([f"{folder}: {fault}"])
     elif not any((source / name).is_file() for name in CONFIGS):
-        last = next((f", or {path} in place of the run exports that" for path in checkpoints(folder)[-1:]), "")
+        last = next((f", or export the checkpoint {path}" for path in checkpoints(folder)[-1:]), "")
         raise RecipeError([f"{folder}: this run has no student yet; distill run ... --resume finishes it{last}"])
     if dtype is not None and dtype not in DTYPES:
         raise RecipeError([f"--dtype: expected one of {', '.join(DTYPES)}; got {dtype!r}"])
@@ -70,7 +70,7 @@ def export(
         model = model.to(getattr(torch, dtype))
         for name, tensor in model.named_parameters():
             if not torch.isfinite(tensor).all():
-                raise RecipeError([f"--dtype: {name} holds values that {dtype} cannot; use bfloat16"])
+                raise RecipeError([f"--dtype: {name} holds values that {dtype} cannot represent; use bfloat16"])
     more: dict[str, Any] = {}
     try:
         with replacing_folder(destination) as unfinished:
@@ -88,7 +88,7 @@ def export(
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        raise in_use from None  # another export was first
+        raise in_use from None  # another export took the name
     files = sorted(path.name for path in destination.iterdir())
     return more | {
         "folder": str(destination),
@@ -100,16 +100,16 @@ def export(
 
 
 def _check(model: Any, folder: Path) -> None:
-    """Hold that what was written is what was meant."""
+    """Check that the written weights equal the model's."""
     again = read_weights(AutoModelForCausalLM, folder, "--output", dtype="auto", use_safetensors=True)
     written = dict(again.named_parameters())
     for name, tensor in model.named_parameters():
         assert written[name].dtype == tensor.dtype and torch.equal(written[name], tensor), name
-    assert again.config.get_text_config().num_hidden_layers  # by whatever name the file has it
+    assert again.config.get_text_config().num_hidden_layers  # resolves the configuration's own attribute name
 
 
 def check_repository(name: str) -> None:
-    """Raise for what cannot be a repository of the hub."""
+    """Raise for a name that is not a valid repository of the hub."""
     if not re.fullmatch(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9]([\w.-]*[A-Za-z0-9_])?", name) or ".." in name or "--" in name:
         raise RecipeError([f"--push: expected OWNER/NAME, got {name!r}"])
 
@@ -118,13 +118,13 @@ def push(folder: Path, repository: str, *, private: bool = True) -> str:
     """Upload an exported folder to the hub; returns its address.
 
     Raises:
-        RecipeError: the hub refused it, or cannot be reached; the folder stays as it is.
+        RecipeError: The hub refused it, or cannot be reached; the folder is kept.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     again = f"; {folder} is written; push it again with: hf upload {repository} {folder}"
-    # what the hub's own HTTP library raises, whichever that is: its errors are a base of the hub's
+    # errors of the hub's HTTP library, whichever it is: they are base classes of the hub's own error
     unreachable: tuple[type[BaseException], ...] = tuple(
         kind for kind in HfHubHTTPError.__mro__[1:] if kind not in (Exception, BaseException, object)
     )

@@ -1,5 +1,4 @@
-"""What is looked at before a run trains: does the teacher say what the data say, is there room for answers, and what
-does fp8 cost the student, which computes in it from then on."""
+"""Checks before training: the teacher's agreement with the data, room for rollouts, the error of fp8 students."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ from distill.teachers.fp8_student_cost import compute_and_measure
 from distill.teachers.objective import DistillationObjective
 from distill.training.trainer import DistillationTrainer
 
-TOKENS, ROWS = 256, 256  # looked at, of each route and of the training data
-FEW = 0.1  # a teacher that agrees with the data's answers less often than this may read them in a wrong form
+TOKENS, ROWS = 256, 256  # tokens checked per route, rows of the training data
+FEW = 0.1  # lower agreement of the teacher with the data's responses hints at a wrong chat template
 
 
 def first_look(
     trainer: DistillationTrainer, batch: Batch, rows: Sequence[Mapping[str, Sequence[int]]], recipe: Recipe
 ) -> list[str]:
-    """The lines on a trainer's first held-out batch and on its training rows."""
+    """Return report lines on the first held-out batch and on the training rows."""
     cost = []
     if recipe.student.compute == "fp8":
         checkpointed, sharded = recipe.train.gradient_checkpointing, trainer.is_fsdp_enabled
@@ -35,11 +34,11 @@ def first_look(
 
 @torch.no_grad()
 def agreement_with_data(objective: DistillationObjective, batch: Batch) -> list[str]:
-    """A line on how often the teacher's likeliest token is the data's; none of a teacher that is not asked so.
+    """Return a line on how often the teacher's top-1 token is the data's; none for teachers without live outputs.
 
     Args:
-        objective: of the run.
-        batch: collated by it, on the device; the same in all processes.
+        objective: Objective of the run.
+        batch: Batch collated by it, on the device; equal on all processes.
     """
     teacher = objective.teacher
     answers = teacher.models and teacher.judges_new_rows and not teacher.ahead
@@ -56,18 +55,18 @@ def agreement_with_data(objective: DistillationObjective, batch: Batch) -> list[
     each = (f"{share:.1%} of {count:,}{route and f' by {route}'}" for route, (share, count) in shares.items())
     figures = ", ".join(each)
     low = min(share for share, _ in shares.values()) < FEW
-    advice = "; that is little: are template and language of the data the teacher's own?" if low else ""
-    return [f"{'answers':<12}the teacher's likeliest token is the data's: {figures} held-out tokens{advice}"]
+    advice = "; this is low: check that the chat template and language of the data suit the teacher" if low else ""
+    return [f"{'answers':<12}the teacher's top-1 token is the data's: {figures} held-out tokens{advice}"]
 
 
 def room_for_answers(rows: Sequence[Mapping[str, Sequence[int]]], collate: Collate, data: Data) -> list[str]:
-    """A line on how many prompts leave room for the longest answers of the student's; none where it gives none."""
+    """Return a line on how many prompts leave room for the longest rollout; none without on-policy data."""
     if (section := data.own_answers) is None:
         return []
     documents = documents_of(collate(list(islice(rows, ROWS))))
     fitting = sum(document.prompt_length + section.max_new_tokens <= data.max_length for document in documents)
     line = (
-        f"{fitting / max(len(documents), 1):.1%} of {len(documents):,} leave room for all of "
+        f"{fitting / max(len(documents), 1):.1%} of {len(documents):,} leave room for "
         f"data.on_policy.max_new_tokens {section.max_new_tokens} within data.max_length {data.max_length}"
     )
     return [f"{'prompts':<12}{line}"]

@@ -1,16 +1,15 @@
-"""A student as one GGUF file, the format of llama.cpp and its relatives, read back and compared before it is kept.
+"""Export of a student as a GGUF file (the format of llama.cpp), read back and compared before it is kept.
 
     written = write_gguf(folder, folder / "student-q8_0.gguf", "q8_0")
 
-Written are decoders of the Llama kind (llama, mistral, qwen2, qwen3) with a byte-level BPE tokenizer whose way of
-splitting text has a name in the format. Anything else is refused: a file that loads and answers wrongly is worse than
-none. Matrices take the type asked for, vectors (norms, biases) stay float32. Llama's query and key rows are stored with
-the two halves of each head interleaved, as the format wants them; Llama 3's rope scaling becomes `rope_freqs.weight`,
-the divisor of each frequency.
+Supported are Llama-like decoders (llama, mistral, qwen2, qwen3) with a byte-level BPE tokenizer whose pre-tokenizer has
+a name in the format. Anything else is refused: a file that loads but computes wrong outputs is worse than none.
+Matrices get the requested type, vectors (norms, biases) stay float32. Llama's query and key rows are stored with the
+two halves of each head interleaved, as the format requires; Llama 3's rope scaling becomes `rope_freqs.weight`, the
+divisor of each frequency.
 
-The check loads the file with transformers and holds that every weight is the student's, rounded to the type; that the
-student with the file's weights gives the file's logits, so shapes, rope and norms are right; and that texts
-become the same tokens.
+The check loads the file with transformers and compares every weight with the student's, rounded to the type; the logits
+with those of the student with the file's weights, so that shapes, rope and norms are right; and the tokens of texts.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from distill.models.read_weights import read_weights
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 INTERLEAVED = ("llama",)
 TYPES = ("f32", "f16", "bf16", "q8_0")
-BLOCK = 32  # of q8_0: that many weights share a scale
-ROUNDING = {"f32": 0.0, "f16": 1e-3, "bf16": 4e-3, "q8_0": 1.2e-2}  # of a tensor, relative to its norm
-AGREEING = 2e-3  # logits of the same weights in the same arithmetic, relative
+BLOCK = 32  # weights that share a scale in q8_0
+ROUNDING = {"f32": 0.0, "f16": 1e-3, "bf16": 4e-3, "q8_0": 1.2e-2}  # largest error of a tensor relative to its norm
+AGREEING = 2e-3  # largest relative error of logits from the same weights
 TEXTS = (
     "The quick brown fox jumps over 13 lazy dogs; it's 4.5 kg, isn't it?\n\n\tdef f(x): return x**2  # café, 東京",
     "Question: what is 48/2 + 1,024?  Answer:   1048.",
 )
-# how a byte-level tokenizer splits text before merging, by the name that the format gives it; the patterns are those of
-# the models' published tokenizer.json files
+# pre-tokenizer steps of byte-level tokenizers -> their name in the format; the patterns are those of the models'
+# published tokenizer.json files
 LLAMA_3 = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""  # noqa: E501
 SPLITS = {
     ("Split:" + LLAMA_3, "ByteLevel"): "llama-bpe",
@@ -48,12 +47,12 @@ SPLITS = {
 }
 
 
-class Written(NamedTuple):
-    """What was written.
+class ExportSummary(NamedTuple):
+    """Summary of a written GGUF file.
 
     Attributes:
-        kl: KL(student || file) on two short texts, nats a token: the cost of rounding the weights.
-        note: what a reader must know; empty where there is nothing.
+        kl: KL(student || file) on two short texts, nats per token: the cost of rounding the weights.
+        note: Notes for users of the file; may be empty.
     """
 
     path: str
@@ -63,53 +62,53 @@ class Written(NamedTuple):
     note: str = ""
 
 
-def write_gguf(folder: Path, destination: Path, type: str = "q8_0") -> Written:
-    """Write the model in `folder` to `destination` and check the file by reading it back.
+def write_gguf(folder: Path, destination: Path, type: str = "q8_0") -> ExportSummary:
+    """Write the model in `folder` as a GGUF file to `destination` and verify it by reading it back.
 
     Args:
-        folder: A saved student with its tokenizer.
-        destination: The file; replaced only by one that passed.
-        type: f32, f16, bf16 or q8_0 (8 bits and a scale for 32 weights).
+        folder: Folder of a saved student with its tokenizer.
+        destination: Path of the file; replaced only by a verified file.
+        type: f32, f16, bf16 or q8_0 (8 bits per weight and a scale per 32 weights).
 
     Raises:
-        RecipeError: an architecture, tokenizer or type that cannot be written, or a file that reads back differently.
+        RecipeError: The architecture, tokenizer or type is not supported, or the file reads back differently.
     """
     check_type(type)
     if not (folder / "tokenizer.json").is_file():
-        raise RecipeError([f"--gguf: {folder} has no tokenizer.json, and a GGUF file needs the tokenizer"])
+        raise RecipeError([f"--gguf: expected a tokenizer.json in {folder}, which a GGUF file needs; got none"])
     model = read_weights(AutoModelForCausalLM, folder, "--gguf", dtype="auto").eval()
-    scaled = _refuse_what_is_lost(model.config)
+    scaled = _check_expressible(model.config)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with replacing(destination) as unfinished:
         _write(model, tokenizer, unfinished, type, destination.stem, scaled)
         kl = _check(model, tokenizer, unfinished, type, scaled)
     notes = {
-        "transformers leaves the file's rope scaling out: load it with config=AutoConfig of the folder": scaled,
-        # seen with SmolLM2: 2.0e-3 nats of the weights, 7.0e-3 as llama.cpp computes
-        "llama.cpp on CPUs rounds activations to 8 bits too, which adds to it": type == "q8_0",
+        "transformers ignores the file's rope scaling: load it with config=AutoConfig of the folder": scaled,
+        # measured with SmolLM2: 2.0e-3 nats from the weights, 7.0e-3 as llama.cpp computes
+        "llama.cpp on CPUs also rounds activations to 8 bits, which adds to this": type == "q8_0",
         "llama.cpp does not normalise text to NFC as this tokenizer does: decomposed characters become other tokens":
             _normalises(tokenizer),
     }  # fmt: skip
     note = "; ".join(text for text, holds in notes.items() if holds)
-    return Written(str(destination), destination.stat().st_size, type, kl, note)
+    return ExportSummary(str(destination), destination.stat().st_size, type, kl, note)
 
 
 def _normalises(tokenizer: Any) -> bool:
-    """Return whether a tokenizer normalises text before splitting it, as those of Qwen do."""
+    """Return whether a tokenizer normalises text before splitting it, as Qwen's do."""
     return bool(json.loads(tokenizer.backend_tokenizer.to_str()).get("normalizer"))
 
 
 def check_type(type: str) -> None:
-    """Raise for a type that is not written."""
+    """Raise for an unsupported type."""
     if type not in TYPES:
         raise RecipeError([f"--gguf: expected one of {', '.join(TYPES)}; got {type!r}"])
 
 
-def _refuse_what_is_lost(config: Any) -> bool:
-    """Raise for what the format cannot tell; returns whether frequencies are scaled as Llama 3 does."""
+def _check_expressible(config: Any) -> bool:
+    """Raise for models that the format cannot express; returns whether rope is scaled as in Llama 3."""
     faults = []
     if config.model_type not in ARCHITECTURES:
-        faults.append(f"models of type {config.model_type!r} (written are {', '.join(ARCHITECTURES)})")
+        faults.append(f"models of type {config.model_type!r} (supported: {', '.join(ARCHITECTURES)})")
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in ("default", "llama3"):
         faults.append(f"rope of type {rope!r}")
@@ -120,9 +119,9 @@ def _refuse_what_is_lost(config: Any) -> bool:
     if ARCHITECTURES.get(config.model_type) == "llama" and (
         getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
     ):
-        faults.append("biases of a Llama, which readers leave out")
+        faults.append("biases of a Llama, which readers ignore")
     if faults:
-        raise RecipeError([f"--gguf: cannot be written: {fault}" for fault in faults])
+        raise RecipeError([f"--gguf: not supported: {fault}" for fault in faults])
     return rope == "llama3"
 
 
@@ -159,7 +158,7 @@ def _write(model: Any, tokenizer: Any, path: Path, type: str, name: str, scaled:
     for key, tensor in model.named_parameters():
         target = names.get_name(key, try_suffixes=(".weight", ".bias"))
         if target is None:
-            raise RecipeError([f"--gguf: the format has no place for the weight {key} of {config.model_type}"])
+            raise RecipeError([f"--gguf: the format has no tensor for the weight {key} of {config.model_type}"])
         if architecture in INTERLEAVED and (".q_proj." in key or ".k_proj." in key):
             count = heads if ".q_proj." in key else pairs
             tensor = tensor.view(count, 2, width // 2, -1).transpose(1, 2).reshape(tensor.shape)
@@ -176,14 +175,14 @@ def _write(model: Any, tokenizer: Any, path: Path, type: str, name: str, scaled:
 
 
 def _type_of(tensor: torch.Tensor, type: str) -> str:
-    """Vectors stay f32; a row that is no whole number of blocks cannot be q8_0."""
+    """Return the GGUF type of a tensor: f32 for vectors, f16 for q8_0 where rows are not whole blocks."""
     if tensor.ndim < 2:
         return "f32"
     return "f16" if type == "q8_0" and tensor.shape[-1] % BLOCK else type
 
 
 def _add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
-    """Tokens with their kinds, merges, special ids and the chat template."""
+    """Add tokens with their types, merges, special ids and the chat template."""
     from gguf import TokenType
 
     spec = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -213,10 +212,10 @@ def _add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
 
 
 def split_name(spec: dict[str, Any]) -> str:
-    """What the format calls the way in which a tokenizer.json splits text.
+    """Return the format's name of a tokenizer.json's pre-tokenizer.
 
     Raises:
-        RecipeError: no byte-level BPE, or a way without a name.
+        RecipeError: It is not a byte-level BPE, or its pre-tokenizer has no name.
     """
     before = spec.get("pre_tokenizer") or {}
     steps = before.get("pretokenizers", [before])
@@ -230,21 +229,21 @@ def split_name(spec: dict[str, Any]) -> str:
         parts.append(kind)
     name = SPLITS.get(tuple(parts))
     if spec["model"]["type"] != "BPE" or name is None or spec.get("normalizer") not in (None, {"type": "NFC"}):
-        this = f"this tokenizer ({spec['model']['type']}, text split by {' then '.join(parts)})"
-        known = f"written are byte-level BPE tokenizers that split like {', '.join(SPLITS.values())}"
+        this = f"this tokenizer ({spec['model']['type']}, pre-tokenizer {' then '.join(parts)})"
+        known = f"supported are byte-level BPE tokenizers with the pre-tokenizer of {', '.join(SPLITS.values())}"
         raise RecipeError([f"--gguf: {this} has no name in the format; {known}"])
     return name
 
 
 @torch.no_grad()
 def _check(model: Any, tokenizer: Any, path: Path, type: str, scaled: bool) -> float:
-    """Hold the file against the student; returns KL(student || file) on the texts, nats a token."""
+    """Compare the file with the student; returns KL(student || file) on the texts, nats per token."""
     place: dict[str, Any] = {"gguf_file": path.name}
     again = AutoTokenizer.from_pretrained(path.parent, **place)
     for text in TEXTS:
         ids = [t(text, add_special_tokens=False).input_ids for t in (tokenizer, again)]
         if ids[0] != ids[1]:
-            raise RecipeError([f"--gguf: read back, the tokenizer makes other tokens of {text[:40]!r}; not written"])
+            raise RecipeError([f"--gguf: the file's tokenizer encodes {text[:40]!r} differently; not written"])
     if scaled:
         place["config"] = model.config
     try:
@@ -252,7 +251,7 @@ def _check(model: Any, tokenizer: Any, path: Path, type: str, scaled: bool) -> f
             AutoModelForCausalLM, path.parent, "--gguf", dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True), **place,
         ).eval()  # fmt: skip
-    except (RuntimeError, ValueError) as error:  # shapes that do not follow from what the format can tell
+    except (RuntimeError, ValueError) as error:  # shapes that the format cannot express
         raise RecipeError([f"--gguf: transformers cannot read it back: {str(error).splitlines()[0]}"]) from error
     rows = [torch.tensor([tokenizer(text).input_ids]) for text in TEXTS]
     before = [model.float()(input_ids=row).logits[0].log_softmax(-1) for row in rows]
@@ -260,12 +259,12 @@ def _check(model: Any, tokenizer: Any, path: Path, type: str, scaled: bool) -> f
     for name, tensor in model.named_parameters():
         allowed = ROUNDING[_type_of(tensor, type)] * float(tensor.norm())
         if name not in theirs or theirs[name].shape != tensor.shape or float((theirs[name] - tensor).norm()) > allowed:
-            raise RecipeError([f"--gguf: read back, {name} is another weight; not written"])
+            raise RecipeError([f"--gguf: {name} differs in the file; not written"])
     after = [loaded(input_ids=row).logits[0].log_softmax(-1) for row in rows]
     model.load_state_dict(loaded.state_dict(), assign=True)
     for row, logs in zip(rows, after, strict=True):
         expected = model(input_ids=row).logits[0].log_softmax(-1)
         if float((logs - expected).norm()) > AGREEING * float(expected.norm()):
-            raise RecipeError(["--gguf: read back, the model computes something else; not written"])
+            raise RecipeError(["--gguf: the file's model computes other logits; not written"])
     total = sum(float((p.exp() * (p - q)).sum()) for p, q in zip(before, after, strict=True))
     return total / sum(len(p) for p in before)

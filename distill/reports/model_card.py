@@ -1,7 +1,6 @@
-"""The README.md of a saved student: what it was made from, how close it came, and the recipe that made it.
+"""Model card of a saved student: its origin, its held-out metrics, and the recipe.
 
-Names and texts that people gave (models, data sets, the run) are written so that Markdown, HTML and YAML take them for
-text and nothing else.
+Names and texts of users (models, data sets, the run) are escaped for Markdown, HTML and YAML.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from distill.core.files import write_text
 from distill.evaluation.evaluate import HeldOut, gap_in_words
 from distill.teachers.measure import KL, SPANS, Measure, shown
 
-# what the card says of a whole model, and of an adapter alone
+# lines of the card for a whole model, and for an adapter alone
 MODEL = 'library_name: "transformers"', "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
 ADAPTER = (
     'library_name: "peft"',
@@ -42,18 +41,18 @@ def write_model_card(
     licence: str | None = None,
     measure: Measure = KL,
 ) -> Path:
-    """Write `README.md` into `folder`, which holds a model or an adapter alone.
+    """Write `README.md` into `folder`, which holds a model or an adapter.
 
     Args:
-        teacher: What the teacher is, as the recipe says it.
-        student: What the student started as.
-        data: What it was trained on.
-        before, after: Held-out figures; the table needs both.
-        versions: Of the libraries that trained it.
-        hub_models: Hub ids that this student descends from, for the card's metadata; others are left out.
-        datasets: What it was trained and judged on; hub ids go into the metadata, others are left out.
-        licence: Of the model that the student started as, as its own card says it; None where that is not known.
-        measure: What the divergences are.
+        teacher: Name of the teacher.
+        student: Name of the untrained student.
+        data: Name of the training data.
+        before, after: Held-out metrics; the table needs both.
+        versions: Versions of the libraries, by name.
+        hub_models: Models that this student descends from; hub ids go into the card's metadata.
+        datasets: Training and held-out data; hub ids go into the metadata.
+        licence: Licence of the untrained student, from its card; None where unknown.
+        measure: Definition of the divergences.
     """
     head: dict[str, str | list[str]] = {
         "library_name": "transformers",
@@ -63,7 +62,7 @@ def write_model_card(
     for key, names in (("base_model", hub_models), ("datasets", datasets)):
         if known := [name for name in names if re.fullmatch(r"[\w.-]+/[\w.-]+", name)]:
             head[key] = known
-    head["license"] = licence or "unknown"  # the hub's own word for it
+    head["license"] = licence or "unknown"  # the hub's keyword
     parts = [
         # JSON is YAML, and quotes every text
         "---\n" + "\n".join(f"{key}: {json.dumps(value)}" for key, value in head.items()) + "\n---",
@@ -99,14 +98,14 @@ def write_model_card(
 
 
 def card_of_merged(text: str) -> str:
-    """The card of an adapter as that of the model with the adapter merged; any other card as it is."""
+    """Return an adapter's card changed to that of the merged model; any other card unchanged."""
     for plain, adapted in zip(MODEL, ADAPTER, strict=True):
         text = text.replace(adapted, plain, 1)
     return text
 
 
 def licence_of(model: str) -> str | None:
-    """The licence in the card of a model on this machine (a folder, or the hub's cache); None without one."""
+    """Return the licence in the card of a model on this machine (a folder or the hub's cache); None without one."""
     from huggingface_hub import metadata_load, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -114,19 +113,19 @@ def licence_of(model: str) -> str | None:
         local = Path(model).expanduser() / "README.md"
         path = local if local.is_file() else try_to_load_from_cache(model, "README.md")
         found = metadata_load(path) if isinstance(path, str | Path) else None
-    except (OSError, ValueError, HFValidationError, yaml.YAMLError):  # somebody else's file
+    except (OSError, ValueError, HFValidationError, yaml.YAMLError):  # a malformed card of another author
         return None
     value = (found or {}).get("license")
     return value if isinstance(value, str) and re.fullmatch(r"[a-z0-9.-]{1,64}", value) else None
 
 
 def on_the_hub(*names: str | None) -> tuple[str, ...]:
-    """Return those of some names that name no file here, each once."""
+    """Return the names that name no local file, without duplicates."""
     return tuple(dict.fromkeys(name for name in names if name and not Path(name).exists()))
 
 
 def figures_table(before: HeldOut, after: HeldOut, measure: Measure = KL) -> str:
-    """Held-out figures of teacher, student before and student after, as a Markdown table."""
+    """Return held-out metrics of teacher, student before and student after, as a Markdown table."""
     name = measure.name
     lines = [f"| | forward {name} | reverse {name} | top-1 agreement | perplexity |", "|---|---:|---:|---:|---:|"]
     lines.append(f"| teacher | 0 | 0 | 100 % | {after.teacher_perplexity:,.2f} |")
@@ -142,29 +141,29 @@ def _explanation(before: HeldOut, after: HeldOut, measure: Measure) -> str:
     closed = gap_in_words(before, after).replace("%", " %")
     if measure == SPANS:
         return (
-            f"Means over {after.tokens:,} held-out spans of text, in nats; teacher and student have different "
+            f"Means over {after.tokens:,} held-out spans of text, in nats. Teacher and student have different "
             "tokenizers and are compared where both have read the same bytes: shared tokens, spans of text, and the "
-            "rest by sorted probabilities, so that the two divergences are not KL. Share of the gap closed: "
+            "rest by sorted probabilities, so that the two divergences are not KL. Relative reduction (gap closed): "
             f"**{closed}**."
         )
-    cached = f"The teacher was read from a cache, so that these are not the KL but the {measure.name}. "
+    cached = f"The teacher was read from a cache, so these are not the KL but the {measure.name}. "
     stored = "" if measure == KL else cached
     return (
         f"Means over {after.tokens:,} held-out tokens, in nats; the student against the teacher's next-token "
-        f"distributions. {stored}Share of the gap closed, (before - after) / before: "
+        f"distributions. {stored}Relative reduction (gap closed), (before - after) / before: "
         f"**{closed}**."
     )
 
 
 def escape(text: str) -> str:
-    """`text` on one line, with nothing in it that Markdown or HTML would act on."""
+    """Return `text` on one line, escaped for Markdown and HTML."""
     plain = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    # a bare address would become a link
+    # a bare URL would become a link
     return MARKS.sub(r"\\\1", plain).replace("://", ":\u200b//")
 
 
 def fenced(text: str, language: str) -> str:
-    """`text` as a code block, fenced by more backticks than any run of them inside."""
+    """Return `text` as a code block, its fence longer than any run of backticks inside."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{text}\n{fence}"

@@ -1,4 +1,4 @@
-"""What a person reads before and after a run: what will be trained on what, and what came of it."""
+"""Console summaries: the setup before a run, and its result."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from distill.teachers.opening import Pair
 
 
 class Plan(NamedTuple):
-    """The size of a run.
+    """Size of a run.
 
     Attributes:
-        tokens_per_step: positions in one of them, over all devices.
+        tokens_per_step: Positions per optimizer step, over all devices.
     """
 
     steps: int
@@ -45,7 +45,7 @@ def preamble(
     device: str,
     sharing: str | None = None,
 ) -> list[str]:
-    """The lines that open a run."""
+    """Return the lines that describe a run before it starts."""
     recipe = source.recipe
     total, trained = parameters_of(pair.student)
     name = model_name(recipe.student)
@@ -53,9 +53,9 @@ def preamble(
         name += f", layers {_ranges(pair.layer_indices)}"
     avoided = 2 * plan.tokens_per_step // plan.world // plan.accumulation * objective.columns * 4 / GIB
     terms = " + ".join(f"{term.weight:g} {term.type}" for term in objective.terms if term.weight > 0)
-    # never more tokens than the data's rows have room for
+    # a step cannot hold more tokens than the data
     whole = plan.tokens_per_step <= data.rows * data.max_length
-    step = f"{plan.tokens_per_step:,} tokens" if whole else f"all {counted(data.tokens, 'token')} there are"
+    step = f"{plan.tokens_per_step:,} tokens" if whole else f"all {counted(data.tokens, 'token')}"
     lines = {
         "teacher": f"{source.title()}, {pair.teacher.parameters_text()}",
         "student": f"{name}, {count_text(total)} parameters, {count_text(trained)} trained ({trained / total:.0%})",
@@ -63,8 +63,8 @@ def preamble(
         "vocabulary": pair.verdict,
         "data": str(data).replace("\n", "\n" + " " * 12),
         "steps": f"{plan.steps:,} of {step}, "
-        f"{counted(plan.accumulation, 'micro-batch')} a step on {plan.world} x {device}",
-        "workspace": f"logits are made in chunks; in full they would take {avoided:,.1f} GiB a micro-batch",
+        f"{counted(plan.accumulation, 'micro-batch')} per step on {plan.world} x {device}",
+        "workspace": f"logits are computed in chunks; in full they would take {avoided:,.1f} GiB per micro-batch",
     }
     if sharing is not None:
         lines["devices"] = sharing
@@ -72,9 +72,7 @@ def preamble(
         if offloaded := offloading_of(model):
             lines["offload"] = offloaded
         if method := quantised_by(model):
-            lines["quantised"] = (
-                f"linear layers of the teacher by {method}, its head not; what that costs is not measured"
-            )
+            lines["quantised"] = f"linear layers of the teacher by {method}, except its head; the error is not measured"
     for note in small_data_notes(recipe, data, plan.accumulation, plan.world):
         lines["few data"] = note if "few data" not in lines else f"{lines['few data']}\n{' ' * 12}{note}"
     if caveat := pair.teacher.format.caveat:
@@ -83,13 +81,13 @@ def preamble(
 
 
 def _line_of(schedule: Schedule) -> str:
-    """A scheduled setting: `; terms.0.weight 1 at step 0, 0.5 at step 100`."""
+    """Return a scheduled setting as `; terms.0.weight 1 at step 0, 0.5 at step 100`."""
     points = zip(schedule.values, schedule.steps, strict=True)
     return f"; {schedule.setting} " + ", ".join(f"{value:g} at step {step}" for value, step in points)
 
 
 def result_table(before: HeldOut, after: HeldOut, measure: Measure = KL) -> tuple[list[str], list[list[str]], str]:
-    """Heading, rows and the closing line of the table of held-out figures."""
+    """Return heading, rows and closing line of the table of held-out metrics."""
     heading = ["held out", f"{measure.name} to teacher", "agreement", "perplexity"]
     rows = [["teacher", f"{0:.4f}", "100.0%", f"{after.teacher_perplexity:,.2f}"]]
     for title, row in (("student before", before), ("student after", after)):
@@ -99,7 +97,7 @@ def result_table(before: HeldOut, after: HeldOut, measure: Measure = KL) -> tupl
 
 
 def show_samples(prompts: Sequence[str], answers: Mapping[str, Sequence[str]]) -> None:
-    """Print each prompt with everybody's answer."""
+    """Print each prompt with the response of every model."""
     for number, prompt in enumerate(prompts):
         console.say(f"\nprompt: {prompt}")
         for name, texts in answers.items():
@@ -107,7 +105,7 @@ def show_samples(prompts: Sequence[str], answers: Mapping[str, Sequence[str]]) -
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """0-9, 20-29 for those numbers."""
+    """Return numbers as ranges: `0-9, 20-29`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

@@ -1,6 +1,6 @@
-"""What a run's folder says of its beginning and of its end, with checksums in `manifest.json`.
+"""Checksums of a run's first and last files, in `manifest.json`, and the metrics from before training.
 
-Checkpoints have a manifest of their own, and metrics.jsonl is entered once nothing more is written into it.
+Checkpoints have manifests of their own; metrics.jsonl is added once it is complete.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ END = (METRICS_FILE, "samples.md", "curves.svg", RESULT_FILE)
 
 
 def note_beginning(folder: Path) -> None:
-    """Enter the files of a run's beginning into its manifest; a lock that was damaged since keeps its entry."""
+    """Add the files of a run's beginning to its manifest; a lock file damaged since keeps its entry."""
     add_to_manifest(folder, *(name for name in BEGINNING if name != LOCK_FILE or fault_of_entry(folder, name) is None))
 
 
 def note_end(folder: Path) -> None:
-    """Enter the files of a run's end into its manifest."""
+    """Add the files of a run's end to its manifest."""
     add_to_manifest(folder, *END)
 
 
 def read_before(folder: Path, measure: Measure) -> tuple[HeldOut, dict[str, list[str]]] | None:
-    """Return figures and answers from before training; None where there are none yet, or none that can be trusted."""
+    """Return metrics and responses from before training; None where there are none, or they are damaged."""
     path = folder / BEFORE_FILE
     if not path.exists():
         return None
@@ -47,5 +47,5 @@ def read_before(folder: Path, measure: Measure) -> tuple[HeldOut, dict[str, list
         figures = {name: math.nan if value is None else value for name, value in figures.items()}
         return HeldOut(**figures), dict(record["answers"])
     except (ValueError, KeyError, TypeError):
-        log.warning("%s is damaged; its figures are made again", path)
+        log.warning("%s is damaged; the student is evaluated again", path)
         return None

@@ -1,7 +1,7 @@
-"""`distill report RUN`: everything about one run on one page, `report.html`, that loads nothing from anywhere.
+"""`distill report RUN`: self-contained HTML page about a run, `report.html`.
 
-Whatever people or models wrote (names, prompts, answers, the recipe) goes through `html.escape`; the page holds no
-script, so that it can be mailed, archived and opened offline.
+All text from users and models (names, prompts, responses, the recipe) goes through `html.escape`; the page has no
+scripts and loads nothing, so it can be mailed, archived and opened offline.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from distill.teachers.identity import model_name
 from distill.teachers.measure import Measure, shown
 from distill.teachers.registry import measure_of, source_of
 
-# the report's words for what training.phases times
+# display names of the phases of training.phases
 PHASES = {
     "teacher": "teacher", "student, both ways": "student", "loss": "loss", "optimizer": "optimizer",
     "data and host": "data",
 }  # fmt: skip
-# of tokens: what the report calls agreement
-AGREES = "for which the student's likeliest next token is the teacher's"
+# definition of agreement, after "the share of tokens"
+AGREES = "for which student and teacher have the same top-1 token"
 
 
 class Run(NamedTuple):
-    """What a run's folder tells.
+    """Content of a run's folder.
 
     Attributes:
-        recipe: the resolved recipe, YAML.
-        metrics: rows of `metrics.jsonl`.
-        before: held-out figures and samples from before training; empty before the first evaluation.
-        result: `result.json`; empty while the run is unfinished.
+        recipe: Resolved recipe, YAML.
+        metrics: Rows of `metrics.jsonl`.
+        before: Held-out metrics and samples from before training; empty before the first evaluation.
+        result: Content of `result.json`; empty while the run is unfinished.
     """
 
     folder: Path
@@ -55,9 +55,9 @@ class Run(NamedTuple):
 
     @property
     def held_out(self) -> dict[str, dict[str, float]]:
-        """Held-out figures by `before` and `after`, those there are, named as in `HeldOut` whatever the measure."""
+        """Return held-out metrics under `before` and `after`, as far as they exist, named as in `HeldOut`."""
         found = {"before": self.before.get("held_out"), "after": self.result.get("after")}
-        # a figure that is not finite is null in the file
+        # values that are not finite are null in the file
         return {
             name: {key: math.nan if value is None else value for key, value in self.measure.read(figures).items()}
             for name, figures in found.items()
@@ -66,17 +66,17 @@ class Run(NamedTuple):
 
     @property
     def settings(self) -> Recipe:
-        """The recipe, parsed."""
+        """Return the parsed recipe."""
         return parse(self.recipe, name=self.folder.name, origin=str(self.folder / RECIPE_FILE), of_run=True)
 
     @property
     def measure(self) -> Measure:
-        """What its divergence is."""
+        """Return the definition of the run's divergence."""
         return measure_of(self.settings, self.result.get("measure") or self.before.get("measure"))
 
     @property
     def processes(self) -> int:
-        """That it began on, as its lock.yaml says; 1 where there is none."""
+        """Return the number of processes that the run began on, from its lock.yaml; 1 without one."""
         from distill.training.lock_file import LOCK_FILE, read_lock
 
         path = self.folder / LOCK_FILE
@@ -84,10 +84,10 @@ class Run(NamedTuple):
 
 
 def find_run(argument: str | Path) -> Path:
-    """The folder of a run: a path, or its name under `runs/`.
+    """Return the folder of a run from its path or its name under `runs/`.
 
     Raises:
-        RecipeError: there is none.
+        RecipeError: There is no such run.
     """
     for folder in (Path(argument), RUNS / argument):
         if (folder / RECIPE_FILE).is_file():
@@ -101,7 +101,7 @@ def read_run(folder: Path) -> Run:
     """Read a run, finished or not.
 
     Raises:
-        RecipeError: a file of it is damaged.
+        RecipeError: One of its files is damaged.
     """
     from distill.training.progress import read_metrics
 
@@ -120,14 +120,14 @@ def read_run(folder: Path) -> Run:
 
 
 def write_report(folder: Path, destination: Path | None = None) -> Path:
-    """Write the page about the run in `folder` to `destination` (`report.html` in the folder); returns its path."""
+    """Write the page about the run in `folder` to `destination` (default `report.html` in it); returns its path."""
     target = destination or folder / "report.html"
     write_text(target, visible(page(read_run(folder))))
     return target
 
 
 def page(run: Run) -> str:
-    """The whole page as HTML."""
+    """Return the page as HTML."""
     name = html.escape(run.folder.name)
     sections = [
         _header(run),
@@ -163,13 +163,13 @@ def _recipe_facts(run: Run) -> dict[str, str]:
 
 
 def _term(term: Any, measure: Measure) -> str:
-    """A loss term in words; one of a person's own by its function's name."""
+    """Return a loss term in words; a custom one by its function's name."""
     name = str(getattr(term, "function", term.type))
     return (name.removesuffix("_kl") + f" {measure.name}" * name.endswith("_kl")).replace("_", " ")
 
 
 def _header(run: Run) -> str:
-    """When, how long and on what; the command; what was distilled into what."""
+    """Return the header: start, duration, device, command, models, data and loss."""
     stored = run.before.get("started"), run.result.get("finished")
     times = [datetime.fromisoformat(time) for time in stored if time]
     when = [f"{times[0].day} {times[0]:%B %Y, %H:%M} UTC"] if times else []
@@ -191,8 +191,8 @@ def _summary(run: Run) -> str:
         perfect = f"{run.measure.each}, 0 is a perfect match{was}"
         cards.append((f"{name} to teacher", f"{after['forward_kl']:.4f}", perfect))
     if (closed := run.result.get("gap_closed")) is not None:
-        gone = f"of the {name} to the teacher is gone after training"
-        worse = f"worse than before training: the {name} to the teacher has grown"
+        gone = f"relative reduction of the {name} to the teacher"
+        worse = f"worse than before training: the {name} to the teacher has increased"
         cards.append(("gap closed", f"{closed:.1%}", gone) if closed >= 0 else ("gap closed", "none", worse))
     if after:
         was = f"; it was {before['agreement']:.1%}" if before else ""
@@ -226,14 +226,14 @@ def _held_out(run: Run) -> str:
     measure = run.measure
     head = ["", f"forward {measure.name}", f"reverse {measure.name}", "agreement", "perplexity", "entropy"]
     note = (
-        f"Means over {last['tokens']:,} held-out {measure.unit}s, which training did not see, in nats. "
-        f"Agreement: the share of {measure.unit}s {AGREES}. Perplexity: of the text itself, less is better."
+        f"Means over {last['tokens']:,} held-out {measure.unit}s, in nats. "
+        f"Agreement: the share of {measure.unit}s {AGREES}. Perplexity: of the text, lower is better."
     )
     return table(head, rows) + f'<p class="note">{html.escape(note)}</p>'
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
-    """An HTML table that scrolls sideways in its box where it is too wide; the first column holds names."""
+    """Return an HTML table in a box that scrolls sideways; the first column holds names."""
     top = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     head_row = f"<thead><tr>{top}</tr></thead>" if head else ""
@@ -249,13 +249,13 @@ def _charts(rows: Rows, measure: Measure) -> str:
         figures.append(f"<figure><figcaption>{html.escape(panel.title)}<b>{last}</b></figcaption>{chart}</figure>")
     names = {line.color: line.name for _, lines in charts for line in lines}
     if not charts:
-        few = "No curves: a line takes two logged steps, which a smaller train.log_every gives."
+        few = "No curves: a line needs two logged steps; lower train.log_every."
         return f'<p class="note">{few}</p>' if rows else ""
     return f'{legend(names)}<div class="charts">{"".join(figures)}</div>'
 
 
 def legend(names: Mapping[int, str]) -> str:
-    """Which colour is whose line, as a list; nothing for one line."""
+    """Return a legend of line colours as an HTML list; nothing for one line."""
     entries = [
         f'<li><svg viewBox="0 0 22 10" aria-hidden="true"><path class="line series-{color}" d="M1 5h20"/></svg>'
         f"{html.escape(name)}</li>"
@@ -265,13 +265,13 @@ def legend(names: Mapping[int, str]) -> str:
 
 
 def _time(rows: Rows) -> str:
-    """Where the time and the arithmetic went, as far as the run measured it."""
+    """Return a section on training time by phase and on GPU utilisation, as far as it was measured."""
     trained = [row for row in rows if isinstance(row.get("seconds"), int | float)]
     if not trained:
         return ""
     seconds = sum(row["seconds"] for row in trained)
     tokens = sum(row["seconds"] * row.get("tokens_per_second", 0.0) for row in trained)
-    text = f"<p>{duration(seconds)} of training for {tokens:,.0f} tokens; evaluations and checkpoints not counted.</p>"
+    text = f"<p>{duration(seconds)} of training for {tokens:,.0f} tokens, without evaluations and checkpoints.</p>"
     shares = {
         name: sum(row["seconds"] * row[f"mfu_{name}"] for row in trained if row.get(f"mfu_{name}") is not None)
         / max(seconds, 1e-9)
@@ -285,7 +285,7 @@ def _time(rows: Rows) -> str:
 
 
 def _phases(rows: Rows) -> list[tuple[str, float]]:
-    """Shares of the phases of a step over the whole run; empty where they were not measured."""
+    """Return each phase's share of the step time over the whole run; empty where not measured."""
     totals = dict.fromkeys(PHASES, 0.0)
     last = 0
     for row in rows:
@@ -297,7 +297,7 @@ def _phases(rows: Rows) -> list[tuple[str, float]]:
 
 
 def _bar(parts: Sequence[tuple[str, float]]) -> str:
-    """Shares of 1 beside each other, and a key to them; the last part of three is the rest."""
+    """Return a stacked bar of shares that sum to 1, with a key; the last of three parts is the rest."""
     if not parts:
         return ""
     kinds = [f"part-{i}" if len(parts) > 3 or i < 2 else "part-rest" for i in range(len(parts))]
@@ -313,7 +313,7 @@ def _bar(parts: Sequence[tuple[str, float]]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time for people."""
+    """Return a duration for display."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     minutes = round(seconds / 60)

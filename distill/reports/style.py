@@ -1,8 +1,8 @@
-"""How reports and pictures look: one palette for light and dark, rules for charts, a style sheet for pages."""
+"""Style of reports and pictures: a palette for light and dark, chart rules, a style sheet for pages."""
 
 from pathlib import Path
 
-# of each colour the contrast with both papers is at least 4.5, letters' with the cards too: tests/test_report.py
+# the contrast of each colour with its background is at least 4.5, that of text with cards too: tests/test_report.py
 LIGHT = {
     "paper": "#ffffff", "card": "#f4f6f8", "ink": "#18212f", "quiet": "#566273", "rule": "#dde2e9", "rest": "#cdd4dd",
     "series-0": "#2563eb", "series-1": "#c2410c", "series-2": "#047857", "series-3": "#7c3aed", "series-4": "#be185d",
@@ -19,7 +19,7 @@ CHART = Path(__file__).with_name("chart.css").read_text(encoding="utf-8").replac
 
 
 def document(title: str, body: str) -> str:
-    """An HTML page that loads nothing; both are HTML."""
+    """Return a self-contained HTML page; title and body are HTML."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

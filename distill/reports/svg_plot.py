@@ -1,4 +1,4 @@
-"""Line charts as SVG text, which load nothing: a page's CSS colours them; a file of its own brings light and dark.
+"""Line charts as SVG without external resources; a page's CSS, or the file's own, sets light or dark colours.
 
 Classes in the drawing: `axis` (grid), `tick` (numbers), `line`, `dot` and `band`, each with `series-N`.
 """
@@ -20,7 +20,7 @@ RIGHT, FEW, MANY = 12, 24, 150  # FEW points are drawn as dots too, MANY as a th
 
 
 class Series(NamedTuple):
-    """One line: its name, (x, y) points in order of x, which of the colours, and (x, low, high) of a band around it."""
+    """Line of a chart: name, (x, y) points sorted by x, colour index, and (x, low, high) of a band around it."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -29,7 +29,7 @@ class Series(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Of a chart, and of its letters, in the units of its view box."""
+    """Size of a chart and of its font, in units of its view box."""
 
     width: int = 340
     height: int = 200
@@ -40,7 +40,9 @@ IN_PAGE = Size()
 
 
 def ticks(low: float, high: float, count: int = 5, least: float = 0.0) -> list[float]:
-    """About `count` round numbers from `low` to `high`, 2 or more: 1, 2 or 5 times a power of ten or `least` apart."""
+    """Return about `count` round numbers from `low` to `high`, at least 2: 1, 2, 5 times a power of ten or `least`
+    apart.
+    """
     if not high > low:
         return [low]
     raw = (high - low) / count
@@ -53,7 +55,7 @@ def ticks(low: float, high: float, count: int = 5, least: float = 0.0) -> list[f
 
 
 def short(value: float) -> str:
-    """A number in few characters."""
+    """Return a number in few characters."""
     size = abs(value)
     for limit, unit in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
@@ -65,7 +67,7 @@ def short(value: float) -> str:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Numbers of an axis: whole, each different, without an offset that is to be added."""
+    """Return axis labels for numbers: distinct, without an offset to add."""
     largest = max(map(abs, values))
     apart = min((b - a for a, b in itertools.pairwise(values)), default=largest) or 1.0
     scale, unit = next(((s, u) for s, u in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if largest >= max(s, 1e4)), (1.0, ""))
@@ -79,9 +81,10 @@ def tick_labels(values: Sequence[float]) -> list[str]:
 
 
 def limits(values: Sequence[float], from_zero: bool = False) -> tuple[float, float]:
-    """The range of an axis: all values, but for a few far above, beside which the others would lie in an eighth.
+    """Return the range of an axis over all values except a few far outliers, which would flatten the others.
 
-    Far is beyond Tukey's outer fence (1977), three interquartile ranges over the quartile; few are two, or 2 %.
+    Outliers lie beyond Tukey's outer fence (1977), three interquartile ranges above the quartile; at most two, or 2 %,
+    are excluded, and only if the others would fill less than an eighth of the axis.
     """
     floor = from_zero and min(values) >= 0
     low, high = 0.0 if floor else min(values), max(values)
@@ -97,7 +100,7 @@ def limits(values: Sequence[float], from_zero: bool = False) -> tuple[float, flo
 
 
 class _Axes:
-    """Where values lie in the drawing; those beyond the limits lie on the edge."""
+    """Axes of a chart; values beyond the limits lie on the edge."""
 
     def __init__(self, series: Sequence[Series], size: Size, from_zero: bool) -> None:
         points = [point for line in series for point in line.points]
@@ -111,7 +114,7 @@ class _Axes:
         self.low, self.high = limits([y for _, y in points], from_zero)
         marks = ticks(self.low, self.high, count)
         step = marks[1] - marks[0] if len(marks) > 1 else self.high - self.low
-        # the axis ends at round numbers, outside of all that it holds
+        # the axis ends at round numbers outside of all values
         self.low = min(self.low, step * math.floor(self.low / step + 1e-9))
         self.high = max(self.high, step * math.ceil(self.high / step - 1e-9))
         self.marks = ticks(self.low, self.high, round((self.high - self.low) / step))
@@ -120,7 +123,7 @@ class _Axes:
         self.top, self.bottom = 1.5 * size.font, size.height - 2.0 * size.font
 
     def place(self, x: float, y: float) -> tuple[float, float]:
-        """Of a point, from the left and from the top."""
+        """Return the position of a point, from the left and from the top."""
         span = self.x[1] - self.x[0]
         across = (x - self.x[0]) / span if span else 0.5
         up = min(1.0, max(0.0, (y - self.low) / (self.high - self.low)))
@@ -128,12 +131,12 @@ class _Axes:
 
 
 def line_chart(series: Sequence[Series], title: str, *, from_zero: bool = False, size: Size = IN_PAGE) -> str:
-    """The chart as `<svg>`; points that are not finite break a line, and outliers lie on its edge as triangles.
+    """Return the chart as `<svg>`; points that are not finite break a line, outliers are triangles on the edge.
 
     Args:
-        series: At least one, with at least one finite point between them.
-        title: What a screen reader calls the chart; each line's last figure is added.
-        from_zero: The vertical axis starts at 0.
+        series: Lines, with at least one finite point among them.
+        title: Accessible name of the chart; each line's last value is added.
+        from_zero: Start the vertical axis at 0.
     """
     axes = _Axes(series, size, from_zero)
     last = [f"{line.name} {short(line.points[-1][1])}" for line in series if line.points]
@@ -145,7 +148,7 @@ def line_chart(series: Sequence[Series], title: str, *, from_zero: bool = False,
         parts.append(label(axes.left - 6, y + 0.35 * size.font, name, "end"))
     marks = ticks(*axes.x, max(2, size.width // (5 * size.font)), least=1.0)
     names, y = tick_labels(marks), size.height - 0.5 * size.font
-    # the last carries the name of the axis, and gets the room for it
+    # the last label carries the name of the axis and needs more room
     end = min(axes.place(marks[-1], axes.low)[0] + 0.3 * size.font * len(names[-1]), size.width - 2.0)
     parts.append(label(end, y, f"step {names[-1]}", "end"))
     room = end - 0.6 * size.font * (len(f"step {names[-1]}") + 1)
@@ -159,7 +162,7 @@ def line_chart(series: Sequence[Series], title: str, *, from_zero: bool = False,
 
 
 def label(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> str:
-    """Letters of a class at a place, `start`, `middle` or `end` of them."""
+    """Return a text element; `anchor` is start, middle or end."""
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(visible(text))}</text>'
 
 
@@ -195,7 +198,7 @@ def _path(points: Sequence[tuple[float, float]], axes: _Axes) -> str:
 
 
 def _beyond(series: Sequence[Series], axes: _Axes) -> list[str]:
-    """How many points lie above the chart, and how far."""
+    """Return a label with the number of points above the chart, and the highest."""
     above = [y for line in series for _, y in line.points if math.isfinite(y) and y > axes.high]
     text = f"▲ {len(above)} {'point' if len(above) == 1 else 'points'} up to {short(max(above, default=0))}"
     return [label(axes.size.width - RIGHT, 0.9 * axes.size.font, text, "end")] if above else []
@@ -205,14 +208,14 @@ def picture(
     panels: Sequence[tuple[str, str]], *, title: str, legend: Sequence[Series] = (), theme: str = "",
     size: Size = IN_PAGE,
 ) -> str:  # fmt: skip
-    """Charts in a grid, as an SVG file of its own.
+    """Return charts in a grid, as a standalone SVG file.
 
     Args:
-        panels: Of each its title and what `line_chart` made, of this size.
-        title: Above all.
-        legend: Names and colours of lines, beside the title.
-        theme: `light` or `dark`; empty for a picture that follows the reader's preference.
-        size: Of each chart.
+        panels: Title and `line_chart` output of each chart, of size `size`.
+        title: Title of the picture.
+        legend: Lines to name in the legend.
+        theme: `light` or `dark`; empty to follow the viewer's preference.
+        size: Size of each chart.
     """
     font, gap = size.font, 2 * size.font
     columns = min(2, len(panels))
@@ -235,7 +238,7 @@ def picture(
 
 
 def standalone(body: str, width: float, height: float, title: str, font: int, theme: str = "") -> str:
-    """An SVG file around a drawing; colours stand in it as numbers, since few viewers but browsers know variables."""
+    """Return an SVG file around a drawing; colours are literal, since few viewers but browsers support variables."""
 
     def rules(palette: dict[str, str]) -> str:
         values = palette | {"font": f"{font}px", "large": f"{1.2 * font:g}px", "small": f"{0.88 * font:g}px"}
