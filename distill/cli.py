@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from distill import __version__
-from distill.commands import cache, chat, doctor, judge, plan, sample, serve, settings, share, verify
+from distill.commands import cache, chat, doctor, evaluate, plan, sample, serve, settings, share, verify
 from distill.commands.arguments import (
     AsJson,
     Overrides,
@@ -33,7 +33,7 @@ from distill.commands.arguments import (
     plugin_override,
     say_json,
 )
-from distill.commands.paths import path_faults, path_notes
+from distill.commands.recipe_files import path_faults, path_notes
 from distill.core import console, launch, ranks
 from distill.core.faults import RunError, disk_line
 from distill.core.folders import RECIPE_FILE, run_folder, runs_folder
@@ -77,12 +77,14 @@ recipes_app = typer.Typer(
     invoke_without_command=True, rich_markup_mode=None, help="List the recipes that ship, or copy one."
 )
 app.add_typer(recipes_app, name="recipes")
-for command in (
-    plan.check, plan.inspect, plan.bench, cache.cache, doctor.doctor, judge.evaluate, judge.compare, judge.report,
-    share.generate, share.export, chat.chat, sample.sample, serve.serve, verify.verify, settings.settings,
-    settings.schema,
-):  # fmt: skip
-    app.command("eval" if command is judge.evaluate else None)(command)
+_COMMANDS = [
+    *(plan.check, plan.inspect, plan.bench, cache.cache, doctor.doctor),
+    *(evaluate.evaluate, evaluate.compare, evaluate.report),
+    *(share.generate, share.export, chat.chat, sample.sample, serve.serve, verify.verify),
+    *(settings.settings, settings.schema),
+]
+for command in _COMMANDS:
+    app.command("eval" if command is evaluate.evaluate else None)(command)
 
 
 @app.callback()

@@ -62,10 +62,10 @@ from distill.recipe import Recipe, dump
 from distill.recipe.usual import unusual
 from distill.recipe.yaml_text import to_yaml
 from distill.reports.curves import draw_curves
-from distill.reports.first_look import first_look
-from distill.reports.model_card import licence_of, on_the_hub, write_model_card
-from distill.reports.preamble import Plan, preamble, result_table, show_samples
-from distill.reports.records import BEFORE_FILE, note_beginning, note_end, read_before
+from distill.reports.first_batch_report import first_look
+from distill.reports.model_card import hub_ids, licence_of, write_model_card
+from distill.reports.run_manifest import BEFORE_FILE, note_beginning, note_end, read_before
+from distill.reports.run_summary import Plan, preamble, result_table, show_samples
 from distill.teachers.base import OpenContext, TeacherSource
 from distill.teachers.identity import model_name
 from distill.teachers.opening import Pair, opened_pair, patch_models, prepare_models, use_plugin
@@ -383,8 +383,8 @@ def _save(
         before=result.before,
         after=result.after,
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
-        hub_models=on_the_hub(*(s.model for s in (recipe.student, recipe.teacher, *source.sections.values()))),
-        datasets=on_the_hub(*(part.data.source for part in recipe.data.parts), recipe.data.validation.source),
+        hub_models=hub_ids(*(s.model for s in (recipe.student, recipe.teacher, *source.sections.values()))),
+        datasets=hub_ids(*(part.data.source for part in recipe.data.parts), recipe.data.validation.source),
         licence=licence_of(recipe.student.model or recipe.teacher.model or ""),
         measure=measure,
     )

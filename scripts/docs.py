@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(folder) for folder in (ROOT, ROOT / "kernels") if str(folder) not in sys.path]
 
 from distill.cli import app  # noqa: E402
-from distill.commands.reference import json_schema  # noqa: E402
+from distill.commands.settings_schema import json_schema  # noqa: E402
 from distill.recipe.shipped import SCHEMA_FILE, shipped_recipes  # noqa: E402
 from scripts import api_pages, chat_samples, compiled, gpu_page, readme, settings_pages, template_page  # noqa: E402
 from scripts.families import page as family_page  # noqa: E402

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from distill.data.collator import Collator
 from distill.evaluation.evaluate import HeldOut, evaluate, gap_closed
-from distill.evaluation.judge import judge
+from distill.evaluation.evaluate_documents import evaluate_documents
 from distill.models.adapters import add_lora
 from distill.recipe import Lora
 from distill.teachers.objective import DistillationObjective
@@ -92,7 +92,7 @@ def test_a_collapsed_student_agrees_nowhere(rows):
     student.get_output_embeddings().weight.data.zero_()
     for teacher in (tiny_model(layers=3, seed=1), student):
         assert evaluate(student, teacher, rows).agreement == 0
-        assert judge(student, teacher, rows).figures["agreement"].value == 0
+        assert evaluate_documents(student, teacher, rows).figures["agreement"].value == 0
 
 
 def test_a_student_in_training_is_measured_through_its_objective(rows):

@@ -10,15 +10,14 @@ from tiny import save_models
 from distill.core.labels import shift_labels
 from distill.data.collator import Collator
 from distill.recipe import Data, parse
-from distill.reports import first_look
-from distill.reports.first_look import agreement_with_data, room_for_answers
+from distill.reports.first_batch_report import room_for_rollouts_line, teacher_agreement_line
 from distill.run import run
 
 
 @pytest.mark.parametrize("make", [one, informed], ids=["one", "context"])
 def test_the_share_is_that_of_the_teachers_own_logits(make, monkeypatch):
     """The share equals that of dense logits, document by document, over the first tokens."""
-    monkeypatch.setattr(first_look, "TOKENS", 7)
+    monkeypatch.setattr(first_batch_report, "TOKENS", 7)
     subject = make()
     (model,) = subject.teacher.models.values()
     prefix, hits = subject.teacher.prefix, []
@@ -27,8 +26,8 @@ def test_the_share_is_that_of_the_teachers_own_logits(make, monkeypatch):
         labels = torch.tensor(part["labels"][1:])
         best = best[len(best) - len(labels) :]
         hits += (best == labels)[labels != -100].tolist()
-    (line,) = agreement_with_data(subject.objective(), subject.batch())
-    assert f"likeliest token is the data's: {sum(hits[:7]) / 7:.1%} of 7 held-out tokens" in line
+    (line,) = teacher_agreement_line(subject.objective(), subject.batch())
+    assert f"top-1 token is the data's: {sum(hits[:7]) / 7:.1%} of 7 held-out tokens" in line
 
 
 def test_a_teacher_that_says_the_data_is_seen_and_each_route_is_told(monkeypatch):
@@ -47,7 +46,7 @@ def test_a_teacher_that_says_the_data_is_seen_and_each_route_is_told(monkeypatch
                 return {"": (own[:most], said[own[:most]])}
 
             monkeypatch.setattr(member, "likeliest", answer)
-        (line,) = agreement_with_data(objective, batch)
+        (line,) = teacher_agreement_line(objective, batch)
         return line
 
     shares = f"{{:.1%}} of {len(first)} by {objective.routes[0]}, {{:.1%}} of {len(second)} by {objective.routes[1]}"
@@ -71,12 +70,12 @@ def test_the_likeliest_token_of_a_mixture():
 
 def test_a_teacher_of_another_kind_is_not_asked():
     subject = across()
-    assert agreement_with_data(subject.objective(), subject.batch()) == []
+    assert teacher_agreement_line(subject.objective(), subject.batch()) == []
 
 
 def test_hard_labels_ask_no_teacher():
     subject = one({"terms": [{"type": "cross_entropy"}]})
-    assert agreement_with_data(subject.objective(), subject.batch()) == []
+    assert teacher_agreement_line(subject.objective(), subject.batch()) == []
 
 
 def test_prompts_that_leave_no_room_are_counted():
@@ -85,9 +84,9 @@ def test_prompts_that_leave_no_room_are_counted():
         for n in (4, 8, 12, 16)
     ]
     data = Data(source="x.jsonl", max_length=16, on_policy={"max_new_tokens": 8})
-    (line,) = room_for_answers(rows, Collator(0), data)
+    (line,) = room_for_rollouts_line(rows, Collator(0), data)
     assert "50.0% of 4 leave room for data.on_policy.max_new_tokens 8 within data.max_length 16" in line
-    assert room_for_answers(rows, Collator(0), data.model_copy(update={"on_policy": None})) == []
+    assert room_for_rollouts_line(rows, Collator(0), data.model_copy(update={"on_policy": None})) == []
 
 
 def test_a_run_says_both(tmp_path, monkeypatch, capsys):

@@ -19,7 +19,7 @@ MOST_ANY = {"distill/recipe": 0, "distill/core": 0, "distill": 655}
 # over six today; the list only gets shorter
 LONG_SIGNATURES = {
     "distill/cli.py:run",
-    "distill/evaluation/judge.py:judge",
+    "distill/evaluation/evaluate_documents.py:judge",
     "distill/evaluation/targets.py:held_out_rows",
     "distill/generation/from_recipe.py:on_policy_of",
     "distill/models/attention.py:fastest_attention",
@@ -27,7 +27,7 @@ LONG_SIGNATURES = {
     "distill/models/attention.py:newest_over_cache",
     "distill/models/ragged_cache.py:ragged_attention",
     "distill/reports/model_card.py:write_model_card",
-    "distill/reports/preamble.py:preamble",
+    "distill/reports/run_summary.py:preamble",
     "distill/run.py:_run",
     "distill/training/lock_file.py:build_lock",
     "distill/training/trainer.py:__init__",

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from distill.cli import app
 from distill.evaluation.bootstrap import intervals, share_interval
 from distill.evaluation.evaluate import evaluate
-from distill.evaluation.judge import FIGURES, _calibration_error, _count, _product, judge
+from distill.evaluation.evaluate_documents import FIGURES, _calibration_error, _count, _product, evaluate_documents
 from distill.evaluation.targets import Target, held_out_rows
 from distill.recipe import Student, parse
 
@@ -35,14 +35,14 @@ def test_figures_are_those_of_the_evaluation_in_training(kind):
     student = tiny_model(tokenizer, kind=kind, seed=2, **KINDS[kind]).train()
     teacher = tiny_model(tokenizer, kind=kind, hidden=48, seed=1, **KINDS[kind])
     data = list(rows())
-    found, expected = judge(student, teacher, data), evaluate(student, teacher, data)
+    found, expected = evaluate_documents(student, teacher, data), evaluate(student, teacher, data)
     assert student.training and found.tokens == expected.tokens == 6 * 19
     for name in FIGURES:
         assert found.figures[name].value == pytest.approx(getattr(expected, name), rel=1e-4), name
         assert found.figures[name].low <= found.figures[name].value <= found.figures[name].high
     assert found.perplexity("teacher").value == pytest.approx(expected.teacher_perplexity, rel=1e-4)
     assert found.gap_closed(found).value == 0
-    assert judge(teacher, teacher, data).gap_closed(found).value == pytest.approx(1)
+    assert evaluate_documents(teacher, teacher, data).gap_closed(found).value == pytest.approx(1)
 
 
 def test_rows_are_kept_apart_in_a_batch():
@@ -50,7 +50,10 @@ def test_rows_are_kept_apart_in_a_batch():
     student, teacher = tiny_model(seed=2), tiny_model(hidden=48, seed=1)
     data = [*rows(3, 24), *rows(2, 17), *rows(2, 31)]
     seen = []
-    alone, together = judge(student, teacher, data), judge(student, teacher, data, batch_size=4, advance=seen.append)
+    alone, together = (
+        evaluate_documents(student, teacher, data),
+        evaluate_documents(student, teacher, data, batch_size=4, advance=seen.append),
+    )
     assert seen == [4, 3] and np.array_equal(alone.counts, together.counts)
     assert np.allclose(alone.sums, together.sums, rtol=1e-5) and len(set(alone.sums[:, 0])) > 3
     assert together.calibration_error == pytest.approx(alone.calibration_error, abs=1e-6)
@@ -61,14 +64,14 @@ def test_documents_of_a_packed_row_are_drawn_for_themselves():
     student, teacher = tiny_model(seed=2), tiny_model(hidden=48, seed=1)
     data = [*rows(3, 24), *rows(2, 17)]
     packed = {name: [value for row in data for value in row[name]] for name in data[0]}
-    alone, together = judge(student, teacher, data), judge(student, teacher, [packed])
+    alone, together = evaluate_documents(student, teacher, data), evaluate_documents(student, teacher, [packed])
     assert together.rows == 1 and np.allclose(alone.sums, together.sums, rtol=1e-4)
     assert together.figures["forward_kl"] == pytest.approx(alone.figures["forward_kl"], rel=1e-4)
-    single = judge(student, teacher, data[:1])
+    single = evaluate_documents(student, teacher, data[:1])
     for found in (*single.figures.values(), single.perplexity("student"), single.gap_closed(single)):
         assert np.isnan([found.low, found.high]).all() and np.isfinite(found.value)
     with pytest.raises(ValueError, match="no trained tokens"):
-        judge(student, teacher, [])
+        evaluate_documents(student, teacher, [])
 
 
 def test_logits_of_16_bit_models_are_not_rounded(device):
@@ -84,7 +87,7 @@ def test_logits_of_16_bit_models_are_not_rounded(device):
 def test_masked_rows_are_an_error():
     data = [{"input_ids": [3, 4, 5], "labels": [-100] * 3, "position_ids": [0, 1, 2]}]
     with pytest.raises(ValueError, match="no trained tokens"):
-        judge(tiny_model(), tiny_model(seed=1), data)
+        evaluate_documents(tiny_model(), tiny_model(seed=1), data)
 
 
 def test_intervals_cover_the_truth_about_as_often_as_they_say():

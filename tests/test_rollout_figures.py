@@ -95,7 +95,7 @@ def test_routes_have_lines_of_their_own(workplace):
     charts = {panel.title: [line.name for line in lines] for panel, lines in charts_of(rows)}
     assert charts["agreement with teacher (%), by route"] == ["even", "odd"]
     assert any(title.startswith("KL to teacher") and lines == ["even", "odd"] for title, lines in charts.items())
-    for words in ("cut off", "repetitive rollouts", "rollout length (tokens)", "apart", "student's entropy"):
+    for words in ("truncated", "repetitive rollouts", "rollout length (tokens)", "gap", "student's entropy"):
         assert any(words in title for title in charts), words
 
 

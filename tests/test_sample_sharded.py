@@ -17,7 +17,7 @@ from two_ranks import run_as_two
 
 from distill.cli import run_command
 from distill.core import launch, ranks
-from distill.evaluation.targets import find_target, takes_shards
+from distill.evaluation.targets import find_target, needs_sharding
 
 RECIPE = """
 teacher: {model: teacher}
@@ -177,8 +177,8 @@ def test_judging_takes_several_gpus_where_shards_are_and_tasks_none(made, monkey
     assert run_command(["eval", "mine", "--tasks", "hellaswag"]) == 2
     assert "parallel.teacher: expected an unsharded teacher for tasks" in capsys.readouterr().err
     target = find_target("mine")
-    assert takes_shards(target, None, 4, 1) and takes_shards(target, "untied", 4, 1)
-    assert not takes_shards(target, None, 1, 1) and not takes_shards(find_target("student"), "teacher", 4, 1)
+    assert needs_sharding(target, None, 4, 1) and needs_sharding(target, "untied", 4, 1)
+    assert not needs_sharding(target, None, 1, 1) and not needs_sharding(find_target("student"), "teacher", 4, 1)
 
 
 if __name__ == "__main__":

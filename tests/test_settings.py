@@ -10,8 +10,7 @@ import pytest
 
 from distill import __version__
 from distill.cli import run_command
-from distill.commands import reference
-from distill.commands.reference import find_settings, json_schema, settings
+from distill.commands.settings_schema import find_settings, json_schema, settings
 from distill.core.faults import Section
 from distill.recipe import Parallel, RecipeError, parse, shipped
 from distill.recipe.aliases import OTHER_TOOLS
@@ -44,8 +43,8 @@ def test_every_field_is_there_with_its_meaning():
 
 
 def test_docstrings_name_no_field_that_is_gone():
-    for name, section in reference._sections(Section):
-        assert set(reference.meanings(section)) <= set(section.model_fields), name
+    for name, section in settings_schema._sections(Section):
+        assert set(settings_schema.meanings(section)) <= set(section.model_fields), name
 
 
 def test_types_and_defaults_are_those_of_the_schema():
@@ -110,7 +109,7 @@ def test_new_fields_are_as_old_as_this_version(tmp_path, monkeypatch):
     old["$defs"]["Train"]["properties"]["steps"]["x-since"] = "0.0.1"
     del old["$defs"]["Train"]["properties"]["epochs"]
     (tmp_path / SCHEMA_FILE).write_text(json.dumps(old))
-    monkeypatch.setattr(reference, "shipped_folder", lambda: tmp_path)
+    monkeypatch.setattr(settings_schema, "shipped_folder", lambda: tmp_path)
     since = {setting.name: setting.since for setting in settings()}
     assert (since["train.steps"], since["train.epochs"]) == ("0.0.1", __version__)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.commands.paths import teachers_of
+from distill.commands.recipe_files import teachers_of
 from distill.core import console
 from distill.core.folders import RECIPE_FILE, RUNS, check_folder
 from distill.recipe import Recipe, load
@@ -91,13 +91,13 @@ def plugin_override(plugin: Path | None) -> list[str]:
 
 def load_models(target: str, teacher: str | None, beside: bool) -> tuple[dict[str, Any], Any]:
     """Return a target's student, preceded by its teacher if requested, and the student's tokenizer."""
-    from distill.evaluation.targets import find_target, load_its_teacher, load_target
+    from distill.evaluation.targets import find_target, load_target, load_teacher_of
 
     disable_progress_bars()
     source = find_target(target)
     with console.working("loading"):
         student, tokenizer = load_target(source)
-        models = {"teacher": load_its_teacher(source, teacher)} if teacher is not None or beside else {}
+        models = {"teacher": load_teacher_of(source, teacher)} if teacher is not None or beside else {}
     return {**models, "student": student}, tokenizer
 
 

@@ -79,7 +79,7 @@ class StepTime:
     joules: float = float("nan")
 
 
-def joules_so_far() -> float:
+def total_joules() -> float:
     """Return the first GPU's energy in joules since its driver was loaded, from NVML; NaN where it is not available."""
     try:
         import pynvml
@@ -132,9 +132,9 @@ def measure(name: str, step: Step, tokens: int, flops: float, steps: int = 8) ->
         count += 1
     steps = max(steps, math.ceil(TIMED_SECONDS * count / (time.perf_counter() - began)))
     torch.cuda.reset_peak_memory_stats()
-    joules, timed = joules_so_far(), timed_steps(step, steps)
+    joules, timed = total_joules(), timed_steps(step, steps)
     torch.cuda.synchronize()
-    joules, phases = (joules_so_far() - joules) / steps, timed()
+    joules, phases = (total_joules() - joules) / steps, timed()
     ms = statistics.median(sum(p.values()) for p in phases) * 1e3
     split = {name: statistics.median(p[name] for p in phases) * 1e3 for name in PHASES if any(p[name] for p in phases)}
     peak = peak_flops(torch.device("cuda"))
@@ -143,7 +143,7 @@ def measure(name: str, step: Step, tokens: int, flops: float, steps: int = 8) ->
     return StepTime(name, ms, tokens / ms * 1e3, mfu, memory, split, loss, joules=joules)
 
 
-def _learn(loss: torch.Tensor, optimizer: torch.optim.Optimizer, clock: Clock) -> torch.Tensor:
+def _optimize(loss: torch.Tensor, optimizer: torch.optim.Optimizer, clock: Clock) -> torch.Tensor:
     """Compute gradients and the optimizer's step, each a phase; returns the loss, a detached scalar."""
     clock.enter("backward")
     loss.backward()
@@ -169,7 +169,7 @@ def logits_step(
         clock.enter("loss")
         loss = divergence(student_logits, teacher_logits)
         del student_logits, teacher_logits
-        return _learn(loss, optimizer, clock)
+        return _optimize(loss, optimizer, clock)
 
     return step
 
@@ -240,7 +240,7 @@ def liger_step(
     apply_liger(teacher)
     apply_liger(student)
     loss_of = liger_loss(teacher, student, batch, rows)
-    return lambda clock: _learn(loss_of(clock), optimizer, clock)
+    return lambda clock: _optimize(loss_of(clock), optimizer, clock)
 
 
 RIVALS: dict[str, Rival] = {"plain": plain_step, "compile": compiled_step, "liger": liger_step}
@@ -255,7 +255,7 @@ def our_step(objective: DistillationObjective, student: nn.Module, batch: Batch,
         inputs = objective.compare(batch, items)
         clock.enter("student")
         loss = student(**inputs)["loss"]
-        return _learn(loss, optimizer, clock)
+        return _optimize(loss, optimizer, clock)
 
     return step
 

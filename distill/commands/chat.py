@@ -15,7 +15,7 @@ from distill.commands.arguments import (
     MaxNewTokens,
     TargetArgument,
     Temperature,
-    models_to_answer,
+    load_models,
 )
 from distill.core import console
 
@@ -43,7 +43,7 @@ def chat(
     distill chat support-bot --beside-teacher --temperature 0
     printf 'Hello!\\nAnd who are you?\\n' | distill chat support-bot
     """
-    models, tokenizer = models_to_answer(target, teacher, beside)
+    models, tokenizer = load_models(target, teacher, beside)
     remembers = bool(getattr(tokenizer, "chat_template", None))
     if not remembers:
         console.complain("the tokenizer has no chat template: each line is continued as text, without history")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, say_json, without_bars
+from distill.commands.arguments import AsJson, Overrides, RecipeArgument, disable_progress_bars, load_recipe, say_json
 from distill.core import console
 from distill.core.folders import RECIPE_FILE
 from distill.core.units import GIB, counted
@@ -48,7 +48,7 @@ def check(
     from distill.planning.devices import find_device
     from distill.planning.preflight import check as look
 
-    without_bars()
+    disable_progress_bars()
     device = find_device(gpu)
     with console.working("reading configurations and data"):
         report = look(resolved, device, gpus=gpus, look_at_data=data)
@@ -222,7 +222,7 @@ def inspect(
     from distill.teachers.opening import opened_pair
     from distill.teachers.registry import source_of
 
-    without_bars()
+    disable_progress_bars()
     with console.working("reading data"):
         source = source_of(resolved)
         vocabulary = source.vocabulary()
@@ -325,7 +325,7 @@ def bench(
         teacher = load_teacher(resolved.teacher, device="cuda", dtype=torch.bfloat16)
         return teacher, load_student(resolved.student, teacher=teacher, device="cuda", dtype=torch.bfloat16)
 
-    without_bars()
+    disable_progress_bars()
     with console.working("timing"):
         size, length = resolved.train.batch_size, resolved.data.max_length
         make = functools.partial(make_batch, size, length)

@@ -26,14 +26,14 @@ from distill.teachers.registry import source_of
 from distill.training.arguments import fused_optimizer, training_arguments
 
 
-class Measured(NamedTuple):
+class ProbeResult(NamedTuple):
     """Peak memory of torch's allocator in bytes, and seconds of the second step."""
 
     peak: float
     seconds: float
 
 
-def probe(recipe: Recipe) -> Measured:
+def probe(recipe: Recipe) -> ProbeResult:
     """Load both models, train two steps on random tokens of the recipe's shape, and measure; nothing is kept.
 
     Two steps, since the optimizer's states exist from the second on.
@@ -80,7 +80,7 @@ def probe(recipe: Recipe) -> Measured:
         torch.cuda.reset_peak_memory_stats(device)
         trainer.train()
     second = next(logs for logs in trainer.state.log_history if logs["step"] == 2 and "seconds" in logs)
-    return Measured(float(torch.cuda.max_memory_allocated(device)), second["seconds"])
+    return ProbeResult(float(torch.cuda.max_memory_allocated(device)), second["seconds"])
 
 
 def can_step(recipe: Recipe) -> bool:

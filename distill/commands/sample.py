@@ -18,16 +18,16 @@ from distill.commands.arguments import (
     Overrides,
     RecipeArgument,
     Temperature,
+    disable_progress_bars,
     load_recipe,
     say_json,
-    without_bars,
 )
 from distill.core import console, launch, ranks
 from distill.core.units import counted
 from distill.recipe.compatibility import require_command
 
 
-class Who(StrEnum):
+class Role(StrEnum):
     """Model that generates."""
 
     teacher = "teacher"
@@ -48,7 +48,7 @@ def sample(
         str, typer.Option(metavar="FILE", help="Prompts: .txt with one per line, or data with prompt or messages.")
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Output .jsonl; existing responses are kept.")],
-    who: Annotated[Who, typer.Option("--from", help="Model that generates.")],
+    who: Annotated[Role, typer.Option("--from", help="Model that generates.")],
     overrides: Overrides = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 1.0,
@@ -76,7 +76,7 @@ def sample(
     """
     _, resolved = load_recipe(recipe, overrides)
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
-    if who is Who.teacher and processes > 1:
+    if who is Role.teacher and processes > 1:
         require_command(resolved, "sample --from teacher")
         from distill.caching.sample import answers_in_shards
 
@@ -86,7 +86,7 @@ def sample(
     from distill.caching.sample import sample as run
     from distill.generation.sampling import Sampling
 
-    without_bars()
+    disable_progress_bars()
     first = ranks.is_first()
     with _progress() if first else contextlib.nullcontext(lambda done, total: None) as progress:
         sampling = Sampling(temperature, top_k, top_p, min_p)

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from distill.commands.arguments import AsJson, say_json
-from distill.commands.reference import find_settings, json_schema
-from distill.commands.reference import settings as all_settings
+from distill.commands.settings_schema import find_settings, json_schema
+from distill.commands.settings_schema import settings as all_settings
 from distill.core import console
 
 

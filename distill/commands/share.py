@@ -17,9 +17,9 @@ from distill.commands.arguments import (
     RunArgument,
     TargetArgument,
     Temperature,
-    models_to_answer,
+    disable_progress_bars,
+    load_models,
     say_json,
-    without_bars,
 )
 from distill.core import console
 
@@ -45,13 +45,13 @@ def generate(
       --teacher HuggingFaceTB/SmolLM2-135M-Instruct
     distill generate support-bot -p "Why is the sky blue?" --kernels triton
     """
-    from distill.evaluation.generate import TritonAnswers, stream
+    from distill.evaluation.generate import TritonGenerator, stream
 
     if kernels not in ("auto", "triton"):
         raise ValueError(f"--kernels: expected auto or triton, got {kernels!r}")
-    models, tokenizer = models_to_answer(target, teacher, beside)
+    models, tokenizer = load_models(target, teacher, beside)
     answerers = {
-        name: TritonAnswers(model, tokenizer) if kernels == "triton" else partial(stream, model, tokenizer)
+        name: TritonGenerator(model, tokenizer) if kernels == "triton" else partial(stream, model, tokenizer)
         for name, model in models.items()
     }
     answers: list[dict[str, str]] = []
@@ -106,7 +106,7 @@ def export(
         raise ValueError("--public: expected together with --push; got no --push")
     if push is not None:
         check_repository(push)
-    without_bars()
+    disable_progress_bars()
     with console.working("exporting"):
         folder = Path(run) if (Path(run) / STATE).is_file() else find_run(run)
         written = write(folder, output, dtype=dtype, shard_size=shard_size, gguf=gguf)

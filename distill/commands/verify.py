@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.commands.arguments import AsJson, complete_run, say_json, without_bars
+from distill.commands.arguments import AsJson, complete_run, disable_progress_bars, say_json
 from distill.core import console
 from distill.core.folders import RECIPE_FILE, RESULT_FILE
 from distill.core.units import counted
@@ -30,7 +30,7 @@ def verify(
     distill verify support-bot
     distill verify caches/chat --json
     """
-    without_bars()
+    disable_progress_bars()
     from distill.reports.report import find_run
     from distill.teachers.cache.format import PLAN
 
@@ -58,7 +58,7 @@ def _line(what: str, read: Callable[[], str]) -> Line:
 def _run(folder: Path) -> Iterator[Line]:
     from distill.core.manifest import MANIFEST, fault_of_entry
     from distill.recipe import load
-    from distill.reports.records import BEFORE_FILE, METRICS_FILE
+    from distill.reports.run_manifest import BEFORE_FILE, METRICS_FILE
     from distill.training.checkpoints import checkpoints, unfinished_checkpoints
     from distill.training.lock_file import LOCK_FILE
     from distill.training.rollout_files import FOLDER, files

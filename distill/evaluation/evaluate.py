@@ -130,10 +130,10 @@ def evaluate(
     *statistics, tokens = sums.tolist()
     if tokens == 0:
         raise ValueError("data.validation: no trained tokens in the held-out rows (every label is masked)")
-    return HeldOut(int(tokens), **figures_of([value / tokens for value in statistics]))
+    return HeldOut(int(tokens), **metrics_from_statistics([value / tokens for value in statistics]))
 
 
-def figures_of(statistics: Sequence[float]) -> dict[str, float]:
+def metrics_from_statistics(statistics: Sequence[float]) -> dict[str, float]:
     """Return the statistics of a `held_out_loss`, sums or means, under the names of `HeldOut`."""
     forward, cross_entropy, student_entropy, teacher_entropy, agreement, _, teacher_logprob, reverse = statistics
     return {

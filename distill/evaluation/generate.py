@@ -65,7 +65,7 @@ def stream(
     return tokenizer.decode(streamer.ids, skip_special_tokens=True)
 
 
-class TritonAnswers:
+class TritonGenerator:
     """Generator that runs one model by Triton kernels alone; called as `stream`, it writes the text at once.
 
     Args:

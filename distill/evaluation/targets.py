@@ -53,11 +53,11 @@ def find_target(argument: str) -> Target:
             if at is None:
                 raise ValueError(f"{argument}: this run has no student yet; distill run ... --resume finishes it")
             recipe = load(folder / RECIPE_FILE, of_run=True)
-            return in_folder(str(at))._replace(recipe=recipe, folder=folder)
-    return in_folder(argument)
+            return target_in(str(at))._replace(recipe=recipe, folder=folder)
+    return target_in(argument)
 
 
-def in_folder(model: str) -> Target:
+def target_in(model: str) -> Target:
     """Return the target for a model or adapter."""
     base = base_of(Path(model))
     return Target(Student.model_validate(base), adapter=Path(model)) if base else Target(Student(model=model))
@@ -83,7 +83,7 @@ def load_merged(target: Target, device: torch.device | str, dtype: torch.dtype |
     return student if target.adapter is None else load_and_merge(student, str(target.adapter), "student")
 
 
-def its_teacher(target: Target, teacher: str | None) -> Teacher:
+def teacher_section(target: Target, teacher: str | None) -> Teacher:
     """Return the section of the named teacher, else of the recipe's teacher.
 
     Raises:
@@ -108,7 +108,7 @@ def its_teacher(target: Target, teacher: str | None) -> Teacher:
 def tokenizer_section(target: Target, teacher: str | None) -> ModelSection:
     """Return the section of the model whose tokenizer the teacher uses."""
     if teacher is not None or target.recipe is None:
-        return its_teacher(target, teacher)
+        return teacher_section(target, teacher)
     return source_of(target.recipe).tokenizer_section
 
 
@@ -116,13 +116,13 @@ def measure_of_target(target: Target, teacher: str | None) -> Measure:
     """Return the divergence that compares student and teacher; the teacher of a cache is loaded here."""
     if target.recipe is None:
         return KL
-    alone = {"teacher": its_teacher(target, teacher), "teachers": []}
+    alone = {"teacher": teacher_section(target, teacher), "teachers": []}
     return measure_of(target.recipe.model_copy(update=alone))
 
 
-def load_its_teacher(target: Target, teacher: str | None, *, in_shards: bool = False) -> PreTrainedModel:
+def load_teacher_of(target: Target, teacher: str | None, *, in_shards: bool = False) -> PreTrainedModel:
     """Return the named teacher, else the recipe's; with `in_shards` sharded over the process group."""
-    section, device = its_teacher(target, teacher), device_here()
+    section, device = teacher_section(target, teacher), device_here()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if in_shards:
         device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
@@ -130,7 +130,7 @@ def load_its_teacher(target: Target, teacher: str | None, *, in_shards: bool = F
     return load_teacher(section, device=device, dtype=dtype)
 
 
-def takes_shards(target: Target, teacher: str | None, processes: int, batch_size: int) -> bool:
+def needs_sharding(target: Target, teacher: str | None, processes: int, batch_size: int) -> bool:
     """Return whether so many processes shard the teacher for an evaluation.
 
     The run's recipe decides (`parallel.teacher`); a target that is not a run is evaluated on one device.
@@ -139,14 +139,14 @@ def takes_shards(target: Target, teacher: str | None, processes: int, batch_size
         return False
     from distill.planning.caching import asked_in_shards
 
-    recipe = target.recipe.model_copy(update={"teacher": its_teacher(target, teacher), "student": target.student})
+    recipe = target.recipe.model_copy(update={"teacher": teacher_section(target, teacher), "student": target.student})
     return asked_in_shards(recipe, device_here(), processes, batch_size=batch_size)
 
 
-def knows_one_teacher(target: Target) -> bool:
-    """Return whether `load_its_teacher` works without a name."""
+def has_teacher(target: Target) -> bool:
+    """Return whether `load_teacher_of` works without a name."""
     try:
-        its_teacher(target, None)
+        teacher_section(target, None)
     except ValueError:
         return False
     return True

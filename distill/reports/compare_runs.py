@@ -21,7 +21,7 @@ from distill.core.faults import show
 from distill.recipe import parse
 from distill.recipe.same_step import settings_of_steps
 from distill.reports.curves import points
-from distill.reports.report import AGREES, Run, legend
+from distill.reports.report import AGREEMENT, Run, legend
 from distill.reports.style import document
 from distill.reports.svg_plot import Series, Size, line_chart
 from distill.teachers.measure import Measure
@@ -195,7 +195,7 @@ def curves_page(runs: Sequence[Run]) -> str:
                 charts.append(f"<figure><figcaption>{text}</figcaption>{chart}</figure>")
     note = "Lines are means over seeds, bands the range from lowest to highest. " * (len(runs) > len(groups))
     title = html.escape(" · ".join(run.folder.name for run in runs))
-    about = f'<h1>Runs compared</h1><p class="note">{note}Agreement: the share of tokens {AGREES}.</p>'
+    about = f'<h1>Runs compared</h1><p class="note">{note}Agreement: the share of tokens {AGREEMENT}.</p>'
     return document(title, f'{about}{legend(dict(enumerate(names)))}<div class="charts pairs">{"".join(charts)}</div>')
 
 

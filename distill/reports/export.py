@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from distill.core.faults import RecipeError, first_line
 from distill.core.files import replacing_folder, write_text
 from distill.core.folders import RECIPE_FILE, check_folder
-from distill.evaluation.targets import CONFIGS, in_folder, load_merged
+from distill.evaluation.targets import CONFIGS, load_merged, target_in
 from distill.models.read_weights import read_weights
 from distill.reports.gguf_file import write_gguf
-from distill.reports.model_card import card_of_merged
+from distill.reports.model_card import merged_card
 from distill.training.checkpoint_validation import fault_of
 from distill.training.checkpoints import STATE, checkpoints
 
@@ -62,7 +62,7 @@ def export(
         raise in_use
     check_folder(destination, "--output")
     try:
-        model: Any = load_merged(in_folder(str(source)), "cpu", None).eval()
+        model: Any = load_merged(target_in(str(source)), "cpu", None).eval()
         model.config.use_cache = True
     except ValueError as error:
         raise RecipeError([str(error)]) from error
@@ -78,7 +78,7 @@ def export(
             if (source / "tokenizer_config.json").is_file():
                 AutoTokenizer.from_pretrained(source).save_pretrained(unfinished)
             if (source / "README.md").is_file():
-                write_text(unfinished / "README.md", card_of_merged((source / "README.md").read_text(encoding="utf-8")))
+                write_text(unfinished / "README.md", merged_card((source / "README.md").read_text(encoding="utf-8")))
             if (run / RECIPE_FILE).is_file():
                 shutil.copy(run / RECIPE_FILE, unfinished / RECIPE_FILE)
             _check(model, unfinished)

@@ -97,7 +97,7 @@ def write_model_card(
     return path
 
 
-def card_of_merged(text: str) -> str:
+def merged_card(text: str) -> str:
     """Return an adapter's card changed to that of the merged model; any other card unchanged."""
     for plain, adapted in zip(MODEL, ADAPTER, strict=True):
         text = text.replace(adapted, plain, 1)
@@ -119,7 +119,7 @@ def licence_of(model: str) -> str | None:
     return value if isinstance(value, str) and re.fullmatch(r"[a-z0-9.-]{1,64}", value) else None
 
 
-def on_the_hub(*names: str | None) -> tuple[str, ...]:
+def hub_ids(*names: str | None) -> tuple[str, ...]:
     """Return the names that name no local file, without duplicates."""
     return tuple(dict.fromkeys(name for name in names if name and not Path(name).exists()))
 

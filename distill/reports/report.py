@@ -34,7 +34,7 @@ PHASES = {
     "data and host": "data",
 }  # fmt: skip
 # definition of agreement, after "the share of tokens"
-AGREES = "for which student and teacher have the same top-1 token"
+AGREEMENT = "for which student and teacher have the same top-1 token"
 
 
 class Run(NamedTuple):
@@ -196,7 +196,7 @@ def _summary(run: Run) -> str:
         cards.append(("gap closed", f"{closed:.1%}", gone) if closed >= 0 else ("gap closed", "none", worse))
     if after:
         was = f"; it was {before['agreement']:.1%}" if before else ""
-        cards.append(("agreement", f"{after['agreement']:.1%}", f"of held-out {run.measure.unit}s {AGREES}{was}"))
+        cards.append(("agreement", f"{after['agreement']:.1%}", f"of held-out {run.measure.unit}s {AGREEMENT}{was}"))
     speeds = sorted(row["tokens_per_second"] for row in run.metrics if row.get("tokens_per_second"))
     if speeds:
         cards.append(("tokens per second", short(speeds[len(speeds) // 2]), "in training, the median"))
@@ -227,7 +227,7 @@ def _held_out(run: Run) -> str:
     head = ["", f"forward {measure.name}", f"reverse {measure.name}", "agreement", "perplexity", "entropy"]
     note = (
         f"Means over {last['tokens']:,} held-out {measure.unit}s, in nats. "
-        f"Agreement: the share of {measure.unit}s {AGREES}. Perplexity: of the text, lower is better."
+        f"Agreement: the share of {measure.unit}s {AGREEMENT}. Perplexity: of the text, lower is better."
     )
     return table(head, rows) + f'<p class="note">{html.escape(note)}</p>'
 

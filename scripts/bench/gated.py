@@ -17,7 +17,7 @@ from distill_kernels.matmul import gated
 from distill_kernels.matmul.tiled import Tile
 from torch.nn import functional as F
 
-from distill.commands.bench import joules_so_far
+from distill.commands.bench import total_joules
 from scripts.bench.harness import Row
 
 SHAPES = [
@@ -61,13 +61,13 @@ def sustained(run: Callable[[], object]) -> tuple[float, float]:
         calls += 1
     calls = max(4, round(SECONDS / SETTLE * calls))
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    joules = joules_so_far()
+    joules = total_joules()
     start.record()
     for _ in range(calls):
         run()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / calls, (joules_so_far() - joules) / calls
+    return start.elapsed_time(end) / calls, (total_joules() - joules) / calls
 
 
 def measured(case: str, shape: str, made: dict[str, Callable[[], Outputs]], flop: float) -> Iterator[Row]:

@@ -23,7 +23,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from distill.data.load import Splits, load_data
 from distill.evaluation.evaluate import evaluate
-from distill.evaluation.judge import Judgement, judge
+from distill.evaluation.evaluate_documents import EvaluationResult, evaluate_documents
 from distill.generation.from_recipe import on_policy_of
 from distill.models import fp8_student
 from distill.models.attention_choice import AttentionChoices
@@ -60,7 +60,7 @@ class Bench:
         self.tokenizer = load_tokenizer(first.teacher)
         self.cuts: dict[int, Any] = {}
         self._splits: dict[str, Splits] = {}
-        self._before: dict[tuple[str, int], Judgement] = {}
+        self._before: dict[tuple[str, int], EvaluationResult] = {}
         self._attention: dict[int, AttentionChoices] = {}
         self._in_fp8: Any = None
         for setup in setups:
@@ -99,9 +99,9 @@ class Bench:
             quantise(self._in_fp8, recipe.teacher.fp8_skip)
         return self._in_fp8
 
-    def judge(self, student: Any, setup: Setup, recipe: Recipe) -> Judgement:
+    def judge(self, student: Any, setup: Setup, recipe: Recipe) -> EvaluationResult:
         """Held-out figures with intervals."""
-        return judge(
+        return evaluate_documents(
             student,
             self.teacher,
             self.splits(setup).validation,
@@ -109,7 +109,7 @@ class Bench:
             autocast=self.precision.autocast,
         )
 
-    def before(self, student: Any, setup: Setup, recipe: Recipe) -> Judgement:
+    def before(self, student: Any, setup: Setup, recipe: Recipe) -> EvaluationResult:
         """The same of the student that is not trained yet, once for each data set and depth."""
         key = (setup.data, setup.layers)
         if key not in self._before:
@@ -234,7 +234,12 @@ def run_one(setup: Setup, bench: Bench) -> dict[str, Any]:
 
 
 def row_of(
-    setup: Any, recipe: Recipe, before: Judgement, after: Judgement, curve: list[dict[str, float]], took: Training
+    setup: Any,
+    recipe: Recipe,
+    before: EvaluationResult,
+    after: EvaluationResult,
+    curve: list[dict[str, float]],
+    took: Training,
 ) -> dict[str, Any]:
     """The row of one configuration."""
     tokens = (recipe.train.steps or 0) * (recipe.train.tokens_per_step or 0)
@@ -266,7 +271,7 @@ def free(bench: Bench) -> None:
         torch.cuda.empty_cache()
 
 
-def point_of(found: Judgement) -> dict[str, float]:
+def point_of(found: EvaluationResult) -> dict[str, float]:
     """A judgement's place on a curve."""
     return {name: found.figures[name].value for name in CURVE}
 

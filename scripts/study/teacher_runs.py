@@ -20,7 +20,7 @@ from distill.caching.make import Loaded, make_cache
 from distill.core.console import progress
 from distill.data.chat import load_template
 from distill.data.collator import Collator
-from distill.evaluation.judge import judge
+from distill.evaluation.evaluate_documents import evaluate_documents
 from distill.generation.decode_loop import Engine
 from distill.generation.documents import Document, as_row, documents_of
 from distill.generation.engines import engine_for, settings_for
@@ -158,7 +158,7 @@ def on_its_own_words(student: Any, bench: TeacherBench, setup: TeacherSetup, rec
     """Figures of a student on what it says itself to the held-out prompts, and of how many problems it gets right."""
     documents = bench.documents(setup)
     said = answer(student, bench, documents, recipe, drawn=True)
-    found = judge(
+    found = evaluate_documents(
         student,
         bench.teacher,
         [as_row([document]) for document in said.documents],

@@ -1,7 +1,7 @@
 """`distill eval`: held-out metrics of a student against a teacher, with confidence intervals.
 
-    judgement = judge(student, teacher, rows)
-    judgement.figures["forward_kl"]      # Interval(value, low, high)
+    result = evaluate_documents(student, teacher, rows)
+    result.figures["forward_kl"]      # Interval(value, low, high)
 
 The means are those of `distill.evaluation.evaluate`; here sums are kept per document, for resampling. The calibration
 error (ECE, Naeini et al., 2015; Guo et al., 2017) compares confidence with accuracy: tokens are sorted into 15 equal
@@ -30,7 +30,7 @@ CHUNK = 512  # tokens per chunk of full logits
 FIGURES = HeldOut._fields[1:]  # metrics, in this order
 
 
-class Judgement(NamedTuple):
+class EvaluationResult(NamedTuple):
     """Result of an evaluation.
 
     Attributes:
@@ -53,7 +53,7 @@ class Judgement(NamedTuple):
         """Return exp of the cross-entropy of `student` or `teacher`."""
         return Interval(*map(perplexity, self.figures[f"{who}_cross_entropy"]))
 
-    def gap_closed(self, before: Judgement) -> Interval:
+    def gap_closed(self, before: EvaluationResult) -> Interval:
         """Return the relative reduction of `before`'s forward KL over the same rows; NaN where it was about 0."""
         if not np.array_equal(self.counts, before.counts):
             raise ValueError("before: expected an evaluation of the same rows")
@@ -63,7 +63,7 @@ class Judgement(NamedTuple):
 
 
 @torch.no_grad()
-def judge(
+def evaluate_documents(
     student: nn.Module,
     teacher: nn.Module,
     rows: Sequence[Any],
@@ -72,7 +72,7 @@ def judge(
     batch_size: int = 1,
     autocast: torch.dtype | None = None,
     advance: Callable[[int], None] | None = None,
-) -> Judgement:
+) -> EvaluationResult:
     """Compare `student` with `teacher` on every trained token of `rows`, with float32 logits.
 
     Args:
@@ -122,7 +122,7 @@ def judge(
     sums, counts = (np.concatenate(part) for part in zip(*parts, strict=True))
     figures = dict(zip(FIGURES, intervals(sums, counts), strict=True))
     errors = _calibration_error(bins[0]), _calibration_error(bins[1])
-    return Judgement(int(counts.sum()), len(rows), figures, errors[0], errors[1], sums, counts)
+    return EvaluationResult(int(counts.sum()), len(rows), figures, errors[0], errors[1], sums, counts)
 
 
 def _log_probabilities(model: nn.Module, hidden: torch.Tensor, transform: LogitTransform, columns: int) -> torch.Tensor:

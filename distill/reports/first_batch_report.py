@@ -28,12 +28,12 @@ def first_look(
         checkpointed, sharded = recipe.train.gradient_checkpointing, trainer.is_fsdp_enabled
         autocast = trainer.accelerator.autocast
         cost = [compute_and_measure(trainer.objective, batch, autocast, checkpointed=checkpointed, sharded=sharded)]
-    fits = room_for_answers(rows, trainer.data_collator, recipe.data)  # type: ignore[arg-type]
-    return cost + agreement_with_data(trainer.objective, batch) + fits
+    fits = room_for_rollouts_line(rows, trainer.data_collator, recipe.data)  # type: ignore[arg-type]
+    return cost + teacher_agreement_line(trainer.objective, batch) + fits
 
 
 @torch.no_grad()
-def agreement_with_data(objective: DistillationObjective, batch: Batch) -> list[str]:
+def teacher_agreement_line(objective: DistillationObjective, batch: Batch) -> list[str]:
     """Return a line on how often the teacher's top-1 token is the data's; none for teachers without live outputs.
 
     Args:
@@ -59,7 +59,7 @@ def agreement_with_data(objective: DistillationObjective, batch: Batch) -> list[
     return [f"{'answers':<12}the teacher's top-1 token is the data's: {figures} held-out tokens{advice}"]
 
 
-def room_for_answers(rows: Sequence[Mapping[str, Sequence[int]]], collate: Collate, data: Data) -> list[str]:
+def room_for_rollouts_line(rows: Sequence[Mapping[str, Sequence[int]]], collate: Collate, data: Data) -> list[str]:
     """Return a line on how many prompts leave room for the longest rollout; none without on-policy data."""
     if (section := data.own_answers) is None:
         return []

@@ -27,16 +27,14 @@ def path_notes(recipe: Recipe) -> list[str]:
                 notes.append(fault)
             with contextlib.suppress(ValueError):  # reported by `path_faults`
                 if not resolve_model_source(section.model, f"{name}.model").local:
-                    notes.append(_taken_for_a_hub_id(f"{name}.model", section.model))
+                    notes.append(_hub_id_note(f"{name}.model", section.model))
     for name, teacher in teachers_of(recipe).items():
         if teacher.path is not None and not Path(teacher.path).expanduser().exists():
             near = suggest_path(teacher.path)
             notes.append(f"{name}.path: {teacher.path} does not exist yet{near}; distill cache makes it")
         if teacher.adapter is not None and not Path(teacher.adapter).expanduser().exists():
-            notes.append(_taken_for_a_hub_id(f"{name}.adapter", teacher.adapter))
-    notes += [
-        _taken_for_a_hub_id(field, place) for field, place in _sources(recipe) if not missing_source(place, field)
-    ]
+            notes.append(_hub_id_note(f"{name}.adapter", teacher.adapter))
+    notes += [_hub_id_note(field, place) for field, place in _sources(recipe) if not missing_source(place, field)]
     return [note for note in notes if note]
 
 
@@ -90,6 +88,6 @@ def _missing_data(recipe: Recipe) -> Iterator[str]:
         yield f"data.chat_template: {template} does not exist{suggest_path(template)}"
 
 
-def _taken_for_a_hub_id(field: str, name: str) -> str:
+def _hub_id_note(field: str, name: str) -> str:
     near = "" if local_path(name).exists() else suggest_path(name)
     return f"{field}: {name} does not exist here and is taken for a hub id{near}" if near else ""

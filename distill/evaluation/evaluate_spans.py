@@ -17,22 +17,22 @@ from torch import nn
 from distill.core.eval_mode import eval_mode
 from distill.data.collator import Collator
 from distill.evaluation.bootstrap import intervals
-from distill.evaluation.evaluate import figures_of
-from distill.evaluation.judge import FIGURES, Judgement
+from distill.evaluation.evaluate import metrics_from_statistics
+from distill.evaluation.evaluate_documents import FIGURES, EvaluationResult
 from distill.teachers.cross.alignment import Shared
 from distill.teachers.cross.teacher import CrossTeacher
 from distill.teachers.objective import DistillationObjective
 
 
 @torch.no_grad()
-def judge_spans(
+def evaluate_spans(
     student: nn.Module,
     teacher: nn.Module,
     rows: Sequence[Any],
     shared: Shared,
     *,
     advance: Callable[[int], None] | None = None,
-) -> Judgement:
+) -> EvaluationResult:
     """Compare `student` with `teacher` on every aligned span of `rows`.
 
     Args:
@@ -58,7 +58,7 @@ def judge_spans(
                 counts[number] = len(batch["spans"])
                 if counts[number]:
                     statistics = student(**objective.compare(batch, num_items=1))["statistics"].double().tolist()
-                    of_row = figures_of(statistics)
+                    of_row = metrics_from_statistics(statistics)
                     sums[number] = [of_row[name] for name in FIGURES]
                 if advance is not None:
                     advance(1)
@@ -67,4 +67,4 @@ def judge_spans(
     if not counts.sum():
         raise ValueError("data: no aligned spans in the held-out rows")
     figures = dict(zip(FIGURES, intervals(sums, counts), strict=True))
-    return Judgement(int(counts.sum()), len(rows), figures, math.nan, math.nan, sums, counts)
+    return EvaluationResult(int(counts.sum()), len(rows), figures, math.nan, math.nan, sums, counts)

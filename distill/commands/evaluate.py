@@ -11,7 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.commands.arguments import AsJson, RunArgument, TargetArgument, complete_run, say_json, without_bars
+from distill.commands.arguments import (
+    AsJson,
+    RunArgument,
+    TargetArgument,
+    complete_run,
+    disable_progress_bars,
+    say_json,
+)
 from distill.core import console, launch, ranks
 from distill.core.faults import RecipeError
 from distill.core.files import write_text
@@ -60,7 +67,7 @@ def evaluate(
     if tasks is not None and data is not None:
         raise ValueError("--data: expected none with --tasks, which have their own data; run eval once for each")
     max_rows, max_length = max_rows or 512, max_length or 1024
-    without_bars()
+    disable_progress_bars()
     if tasks is not None:
         _run_tasks(target, teacher, before, tasks, limit, batch_size, chat, task_folder, as_json)
         return
@@ -69,8 +76,8 @@ def evaluate(
 
     from distill.core.ranks import world_size
     from distill.evaluation import targets
-    from distill.evaluation.judge import judge
-    from distill.evaluation.judge_spans import judge_spans
+    from distill.evaluation.evaluate_documents import evaluate_documents
+    from distill.evaluation.evaluate_spans import evaluate_spans
     from distill.models.load import load_tokenizer
     from distill.models.packed import keeps_apart
     from distill.models.vocabulary import compare as compare_vocabularies
@@ -79,11 +86,11 @@ def evaluate(
 
     found = targets.find_target(target)
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device="auto")
-    if processes > 1 and targets.takes_shards(found, teacher, processes, batch_size):
+    if processes > 1 and targets.needs_sharding(found, teacher, processes, batch_size):
         raise typer.Exit(launch.restart(processes))
     first, world = ranks.is_first(), world_size()
     if world > 1:
-        if not targets.takes_shards(found, teacher, world, batch_size):
+        if not targets.needs_sharding(found, teacher, world, batch_size):
             raise ValueError(
                 f"parallel.teacher: expected sharded in the run's recipe for an evaluation on {world} processes; start "
                 "distill eval without a launcher"
@@ -92,19 +99,19 @@ def evaluate(
     measure = targets.measure_of_target(found, teacher)
     by_spans = measure.unit != "token"
     with console.working("loading models and data"):
-        large = targets.load_its_teacher(found, teacher, in_shards=world > 1)
+        large = targets.load_teacher_of(found, teacher, in_shards=world > 1)
         tokenizer = load_tokenizer(targets.tokenizer_section(found, teacher))
         student, own = targets.load_target(found)
         packing = all(keeps_apart(model) for model in (student, large))
         if by_spans:
             assert found.recipe is not None
             readers = readers_of(own, tokenizer, found.recipe.data.chat_template)
-            look = functools.partial(judge_spans, shared=compare_by_bytes(*readers).shared)
+            look = functools.partial(evaluate_spans, shared=compare_by_bytes(*readers).shared)
             rows = targets.held_out_rows(found, data, own, max_rows, max_length, tokenizer, packing=packing)
         else:
             heads = [model.get_output_embeddings().weight.shape[0] for model in (large, student)]
             columns = compare_vocabularies(tokenizer, own, *heads).require()
-            look = functools.partial(judge, vocab_size=columns, batch_size=batch_size)
+            look = functools.partial(evaluate_documents, vocab_size=columns, batch_size=batch_size)
             rows = targets.held_out_rows(found, data, tokenizer, max_rows, max_length, packing=packing)
     passes = len(rows) * (1 if before is None else 2)
     with console.progress("comparing", passes) if first else contextlib.nullcontext() as advance:
@@ -151,8 +158,8 @@ def _run_tasks(
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     found = targets.find_target(target)
-    compares = teacher is not None or targets.knows_one_teacher(found)
-    if compares and targets.takes_shards(found, teacher, launch.visible_gpus(), batch_size):
+    compares = teacher is not None or targets.has_teacher(found)
+    if compares and targets.needs_sharding(found, teacher, launch.visible_gpus(), batch_size):
         raise ValueError(
             "parallel.teacher: expected an unsharded teacher for tasks, got a sharded one; if it fits one GPU, set "
             "CUDA_VISIBLE_DEVICES=0"
@@ -164,7 +171,7 @@ def _run_tasks(
         if before is not None:
             models["before"], _ = targets.load_target(targets.find_target(before))
         if compares:
-            models["teacher"] = targets.load_its_teacher(found, teacher)
+            models["teacher"] = targets.load_teacher_of(found, teacher)
     scores = run_tasks(models, tokenizer, found_tasks, limit=limit, batch_size=batch_size, chat=chat)
     if as_json:
         say_json(scores)
