@@ -10,6 +10,7 @@ from tiny import save_models
 from distill.core.labels import shift_labels
 from distill.data.collator import Collator
 from distill.recipe import Data, parse
+from distill.reports import first_batch_report
 from distill.reports.first_batch_report import room_for_rollouts_line, teacher_agreement_line
 from distill.run import run
 

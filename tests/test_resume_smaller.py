@@ -257,7 +257,7 @@ def test_what_is_said_when_memory_runs_out_goes_on(finished, tmp_path, monkeypat
         (["loss.terms.0.weight=0.5"], "recipe.yaml: expected 1.0, got 0.5"),
         (["train.max_grad_norm=2"], "train.gradient_checkpointing, train.cuda_graph, train.save_every"),
         (["train.steps=7"], "recipe.yaml: expected 6, got 7"),
-        (["data.max_length=16"], "there data.max_length is 32, now 16"),
+        (["data.max_length=16"], "recipe.yaml: expected 32, got 16"),
         (["student.lora={r: 2}"], "there student.lora is null, now a section of 6"),
         (["train.batch_size=3", "train.tokens_per_step=192"], "8 rows on 1 device(s), so expected one of 4, 2, 1"),
         (["train.batch_size=2", "train.tokens_per_step=128"], "8 rows x data.max_length 32, so expected 256; got 128"),
@@ -289,7 +289,7 @@ def test_a_step_of_one_micro_batch_becomes_one_of_several(finished, stopped, cap
     "more, expected",
     [
         (["train.arguments={auto_find_batch_size: true}"], "auto_find_batch_size takes it from the checkpoint"),
-        (["train.arguments={dataloader_drop_last: true}"], r"dataloader_drop_last leaves \d+ of \d+ rows .*; keep 4"),
+        (["train.arguments={dataloader_drop_last: true}"], r"dataloader_drop_last keeps \d+ of \d+ rows .*; keep 4"),
         (["data.on_policy={fraction: 0.5, samples: 2}"], "samples puts all answers of a prompt into one micro-batch"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 
 from distill import __version__
 from distill.cli import run_command
+from distill.commands import settings_schema
 from distill.commands.settings_schema import find_settings, json_schema, settings
 from distill.core.faults import Section
 from distill.recipe import Parallel, RecipeError, parse, shipped
