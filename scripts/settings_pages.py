@@ -5,7 +5,7 @@ pages()     # {"index.md": "# Settings ...", "teacher.md": "# teacher ...", ...}
 
 from __future__ import annotations
 
-from distill.commands.reference import Setting, settings
+from distill.commands.settings_schema import Setting, settings
 
 NOTE = "<!-- written by python -m scripts.docs -->"
 # page by section; the longest name that a setting begins with counts

@@ -19,7 +19,7 @@ from doc_blocks import PAGES, ROOT, Block
 
 import distill
 from distill.cli import app
-from distill.commands.reference import settings
+from distill.commands.settings_schema import settings
 from distill.recipe import Recipe, load, parse
 from distill.recipe.shipped import find_recipe, shipped_recipes
 from distill.recipe.yaml_text import parse_yaml

@@ -328,7 +328,7 @@ def test_rows_that_an_epoch_would_lose_are_told(rows):
     if kept[0] == kept[1]:
         assert notes((4, 1), tiny_model(), rows=rows, processes=2, drop=True) == []
         return
-    with pytest.raises(ValueError, match=rf"leaves {kept[0]} of {rows} rows .* and {kept[1]} with 1; keep 4"):
+    with pytest.raises(ValueError, match=rf"keeps {kept[0]} of {rows} rows .* and {kept[1]} with 1; keep 4"):
         notes((4, 1), tiny_model(), rows=rows, processes=2, drop=True)
 
 
