@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,7 +77,7 @@ recipes_app = typer.Typer(
     invoke_without_command=True, rich_markup_mode=None, help="List the recipes that ship, or copy one."
 )
 app.add_typer(recipes_app, name="recipes")
-_COMMANDS = [
+_COMMANDS: list[Callable[..., None]] = [
     *(plan.check, plan.inspect, plan.bench, cache.cache, doctor.doctor),
     *(evaluate.evaluate, evaluate.compare, evaluate.report),
     *(share.generate, share.export, chat.chat, sample.sample, serve.serve, verify.verify),
