@@ -63,7 +63,7 @@ app = typer.Typer(
     distill serve chat-8b-to-1b.yaml           start a teacher server
     distill sample my.yaml --prompts q.txt ... generate training data
     distill run chat-8b-to-1b.yaml             train the student
-    distill run quickstart train.steps=20      a shipped recipe, one setting changed
+    distill run quickstart train.steps=20      the same with one setting changed
     distill report quickstart                  write an HTML report of a run
     distill eval quickstart                    held-out metrics with intervals
     distill compare quickstart quickstart-2    compare runs

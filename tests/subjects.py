@@ -13,10 +13,10 @@ from two_tokenizers import MERGED, PIECES, WORDS, readers
 
 from distill.caching.make import load, make_cache
 from distill.data.formats import Format
-from distill.doctor.elsewhere import ELSEWHERE
+from distill.doctor.check_setup import CheckSetup
+from distill.doctor.remote_outputs import OUTPUT_READERS
 from distill.doctor.rollouts import StudentRollouts, prompts_of
 from distill.doctor.rows import Rows, SpanRows, nearest
-from distill.doctor.subject import Subject
 from distill.generation.sampling import Sampling
 from distill.recipe import parse
 from distill.recipe.loss import Loss
@@ -67,7 +67,7 @@ def several(loss=None, weights=(3.0, 1.0)):
         tiny_model(tokenizer, hidden=64, seed=1),
         tiny_model(tokenizer, seed=2, kind="gemma2", final_logit_softcapping=5.0),
     ]
-    return Subject(
+    return CheckSetup(
         tiny_model(tokenizer, vocab_size=272),
         MixtureTeacher(teachers, weights),
         rows(),
@@ -104,7 +104,7 @@ def read_by_two(student="pieces", teacher="merged"):
 def across(loss=None):
     both, made = read_by_two()
     student, teacher = both
-    return Subject(
+    return CheckSetup(
         tiny_model(student.tokenizer, 1, seed=3),
         CrossTeacher(
             tiny_model(teacher.tokenizer, 2, 64, seed=1, kind="gemma2", final_logit_softcapping=9.0),
@@ -160,7 +160,7 @@ class Caches:
         cache, train = self.store(1.0 if kind == "hidden" else loss["temperature"], **settings)
         # the last row holds one document: rows of equal counts would hide a mean of means
         documents = nearest([part for row in train for part in Rows.documents(row)], 7, 64)
-        return Subject(
+        return CheckSetup(
             tiny_model(self.tokenizer, seed=2),
             CachedTeacher(cache),
             [Rows.joined(documents[at : at + 2]) for at in range(0, 7, 2)],
@@ -187,7 +187,7 @@ class Served:
         address.write_text(self.url)
         servers = LaunchedServers([Child(os.getpid(), str(address), os.devnull)], "any", sharded=False)
         recipe = recipe_in(self.folder, "parallel={teacher: served, teacher_gpus: 1}")
-        ELSEWHERE[LaunchedTeacher] = ELSEWHERE[ServerTeacher]  # doctor itself, one process, loads it
+        OUTPUT_READERS[LaunchedTeacher] = OUTPUT_READERS[ServerTeacher]  # doctor itself, one process, loads it
         return LaunchedTeacher(LaunchedSource(recipe), servers, open_context(recipe))
 
     def subject(self, kind):
@@ -197,14 +197,14 @@ class Served:
         if kind == "launched":
             tokenizer = tiny_tokenizer()
             student, loss = tiny_model(tokenizer, seed=2), Loss.model_validate(TWO_TERMS)
-            return Subject(student, self.launched(), rows(), loss, tokenizers=(tokenizer, tokenizer))
+            return CheckSetup(student, self.launched(), rows(), loss, tokenizers=(tokenizer, tokenizer))
         top_k = ["teacher.top_k=8", "loss.terms.0.type=reverse_kl"] if kind == "served top k" else []
         teacher, vocabulary = opened(
             recipe_in(self.folder, "teacher={type: server}".replace("}", f", url: '{self.url}'}}"), *top_k)
         )
         loss = {"terms": [{"type": "reverse_kl"}]} if top_k else TWO_TERMS
         tokenizer = vocabulary.tokenizer
-        return Subject(
+        return CheckSetup(
             tiny_model(tokenizer, seed=2), teacher, rows(), Loss.model_validate(loss), tokenizers=(tokenizer, tokenizer)
         )
 
@@ -225,7 +225,7 @@ class Silent:
 def one(loss=None):
     """One teacher; its student's rows are shorter than they could be."""
     tokenizer = tiny_tokenizer()
-    return Subject(
+    return CheckSetup(
         tiny_model(tokenizer),
         tiny_model(tokenizer, hidden=64, seed=1),
         rows(),

@@ -57,7 +57,7 @@ def test_a_plot_is_a_file(folder, capsys):
     assert run_command(["compare", *ALL, "--plot", "runs"]) == 2
     assert capsys.readouterr().err == "distill: --plot: expected a file to write, got the folder runs\n"
     assert run_command(["compare", *ALL, "--plot", "curves.svg"]) == 2
-    assert "expected a file that ends in .html" in capsys.readouterr().err
+    assert "expected a file name that ends in .html" in capsys.readouterr().err
 
 
 def test_seeds_are_one_line_and_differences_are_named(folder, capsys):
@@ -82,8 +82,8 @@ def test_seeds_are_one_line_and_differences_are_named(folder, capsys):
 @pytest.mark.parametrize(
     "more, told",
     [
-        ({"split": 3}, "data.validation.seed 3, there 0"),
-        ({"teacher": "larger"}, "teacher.model 'larger', there 'a'"),
+        ({"split": 3}, "data.validation.seed 3, not 0"),
+        ({"teacher": "larger"}, "teacher.model 'larger', not 'a'"),
     ],
 )
 def test_other_teachers_and_other_held_out_rows_are_refused_unless_asked_for(folder, more, told, capsys):

@@ -10,8 +10,8 @@ from subjects import KINDS, RECIPES
 from distill.cli import run_command
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor import examine, invariants_runs
-from distill.doctor.invariants import CHECKS, Finding, both_read_the_same
-from distill.doctor.invariants_answers import ANSWER_CHECKS
+from distill.doctor.invariants import CHECKS, CheckResult, models_read_the_same_tokens
+from distill.doctor.invariants_rollouts import ROLLOUT_CHECKS
 from distill.doctor.references import REFERENCES
 from distill.doctor.rows import SpanRows
 from distill.recipe import load
@@ -23,12 +23,12 @@ SAYS = {
     "one": "same ids and positions",
     "kept": "same ids and positions",
     "launched": "same ids and positions",
-    "answering": "answers of the student's own after the data's prompts",
+    "answering": "rollouts after the data's prompts",
     "several": "of the mixture (over 259 columns) from itself",
     "across": "spans cover the same",
-    "routed": "each document at its own teacher",
-    "informed": "before them are the teacher's alone",
-    "bucket": "places found in the cache",
+    "routed": "documents go to their own teacher",
+    "informed": "tokens before them are context",
+    "bucket": "positions found in the cache",
     "served": "same ids and positions",
 }
 EVERY = [subject for subjects in KINDS.values() for subject in subjects]
@@ -78,7 +78,7 @@ def place(recipes_of_kinds, monkeypatch):
 def test_a_recipe_is_examined(name, place, capsys):
     assert run_command(["doctor", f"{name}.yaml"]) == 0, capsys.readouterr()
     lines = capsys.readouterr().out.splitlines()
-    count = len(CHECKS) + len(ANSWER_CHECKS) * ("on_policy" in RECIPES[name])
+    count = len(CHECKS) + len(ROLLOUT_CHECKS) * ("on_policy" in RECIPES[name])
     assert sum(line.startswith("pass  ") for line in lines) == count
     assert any(SAYS[name] in line for line in lines), lines
     assert lines[-1] == f"{count} invariants, all passed"
@@ -107,7 +107,9 @@ def test_a_fault_is_code_1(place, monkeypatch, capsys):
 
 @pytest.mark.full
 def test_what_is_skipped_is_not_passed(place, monkeypatch, capsys):
-    monkeypatch.setattr(examine, "RUN_CHECKS", (lambda subject: Finding("ranks", None, "one process is all there is"),))
+    monkeypatch.setattr(
+        examine, "RUN_CHECKS", (lambda subject: CheckResult("ranks", None, "one process is all there is"),)
+    )
     assert run_command(["doctor", "several.yaml"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2] == "skip  ranks: skipped: one process is all there is"
@@ -117,9 +119,9 @@ def test_what_is_skipped_is_not_passed(place, monkeypatch, capsys):
 def test_shrunken_copies(place):
     several = examine.prepare(load("several.yaml"), small=True)
     assert [model.config.num_hidden_layers for model in several.models] == [2, 2, 2]
-    assert several.weights == several.shrunk().teacher.weights == (0.75, 0.25)
+    assert several.weights == several.truncated().teacher.weights == (0.75, 0.25)
     cached = examine.prepare(load("bucket.yaml"), small=True)
-    assert len(cached.models) == 1 and cached.shrunk().student.config.num_hidden_layers == 2
+    assert len(cached.models) == 1 and cached.truncated().student.config.num_hidden_layers == 2
 
 
 def test_rows_of_two_readings_are_cut_after_a_span(place):
@@ -149,5 +151,5 @@ def test_the_students_answers_follow_the_datas_prompts(place):
     learned = [sum(label != IGNORE_INDEX for label in part["labels"]) for part in subject.documents()]
     assert len(learned) == len(subject.prompts) and max(learned) <= 6
     subject.prompts[0] = subject.prompts[0][1:]
-    finding = both_read_the_same(subject)
+    finding = models_read_the_same_tokens(subject)
     assert not finding.passed and "after other prompts" in finding.detail

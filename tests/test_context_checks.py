@@ -3,7 +3,7 @@
 import pytest
 from subjects import informed, informed_answering
 
-from distill.doctor.invariants import both_read_the_same, fused_equals_reference
+from distill.doctor.invariants import fused_equals_reference, models_read_the_same_tokens
 from distill.generation.documents import Document
 from distill.teachers.context.teacher import ContextTeacher
 
@@ -20,13 +20,13 @@ def test_the_teachers_prompt_in_the_students_rows_is_found(subject, monkeypatch)
     longest = max(len(row["teacher_input_ids"]) for row in subject.rows)
     monkeypatch.setattr(ContextTeacher, "student_batch", leaking)
     subject.batch = lambda rows=None, **more: type(subject).batch(subject, rows, pad_to_multiple_of=longest, **more)
-    finding = both_read_the_same(subject)
+    finding = models_read_the_same_tokens(subject)
     assert not finding.passed and finding.detail == "input_ids differ"
 
 
 def test_private_words_in_the_students_prompt_are_found():
     subject = informed()
-    assert both_read_the_same(subject).passed
+    assert models_read_the_same_tokens(subject).passed
     leaking = []
     for document in subject.documents():
         secret = list(range(200, 220))
@@ -43,11 +43,11 @@ def test_private_words_in_the_students_prompt_are_found():
             }
         )
     subject.rows = leaking
-    finding = both_read_the_same(subject)
-    assert not finding.passed and "stand in the student's prompt" in finding.detail
+    finding = models_read_the_same_tokens(subject)
+    assert not finding.passed and "are in the student's prompt" in finding.detail
     same = [row | {f"teacher_{name}": row[name] for name in ("input_ids", "position_ids")} for row in leaking]
     subject.rows = same
-    assert "reads nothing that the student does not" in both_read_the_same(subject).detail
+    assert "has no context that the student lacks" in models_read_the_same_tokens(subject).detail
 
 
 @pytest.mark.parametrize("off", [-1, 1])
@@ -65,7 +65,7 @@ def test_a_teacher_that_reads_the_students_prompt_is_found(monkeypatch):
         lambda self, batch: self.inner.targets({name: batch[name] for name in ("input_ids", "position_ids")}),
     )
     assert not fused_equals_reference(informed()).passed
-    assert not both_read_the_same(informed()).passed
+    assert not models_read_the_same_tokens(informed()).passed
 
 
 def test_new_answers_after_another_prompt_are_found(monkeypatch):
@@ -78,4 +78,4 @@ def test_new_answers_after_another_prompt_are_found(monkeypatch):
     )
     fresh = subject.rollouts.answered(subject.student, subject.documents(), 2)
     subject.rows = [row for row in fresh if any(label != -100 for label in row["labels"])]
-    assert not both_read_the_same(subject).passed
+    assert not models_read_the_same_tokens(subject).passed

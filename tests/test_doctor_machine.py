@@ -44,7 +44,7 @@ def test_a_kernel_that_is_wrong_is_named(tmp_path):
         "residual and RMSNorm": False,
         "LayerNorm": True,
         "SwiGLU": True,
-        "product": True,
+        "GEMM": True,
     }
     path = os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "tests")))
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
@@ -66,8 +66,8 @@ def test_a_result_that_is_off_by_a_hundredth_fails(check):
         outputs[-1] = outputs[-1] * (1 + wrong) + (not outputs[-1].is_floating_point())
         return outputs
 
-    assert machine_process.examine_kernel(check, torch.device("cpu"), SMALL).passed
-    assert machine_process.examine_kernel(check._replace(ours=off), torch.device("cpu"), SMALL).passed is False
+    assert machine_process.check_kernel(check, torch.device("cpu"), SMALL).passed
+    assert machine_process.check_kernel(check._replace(ours=off), torch.device("cpu"), SMALL).passed is False
 
 
 CHILD = """
@@ -99,7 +99,7 @@ def test_a_kernel_that_ends_its_process_is_the_finding_and_the_next_are_run(monk
     assert details[2:5] == [
         "CUDA error",
         "the process ended with code 70: LLVM ERROR: no such register",
-        "no answer in 5 s",
+        "no output for 5 s",
     ]
 
 
@@ -116,12 +116,12 @@ def test_every_gpu_is_rated_and_one_of_each_name_is_checked(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: names[index])
     monkeypatch.setattr(machine, "_findings", lambda *given: [given])
     all_but_rates = len(machine.JOBS) - 2
-    assert list(machine.examine_machine()) == [
+    assert list(machine.check_machine()) == [
         ("cuda:0", 0, "GPU 0 "),
         ("cuda:1", all_but_rates, "GPU 1 "),
         ("cuda:2", 0, "GPU 2 "),
     ]
-    assert [name for name, _ in machine.JOBS[all_but_rates:]] == ["copy", "product"]
+    assert [name for name, _ in machine.JOBS[all_but_rates:]] == ["copy", "GEMM"]
 
 
 def test_a_gpu_that_is_held_back_is_named():

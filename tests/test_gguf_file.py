@@ -200,7 +200,7 @@ def test_a_shape_that_readers_do_not_take_is_found(tmp_path):
         ("order", "differs in the file"),
         ("epsilon", "computes other logits"),
         ("theta", "computes other logits"),
-        ("merges", "makes other tokens"),
+        ("merges", "encodes"),
     ],
 )
 def test_a_file_that_tells_it_wrong_is_not_kept(fault, message, tmp_path, monkeypatch):

@@ -212,9 +212,9 @@ def test_all_invariants_hold(there, machine, capsys):
     assert len(findings) == len(invariants.CHECKS) + len(invariants_runs.RUN_CHECKS)
     assert all(row["passed"] for row in findings.values()), [row for row in findings.values() if not row["passed"]]
     # two ranks of NCCL cannot share a GPU: with one, the CPU answers, and the line says so
-    how = {0: "gloo, CPU)", 1: "gloo, CPU, for want of a second GPU)"}.get(torch.cuda.device_count(), "NCCL)")
+    how = {0: "gloo, CPU)", 1: "gloo, CPU, without a second GPU)"}.get(torch.cuda.device_count(), "NCCL)")
     assert how in findings["ranks"]["detail"]
-    assert ("in a fixed order" in findings["resume"]["detail"]) == (machine == "cuda")
+    assert ("deterministic kernels" in findings["resume"]["detail"]) == (machine == "cuda")
     # a machine that is short of something is told so, and that is exit code 1 as well
     assert code == int(not all(line["fine"] for line in told["environment"])), told["environment"]
 

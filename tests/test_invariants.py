@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from distill.data import collator
 from distill.data.collator import Collator
 from distill.doctor import invariants, reference_loss
+from distill.doctor.check_setup import CheckSetup
 from distill.doctor.invariants import CHECKS
 from distill.doctor.rows import Rows
-from distill.doctor.subject import Subject
 from distill.models import head
 from distill.recipe.loss import Loss
 from distill.teachers import hidden, objective
@@ -37,7 +37,7 @@ SUM = {
 
 def subject(loss=None, *, student=None, dtype=torch.float32, tokenizers=True, **model):
     tokenizer = tiny_tokenizer()
-    return Subject(
+    return CheckSetup(
         student if student is not None else tiny_model(tokenizer, dtype=dtype, **model),
         tiny_model(tokenizer, hidden=64, seed=1, dtype=dtype, **model),
         rows(),
@@ -223,7 +223,7 @@ def teacher_reads_ids_shifted(patch):
         (invariants.fused_equals_reference, kl_without_a_gradient, "forward kl"),
         (invariants.fused_equals_reference, cap_forgotten, "gemma2"),
         (invariants.fused_equals_reference, temperature_for_its_square, "forward kl"),
-        (invariants.divergence_is_one, cross_entropy_for_kl, "forward kl"),
+        (invariants.divergence_of_equal_models_is_zero, cross_entropy_for_kl, "forward kl"),
         (invariants.accumulation_changes_nothing, mean_of_means, "forward kl"),
         (invariants.accumulation_changes_nothing, positions_are_dropped, "forward kl"),
         (invariants.packing_changes_nothing, cache_in_the_teacher, "forward kl"),
@@ -231,7 +231,7 @@ def teacher_reads_ids_shifted(patch):
         (invariants.padding_changes_nothing, masked_token_counts, "forward kl"),
         (invariants.patching_changes_nothing, a_norm_that_is_off, "forward kl"),
         (invariants.workspace_changes_nothing, last_chunk_lost, "forward kl"),
-        (invariants.both_read_the_same, teacher_reads_ids_shifted, "forward kl"),
+        (invariants.models_read_the_same_tokens, teacher_reads_ids_shifted, "forward kl"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
@@ -275,7 +275,7 @@ def test_a_vocabulary_that_means_something_else_fails():
     made = subject()
     other = tiny_tokenizer(specials=("<|fin|>", "<|start|>", "<|pad|>"))
     made.tokenizers = (made.tokenizers[0], other)
-    finding = invariants.both_read_the_same(made)
+    finding = invariants.models_read_the_same_tokens(made)
     assert not finding.passed and "<|fin|>" in finding.detail
 
 
@@ -286,10 +286,10 @@ def test_bounds_follow_what_pytorchs_own_loss_is_off_by(monkeypatch):
     made = subject()
     finding = invariants.fused_equals_reference(made)
     assert finding.passed and 0 < made.rounding < 1e-5 and made.tolerance == 2e-4
-    assert f"PyTorch's own loss on them is off by {made.rounding:.1e}" in finding.detail
+    assert f"the error of PyTorch's loss on them is {made.rounding:.1e}" in finding.detail
     monkeypatch.setattr(reference_loss, "F", Coarse())
     finding = invariants.fused_equals_reference(made)
     assert finding.passed and 1e-4 < made.rounding < 1e-2 and made.tolerance == 2 * made.rounding > 2e-4
-    assert f"(at most {made.tolerance:.0e})" in finding.detail
+    assert f"(bound {made.tolerance:.0e})" in finding.detail
     made.rounding = 1.0
     assert made.tolerance == pytest.approx(1e-2), "a machine that is worse fails"

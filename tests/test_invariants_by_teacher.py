@@ -26,7 +26,11 @@ def test_hard_labels_alone(kind, subject_of):
     """A loss that does not ask the teacher; its divergences are examined all the same."""
     made = subject_of(kind)
     made.loss = Loss.model_validate({"terms": [{"type": "cross_entropy"}]})
-    for check in (invariants.fused_equals_reference, invariants.divergence_is_one, invariants.both_read_the_same):
+    for check in (
+        invariants.fused_equals_reference,
+        invariants.divergence_of_equal_models_is_zero,
+        invariants.models_read_the_same_tokens,
+    ):
         finding = check(made)
         assert finding.passed, finding
 
@@ -265,29 +269,29 @@ REMADE = {
         ("several", invariants.fused_equals_reference, a_teacher_is_dropped),
         ("several", invariants.fused_equals_reference, weights_are_forgotten),
         ("several", invariants.fused_equals_reference, one_cap_for_all),
-        ("several", invariants.divergence_is_one, logits_are_mixed),
+        ("several", invariants.divergence_of_equal_models_is_zero, logits_are_mixed),
         ("several", invariants.accumulation_changes_nothing, mean_of_means),
         ("several", invariants.packing_changes_nothing, the_second_teacher_sees_all),
         ("several", invariants.patching_changes_nothing, a_teacher_is_patched_wrongly),
-        ("several", invariants.both_read_the_same, second_teacher_reads_other_ids),
+        ("several", invariants.models_read_the_same_tokens, second_teacher_reads_other_ids),
         ("across", invariants.fused_equals_reference, spans_one_token_late),
         ("across", invariants.fused_equals_reference, shared_tokens_are_off_by_one),
         ("across", invariants.fused_equals_reference, the_student_reads_for_both),
-        ("across", invariants.divergence_is_one, distances_may_be_negative),
+        ("across", invariants.divergence_of_equal_models_is_zero, distances_may_be_negative),
         ("across", invariants.accumulation_changes_nothing, mean_of_means),
         ("across", invariants.packing_changes_nothing, documents_of_the_teacher_leak),
         ("across", invariants.padding_changes_nothing, padding_moves_the_teacher),
         ("across", invariants.workspace_changes_nothing, chunks_lose_a_span),
-        ("across", invariants.both_read_the_same, spans_one_token_late),
-        ("across", invariants.both_read_the_same, the_student_reads_for_both),
+        ("across", invariants.models_read_the_same_tokens, spans_one_token_late),
+        ("across", invariants.models_read_the_same_tokens, the_student_reads_for_both),
         ("bucket", invariants.fused_equals_reference, the_tail_is_forgotten),
         ("bucket", invariants.fused_equals_reference, temperature_for_its_square),
         ("renormalize", invariants.fused_equals_reference, rows_are_spread_wrongly),
         ("sampled", invariants.fused_equals_reference, rows_are_spread_wrongly),
         ("hidden", invariants.fused_equals_reference, another_head),
-        ("bucket", invariants.divergence_is_one, entropy_for_kl),
+        ("bucket", invariants.divergence_of_equal_models_is_zero, entropy_for_kl),
         ("bucket", invariants.accumulation_changes_nothing, mean_of_means),
-        ("bucket", invariants.both_read_the_same, places_are_one_off),
+        ("bucket", invariants.models_read_the_same_tokens, places_are_one_off),
         ("answering", invariants.accumulation_changes_nothing, answers_depend_on_the_batch),
     ],
     ids=lambda value: getattr(value, "__name__", value),
@@ -310,7 +314,7 @@ def test_a_teacher_that_is_not_finite_passes_nothing(kind, subject_of):
         model.get_input_embeddings().weight[9:] = torch.nan
     finding = invariants.fused_equals_reference(made)
     assert not finding.passed and "the teacher is not finite (what the teacher" in finding.detail, finding
-    assert not invariants.divergence_is_one(made).passed
+    assert not invariants.divergence_of_equal_models_is_zero(made).passed
 
 
 # ------------------------------------------------------------------ whole runs

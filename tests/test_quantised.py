@@ -196,7 +196,7 @@ def test_a_method_whose_package_is_missing_is_named(tmp_path):
 
 def test_the_doctor_refuses_it(workplace):  # noqa: F811
     saved(workplace / "bitnet", BITNET | {"modules_to_not_convert": ["lm_head"]})
-    with pytest.raises(ValueError, match=r"teacher\.model: bitnet is quantised, and the doctor"):
+    with pytest.raises(ValueError, match=r"teacher\.model: expected a model in floating point"):
         prepare(run_recipe("teacher.model=bitnet", "student={model: student}"))
 
 

@@ -182,7 +182,7 @@ def test_report_as_json_and_elsewhere(folder, tmp_path, capsys):
     "arguments, message",
     [
         (["yours"], "'yours': no such run (a folder with a recipe.yaml); runs here: mine"),
-        (["mine", "-o", "no/page.html"], "--output: the folder no does not exist"),
+        (["mine", "-o", "no/page.html"], "--output: expected a file in an existing folder, but no does not exist"),
         (["mine", "-o", "runs"], "--output: expected a file to write, got the folder runs"),
     ],
 )

@@ -11,8 +11,8 @@ from tiny import save_models
 
 from distill.doctor import rollouts
 from distill.doctor.examine import prepare
-from distill.doctor.invariants import every_difference_moves, fused_equals_reference
-from distill.doctor.invariants_answers import ANSWER_CHECKS, answers_end, answers_follow_the_weights
+from distill.doctor.invariants import every_loss_has_a_gradient, fused_equals_reference
+from distill.doctor.invariants_rollouts import ROLLOUT_CHECKS, rollouts_end, rollouts_follow_the_weights
 from distill.generation import engines
 from distill.generation.documents import Document
 from distill.recipe import parse
@@ -28,7 +28,7 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("check", ANSWER_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", ROLLOUT_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("kind", MADE)
 def test_holds(kind, check):
     finding = check(MADE[kind]())
@@ -41,7 +41,7 @@ def test_stale_weights_in_the_engine(monkeypatch):
     monkeypatch.setattr(
         rollouts, "engine_for", lambda name, model, settings, **more: make(name, copy.deepcopy(model), settings, **more)
     )
-    finding = answers_follow_the_weights(answering())
+    finding = rollouts_follow_the_weights(answering())
     assert finding.passed is False and "after its weights changed" in finding.detail
 
 
@@ -49,7 +49,7 @@ def test_an_engine_that_draws_from_something_else(monkeypatch):
     """Its logits are sharpened: before any weight has changed, its log-probabilities are not the student's."""
     wide = engines.as_wide
     monkeypatch.setattr("distill.generation.seats.as_wide", lambda scores: 1.1 * wide(scores))
-    assert answers_follow_the_weights(answering()).passed is False
+    assert rollouts_follow_the_weights(answering()).passed is False
 
 
 def ended(subject):
@@ -63,13 +63,13 @@ def ended(subject):
 def test_the_end_of_a_turn_that_is_not_learned():
     """The student's responses are cut off at the end of turn; the data's end with another token."""
     subject = ended(answering())
-    assert answers_end(subject).passed
+    assert rollouts_end(subject).passed
     lost = copy.deepcopy(list(subject.rows))
     lost[0]["labels"][-1] = -100
-    finding = answers_end(replace(subject, rows=lost))
-    assert finding.passed is False and "1 end without one" in finding.detail
-    finding = answers_end(replace(subject, last_tokens=[0, 17]))
-    assert finding.passed is False and "1 learn no token" in finding.detail
+    finding = rollouts_end(replace(subject, rows=lost))
+    assert finding.passed is False and "rollouts end without one" in finding.detail
+    finding = rollouts_end(replace(subject, last_tokens=[0, 17]))
+    assert finding.passed is False and "1 of 2 complete responses" in finding.detail
 
 
 def test_an_answer_without_its_end(monkeypatch):
@@ -81,7 +81,7 @@ def test_an_answer_without_its_end(monkeypatch):
     for keep in (True, False):
         answer = plain.answered(plain.prompt, [5, 6, end] if keep else [5, 6])
         made.append({"input_ids": answer.ids, "labels": answer.labels, "position_ids": list(range(answer.length))})
-    assert [answers_end(replace(subject, rows=[row] * 2)).passed for row in made] == [True, False]
+    assert [rollouts_end(replace(subject, rows=[row] * 2)).passed for row in made] == [True, False]
 
 
 @pytest.fixture
@@ -99,9 +99,9 @@ def place(tmp_path, monkeypatch):
 def test_a_template_whose_end_the_engine_does_not_know(place, monkeypatch):
     """The expected end tokens come from the recipe's own data and tokenizer."""
     subject = prepare(place)
-    assert len(subject.last_tokens) > 10 and answers_end(subject).passed
+    assert len(subject.last_tokens) > 10 and rollouts_end(subject).passed
     monkeypatch.setattr(engines, "end_tokens", lambda tokenizer, model, template: [258])
-    assert answers_end(prepare(place)).passed is False
+    assert rollouts_end(prepare(place)).passed is False
 
 
 @pytest.mark.parametrize("make", [answering, informed_answering, routed_answering])
@@ -132,7 +132,7 @@ def test_a_gradient_that_is_zero_where_the_loss_is_not(loss, monkeypatch):
             self, loss, pairing, call._replace(hidden=keep * call.hidden + ((1 - keep) * call.hidden).detach())
         )
 
-    assert every_difference_moves(answering(loss)).passed
+    assert every_loss_has_a_gradient(answering(loss)).passed
     monkeypatch.setattr(HiddenFormat, "apply", without_the_last)
-    finding = every_difference_moves(answering(loss))
+    finding = every_loss_has_a_gradient(answering(loss))
     assert finding.passed is False and "at 1 of" in finding.detail

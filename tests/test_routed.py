@@ -8,7 +8,7 @@ from subjects import SUBJECTS, routed, routed_answering
 from tiny import save_models, tiny_model
 
 from distill.data.collator import Collator, PlainRows
-from distill.doctor.invariants import both_read_the_same, fused_equals_reference
+from distill.doctor.invariants import fused_equals_reference, models_read_the_same_tokens
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.documents import as_row, documents_of
 from distill.generation.on_policy import OnPolicy
@@ -149,7 +149,7 @@ def test_rows_at_the_wrong_teacher_are_found(subject, monkeypatch):
         return targets(self, other)
 
     monkeypatch.setattr(RoutedTeacher, "targets", exchanged)
-    assert not both_read_the_same(subject).passed
+    assert not models_read_the_same_tokens(subject).passed
     assert not fused_equals_reference(subject).passed
 
 
@@ -162,7 +162,7 @@ def test_a_route_that_is_off_by_one_document_is_found(monkeypatch):
         return [(0, first), (first, len(positions))]
 
     monkeypatch.setattr(routed_data, "document_bounds", early)
-    assert not both_read_the_same(subject).passed
+    assert not models_read_the_same_tokens(subject).passed
 
 
 # ------------------------------------------------------------------ data and recipes

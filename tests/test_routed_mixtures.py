@@ -12,7 +12,7 @@ from tiny import save_models, tiny_model
 from distill.caching.make import load, make_cache
 from distill.data.collator import Collator
 from distill.doctor.examine import examine
-from distill.doctor.invariants import both_read_the_same, fused_equals_reference
+from distill.doctor.invariants import fused_equals_reference, models_read_the_same_tokens
 from distill.models.average import FILE
 from distill.models.head import HeadWeights, LogitTransform
 from distill.planning.devices import find_device
@@ -219,7 +219,7 @@ def test_only_its_route_reads_the_context(place):
 def test_a_reading_of_other_rows_is_found(monkeypatch):
     """The context of one document before the answer of another, of the route that has one."""
     subject = routed_informed()
-    assert both_read_the_same(subject).passed and fused_equals_reference(subject).passed
+    assert models_read_the_same_tokens(subject).passed and fused_equals_reference(subject).passed
     targets = ContextTeacher.targets
 
     def shifted(self, batch):
@@ -227,7 +227,7 @@ def test_a_reading_of_other_rows_is_found(monkeypatch):
         return targets(self, {**batch, "teacher_input_ids": ids.roll(1, 0)})
 
     monkeypatch.setattr(ContextTeacher, "targets", shifted)
-    assert not both_read_the_same(subject).passed
+    assert not models_read_the_same_tokens(subject).passed
     assert not fused_equals_reference(subject).passed
 
 
@@ -240,7 +240,7 @@ def test_rows_at_the_wrong_teacher_are_found(monkeypatch):
         return targets(self, {numbers.get(n[:7], n[:7]) + n[7:]: value for n, value in batch.items()})
 
     monkeypatch.setattr(RoutedTeacher, "targets", exchanged)
-    assert not both_read_the_same(subject).passed
+    assert not models_read_the_same_tokens(subject).passed
     assert not fused_equals_reference(subject).passed
 
 

@@ -50,11 +50,11 @@ def test_a_kl_without_a_gradient_fails(subject_of, monkeypatch):
 
 def test_another_tokenizer_or_template_fails(place, subject_of):
     made = subject_of()
-    assert invariants.both_read_the_same(made).passed
+    assert invariants.models_read_the_same_tokens(made).passed
     made.tokenizers = (made.tokenizers[0], tiny_tokenizer(specials=("<|fin|>", "<|start|>", "<|pad|>")))
-    finding = invariants.both_read_the_same(made)
+    finding = invariants.models_read_the_same_tokens(made)
     assert finding.passed is False and "<|fin|>" in finding.detail
-    finding = invariants.both_read_the_same(subject_of(f"data.chat_template={place}/other.jinja"))
+    finding = invariants.models_read_the_same_tokens(subject_of(f"data.chat_template={place}/other.jinja"))
     assert finding.passed is False and "the template differs from the server's" in finding.detail
 
 

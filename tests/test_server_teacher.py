@@ -325,12 +325,12 @@ def _subject(place, address):
     from subjects import TWO_TERMS, rows
     from tiny import tiny_model
 
-    from distill.doctor.subject import Subject
+    from distill.doctor.check_setup import CheckSetup
     from distill.recipe.loss import Loss
 
     teacher, vocabulary = opened(recipe_in(place, *from_server(address)))
     student = tiny_model(vocabulary.tokenizer, seed=2)
-    return Subject(student, teacher, rows(), Loss.model_validate(TWO_TERMS), tokenizers=(vocabulary.tokenizer,) * 2)
+    return CheckSetup(student, teacher, rows(), Loss.model_validate(TWO_TERMS), tokenizers=(vocabulary.tokenizer,) * 2)
 
 
 @pytest.mark.parametrize(

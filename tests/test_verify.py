@@ -135,7 +135,7 @@ def test_damaged_metrics_are_named_on_resume(resumed, plain, caplog):
 
 def test_a_line_cut_short_by_a_kill_is_no_damage(resumed, plain, caplog):
     with caplog.at_level(logging.WARNING):
-        Path("runs/whole", MANIFEST).unlink()  # which a run that had not ended has no entry of the file in
+        Path("runs/whole", MANIFEST).unlink()  # which a run that did not end has no entry of the file in
         rows = resumed("metrics.jsonl", lambda content: content[:-9])
     assert "damaged" not in caplog.text and rows == figures(plain / "runs/whole")
 

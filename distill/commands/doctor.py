@@ -12,7 +12,7 @@ from distill.core import console
 from distill.core.units import counted
 
 if TYPE_CHECKING:
-    from distill.doctor.invariants import Finding
+    from distill.doctor.invariants import CheckResult
 
 
 def doctor(
@@ -41,17 +41,17 @@ def doctor(
 
     lines = environment_lines()
     if machine:
-        from distill.doctor.machine import examine_machine, machine_lines
+        from distill.doctor.machine import check_machine, machine_lines
 
         lines += machine_lines()
     say: Callable[[str], None] = (lambda line: None) if as_json else console.say
     say("\n".join(map(str, lines)))
 
-    kernels: list[Finding] = []
-    findings: list[Finding] = []
+    kernels: list[CheckResult] = []
+    findings: list[CheckResult] = []
     if machine:
         with console.working("testing the kernels; compiling them takes minutes the first time"):
-            for finding in examine_machine():
+            for finding in check_machine():
                 kernels.append(finding)
                 say(str(finding))
     for finding in () if resolved is None else examine(resolved, small=small):

@@ -1,1 +1,1 @@
-"""What must hold for every recipe, and `distill doctor`, which measures it."""
+"""`distill doctor`: measures invariants that training relies on, and checks the machine."""

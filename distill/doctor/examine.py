@@ -1,6 +1,6 @@
-"""`distill doctor`: is this machine fit to train, and does what training relies on hold for this recipe?
+"""`distill doctor`: checks of the machine, and of the training invariants on a recipe's models and data.
 
-lines = environment_lines()              # versions, GPUs, Triton, memory, disk, each with what to do
+lines = environment_lines()              # versions, GPUs, Triton, memory, disk, each with advice
 for finding in examine(recipe): print(finding)
 """
 
@@ -25,12 +25,12 @@ from torch import nn
 
 from distill.core.environment import environment
 from distill.core.units import GIB
-from distill.doctor.invariants import CHECKS, Finding
-from distill.doctor.invariants_answers import ANSWER_CHECKS
+from distill.doctor.check_setup import CheckSetup
+from distill.doctor.invariants import CHECKS, CheckResult
+from distill.doctor.invariants_rollouts import ROLLOUT_CHECKS
 from distill.doctor.invariants_runs import RUN_CHECKS
 from distill.doctor.rollouts import StudentRollouts, prompts_of
 from distill.doctor.rows import first_learned, last_tokens, packing_fault, some_rows
-from distill.doctor.subject import Subject
 from distill.generation.from_recipe import require_prompts
 from distill.models.adapters import add_lora
 from distill.models.attention_choice import AttentionChoices
@@ -45,12 +45,12 @@ from distill.teachers.opening import Pair, opened_pair
 from distill.teachers.registry import source_of
 
 ROWS, TOKENS = 6, 64
-LARGE = 3_000_000_000  # parameters of both models, from which on shrunken copies are examined
+LARGE = 3_000_000_000  # parameters of both models, above which truncated copies are checked
 WIDE = Precision(torch.float32, torch.float32, torch.float32)
 
 
 class Line(NamedTuple):
-    """One thing about this machine: its name, whether it will do, what it is, and what to do about it."""
+    """Property of this machine: name, whether it is fine, value, and advice."""
 
     name: str
     fine: bool
@@ -61,7 +61,7 @@ class Line(NamedTuple):
 
 
 def environment_lines(folder: Path = Path()) -> list[Line]:
-    """Versions, GPUs, Triton, memory and disk."""
+    """Return lines on versions, GPUs, Triton, memory and disk."""
     facts = environment()
     names = ("distill", "python", "system", "torch", "transformers", "datasets", "accelerate", "peft")
     lines = [Line(name, True, facts[name]) for name in names if name in facts]
@@ -72,13 +72,13 @@ def environment_lines(folder: Path = Path()) -> list[Line]:
 def _gpus(facts: dict[str, str]) -> list[Line]:
     if not torch.cuda.is_available():
         built = torch.version.cuda
-        why = f"torch is built for CUDA {built} and finds none: check nvidia-smi" if built else "torch is a CPU build"
-        return [Line("GPU", True, f"none ({why}); everything runs on the CPU, at its speed")]
+        why = f"torch is built for CUDA {built} and finds no GPU: see nvidia-smi" if built else "torch is a CPU build"
+        return [Line("GPU", True, f"none ({why}); everything runs on the CPU")]
     lines = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         busy = free < 0.9 * total
-        advice = "; something else uses it: see nvidia-smi" if busy else ""
+        advice = "; another program uses it: see nvidia-smi" if busy else ""
         name = torch.cuda.get_device_name(index)
         lines.append(Line(f"GPU {index}", not busy, f"{name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free{advice}"))
     lines.append(Line("driver", True, f"{facts.get('driver', 'unknown')}, CUDA {facts.get('cuda')}"))
@@ -88,11 +88,11 @@ def _gpus(facts: dict[str, str]) -> list[Line]:
 
 
 def _triton() -> Line:
-    """A real kernel on the GPU: compiling needs a working compiler and driver, not just the package."""
+    """Check Triton by running a kernel on the GPU: it needs a working compiler and driver, not just the package."""
     from distill_kernels.launch import HAS_TRITON
 
     if not HAS_TRITON:
-        return Line("triton", not torch.cuda.is_available(), "absent: pip install triton, or the kernels cannot run")
+        return Line("triton", not torch.cuda.is_available(), "not installed, so kernels cannot run: pip install triton")
     version = importlib.metadata.version("triton")
     if not torch.cuda.is_available():
         return Line("triton", True, f"{version}, not used on a CPU")
@@ -101,16 +101,16 @@ def _triton() -> Line:
     x, weight = torch.randn(4, 256, device="cuda"), torch.ones(256, device="cuda")
     try:
         off = (rms_norm(x, weight, 1e-6) - torch.nn.functional.rms_norm(x, (256,), weight, 1e-6)).abs().max().item()
-    except Exception as error:  # whatever a broken compiler or driver raises is the finding
+    except Exception as error:  # a broken compiler or driver may raise anything
         return Line("triton", False, f"{version} cannot run a kernel: {str(error).splitlines()[0]}; reinstall torch")
-    return Line("triton", off < 1e-5, f"{version}, a kernel ran and is off by {off:.0e}")
+    return Line("triton", off < 1e-5, f"{version}, a kernel ran with an error of {off:.0e}")
 
 
 def _memory() -> Line:
     import psutil  # comes with accelerate
 
     free = psutil.virtual_memory().available / GIB
-    return Line("memory", free >= 4, f"{free:.0f} GiB free" + ("" if free >= 4 else "; close what you do not need"))
+    return Line("memory", free >= 4, f"{free:.0f} GiB free" + ("" if free >= 4 else "; close other programs"))
 
 
 def _disk(folder: Path) -> Line:
@@ -118,7 +118,7 @@ def _disk(folder: Path) -> Line:
     writable = os.access(folder, os.W_OK)
     detail = f"{free:.0f} GiB free in {folder.absolute()}"
     if not writable:
-        return Line("disk", False, f"{folder.absolute()} is read-only: runs/ cannot be made here; go to another folder")
+        return Line("disk", False, f"{folder.absolute()} is read-only: runs/ cannot be made here; use another folder")
     return Line("disk", free >= 10, detail + ("" if free >= 10 else "; checkpoints are large: make room"))
 
 
@@ -131,31 +131,31 @@ def _hub() -> Line:
 # ------------------------------------------------------------------ a recipe
 
 
-def examine(recipe: Recipe, *, small: bool | None = None) -> Iterator[Finding]:
-    """Run every invariant on the recipe's models and data, one finding at a time.
+def examine(recipe: Recipe, *, small: bool | None = None) -> Iterator[CheckResult]:
+    """Run every invariant on the recipe's models and data, yielding one result at a time.
 
-    The models are loaded in float32 whatever the recipe says, so that rounding hides no fault; with `small` (by
-    default where both together have more than 3 billion parameters) two layers of each are examined.
+    The models are loaded in float32 whatever the recipe's dtypes, so that rounding hides no fault; with `small`
+    (default: if both together have more than 3 billion parameters) only two layers of each are used.
 
     Raises:
-        ValueError: the recipe cannot be used, as `distill run` would say.
+        ValueError: The recipe cannot be used; the message is that of `distill run`.
     """
     with contextlib.ExitStack() as opened:
-        with _hushed():
+        with _silenced():
             subject = prepare(recipe, opened, small=small)
-        for check in (*CHECKS, *(ANSWER_CHECKS if subject.rollouts else ()), *RUN_CHECKS):
-            with _hushed():
+        for check in (*CHECKS, *(ROLLOUT_CHECKS if subject.rollouts else ()), *RUN_CHECKS):
+            with _silenced():
                 begun = time.perf_counter()
                 try:
                     finding = check(subject)
-                except Exception as error:  # a check that cannot run is a finding, and the others still run
+                except Exception as error:  # a check that cannot run has failed, and the others still run
                     first = (str(error).splitlines() or [""])[0]
-                    finding = Finding(check.__name__.split("_")[0], False, f"{type(error).__name__}: {first}")
+                    finding = CheckResult(check.__name__.split("_")[0], False, f"{type(error).__name__}: {first}")
             yield finding._replace(seconds=time.perf_counter() - begun)
 
 
-def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small: bool | None = None) -> Subject:
-    """Load what `examine` looks at; the teacher is closed with `opened`, where that is given."""
+def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small: bool | None = None) -> CheckSetup:
+    """Load the models and data for `examine`; the teacher is closed with `opened`, if given."""
     opened = opened or contextlib.ExitStack()
     torch.manual_seed(recipe.train.seed)
     plain = _in_float32(recipe)
@@ -169,12 +169,12 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
     for field, model in teacher.models.items():
         if quantised_by_transformers(model):
             raise ValueError(
-                f"{field}.model: {source.sections[field].model} is quantised, and the doctor cuts and copies models in "
-                "float32; examine the recipe with the model in floating point"
+                f"{field}.model: expected a model in floating point, since doctor truncates and copies models in "
+                f"float32; {source.sections[field].model} is quantised"
             )
     if small is None:
         small = sum(p.numel() for _, model in pair.models() for p in model.parameters()) > LARGE
-    # other layers of each: a student cut from the teacher must not become its equal, with nothing left to learn
+    # different layers for each: a student cut from the teacher must not become equal to it
     layers = [model.config.get_text_config().num_hidden_layers for model in teacher.models.values()][:1]  # type: ignore[union-attr,operator]
     ends = pair.layer_indices == [0, *(count - 1 for count in layers)]
     small_student, small_teacher = shortened(student, [0, 1]), teacher.small([0, 1 if ends else -1])
@@ -184,7 +184,7 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
     def copies() -> tuple[nn.Module, Teacher]:
         return _adapted(copy.deepcopy(small_student), recipe), copy.deepcopy(small_teacher)
 
-    subject = Subject(  # of no step of a schedule, which the trainer alone would follow: weights are at their largest
+    subject = CheckSetup(  # without the loss schedule, which only the trainer applies: weights are at their largest
         _adapted(student, recipe), teacher, [], recipe.loss.model_copy(update={"schedule": []}), pair.vocab_size,
         describe_teacher(recipe).weights, vocabulary.tokenizers(), copies, packs=recipe.data.packing,
     )  # fmt: skip
@@ -197,7 +197,9 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
 
 
 def _in_float32(recipe: Recipe) -> Recipe:
-    """The recipe over some of its rows, weights in float32, without adapters: those are added to shrunken copies."""
+    """Return the recipe over at most 512 rows, in float32, without adapters, which are added to truncated copies
+    later.
+    """
 
     def wide(section: Any) -> Any:
         return section.model_copy(update={"dtype": "auto"})
@@ -212,8 +214,8 @@ def _in_float32(recipe: Recipe) -> Recipe:
     )
 
 
-def _with_rollouts(subject: Subject, recipe: Recipe, pair: Pair, format: str) -> Subject:
-    """The subject with the student's own answers for rows, where the recipe trains on such."""
+def _with_rollouts(subject: CheckSetup, recipe: Recipe, pair: Pair, format: str) -> CheckSetup:
+    """Return the subject with the student's rollouts as rows, where the recipe trains on-policy."""
     if recipe.data.own_answers is None:
         return subject
     require_prompts(recipe, pair.tokenizer, format)
@@ -224,7 +226,7 @@ def _with_rollouts(subject: Subject, recipe: Recipe, pair: Pair, format: str) ->
     answers = rollouts.answered(subject.student, documents, len(documents))
     learned = [each for each in zip(answers, prompts_of(documents), strict=True) if first_learned(each[0]) is not None]
     if len(learned) < 2:
-        raise ValueError(f"data.on_policy: expected at least 2 answers of the student's, got {len(learned)}")
+        raise ValueError(f"data.on_policy: expected at least 2 rollouts to train on, got {len(learned)}")
     rows: list[Any] = [row for row, _ in learned]
     packed = [subject.form.joined(rows[at : at + 2]) for at in range(0, len(rows) - 2, 2)]
     packed.append(subject.form.joined(rows[2 * len(packed) :]))
@@ -237,8 +239,8 @@ def _adapted(student: Any, recipe: Recipe) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _hushed() -> Iterator[None]:
-    """Keep what libraries print and log out of the findings."""
+def _silenced() -> Iterator[None]:
+    """Suppress output and log lines of libraries."""
     from transformers.utils import logging as theirs
 
     before, shown = logging.root.manager.disable, theirs.is_progress_bar_enabled()

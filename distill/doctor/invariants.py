@@ -1,16 +1,15 @@
-"""What must hold for any recipe, each as a function that measures it: silent faults of training, made loud.
+"""Invariants that must hold for any recipe, each a function that measures it: silent training faults made visible.
 
-    subject = Subject(student, teacher, rows, loss)
+    subject = CheckSetup(student, teacher, rows, loss)
     for check in CHECKS:
         print(check(subject))    # pass  packing: losses of 40 tokens, packed and alone, differ by 3e-07 (at most 2e-04)
 
-`distill doctor RECIPE` runs them on a recipe's own models and data. Each compares two ways that must come to the same:
-the fused loss and plain logits, eight rows at once and one by one, documents packed and alone. Differences are
-relative norms; what rounding may do in each dtype is in `TOLERANCE`, or twice what PyTorch's
-own loss on full logits is rounded by on this machine where that is more; faults of the kinds these look for (a token
-counted too much, a mask off by one, a head read without its LoRA) are larger by orders of magnitude.
-What depends on a teacher's targets is in `distill.doctor.references`; the invariants that need whole training runs are
-in `distill.doctor.invariants_runs`.
+`distill doctor RECIPE` runs them on a recipe's models and data. Each compares two computations that must agree: the
+fused loss and full logits, eight rows at once and one by one, documents packed and alone. Differences are relative
+norms. The bound is `TOLERANCE` for the dtype, or twice the rounding of PyTorch's loss on full logits on this machine if
+that is more; the faults looked for (a token counted twice, a mask off by one, a head without its LoRA) are larger by
+orders of magnitude. Code that depends on the teacher's target format is in `distill.doctor.references`; invariants that
+need whole training runs are in `distill.doctor.invariants_runs`.
 """
 
 from __future__ import annotations
@@ -25,24 +24,24 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
+from distill.doctor.check_setup import TOLERANCE, CheckSetup, Gradients, take_gradients
 from distill.doctor.rollouts import prompts_of
-from distill.doctor.subject import TOLERANCE, Gradients, Subject, take_gradients
 from distill.models.head import bare, decoder_of, find_head
 from distill.teachers.blame import teacher_fault
 from distill.training.trainer import DistillationTrainer
 
 SMALL_WORKSPACE = 2**18  # bytes
-ROW_BYTES = 64  # a column, at least: chunks of a row or two would measure how a CPU's BLAS adds up a long vector
+ROW_BYTES = 64  # minimum per column: chunks of one or two rows would measure the summation order of a CPU's BLAS
 
 
-class Finding(NamedTuple):
-    """The result of one check.
+class CheckResult(NamedTuple):
+    """Result of one check.
 
     Attributes:
-        name: of the invariant.
-        passed: whether it holds; None where it has no meaning for what was examined.
-        detail: what was compared, with the figure; why it was not, where it has no meaning.
-        seconds: it took; None where nobody looked.
+        name: Name of the check.
+        passed: Whether it passed; None where it does not apply.
+        detail: What was compared, with the difference; the reason where it does not apply.
+        seconds: Duration; None where not measured.
     """
 
     name: str
@@ -60,22 +59,26 @@ class Finding(NamedTuple):
 # ------------------------------------------------------------------ the invariants
 
 
-def fused_equals_reference(subject: Subject) -> Finding:
-    """Loss and gradients through the fused loss equal those from the models' own full logits, in fp64 from there; where
-    the recipe's temperature is 1, at 2 as well."""
-    differences, warm = [], subject.warm()
+def fused_equals_reference(subject: CheckSetup) -> CheckResult:
+    """Check that the fused loss and its gradients equal those from the models' full logits, in fp64.
+
+    Where the recipe's temperature is 1, also at temperature 2.
+    """
+    differences, warm = [], subject.at_temperature_2()
     loss, gradients = _fused(subject)
     for each in (subject, warm):
         if each is None:
             continue
         ours = (loss, gradients) if each is subject else _fused(each)
-        exact = each.by_definition()
+        exact = each.reference_loss()
         differences += _differences(ours, exact)
         if each is subject and subject.tolerance > TOLERANCE[torch.float64]:
-            subject.rounding = max(_differences(subject.by_definition(torch.float32), exact))
+            subject.rounding = max(_differences(subject.reference_loss(torch.float32), exact))
     both = "" if warm is None else ", at temperatures 1 and 2"
-    finding = _judged("fused loss", f"loss and gradients against full logits{both}", subject, differences)
-    finding = finding._replace(detail=f"{finding.detail}; PyTorch's own loss on them is off by {subject.rounding:.1e}")
+    finding = _within_tolerance("fused loss", f"loss and gradients against full logits{both}", subject, differences)
+    finding = finding._replace(
+        detail=f"{finding.detail}; the error of PyTorch's loss on them is {subject.rounding:.1e}"
+    )
     if not loss.isfinite():
         objective = subject.objective()
         objective.detach()
@@ -85,25 +88,27 @@ def fused_equals_reference(subject: Subject) -> Finding:
     return finding
 
 
-def divergence_is_one(subject: Subject) -> Finding:
-    """Every divergence is 0 between the teacher and itself, and nowhere negative between student and teacher."""
-    with torch.no_grad(), subject.quiet():
+def divergence_of_equal_models_is_zero(subject: CheckSetup) -> CheckResult:
+    """Check that every divergence is 0 between the teacher and itself, and nowhere negative."""
+    with torch.no_grad(), subject.in_eval_mode():
         what, zero = subject.reference.from_itself(subject.batch(), subject.divergences)
         least = subject.least()
     allowed = subject.tolerance
-    return Finding(
+    return CheckResult(
         "divergence", zero <= allowed and least >= -allowed,
-        f"of {what} from itself {zero:.1e}, least of any token {min(least, 0.0):.1e} (at most {allowed:.0e} from 0)",
+        f"of {what} from itself {zero:.1e}, smallest of any token {min(least, 0.0):.1e} (bound {allowed:.0e})",
     )  # fmt: skip
 
 
-def accumulation_changes_nothing(subject: Subject) -> Finding:
-    """The trainer's gradient of one batch of all rows equals that of as many micro-batches of one row, and that of the
-    batch outside of the trainer; where the student answers, its answers do not depend on how many are made at once."""
+def accumulation_changes_nothing(subject: CheckSetup) -> CheckResult:
+    """Check that gradients do not depend on the micro-batch size, in the trainer and outside of it.
+
+    With on-policy data, rollouts must not depend on the batch size of generation either.
+    """
     rows = subject.uneven_rows()
     uneven = replace(subject, rows=rows)
     whole, single = _trainer_gradients(uneven, len(rows)), _trainer_gradients(uneven, 1)
-    finding = _judged(
+    finding = _within_tolerance(
         "accumulation", f"gradients of 1 x {len(rows)} rows and {len(rows)} x 1", subject,
         [difference(single, whole), difference(whole, _fused(uneven)[1])],
     )  # fmt: skip
@@ -112,33 +117,36 @@ def accumulation_changes_nothing(subject: Subject) -> Finding:
     alone = subject.documents()
     together, apart = (subject.rollouts.answered(subject.student, alone, n) for n in (len(alone), 1))
     same = sum(one == other for one, other in zip(together, apart, strict=False))
-    agreeing = f"{same} of {len(alone)} answers of the student's own are the same together and one by one"
+    agreeing = f"{same} of {len(alone)} rollouts are the same together and one by one"
     return finding._replace(passed=same == len(together) == len(apart), detail=f"{finding.detail}; {agreeing}")
 
 
-def packing_changes_nothing(subject: Subject) -> Finding:
-    """Each packed row of the data holds documents of the data, one after the other with positions that restart; and a
-    document's per-token losses are the same alone and after another one in a row."""
+def packing_changes_nothing(subject: CheckSetup) -> CheckResult:
+    """Check that packed rows consist of the data's documents, and that packing changes no per-token loss.
+
+    Documents follow one another with positions that restart; a document's losses are compared alone and after another
+    one.
+    """
     if subject.packing_fault is not None:
-        return Finding("packing", False, subject.packing_fault)
-    if not subject.apart:
-        return Finding("packing", None, "documents of one row would see each other, and data.packing is false")
+        return CheckResult("packing", False, subject.packing_fault)
+    if not subject.separates_documents:
+        return CheckResult("packing", None, "the models do not separate documents of a row, and data.packing is false")
     alone = [document for document in subject.documents() if len(document["input_ids"]) > 1]
     alone = (alone if len(alone) > 1 else alone * 2)[: 2 * len(subject.rows)]
     packed = [subject.form.joined(alone[index : index + 2]) for index in range(0, len(alone), 2)]
     apart = torch.cat([subject.token_losses([document])[0] for document in alone])
     together = torch.cat([subject.token_losses([row])[0] for row in packed])
-    return _judged(
+    return _within_tolerance(
         "packing", f"losses of {len(apart)} tokens in {len(alone)} documents, packed and alone", subject,
         [difference({"losses": together}, {"losses": apart})],
     )  # fmt: skip
 
 
-def padding_changes_nothing(subject: Subject) -> Finding:
-    """Padding on either side, more padding, other ids in it, and a masked last token leave every loss as it was.
+def padding_changes_nothing(subject: CheckSetup) -> CheckResult:
+    """Check that padding (either side, more, other ids) and a masked last token change no loss.
 
-    Training pads on the right; on the left padding is a document before, which has to stay apart. A masked token makes
-    another document of one that must stay whole: there it is left out.
+    Training pads on the right; on the left padding is a preceding document, which must be separated. The masked token
+    is omitted for teachers whose documents must stay whole.
     """
     (expected,) = subject.token_losses()
     length = max(len(row["input_ids"]) for row in subject.rows)
@@ -151,18 +159,20 @@ def padding_changes_nothing(subject: Subject) -> Finding:
             subject.token_losses([subject.form.with_masked_end(row, token) for row in subject.rows]) for token in (1, 7)
         ]
     masked = "" if subject.teacher.whole_documents else ", and after a masked token"
-    if subject.apart:
+    if subject.separates_documents:
         results.append(subject.token_losses(padding_side="left"))
-    sides = "left, right" if subject.apart else "right"
-    return _judged(
+    sides = "left, right" if subject.separates_documents else "right"
+    return _within_tolerance(
         "padding", f"losses under padding {sides}, more, of other ids{masked}", subject,
         [difference({"losses": losses}, {"losses": expected}) for (losses,) in results],
     )  # fmt: skip
 
 
-def patching_changes_nothing(subject: Subject) -> Finding:
-    """Loss and gradients with our kernels in all models equal those of the models as transformers made them, on rows
-    that hold several documents: our attention is told where they begin in another way than theirs."""
+def patching_changes_nothing(subject: CheckSetup) -> CheckResult:
+    """Check that our kernels in all models change neither loss nor gradients.
+
+    Rows hold several documents, since our attention gets their bounds in another way than the models' own.
+    """
     from distill.models.patching import patch, unpatch
 
     subject = replace(subject, rows=subject.packed_rows())
@@ -179,27 +189,29 @@ def patching_changes_nothing(subject: Subject) -> Finding:
         for model in subject.models:
             unpatch(model)
     what = f"loss and gradients with {swapped} modules on our kernels"
-    return _judged("patching", what, subject, _differences(patched, plain))
+    return _within_tolerance("patching", what, subject, _differences(patched, plain))
 
 
-def workspace_changes_nothing(subject: Subject) -> Finding:
-    """Loss and gradients do not depend on how many rows of logits are held at a time."""
+def workspace_changes_nothing(subject: CheckSetup) -> CheckResult:
+    """Check that loss and gradients do not depend on the loss's chunk size."""
     objective = subject.objective()
     workspace = max(SMALL_WORKSPACE, ROW_BYTES * objective.columns)
     objective.detach()
-    return _judged(
-        "workspace", f"loss and gradients with {workspace / 2**20:.2g} MiB of it and with as much as suits", subject,
+    return _within_tolerance(
+        "workspace", f"loss and gradients with {workspace / 2**20:.2g} MiB of it and with the default", subject,
         _differences(_fused(subject, workspace=workspace), _fused(subject)),
     )  # fmt: skip
 
 
-def both_read_the_same(subject: Subject) -> Finding:
-    """Every model gets the ids and positions that it should, and they mean the same to all; of a student that answers,
-    the prompts are the data's, and its answers alone are learned."""
+def models_read_the_same_tokens(subject: CheckSetup) -> CheckResult:
+    """Check that every model gets the right ids and positions, and that ids mean the same to all.
+
+    With on-policy data, prompts must be the data's and only the rollouts' responses may be trained on.
+    """
     if subject.data_fault is not None:
-        return Finding("same tokens", False, subject.data_fault)
+        return CheckResult("same tokens", False, subject.data_fault)
     objective, batch, reference = subject.objective(), subject.batch(), subject.reference
-    if not subject.teacher.format.needs_targets(objective.loss):  # hard labels alone: what it would read is looked at
+    if not subject.teacher.format.needs_targets(objective.loss):  # hard labels alone: check the teacher's inputs too
         objective.loss = reference.single(objective, subject.divergences[0])
     reads = [(decoder_of(bare(model)), inputs) for model, inputs in reference.reads(subject.student, batch)]
     inputs_seen: list[dict[str, torch.Tensor]] = [{} for _ in reads]
@@ -213,7 +225,7 @@ def both_read_the_same(subject: Subject) -> Finding:
     decoders = enumerate(decoder for decoder, _ in reads)
     hooks = [decoder.register_forward_pre_hook(remember(place), with_kwargs=True) for place, decoder in decoders]
     try:
-        with torch.no_grad(), subject.quiet():
+        with torch.no_grad(), subject.in_eval_mode():
             subject.student(**objective.compare(batch))
     finally:
         columns = objective.columns
@@ -229,18 +241,18 @@ def both_read_the_same(subject: Subject) -> Finding:
         )
     ]
     if differing:
-        return Finding("same tokens", False, f"{' and '.join(differing)} differ")
+        return CheckResult("same tokens", False, f"{' and '.join(differing)} differ")
     rows = len(find_head(subject.student).linear.weight)  # type: ignore[arg-type]
     same, detail = reference.same_tokens(batch, columns, rows)
     if same and subject.prompts is not None:
         same = prompts_of(subject.rows) == [list(prompt) for prompt in subject.prompts]
         prompts = "the data's prompts" if same else "other prompts"
-        detail += f"; {len(subject.prompts)} answers of the student's own after {prompts}"
-    return Finding("same tokens", same, detail)
+        detail += f"; {len(subject.prompts)} rollouts after {prompts}"
+    return CheckResult("same tokens", same, detail)
 
 
-def every_difference_moves(subject: Subject) -> Finding:
-    """Wherever a learned token's loss is not 0, neither is the gradient that the student's last hidden state gets."""
+def every_loss_has_a_gradient(subject: CheckSetup) -> CheckResult:
+    """Check that each trained token with a loss has a gradient at the student's last hidden state."""
     (losses,) = subject.token_losses()
     objective, batch = subject.objective(), subject.batch()
     loss_of, seen = objective.loss_of, []
@@ -252,34 +264,34 @@ def every_difference_moves(subject: Subject) -> Finding:
         return loss_of(hidden, *call)
 
     objective.loss_of = remember
-    with subject.quiet():
+    with subject.in_eval_mode():
         subject.student(**objective.compare(batch, statistics=False))["loss"].backward()
     objective.detach()
     subject.student.zero_grad(set_to_none=True)
     if not seen or seen[0].grad is None:
         frozen = not any(p.requires_grad for name, p in subject.student.named_parameters() if ".layers." in name)
-        return Finding("gradients", None if frozen else False, "the last hidden states get none")
+        return CheckResult("gradients", None if frozen else False, "the last hidden states get no gradient")
     differ = losses[:, 0].abs() > subject.tolerance
     norms = seen[0].grad.flatten(0, 1)[batch["valid_rows"]].norm(dim=-1)
     if len(norms) != len(losses):  # a loss of spans, each of several tokens
         differ, norms = differ.any()[None], norms.sum()[None]
     still = int((differ & ((norms == 0) | norms.isnan()).to(differ.device)).sum())
-    return Finding(
+    return CheckResult(
         "gradients", still == 0 and bool(differ.any()),
-        f"at {still} of {int(differ.sum())} places whose loss is not 0 the student's hidden state gets no gradient",
+        f"{still} of {int(differ.sum())} positions whose loss is not 0 have no gradient at the student's hidden state",
     )  # fmt: skip
 
 
-CHECKS: tuple[Callable[[Subject], Finding], ...] = (
+CHECKS: tuple[Callable[[CheckSetup], CheckResult], ...] = (
     fused_equals_reference,
-    divergence_is_one,
+    divergence_of_equal_models_is_zero,
     accumulation_changes_nothing,
     packing_changes_nothing,
     padding_changes_nothing,
     patching_changes_nothing,
     workspace_changes_nothing,
-    both_read_the_same,
-    every_difference_moves,
+    models_read_the_same_tokens,
+    every_loss_has_a_gradient,
 )
 
 
@@ -287,12 +299,16 @@ CHECKS: tuple[Callable[[Subject], Finding], ...] = (
 
 
 def difference(result: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
-    """The worst tensor's relative difference; a tensor that is small beside the rest is held against a hundredth of
-    them all. Infinite where a tensor is missing or holds a NaN, and where there are only zeros to compare."""
+    """Return the largest relative difference of any tensor.
+
+    A tensor that is small compared with the others is measured relative to a hundredth of them all. Infinite where a
+    tensor
+    is missing or has a NaN, and where all are zero.
+    """
     if result.keys() != expected.keys() or any(result[name].shape != expected[name].shape for name in expected):
         return float("inf")
     if all(not value.any() for value in expected.values()):
-        return float("inf")  # two zeros agree about nothing
+        return float("inf")  # equal zeros prove nothing
     norms = {name: torch.linalg.vector_norm(value.double()).item() for name, value in expected.items()}
     whole = sum(norm**2 for norm in norms.values()) ** 0.5
     worst = 0.0
@@ -304,30 +320,32 @@ def difference(result: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
 
 
 def _differences(ours: tuple[torch.Tensor, Gradients], theirs: tuple[torch.Tensor, Gradients]) -> list[float]:
-    """Of two losses, and of their gradients."""
+    """Return the differences of two losses and of their gradients."""
     return [difference({"loss": ours[0]}, {"loss": theirs[0]}), difference(ours[1], theirs[1])]
 
 
-def _judged(name: str, what: str, subject: Subject, differences: Sequence[float]) -> Finding:
+def _within_tolerance(name: str, what: str, subject: CheckSetup, differences: Sequence[float]) -> CheckResult:
     worst = max(differences)
-    return Finding(name, worst <= subject.tolerance, f"{what} differ by {worst:.1e} (at most {subject.tolerance:.0e})")
+    return CheckResult(
+        name, worst <= subject.tolerance, f"{what} differ by {worst:.1e} (bound {subject.tolerance:.0e})"
+    )
 
 
-def _fused(subject: Subject, *, workspace: int | None = None) -> tuple[torch.Tensor, Gradients]:
-    """Loss and gradients as training makes them."""
+def _fused(subject: CheckSetup, *, workspace: int | None = None) -> tuple[torch.Tensor, Gradients]:
+    """Return loss and gradients as training computes them."""
     objective, batch = subject.objective(), subject.batch()
     objective.loss.workspace = workspace
-    with subject.quiet():
+    with subject.in_eval_mode():
         loss = subject.student(**objective.compare(batch, statistics=False))["loss"]
         loss.backward()
     objective.detach()
     return loss.detach(), take_gradients(subject.student)
 
 
-def _trainer_gradients(subject: Subject, batch_size: int) -> Gradients:
-    """Gradients that `DistillationTrainer` accumulates over all rows in micro-batches of `batch_size`."""
+def _trainer_gradients(subject: CheckSetup, batch_size: int) -> Gradients:
+    """Return the gradients that `DistillationTrainer` accumulates over all rows in micro-batches of `batch_size`."""
     count = -(-len(subject.rows) // batch_size)
-    with tempfile.TemporaryDirectory() as folder, subject.quiet(), without_training_mode(subject.student):
+    with tempfile.TemporaryDirectory() as folder, subject.in_eval_mode(), without_training_mode(subject.student):
         arguments = TrainingArguments(
             folder, max_steps=1, per_device_train_batch_size=batch_size, gradient_accumulation_steps=count,
             report_to="none", disable_tqdm=True, use_cpu=subject.device.type == "cpu", save_strategy="no",
@@ -349,7 +367,7 @@ def _trainer_gradients(subject: Subject, batch_size: int) -> Gradients:
 
 @contextlib.contextmanager
 def without_training_mode(model: nn.Module) -> Iterator[None]:
-    """`Trainer` turns training mode on, and dropout with it: keep the model in eval mode."""
+    """Keep the model in eval mode: `Trainer` would turn on training mode, and dropout with it."""
     model.train = lambda mode=True: model  # type: ignore[method-assign]
     try:
         yield

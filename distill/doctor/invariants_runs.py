@@ -1,6 +1,6 @@
-"""Invariants that take whole training runs of shrunken models: a run resumed, and a run on two processes.
+"""Invariants that need whole training runs of truncated models: resuming, and training on two processes.
 
-The file is also the program of the two processes: `torchrun -m distill.doctor.invariants_runs FOLDER`.
+The file is also the program of these processes: `torchrun -m distill.doctor.invariants_runs FOLDER`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from transformers import AutoModelForCausalLM, PrinterCallback, TrainingArgument
 from transformers.trainer_pt_utils import safe_globals
 
 from distill.core.ranks import leave
-from distill.doctor.invariants import Finding, difference, without_training_mode
+from distill.doctor.invariants import CheckResult, difference, without_training_mode
 from distill.doctor.references import BY_NAME
 from distill.doctor.rollouts import StudentRollouts
-from distill.doctor.subject import Subject
+from distill.doctor.check_setup import CheckSetup
 from distill.models.read_weights import read_weights
 from distill.recipe.loss import Loss
 from distill.training.checkpoints import checkpoints
@@ -40,20 +40,24 @@ from distill.training.trainer import DistillationTrainer
 
 MINUTES = 10
 PROGRAM = ("-m", "distill.doctor.invariants_runs")
-TWO = "two.safetensors"  # weights after a step of two processes
+TWO = "two.safetensors"  # weights after a step on two processes
 DESCRIPTION = "subject.json"
 
 Weights = dict[str, torch.Tensor]
 
 
-def resume_is_exact(subject: Subject) -> Finding:
-    """Some steps, a stop one step before an epoch's end, and three more equal as many without the stop, packed and
-    accumulated: the same bits in weights, optimizer, scheduler, random state and logged losses."""
-    subject = subject.shrunk()
+def resume_is_exact(subject: CheckSetup) -> CheckResult:
+    """Check that a resumed run is bit-exact: weights, optimizer, scheduler, random state, losses.
+
+    It stops one step before an epoch's end and makes three more, packed and accumulated; compared with a run without
+    the
+    stop.
+    """
+    subject = subject.truncated()
     accumulation = 2 if len(subject.rows) >= 4 else 1
     stop = max(-(-len(subject.rows) // accumulation) - 1, 1)
     gpu = subject.device.type == "cuda"
-    with tempfile.TemporaryDirectory() as name, _in_a_fixed_order(gpu):
+    with tempfile.TemporaryDirectory() as name, _deterministic(gpu):
         whole, parts = Path(name) / "whole", Path(name) / "parts"
 
         def trainer(folder: Path) -> DistillationTrainer:
@@ -79,16 +83,16 @@ def resume_is_exact(subject: Subject) -> Finding:
             differing.append("logged losses")
     what = f"{' and '.join(differing)} differ" if differing else "weights, optimizer, scheduler, random state, losses"
     detail = f"{what}: {stop} + 3 steps against {stop + 3}" + ("" if differing else ", bit for bit")
-    return Finding("resume", not differing, detail + (", with kernels that add in a fixed order" if gpu else ""))
+    return CheckResult("resume", not differing, detail + (", with deterministic kernels" if gpu else ""))
 
 
 @contextlib.contextmanager
-def _in_a_fixed_order(enabled: bool) -> Iterator[None]:
-    """Kernels that add in a fixed order: on a GPU, without, not even the same run twice is the same to the bit.
+def _deterministic(enabled: bool) -> Iterator[None]:
+    """Use deterministic kernels in the block: on a GPU, not even the same run twice is bit-exact otherwise.
 
-    `train.deterministic` has PyTorch refuse all other kernels, which takes a setting of cuBLAS made before the first
-    product of the process. Here they are only warned of, and attention, whose memory-efficient gradient would then go
-    on adding in any order, is plain.
+    `train.deterministic` makes PyTorch refuse all other kernels, which needs a cuBLAS setting before the process's first
+    GEMM. Here PyTorch only warns of them, and attention uses the math back end, since the gradient of the
+    memory-efficient one would remain nondeterministic.
     """
     if not enabled:
         yield
@@ -103,18 +107,20 @@ def _in_a_fixed_order(enabled: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def ranks_change_nothing(subject: Subject, *, program: Sequence[str] = PROGRAM) -> Finding:
-    """One step of two processes equals the same step of one: NCCL where there are two GPUs, else gloo on the CPU, since
-    two ranks of NCCL cannot share a GPU."""
+def ranks_change_nothing(subject: CheckSetup, *, program: Sequence[str] = PROGRAM) -> CheckResult:
+    """Check that one step on two processes equals the same step on one.
+
+    With two GPUs through NCCL, else through gloo on the CPU, since two NCCL ranks cannot share a GPU.
+    """
     return ranks_of([subject], program=program)[0]
 
 
-def ranks_of(subjects: Sequence[Subject], *, program: Sequence[str] = PROGRAM) -> list[Finding]:
-    """`ranks_change_nothing` of several subjects, by the same two processes."""
-    subjects = [subject.shrunk() for subject in subjects]
+def ranks_of(subjects: Sequence[CheckSetup], *, program: Sequence[str] = PROGRAM) -> list[CheckResult]:
+    """Run `ranks_change_nothing` for several subjects in the same two processes."""
+    subjects = [subject.truncated() for subject in subjects]
     on_gpu = subjects[0].device.type == "cuda"  # before the models are written, from the CPU
     gpus = on_gpu and torch.cuda.device_count() > 1
-    how = "NCCL" if gpus else "gloo, CPU" + (", for want of a second GPU" if on_gpu else "")
+    how = "NCCL" if gpus else "gloo, CPU" + (", without a second GPU" if on_gpu else "")
     with tempfile.TemporaryDirectory() as name:
         folders = [Path(name) / f"{number:03}" for number in range(len(subjects))]
         for folder, subject in zip(folders, subjects, strict=True):
@@ -122,32 +128,32 @@ def ranks_of(subjects: Sequence[Subject], *, program: Sequence[str] = PROGRAM) -
             _write(subject, subject.uneven_rows()[: len(subject.rows) // 2 * 2], folder)
         code, errors = _two_processes(Path(name), program, gpus)
         if code != 0:
-            return [Finding("ranks", False, f"two processes failed: {reason_of(errors)}")] * len(subjects)
+            return [CheckResult("ranks", False, f"two processes failed: {reason_of(errors)}")] * len(subjects)
         alone = [_one_step(folder, processes=1, cpu=not gpus) for folder in folders]
         two = [load_file(folder / TWO) for folder in folders]
     return [_compared(*each, how) for each in zip(subjects, two, alone, strict=True)]
 
 
-def _compared(subject: Subject, two: Weights, alone: Weights, how: str) -> Finding:
-    """The steps of two processes and of one from the same start."""
+def _compared(subject: CheckSetup, two: Weights, alone: Weights, how: str) -> CheckResult:
+    """Compare the steps of two processes and of one from the same start."""
     start = {name: value.cpu() for name, value in _base(subject.student).float().state_dict().items() if name in alone}
     off = difference(*({name: step[name] - start[name] for name in alone} for step in (two, alone)))
     allowed = subject.tolerance
-    return Finding(
-        "ranks", off <= allowed, f"the step of 2 processes ({how}) and of 1 differ by {off:.1e} (at most {allowed:.0e})"
+    return CheckResult(
+        "ranks", off <= allowed, f"steps on 2 processes ({how}) and on 1 differ by {off:.1e} (bound {allowed:.0e})"
     )
 
 
-RUN_CHECKS: tuple[Callable[[Subject], Finding], ...] = (resume_is_exact, ranks_change_nothing)
+RUN_CHECKS: tuple[Callable[[CheckSetup], CheckResult], ...] = (resume_is_exact, ranks_change_nothing)
 
 
 def _base(model: Any) -> Any:
-    """The model that `from_pretrained` can read back: LoRA merged."""
+    """Return a model that `from_pretrained` can load: LoRA merged."""
     return copy.deepcopy(model).merge_and_unload() if hasattr(model, "merge_and_unload") else model
 
 
-def _write(subject: Subject, rows: Sequence[Any], folder: Path) -> None:
-    """Everything that another process needs: models, rows, loss, what else there is to the teacher."""
+def _write(subject: CheckSetup, rows: Sequence[Any], folder: Path) -> None:
+    """Write everything that another process needs: models, rows, loss, description of the teacher."""
     models = list(subject.teacher.models.values())
     for name, model in [*((f"teacher.{number}", model) for number, model in enumerate(models)),
                         ("student", subject.student)]:  # fmt: skip
@@ -161,14 +167,14 @@ def _write(subject: Subject, rows: Sequence[Any], folder: Path) -> None:
     (folder / DESCRIPTION).write_text(json.dumps(description))
 
 
-def _read_subject(folder: Path) -> Subject:
-    """What `_write` wrote, in float32."""
+def _read_subject(folder: Path) -> CheckSetup:
+    """Read what `_write` wrote, in float32."""
     read = json.loads((folder / DESCRIPTION).read_text())
     student, *models = (
         read_weights(AutoModelForCausalLM, folder / name, name, dtype=torch.float32)
         for name in ("student", *(f"teacher.{number}" for number in range(read["teachers"])))
     )
-    return Subject(
+    return CheckSetup(
         student, BY_NAME[read["reference"]].rebuilt(models, read["weights"], read["teacher"]), read["rows"],
         Loss.model_validate(read["loss"]), read["vocab_size"], read["weights"],
         rollouts=None if read["rollouts"] is None else StudentRollouts(**read["rollouts"]),
@@ -176,7 +182,7 @@ def _read_subject(folder: Path) -> Subject:
 
 
 def _trainer(
-    subject: Subject, folder: Path, *, batch_size: int, accumulation: int = 1, **settings: Any
+    subject: CheckSetup, folder: Path, *, batch_size: int, accumulation: int = 1, **settings: Any
 ) -> DistillationTrainer:
     arguments = TrainingArguments(
         str(folder), per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation,
@@ -194,12 +200,12 @@ def _trainer(
 
 
 def _read(path: Path) -> Any:
-    with safe_globals():  # what random states of numpy and python are made of
+    with safe_globals():  # the classes of numpy's and Python's random states
         return torch.load(path, weights_only=True)
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal to the last bit, through dicts and lists."""
+    """Return whether two values are bit-identical, through dicts and lists."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and torch.equal(a, b)
     if isinstance(a, dict):
@@ -215,8 +221,10 @@ LAUNCHER = ("torch.distributed.elastic", "SignalException", "ChildFailedError")
 
 
 def reason_of(errors: str) -> str:
-    """What a process under torchrun failed of, from all of its standard error: the first exception that is not
-    torchrun's own, else the signal that ended a process, else the first line."""
+    """Return why a process under torchrun failed, from its standard error.
+
+    The first exception that is not torchrun's own, else the signal that ended a process, else the first line.
+    """
     lines = errors.strip().splitlines()
     for line in lines:
         match = RAISED.match(line)
@@ -234,7 +242,7 @@ def reason_of(errors: str) -> str:
 
 
 def _two_processes(folder: Path, program: Sequence[str], gpus: bool) -> tuple[int, str]:
-    """Run the program twice through torchrun; its exit code and standard error. None of it outlives the time."""
+    """Run the program in two processes through torchrun; returns exit code and standard error."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     environment.setdefault("OMP_NUM_THREADS", "1")
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -249,17 +257,19 @@ def _two_processes(folder: Path, program: Sequence[str], gpus: bool) -> tuple[in
         try:
             errors = launcher.communicate(timeout=MINUTES * 60)[1]
         except subprocess.TimeoutExpired:
-            launcher.terminate()  # torchrun ends its processes, which a kill of torchrun alone would leave running
+            launcher.terminate()  # lets torchrun end its processes, which SIGKILL of torchrun would leave running
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.communicate(timeout=60)
             launcher.kill()
-            return 1, f"TimeoutError: the two processes had not ended after {MINUTES:g} minutes"
+            return 1, f"TimeoutError: the two processes did not end within {MINUTES:g} minutes"
     return launcher.returncode, errors
 
 
 def _one_step(folder: Path, *, processes: int, cpu: bool) -> Weights:
-    """Weights after one SGD step over the rows in `folder`, each of the processes with as many of them; without
-    dropout, of which every process draws its own."""
+    """Return the weights after one SGD step over the rows in `folder`, shared equally by the processes.
+
+    Without dropout, whose random numbers differ between processes.
+    """
     subject = _read_subject(folder)
     trainer = _trainer(
         subject, folder / "run", max_steps=1, batch_size=len(subject.rows) // processes, optim="sgd",

@@ -1,10 +1,10 @@
-"""`distill doctor --machine`, to send with a report of a problem: what is there, and whether the kernels run on it.
+"""`distill doctor --machine`: environment and kernel checks to attach to a bug report.
 
     for line in machine_lines(): print(line)          # versions, GPUs and their families, folders, variables
-    for finding in examine_machine(): print(finding)  # each kernel beside PyTorch, copy and product rates
+    for finding in check_machine(): print(finding)  # each kernel compared with PyTorch, copy and GEMM rates
 
-Kernels run in a process of their own: where one ends it, or spoils the GPU for it, that is the finding, and another
-process goes on with the next.
+Kernels run in a child process: one that crashes it or its CUDA context has failed, and another process continues with
+the next kernel.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from distill.core.environment import version_of
 from distill.core.folders import RUNS
 from distill.core.units import GIB
 from distill.doctor.examine import Line
-from distill.doctor.invariants import Finding
+from distill.doctor.invariants import CheckResult
 from distill.doctor.machine_process import JOBS
 from distill.models.cards import path_of
 
 CHILD = [sys.executable, "-m", "distill.doctor.machine_process"]
-LIMIT_S = 240.0  # without a word from the process: a compiler that does not end, a GPU that does not answer
+LIMIT_S = 240.0  # seconds without output of the process: a compiler that does not end, a GPU that hangs
 MORE_LIBRARIES = ("numpy", "tokenizers", "safetensors", "bitsandbytes", "liger-kernel", "flash-attn", "vllm")
 VARIABLES = re.compile(
     r"(ACCELERATE|CUBLAS|CUDA|DISTILL|GPU|HF|HIP|HSA|MKL|NCCL|OMP|PYTORCH|ROCR|TOKENIZERS|TORCH|TORCHINDUCTOR|TRITON)_.+"
@@ -44,7 +44,7 @@ SECRET = re.compile(r"TOKEN(?!IZERS)|KEY|SECRET|PASS|CREDENTIAL|AUTH")
 
 
 def machine_lines() -> list[Line]:
-    """What `environment_lines` does not say: other libraries, families of GPUs, disks of caches, variables."""
+    """Return lines beyond `environment_lines`: other libraries, GPU families, disks of caches, variables."""
     found = {name: version_of(name) for name in MORE_LIBRARIES}
     lines = [Line("libraries", True, ", ".join(f"{name} {value}" for name, value in found.items() if value))]
     if torch.cuda.is_available():
@@ -59,15 +59,15 @@ def machine_lines() -> list[Line]:
             ))  # fmt: skip
     else:
         interpreted = "kernels are checked in Triton's interpreter" if HAS_TRITON else "Triton is not installed"
-        lines.append(Line("path", True, f"PyTorch computes: the kernels' references, on the CPU; {interpreted}"))
+        lines.append(Line("path", True, f"PyTorch references of the kernels run on the CPU; {interpreted}"))
         for kind, seen in (("Intel", torch.xpu.is_available()), ("Apple", torch.backends.mps.is_available())):
             if seen:
-                lines.append(Line("path", True, f"the {kind} GPU is not used: runs know CUDA and CPUs only"))
+                lines.append(Line("path", True, f"the {kind} GPU is not used: only CUDA and CPUs are supported"))
     return [*lines, *_folders(), *_variables()]
 
 
 def _folders() -> list[Line]:
-    """Free space where models, compiled kernels and runs are kept."""
+    """Return lines on the free space for models, compiled kernels and runs."""
     home = Path.home() / ".cache"
     places = {
         "models": Path(os.environ.get("HF_HOME", home / "huggingface")),
@@ -79,51 +79,51 @@ def _folders() -> list[Line]:
     for name, place in places.items():
         there = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.is_dir())
         free, writable = shutil.disk_usage(there).free / GIB, os.access(there, os.W_OK)
-        detail = f"{place}, {free:.0f} GiB free" + ("" if writable else ", and not writable")
+        detail = f"{place}, {free:.0f} GiB free" + ("" if writable else ", not writable")
         lines.append(Line(name, writable and free >= 1, detail))
     return lines
 
 
 def _variables() -> list[Line]:
-    """Variables of the environment that change what runs; no value of one that may hold a secret."""
+    """Return lines on environment variables that affect runs, without values that may be secret."""
     names = sorted(name for name in os.environ if VARIABLES.fullmatch(name))
     shown = {name: "(set)" if SECRET.search(name) else os.environ[name] for name in names}
     return [Line(name, True, re.sub(r"//[^/@\s]*@", "//...@", value)) for name, value in shown.items()]
 
 
-def examine_machine() -> Iterator[Finding]:
-    """Every kernel on one GPU of each name, and the rates of every GPU; on a CPU all in Triton's interpreter."""
+def check_machine() -> Iterator[CheckResult]:
+    """Check every kernel on one GPU of each model, and the rates of every GPU; on a CPU, in Triton's interpreter."""
     if not torch.cuda.is_available():
-        yield from _findings("cpu", 0, "")
+        yield from _results("cpu", 0, "")
         return
     seen: set[str] = set()
     for index in range(torch.cuda.device_count()):
         name = torch.cuda.get_device_name(index)
         first = len(JOBS) - 2 if name in seen else 0
         seen.add(name)
-        yield from _findings(f"cuda:{index}", first, f"GPU {index} " if torch.cuda.device_count() > 1 else "")
+        yield from _results(f"cuda:{index}", first, f"GPU {index} " if torch.cuda.device_count() > 1 else "")
 
 
-def _findings(device: str, first: int, prefix: str) -> Iterator[Finding]:
-    """The jobs from number `first` on, over as many processes as it takes."""
+def _results(device: str, first: int, prefix: str) -> Iterator[CheckResult]:
+    """Run the jobs from number `first` on, in as many processes as needed."""
     while first < len(JOBS):
         start, begun, why = first, False, ""
         for message in _messages(device, first):
             if "finding" in message:
-                finding = Finding(**message["finding"])
+                finding = CheckResult(**message["finding"])
                 yield finding._replace(name=f"{prefix}{finding.name}")
                 begun, first = False, message["number"] + 1
             else:
                 begun, why = begun or "number" in message, message.get("ended", "")
-        if first < len(JOBS) and (begun or first == start):  # else it left a GPU that it had spoilt to the next
-            yield Finding(f"{prefix}{JOBS[first][0] if begun else 'kernels'}", False, why)
+        if first < len(JOBS) and (begun or first == start):  # else it exited since the CUDA context was broken
+            yield CheckResult(f"{prefix}{JOBS[first][0] if begun else 'kernels'}", False, why)
             if not begun:
                 return
             first += 1
 
 
 def _messages(device: str, first: int) -> Iterator[dict[str, Any]]:
-    """What one process says, and at last why it ended."""
+    """Yield the messages of one process, and finally the reason why it ended."""
     environment = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" and HAS_TRITON else {})
     late = threading.Event()
     with tempfile.TemporaryFile("w+", errors="replace") as stderr:
@@ -143,7 +143,7 @@ def _messages(device: str, first: int) -> Iterator[dict[str, Any]]:
                 timer.start()
                 line = process.stdout.readline()
                 timer.cancel()
-                if line.startswith('{"number"'):  # compilers write to standard output too
+                if line.startswith('{"number"'):  # compilers also write to standard output
                     yield json.loads(line)
         finally:
             timer.cancel()
@@ -153,5 +153,5 @@ def _messages(device: str, first: int) -> Iterator[dict[str, Any]]:
         stderr.seek(0)
         last = (stderr.read().strip().splitlines() or [""])[-1]
     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-    why = f"no answer in {LIMIT_S:.0f} s" if late.is_set() else f"the process ended {how}"
+    why = f"no output for {LIMIT_S:.0f} s" if late.is_set() else f"the process ended {how}"
     yield {"ended": f"{why}{': ' * bool(last)}{last:.300}"}

@@ -1,4 +1,4 @@
-"""The public functions of distill_kernels, each with the same in plain PyTorch: what `doctor --machine` compares."""
+"""Table of the public functions of distill_kernels, each with a plain PyTorch reference, for `doctor --machine`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from distill_kernels.launch import INTERPRETER, DeviceFacts
 from torch.nn import functional as F
 
-FP8_ALLOWED = 6e-2  # of a layer in fp8 against the layer before it was quantised
+FP8_ALLOWED = 6e-2  # relative error of an fp8 layer
 Tensor = torch.Tensor
 
 
 class Sizes(NamedTuple):
-    """Of the tensors: tokens, hidden size, vocabulary, sequence length, heads, heads of keys, head size."""
+    """Sizes of the tensors: tokens, hidden size, vocabulary, sequence length, heads, key-value heads, head size."""
 
     rows: int
     hidden: int
@@ -31,16 +31,17 @@ SMALL, FULL = Sizes(20, 32, 304, 40), Sizes(384, 256, 5008, 320, 8, 2, 64)
 
 
 class Check(NamedTuple):
-    """One public function of distill_kernels.
+    """Public function of distill_kernels and its reference.
 
     Attributes:
-        name: for people.
-        shapes: of its tensors, by name; fp32, drawn from a normal distribution.
-        ours, reference: of these tensors; a tensor, or several. The reference works in any dtype.
-        learned: names of tensors that are differentiated.
-        needs: whether a device has it at all.
-        wide: computed in fp32 on GPUs too.
-        allowed: relative error; None for SLACK and FLOOR.
+        name: Display name.
+        shapes: Function from `Sizes` to the shapes of its tensors by name; fp32, standard normal.
+        ours, reference: Functions of these tensors that return one or several tensors; the reference works in any
+            dtype.
+        learned: Names of the tensors that are differentiated.
+        needs: Function that returns whether a device supports it.
+        wide: Compute in fp32 on GPUs too.
+        allowed: Bound on the relative error; None for the one from SLACK and FLOOR.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Check(NamedTuple):
 
 
 def wide(x: Tensor) -> Tensor:
+    """Return a tensor in fp32, or fp64 if it has that dtype."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -85,7 +87,7 @@ def _mixture(x: Tensor, w: Tensor, x_t: Tensor, w_t: Tensor) -> Tensor:
 
 
 def _top(logits: Tensor, count: int = 8) -> tuple[Tensor, Tensor]:
-    """Ids and log-probabilities of a teacher's `count` likeliest tokens; the same ids in every dtype."""
+    """Return ids and log-probabilities of a teacher's top-`count` tokens, with the same ids in every dtype."""
     ids = logits.detach().double().topk(count).indices
     return ids, wide(logits).log_softmax(-1).gather(-1, ids)
 
@@ -106,7 +108,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> T
 
 
 def _documents(length: int, device: torch.device) -> Tensor:
-    """Bounds of three documents in a row."""
+    """Return the bounds of three documents in a row, int32 [4]."""
     return torch.tensor([0, length // 3, length // 2, length], dtype=torch.int32, device=device)
 
 
@@ -148,7 +150,7 @@ def _rms(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _steps(kind: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """Three steps of AdamW."""
+    """Return a function that makes three steps of an AdamW optimizer."""
 
     def run(parameter: Tensor, gradient: Tensor) -> Tensor:
         parameter = parameter.clone()

@@ -1,10 +1,10 @@
-"""Kernels on small shapes beside plain PyTorch in fp64, and the rates of a device: what `doctor --machine` runs.
+"""Program of `doctor --machine`: compares kernels with PyTorch in fp64 on small shapes, and measures rates.
 
-It is a process of its own, since a kernel that a GPU cannot take may end the process or spoil its CUDA context:
+It is a separate process, since an unsupported kernel may crash the process or its CUDA context:
 
     python -m distill.doctor.machine_process cuda:0 0      # the jobs from number 0 on, two lines of JSON each
 
-A result may be off by SLACK times what PyTorch is off in the same dtype, and by FLOOR.
+The error of a result may be SLACK times that of PyTorch in the same dtype, plus FLOOR.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ import torch
 from distill_kernels.launch import HAS_TRITON, device_facts, interpreted, runs_on_triton
 
 from distill.core.console import plain
-from distill.doctor.invariants import Finding
+from distill.doctor.invariants import CheckResult
 from distill.doctor.machine_checks import CHECKS, FULL, SMALL, Check, Sizes, Tensor, wide
 from distill.models.cards import card_in
 
 SLACK, FLOOR = 2.0, {torch.float32: 5e-6, torch.bfloat16: 5e-3}
-LEAST_COPY, LEAST_PRODUCT = 0.6, 0.4  # of the data sheet's rates
-BUSY = "; something else uses it, or power or heat hold it back (nvidia-smi -q -d PERFORMANCE)"
+LEAST_COPY, LEAST_GEMM = 0.6, 0.4  # smallest fraction of the data sheet's rates
+BUSY = "; another program uses the GPU, or it is throttled (nvidia-smi -q -d PERFORMANCE)"
 MARKS = {
     "tma": "cp.async.bulk.tensor", "cp.async": "cp.async.c", "wgmma": "wgmma.mma", "tcgen05": "tcgen05.mma",
     "mma": "mma.sync", "mfma": "v_mfma",
 }  # fmt: skip
 
 
-def examine_kernel(check: Check, device: torch.device, sizes: Sizes) -> Finding:
-    """Run a check on a device: which kernels are launched, and how far the results are from fp64."""
+def check_kernel(check: Check, device: torch.device, sizes: Sizes) -> CheckResult:
+    """Run a check on a device; the result names the launched kernels and the errors relative to fp64."""
     facts = device_facts(device)
     on_triton = runs_on_triton(torch.empty(0, device=device))
     if not check.needs(facts) and (device.type == "cuda" or on_triton):
-        return Finding(check.name, None, f"not on {facts.family}")
+        return CheckResult(check.name, None, f"not supported on {facts.family}")
     dtype = torch.float32 if check.wide or device.type != "cuda" or not facts.has_kernels else torch.bfloat16
     drawn = _drawn(check.shapes(sizes), dtype)
     exact = _results(check.reference, check, {name: x.double() for name, x in drawn.items()})
@@ -50,7 +50,7 @@ def examine_kernel(check: Check, device: torch.device, sizes: Sizes) -> Finding:
     errors = [(_error(x, e), _error(t, e)) for x, t, e in zip(made, eager, exact, strict=True)]
     fine = [mine <= (check.allowed or SLACK * theirs + FLOOR[dtype]) for mine, theirs in errors]
     mine, theirs = max(errors, key=lambda pair: pair[0] / (pair[1] + FLOOR[dtype]))
-    return Finding(check.name, all(fine), f"{_path(launched)}; off by {mine:.1e}, PyTorch by {theirs:.1e}")
+    return CheckResult(check.name, all(fine), f"{_path(launched)}; error {mine:.1e}, PyTorch's {theirs:.1e}")
 
 
 def _drawn(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -61,7 +61,7 @@ def _drawn(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, 
 
 
 def _results(run: Callable[..., Any], check: Check, tensors: dict[str, Tensor]) -> list[Tensor]:
-    """What comes out, and the gradients of its sum with weights that are drawn."""
+    """Return the outputs, and the gradients of their randomly weighted sum."""
     learned = check.learned.split()
     given = {name: x.detach().clone().requires_grad_(name in learned) for name, x in tensors.items()}
     made = run(**given)
@@ -74,7 +74,7 @@ def _results(run: Callable[..., Any], check: Check, tensors: dict[str, Tensor]) 
 
 
 def _error(x: Tensor, exact: Tensor) -> float:
-    """||x - exact|| / ||exact||; infinite where there is a NaN."""
+    """Return ||x - exact|| / ||exact||; infinite if there is a NaN."""
     x, exact = x.detach().double().cpu(), exact.detach().double().cpu()
     error = ((x - exact).norm() / exact.norm().clamp(min=1e-30)).item()
     return error if error == error else float("inf")
@@ -82,7 +82,7 @@ def _error(x: Tensor, exact: Tensor) -> float:
 
 @contextlib.contextmanager
 def _launches() -> Iterator[dict[str, Any]]:
-    """The Triton kernels that are launched meanwhile: the last launch's compiled form, by name."""
+    """Record the Triton kernels launched in the block: the last launch's compiled form, by name."""
     launched: dict[str, Any] = {}
     if not HAS_TRITON:
         yield launched
@@ -109,7 +109,7 @@ def _launches() -> Iterator[dict[str, Any]]:
 
 
 def _path(launched: dict[str, Any]) -> str:
-    """Which kernels ran, by which instructions, with how many registers."""
+    """Return a description of the kernels that ran: instructions, registers, shared memory."""
     if not launched:
         return "PyTorch"
     texts = []
@@ -146,8 +146,8 @@ def _seconds(run: Callable[[], object], device: torch.device, times: int = 10) -
     return start.elapsed_time(end) * 1e-3 / times
 
 
-def copy_rate(device: torch.device) -> Finding:
-    """GB/s read and written by a copy within the device's memory."""
+def copy_rate(device: torch.device) -> CheckResult:
+    """Measure a copy within the device's memory, GB/s read and written."""
     most = torch.cuda.mem_get_info(device)[0] // 8 if device.type == "cuda" else 64 << 20
     source = torch.zeros(min(1 << 30, most), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -156,35 +156,35 @@ def copy_rate(device: torch.device) -> Finding:
     return _rated("copy", rate, "GB/s", None if card is None else card.bandwidth, LEAST_COPY)
 
 
-def product_rate(device: torch.device) -> Finding:
-    """TFLOP/s of a large product: bf16 on a GPU (fp16 on one without), fp32 on a CPU."""
+def gemm_rate(device: torch.device) -> CheckResult:
+    """Measure a large GEMM, TFLOP/s: bf16 (fp16 without bf16 units) on a GPU, fp32 on a CPU."""
     gpu = device.type == "cuda"
     narrow = torch.bfloat16 if gpu and torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     dtype, size = (narrow, 8192) if gpu else (torch.float32, 1024)
     a = torch.randn(size, size, device=device, dtype=dtype)
     rate = 2e-12 * size**3 / _seconds(lambda: a @ a, device)
     card = card_in(device)
-    name = f"product, {str(dtype).removeprefix('torch.')}"
-    return _rated(name, rate, "TFLOP/s", card.bf16 if card is not None else None, LEAST_PRODUCT)
+    name = f"GEMM, {str(dtype).removeprefix('torch.')}"
+    return _rated(name, rate, "TFLOP/s", card.bf16 if card is not None else None, LEAST_GEMM)
 
 
-def _rated(name: str, rate: float, unit: str, sheet: float | None, least: float) -> Finding:
+def _rated(name: str, rate: float, unit: str, sheet: float | None, least: float) -> CheckResult:
     text = f"{rate:,.3g} {unit}" if rate < 100 else f"{rate:,.0f} {unit}"
     if sheet is None:
-        return Finding(name, True, text)
+        return CheckResult(name, True, text)
     fine = rate >= least * sheet
-    return Finding(name, fine, f"{text}, {rate / sheet:.0%} of the data sheet's {sheet:,.0f}" + BUSY * (not fine))
+    return CheckResult(name, fine, f"{text}, {rate / sheet:.0%} of the data sheet's {sheet:,.0f}" + BUSY * (not fine))
 
 
-JOBS: list[tuple[str, Callable[[torch.device, Sizes], Finding]]] = [
-    *((check.name, lambda device, sizes, check=check: examine_kernel(check, device, sizes)) for check in CHECKS),
+JOBS: list[tuple[str, Callable[[torch.device, Sizes], CheckResult]]] = [
+    *((check.name, lambda device, sizes, check=check: check_kernel(check, device, sizes)) for check in CHECKS),
     ("copy", lambda device, sizes: copy_rate(device)),
-    ("product", lambda device, sizes: product_rate(device)),
+    ("GEMM", lambda device, sizes: gemm_rate(device)),
 ]
 
 
 def main(device_name: str, first: int) -> None:
-    """Run the jobs from number `first` on; one that leaves the GPU unusable is the last."""
+    """Run the jobs from number `first` on; exit after one that breaks the CUDA context."""
     device = torch.device(device_name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -197,9 +197,9 @@ def main(device_name: str, first: int) -> None:
                 finding = job(device, sizes)
             if device.type == "cuda":
                 torch.cuda.synchronize()
-        except Exception as error:  # whatever a compiler or a driver raises is the finding
+        except Exception as error:  # a compiler or driver may raise anything
             first_line = (str(error).strip().splitlines() or [""])[0]
-            finding = Finding(name, False, f"{type(error).__name__}: {first_line:.300}")
+            finding = CheckResult(name, False, f"{type(error).__name__}: {first_line:.300}")
         finding = finding._replace(seconds=time.perf_counter() - begun)
         print(json.dumps({"number": number, "finding": plain(finding)}), flush=True)
         if "CUDA error" in finding.detail or "HIP error" in finding.detail:

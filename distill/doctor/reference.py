@@ -1,8 +1,9 @@
-"""What doctor knows of a target format: its loss in fp64, made without the teacher's `targets` or the format's `loss`.
+"""Reference of a target format for doctor: its fp64 loss, independent of the teacher's `targets` and the format's
+`loss`.
 
-A format that shares code with its reference would share its faults. `Reference` is that of hidden states, of one
-teacher or of several; other formats are subclasses (`reference_top_k`, `reference_spans`), and
-`distill.doctor.references` has the table.
+A reference that shared code with its format would share its faults. `Reference` is that of hidden states, of one
+teacher or several; other formats are subclasses (`reference_top_k`, `reference_spans`), listed in
+`distill.doctor.references`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from distill_kernels import FusedDistillationLoss, LossTerm, TeacherHead
 from torch.nn import functional as F
 
 from distill.core.labels import IGNORE_INDEX
-from distill.doctor.elsewhere import ELSEWHERE, place_of, teacher_at
 from distill.doctor.reference_loss import Mixture, mixed_log_probabilities, shifted, token_loss
+from distill.doctor.remote_outputs import OUTPUT_READERS, place_of, teacher_at
 from distill.doctor.rows import Row, Rows
 from distill.models.vocabulary import compare
 from distill.recipe.loss import Loss
@@ -26,7 +27,7 @@ from distill.teachers.mixture import MixtureTeacher
 from distill.teachers.model import LoadedTeacher
 from distill.teachers.objective import DistillationObjective
 
-COLUMNS = 512  # of the vocabulary, over which a mixture is compared with itself
+COLUMNS = 512  # columns of the vocabulary over which a mixture is compared with itself
 INPUTS = ("input_ids", "position_ids")
 
 Description = Mapping[str, Any]
@@ -35,15 +36,15 @@ Reads = list[tuple[Any, dict[str, torch.Tensor]]]
 
 
 class Reference:
-    """Of hidden states: one loaded teacher's, or those that a cache stores.
+    """Reference of hidden states: of one loaded teacher, or of a cache.
 
     Args:
-        teacher: the one that is examined.
-        weights: of its models in the recipe; what the teacher made of them plays no part.
-        tokenizers: of every teacher and, last, of the student; None for random tokens.
+        teacher: Teacher that is checked.
+        weights: Weights of its models, from the recipe, not from the teacher.
+        tokenizers: Tokenizers of every teacher and, last, of the student; None for random tokens.
 
     Attributes:
-        dtype: what the loss is computed in: float64 for what is right, float32 for what PyTorch's own arithmetic gives.
+        dtype: Dtype of the loss: float64 for the reference, float32 to measure PyTorch's rounding.
     """
 
     rows: ClassVar[type[Rows]] = Rows
@@ -56,11 +57,12 @@ class Reference:
     # ------------------------------------------------------------------ loss
 
     def loss(self, student: Any, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None) -> torch.Tensor:
-        """The mean over the trained tokens, [], in `dtype` from the logits on, with a graph to the student.
+        """Return the mean loss over the trained tokens, [], in `dtype` from the logits on, differentiable by the
+        student.
 
         Args:
-            batch: the same rows, padded, on the student's device.
-            columns: that all logits are cut to; None for the smallest head's.
+            batch: The same rows, padded, on the student's device.
+            columns: Number of logits to compare; None for that of the smallest head.
         """
         labels = shifted(batch["labels"])
         keep = labels != IGNORE_INDEX
@@ -72,40 +74,41 @@ class Reference:
         return token_loss(z_s[:, :columns], cut, labels[keep], loss, keep.flatten().nonzero()[:, 0], self.dtype)
 
     def teacher_logits(self, rows: Sequence[Row], batch: Batch, keep: torch.Tensor) -> Mixture:
-        """Each model's share and full logits [N, V] at the trained positions, by its own forward; of a cache those of
-        the states and the head that are on disk."""
+        """Return each model's weight and full logits [N, V] at the trained positions, by its own forward or from a
+        cache.
+        """
         inputs = {name: batch[name] for name in INPUTS}
         models = self.teacher.models.values()
         if not models:
-            return [(1.0, ELSEWHERE[type(self.teacher)].logits(self.teacher, rows, batch))]
+            return [(1.0, OUTPUT_READERS[type(self.teacher)].logits(self.teacher, rows, batch))]
         return [
             (share, model(**inputs, use_cache=False).logits[keep])
             for share, model in zip(self.weights, models, strict=True)
         ]
 
-    def warm(self) -> Teacher:
-        """A teacher whose loss may be at temperature 2."""
+    def at_temperature_2(self) -> Teacher:
+        """Return a teacher that allows a loss at temperature 2."""
         return self.teacher
 
     # ----------------------------------------------------- token after token
 
     def single(self, objective: DistillationObjective, term: LossTerm) -> TargetLoss:
-        """The loss of one term alone."""
+        """Return the loss of one term."""
         spelled = {name: value for name, value in term._asdict().items() if value is not None}
         return self.teacher.format.loss({"temperature": self.temperature, "terms": [spelled]}, objective.pairing)
 
     @property
     def temperature(self) -> float:
-        """That single terms are examined at."""
+        """Return the temperature at which single terms are checked."""
         return 1.0
 
     def each(self, loss_of: Callable[..., Any], objective: Any, call: Sequence[Any]) -> torch.Tensor:
-        """Each token's loss [N, 1], from the arguments of `objective.loss_of`."""
+        """Return each token's loss [N, 1], from the arguments of `objective.loss_of`."""
         objective.loss.reduction = "none"
         return loss_of(*call).flatten()[call[-1]][:, None]
 
     def from_itself(self, batch: Batch, terms: Sequence[LossTerm]) -> tuple[str, float]:
-        """What is compared with itself, and the largest divergence of it, a token's mean."""
+        """Return a description of the compared outputs and the largest mean divergence of them from themselves."""
         hidden, transform = self.teacher.targets(batch), self.teacher.format.transform
         with self.teacher.format.head.open() as head:
             both = (hidden.to(head.weight.dtype), head.weight) * 2
@@ -117,15 +120,15 @@ class Reference:
     # -------------------------------------------------------- the same tokens
 
     def reads(self, student: Any, batch: Batch) -> Reads:
-        """Every model, the student last, with the ids and positions that it should get of a batch."""
+        """Return every model, the student last, with the ids and positions that it should get for a batch."""
         inputs = {name: batch[name] for name in INPUTS}
         return [(model, inputs) for model in (*self.teacher.models.values(), student)]
 
     def same_tokens(self, batch: Batch, columns: int, student_rows: int) -> Verdict:
-        """Whether each id means the same to all, in words."""
+        """Return whether each id means the same to all models, with a description."""
         largest = int(batch["input_ids"].max())
         if largest >= columns:
-            return False, f"id {largest} has no column among {columns:,}"
+            return False, f"id {largest} is outside of the {columns:,} columns"
         if self.tokenizers is None:
             return True, "same ids and positions; no tokenizer, the data are random tokens"
         *teachers, own = self.tokenizers
@@ -139,22 +142,23 @@ class Reference:
     # ----------------------------------------------------------- to a process
 
     def description(self) -> Description:
-        """What another process needs, beside the models, to make the teacher again: plain values."""
+        """Return plain values that another process needs, besides the models, to rebuild the teacher."""
         return place_of(self.teacher)
 
     @staticmethod
     def rebuilt(models: list[Any], weights: Sequence[float], description: Description) -> Teacher:
-        """The teacher again."""
+        """Return the teacher from its models and description."""
         return LoadedTeacher(models[0]) if models else teacher_at(description)
 
 
 class MixtureReference(Reference):
-    """Of several teachers: the mixture of their own probabilities, by the recipe's weights."""
+    """Reference of several teachers: the mixture of their probabilities by the recipe's weights."""
 
     def from_itself(self, batch: Batch, terms: Sequence[LossTerm]) -> tuple[str, float]:
-        """The mixture against a student that says it: log-probabilities for hidden states, a head that is 1.
+        """Compare the mixture with a student that equals it: hidden states are log-probabilities, the head is the
+        identity.
 
-        The distributions are over the first columns of the vocabulary, since such a head has as many rows as columns.
+        Only the first columns of the vocabulary are used, since such a head is a square matrix.
         """
         keep = (shifted(batch["labels"]) != IGNORE_INDEX).flatten()
         heads, logits = [], []
@@ -174,9 +178,10 @@ class MixtureReference(Reference):
 
     @staticmethod
     def rebuilt(models: list[Any], weights: Sequence[float], description: Description) -> Teacher:
+        """Return the teacher from its models and weights."""
         return MixtureTeacher(models, weights)
 
 
 def worst_of(values: Sequence[torch.Tensor]) -> float:
-    """The largest size; NaN where one is."""
+    """Return the largest magnitude; NaN where there is one."""
     return torch.stack(list(values)).abs().max().item()

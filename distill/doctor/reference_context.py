@@ -1,4 +1,4 @@
-"""Doctor's reference of a teacher with a prompt of its own: every answer after it, document by document, unpacked."""
+"""Reference of a teacher with a privileged context: every response after it, document by document, unpacked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distill.doctor.elsewhere import logits_of, place_of, teacher_at
+from distill.doctor.remote_outputs import logits_of, place_of, teacher_at
 from distill.doctor.reference import Reads, Reference, Verdict
 from distill.doctor.reference_loss import Mixture
 from distill.doctor.reference_top_k import TopKReference
@@ -18,29 +18,31 @@ from distill.teachers.base import Batch, Teacher
 from distill.teachers.context.data import ContextCollator
 from distill.teachers.context.teacher import ContextTeacher
 
-FEW = 4  # tokens: so short a context may stand in a prompt by chance
+FEW = 4  # tokens; a shorter context may occur in a prompt by chance
 
 
 class ContextReference(Reference):
-    """Of hidden states over another reading of the rows."""
+    """Reference of hidden states over rows with another prompt."""
 
     rows = TwoPromptRows
 
     def teacher_logits(self, rows: Sequence[Row], batch: Batch, keep: torch.Tensor) -> Mixture:
-        """Its logits [N, V] for what is learned, from a forward over each document alone."""
+        """Return the teacher's logits [N, V] for trained tokens, from a forward over each document alone."""
         documents = [document for row in rows for document in self.rows.documents(row)]
         inner, read = self.teacher.inner, map(ContextCollator.teacher_row, documents)
         return [(1.0, torch.cat([logits_of(inner, row, keep.device) for row in read]))]
 
     def reads(self, student: nn.Module, batch: Batch) -> Reads:
+        """Return the teacher with its own inputs, and the student with the batch's."""
         names = ("input_ids", "position_ids")
         models = self.teacher.models.values()
         calls: Reads = [(model, {n: batch[f"teacher_{n}"] for n in names}) for model in models]
         return [*calls, (student, {n: batch[n] for n in names})]
 
     def same_tokens(self, batch: Batch, columns: int, student_rows: int) -> Verdict:
-        """As for one reading; and each answer is the same tokens to both, and what only the teacher reads stands in no
-        prompt of the student's."""
+        """Return whether responses have the same tokens in both inputs and no context leaks into the student's
+        prompt.
+        """
         same, detail = super().same_tokens(batch, columns, student_rows)
         more = 0
         for row in range(len(batch["labels"])):
@@ -56,21 +58,22 @@ class ContextReference(Reference):
                     continue
                 answer, prompt = own[a + first : b], own[a : a + first]
                 if other[d - len(answer) : d] != answer:
-                    return False, "an answer is other tokens to the teacher"
+                    return False, "a response has other tokens in the teacher's input"
                 private = _only_in(other[c : d - len(answer)], prompt)
                 if not private:
-                    return False, "the teacher reads nothing that the student does not"
+                    return False, "the teacher has no context that the student lacks"
                 leaked = SequenceMatcher(None, prompt, private, autojunk=False).find_longest_match().size
                 if leaked >= max(FEW, len(private) / 2):
-                    return False, f"{leaked} tokens that only the teacher should read stand in the student's prompt"
+                    return False, f"{leaked} tokens of the teacher's context are in the student's prompt"
                 more += len(private)
-        return same, f"{detail}; answers are the same tokens to both, and {more} before them are the teacher's alone"
+        return same, f"{detail}; responses have the same tokens in both inputs; {more} tokens before them are context"
 
     def description(self) -> Mapping[str, Any]:
         return place_of(self.teacher.inner)
 
     @staticmethod
     def rebuilt(models: list[nn.Module], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
+        """Return the teacher from its model."""
         return ContextTeacher(models[0] if models else teacher_at(description))
 
 
@@ -83,7 +86,7 @@ class ContextTopKReference(TopKReference, ContextReference):
 
 
 def _only_in(longer: list[int], shorter: list[int]) -> list[int]:
-    """What of a prompt is left without what it begins and ends with in common with another."""
+    """Return a prompt without the beginning and the end that it shares with another."""
     start = next((at for at, pair in enumerate(zip(longer, shorter, strict=False)) if pair[0] != pair[1]), len(shorter))
     most = len(shorter) - start
     backwards = zip(longer[::-1], shorter[::-1], strict=False)

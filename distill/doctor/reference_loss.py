@@ -1,4 +1,4 @@
-"""The loss straight from its definitions, on full logits in fp64: what the fused loss is held against."""
+"""Reference losses from their definitions, on full logits in fp64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Mixture = Sequence[tuple[float, torch.Tensor]]
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
-    """Labels [..., S] moved so that position i holds the token after it; the last is not learned."""
+    """Return labels [..., S] shifted left by one, so that position i holds the next token; the last is masked."""
     return F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
 
 
@@ -24,10 +24,10 @@ def token_loss(
     student: torch.Tensor, teachers: Mixture, labels: torch.Tensor, loss: Loss, at: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the recipe's loss from the trained tokens' logits [N, V] and labels [N], straight from the definitions.
+    """Return the recipe's loss, the mean over trained tokens, from logits [N, V] and labels [N], by definition.
 
-    Their mean, computed in `dtype`. Teachers are pairs of a share and logits; `at` [N] is where the tokens stand,
-    ascending, of which those that are next to each other are of one answer.
+    Computed in `dtype`. Teachers are pairs of a weight and logits; `at` [N] holds the tokens' positions, ascending:
+    adjacent ones belong to one response.
     """
     z_s = student.to(dtype)
     log_s = F.log_softmax(z_s / loss.temperature, dim=-1)
@@ -41,7 +41,7 @@ def token_loss(
             own = log_s.detach().argsort(-1, descending=True)[:, : term.k]
             p, q = (_outcomes(x.exp().gather(-1, own), term.tail) for x in (log_s, log_t))
             soft = soft + term.weight * (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
-        if term.type == "policy_gradient":  # of the labels as they were drawn just now, at temperature 1
+        if term.type == "policy_gradient":  # the labels are on-policy samples at temperature 1
             p_s, p_t = (z.to(dtype).softmax(-1).gather(-1, labels[:, None])[:, 0] for z in (z_s, teachers[0][1]))
             scale = loss.temperature**2 if loss.scale_by_temperature_squared else 1.0
             gains = (p_t.log() - p_s.log()).tolist()
@@ -53,7 +53,7 @@ def token_loss(
 
 
 def mixed_log_probabilities(teachers: Mixture, temperature: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """log sum_k w_k softmax(z_k / T) in `dtype`, from the shares w (divided by their sum) and logits z [..., V]."""
+    """Return log sum_k w_k softmax(z_k / T) in `dtype`, from weights w (normalised) and logits z [..., V]."""
     whole = sum(share for share, _ in teachers)
     parts = [F.log_softmax(z.to(dtype) / temperature, dim=-1) for _, z in teachers]
     if len(parts) == 1:
@@ -65,16 +65,16 @@ def top_k_loss(
     student: torch.Tensor, teacher: tuple[torch.Tensor, torch.Tensor], tail: str, labels: torch.Tensor, loss: Loss,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:  # fmt: skip
-    """The recipe's loss against K of a teacher's tokens: the mean over N trained tokens, computed in `dtype`.
+    """Return the recipe's loss against K tokens of a teacher: the mean over N trained tokens, in `dtype`.
 
     Args:
-        student: logits [N, V].
-        teacher: which tokens, int64 [N, K], and their probabilities [N, K] at the loss's temperature (of `sampled`
-            ones their weights).
-        tail: `bucket` (all other tokens are one outcome more), `renormalize` (the K are all there is) or `sampled`
-            (sum of w log(w / p_s) less sum w, plus 1).
-        labels: int64 [N], the next tokens.
-        loss: with forward or reverse KL, and cross-entropy.
+        student: Logits [N, V].
+        teacher: Token ids, int64 [N, K], and their probabilities [N, K] at the loss's temperature (for `sampled` their
+            weights).
+        tail: `bucket` (all other tokens are one more outcome), `renormalize` (the K tokens are normalised) or `sampled`
+            (sum of w log(w / p_s), minus sum w, plus 1).
+        labels: Next tokens, int64 [N].
+        loss: Loss with forward or reverse KL, and cross-entropy.
     """
     ids, q = teacher[0], teacher[1].to(dtype)
     z_s = student.to(dtype)
@@ -92,14 +92,14 @@ def top_k_loss(
 
 
 def _outcomes(p: torch.Tensor, tail: str) -> torch.Tensor:
-    """Probabilities [N, K] of K tokens as those of the outcomes that a tail makes of them."""
+    """Return the outcome probabilities for a tail, from those of K tokens [N, K]."""
     if tail == "bucket":
         return torch.cat([p, 1 - p.sum(-1, keepdim=True)], -1)
     return p / p.sum(-1, keepdim=True) if tail == "renormalize" else p
 
 
 def _mean(soft: torch.Tensor, z_s: torch.Tensor, labels: torch.Tensor, loss: Loss) -> torch.Tensor:
-    """The tokens' divergences [N], scaled, and their hard labels: the mean."""
+    """Return the mean of the tokens' scaled divergences [N] plus their hard-label terms."""
     total = (loss.temperature**2 if loss.scale_by_temperature_squared else 1.0) * soft
     for term in loss.terms:
         if term.type == "cross_entropy":
@@ -114,14 +114,16 @@ def _divergence(term: Any, log_s: torch.Tensor, log_t: torch.Tensor) -> torch.Te
 
     if term.type == "tvd":
         return 0.5 * (log_t.exp() - log_s.exp()).abs().sum(-1)
-    return of_kl(term, kl, log_s, log_t, lambda share: (share * log_t.exp() + (1 - share) * log_s.exp()).log())
+    return divergence_from_kl(
+        term, kl, log_s, log_t, lambda share: (share * log_t.exp() + (1 - share) * log_s.exp()).log()
+    )
 
 
-def of_kl(
+def divergence_from_kl(
     term: Any, kl: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], student: torch.Tensor, teacher: torch.Tensor,
     mixed: Callable[[float], torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
-    """A term that is made of KLs; `mixed(share)` is the mixture that holds `share` of the teacher."""
+    """Return a term that is made of KLs; `mixed(share)` is the mixture with weight `share` of the teacher."""
     if term.type == "forward_kl" or (term.type == "jsd" and term.beta == 0):
         return kl(teacher, student)
     if term.type == "reverse_kl" or (term.type == "jsd" and term.beta == 1):

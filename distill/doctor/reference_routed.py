@@ -1,4 +1,4 @@
-"""Doctor's reference of routed teachers: each document's loss against its own teachers, one document at a time."""
+"""Reference of routed teachers: each document's loss against its own teachers, one document at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distill_kernels import LossTerm
 from torch import nn
 
 from distill.core.labels import IGNORE_INDEX
-from distill.doctor.elsewhere import logits_of, place_of, teacher_at
+from distill.doctor.remote_outputs import logits_of, place_of, teacher_at
 from distill.doctor.reference import MixtureReference, Reads, Reference, Verdict
 from distill.doctor.reference_loss import token_loss
 from distill.doctor.rows import RoutedRows, Row, bounds
@@ -25,18 +25,19 @@ from distill.teachers.routed.teacher import RoutedTeacher
 
 
 class RoutedReference(Reference):
-    """Of several teachers by route. The weights, one a teacher, come route after route, as the models do."""
+    """Reference of several teachers by route; `weights` has one per teacher, route after route."""
 
     rows = RoutedRows
 
     @property
     def groups(self) -> list[list[tuple[float, Any]]]:
-        """Of each route its teachers of one model with their shares, by the recipe's weights."""
+        """Return the teachers of each route with their weights, from the recipe."""
         shares = iter(self.weights)
         groups = [route.members if isinstance(route, MixtureTeacher) else [route] for route in self.teacher.members]
         return [[(next(shares), member) for member in group] for group in groups]
 
     def loss(self, student: Any, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None) -> torch.Tensor:
+        """Return the mean loss over the trained tokens of all documents."""
         total, count, device = torch.zeros((), dtype=torch.float64), 0, batch["labels"].device
         columns = columns or min(student.get_output_embeddings().weight.shape[0], *self.teacher.head_rows())
         for row in rows:
@@ -55,6 +56,7 @@ class RoutedReference(Reference):
         return total / max(count, 1)
 
     def from_itself(self, batch: Batch, terms: Sequence[LossTerm]) -> tuple[str, float]:
+        """Compare each route's teachers with themselves."""
         worst = []
         for number, member, own in self.teacher.batches(batch):
             kind = MixtureReference if isinstance(member, MixtureTeacher) else Reference
@@ -63,18 +65,18 @@ class RoutedReference(Reference):
         return f"each of {len(worst)} routes", max(worst)
 
     def reads(self, student: nn.Module, batch: Batch) -> Reads:
-        """Each model its route's documents, row by row, padded to the longest row."""
+        """Return each model with its route's documents, row by row, padded to the longest row."""
         calls: Reads = []
         for number, group in enumerate(self.groups):
             lines, reading = [], PREFIX if group[0][1].reading == "context" else ""
             read = (batch[f"{reading}{name}"].tolist() for name in ("input_ids", "position_ids"))
             own = (batch[name].tolist() for name in ("position_ids", "routes"))
             for ids, positions, plain, routes in zip(*read, *own, strict=True):
-                both = zip(bounds(positions), bounds(plain), strict=False)  # padding is a document of its own
+                both = zip(bounds(positions), bounds(plain), strict=False)  # padding is a document too
                 parts = [place for place, (begin, _) in both if routes[begin] == number]
                 if parts:
                     lines.append([[values[i] for a, b in parts for i in range(a, b)] for values in (ids, positions)])
-            if not lines:  # nobody is asked
+            if not lines:  # no document of this route
                 continue
             longest = max(len(ids) for ids, _ in lines)
             for _, positions in lines:
@@ -87,18 +89,20 @@ class RoutedReference(Reference):
         return [*calls, (student, {name: batch[name] for name in ("input_ids", "position_ids")})]
 
     def same_tokens(self, batch: Batch, columns: int, student_rows: int) -> Verdict:
-        """As for one teacher; and how many tokens are learned from each route."""
+        """Extend the check of one teacher by the number of trained tokens per route."""
         same, detail = super().same_tokens(batch, columns, student_rows)
         routes = batch["routes"].flatten()[batch["valid_rows"]].tolist()
         counts = ", ".join(f"{routes.count(n):,} of {name}" for n, name in enumerate(self.teacher.routes))
-        return same and -1 not in routes, f"{detail}; each document at its own teacher: tokens learned {counts}"
+        return same and -1 not in routes, f"{detail}; documents go to their own teacher; trained tokens: {counts}"
 
     def description(self) -> dict[str, Any]:
+        """Return the routes and, for each of their teachers, how to open it."""
         members = [[(place_of(_inside(m)), m.reading) for _, m in group] for group in self.groups]
         return {"routes": list(self.teacher.routes), "members": members}
 
     @staticmethod
     def rebuilt(models: list[nn.Module], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
+        """Return the routed teacher from its models, weights and description."""
         left, numbered, members = iter(models), enumerate(weights), []
         for group in description["members"]:
             own, shares = [], []
@@ -116,6 +120,6 @@ def _inside(member: Any) -> Any:
 
 
 def _logits(member: Any, document: Row, device: torch.device) -> torch.Tensor:
-    """What one teacher says of a document's learned tokens, [N, V]."""
+    """Return one teacher's logits after the positions `at` of a document, [N, V]."""
     row = ContextCollator.teacher_row(document) if member.reading == "context" else document
     return logits_of(_inside(member), row, device)

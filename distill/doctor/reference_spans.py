@@ -1,7 +1,7 @@
-"""The divergence across two tokenizers from its definition, span by span and outcome by outcome, on full logits.
+"""Reference divergence between two tokenizers, from its definition, span by span on full logits.
 
-What counts as an outcome is said in `distill.teachers.cross.spans`. Here each span's outcomes are written down one
-after the other: no gradient by hand, no chunks, no places precomputed; autograd differentiates it.
+The outcomes are defined in `distill.teachers.cross.spans`. Here each span's outcomes are computed one after the other,
+without chunks, precomputed indices or a manual gradient; autograd differentiates it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from distill_kernels import LossTerm
 from torch import nn
 
 from distill.data.collator import valid_rows
-from distill.doctor.elsewhere import logits_of, place_of, teacher_at
+from distill.doctor.remote_outputs import logits_of, place_of, teacher_at
 from distill.doctor.reference import INPUTS, Description, Reads, Reference, Verdict, worst_of
-from distill.doctor.reference_loss import of_kl
+from distill.doctor.reference_loss import divergence_from_kl
 from distill.doctor.rows import OTHERS, Row, SpanRows
 from distill.recipe.loss import Loss
 from distill.teachers.base import Batch, Teacher
@@ -33,13 +33,13 @@ from distill.teachers.losses import LogitTransforms, build_loss, loss_terms
 
 
 class SpansReference(Reference):
-    """Of aligned spans. `tokenizers` are `Reader`s, or None in a process that only trains."""
+    """Reference of aligned spans. `tokenizers` are `Reader`s, or None in a process that only trains."""
 
     rows = SpanRows
 
     @functools.cached_property
     def shared(self) -> Shared:
-        """Ids of the same tokens, from the tokenizers themselves."""
+        """Return the ids of shared tokens, from the tokenizers themselves."""
         if self.tokenizers is None:
             return Shared(*(ids.numpy() for ids in self.teacher.format.shared))
         teacher, student = self.tokenizers
@@ -48,7 +48,7 @@ class SpansReference(Reference):
     def loss(
         self, student: nn.Module, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None
     ) -> torch.Tensor:
-        """Row by row without padding, from both models' full logits and the spans of the rows themselves."""
+        """Return the loss row by row without padding, from both models' full logits and the rows' spans."""
         losses, device = [], batch["input_ids"].device
         for row in rows:
             inputs = {name: torch.tensor(row[name], device=device)[None] for name in INPUTS}
@@ -74,7 +74,7 @@ class SpansReference(Reference):
         return torch.cat(found)
 
     def each(self, loss_of: Callable[..., Any], objective: Any, call: Sequence[Any]) -> torch.Tensor:
-        """Each span's divergence and the log-probabilities of its text, [M, 3]."""
+        """Return each span's divergence and the log-probabilities of its text, [M, 3]."""
         hidden, head, inputs, *rest = call
         inputs.statistics = True
         _, figures = loss_of(hidden, head, inputs, *rest)
@@ -82,7 +82,7 @@ class SpansReference(Reference):
         return torch.stack([figures.divergence, figures.student_label_logprob, figures.teacher_label_logprob], 1)
 
     def from_itself(self, batch: Batch, terms: Sequence[LossTerm]) -> tuple[str, float]:
-        """The teacher against itself over its own reading's spans, with all and with a part of its tokens shared."""
+        """Compare the teacher with itself over its own spans, with all and with half of its tokens shared."""
         targets, own, values = self.teacher.targets(batch), self.teacher.hidden, []
         ids = targets.teacher_ids
         itself = SpanTargets(targets.hidden, Spans(targets.spans.teacher, targets.spans.teacher), ids, ids)
@@ -95,13 +95,13 @@ class SpansReference(Reference):
         return "the teacher over its own spans", worst_of(values)
 
     def reads(self, student: nn.Module, batch: Batch) -> Reads:
+        """Return the teacher and the student with their own inputs."""
         others = {name.removeprefix("teacher_"): batch[name] for name in OTHERS}
         calls: Reads = [(model, others) for model in self.teacher.models.values()]
         return [*calls, (student, {name: batch[name] for name in others})]
 
     def same_tokens(self, batch: Batch, columns: int, student_rows: int) -> Verdict:
-        """Whether each span is the same bytes in both readings, labels stand where spans begin, and shared tokens are
-        the same bytes."""
+        """Return whether spans and shared tokens have the same bytes in both inputs, and labels begin spans."""
         teacher, student = self.tokenizers
         ends = set(end_pairs(student, teacher))
         for one, other in zip(*(ids.tolist() for ids in self.shared), strict=True):
@@ -110,7 +110,7 @@ class SpansReference(Reference):
                 return False, f"shared ids {one} and {other} are {texts}"
         spans = batch["spans"].tolist()
         if batch["valid_rows"].tolist() != [a - 1 for a, *_ in spans]:
-            return False, "what is learned are not the first tokens of the spans"
+            return False, "trained tokens are not the first tokens of spans"
         own, others = (batch[name].flatten().tolist() for name in ("input_ids", "teacher_input_ids"))
         count = 0
         for a, b, c, d in spans:
@@ -120,50 +120,54 @@ class SpansReference(Reference):
                 for reader, ids in zip((student, teacher), tokens, strict=True)
             )
             firsts = (tokens[0][0], tokens[1][0])
-            if firsts not in ends and not same_bytes(text, other_text, puts_a_space(student), puts_a_space(teacher)):
-                return False, f"a span is {text!r} to the student and {other_text!r} to the teacher"
+            if firsts not in ends and not same_bytes(text, other_text, prepends_space(student), prepends_space(teacher)):
+                return False, f"a span is {text!r} in the student's input and {other_text!r} in the teacher's"
             count += len(text)
         if any(a < stop or c < other_stop for (_, stop, _, other_stop), (a, _, c, _) in pairwise(spans)):
-            return False, "spans overlap, or are not in order"
-        return True, f"own ids and positions each; {len(spans)} spans cover the same {count} bytes in both readings"
+            return False, "spans overlap or are not in order"
+        return True, f"own ids and positions each; {len(spans)} spans cover the same {count} bytes in both inputs"
 
     def description(self) -> Description:
+        """Return the shared ids."""
         return {"shared": [ids.tolist() for ids in self.teacher.format.shared], "place": place_of(self.teacher.inner)}
 
     @staticmethod
     def rebuilt(models: list[nn.Module], weights: Sequence[float], description: Description) -> Teacher:
+        """Return the teacher from its model and the shared ids."""
         teacher = models[0] if models else teacher_at(description["place"])
         return CrossTeacher(teacher, Shared(*map(np.array, description["shared"])))
 
 
 def same_bytes(student: bytes, teacher: bytes, student_puts: bool, teacher_puts: bool) -> bool:
-    """Whether two readings of a span say the same; a space that a tokenizer puts before a text is no part of it."""
+    """Return whether two tokenisations of a span decode alike, apart from a space that a tokenizer prepends to
+    texts.
+    """
     if student == teacher:
         return True
     return (student_puts and student == b" " + teacher) or (teacher_puts and teacher == b" " + student)
 
 
 @functools.lru_cache(maxsize=8)
-def puts_a_space(reader: Reader) -> bool:
-    """Whether a tokenizer begins a text with a space of its own."""
+def prepends_space(reader: Reader) -> bool:
+    """Return whether a tokenizer prepends a space to a text."""
     ids = reader.tokenizer("a", add_special_tokens=False)["input_ids"]
     return bool(ids) and (reader.spelled[ids[0]] or b"").startswith(b" ")
 
 
 class Reading(NamedTuple):
-    """One model's reading of a text: logits [S, V] and its S tokens."""
+    """Tokenisation of a text and a model's outputs: logits [S, V] and its S token ids."""
 
     logits: torch.Tensor
     ids: Sequence[int]
 
 
 def dense_spans(student: Reading, teacher: Reading, spans: Spans, shared: Sequence[Any], loss: Loss) -> torch.Tensor:
-    """Losses of aligned spans, [M], in the logits' dtype.
+    """Return the losses of aligned spans, [M], in the logits' dtype.
 
     Args:
-        student, teacher: both readings of one text.
-        spans: int64 [M, 2] each: first token and the one after the last.
-        shared: ids of the same tokens, [C] of the student's and [C] of the teacher's.
+        student, teacher: Both tokenisations of one text.
+        spans: int64 [M, 2] each: first token and end.
+        shared: Ids of shared tokens, [C] of the student and [C] of the teacher.
     """
     (z_s, ids_s), (z_t, ids_t), terms = student, teacher, loss_terms(loss)
     log_s, log_t = ((z / loss.temperature).log_softmax(-1).unbind() for z in (z_s, z_t))
@@ -182,7 +186,7 @@ def dense_spans(student: Reading, teacher: Reading, spans: Spans, shared: Sequen
         ones, others = mine, theirs
         pairs_p, pairs_q = [], []
         if (b - a, d - c) != (1, 1) or not bool(((mine == u) & (theirs == w)).any()):
-            # the text is an outcome of its own, and no more a part of the tokens that it begins with
+            # the text is an outcome of its own, so its mass is taken from the tokens that it begins with
             pairs_p, pairs_q = [text_s.exp()[None]], [text_t.exp()[None]]
             p, q = _less(p, u, text_s.exp()), _less(q, w, text_t.exp())
             apart = (mine == u) | (theirs == w)
@@ -196,7 +200,7 @@ def dense_spans(student: Reading, teacher: Reading, spans: Spans, shared: Sequen
 
 
 def _text(log_p: Sequence[torch.Tensor], ids: Sequence[int], start: int, stop: int) -> torch.Tensor:
-    """Log-probability of some tokens, each given those before it."""
+    """Return the log-probability of some tokens, each given those before it."""
     return torch.stack([log_p[at - 1][ids[at]] for at in range(start, stop)]).sum()
 
 
@@ -211,19 +215,21 @@ def _without(p: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _by_size(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """The likeliest of one against the likeliest of the other, and so on: the sum of the differences."""
+    """Return the sum of absolute differences of both distributions, each sorted by probability."""
     width = max(len(p), len(q))
     p, q = (torch.nn.functional.pad(x, (0, width - len(x))).sort(descending=True).values for x in (p, q))
     return (p - q).abs().sum()
 
 
 def _part(term: LossTerm, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """A divergence's terms from probabilities of the student `p` and the teacher `q`, which need not add up to 1: each
-    is 0 where both are equal, and never negative."""
+    """Return the terms of a divergence from unnormalised probabilities of student `p` and teacher `q`.
+
+    Each term is 0 where both are equal, and never negative.
+    """
 
     def kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a * (a / b).log() - a + b
 
     if term.type == "tvd":
         return 0.5 * (p - q).abs()
-    return of_kl(term, kl, p, q, lambda share: share * q + (1 - share) * p)
+    return divergence_from_kl(term, kl, p, q, lambda share: share * q + (1 - share) * p)

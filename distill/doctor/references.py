@@ -1,4 +1,4 @@
-"""The fp64 reference of every target format, in one table: nothing else in doctor asks which format it is."""
+"""Table of the fp64 reference of every target format: no other file in doctor branches on the format."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ BY_NAME = {reference.__name__: reference for reference in REFERENCES.values()}
 
 
 def reference_of(teacher: Teacher, weights: Sequence[float] = (1.0,), tokenizers: Any = None) -> Reference:
-    """The reference for a teacher's format; arguments as of `Reference`."""
+    """Return the reference for a teacher's format; arguments as of `Reference`."""
     return REFERENCES[type(teacher.format), teacher.reading](teacher, weights, tokenizers)

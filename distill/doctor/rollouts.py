@@ -1,4 +1,4 @@
-"""A student that answers while it trains, examined: answers of its own in the place of the data's, as in training."""
+"""On-policy rollouts for doctor: responses of the student replace the data's, as in training."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MOST_NEW_TOKENS = 16
 
 @dataclass(frozen=True)
 class StudentRollouts:
-    """How a student answers; plain numbers, so that they can be handed to another process.
+    """Rollout settings as plain numbers, which can be sent to another process.
 
     Attributes:
         engine: `distill` or `transformers`.
-        fraction: of the documents that are answered in training.
-        sampling, seed, max_length, max_new_tokens, batch_size: as of `OnPolicy`.
-        pad, ends, vocab_size: as of `EngineSettings`.
+        fraction: Fraction of the documents whose responses are replaced in training.
+        sampling, seed, max_length, max_new_tokens, batch_size: See `OnPolicy`.
+        pad, ends, vocab_size: See `EngineSettings`.
     """
 
     engine: str
@@ -47,10 +47,11 @@ class StudentRollouts:
 
     @staticmethod
     def of_recipe(recipe: Recipe, student: nn.Module, tokenizer: Any, vocab_size: int | None) -> StudentRollouts:
-        """What the recipe's `data.on_policy` says, with shorter answers, one a prompt and without stop strings,
-        and, in a step, no fewer than half.
+        """Return the settings of a recipe's `data.on_policy`, with short responses and without stop strings.
 
-        Shrunken copies are not worth vLLM's start, and answers are examined, not the engine.
+        One response per prompt, and at least half of the documents. vLLM is replaced by our engine: starting it for
+        truncated
+        copies is not worth its time, and rollouts are checked, not the engine.
         """
         section = recipe.data.on_policy
         assert section is not None
@@ -63,7 +64,7 @@ class StudentRollouts:
         )  # fmt: skip
 
     def by(self, student: nn.Module, fraction: float | None = None, log_probs: bool = False) -> OnPolicy:
-        """What replaces answers by those of `student`."""
+        """Return an `OnPolicy` that generates with `student`."""
         settings = EngineSettings(
             self.pad, self.ends, vocab_size=self.vocab_size, max_length=self.max_length, log_probs=log_probs
         )  # fmt: skip
@@ -75,9 +76,9 @@ class StudentRollouts:
         )  # fmt: skip
 
     def answered(self, student: nn.Module, rows: Sequence[Any], at_once: int) -> list[dict[str, list[int]]]:
-        """Rows of one document each with the student's own answer, `at_once` rows in a micro-batch.
+        """Return rows of one document each with the student's response, `at_once` rows per micro-batch.
 
-        Answers follow from weights, seed and document alone: `at_once` plays no part.
+        Responses depend on weights, seed and document, not on `at_once`.
         """
         collate: Any = Collator(self.pad)
         for name, collator in (("route", RoutedCollator), ("teacher_input_ids", ContextCollator)):
@@ -91,5 +92,5 @@ class StudentRollouts:
 
 
 def prompts_of(rows: Sequence[Any]) -> list[list[int]]:
-    """What stands before each last answer of some rows."""
+    """Return the prompt of each document's last response."""
     return [document.prompt for document in documents_of(Collator(0)(rows))]

@@ -1,4 +1,4 @@
-"""Rows of data taken apart into documents and put together again: what the invariants look at is cut from them."""
+"""Splitting of packed rows into documents, and joining them again, for the invariants."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ OTHERS = ("teacher_input_ids", "teacher_position_ids")
 
 
 class Rows:
-    """Rows of `input_ids`, `labels`, `position_ids`."""
+    """Operations on rows of `input_ids`, `labels`, `position_ids`."""
 
     @staticmethod
     def documents(row: Row) -> list[Document]:
-        """The documents of a packed row, cut where positions start again."""
+        """Return the documents of a packed row, split where positions restart."""
         return [{name: list(values[a:b]) for name, values in row.items()} for a, b in bounds(row["position_ids"])]
 
     @staticmethod
     def joined(parts: Sequence[Row]) -> Document:
-        """Documents one after the other as one row."""
+        """Return documents joined to one row."""
         return {name: [item for part in parts for item in part[name]] for name in parts[0]}
 
     @staticmethod
     def shortened(document: Row, tokens: int) -> Document | None:
-        """A document cut around what is learned, `tokens` long or little more; None where nothing is."""
+        """Return a document cut after the first trained tokens, about `tokens` long; None without trained tokens."""
         first = first_learned(document)
         return None if first is None else {name: list(v[: cut_at(first, tokens)]) for name, v in document.items()}
 
     @staticmethod
     def with_masked_end(row: Row, token: int) -> Document:
-        """The row with one more token that is not learned."""
+        """Return the row with one more, masked token."""
         longer = {name: list(values) for name, values in row.items()}
         for reader in ("", "teacher_"):
             if f"{reader}input_ids" in row:
@@ -46,11 +46,11 @@ class Rows:
 
 
 class TwoPromptRows(Rows):
-    """Rows that hold each answer after the student's prompt and after the teacher's (`distill.teachers.context`)."""
+    """Rows that hold each response after the student's and after the teacher's prompt (`distill.teachers.context`)."""
 
     @staticmethod
     def documents(row: Row) -> list[Document]:
-        """Cut where the positions of both readings start again."""
+        """Split where the positions of both inputs restart."""
         return [
             {name: list(row[name][a:b]) for name in OWN} | {name: list(row[name][c:d]) for name in OTHERS}
             for (a, b), (c, d) in zip(bounds(row["position_ids"]), bounds(row["teacher_position_ids"]), strict=True)
@@ -58,7 +58,7 @@ class TwoPromptRows(Rows):
 
     @staticmethod
     def shortened(document: Row, tokens: int) -> Document | None:
-        """Both readings end in the same tokens, and are cut by as many."""
+        """Cut both inputs by the same number of tokens, since they end alike."""
         short = Rows.shortened({name: document[name] for name in OWN}, tokens)
         if short is None:
             return None
@@ -71,29 +71,29 @@ class RoutedRows(Rows):
 
     @staticmethod
     def documents(row: Row) -> list[Document]:
-        """Cut where positions start again, each with its route."""
+        """Split where positions restart, each document with its route."""
         own = {name: values for name, values in row.items() if name != "route"}
         documents = RoutedRows._form(row).documents(own)
         return [each | {"route": [route]} for each, route in zip(documents, row["route"], strict=True)]
 
     @staticmethod
     def shortened(document: Row, tokens: int) -> Document | None:
-        """With its route."""
+        """Cut the document and keep its route."""
         short = RoutedRows._form(document).shortened(document, tokens)
         return short and short | {"route": list(document["route"])}
 
     @staticmethod
     def _form(row: Row) -> type[Rows]:
-        """Where a teacher has a context, every document holds two readings."""
+        """Return the row type below the routes: two inputs per document where a teacher has a context."""
         return TwoPromptRows if OTHERS[0] in row else Rows
 
 
 class SpanRows(Rows):
-    """Rows that hold each text as two models read it, and their `spans` (`distill.teachers.cross.data`)."""
+    """Rows that hold each text in two tokenisations, and their `spans` (`distill.teachers.cross.data`)."""
 
     @staticmethod
     def documents(row: Row) -> list[Document]:
-        """Cut where the positions of both readings start again, with the spans that lie in each."""
+        """Split where the positions of both tokenisations restart, with the spans inside of each."""
         spans, documents = _spans(row), []
         for (a, b), (c, d) in zip(bounds(row["position_ids"]), bounds(row["teacher_position_ids"]), strict=True):
             inside = spans[(spans[:, 0] >= a) & (spans[:, 1] <= b)] - np.array([a, a, c, c])
@@ -103,7 +103,7 @@ class SpanRows(Rows):
 
     @staticmethod
     def joined(parts: Sequence[Row]) -> Document:
-        """Their spans move along."""
+        """Join rows and shift their spans."""
         row: Document = {name: [] for name in (*OWN, *OTHERS, "spans")}
         for part in parts:
             at, teacher_at = len(row["input_ids"]), len(row["teacher_input_ids"])
@@ -114,7 +114,7 @@ class SpanRows(Rows):
 
     @staticmethod
     def shortened(document: Row, tokens: int) -> Document | None:
-        """Cut after the last span that ends in time."""
+        """Cut after the last span that ends before the limit."""
         spans = _spans(document)
         if len(spans) == 0:
             return None
@@ -125,17 +125,17 @@ class SpanRows(Rows):
 
 
 def some_rows(rows: Iterable[Row], form: type[Rows], *, whole: bool, count: int, tokens: int) -> list[Row]:
-    """Rows cut short around what is learned: at most two documents each, `tokens` long or little more.
+    """Return rows of at most two documents, each cut to about `tokens` around its trained tokens.
 
     Args:
-        rows: of the training data.
-        form: how they are taken apart.
-        whole: documents may not be cut; then those are taken whose lengths are the nearest to `tokens`.
-        count: of the rows that come back, at most.
-        tokens: of a document.
+        rows: Rows of the training data.
+        form: Row type that splits them.
+        whole: Documents must not be cut; those of a length nearest to `tokens` are used.
+        count: Maximum number of rows.
+        tokens: Tokens of a document.
 
     Raises:
-        ValueError: fewer than two rows have something to learn.
+        ValueError: Fewer than two rows have trained tokens.
     """
     chosen: list[Row] = []
     if whole:
@@ -150,12 +150,12 @@ def some_rows(rows: Iterable[Row], form: type[Rows], *, whole: bool, count: int,
             if len(chosen) == count:
                 break
     if len(chosen) < 2:
-        raise ValueError(f"data.source: expected at least 2 rows with something to learn, got {len(chosen)}")
+        raise ValueError(f"data.source: expected at least 2 rows with trained tokens, got {len(chosen)}")
     return chosen
 
 
 def last_tokens(rows: Iterable[Row], form: type[Rows], max_length: int) -> list[int]:
-    """The last learned token of each document that nothing was cut off."""
+    """Return the last trained token of each document that was not truncated."""
     documents = [part for row in rows for part in form.documents(row)]
     whole = [part for part in documents if all(len(v) < max_length for name, v in part.items() if "input_ids" in name)]
     learned = [[label for label in part["labels"] if label != IGNORE_INDEX] for part in whole]
@@ -163,44 +163,45 @@ def last_tokens(rows: Iterable[Row], form: type[Rows], max_length: int) -> list[
 
 
 def nearest(documents: Sequence[Document], count: int, tokens: int) -> list[Document]:
-    """The documents whose lengths are the nearest to `tokens`."""
+    """Return the documents whose lengths are nearest to `tokens`."""
     return sorted(documents, key=lambda document: abs(len(document["input_ids"]) - tokens))[:count]
 
 
 def packing_fault(rows: Iterable[Row], alone: Iterable[Row], form: type[Rows]) -> str | None:
-    """What is wrong with packed rows, in words; None where each of their documents, cut where positions restart, is
-    one of the data's: labels, positions and spans included.
+    """Return a description of wrongly packed rows; None where each of their documents is one of the data's.
+
+    Documents are split where positions restart, and compared with their labels, positions and spans.
 
     Args:
-        rows: as training gets them.
-        alone: the same data with a document a row.
-        form: how rows are taken apart.
+        rows: Rows as training gets them.
+        alone: The same data with one document per row.
+        form: Row type that splits them.
     """
     known = {_key(row) for row in alone}
     for number, row in enumerate(rows):
         documents = form.documents(row)
         if unknown := [len(document["input_ids"]) for document in documents if _key(document) not in known]:
             return (
-                f"row {number} of the training data, cut where its positions restart, holds {len(documents)} documents,"
-                f" of which {len(unknown)} are none of the data's (the first has {unknown[0]} tokens): position_ids "
-                "must restart at 0 with each document"
+                f"row {number} of the training data, split where its positions restart, holds {len(documents)} "
+                f"documents, {len(unknown)} of which are not in the data (the first has {unknown[0]} tokens): "
+                "position_ids must restart at 0 with each document"
             )
     return None
 
 
 def bounds(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """Where each document of a packed row begins and ends."""
+    """Return begin and end of each document in a packed row."""
     starts = [index for index, position in enumerate(positions) if position == 0]
     return list(zip(starts, [*starts[1:], len(positions)], strict=True))
 
 
 def first_learned(document: Row) -> int | None:
-    """The first place whose label is learned."""
+    """Return the first position with a trained label; None without one."""
     return next((at for at, label in enumerate(document["labels"]) if label != IGNORE_INDEX), None)
 
 
 def cut_at(first: int, tokens: int) -> int:
-    """Where a document ends that is cut around what is learned from `first` on."""
+    """Return the length to which a document is cut whose trained tokens begin at `first`."""
     return max(tokens // 2, min(first + tokens // 4, 8 * tokens))
 
 

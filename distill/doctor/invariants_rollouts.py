@@ -1,4 +1,4 @@
-"""Invariants of what the student learns from its own answers: they are its own, and they end."""
+"""Invariants of on-policy training: rollouts come from the current weights, and they end."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ import torch
 
 from distill.core.labels import IGNORE_INDEX
 from distill.data.collator import Collator
-from distill.doctor.invariants import Finding, difference
-from distill.doctor.subject import Subject
+from distill.doctor.check_setup import CheckSetup
+from distill.doctor.invariants import CheckResult, difference
 
-CHANGE = 0.1  # of the weights between two answers, as a share of their mean size
-NO_ANSWERS = "the student does not answer in training"
+CHANGE = 0.1  # change of the weights between two rollouts, relative to their mean magnitude
+NOT_ON_POLICY = "the recipe does not train on-policy"
 
 
-def answers_follow_the_weights(subject: Subject) -> Finding:
-    """The engine's log-probabilities of the tokens it draws are those of the student's forward over them: as its
-    weights are, and after they have changed in place, as in training."""
+def rollouts_follow_the_weights(subject: CheckSetup) -> CheckResult:
+    """Check that the engine's log-probabilities of sampled tokens equal those of the student's forward.
+
+    Once with the initial weights, and again after an in-place change, as in training.
+    """
     rollouts = subject.rollouts
     if rollouts is None:
-        return Finding("own answers", None, NO_ANSWERS)
-    subject = subject.shrunk()
+        return CheckResult("own answers", None, NOT_ON_POLICY)
+    subject = subject.truncated()
     own, collate = rollouts.by(subject.student, fraction=1.0, log_probs=True), Collator(rollouts.pad)
     plain = [{name: part[name] for name in ("input_ids", "labels", "position_ids")} for part in subject.documents()]
     differences = []
-    with torch.no_grad(), subject.quiet():
+    with torch.no_grad(), subject.in_eval_mode():
         for step in range(2):
             (batch,) = own.replace([collate(plain)], step, collate)
             learned = batch["labels"][:, 1:] != IGNORE_INDEX
@@ -39,19 +41,21 @@ def answers_follow_the_weights(subject: Subject) -> Finding:
                 parameter.add_(noise, alpha=CHANGE * (parameter.abs().mean().item() + 1e-2))
     worst, allowed = max(differences), subject.tolerance
     before, after = (f"{each:.1e}" for each in differences)
-    return Finding(
+    return CheckResult(
         "own answers", worst <= allowed,
-        f"log-probabilities by the engine and by the student differ by {before}, and by {after} after its weights "
-        f"changed (at most {allowed:.0e})",
+        f"log-probabilities of the engine and the student differ by {before}, and by {after} after its weights "
+        f"changed (bound {allowed:.0e})",
     )  # fmt: skip
 
 
-def answers_end(subject: Subject) -> Finding:
-    """What ends an answer of the data is learned and ends the student's too, whose last token is learned unless it was
-    cut off: a student that never learns to end goes on until it is."""
+def rollouts_end(subject: CheckSetup) -> CheckResult:
+    """Check that end-of-turn tokens are trained on, in the data's responses and in rollouts that are not truncated.
+
+    A student that never learns to end a turn generates until it is cut off.
+    """
     rollouts = subject.rollouts
     if rollouts is None:
-        return Finding("end of turn", None, NO_ANSWERS)
+        return CheckResult("end of turn", None, NOT_ON_POLICY)
     missing = sum(token not in rollouts.ends for token in subject.last_tokens)
     open_ended, documents = 0, [part for row in subject.rows for part in subject.form.documents(row)]
     for document in documents:
@@ -59,14 +63,14 @@ def answers_end(subject: Subject) -> Finding:
         longest = max(len(document[name]) for name in ("input_ids", "teacher_input_ids") if name in document)
         cut = len(learned) == rollouts.max_new_tokens or longest == rollouts.max_length
         open_ended += not (cut or (learned[-1:] and learned[-1] in rollouts.ends))
-    return Finding(
+    return CheckResult(
         "end of turn", not missing and not open_ended,
-        f"of {len(subject.last_tokens)} whole answers of the data {missing} learn no token that ends a turn, of "
-        f"{len(documents)} of the student's {open_ended} end without one before they were cut off",
+        f"{missing} of {len(subject.last_tokens)} complete responses of the data have no trained end-of-turn token; "
+        f"{open_ended} of {len(documents)} rollouts end without one although they were not truncated",
     )  # fmt: skip
 
 
-ANSWER_CHECKS: tuple[Callable[[Subject], Finding], ...] = (
-    answers_follow_the_weights,
-    answers_end,
+ROLLOUT_CHECKS: tuple[Callable[[CheckSetup], CheckResult], ...] = (
+    rollouts_follow_the_weights,
+    rollouts_end,
 )

@@ -1,5 +1,4 @@
-"""What is examined: a teacher, a student, rows of data and a loss. What depends on the teacher's target format is in
-`distill.doctor.references`; the invariants are the same functions for all."""
+"""Test setup of the invariants: a teacher, a student, rows of data and a loss."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from distill.teachers.objective import DistillationObjective, as_teacher
 Gradients = dict[str, torch.Tensor]
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-SLACK, MOST = 2.0, 50.0  # bounds are at most so often PyTorch's own rounding, and so often the usual bound
+SLACK, MOST = 2.0, 50.0  # a bound is at most SLACK x PyTorch's rounding and MOST x the usual bound
 DIVERGENCES = (
     LossTerm("forward_kl", 1.0),
     LossTerm("reverse_kl", 1.0),
@@ -41,27 +40,27 @@ DIVERGENCES = (
 
 
 @dataclass
-class Subject:
-    """What is checked.
+class CheckSetup:
+    """Models, rows and loss that the invariants are measured on.
 
     Attributes:
-        student: a causal language model, bare or inside PEFT, on one device with the teacher.
-        teacher: of any kind, or a causal language model.
-        rows: some rows of the training data, as its `collate` takes them, at least two.
-        loss: the recipe's.
-        vocab_size: columns that both heads are cut to; None for what the teacher's targets say.
-        weights: of the teacher's models in the recipe.
-        tokenizers: of every teacher and, last, of the student, as `Vocabulary.tokenizers` gives them; None where the
+        student: Causal language model, bare or inside PEFT, on one device with the teacher.
+        teacher: Teacher of any kind, or a causal language model.
+        rows: At least two rows of the training data, as its `collate` accepts them.
+        loss: The recipe's loss.
+        vocab_size: Number of logits that both heads are cut to; None for that of the teacher's targets.
+        weights: Weights of the teacher's models in the recipe.
+        tokenizers: Tokenizers of every teacher and, last, of the student, from `Vocabulary.tokenizers`; None where the
             data are random tokens.
-        small: makes shrunken copies (student, teacher), for whole training runs; None copies the models.
-        rollouts: how the student answers while it trains, where the recipe has it; then `rows` are its answers.
-        prompts: what it answered then, in the order of the rows' documents.
-        last_tokens: of the data's whole answers, the last that is learned.
-        packs: whether the recipe puts several documents into a row (`data.packing`).
-        packing_fault: what is wrong with the data's packed rows, in words.
-        data_fault: why the teacher cannot teach these data, in words: made with another template, documents missing.
-        rounding: relative difference of PyTorch's own loss and gradients in the student's dtype, on full logits, from
-            those in fp64, on this machine; the first check measures it, and the bounds of all follow it.
+        small: Function that makes truncated copies (student, teacher) for training runs; None copies the models.
+        rollouts: Rollout settings, where the recipe trains on-policy; then `rows` are rollouts.
+        prompts: Prompts of these rollouts, in the order of the rows' documents.
+        last_tokens: Last trained token of each complete response in the data.
+        packs: Whether the recipe packs several documents into a row (`data.packing`).
+        packing_fault: Description of wrongly packed rows in the data.
+        data_fault: Reason why the teacher does not fit the data: another template, missing documents.
+        rounding: Relative difference of PyTorch's loss and gradients on full logits, in the student's dtype, from those
+            in fp64, on this machine; the first check measures it, and all bounds depend on it.
     """
 
     student: nn.Module
@@ -87,86 +86,89 @@ class Subject:
 
     @property
     def device(self) -> torch.device:
-        """Where the models are."""
+        """Return the device of the models."""
         return next(self.student.parameters()).device
 
     @property
     def tolerance(self) -> float:
-        """What rounding may do in the student's dtype, relative: more where PyTorch's own loss is rounded by more."""
+        """Return the relative bound for the student's dtype, larger where PyTorch's own loss has more rounding."""
         usual = TOLERANCE[next(self.student.parameters()).dtype]
         return max(usual, min(SLACK * self.rounding, MOST * usual))
 
     @property
     def models(self) -> list[Any]:
-        """Every model that is loaded, the student last."""
+        """Return every loaded model, the student last."""
         return [*self.teacher.models.values(), self.student]
 
     @property
-    def apart(self) -> bool:
-        """Whether documents of one row have to stay apart: always, but for a recipe of one document a row with a model
-        that lets them see each other (its attention takes no positions), which is trained rightly all the same."""
+    def separates_documents(self) -> bool:
+        """Return whether documents of one row must be separated.
+
+        Always, except for a recipe with one document per row whose model does not separate them (its attention ignores
+        positions), which is trained correctly all the same.
+        """
         return self.packs or all(map(keeps_apart, self.models))
 
-    def quiet(self) -> contextlib.AbstractContextManager[None]:
-        """All models in eval mode: without dropout; their own mode comes back."""
+    def in_eval_mode(self) -> contextlib.AbstractContextManager[None]:
+        """Put all models in eval mode (no dropout) inside the block."""
         return eval_mode(*self.models)
 
-    def shrunk(self) -> Subject:
-        """The same of models that are small or copied, for runs that train."""
+    def truncated(self) -> CheckSetup:
+        """Return the subject with truncated or copied models, for training runs."""
         student, teacher = self.small() if self.small else (copy.deepcopy(self.student), copy.deepcopy(self.teacher))
         return replace(self, student=student, teacher=teacher, small=None)
 
-    def warm(self) -> Subject | None:
-        """The same at temperature 2 where the recipe's is 1, at which T is the same as its square; else None."""
+    def at_temperature_2(self) -> CheckSetup | None:
+        """Return the subject at temperature 2 if the recipe's is 1, where T and its square are equal; else None."""
         if self.loss.temperature != 1.0 or not is_soft(self.loss):
             return None
         loss = self.loss.model_copy(update={"temperature": 2.0})
-        return replace(self, teacher=self.reference.warm(), loss=loss, small=None)
+        return replace(self, teacher=self.reference.at_temperature_2(), loss=loss, small=None)
 
     # ---------------------------------------------------- objective and data
 
     @property
     def reference(self) -> Reference:
-        """Of the teacher's format."""
+        """Return the reference of the teacher's format."""
         return reference_of(self.teacher, self.weights, self.tokenizers)
 
-    def by_definition(self, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, Gradients]:
-        """Return loss and gradients from the models' own full logits, in `dtype` from there, by PyTorch's autograd."""
+    def reference_loss(self, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, Gradients]:
+        """Return loss and gradients from the models' full logits, in `dtype` from there, by PyTorch's autograd."""
         reference = self.reference
         reference.dtype = dtype
-        with self.quiet():
+        with self.in_eval_mode():
             loss = reference.loss(self.student, self.rows, self.batch(), self.loss, self.vocab_size)
             loss.backward()
         return loss.detach(), take_gradients(self.student)
 
     def objective(self) -> Any:
-        """A fresh objective on the models."""
+        """Return a new objective on the models."""
         return DistillationObjective(self.teacher, self.student, self.loss, vocab_size=self.vocab_size)
 
     def batch(self, rows: Sequence[Row] | None = None, pad_token_id: int = 0, **collator: Any) -> dict[str, Any]:
-        """`rows` (by default all) as one batch on the device."""
+        """Return `rows` (default: all) as one batch on the device."""
         collate = self.teacher.collate(Collator(pad_token_id, **collator))
         return {name: tensor.to(self.device) for name, tensor in collate(self.rows if rows is None else rows).items()}
 
     @property
     def form(self) -> type[Rows]:
-        """How rows are taken apart and put together."""
+        """Return the row type that splits and joins rows."""
         return self.reference.rows
 
     def documents(self) -> list[dict[str, list[int]]]:
-        """The documents of all rows."""
+        """Return the documents of all rows."""
         return [document for row in self.rows for document in self.form.documents(row)]
 
     def packed_rows(self) -> list[Row]:
-        """The rows where one holds several documents, else two of them in one at a time, if they may be."""
-        if not self.apart or any(len(self.form.documents(row)) > 1 for row in self.rows):
+        """Return the rows if one holds several documents, else pairs of them joined, if documents are separated."""
+        if not self.separates_documents or any(len(self.form.documents(row)) > 1 for row in self.rows):
             return list(self.rows)
         return [self.form.joined(self.rows[at : at + 2]) for at in range(0, len(self.rows), 2)]
 
     def uneven_rows(self) -> list[Row]:
-        """The rows, as many; the first has the second's documents after its own where all learn equally many tokens.
+        """Return the rows; the first is extended by the second if all have equally many trained tokens.
 
-        Of equal rows a mean of means is the mean, so that a wrong divisor would not show.
+        With equal rows, a mean of means equals the mean, so a wrong divisor would not show.
         """
         if len({sum(label != IGNORE_INDEX for label in row["labels"]) for row in self.rows}) > 1:
             return list(self.rows)
@@ -176,17 +178,18 @@ class Subject:
 
     @property
     def divergences(self) -> list[LossTerm]:
-        """Those that the teacher's targets can be compared by."""
+        """Return the divergences that the teacher's targets allow."""
         return [term for term in DIVERGENCES if term.type in self.teacher.format.terms]
 
     def token_losses(
         self, rows: Sequence[Row] | None = None, terms: Sequence[LossTerm] = (), **collator: Any
     ) -> list[torch.Tensor]:
-        """What every trained token (or span) loses, [N, figures], token after token, without gradients: by the loss,
-        or by each of `terms`."""
+        """Return the loss of every trained token (or span), [N, metrics], without gradients, for the loss or each of
+        `terms`.
+        """
         batch, objective, reference = self.batch(rows, **collator), self.objective(), self.reference
         losses = [reference.single(objective, term) for term in terms] or [objective.loss]
-        objective.loss = losses[0]  # a loss of hard labels alone would not ask the teacher
+        objective.loss = losses[0]  # a loss of hard labels alone would not use the teacher
         results: list[torch.Tensor] = []
         loss_of = objective.loss_of
 
@@ -197,19 +200,19 @@ class Subject:
             return results[0].sum()
 
         objective.loss_of = each
-        with torch.no_grad(), self.quiet():
+        with torch.no_grad(), self.in_eval_mode():
             self.student(**objective.compare(batch, statistics=False))
         objective.detach()
         return results
 
     def least(self) -> float:
-        """The least divergence of any token, by any of the divergences."""
+        """Return the smallest divergence of any token, over all divergences."""
         results = self.token_losses(terms=self.divergences)
         return torch.stack([figures[:, 0].min() for figures in results]).min().item()
 
 
 def take_gradients(model: nn.Module) -> Gradients:
-    """Return a model's gradients by parameter, and leave it without."""
+    """Return a model's gradients by parameter, and clear them."""
     taken = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return taken

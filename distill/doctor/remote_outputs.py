@@ -1,7 +1,7 @@
-"""Teachers whose weights are not in this process: what their models say, read without the teacher's `targets`.
+"""Access to the outputs of teachers whose weights are not in this process, without the teacher's `targets`.
 
-Of a cache, the states and the head in its files; of a server, the logits that its model makes by its own forward, which
-goes another way there than what is sent for training.
+The outputs of a cache come from the states and the head in its files; those of a server are logits that the server
+computes by the model's own forward, a code path independent of the one that serves training.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from distill.teachers.server.wire import TargetRequest
 Stored = dict[str, torch.Tensor]
 
 
-class Elsewhere(NamedTuple):
-    """How doctor reads a kind of teacher.
+class OutputReader(NamedTuple):
+    """Functions that read one kind of stored or remote teacher.
 
     Attributes:
-        logits: of the teacher, rows and their batch: [N, V] of the trained positions, on the batch's device.
-        tokens: of the same: `ids`, `logprobs` and `tail` of the K tokens that are stored or sent.
-        place: what another process needs to find it.
-        found: the teacher again, from that.
+        logits: From teacher, rows and batch: logits [N, V] of the trained positions, on the batch's device.
+        tokens: From the same: `ids`, `logprobs` and `tail` of the K tokens that are stored or sent.
+        place: From the teacher: plain values by which another process can open it.
+        found: From these values: the teacher.
     """
 
     logits: Callable[[Any, Sequence[Row], Batch], torch.Tensor]
@@ -43,7 +43,7 @@ class Elsewhere(NamedTuple):
 
 
 def stored_logits(teacher: CachedTeacher, rows: Sequence[Row], batch: Batch) -> torch.Tensor:
-    """fp64, from the hidden states and the head in a cache's files."""
+    """Return fp64 logits from the hidden states and the head in a cache's files."""
     device = batch["input_ids"].device
     manifest, head = teacher.cache.manifest, load_file(teacher.cache.path / HEAD, device=str(device))
     stored = {name: value.to(device).double() for name, value in teacher.cache.look_up(list(rows)).items()}
@@ -70,14 +70,14 @@ def _served_tokens(teacher: ServerTeacher, rows: Sequence[Row], batch: Batch) ->
     return {name: value.to(batch["input_ids"].device) for name, value in values.items()}
 
 
-ELSEWHERE: dict[type[Teacher], Elsewhere] = {
-    CachedTeacher: Elsewhere(
+OUTPUT_READERS: dict[type[Teacher], OutputReader] = {
+    CachedTeacher: OutputReader(
         stored_logits, _stored_tokens, lambda teacher: {"cache": str(teacher.cache.path.absolute())},
         lambda place: CachedTeacher(place["cache"]),
     ),
-    ServerTeacher: Elsewhere(_served_logits, _served_tokens, ServerTeacher.place, reconnected),
+    ServerTeacher: OutputReader(_served_logits, _served_tokens, ServerTeacher.place, reconnected),
 }  # fmt: skip
-BY_NAME = {kind.__name__: elsewhere for kind, elsewhere in ELSEWHERE.items()}
+BY_NAME = {kind.__name__: elsewhere for kind, elsewhere in OUTPUT_READERS.items()}
 
 
 def logits_of(teacher: Teacher, row: Mapping[str, Any], device: torch.device) -> torch.Tensor:
@@ -91,18 +91,18 @@ def logits_of(teacher: Teacher, row: Mapping[str, Any], device: torch.device) ->
     places = valid_rows(labels)
     if not teacher.models:
         batch = {"input_ids": ids, "labels": labels, "valid_rows": places}
-        return ELSEWHERE[type(teacher)].logits(teacher, [row], batch)
+        return OUTPUT_READERS[type(teacher)].logits(teacher, [row], batch)
     (model,) = teacher.models.values()
     return model(input_ids=ids, use_cache=False).logits[0, places]
 
 
 def place_of(teacher: Teacher) -> dict[str, Any]:
-    """Plain values by which another process finds a teacher; none of one whose models are handed over."""
-    if type(teacher) not in ELSEWHERE:
+    """Return plain values by which another process can open a teacher; {} where its models are handed over."""
+    if type(teacher) not in OUTPUT_READERS:
         return {}
-    return {"kind": type(teacher).__name__, **ELSEWHERE[type(teacher)].place(teacher)}
+    return {"kind": type(teacher).__name__, **OUTPUT_READERS[type(teacher)].place(teacher)}
 
 
 def teacher_at(place: Mapping[str, Any]) -> Teacher:
-    """The teacher of `place_of`."""
+    """Return the teacher that `place_of` describes."""
     return BY_NAME[place["kind"]].found(place)
