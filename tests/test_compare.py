@@ -90,7 +90,7 @@ def test_other_teachers_and_other_held_out_rows_are_refused_unless_asked_for(fol
     make_run("other", 0.4, **more)
     assert run_command(["compare", "slow-0", "slow-1", "other"]) == 2
     fault = capsys.readouterr().err
-    assert f"other was evaluated differently from slow-0: {told}\n" in fault and "--anyway prints it" in fault
+    assert f"other was evaluated differently from slow-0: {told}\n" in fault and "--anyway prints the table" in fault
     assert run_command(["compare", "slow-0", "slow-1", "other", "--anyway"]) == 0
     assert f"other was evaluated differently from slow-0: {told}\n" in capsys.readouterr().out
     assert run_command(["compare", "slow-0", "slow-1", "fast-0"]) == 0
