@@ -31,11 +31,11 @@ from distill.commands.arguments import (
     complete_recipe,
     load_recipe,
     plugin_override,
-    say_json,
+    print_json,
 )
 from distill.commands.recipe_files import path_faults, path_notes
 from distill.core import console, launch, ranks
-from distill.core.faults import RunError, disk_line
+from distill.core.errors import RunError, disk_line
 from distill.core.folders import RECIPE_FILE, run_folder, runs_folder
 from distill.core.library_output import silence_libraries
 from distill.core.run_lock import RunLock
@@ -93,9 +93,9 @@ def _options(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     if version:
-        console.say(f"distill {__version__}")
+        console.print_lines(f"distill {__version__}")
     elif context.invoked_subcommand is None:
-        console.say(context.get_help())
+        console.print_lines(context.get_help())
 
 
 @app.command()
@@ -161,7 +161,7 @@ def run(
     elif unverified and not resume:
         raise ValueError("--unverified: expected together with --resume; got no --resume")
     # rank 0 alone decides: another process may have made the folder already
-    folder = run_folder(resolved.name, name=name, resume=resume, runs=runs) if ranks.is_first() else None
+    folder = run_folder(resolved.name, name=name, resume=resume, runs=runs) if ranks.is_main_process() else None
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
     if processes > 1:
         from distill.planning.served import share_out
@@ -205,11 +205,11 @@ def validate(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJso
 
         check_targets(resolved.student, resolved.teacher)
     if as_json:
-        say_json(resolved.model_dump(mode="json"))
+        print_json(resolved.model_dump(mode="json"))
     else:
         print(dump(resolved).rstrip())  # verbatim: wrapped lines would be another YAML file
     for note in [*path_notes(resolved), *unusual(resolved)]:
-        console.complain(note)
+        console.print_error(note)
 
 
 @recipes_app.callback()
@@ -223,11 +223,11 @@ def list_recipes(context: typer.Context, as_json: AsJson = False) -> None:
             "recipes": [{"name": recipe.name, "title": recipe.title, "path": str(recipe.path)} for recipe in recipes],
             "architectures": shipped_architectures(),
         }
-        say_json(listing)
+        print_json(listing)
         return
     console.show_table(["recipe", "what it does"], [[recipe.name, recipe.title] for recipe in recipes])
-    console.say(f"\nshapes for dry runs (config:)  {', '.join(shipped_architectures())}")
-    console.say("distill recipes copy NAME [FILE] copies one to edit; distill run NAME runs it unchanged")
+    console.print_lines(f"\nshapes for dry runs (config:)  {', '.join(shipped_architectures())}")
+    console.print_lines("distill recipes copy NAME [FILE] copies one to edit; distill run NAME runs it unchanged")
 
 
 @recipes_app.command("copy")
@@ -244,16 +244,16 @@ def copy(
     distill recipes copy chat-8b-to-1b support-bot.yaml
     """
     target = copy_recipe(name, destination)
-    console.say(f"wrote {target}; run it with: distill run {shlex.quote(str(target))}")
+    console.print_lines(f"wrote {target}; run it with: distill run {shlex.quote(str(target))}")
 
 
 def _print_resume_command(folder: Path, recipe: str, overrides: Sequence[str], plugin: Path | None) -> None:
     if any(folder.rglob("checkpoint-*")):
         own = ["--plugin", str(plugin)] if plugin else []
         command = shlex.join(["distill", "run", recipe, *overrides, *own, "--name", folder.name, "--resume"])
-        console.complain(f"interrupted; continue with: {command}")
+        console.print_error(f"interrupted; continue with: {command}")
     else:
-        console.complain("interrupted before the first checkpoint (train.save_every): nothing to resume")
+        console.print_error("interrupted before the first checkpoint (train.save_every): nothing to resume")
 
 
 def run_command(arguments: Sequence[str] | None = None) -> int:
@@ -269,18 +269,18 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
         return code if isinstance(code, int) else 0
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "distill"
-        console.complain(f"{error.format_message()} (see {command} --help)")
+        console.print_error(f"{error.format_message()} (see {command} --help)")
         return 2
     except (KeyboardInterrupt, typer.Abort):
-        console.complain("interrupted")
+        console.print_error("interrupted")
         return 130
     except Exception as error:
         if os.environ.get("DISTILL_TRACE") == "1":
             raise
         if isinstance(error, RunError | ValueError):
-            console.complain(str(error))
+            console.print_error(str(error))
             return 1 if isinstance(error, RunError) else 2
-        console.complain(disk_line(error) or _unexpected_error_line(error))
+        console.print_error(disk_line(error) or _unexpected_error_line(error))
         return 1
 
 
@@ -318,5 +318,5 @@ def main() -> None:
     launch.end_with_owner()
     code = run_command()
     if ranks.is_launched_process():
-        ranks.leave(code)
+        ranks.exit_process(code)
     sys.exit(code)

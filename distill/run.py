@@ -39,7 +39,7 @@ from distill.core.files import write_json, write_text
 from distill.core.folders import KERNELS_FILE, RECIPE_FILE, RESULT_FILE, check_folder_free, run_folder, runs_folder
 from distill.core.launch import command_line, drop_accelerate_settings
 from distill.core.manifest import file_checksums
-from distill.core.ranks import is_first, of_the_first, restart_store, world_size
+from distill.core.ranks import broadcast_from_rank0, is_main_process, restart_store, world_size
 from distill.core.run_lock import RunLock, now
 from distill.data.load import Splits
 from distill.evaluation.evaluate import HeldOut, evaluate, gap_closed
@@ -48,8 +48,8 @@ from distill.generation.answers import generate
 from distill.generation.from_recipe import on_policy_of, require_prompts, stop_where_turns_end
 from distill.generation.reward_rows import rewards_of
 from distill.models.attention_choice import AttentionChoices, read_choices
-from distill.models.cards import runs_our_kernels
 from distill.models.compiling import uncompiled
+from distill.models.gpu_specs import runs_our_kernels
 from distill.models.load import save_student
 from distill.models.meta import follows_model
 from distill.models.precision import Precision, resolve_device, resolve_precision
@@ -133,7 +133,7 @@ def run(
     drop_accelerate_settings(os.environ)
     runs = runs_folder(recipe.output_dir)
     process = PartialState(cpu=device.type == "cpu", **restart_store())
-    folder = of_the_first(lambda: run_folder(recipe.name, name=name, resume=bool(resume), runs=runs))
+    folder = broadcast_from_rank0(lambda: run_folder(recipe.name, name=name, resume=bool(resume), runs=runs))
     with translate_errors(recipe, folder), RunLock(folder) as held, contextlib.ExitStack() as opened:
         if recipe.parallel.teacher == "served":
             sharded = is_sharded_where_served(recipe, device, world_size())
@@ -148,11 +148,11 @@ def _run(
     # --- what was asked for
     folder, device, last, resumed = held.folder, resolve_device(recipe.train), None, None
     if resume:
-        if is_first():
+        if is_main_process():
             held.acquire()
         resumed = resume_plan(recipe, folder, processes=world_size())
-        last, refused = of_the_first(lambda: find_valid_checkpoint(folder, unverified=resume == "unverified"))
-        if is_first():
+        last, refused = broadcast_from_rank0(lambda: find_valid_checkpoint(folder, unverified=resume == "unverified"))
+        if is_main_process():
             _say_where_it_goes_on(folder, last, [*refused, *resumed.lines()])
         if _is_finished(folder, last):
             raise SystemExit(0)
@@ -161,7 +161,7 @@ def _run(
     # cuBLAS looks at what determinism needs before the first product, so this comes before the models
     (transformers.enable_full_determinism if recipe.train.deterministic else transformers.set_seed)(recipe.train.seed)
     sharing = plan_sharing(recipe, device, world_size())
-    if is_first():
+    if is_main_process():
         for line in unusual(recipe):
             log.warning(line)
         for field, section in (("teacher", recipe.teacher), ("student", recipe.student)):
@@ -175,10 +175,10 @@ def _run(
     # --- data and models, nothing written yet
     source = source_of(recipe)
     vocabulary = source.vocabulary()
-    with console.working(f"reading {recipe.data.source}"):
+    with console.spinner(f"reading {recipe.data.source}"):
         splits = vocabulary.read(recipe.data, recipe.train.seed)
     require_prompts(recipe, vocabulary.tokenizer, splits.report.format)
-    with console.working("loading teacher and student"):
+    with console.spinner("loading teacher and student"):
         context = OpenContext(device, precision, sharing, attention)
         pair = opened.enter_context(opened_pair(source, vocabulary, context))
     if problems := source.data_problems(splits):
@@ -186,12 +186,12 @@ def _run(
     if own_terms is not None and own_terms.terms:
         use_plugin(pair.teacher, own_terms)
     locked = None
-    if is_first() or pair.teacher.is_collective:  # shards are gathered for their hash
+    if is_main_process() or pair.teacher.is_collective:  # shards are gathered for their hash
         locked = build_lock(
             recipe, teacher=pair.teacher, student=pair.student, tokenizer=pair.tokenizer, rows=splits.train,
             processes=world_size(), source=splits.report.digest,
         )  # fmt: skip
-    if not is_first():
+    if not is_main_process():
         locked = None
     if required is not None and locked is not None:
         check_same(required, locked, f"--lock {lock}")
@@ -204,7 +204,7 @@ def _run(
     require_optimizer(arguments, pair.student)
     notes = mend_generation_config(pair.student, "student.model")
     notes += stop_where_turns_end(recipe, pair.student, vocabulary.tokenizer, splits.report.format)
-    notes += of_the_first(lambda: try_saving(pair.student, pair.tokenizer, "student.model"))
+    notes += broadcast_from_rank0(lambda: try_saving(pair.student, pair.tokenizer, "student.model"))
     notes += [] if resumed is None else resumed.notes(arguments, pair.student, rows=len(splits.train))
     progress = ProgressReport()
     trainer = DistillationTrainer(
@@ -254,7 +254,7 @@ def _run(
             source, pair, trainer.objective, plan=plan, data=splits.report, device=str(device.type),
             sharing=str(sharing) if world_size() > 1 else None,
         )  # fmt: skip
-        console.say("\n".join([*lines, *proof, *notes, f"{'run':<12}{folder}"]))
+        console.print_lines("\n".join([*lines, *proof, *notes, f"{'run':<12}{folder}"]))
     held.share(process.wait_for_everyone)
     tuning.record_choices(folder / KERNELS_FILE)
     before, answers = _before(recipe, pair, trainer, splits, precision, held)
@@ -268,9 +268,11 @@ def _run(
     finally:
         progress.stop()
     if trainer.step_guard.stopping and trainer.state.global_step < arguments.max_steps:
-        if is_first():
+        if is_main_process():
             step = trainer.state.global_step
-            console.say(f"stopped by {trainer.step_guard.ended_by_signal} after step {step}; continue with --resume")
+            console.print_lines(
+                f"stopped by {trainer.step_guard.ended_by_signal} after step {step}; continue with --resume"
+            )
         raise SystemExit(0)
 
     # --- what came of it
@@ -288,19 +290,21 @@ def _run(
 
 def _begin(activity: str, what: str) -> None:
     """Say what takes a while, before it does."""
-    if is_first():
-        console.say(f"{activity:<12}{what}")
+    if is_main_process():
+        console.print_lines(f"{activity:<12}{what}")
 
 
 def _say_where_it_goes_on(folder: Path, last: Path | None, refused: Sequence[str]) -> None:
     for path in unfinished_checkpoints(folder):
-        console.say(f"{path} was not finished when the run ended, and is not used")
+        console.print_lines(f"{path} was not finished when the run ended, and is not used")
     for line in refused:
-        console.say(line)
+        console.print_lines(line)
     if _is_finished(folder, last):
-        console.say(f"{folder} is finished and has no checkpoint: it is left as it is; --name starts another run")
+        console.print_lines(
+            f"{folder} is finished and has no checkpoint: it is left as it is; --name starts another run"
+        )
     else:
-        console.say(f"continuing from {last}" if last else "no checkpoint yet: starting at step 0")
+        console.print_lines(f"continuing from {last}" if last else "no checkpoint yet: starting at step 0")
 
 
 def _is_finished(folder: Path, last: Path | None) -> bool:
@@ -336,9 +340,9 @@ def _before(
         with uncompiled():
             if (texts := pair.teacher.respond(recipe.generate.prompts, recipe.generate)) is not None:
                 answers["teacher"] = texts
-        if pair.tokenizer is not None and (is_first() or is_sharded(pair.student)):
+        if pair.tokenizer is not None and (is_main_process() or is_sharded(pair.student)):
             answers["before"] = _generate(recipe, pair, pair.student)
-    if is_first():
+    if is_main_process():
         measure = trainer.objective.measure
         command = shlex.join(["distill", *command_line]) if command_line else None
         record: dict[str, Any] = {
@@ -347,7 +351,7 @@ def _before(
             "device": device_name(trainer.args.device),
         }
         record |= {"held_out": measure.written(before._asdict()), "measure": measure, "answers": answers}
-        write_json(held.folder / BEFORE_FILE, console.plain(record))
+        write_json(held.folder / BEFORE_FILE, console.to_jsonable(record))
     return before, answers
 
 
@@ -364,12 +368,12 @@ def _save(
     """The student with its card, samples, curves and the result; prints the table."""
     recipe, folder, sharded = source.recipe, result.folder, trainer.is_fsdp_enabled
     student: Any = trainer.accelerator.unwrap_model(trainer.model)
-    if pair.tokenizer is not None and recipe.generate.prompts and (is_first() or sharded):
+    if pair.tokenizer is not None and recipe.generate.prompts and (is_main_process() or sharded):
         _begin("answering", "the prompts of the samples again")
         answers["after"] = _generate(recipe, pair, student)
     if sharded:
         student = whole_student(trainer.accelerator, student)
-    if not is_first():
+    if not is_main_process():
         return
     save_student(student, pair.tokenizer, folder / "student", recipe.student.lora)
     measure = trainer.objective.measure
@@ -393,9 +397,9 @@ def _save(
         show_samples(recipe.generate.prompts, answers)
     draw_curves(read_metrics(folder / "metrics.jsonl"), folder / "curves.svg", title=folder.name, measure=measure)
     heading, rows, closing = result_table(result.before, result.after, measure)
-    console.say("")
+    console.print_lines("")
     console.show_table(heading, rows, numbers=True)
-    console.say(f"{closing}\nstudent     {folder / 'student'}")
+    console.print_lines(f"{closing}\nstudent     {folder / 'student'}")
     summary = {
         "before": measure.written(result.before._asdict()),
         "after": measure.written(result.after._asdict()),
@@ -408,5 +412,5 @@ def _save(
         "environment": environment(),
         "files": file_checksums(folder / "student"),
     }
-    write_json(folder / RESULT_FILE, console.plain(summary))
+    write_json(folder / RESULT_FILE, console.to_jsonable(summary))
     note_end(folder)

@@ -33,7 +33,7 @@ import numpy as np
 import psutil
 import torch
 
-from distill.core.faults import TeacherGone
+from distill.core.errors import TeacherUnavailableError
 from distill.teachers.server.client import Place, Servers
 from distill.teachers.server.wire import TargetRequest, tensors_of
 from scripts.hostile_wire import crafted_body, damaged_body, flipping, read_answer
@@ -268,7 +268,7 @@ def flips(server: Attacked, seconds: float, random: random.Random) -> dict[str, 
                 if not torch.equal(answer, server.expected):
                     raise AssertionError("an answer that was damaged was taken")
                 outcomes["right" if count[0] == before else "right after a flip"] += 1
-            except TeacherGone:
+            except TeacherUnavailableError:
                 outcomes["ended in a line"] += 1
             finally:
                 servers.close()
@@ -314,7 +314,7 @@ def attacked(server: Attacked, attack: Callable[..., dict[str, object]], seconds
 
     Raises:
         AssertionError: the other client's answer was wrong, or the attack was let through.
-        TeacherGone: the other client had none.
+        TeacherUnavailableError: the other client had none.
     """
     before, log, ends = server.process.memory_info().rss, server.log.stat().st_size, threading.Event()
     peak, waited, faults = [before], list[float](), list[Exception]()

@@ -10,7 +10,7 @@ from tiny import save_models
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distill.cli import run_command
-from distill.models.cards import CARDS
+from distill.models.gpu_specs import GPU_SPECS
 from distill.models.shape import shape_of
 from distill.planning.answer_time import token_seconds
 from distill.planning.devices import find_device
@@ -38,7 +38,7 @@ def test_a_token_takes_what_was_measured(shape, fused, ms):
     with torch.device("meta"):
         student = shape_of(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(find_architecture(name))))
     itemsize = 4 if "fp32" in shape else 2
-    predicted = token_seconds(student, CARDS["H200"], int(rows), int(cached), itemsize, fused)
+    predicted = token_seconds(student, GPU_SPECS["H200"], int(rows), int(cached), itemsize, fused)
     assert 1e3 * predicted == pytest.approx(ms, rel=0.2)
 
 

@@ -340,4 +340,4 @@ def test_measuring_alone_takes_several_gpus_only_in_shards(made, monkeypatch, ca
 if __name__ == "__main__":
     both(*sys.argv[1:])
     torch.distributed.destroy_process_group()
-    ranks.leave(0)
+    ranks.exit_process(0)

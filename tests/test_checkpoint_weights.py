@@ -11,7 +11,7 @@ from tiny import save_tiny, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distill.cli import run_command
-from distill.core.faults import RunError
+from distill.core.errors import RunError
 from distill.models.fingerprint import fingerprint
 from distill.training.checkpoint_weights import load_weights
 from distill.training.trainer import DistillationTrainer

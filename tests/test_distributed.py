@@ -13,7 +13,7 @@ import torch.distributed as dist
 from grids import chosen
 from two_ranks import run_as_two
 
-from distill.core.ranks import leave
+from distill.core.ranks import exit_process
 
 DDP_CASES = ["tied", "untied", "lora"]
 FSDP_CASES = [f"{kind} {accumulation}" for kind in ("tied", "untied", "lora") for accumulation in (1, 4)]
@@ -186,7 +186,7 @@ def run_all(folder, ddp, fsdp):
         torch.save(results, folder / "results.pt")
     dist.barrier()
     dist.destroy_process_group()
-    leave(0)
+    exit_process(0)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from test_run import recipe as small
 from test_run import workplace  # noqa: F401  (a fixture)
 
-from distill.core.faults import RunError
+from distill.core.errors import RunError
 from distill.evaluation.evaluate import HeldOut, gap_closed, gap_in_words
 from distill.planning.devices import find_device
 from distill.planning.preflight import check

@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import TrainerCallback
 from two_ranks import run_as_two
 
-from distill.core.ranks import leave
+from distill.core.ranks import exit_process
 from distill.training.rank_batches import EmptyBatchCollator, EmptyPaddedBatchSampler, without_repeated_rows
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
@@ -159,7 +159,7 @@ def run_all(folder, device, *names):
     torch.save(found, folder / f"rank-{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()
-    leave(0)
+    exit_process(0)
 
 
 def seen_by_both(folder, device, names):

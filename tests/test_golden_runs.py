@@ -253,14 +253,14 @@ def make(name: str, place: Path, url: str | None) -> dict[str, object]:
 
 def one_of_several(name: str) -> None:
     """Return one process of a run with several."""
-    from distill.core.ranks import leave
+    from distill.core.ranks import exit_process
 
     torch.set_num_threads(1)
     figures = figures_of(RUNS[name], None)
     if torch.distributed.get_rank() == 0:
         Path("figures.json").write_text(json.dumps(figures))
     torch.distributed.barrier()
-    leave(0)
+    exit_process(0)
 
 
 @pytest.fixture(scope="module")

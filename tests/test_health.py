@@ -19,7 +19,7 @@ from tiny import tiny_model
 from transformers import TrainerCallback
 
 from distill.cli import run_command
-from distill.core.faults import RunError
+from distill.core.errors import RunError
 from distill.recipe import dump, parse
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.objective import DistillationObjective

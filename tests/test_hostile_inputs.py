@@ -252,8 +252,8 @@ ESCAPES = "\x1b[2J\x1b]0;title\x07 \x9b31m \r\x08 \u202e \udc80"
 
 def test_no_control_character_reaches_a_stream(capsys, monkeypatch):
     expected = r"\x1b[2J\x1b]0;title\x07 \x9b31m \r\x08 \u202e \udc80"
-    console.say(f"one\ttwo {ESCAPES}\nthree")
-    console.complain(f"a {ESCAPES}\nb")
+    console.print_lines(f"one\ttwo {ESCAPES}\nthree")
+    console.print_error(f"a {ESCAPES}\nb")
     console.show_table([ESCAPES, "b"], [["c", ESCAPES]])
     logging.lastResort.handle(logging.makeLogRecord({"msg": "warned %s", "args": (ESCAPES,), "levelno": 30}))
     out, err = capsys.readouterr()

@@ -187,7 +187,7 @@ def test_one_of_several_leaves_with_its_code_and_all_it_had_to_do(tmp_path):
     """Exit handlers run, threads end and output arrives; the interpreter's own shutdown is not reached."""
     code = """
 import atexit, sys, threading, time
-from distill.core.ranks import leave
+from distill.core.ranks import exit_process
 
 def late():
     time.sleep(0.5)
@@ -200,7 +200,7 @@ class Kept:
 kept = Kept()
 atexit.register(print, "at exit")
 threading.Thread(target=late).start()
-leave(7)
+exit_process(7)
 """
     done = started(tmp_path, code)
     assert (done.returncode, done.stdout.splitlines()) == (7, ["thread done", "at exit"]), done.stderr
@@ -211,12 +211,12 @@ def test_one_of_several_leaves_though_executors_wait_for_work(tmp_path):
     code = """
 import time
 from concurrent.futures import ThreadPoolExecutor
-from distill.core.ranks import leave
+from distill.core.ranks import exit_process
 
 pool = ThreadPoolExecutor()
 pool.submit(len, "").result()
 pool.submit(lambda: (time.sleep(0.3), print("done late", flush=True)))
-leave(0)
+exit_process(0)
 """
     done = started(tmp_path, code)
     assert done.returncode == 0 and "done late" in done.stdout, done.stderr

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from two_ranks import run_as_two
 
 from distill.core import launch
-from distill.core.ranks import leave
+from distill.core.ranks import exit_process
 from distill.serving.peers import Peers
 from distill.teachers.server import launched
 from distill.teachers.server.launched import LaunchedServers, launched_servers
@@ -327,4 +327,4 @@ if __name__ == "__main__":
     what, folder = sys.argv[1:]
     os.chdir(folder)
     globals()[what]()
-    leave(0)
+    exit_process(0)

@@ -17,7 +17,7 @@ from test_resume import RECIPE, finished_run
 from distill import run as run_module
 from distill.cli import run_command
 from distill.core import ranks, run_lock
-from distill.core.faults import RunError
+from distill.core.errors import RunError
 from distill.core.run_lock import RunLock
 from distill.training import watchdog
 from distill.training.progress import read_metrics

@@ -1,4 +1,4 @@
-"""GPUs by name and family: what is planned for a card, which path a GPU takes, what it is refused."""
+"""GPUs by name and family: what is planned for a GPU, which path it takes, what it is refused."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from distill.core.units import GIB
 from distill.doctor import machine
 from distill.doctor.machine_checks import CHECKS
 from distill.models import cards, precision
-from distill.models.cards import CARDS, card_of, find_card, path_of
+from distill.models.gpu_specs import GPU_SPECS, find_gpu_spec, match_gpu_spec, path_of
 from distill.models.shape import USABLE
 from distill.planning.devices import find_device
 from distill.planning.preflight import check, planned_precision
@@ -35,7 +35,7 @@ ADVICE = "has none; use int8, or teacher.offload: cpu"
 
 
 @pytest.mark.parametrize(
-    "name, card",
+    "name, gpu_spec",
     [
         ("4090", "RTX 4090"),
         ("rtx4090", "RTX 4090"),
@@ -52,12 +52,12 @@ ADVICE = "has none; use int8, or teacher.offload: cpu"
         ("", None),
     ],
 )
-def test_a_card_is_found_by_what_people_call_it(name, card):
-    assert find_card(name) == card
+def test_a_card_is_found_by_what_people_call_it(name, gpu_spec):
+    assert find_gpu_spec(name) == gpu_spec
 
 
 @pytest.mark.parametrize(
-    "name, gib, card",
+    "name, gib, gpu_spec",
     [
         ("NVIDIA A100-SXM4-40GB", 39.4, "A100 40GB"),
         ("NVIDIA A100-SXM4-80GB", 79.2, "A100 80GB"),
@@ -76,18 +76,20 @@ def test_a_card_is_found_by_what_people_call_it(name, card):
         ("NVIDIA TITAN V", 11.8, None),
     ],
 )
-def test_a_card_is_known_by_what_its_driver_calls_it(name, gib, card):
-    assert card_of(name, gib * GIB) == (None if card is None else CARDS[card])
+def test_a_card_is_known_by_what_its_driver_calls_it(name, gib, gpu_spec):
+    assert match_gpu_spec(name, gib * GIB) == (None if gpu_spec is None else GPU_SPECS[gpu_spec])
 
 
 def test_every_card_belongs_to_a_family_that_launches_know():
-    for name, card in CARDS.items():
-        assert card.family in FAMILIES or card.family == OLDER, name
-        assert card.family != INTERPRETER
+    for name, gpu_spec in GPU_SPECS.items():
+        assert gpu_spec.family in FAMILIES or gpu_spec.family == OLDER, name
+        assert gpu_spec.family != INTERPRETER
         # the data sheet and the kernels agree on fp8; MI300 has another form of e4m3, which the kernels do not know
-        has = card.family in FAMILIES and FAMILIES[card.family].fp8
-        assert (card.fp8 is not None) == has or name == "MI300X", name
-        assert card.bf16 is None or card.fp8 is None or card.fp8 == pytest.approx(2 * card.bf16, rel=0.02), name
+        has = gpu_spec.family in FAMILIES and FAMILIES[gpu_spec.family].fp8
+        assert (gpu_spec.fp8 is not None) == has or name == "MI300X", name
+        assert (
+            gpu_spec.bf16 is None or gpu_spec.fp8 is None or gpu_spec.fp8 == pytest.approx(2 * gpu_spec.bf16, rel=0.02)
+        ), name
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, OLDER, UNKNOWN])
@@ -117,21 +119,21 @@ def of_two():
 
 @pytest.mark.parametrize("gpu", NAMED)
 def test_a_plan_for_each_card_has_its_memory_time_and_path(gpu, of_two):
-    report, card = plan(gpu), CARDS[find_card(gpu)]
-    assert report.device.card == card and report.device.family == card.family
+    report, gpu_spec = plan(gpu), GPU_SPECS[find_gpu_spec(gpu)]
+    assert report.device.gpu_spec == gpu_spec and report.device.family == gpu_spec.family
     products, moved = of_two
-    assert report.seconds_per_step == pytest.approx(products / card.bf16 + moved / card.bandwidth)
+    assert report.seconds_per_step == pytest.approx(products / gpu_spec.bf16 + moved / gpu_spec.bandwidth)
     # a part is done again for the gradients, and adapters move as much as the layers beside them
-    assert 0.35e12 * card.bf16 < report.flops_per_step / report.seconds_per_step < 0.6e12 * card.bf16
-    assert report.fits == (report.memory.peak <= USABLE * card.memory_gib * GIB)
-    assert path_of(card.family) == report.device.path
+    assert 0.35e12 * gpu_spec.bf16 < report.flops_per_step / report.seconds_per_step < 0.6e12 * gpu_spec.bf16
+    assert report.fits == (report.memory.peak <= USABLE * gpu_spec.memory_gib * GIB)
+    assert path_of(gpu_spec.family) == report.device.path
     in_fp8 = plan(gpu, "teacher.dtype=fp8")
     refusals = [problem for problem in in_fp8.problems if problem.startswith("teacher.dtype: fp8 needs")]
     assert bool(refusals) == (gpu in WITHOUT_FP8)
     if not refusals:
         assert 0.7 < in_fp8.seconds_per_step / report.seconds_per_step < 0.9
     else:
-        assert card.family in refusals[0] and "offload" in refusals[0]
+        assert gpu_spec.family in refusals[0] and "offload" in refusals[0]
 
 
 @pytest.mark.parametrize("gpu, bits", [("3090", "int8"), ("4090", "fp8")])
@@ -156,7 +158,7 @@ def test_a_plan_as_json_names_the_path(capsys):
     overrides = ["teacher.init=random", "student.init=random", "data.source=synthetic"]
     assert run_command(["check", "llama3-8b-to-1b-lora", "--gpu", "4090", "--json", *overrides]) in (0, 1)
     found = json.loads(capsys.readouterr().out)
-    assert found["kernels"] == path_of("sm_89") and found["device"]["card"]["bandwidth"] == 1008
+    assert found["kernels"] == path_of("sm_89") and found["device"]["gpu_spec"]["bandwidth"] == 1008
 
 
 # ---------------------------------------------------------------- the GPU that is there
@@ -190,10 +192,10 @@ def gpu(monkeypatch):
 def test_this_machines_gpu_is_planned_by_its_card_and_family(gpu):
     gpu((8, 9), "NVIDIA L40S", 44.4)
     device = find_device(None)
-    assert device.card == CARDS["L40S"] and device.family == "sm_89" and device.path == path_of("sm_89")
+    assert device.gpu_spec == GPU_SPECS["L40S"] and device.family == "sm_89" and device.path == path_of("sm_89")
     gpu((13, 0), "NVIDIA Z1")
     device = find_device(None)
-    assert device.card is None and device.family == UNKNOWN
+    assert device.gpu_spec is None and device.family == UNKNOWN
     assert device.path.startswith("PyTorch computes")
 
 

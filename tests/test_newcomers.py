@@ -70,7 +70,7 @@ def test_the_tables_of_foreign_names_lead_to_fields_and_values_that_exist():
 
     from transformers import TrainingArguments
 
-    from distill.core.faults import _literals, _paths
+    from distill.core.errors import _literals, _paths
     from distill.recipe.aliases import ALIASES, SHORT, VALUES
 
     fields = set(_paths(Recipe)) | {"--resume", "--name", ""}
@@ -174,11 +174,11 @@ def test_singular_and_plural(number, noun, text):
 
 def test_a_terminal_gets_lines_broken_between_words(monkeypatch, capsys):
     line = "data        " + " ".join(["word"] * 40)
-    console.say(line)
+    console.print_lines(line)
     assert capsys.readouterr().out == line + "\n", "a log or a pipe gets it whole"
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
-    console.say(line)
+    console.print_lines(line)
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 4 and max(map(len, shown)) <= 80
     assert all(part.startswith(" " * 12 + "word") for part in shown[1:]) and " ".join(shown).split() == line.split()

@@ -4,7 +4,7 @@ import pytest
 from test_offload import CPU, frozen
 
 from distill.core.units import GIB
-from distill.models.cards import PCIE_5
+from distill.models.gpu_specs import PCIE_5
 from distill.models.offload import offload_layers
 from distill.models.shape import shape_of
 from distill.planning.devices import REACHED, find_device
@@ -56,7 +56,7 @@ def test_the_time_is_the_slower_of_arithmetic_and_bus():
     assert few[1].seconds_per_step > bus > few[0].seconds_per_step
     student = few[1].seconds_per_step - bus  # arithmetic of the student alone
     assert 0 < student < few[0].seconds_per_step
-    assert student * find_device("H100").card.flops * SUSTAINED < few[1].flops_per_step
+    assert student * find_device("H100").gpu_spec.flops * SUSTAINED < few[1].flops_per_step
     assert looked_at("teacher.offload=cpu", gpu="24GB").seconds_per_step is None  # a rate that nobody knows
 
 

@@ -11,7 +11,7 @@ from tiny import tiny_model, tiny_tokenizer
 from transformers import TrainingArguments
 from two_ranks import run_as_two
 
-from distill.core.ranks import leave
+from distill.core.ranks import exit_process
 from distill.data.collator import Collator, PlainRows
 from distill.data.report import DataReport
 from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated
@@ -342,4 +342,4 @@ if __name__ == "__main__":  # one of two processes
     if torch.distributed.get_rank() == 0:
         torch.save(result, Path(sys.argv[1]) / "two.pt")
     torch.distributed.barrier()
-    leave(0)
+    exit_process(0)

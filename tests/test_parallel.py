@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from two_ranks import run_as_two
 
-from distill.core.ranks import leave
+from distill.core.ranks import exit_process
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -199,11 +199,11 @@ def patience():
     """Read on the first process for longer than the processes' usual timeout."""
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
-    from distill.core.ranks import of_the_first
+    from distill.core.ranks import broadcast_from_rank0
 
     dist.barrier()
     _set_pg_timeout(datetime.timedelta(seconds=2), None)
-    return of_the_first(lambda: time.sleep(4) or "read")
+    return broadcast_from_rank0(lambda: time.sleep(4) or "read")
 
 
 def test_others_wait_while_the_first_reads(two_processes):
@@ -233,4 +233,4 @@ if __name__ == "__main__":
         torch.save(results, Path(sys.argv[1]) / "results.pt")
     dist.barrier()
     dist.destroy_process_group()
-    leave(0)
+    exit_process(0)

@@ -16,7 +16,7 @@ from test_cache_sharded import said_by
 from tiny import save_models, tiny_tokenizer
 from two_ranks import run_as_two
 
-from distill.core.ranks import leave
+from distill.core.ranks import exit_process
 from distill.recipe import RecipeError, parse
 from distill.training.progress import read_metrics
 from distill.training.rollout_files import files, read
@@ -229,4 +229,4 @@ if __name__ == "__main__":  # one of two processes
     torch.set_num_threads(1)
     make({f"{name}-two": CASES[name] for name in TWICE} | SHARDED)
     torch.distributed.barrier()
-    leave(0)
+    exit_process(0)

@@ -12,7 +12,7 @@ from tiny import save_models
 
 from distill.caching.make import load, make_cache
 from distill.commands.recipe_files import path_notes
-from distill.core.faults import RunError, TeacherGone
+from distill.core.errors import RunError, TeacherUnavailableError
 from distill.data.collator import Collator
 from distill.doctor.examine import examine
 from distill.recipe import RecipeError, dump, parse
@@ -219,7 +219,7 @@ def test_a_server_that_is_gone_ends_the_run_in_a_line(place, urls, monkeypatch):
     def until(self, method, path, *more):
         asked.append(path)
         if len(asked) > 30:
-            raise TeacherGone("teacher.url: no answer within 1 s")
+            raise TeacherUnavailableError("teacher.url: no answer within 1 s")
         return fetch(self, method, path, *more)
 
     monkeypatch.setattr(client.Servers, "fetch", until)

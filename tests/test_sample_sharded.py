@@ -184,4 +184,4 @@ def test_judging_takes_several_gpus_where_shards_are_and_tasks_none(made, monkey
 if __name__ == "__main__":
     both(*sys.argv[1:])
     torch.distributed.destroy_process_group()
-    ranks.leave(0)
+    ranks.exit_process(0)

@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from distill.core.faults import TeacherGone
+from distill.core.errors import TeacherUnavailableError
 from distill.serving import app
 from distill.serving.open import running
 from distill.teachers.server.client import Place, Servers
@@ -62,7 +62,7 @@ def test_a_damaged_answer_is_asked_for_once_more_on_a_new_connection(engine, dam
         assert "asked once more, on a new connection" in caplog.text
         assert torch.equal(asked(servers, query), expected)
         told = "a damaged answer: expected the checksum 0" if damage == "checksum" else "an answer to another request"
-        with pytest.raises(TeacherGone, match=f"teacher.url: {address}: twice in a row {told}") as gone:
+        with pytest.raises(TeacherUnavailableError, match=f"teacher.url: {address}: twice in a row {told}") as gone:
             asked(servers, query)
         assert "\n" not in str(gone.value)
         servers.close()
@@ -92,7 +92,7 @@ def test_an_answer_of_the_same_shape_to_another_question_is_not_taken(url, engin
     with running(proxy(url, change)) as address:
         servers = Servers(Place((address,), wait=5.0))
         assert torch.equal(asked(servers, question(4)), expected_hidden(engine, question(4)))
-        with pytest.raises(TeacherGone, match="an answer to another request"):
+        with pytest.raises(TeacherUnavailableError, match="an answer to another request"):
             asked(servers, question(5))
         servers.close()
 
@@ -108,7 +108,7 @@ def test_a_flipped_bit_anywhere_is_never_taken(url, engine):
             try:
                 assert torch.equal(asked(servers, query), expected)
                 right += count[0] > before
-            except TeacherGone as gone:
+            except TeacherUnavailableError as gone:
                 assert "\n" not in str(gone)
                 ended += 1
             finally:
@@ -122,7 +122,9 @@ def test_an_older_server_is_told_in_one_line(url, engine):
 
     with running(proxy(url, without_sums)) as address:
         servers = Servers(Place((address,), wait=5.0))
-        with pytest.raises(TeacherGone, match="without checksums: install the same version of distill on both sides"):
+        with pytest.raises(
+            TeacherUnavailableError, match="without checksums: install the same version of distill on both sides"
+        ):
             servers.identity()
         servers.close()
     older = engine.identity.written() | {"protocol": 1}

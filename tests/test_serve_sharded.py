@@ -18,7 +18,7 @@ from forked import free_port
 from served import HTTP, engine_in, expected_hidden, post, question, recipe_in, write_models
 from two_ranks import codes_of
 
-from distill.core.ranks import leave
+from distill.core.ranks import exit_process
 from distill.recipe import dump
 from distill.serving.engine import Job, Options
 from distill.serving.open import processes_of
@@ -192,7 +192,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     folder, port, device = Path(sys.argv[1]), *sys.argv[2:]
     (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
-    leave(
+    exit_process(
         run_command(
             ["serve", str(folder / "tiny.yaml"), "parallel.teacher=sharded", f"train.device={device}", "--port", port]
         )

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from served import engine_in, from_server, opened, recipe_in, serving, write_models
 
-from distill.core.faults import RunError, TeacherGone
+from distill.core.errors import RunError, TeacherUnavailableError
 from distill.data.collator import Collator
 from distill.doctor import examine, invariants, invariants_runs
 from distill.planning.devices import find_device
@@ -215,7 +215,7 @@ def test_another_teacher_is_named_and_refused(place, tmp_path, engine, url):
         teacher, vocabulary = opened(recipe_in(place, *from_server(url)))
         teacher.exchange.servers._servers[0].url = another  # started anew with another model, under the run
         batch = teacher.collate(Collator(2))([vocabulary.read(recipe_in(place).data, 0).train[0]])
-        with pytest.raises(TeacherGone, match="is another teacher now"):
+        with pytest.raises(TeacherUnavailableError, match="is another teacher now"):
             teacher.targets(batch)
 
 
@@ -350,7 +350,7 @@ def test_answers_are_looked_at(place, url, engine, monkeypatch, spoil, told):
     )
     with serving(engine) as address:
         teacher.exchange.servers._servers[0].url = address
-        with pytest.raises(TeacherGone, match=told):
+        with pytest.raises(TeacherUnavailableError, match=told):
             teacher.targets(batch)
 
 
@@ -358,7 +358,7 @@ def test_an_answer_that_is_no_answer(place, url):
     teacher, _ = opened(recipe_in(place, *from_server(url)))
     from distill.teachers.server.wire import TargetRequest
 
-    with pytest.raises(TeacherGone, match="an answer that is none"):
+    with pytest.raises(TeacherUnavailableError, match="an answer that is none"):
         teacher.exchange.read(
             b"nothing of the kind", TargetRequest(np.zeros((1, 2), np.int32), None, np.zeros(1, np.int32))
         )

@@ -18,7 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from distill.core.faults import RunError
+from distill.core.errors import RunError
 from distill.data.collator import Collator
 from distill.planning.devices import find_device
 from distill.planning.preflight import check

@@ -12,7 +12,7 @@ from distill import __version__
 from distill.cli import run_command
 from distill.commands import settings_schema
 from distill.commands.settings_schema import find_settings, json_schema, settings
-from distill.core.faults import Section
+from distill.core.errors import Section
 from distill.recipe import Parallel, RecipeError, parse, shipped
 from distill.recipe.aliases import OTHER_TOOLS
 from distill.recipe.shipped import MODELINE, SCHEMA_FILE, copy_recipe, shipped_folder

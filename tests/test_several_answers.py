@@ -20,8 +20,8 @@ from tiny import save_models, tiny_model
 from transformers import TrainingArguments
 from two_ranks import run_as_two
 
-from distill.core.faults import first_line
-from distill.core.ranks import leave
+from distill.core.errors import first_line
+from distill.core.ranks import exit_process
 from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated
 from distill.generation.documents import Document, documents_of
 from distill.generation.on_policy import OnPolicy
@@ -254,4 +254,4 @@ if __name__ == "__main__":  # one of two processes
     made = [eight_answers(Path(sys.argv[1]), 1 if own else 2, 2 if own else 1, **own) for own in WAYS]
     torch.save(made, Path(sys.argv[1]) / f"{dist.get_rank()}.pt")
     dist.barrier()
-    leave(0)
+    exit_process(0)

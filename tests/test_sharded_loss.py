@@ -27,7 +27,7 @@ from helpers import assert_as_good_as_torch, realistic_heads
 from torch import nn
 from two_ranks import run_as_two
 
-from distill.core.ranks import leave
+from distill.core.ranks import exit_process
 
 KL = [LossTerm("forward_kl", 1.0)]
 MIXED = [LossTerm("forward_kl", 0.5), LossTerm("reverse_kl", 0.7), LossTerm("cross_entropy", 0.3)]
@@ -255,7 +255,7 @@ def leave_behind(results, folder):
     torch.save(results, folder / f"results{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()
-    leave(0)
+    exit_process(0)
 
 
 def start(folder, device, *which):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from two_ranks import run_as_two
 
-from distill.core.ranks import leave
+from distill.core.ranks import exit_process
 
 RECIPE = """
 name: tiny
@@ -180,4 +180,4 @@ def test_one_process_speaks_and_says_who_is_sharded(workplace, request):
 if __name__ == "__main__":
     both(*sys.argv[1:])
     torch.distributed.destroy_process_group()
-    leave(0)
+    exit_process(0)

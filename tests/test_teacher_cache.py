@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from distill.caching.error import measure, take_sample
 from distill.caching.make import load, make_cache
-from distill.core.manifest import SUM, signed
+from distill.core.manifest import SUM, with_checksum
 from distill.data.collator import Collator
 from distill.evaluation.evaluate import evaluate
 from distill.recipe import Loss, parse
@@ -388,7 +388,7 @@ def test_damage_is_found(bucket, tmp_path):
         TeacherCache(folder)
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest[SUM]
-    (folder / "manifest.json").write_text(json.dumps(signed(manifest | {"version": 99})))
+    (folder / "manifest.json").write_text(json.dumps(with_checksum(manifest | {"version": 99})))
     with pytest.raises(ValueError, match="version 99"):
         TeacherCache(folder)
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from distill.core.faults import RunError
+from distill.core.errors import RunError
 from distill.generation.decode_loop import EngineSettings
 from distill.generation.engines import engine_for
 from distill.generation.sampling import Sampling

@@ -9,7 +9,7 @@ from forked import free_port
 from test_newcomers import a_newcomers_folder
 
 from distill.cli import run_command
-from distill.core.console import say, say_verbatim, show_table, wrap_line
+from distill.core.console import print_lines, print_verbatim, show_table, wrap_line
 
 WIDTH = 80
 NO_ONE = ["generate.prompts=[]"]
@@ -111,7 +111,7 @@ def test_a_table_of_bench_fits(monkeypatch, capsys):
 
 def test_lines_are_broken_where_a_reader_expects_it(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
-    say("steps       40 of 512 tokens, one micro-batch a step\n\n  teacher: " + "word " * 12)
+    print_lines("steps       40 of 512 tokens, one micro-batch a step\n\n  teacher: " + "word " * 12)
     assert capsys.readouterr().out == (
         "steps       40 of 512 tokens, one\n            micro-batch a step\n\n"
         "  teacher: word word word word word word\n           word word word word word word\n"
@@ -119,8 +119,8 @@ def test_lines_are_broken_where_a_reader_expects_it(monkeypatch, capsys):
     figures = "step 10/100  loss 0.1000  kl 0.1000  agreement 50.0%  12,345 tokens/s"
     assert wrap_line(figures, 60)[1] == "             12,345 tokens/s"
     assert wrap_line("/a/path/" + "x" * 90, 80) == ["/a/path/" + "x" * 90]
-    say_verbatim("distill run " + "x " * 40)
+    print_verbatim("distill run " + "x " * 40)
     assert len(capsys.readouterr().out) > 80
     monkeypatch.setenv("COLUMNS", "200")
-    say("word " * 30)
+    print_lines("word " * 30)
     assert capsys.readouterr().out == "word " * 30 + "\n"

@@ -13,7 +13,7 @@ from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distill.caching.write import Job, missing_shards, open_folder, plan_work, require_room, write_shards
-from distill.core.ranks import is_first, of_the_first, world_size
+from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
 from distill.core.units import counted
 from distill.data.load import Splits
 from distill.data.report import DataReport
@@ -103,7 +103,7 @@ def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
     pair = open_pair(source, vocabulary, OpenContext(device, precision, sharing, choices))
     student_transform = probe_logits(pair.student, "student")
     cut = None
-    if pair.layer_indices is not None and is_first():  # before its layers are patched
+    if pair.layer_indices is not None and is_main_process():  # before its layers are patched
         without_lora = recipe.student.model_copy(update={"lora": None})
         cut = pair.teacher.cut_student(without_lora, torch.device("cpu"), precision.student).model
     if device.type == "cuda":
@@ -165,18 +165,18 @@ def make_cache(
     job = Job(folder, plan, work)
 
     def begin() -> list[int]:
-        finished = open_folder(folder, plan, first=is_first())
-        if is_first():
+        finished = open_folder(folder, plan, first=is_main_process())
+        if is_main_process():
             _announce(loaded, job, say, finished)
         return missing_shards(folder, work)
 
-    missing = of_the_first(begin) if loaded.teacher.sharded else begin()
+    missing = broadcast_from_rank0(begin) if loaded.teacher.sharded else begin()
     batch_size = settings.batch_size or recipe.train.batch_size
     with progress(work.learned) as advance:
         write_shards(job, splits, loaded.teacher, batch_size=batch_size, missing=missing, advance=advance)
     section = recipe.generate  # shards answer together
     answers = loaded.pair.teacher.respond(section.prompts, section) if section.prompts else None
-    if not is_first():
+    if not is_main_process():
         return None
     if answers is not None:
         paired = dict(zip(section.prompts, answers, strict=True))

@@ -21,13 +21,13 @@ from typing import Any, Literal, NamedTuple
 
 from accelerate import PartialState
 
-from distill.core.ranks import is_first, of_the_first, world_size
+from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
 from distill.data.chat import load_template
 from distill.generation.decode_loop import Engine
 from distill.generation.engines import AnswersTogether, TransformersEngine, engine_for, settings_for
 from distill.generation.prompts import Prompt, read_prompts
 from distill.generation.sampling import Sampling
-from distill.models.cards import runs_our_kernels
+from distill.models.gpu_specs import runs_our_kernels
 from distill.models.head import bare
 from distill.models.load import load_config, load_student, load_teacher, load_tokenizer
 from distill.models.patching import patch
@@ -124,7 +124,7 @@ def sample(
     made_by |= {"stop": list(settings.stop)} if settings.stop else {}
     processes = _processes(recipe, who, settings)
 
-    done = of_the_first(lambda: _finished(out, usable.prompts, made_by))
+    done = broadcast_from_rank0(lambda: _finished(out, usable.prompts, made_by))
     result = Sampled(done, dropped=dict(usable.dropped))
     progress(done, len(usable.prompts))
     if done == len(usable.prompts):
@@ -140,7 +140,7 @@ def sample(
     else:
         engine = engine_for(settings.engine, model, made_for, tokenizer=tokenizer, field="--engine")
     start = time.perf_counter()
-    with (out if is_first() else Path(os.devnull)).open("a", encoding="utf-8") as file:
+    with (out if is_main_process() else Path(os.devnull)).open("a", encoding="utf-8") as file:
         for first in range(done, len(usable.prompts), batch_size * processes):
             group = usable.prompts[first : first + batch_size * processes]
             answers = engine.generate(
@@ -157,7 +157,7 @@ def sample(
                 result.tokens += len(tokens)
                 result.truncated += cut
             file.flush()
-            if is_first():
+            if is_main_process():
                 os.fsync(file.fileno())
             progress(done + result.made, len(usable.prompts))
     result.seconds = time.perf_counter() - start
@@ -230,7 +230,7 @@ def _processes(recipe: Recipe, who: str, settings: AnswerSettings) -> int:
             "--engine: vllm loads the teacher whole, and parallel.teacher holds it in shards; leave it out"
         )
     PartialState(cpu=resolve_device(recipe.train).type == "cpu")
-    if is_first():
+    if is_main_process():
         log.warning("generating with transformers: our decode loop cannot serve a teacher in shards (parallel.teacher)")
     return world
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from distill.core.faults import differences
+from distill.core.errors import differences
 from distill.core.labels import shift_labels
 from distill.core.ranks import world_size
 from distill.core.units import GIB

@@ -95,7 +95,7 @@ def load_models(target: str, teacher: str | None, beside: bool) -> tuple[dict[st
 
     disable_progress_bars()
     source = find_target(target)
-    with console.working("loading"):
+    with console.spinner("loading"):
         student, tokenizer = load_target(source)
         models = {"teacher": load_teacher_of(source, teacher)} if teacher is not None or beside else {}
     return {**models, "student": student}, tokenizer
@@ -108,6 +108,6 @@ def disable_progress_bars() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def say_json(value: object) -> None:
+def print_json(value: object) -> None:
     """Print `value` as JSON; numbers that are not finite become null, which JSON has no other notation for."""
-    console.say_verbatim(json.dumps(console.plain(value), indent=2, ensure_ascii=False))
+    console.print_verbatim(json.dumps(console.to_jsonable(value), indent=2, ensure_ascii=False))

@@ -36,8 +36,8 @@ from torch.nn import functional as F
 
 from distill.core.labels import shift_labels
 from distill.models.attention import choose_attention
-from distill.models.cards import peak_flops
 from distill.models.compiling import compile_layers
+from distill.models.gpu_specs import peak_flops
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import bare, decoder_of, find_head, read_head
 from distill.models.joined import join_siblings, joins_on

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, say_json
+from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, print_json
 from distill.core import console, launch, ranks
 from distill.core.folders import check_folder
 from distill.core.units import counted
@@ -70,14 +70,14 @@ def cache(
         raise typer.Exit(launch.restart(processes))
     from distill.caching.make import load, make_cache
 
-    first = ranks.is_first()
+    first = ranks.is_main_process()
     quiet = as_json or not first
-    with contextlib.nullcontext() if quiet else console.working("loading teacher, student and data"):
+    with contextlib.nullcontext() if quiet else console.spinner("loading teacher, student and data"):
         loaded = load(resolved, batch_size)
     manifest = None
     if not report:
         manifest = make_cache(
-            loaded, folder, settings, say=(lambda line: None) if as_json else console.say,
+            loaded, folder, settings, say=(lambda line: None) if as_json else console.print_lines,
             progress=(lambda total: contextlib.nullcontext(lambda positions: None)) if quiet else _bar,
         )  # fmt: skip
     if not (first or loaded.teacher.sharded):
@@ -87,7 +87,7 @@ def cache(
     if report or not hidden or settings.dtype == "fp8":
         from distill.caching.error import KS, measure, rounding, take_sample
 
-        with contextlib.nullcontext() if quiet else console.working("measuring the error of top-K targets"):
+        with contextlib.nullcontext() if quiet else console.spinner("measuring the error of top-K targets"):
             sample = take_sample(loaded)  # a sharded teacher needs all ranks
             del loaded  # both models leave the device
             gc.collect()
@@ -99,10 +99,10 @@ def cache(
     if not first:
         return
     if as_json:
-        say_json({"cache": manifest, "errors": table} | ({} if rounded is None else {"kl": rounded}))
+        print_json({"cache": manifest, "errors": table} | ({} if rounded is None else {"kl": rounded}))
         return
     if rounded is not None:
-        console.say(
+        console.print_lines(
             f"hidden states in {settings.dtype}: KL(teacher, stored) {rounded:.2g} nats per position, over "
             f"{counted(len(sample.labels), 'held-out position')}"
         )
@@ -114,7 +114,7 @@ def cache(
             options = [*(overrides or ())]
         else:
             options.append(f"teacher={{type: cache, path: {folder}}}")
-        console.say_verbatim(f"train from it:  distill run {shlex.join([recipe, *options])}")
+        console.print_verbatim(f"train from it:  distill run {shlex.join([recipe, *options])}")
 
 
 def _in_shards(recipe: Recipe, processes: int, batch_size: int | None) -> bool:
@@ -157,7 +157,7 @@ def _show(table: Sequence[Any], positions: int, temperature: float, chosen: tupl
         "gradient error: relative to the gradient of the full forward KL, for each position's hidden state; head's: "
         "for the head's weight, where noise averages out and bias does not",
     )
-    console.say("\n".join(lines))
+    console.print_lines("\n".join(lines))
 
 
 @contextlib.contextmanager
@@ -181,6 +181,6 @@ def _bar(total: int) -> Iterator[Callable[[int], None]]:
             bar.update(task, completed=done, rate=rate)
             if bar.disable and (done >= shown + total / 10 or done == total):
                 shown = done
-                console.say(f"cached {done:,} of {total:,} positions ({done / total:.0%}), {rate}")
+                console.print_lines(f"cached {done:,} of {total:,} positions ({done / total:.0%}), {rate}")
 
         yield advance

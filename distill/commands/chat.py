@@ -46,7 +46,7 @@ def chat(
     models, tokenizer = load_models(target, teacher, beside)
     remembers = bool(getattr(tokenizer, "chat_template", None))
     if not remembers:
-        console.complain("the tokenizer has no chat template: each line is continued as text, without history")
+        console.print_error("the tokenizer has no chat template: each line is continued as text, without history")
     beginning: list[Turn] = [{"role": "system", "content": system}] if system is not None else []
     history = {name: [*beginning] for name in models}
     for line in _lines():
@@ -55,7 +55,7 @@ def chat(
             continue
         for name, model in models.items():
             if len(models) > 1:
-                console.say(f"--- {name}")
+                console.print_lines(f"--- {name}")
             turns = history[name]
             turns.append({"role": "user", "content": line})
             if remembers:
@@ -75,7 +75,7 @@ def _lines() -> Iterator[str]:
             line = input("> " if asks else "").strip()
         except EOFError:
             if asks:
-                console.say("")
+                console.print_lines("")
             return
         if line:
             yield line
@@ -88,7 +88,7 @@ def _drop_oldest_turns(turns: list[Turn], prefix: int, model: Any, tokenizer: An
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     while most and len(turns) > prefix + 2 and encode_prompt(tokenizer, turns).shape[1] + max_new_tokens > most:
         del turns[prefix : prefix + 2]
-        console.complain(f"the oldest turn was dropped: the model has at most {most:,} positions")
+        console.print_error(f"the oldest turn was dropped: the model has at most {most:,} positions")
 
 
 def _answer(model: Any, tokenizer: Any, prompt: str | list[Turn], max_new_tokens: int, temperature: float) -> str:
@@ -107,4 +107,4 @@ def _answer(model: Any, tokenizer: Any, prompt: str | list[Turn], max_new_tokens
     except KeyboardInterrupt:
         return "".join(pieces)
     finally:
-        console.say("")
+        console.print_lines("")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distill.commands.arguments import AsJson, Overrides, complete_recipe, load_recipe, say_json
+from distill.commands.arguments import AsJson, Overrides, complete_recipe, load_recipe, print_json
 from distill.core import console
 from distill.core.units import counted
 
@@ -44,13 +44,13 @@ def doctor(
         from distill.doctor.machine import check_machine, machine_lines
 
         lines += machine_lines()
-    say: Callable[[str], None] = (lambda line: None) if as_json else console.say
+    say: Callable[[str], None] = (lambda line: None) if as_json else console.print_lines
     say("\n".join(map(str, lines)))
 
     kernels: list[CheckResult] = []
     findings: list[CheckResult] = []
     if machine:
-        with console.working("testing the kernels; compiling them takes minutes the first time"):
+        with console.spinner("testing the kernels; compiling them takes minutes the first time"):
             for finding in check_machine():
                 kernels.append(finding)
                 say(str(finding))
@@ -58,7 +58,7 @@ def doctor(
         findings.append(finding)
         say(str(finding))
     if as_json:
-        say_json({"environment": lines, **({"kernels": kernels} if machine else {}), "recipe": findings})
+        print_json({"environment": lines, **({"kernels": kernels} if machine else {}), "recipe": findings})
     for what, group in (("check", kernels), ("invariant", findings)):
         if group:
             say(_summary([finding.passed for finding in group], what))

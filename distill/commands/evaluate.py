@@ -17,10 +17,10 @@ from distill.commands.arguments import (
     TargetArgument,
     complete_run,
     disable_progress_bars,
-    say_json,
+    print_json,
 )
 from distill.core import console, launch, ranks
-from distill.core.faults import RecipeError
+from distill.core.errors import RecipeError
 from distill.core.files import write_text
 from distill.core.units import counted
 
@@ -88,7 +88,7 @@ def evaluate(
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device="auto")
     if processes > 1 and targets.needs_sharding(found, teacher, processes, batch_size):
         raise typer.Exit(launch.restart(processes))
-    first, world = ranks.is_first(), world_size()
+    first, world = ranks.is_main_process(), world_size()
     if world > 1:
         if not targets.needs_sharding(found, teacher, world, batch_size):
             raise ValueError(
@@ -98,7 +98,7 @@ def evaluate(
         PartialState(cpu=not torch.cuda.is_available())  # joins the process group; all ranks evaluate the same rows
     measure = targets.measure_of_target(found, teacher)
     by_spans = measure.unit != "token"
-    with console.working("loading models and data"):
+    with console.spinner("loading models and data"):
         large = targets.load_teacher_of(found, teacher, in_shards=world > 1)
         tokenizer = load_tokenizer(targets.tokenizer_section(found, teacher))
         student, own = targets.load_target(found)
@@ -129,7 +129,7 @@ def evaluate(
     if as_json:
         errors = {"student": after.calibration_error, "teacher": after.teacher_calibration_error}
         record = {"measure": measure.name, "rows": after.rows, "figures": figures, "calibration_error": errors}
-        say_json(measure.written({"tokens": after.tokens}) | record)
+        print_json(measure.written({"tokens": after.tokens}) | record)
         return
     if closed is not None and not closed.value >= 0:
         del figures["gap_closed"]
@@ -141,11 +141,11 @@ def evaluate(
     console.show_table(["held out", "mean", "95 % from", "to"], shown, numbers=True)
     drawn = "rows" if by_spans else "documents"
     over = f"{counted(after.tokens, measure.unit)} in {counted(after.rows, 'row')}"
-    console.say(f"over {over}; intervals by resampling {drawn}")
+    console.print_lines(f"over {over}; intervals by resampling {drawn}")
     if closed is not None and closed.value < 0:
-        console.say(f"worse than before training: the {measure.name} to the teacher has increased")
+        console.print_lines(f"worse than before training: the {measure.name} to the teacher has increased")
     elif closed is not None and math.isnan(closed.value):
-        console.say(f"gap closed is undefined: before training the {measure.name} to the teacher was about 0")
+        console.print_lines(f"gap closed is undefined: before training the {measure.name} to the teacher was about 0")
 
 
 def _run_tasks(
@@ -165,7 +165,7 @@ def _run_tasks(
             "CUDA_VISIBLE_DEVICES=0"
         )
     found_tasks = check_tasks(names, folder)
-    with console.working("loading models"):
+    with console.spinner("loading models"):
         student, tokenizer = targets.load_target(found)
         models = {"student": student}
         if before is not None:
@@ -174,7 +174,7 @@ def _run_tasks(
             models["teacher"] = targets.load_teacher_of(found, teacher)
     scores = run_tasks(models, tokenizer, found_tasks, limit=limit, batch_size=batch_size, chat=chat)
     if as_json:
-        say_json(scores)
+        print_json(scores)
         return
     rows = [
         [row.task, row.metric, *(f"{score.value:.4f} ± {score.error:.4f}" for score in row.of.values())]
@@ -222,8 +222,8 @@ def compare(
         write_text(plot, curves_page(read))
     if as_json:
         for line in warnings:
-            console.complain(line)
-        say_json([group.as_dict() for group in groups])
+            console.print_error(line)
+        print_json([group.as_dict() for group in groups])
         return
     measures = {group.measure.name for group in groups}
     name = measures.pop() if len(measures) == 1 else ""  # of several measures, each line names its own
@@ -245,11 +245,11 @@ def compare(
     p = f"p ({name})" if name else "p"
     console.show_table(["run", "seeds", *heading, "agreement", "gap closed", p], rows, numbers=True)
     for group in groups[1:]:
-        console.say(f"{group.name} differs from {groups[0].name} in {phrase(group.differs)}")
+        console.print_lines(f"{group.name} differs from {groups[0].name} in {phrase(group.differs)}")
     for line in warnings:
-        console.say(line)
+        console.print_lines(line)
     if plot is not None:
-        console.say(f"wrote {plot}")
+        console.print_lines(f"wrote {plot}")
 
 
 def report(
@@ -273,11 +273,11 @@ def report(
         found = read_run(folder)
         record = {when: found.measure.written(figures) for when, figures in found.held_out.items()}
         figures = {"measure": found.measure.name, "held_out": record, "result": found.result, "metrics": found.metrics}
-        say_json({"run": str(folder), **figures})
+        print_json({"run": str(folder), **figures})
         return
     if output is not None:
         _check_output_file("--output", output)
-    console.say(f"wrote {write_report(folder, output)}")
+    console.print_lines(f"wrote {write_report(folder, output)}")
 
 
 def _check_output_file(option: str, path: Path) -> None:

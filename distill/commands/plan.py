@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distill.commands.arguments import AsJson, Overrides, RecipeArgument, disable_progress_bars, load_recipe, say_json
+from distill.commands.arguments import AsJson, Overrides, RecipeArgument, disable_progress_bars, load_recipe, print_json
 from distill.core import console
 from distill.core.folders import RECIPE_FILE
 from distill.core.units import GIB, counted
@@ -50,7 +50,7 @@ def check(
 
     disable_progress_bars()
     device = find_device(gpu)
-    with console.working("reading configurations and data"):
+    with console.spinner("reading configurations and data"):
         report = look(resolved, device, gpus=gpus, look_at_data=data)
     measured, offers = None, []
     if probe:
@@ -61,8 +61,10 @@ def check(
         measured = measure(resolved) if can_step(resolved) or not offers else None
     longer = _longer(report, offers, resolved.train.batch_size * resolved.data.max_length)
     if as_json:
-        choices = [console.plain_fields(offer) | {"longer_ms": ms} for offer, ms in zip(offers, longer, strict=True)]
-        say_json(_as_dict(report, measured) | ({"fp8": choices} if offers else {}))
+        choices = [
+            console.fields_to_jsonable(offer) | {"longer_ms": ms} for offer, ms in zip(offers, longer, strict=True)
+        ]
+        print_json(_as_dict(report, measured) | ({"fp8": choices} if offers else {}))
     else:
         _print(report, measured)
         _print_offers(offers, longer)
@@ -71,13 +73,13 @@ def check(
 
 
 def _as_dict(report: Preflight, measured: Any) -> dict[str, Any]:
-    found = console.plain_fields(report)
-    found["memory"] = console.plain_fields(report.memory) | {"peak": report.memory.peak}
+    found = console.fields_to_jsonable(report)
+    found["memory"] = console.fields_to_jsonable(report.memory) | {"peak": report.memory.peak}
     found["advice"] = [{"change": c, "saves_gib": round(g, 3), "then_fits": f} for c, g, f in report.advice]
     found |= {"kernels": report.device.path, "seconds": report.seconds, "ok": report.ok}
     if measured is not None:
         over = report.memory.peak / measured.peak
-        found["measured"] = console.plain_fields(measured) | {"predicted_over_measured": over}
+        found["measured"] = console.fields_to_jsonable(measured) | {"predicted_over_measured": over}
     return found
 
 
@@ -101,7 +103,7 @@ def _print(report: Preflight, measured: Any) -> None:
         f"{counted(report.accumulation, 'micro-batch')} per device",
         *([f"kernels     {device.path}"] if device.path else []),
     ]
-    console.say("\n".join(lines) + "\n")
+    console.print_lines("\n".join(lines) + "\n")
     rows = [[name, f"{value / GIB:.2f}"] for name, value in memory.parts.items() if value >= 0.005 * GIB]
     moment = max(memory.moments, key=lambda name: memory.moments[name])
     rows.append([f"peak, in the {moment}", f"{memory.peak / GIB:.2f}"])
@@ -111,41 +113,43 @@ def _print(report: Preflight, measured: Any) -> None:
     ours = device.family is None or device.family in FAMILIES
     title = "memory of each GPU" if device.cuda and ours else "memory (for our kernels; PyTorch takes more)"
     console.show_table([title, "GiB"], rows, numbers=True)
-    console.say(f"parts are not held all at once; full logits would take {memory.logits_avoided / GIB:.1f} GiB more")
+    console.print_lines(
+        f"parts are not held all at once; full logits would take {memory.logits_avoided / GIB:.1f} GiB more"
+    )
     if measured is not None:
-        console.say("")
+        console.print_lines("")
         peaks = ["peak GiB", f"{memory.peak / GIB:.2f}", f"{measured.peak / GIB:.2f}"]
         seconds = ["seconds", _number(report.seconds_per_step), f"{measured.seconds:.2f}"]
         console.show_table(["one step here", "predicted", "measured"], [peaks, seconds], numbers=True)
-    console.say("")
+    console.print_lines("")
     if report.flops_per_step is not None:
-        console.say(f"arithmetic  {report.flops_per_step / 1e12:,.1f} TFLOP a step")
+        console.print_lines(f"arithmetic  {report.flops_per_step / 1e12:,.1f} TFLOP a step")
     if report.seconds_per_step is not None:
         whole = report.seconds
         rest = "" if whole is None else f", {_duration(whole)} for {counted(report.steps or 0, 'step')}"
         bus = ", 80 % of its PCIe bandwidth for offloaded layers" if report.moved else ""
         assumed = f"(assuming 72 % of the GPU's peak in GEMMs, 40 % in attention, 88 % of its bandwidth{bus})"
-        console.say(f"time        {report.seconds_per_step:.2f} s a step{rest} {assumed}")
+        console.print_lines(f"time        {report.seconds_per_step:.2f} s a step{rest} {assumed}")
     if (own := report.answers) is not None:
         took = "time unknown" if own.seconds is None else f"{own.seconds:.2f} s of it if all are that long"
-        console.say(f"rollouts    {own.number:,.0f} per step of at most {counted(own.tokens, 'token')}: {took}")
+        console.print_lines(f"rollouts    {own.number:,.0f} per step of at most {counted(own.tokens, 'token')}: {took}")
     if report.host:
         held, moved = f"{report.host / GIB:.1f} GiB", f"{report.moved / GIB:.1f} GiB"
         layers = f"{held} of host memory for the teacher's layers"
-        console.say(f"offload     {layers}; {moved} per step over the bus to each GPU")
-    console.say(f"disk        {report.disk / GIB:.1f} GiB of {report.disk_free / GIB:.1f} GiB free")
+        console.print_lines(f"offload     {layers}; {moved} per step over the bus to each GPU")
+    console.print_lines(f"disk        {report.disk / GIB:.1f} GiB of {report.disk_free / GIB:.1f} GiB free")
     if report.advice:
         title = "to save memory" if report.fits else "to make it fit"
         rows = [[c, f"{g:.1f}", "yes" if f else "no"] for c, g, f in report.advice]
-        console.say("")
+        console.print_lines("")
         console.show_table([title, "GiB saved", "then fits"], rows)
-    console.say("")
+    console.print_lines("")
     for note in report.notes:
-        console.say(f"note        {note}")
+        console.print_lines(f"note        {note}")
     for problem in report.problems:
-        console.say(f"PROBLEM     {problem}")
+        console.print_lines(f"PROBLEM     {problem}")
     if report.ok:
-        console.say("verdict     fits and can run")
+        console.print_lines("verdict     fits and can run")
 
 
 def _longer(report: Preflight, offers: list[Offer], tokens: int) -> list[float | None]:
@@ -161,7 +165,7 @@ def _longer(report: Preflight, offers: list[Offer], tokens: int) -> list[float |
 def _print_offers(offers: list[Offer], longer: list[float | None]) -> None:
     if not offers:
         return
-    console.say("")
+    console.print_lines("")
     rows = []
     for offer, ms in zip(offers, longer, strict=True):
         share, later = offer.weights / offers[-1].weights, "unknown" if ms is None else f"{ms:+.2f}"
@@ -171,7 +175,9 @@ def _print_offers(offers: list[Offer], longer: list[float | None]) -> None:
     best = [(offer, ms) for offer, ms in zip(offers, longer, strict=True) if 0 < len(offer.skip) <= SHOWN]
     for offer, ms in best:
         price = "" if ms is None else f" for {ms:.2f} ms"
-        console.say(f"KL {offers[0].kl:.4f} to {offer.kl:.4f}{price}: teacher.fp8_skip=[{','.join(offer.skip)}]")
+        console.print_lines(
+            f"KL {offers[0].kl:.4f} to {offer.kl:.4f}{price}: teacher.fp8_skip=[{','.join(offer.skip)}]"
+        )
 
 
 def _number(value: float | None) -> str:
@@ -223,7 +229,7 @@ def inspect(
     from distill.teachers.registry import source_of
 
     disable_progress_bars()
-    with console.working("reading data"):
+    with console.spinner("reading data"):
         source = source_of(resolved)
         vocabulary = source.vocabulary()
         splits = vocabulary.read(resolved.data, resolved.train.seed)
@@ -239,10 +245,10 @@ def inspect(
         tokens_of(row, vocabulary.tokenizer, shades[number] if shades else None) for number, row in enumerate(chosen)
     ]
     if not as_json:
-        console.say(f"{splits.report}\n")
+        console.print_lines(f"{splits.report}\n")
     _show(made, [f"row {number + 1}" for number in range(len(made))], {"report": splits.report.as_dict()}, as_json)
     if not as_json:
-        console.say("\n" + _data_lines(str(splits.report)))
+        console.print_lines("\n" + _data_lines(str(splits.report)))
 
 
 def _stored_rollouts(name: str, rows: int) -> tuple[list[list[Token]], list[str], dict[str, object]]:
@@ -277,16 +283,16 @@ def _show(made: list[list[Token]], titles: list[str], report: dict[str, object],
     from distill.planning.inspect_batches import plain_text, rich_text
 
     if as_json:
-        say_json({**report, "rows": made})
+        print_json({**report, "rows": made})
         return
     out = Console()
     for title, tokens in zip(titles, made, strict=True):
         learned = sum(token.state == "learned" for token in tokens)
-        console.say(f"=== {title}: {counted(len(tokens), 'token')}, {learned:,} trained on")
+        console.print_lines(f"=== {title}: {counted(len(tokens), 'token')}, {learned:,} trained on")
         if out.is_terminal:
             out.print(rich_text(tokens))
         else:
-            console.say_verbatim(plain_text(tokens))
+            console.print_verbatim(plain_text(tokens))
 
 
 def bench(
@@ -326,12 +332,12 @@ def bench(
         return teacher, load_student(resolved.student, teacher=teacher, device="cuda", dtype=torch.bfloat16)
 
     disable_progress_bars()
-    with console.working("timing"):
+    with console.spinner("timing"):
         size, length = resolved.train.batch_size, resolved.data.max_length
         make = functools.partial(make_batch, size, length)
         found = list(bench_step(models, make, resolved.loss, variants=chosen, steps=steps))
     if as_json:
-        say_json(found)
+        print_json(found)
         return
     rows = [
         [

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PrinterCallback
 
-from distill.core.console import working
+from distill.core.console import spinner
 from distill.data.collator import Collator, padding_token
-from distill.models.cards import family_in, runs_our_kernels
+from distill.models.gpu_specs import family_in, runs_our_kernels
 from distill.models.patching import patch
 from distill.models.precision import resolve_device
 from distill.recipe import Recipe
@@ -56,13 +56,13 @@ def probe(recipe: Recipe) -> ProbeResult:
     train = recipe.train.model_copy(update=quick | {"report_to": []})
     recipe = recipe.model_copy(update={"train": train, "data": data})
     with contextlib.ExitStack() as opened:
-        with working("loading both models"):
+        with spinner("loading both models"):
             context, source = open_context(recipe), source_of(recipe)
             vocabulary = source.vocabulary()
             pair = opened.enter_context(opened_pair(source, vocabulary, context))
             splits = vocabulary.read(data, 0)
         folder = opened.enter_context(tempfile.TemporaryDirectory())
-        opened.enter_context(working("two steps"))
+        opened.enter_context(spinner("two steps"))
         # messages of loading and patching go to standard error, not into the result
         opened.enter_context(contextlib.redirect_stdout(sys.stderr))
         arguments = training_arguments(
@@ -102,7 +102,7 @@ def probe_fp8(recipe: Recipe) -> list[Offer]:
     device = context.device
     for problem in source.problems(cuda=device.type == "cuda", sharded=False, family=family_in(device)):
         raise ValueError(problem)
-    with working("measuring the fp8 error of each layer"):
+    with spinner("measuring the fp8 error of each layer"):
         vocabulary = source.vocabulary()
         rows = vocabulary.read(recipe.data, recipe.train.seed).validation
         teacher = source.open(context, vocabulary)

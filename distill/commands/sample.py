@@ -20,7 +20,7 @@ from distill.commands.arguments import (
     Temperature,
     disable_progress_bars,
     load_recipe,
-    say_json,
+    print_json,
 )
 from distill.core import console, launch, ranks
 from distill.core.units import counted
@@ -87,26 +87,26 @@ def sample(
     from distill.generation.sampling import Sampling
 
     disable_progress_bars()
-    first = ranks.is_first()
+    first = ranks.is_main_process()
     with _progress() if first else contextlib.nullcontext(lambda done, total: None) as progress:
         sampling = Sampling(temperature, top_k, top_p, min_p)
         settings = AnswerSettings(engine.value, batch_size, max_new_tokens, sampling, seed, tuple(stop or ()))
         result = run(resolved, prompts, out, who.value, settings, progress)
     if as_json and first:
-        say_json(result)
+        print_json(result)
     if as_json or not first:
         return
     for reason, count in (result.dropped or {}).items():
-        console.say(f"dropped {counted(count, 'prompt')}: {reason}")
+        console.print_lines(f"dropped {counted(count, 'prompt')}: {reason}")
     if result.found:
-        console.say(f"{counted(result.found, 'response')} already existed")
+        console.print_lines(f"{counted(result.found, 'response')} already existed")
     if result.made:
         speed = result.tokens / max(result.seconds, 1e-9)
-        console.say(
+        console.print_lines(
             f"{counted(result.made, 'response')}, {result.tokens / result.made:,.0f} tokens each, "
             f"{speed:,.0f} tokens/s, {result.truncated:,} truncated at {max_new_tokens:,} tokens"
         )
-    console.say(f"wrote {out}; train on it with data.source={out}")
+    console.print_lines(f"wrote {out}; train on it with data.source={out}")
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import typer
 from distill.commands.arguments import Overrides, load_recipe
 from distill.core import console, launch
 from distill.core.files import write_text
-from distill.core.ranks import is_first
+from distill.core.ranks import is_main_process
 from distill.recipe.shipped import shipped_recipes
 
 if TYPE_CHECKING:
@@ -69,17 +69,17 @@ def serve(
     if (processes := processes_of(resolved)) > 1:
         raise typer.Exit(launch.restart(processes))
     # before the teacher is loaded, which may take minutes
-    listeners = listen(host, port) if is_first() else []
+    listeners = listen(host, port) if is_main_process() else []
     with join_launch(resolved):
         engine = open_engine(resolved, max_tokens, batch_tokens)
-        if isinstance(engine, ShardedEngine) and not is_first():
+        if isinstance(engine, ShardedEngine) and not is_main_process():
             engine.follow()
             return
         app = make_app(engine, token, Limits(max_tokens, batch_tokens, queue_tokens))
-        console.say("\n".join(describe(engine)))
+        console.print_lines("\n".join(describe(engine)))
         bound = listeners[0].getsockname()[1]
         address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{bound}"
-        console.say(f"{'serving':<12}{address}  (teacher.type=server teacher.url={address}; Ctrl-C ends it)")
+        console.print_lines(f"{'serving':<12}{address}  (teacher.type=server teacher.url={address}; Ctrl-C ends it)")
         server = Server(app, listeners, **tls)
         if address_file is not None:
             threading.Thread(target=_write_address, args=(server, address, address_file), daemon=True).start()

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distill.commands.arguments import AsJson, say_json
+from distill.commands.arguments import AsJson, print_json
 from distill.commands.settings_schema import find_settings, json_schema
 from distill.commands.settings_schema import settings as all_settings
 from distill.core import console
@@ -37,10 +37,10 @@ def settings(
     """
     matches = all_settings() if field is None else find_settings(field)
     if as_json:
-        say_json([setting._asdict() for setting in matches])
+        print_json([setting._asdict() for setting in matches])
     elif len(matches) > 12:
         console.show_table(["setting", "default"], [[setting.name, setting.default[:36]] for setting in matches])
-        console.say("\ndistill settings FIELD explains one, or a section such as train")
+        console.print_lines("\ndistill settings FIELD explains one, or a section such as train")
     else:
         for number, setting in enumerate(matches):
             lines = {
@@ -49,11 +49,11 @@ def settings(
                 "since": setting.since,
                 "also": ", ".join(f"{name} in {tool}" for tool, name in setting.elsewhere.items()),
             }
-            console.say(("\n" if number else "") + setting.name)
-            console.say(f"  {setting.meaning}")
+            console.print_lines(("\n" if number else "") + setting.name)
+            console.print_lines(f"  {setting.meaning}")
             for key, value in lines.items():
                 if value:
-                    console.say(f"  {key:<11}{value}")
+                    console.print_lines(f"  {key:<11}{value}")
 
 
 def schema() -> None:
@@ -62,4 +62,4 @@ def schema() -> None:
     \b
     distill schema > recipe.schema.json
     """
-    say_json(json_schema())
+    print_json(json_schema())

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from distill import __version__
-from distill.core.faults import Section, did_you_mean
+from distill.core.errors import Section, did_you_mean
 from distill.recipe import Recipe
 from distill.recipe.aliases import ALIASES, OTHER_TOOLS
 from distill.recipe.fields import Usual

@@ -19,7 +19,7 @@ from distill.commands.arguments import (
     Temperature,
     disable_progress_bars,
     load_models,
-    say_json,
+    print_json,
 )
 from distill.core import console
 
@@ -59,13 +59,13 @@ def generate(
         answers.append({"prompt": text})
         for name, answer in answerers.items():
             if not as_json:
-                console.say(f"--- {name}" if len(prompt) == 1 else f"--- {name}: {text}")
+                console.print_lines(f"--- {name}" if len(prompt) == 1 else f"--- {name}: {text}")
             write = (lambda piece: None) if as_json else _write
             answers[-1][name] = answer(text, write, max_new_tokens=max_new_tokens, temperature=temperature)
             if not as_json:
-                console.say("")
+                console.print_lines("")
     if as_json:
-        say_json(answers)
+        print_json(answers)
 
 
 def _write(piece: str) -> None:
@@ -107,23 +107,23 @@ def export(
     if push is not None:
         check_repository(push)
     disable_progress_bars()
-    with console.working("exporting"):
+    with console.spinner("exporting"):
         folder = Path(run) if (Path(run) / STATE).is_file() else find_run(run)
         written = write(folder, output, dtype=dtype, shard_size=shard_size, gguf=gguf)
         if push is not None:
             written["address"] = upload(output, push, private=not public)
     if as_json:
-        say_json(written)
+        print_json(written)
         return
-    console.say(
+    console.print_lines(
         f"wrote {output}: {written['parameters'] / 1e6:,.1f} M parameters in {written['dtype']}, "
         f"{written['bytes'] / 1e6:,.0f} MB, read back and equal"
     )
     if gguf is not None:
         file = written["gguf"]
-        console.say(
+        console.print_lines(
             f"wrote {file.path}: {file.bytes / 1e6:,.0f} MB, read back and compared; rounding its weights to {gguf} "
             f"costs a KL of {file.kl:.1e} nats per token" + (f"; {file.note}" if file.note else "")
         )
     if push is not None:
-        console.say(f"pushed to {written['address']}")
+        console.print_lines(f"pushed to {written['address']}")

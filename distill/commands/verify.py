@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.commands.arguments import AsJson, complete_run, disable_progress_bars, say_json
+from distill.commands.arguments import AsJson, complete_run, disable_progress_bars, print_json
 from distill.core import console
 from distill.core.folders import RECIPE_FILE, RESULT_FILE
 from distill.core.units import counted
@@ -36,13 +36,13 @@ def verify(
 
     is_cache = (Path(target) / PLAN).is_file()
     read = _cache(Path(target)) if is_cache else _run(find_run(target))
-    with console.working("reading"):
+    with console.spinner("reading"):
         lines = list(read)
     if as_json:
-        say_json([{"what": what, "result": result, "sound": sound} for what, result, sound in lines])
+        print_json([{"what": what, "result": result, "sound": sound} for what, result, sound in lines])
     else:
         for what, result, sound in lines:
-            console.say(f"{'ok' if sound else 'DAMAGED':<9}{what:<19} {result}")
+            console.print_lines(f"{'ok' if sound else 'DAMAGED':<9}{what:<19} {result}")
     if not all(sound for _, _, sound in lines):
         raise typer.Exit(1)
 
@@ -99,10 +99,10 @@ def _raise(fault: str | None) -> str:
 
 
 def _manifest(folder: Path) -> str:
-    from distill.core.manifest import SUM, is_signed, read_manifest
+    from distill.core.manifest import SUM, has_valid_checksum, read_manifest
 
     manifest = read_manifest(folder) or {}
-    if SUM not in manifest or not is_signed(manifest):
+    if SUM not in manifest or not has_valid_checksum(manifest):
         raise ValueError("its checksum does not match; move it away to check only the form of the files")
     return f"checksums of {counted(len(_noted_names(folder)), 'file')}"
 
@@ -133,7 +133,7 @@ def _rollouts(path: Path) -> str:
 
 def _versions(path: Path) -> str:
     from distill.core.environment import environment
-    from distill.core.faults import differences
+    from distill.core.errors import differences
     from distill.training.lock_file import read_lock
 
     here = environment()
@@ -167,7 +167,7 @@ def _student(folder: Path) -> str:
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
     from transformers import AutoModelForCausalLM
 
-    from distill.core.manifest import fault_of_files
+    from distill.core.manifest import damage_of_files
     from distill.models.adapters import base_of
     from distill.models.load import load_config
     from distill.models.read_weights import weights_fault
@@ -175,7 +175,7 @@ def _student(folder: Path) -> str:
     from distill.training.checkpoint_validation import not_finite, shapes_of
 
     result = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")) if (folder / RESULT_FILE).is_file() else {}
-    if "files" in result and (fault := fault_of_files(folder / "student", result["files"])):
+    if "files" in result and (fault := damage_of_files(folder / "student", result["files"])):
         raise ValueError(fault)
     there: dict[str, Any] = {}
     for path in sorted((folder / "student").glob("*.safetensors")):
@@ -199,7 +199,7 @@ def _student(folder: Path) -> str:
 def _cache(folder: Path) -> Iterator[Line]:
     import numpy as np
 
-    from distill.core.manifest import fault_of_files
+    from distill.core.manifest import damage_of_files
     from distill.teachers.cache.format import MANIFEST, PLAN, read_json
     from distill.teachers.cache.read import Shards, TeacherCache
     from distill.teachers.keep.store import Store
@@ -215,7 +215,7 @@ def _cache(folder: Path) -> Iterator[Line]:
         yield folder.name, str(error), False
         return
     if isinstance(cache, TeacherCache):
-        fault = fault_of_files(folder, cache.manifest.get("files", {}))
+        fault = damage_of_files(folder, cache.manifest.get("files", {}))
         text = f"version {cache.manifest['version']}, {counted(cache.stored, 'position')}"
         yield "files", fault or text, fault is None
     else:

@@ -72,7 +72,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers
 
 
 @contextlib.contextmanager
-def working(what: str) -> Iterator[None]:
+def spinner(what: str) -> Iterator[None]:
     """Show a spinner on standard error while the body runs; nothing on ranks other than 0 or without a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal or os.environ.get("RANK", "0") != "0":
@@ -96,13 +96,13 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None] | None]:
         yield lambda count: bar.advance(task, count)
 
 
-def say(line: str) -> None:
+def print_lines(line: str) -> None:
     """Print lines, broken between words at the width of the terminal, at COLUMNS of the environment, or at 80."""
     width = Console().width
-    say_verbatim("\n".join(part for whole in line.split("\n") for part in wrap_line(visible(whole), width)))
+    print_verbatim("\n".join(part for whole in line.split("\n") for part in wrap_line(visible(whole), width)))
 
 
-def say_verbatim(text: str) -> None:
+def print_verbatim(text: str) -> None:
     """Print text for copying or for programs (JSON, commands, data) without wrapping it."""
     with terminal_may_be_lost():
         print(visible(text), flush=True)
@@ -122,7 +122,7 @@ def wrap_line(line: str, width: int) -> list[str]:
     return [part.replace("\0", " ") for part in parts] or [line]
 
 
-def complain(message: str) -> None:
+def print_error(message: str) -> None:
     """Print an error on standard error, one line per fault, with the rank in a run of several processes."""
     rank = os.environ.get("RANK", "0")
     prefix = "distill: " if rank == "0" else f"distill (rank {rank}): "
@@ -131,23 +131,23 @@ def complain(message: str) -> None:
             print(prefix + visible(line), file=sys.stderr, flush=True)
 
 
-def plain(value: object) -> object:
+def to_jsonable(value: object) -> object:
     """Return `value` in JSON types: dicts, lists, strings, finite numbers, and null for a number that is not finite."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: to_jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return plain(value._asdict())
+        return to_jsonable(value._asdict())
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_jsonable(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def plain_fields(value: object) -> dict[str, object]:
-    """Return the fields of a dataclass or a named tuple, each converted by `plain`."""
-    fields = plain(value)
+def fields_to_jsonable(value: object) -> dict[str, object]:
+    """Return the fields of a dataclass or a named tuple, each converted by `to_jsonable`."""
+    fields = to_jsonable(value)
     assert isinstance(fields, dict), type(value)
     return fields

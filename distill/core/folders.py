@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from distill.core.faults import RecipeError, RunError, show
+from distill.core.errors import RecipeError, RunError, show
 from distill.core.files import UNFINISHED
 
 RUNS = Path("runs")

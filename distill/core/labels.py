@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 IGNORE_INDEX = -100
 
 
-def within_documents(labels: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+def mask_document_starts(labels: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
     """Return labels [..., S] with the first token of each document masked: no token of its document predicts it.
 
     Args:
@@ -27,9 +27,9 @@ def document_bounds(positions: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], len(positions)], strict=True))
 
 
-def count_learned(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def count_trained_tokens(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the number of trained tokens of a collated batch, int64 []."""
-    labels = within_documents(batch["labels"], batch.get("position_ids"))
+    labels = mask_document_starts(batch["labels"], batch.get("position_ids"))
     return (labels[..., 1:] != IGNORE_INDEX).sum()
 
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping, MutableMapping, Sequence
 
 from distill.core import console
-from distill.core.ranks import LAUNCHED, is_first
+from distill.core.ranks import LAUNCHED, is_main_process
 
 # settings of `accelerate launch` that `Trainer` would apply although a field of the recipe decides
 ACCELERATES = {
@@ -54,9 +54,9 @@ def end_with_launcher() -> None:
     def watch() -> None:
         while os.getppid() == launcher:
             time.sleep(LOOKS_EVERY_S)
-        if is_first():
+        if is_main_process():
             with contextlib.suppress(OSError):
-                console.complain(f"the launcher (process {launcher}) is gone, so this run ends too")
+                console.print_error(f"the launcher (process {launcher}) is gone, so this run ends too")
         else:
             time.sleep(2 * LOOKS_EVERY_S)  # rank 0 prints the reason before all agree to stop
         os.kill(os.getpid(), signal.SIGTERM)
@@ -98,7 +98,7 @@ def drop_accelerate_settings(environment: MutableMapping[str, str]) -> None:
     """Remove training settings of `accelerate config` from the environment; rank 0 warns of each."""
     for name, ours in ACCELERATES.items():
         value = environment.pop(name, "no")
-        if value.lower() not in ("no", "false", "0", "") and is_first():
+        if value.lower() not in ("no", "false", "0", "") and is_main_process():
             log.warning("%s=%s of accelerate's configuration is ignored: the recipe's %s applies", name, value, ours)
 
 
@@ -172,7 +172,7 @@ def start(processes: int, arguments: Sequence[str]) -> int:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:
             return failure.exitcode
-        console.complain(f"rank {rank} was ended by {failure.signal_name()}; the run has ended")
+        console.print_error(f"rank {rank} was ended by {failure.signal_name()}; the run has ended")
         return 128 - failure.exitcode
     except api.SignalException as stopped:
         return 128 + int(stopped.sigval)

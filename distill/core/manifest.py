@@ -61,7 +61,7 @@ def add_to_manifest(folder: Path, *names: str) -> None:
         before = None
     files = dict(before) if isinstance(before, Mapping) else {}
     files |= {name: manifest_entry(folder / name) for name in names if (folder / name).is_file()}
-    write_json(folder / MANIFEST, signed({"files": files}))
+    write_json(folder / MANIFEST, with_checksum({"files": files}))
 
 
 def remove_from_manifest(folder: Path, name: str) -> None:
@@ -70,7 +70,7 @@ def remove_from_manifest(folder: Path, name: str) -> None:
         files = (read_manifest(folder) or {}).get("files")
         if isinstance(files, Mapping) and name in files:
             kept = {key: entry for key, entry in files.items() if key != name}
-            write_json(folder / MANIFEST, signed({"files": kept}))
+            write_json(folder / MANIFEST, with_checksum({"files": kept}))
 
 
 def fault_of_entry(folder: Path, name: str) -> str | None:
@@ -79,7 +79,7 @@ def fault_of_entry(folder: Path, name: str) -> str | None:
         files = (read_manifest(folder) or {}).get("files", {})
     except ValueError:
         return None
-    return fault_of_files(folder, {name: files[name]}) if isinstance(files, Mapping) and name in files else None
+    return damage_of_files(folder, {name: files[name]}) if isinstance(files, Mapping) and name in files else None
 
 
 def manifest_entry(path: Path) -> dict[str, object]:
@@ -87,12 +87,12 @@ def manifest_entry(path: Path) -> dict[str, object]:
     return {"bytes": path.stat().st_size, SUM: checksum(path)}
 
 
-def signed(value: Mapping[str, object]) -> dict[str, object]:
+def with_checksum(value: Mapping[str, object]) -> dict[str, object]:
     """Return a section of JSON with its own checksum added."""
     return {**value, SUM: _sum_of(value)}
 
 
-def is_signed(value: Mapping[str, object]) -> bool:
+def has_valid_checksum(value: Mapping[str, object]) -> bool:
     """Return whether a section of JSON matches its checksum; one without a checksum passes."""
     return value.get(SUM) in (None, _sum_of({name: entry for name, entry in value.items() if name != SUM}))
 
@@ -101,7 +101,7 @@ def _sum_of(value: Mapping[str, object]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
-def fault_of_files(folder: Path, files: object) -> str | None:
+def damage_of_files(folder: Path, files: object) -> str | None:
     """Return a description of the first file that differs from its manifest entry; None where none does.
 
     Args:

@@ -19,7 +19,7 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def is_first() -> bool:
+def is_main_process() -> bool:
     """Return whether this is the main process, which prints and writes files: rank 0, or the only one."""
     return os.environ.get("RANK", "0") == "0"
 
@@ -28,7 +28,7 @@ def is_first() -> bool:
 PATIENCE = datetime.timedelta(hours=4)
 
 
-def of_the_first(make: Callable[[], T]) -> T:
+def broadcast_from_rank0(make: Callable[[], T]) -> T:
     """Call `make` on rank 0 and return its result on every rank; a `ValueError` there is raised on all.
 
     Raises:
@@ -38,17 +38,17 @@ def of_the_first(make: Callable[[], T]) -> T:
         return make()
     import torch.distributed as dist
 
-    results = [on_the_first(make)]
+    results = [run_on_rank0(make)]
     dist.broadcast_object_list(results)
     return results[0]  # type: ignore[return-value]
 
 
-def on_the_first(make: Callable[[], T]) -> T | None:
+def run_on_rank0(make: Callable[[], T]) -> T | None:
     """Call `make` on rank 0 while the others wait; return its result there, None on the others."""
     import torch.distributed as dist
 
     result, fault, waiting = None, [""], dist.new_group(backend="gloo", timeout=PATIENCE)
-    if is_first():
+    if is_main_process():
         try:
             result = make()
         except ValueError as error:
@@ -83,7 +83,7 @@ def is_launched_process() -> bool:
     return "torch" in sys.modules and any(name in os.environ for name in LAUNCHED)
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """Exit a distributed process without finalizing the interpreter, after joining threads and exit handlers.
 
     A gloo thread keeps tensors until after the process group is destroyed, as long as anything (a device mesh) refers

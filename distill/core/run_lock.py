@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import ClassVar
 
-from distill.core.faults import RunError
+from distill.core.errors import RunError
 from distill.core.files import make_folder, try_lock, unlock
 from distill.core.folders import RUN_LOCK
 

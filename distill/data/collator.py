@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from distill.core.labels import IGNORE_INDEX, shift_labels, within_documents
+from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Collator:
             for name, array in arrays.items():
                 array[number, text] = row[name]
             arrays["position_ids"][number, gap] = np.arange(padding)
-        batch["labels"] = within_documents(batch["labels"], batch["position_ids"])
+        batch["labels"] = mask_document_starts(batch["labels"], batch["position_ids"])
         if self.omit_plain_positions and self.padding_side == "right" and all(map(_is_one_document, rows)):
             del batch["position_ids"]
         batch["valid_rows"] = valid_rows(batch["labels"])

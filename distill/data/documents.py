@@ -20,7 +20,7 @@ except ImportError:  # no such limits on this system
 
 import numpy as np
 
-from distill.core.faults import RunError
+from distill.core.errors import RunError
 from distill.core.tokenizer_limits import MOST_BYTES, may_grow
 from distill.data.packing import Documents, Ragged
 from distill.data.rows import size_of

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distill.core.faults import first_line
+from distill.core.errors import first_line
 from distill.data.limits import limited
 from distill.data.sources import RowFault
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distill.core.faults import first_line
+from distill.core.errors import first_line
 from distill.core.files import suggest_path
 from distill.data.readers import READERS, kind_of_file, read_file
 from distill.data.rows import Row, RowFault, Rows, bounded

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from distill.core.faults import first_line
+from distill.core.errors import first_line
 from distill.data.limits import limited
 from distill.data.rows import MOST_BYTES, TOO_LONG, RowFault, Rows
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distill.core.faults import DISK, RunError
+from distill.core.errors import DISK, RunError
 
 logger = logging.getLogger(__name__)
 

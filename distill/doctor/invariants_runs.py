@@ -28,11 +28,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, PrinterCallback, TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 
-from distill.core.ranks import leave
+from distill.core.ranks import exit_process
+from distill.doctor.check_setup import CheckSetup
 from distill.doctor.invariants import CheckResult, difference, without_training_mode
 from distill.doctor.references import BY_NAME
 from distill.doctor.rollouts import StudentRollouts
-from distill.doctor.check_setup import CheckSetup
 from distill.models.read_weights import read_weights
 from distill.recipe.loss import Loss
 from distill.training.checkpoints import checkpoints
@@ -90,8 +90,8 @@ def resume_is_exact(subject: CheckSetup) -> CheckResult:
 def _deterministic(enabled: bool) -> Iterator[None]:
     """Use deterministic kernels in the block: on a GPU, not even the same run twice is bit-exact otherwise.
 
-    `train.deterministic` makes PyTorch refuse all other kernels, which needs a cuBLAS setting before the process's first
-    GEMM. Here PyTorch only warns of them, and attention uses the math back end, since the gradient of the
+    `train.deterministic` makes PyTorch refuse all other kernels, which needs a cuBLAS setting before the first GEMM of
+    the process. Here PyTorch only warns of them, and attention uses the math back end, since the gradient of the
     memory-efficient one would remain nondeterministic.
     """
     if not enabled:
@@ -288,7 +288,7 @@ def _main(folder: Path) -> None:
             save_file(weights, place / TWO)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-    leave(0)
+    exit_process(0)
 
 
 if __name__ == "__main__":

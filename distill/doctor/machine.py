@@ -31,7 +31,7 @@ from distill.core.units import GIB
 from distill.doctor.examine import Line
 from distill.doctor.invariants import CheckResult
 from distill.doctor.machine_process import JOBS
-from distill.models.cards import path_of
+from distill.models.gpu_specs import path_of
 
 CHILD = [sys.executable, "-m", "distill.doctor.machine_process"]
 LIMIT_S = 240.0  # seconds without output of the process: a compiler that does not end, a GPU that hangs

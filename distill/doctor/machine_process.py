@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from distill_kernels.launch import HAS_TRITON, device_facts, interpreted, runs_on_triton
 
-from distill.core.console import plain
+from distill.core.console import to_jsonable
 from distill.doctor.invariants import CheckResult
 from distill.doctor.machine_checks import CHECKS, FULL, SMALL, Check, Sizes, Tensor, wide
-from distill.models.cards import card_in
+from distill.models.gpu_specs import gpu_spec_of
 
 SLACK, FLOOR = 2.0, {torch.float32: 5e-6, torch.bfloat16: 5e-3}
 LEAST_COPY, LEAST_GEMM = 0.6, 0.4  # smallest fraction of the data sheet's rates
@@ -152,8 +152,8 @@ def copy_rate(device: torch.device) -> CheckResult:
     source = torch.zeros(min(1 << 30, most), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     rate = 2e-9 * source.numel() / _seconds(lambda: target.copy_(source), device)
-    card = card_in(device)
-    return _rated("copy", rate, "GB/s", None if card is None else card.bandwidth, LEAST_COPY)
+    gpu_spec = gpu_spec_of(device)
+    return _rated("copy", rate, "GB/s", None if gpu_spec is None else gpu_spec.bandwidth, LEAST_COPY)
 
 
 def gemm_rate(device: torch.device) -> CheckResult:
@@ -163,9 +163,9 @@ def gemm_rate(device: torch.device) -> CheckResult:
     dtype, size = (narrow, 8192) if gpu else (torch.float32, 1024)
     a = torch.randn(size, size, device=device, dtype=dtype)
     rate = 2e-12 * size**3 / _seconds(lambda: a @ a, device)
-    card = card_in(device)
+    gpu_spec = gpu_spec_of(device)
     name = f"GEMM, {str(dtype).removeprefix('torch.')}"
-    return _rated(name, rate, "TFLOP/s", card.bf16 if card is not None else None, LEAST_GEMM)
+    return _rated(name, rate, "TFLOP/s", gpu_spec.bf16 if gpu_spec is not None else None, LEAST_GEMM)
 
 
 def _rated(name: str, rate: float, unit: str, sheet: float | None, least: float) -> CheckResult:
@@ -201,7 +201,7 @@ def main(device_name: str, first: int) -> None:
             first_line = (str(error).strip().splitlines() or [""])[0]
             finding = CheckResult(name, False, f"{type(error).__name__}: {first_line:.300}")
         finding = finding._replace(seconds=time.perf_counter() - begun)
-        print(json.dumps({"number": number, "finding": plain(finding)}), flush=True)
+        print(json.dumps({"number": number, "finding": to_jsonable(finding)}), flush=True)
         if "CUDA error" in finding.detail or "HIP error" in finding.detail:
             sys.exit(3)
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from distill.doctor.remote_outputs import logits_of, place_of, teacher_at
 from distill.doctor.reference import Reads, Reference, Verdict
 from distill.doctor.reference_loss import Mixture
 from distill.doctor.reference_top_k import TopKReference
+from distill.doctor.remote_outputs import logits_of, place_of, teacher_at
 from distill.doctor.rows import Row, TwoPromptRows, bounds, first_learned
 from distill.teachers.base import Batch, Teacher
 from distill.teachers.context.data import ContextCollator
@@ -69,6 +69,7 @@ class ContextReference(Reference):
         return same, f"{detail}; responses have the same tokens in both inputs; {more} tokens before them are context"
 
     def description(self) -> Mapping[str, Any]:
+        """Return plain values that another process needs to rebuild the teacher."""
         return place_of(self.teacher.inner)
 
     @staticmethod
@@ -78,9 +79,10 @@ class ContextReference(Reference):
 
 
 class ContextTopKReference(TopKReference, ContextReference):
-    """Of K tokens of each distribution, over another reading of the rows."""
+    """Reference of K stored tokens over rows with another prompt."""
 
     def stored(self, rows: Sequence[Row], batch: Batch) -> Mapping[str, torch.Tensor]:
+        """Return the stored tokens at the positions of the teacher's input."""
         own = self.teacher.inner_batch(batch)
         return super().stored_by(self.teacher.inner, [ContextCollator.teacher_row(row) for row in rows], own)
 

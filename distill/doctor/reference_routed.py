@@ -10,9 +10,9 @@ from distill_kernels import LossTerm
 from torch import nn
 
 from distill.core.labels import IGNORE_INDEX
-from distill.doctor.remote_outputs import logits_of, place_of, teacher_at
 from distill.doctor.reference import MixtureReference, Reads, Reference, Verdict
 from distill.doctor.reference_loss import token_loss
+from distill.doctor.remote_outputs import logits_of, place_of, teacher_at
 from distill.doctor.rows import RoutedRows, Row, bounds
 from distill.recipe.loss import Loss
 from distill.teachers.base import Batch, Teacher

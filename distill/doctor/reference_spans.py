@@ -17,9 +17,9 @@ from distill_kernels import LossTerm
 from torch import nn
 
 from distill.data.collator import valid_rows
-from distill.doctor.remote_outputs import logits_of, place_of, teacher_at
 from distill.doctor.reference import INPUTS, Description, Reads, Reference, Verdict, worst_of
 from distill.doctor.reference_loss import divergence_from_kl
+from distill.doctor.remote_outputs import logits_of, place_of, teacher_at
 from distill.doctor.rows import OTHERS, Row, SpanRows
 from distill.recipe.loss import Loss
 from distill.teachers.base import Batch, Teacher
@@ -120,7 +120,9 @@ class SpansReference(Reference):
                 for reader, ids in zip((student, teacher), tokens, strict=True)
             )
             firsts = (tokens[0][0], tokens[1][0])
-            if firsts not in ends and not same_bytes(text, other_text, prepends_space(student), prepends_space(teacher)):
+            if firsts not in ends and not same_bytes(
+                text, other_text, prepends_space(student), prepends_space(teacher)
+            ):
                 return False, f"a span is {text!r} in the student's input and {other_text!r} in the teacher's"
             count += len(text)
         if any(a < stop or c < other_stop for (_, stop, _, other_stop), (a, _, c, _) in pairwise(spans)):

@@ -11,9 +11,9 @@ from distill_kernels import FusedTopKKLLoss, LossTerm
 from torch import nn
 
 from distill.core.labels import IGNORE_INDEX
-from distill.doctor.remote_outputs import OUTPUT_READERS
 from distill.doctor.reference import INPUTS, Reference, Verdict, worst_of
 from distill.doctor.reference_loss import shifted, top_k_loss
+from distill.doctor.remote_outputs import OUTPUT_READERS
 from distill.doctor.rows import Row
 from distill.recipe.loss import Loss
 from distill.teachers.base import Batch, Teacher
@@ -97,7 +97,7 @@ class TopKReference(Reference):
         off = torch.where(matches, stored["logprobs"].float() - stored["label_logprob"].float()[:, None], 0.0)
         worst = off.abs().max().item() if len(off) else 0.0
         if worst > STORED:
-            return False, f"the stored log-probabilities of the tokens that stand here are off by {worst:.1e}"
-        where = "cache" if any("cached_ids" in name for name in batch) else "answer"
+            return False, f"the stored log-probabilities of these tokens have an error of {worst:.1e}"
+        where = "cache" if any("cached_ids" in name for name in batch) else "server's output"
         count = int(matches.any(-1).sum())
         return True, f"{detail}; {len(expected)} positions found in the {where}, {count} of them with their own token"

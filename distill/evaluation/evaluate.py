@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from distill.core.eval_mode import eval_mode
-from distill.core.labels import count_learned
+from distill.core.labels import count_trained_tokens
 from distill.data.collator import Collator
 from distill.teachers.base import Collate, Teacher
 from distill.teachers.objective import DistillationObjective
@@ -168,7 +168,7 @@ def _sums(
         inputs = {name: tensor.to(device) for name, tensor in batch.items()}
         output = student(**objective.compare(inputs, num_items=1))
         counts = number < len(starts)
-        sums += torch.cat([output["statistics"].double(), count_learned(inputs).double()[None]]) * counts
+        sums += torch.cat([output["statistics"].double(), count_trained_tokens(inputs).double()[None]]) * counts
     if distributed:
         torch.distributed.all_reduce(sums)
     return sums

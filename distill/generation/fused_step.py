@@ -13,7 +13,7 @@ from distill_kernels.launch import LAUNCH_ERRORS
 from torch import nn
 from torch.nn import functional as F
 
-from distill.core.faults import first_line
+from distill.core.errors import first_line
 from distill.generation.sampling import Sampling
 from distill.generation.seats import Seats
 from distill.models.fused_decoder import FusedDecoder, epsilon, try_layers, why_not_fused

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from distill.core.errors import first_line
 from distill.core.eval_mode import eval_mode
-from distill.core.faults import first_line
 from distill.models.attention import soft_cap_kept
 from distill.models.head import bare, decoder_of
 from distill.models.ragged_cache import RaggedCache, attention_for_ragged_cache, read_prompts

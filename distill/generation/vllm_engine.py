@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from distill.core.errors import RunError
 from distill.core.eval_mode import eval_mode
-from distill.core.faults import RunError
 from distill.core.files import write_json
 from distill.generation.decode_loop import Engine, EngineSettings, Generated, Request
 from distill.generation.stopping import ended

@@ -22,7 +22,7 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from distill.core.files import write_json
-from distill.core.ranks import is_first
+from distill.core.ranks import is_main_process
 from distill.models import attention
 from distill.recipe import Recipe
 
@@ -56,7 +56,7 @@ class AttentionChoices:
             choice = None
             if self.recipe.train.deterministic:
                 choice = {"backend": "triton", "milliseconds": {}}
-            elif is_first():
+            elif is_main_process():
                 name, times = attention.choose_attention(
                     model, self.recipe.train.batch_size, self.recipe.data.max_length, backward=role == "student"
                 )

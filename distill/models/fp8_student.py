@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from distill.core.eval_mode import eval_mode
-from distill.models.cards import has_fp8
+from distill.models.gpu_specs import has_fp8
 from distill.models.head import bare
 from distill.models.patching import UNDO, replace_forward
 from distill.models.pruning import find_layers

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
-from distill.core.faults import first_line
+from distill.core.errors import first_line
 from distill.core.labels import IGNORE_INDEX, shift_labels
 from distill.models.head import Head, LogitTransform, find_head, probe_logits, read_head, why_not_fusable
 from distill.models.patching import replace_forward

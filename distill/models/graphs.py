@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from distill.core.faults import first_line
+from distill.core.errors import first_line
 from distill.models import output_rows
 
 SHAPES = 4  # of batches that a decoder is captured for; each holds its own graphs

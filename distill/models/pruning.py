@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from distill.core.faults import first_line
+from distill.core.errors import first_line
 from distill.models.head import bare, decoder_of
 from distill.models.read_weights import UnfitWeightsError, read_weights
 from distill.recipe import FromTeacher

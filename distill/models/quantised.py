@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distill.core.faults import first_line
+from distill.core.errors import first_line
 from distill.models.head import find_head, read_head
 from distill.models.source import ModelSource
 from distill.recipe import ModelSection

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from distill.core.ranks import is_first
+from distill.core.ranks import is_main_process
 from distill.models.head import bare, decoder_of, find_head
 from distill.models.pruning import find_layers
 
@@ -127,7 +127,7 @@ def whole_student(accelerator: Any, model: nn.Module) -> Any:
         The model; None on the other processes.
     """
     state = accelerator.get_state_dict(model)
-    return _rebuilt(model, state) if is_first() else None
+    return _rebuilt(model, state) if is_main_process() else None
 
 
 def _rebuilt(model: Any, state: dict[str, torch.Tensor]) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from distill.models.cards import runs_our_kernels
+from distill.models.gpu_specs import runs_our_kernels
 from distill.models.joined import join_siblings
 from distill.models.patching import UNDO, patch
 from distill.models.shared_input import GROUP

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distill.core.faults import first_line
+from distill.core.errors import first_line
 from distill.core.files import suggest_path
 from distill.models.guard import check_folder, check_gguf
 from distill.recipe import ModelSection

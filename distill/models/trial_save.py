@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from distill.core.faults import disk_code, first_line, show
+from distill.core.errors import disk_code, first_line, show
 from distill.models.head import bare
 
 SAMPLE = "One text, 2 numbers.\n"

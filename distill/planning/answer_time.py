@@ -16,8 +16,8 @@ from distill_kernels.decoding.plan import FASTER_ON
 from distill_kernels.decoding.product import MAX_ROWS
 
 from distill.data.report import DataReport
-from distill.models.cards import Card
 from distill.models.fused_decoder import why_not_plain
+from distill.models.gpu_specs import GpuSpec
 from distill.models.shape import Shape
 from distill.planning.devices import Device
 from distill.planning.situation import Situation
@@ -44,18 +44,20 @@ def answers_of(situation: Situation, device: Device, data: DataReport, rows: flo
     prompt = (data.tokens - data.trained_tokens) / documents
     new = int(max(min(section.max_new_tokens, length - prompt), 1))
     number = rows * documents / max(data.rows, 1) * section.fraction
-    if device.card is None or section.engine != "distill" or situation.precision.compute == torch.float32:
+    if device.gpu_spec is None or section.engine != "distill" or situation.precision.compute == torch.float32:
         return Answers(number, new, None)
     here = max(number / situation.world, 1.0)
     seats = min(here, section.batch_size) * (section.ahead + 1)
     fused = device.family in FASTER_ON and seats <= MAX_ROWS and recipe.student.compute != "fp8"
     fused = fused and why_not_plain(situation.student.model, situation.precision.compute) is None
-    token = token_seconds(student, device.card, seats, prompt + new / 2, situation.precision.student.itemsize, fused)
+    token = token_seconds(
+        student, device.gpu_spec, seats, prompt + new / 2, situation.precision.student.itemsize, fused
+    )
     return Answers(number, new, here / seats * new * token)
 
 
-def token_seconds(student: Shape, card: Card, seats: float, cached: float, itemsize: int, fused: bool) -> float:
+def token_seconds(student: Shape, gpu_spec: GpuSpec, seats: float, cached: float, itemsize: int, fused: bool) -> float:
     """Of one new token of `seats` sequences with `cached` tokens each, weights of `itemsize` bytes, 16-bit caches."""
     bytes_read = itemsize if fused or itemsize == 2 else itemsize + 4  # else a copy in 16 bits is written, and read
     read = (student.linear + student.head) * bytes_read + seats * cached * 4 * student.layers * student.key_value
-    return student.layers * (FUSED_LAYER if fused else OWN_LAYER) + read / (BANDWIDTH_SHARE * card.bandwidth * 1e9)
+    return student.layers * (FUSED_LAYER if fused else OWN_LAYER) + read / (BANDWIDTH_SHARE * gpu_spec.bandwidth * 1e9)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from distill.core.units import GIB
-from distill.models.cards import family_in
+from distill.models.gpu_specs import family_in
 from distill.models.sharding import ALONE, Sharing
 from distill.planning.situation import Situation
 from distill.recipe import FromTeacher, Recipe, Student

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from distill.core.faults import RecipeError, did_you_mean
+from distill.core.errors import RecipeError, did_you_mean
 from distill.core.units import GIB
-from distill.models.cards import CARDS, Card, card_in, family_in, find_card, path_of
+from distill.models.gpu_specs import GPU_SPECS, GpuSpec, family_in, find_gpu_spec, gpu_spec_of, path_of
 
 REACHED = 0.8
 
@@ -24,14 +24,14 @@ class Device(NamedTuple):
     Attributes:
         name: for people.
         memory_bytes: of one device (of the machine, for a CPU).
-        card: its rates; None where they are not known.
+        gpu_spec: its rates; None where they are not known.
         family: of its architecture; None for a CPU and for a GPU of which only the size is known.
         cuda: False for a CPU.
     """
 
     name: str
     memory_bytes: int
-    card: Card | None = None
+    gpu_spec: GpuSpec | None = None
     family: str | None = None
     cuda: bool = True
 
@@ -52,15 +52,15 @@ def find_device(name: str | None) -> Device:
     if name is None and torch.cuda.is_available():
         here = torch.device("cuda", 0)
         facts = torch.cuda.get_device_properties(here)
-        return Device(facts.name, facts.total_memory, card_in(here), family_in(here))
+        return Device(facts.name, facts.total_memory, gpu_spec_of(here), family_in(here))
     if name is None or name.lower() == "cpu":
         import psutil  # comes with accelerate
 
         return Device("this machine's CPU", psutil.virtual_memory().total, cuda=False)
-    if key := find_card(name):
-        return Device(key, int(CARDS[key].memory_gib * GIB), CARDS[key], CARDS[key].family)
+    if key := find_gpu_spec(name):
+        return Device(key, int(GPU_SPECS[key].memory_gib * GIB), GPU_SPECS[key], GPU_SPECS[key].family)
     digits = name.upper().removesuffix("GB").removesuffix("G").strip()
     if digits.replace(".", "", 1).isdigit() and 0 < float(digits) < 1000:
         return Device(f"a GPU of {digits} GB", int(float(digits) * 1e9))
-    hint = did_you_mean(name, map(str.lower, CARDS))
+    hint = did_you_mean(name, map(str.lower, GPU_SPECS))
     raise RecipeError([f"--gpu: expected a GPU's name, a size such as 24GB, or cpu; got {name!r}; {hint}"])

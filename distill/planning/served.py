@@ -71,7 +71,7 @@ def choose_served(situation: Situation, device: Device) -> Recipe:
     """
     recipe, world = situation.recipe, situation.world
     by_itself = recipe.parallel.teacher == "auto" and kind_of(recipe) == "model" and is_soft(recipe.loss)
-    if not (by_itself and world > 1 and device.card and device.card.flops):
+    if not (by_itself and world > 1 and device.gpu_spec and device.gpu_spec.flops):
         return recipe
     sharing = sharing_of(situation)
     works = sharing.fits and not situation.source.problems(
@@ -97,7 +97,7 @@ def share_out(recipe: Recipe, gpus: int, begun: Path | None) -> tuple[int, Recip
         if before.teacher == "served":
             parallel = before.model_copy(update={"strategy": recipe.parallel.strategy})
             recipe = recipe.model_copy(update={"parallel": parallel})
-    elif recipe.parallel.teacher == "auto" and (device := find_device(None)).card is not None:
+    elif recipe.parallel.teacher == "auto" and (device := find_device(None)).gpu_spec is not None:
         recipe = choose_served(Situation.here(recipe, torch.device("cuda", 0), gpus), device)
     return training_gpus(recipe, gpus), recipe
 

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from distill.core.units import GIB
-from distill.models.cards import family_in
+from distill.models.gpu_specs import family_in
 from distill.models.sharding import ALONE, Sharing, Strategy
 from distill.planning.memory import step_memory
 from distill.planning.situation import Situation

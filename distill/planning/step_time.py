@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from distill.models.cards import Card
+from distill.models.gpu_specs import GpuSpec
 from distill.models.work import NO_WORK, Work, work_of
 from distill.planning.devices import REACHED, Device
 from distill.planning.memory import step_memory
@@ -46,15 +46,15 @@ class StepTime(NamedTuple):
 
 def longer_in_bf16(device: Device, weights: float, tokens: float) -> float | None:
     """Seconds that a forward pass takes longer with so many weights in bf16 and not in fp8; None without rates."""
-    if device.card is None or not device.card.bf16 or device.card.fp8 is None:
+    if device.gpu_spec is None or not device.gpu_spec.bf16 or device.gpu_spec.fp8 is None:
         return None
-    return 2 * weights * tokens * (1 / device.card.bf16 - 1 / device.card.fp8) / (SUSTAINED * 1e12)
+    return 2 * weights * tokens * (1 / device.gpu_spec.bf16 - 1 / device.gpu_spec.fp8) / (SUSTAINED * 1e12)
 
 
 class Clock(NamedTuple):
     """What a device with these rates takes for the `tokens` of a step; both models are called `calls` times in it."""
 
-    card: Card
+    gpu_spec: GpuSpec
     peak: float
     tokens: StepTokens
     calls: int
@@ -62,11 +62,11 @@ class Clock(NamedTuple):
     @property
     def bandwidth(self) -> float:
         """Of its memory, bytes a second."""
-        return COPIED * self.card.bandwidth * 1e9
+        return COPIED * self.gpu_spec.bandwidth * 1e9
 
     def seconds(self, work: Work, in_fp8: bool = False) -> float:
         """Of a device that does all of it."""
-        tokens, body = self.tokens, self.card.fp8 * 1e12 if in_fp8 and self.card.fp8 is not None else self.peak
+        tokens, body = self.tokens, self.gpu_spec.fp8 * 1e12 if in_fp8 and self.gpu_spec.fp8 is not None else self.peak
         products = (work.token * tokens.tokens / body + work.trained * tokens.learned / self.peak) / SUSTAINED
         moved = work.token_bytes * tokens.tokens + work.trained_bytes * tokens.learned
         moved += (work.token + work.trained) * self.calls  # weights: a byte a FLOP of one token
@@ -88,9 +88,13 @@ def step_time(
     if student.work is None or teacher is None:
         return None
     flops = student.work.of(*tokens) + teacher.of(*read)
-    if (card := device.card) is None or (peak := card.flops) is None or situation.precision.compute == torch.float32:
+    if (
+        (gpu_spec := device.gpu_spec) is None
+        or (peak := gpu_spec.flops) is None
+        or situation.precision.compute == torch.float32
+    ):
         return StepTime(flops, None)
-    clock = Clock(card, peak, tokens, situation.world * situation.accumulation)
+    clock = Clock(gpu_spec, peak, tokens, situation.world * situation.accumulation)
     work = clock.seconds(student.work, recipe.student.compute == "fp8")
     work += clock.seconds(teacher._replace(token=0.0, pair=0.0, token_bytes=0.0))
     students = _student_seconds(situation, clock, work)
@@ -113,7 +117,7 @@ def _student_seconds(situation: Situation, clock: Clock, work: float) -> float:
     if sharded:  # its weights gathered forward and backward, its gradients summed in float32
         gathered = 2.0 * situation.precision.compute.itemsize * shape.parameters * situation.accumulation
         exchanged = gathered + 4 * shape.trained
-    link = REACHED * (clock.card.peers or clock.card.link) * 1e9
+    link = REACHED * (clock.gpu_spec.peers or clock.gpu_spec.link) * 1e9
     return work / world + optimizer + exchanged * (1 - 1 / world) / link
 
 
@@ -125,6 +129,6 @@ def _teacher_seconds(situation: Situation, clock: Clock, teacher: Work) -> float
     if apart := situation.recipe.parallel.teacher_gpus:
         ranks, (in_shards, _, _, footprint) = apart, teacher_side(situation)
     calls = clock.calls * is_soft(situation.recipe.loss) / ranks
-    bus, link = (REACHED * rate * 1e9 for rate in (clock.card.link, clock.card.peers or clock.card.link))
+    bus, link = (REACHED * rate * 1e9 for rate in (clock.gpu_spec.link, clock.gpu_spec.peers or clock.gpu_spec.link))
     layers = max(work / ranks, footprint.moved * calls / bus)
     return layers + footprint.weights * in_shards * (1 - 1 / ranks) * calls / link

@@ -4,7 +4,7 @@ A section of the file is a module here: `models` (teacher, student), `data`, `lo
 together, reads and writes. No module of this package imports torch.
 """
 
-from distill.core.faults import RecipeError
+from distill.core.errors import RecipeError
 from distill.recipe.data import Data, OnPolicy, Part, Validation
 from distill.recipe.loss import Loss
 from distill.recipe.models import FromTeacher, Lora, ModelSection, Student, Teacher, WeightedTeacher

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
-from distill.core.faults import Alias, Names
+from distill.core.errors import Alias, Names
 from distill.recipe.train import OWNED_ARGUMENTS
 
 TOOLS = ("TRL", "torchtune", "axolotl")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from distill.core.faults import Section
+from distill.core.errors import Section
 from distill.recipe.fields import Count, NotNegative, Text, Usual
 
 FormatName = Literal["auto", "text", "prompt_completion", "chat"]

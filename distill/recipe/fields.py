@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import AfterValidator, Field
 from pydantic.fields import FieldInfo
 
-from distill.core.faults import refuse
+from distill.core.errors import refuse
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Count = Annotated[int, Field(ge=1, le=2**53)]

@@ -20,7 +20,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
-from distill.core.faults import Section
+from distill.core.errors import Section
 from distill.recipe.fields import NotNegative, Text, Usual
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
-from distill.core.faults import Section, refuse
+from distill.core.errors import Section, refuse
 from distill.recipe.fields import Count, NotNegative, Text, Usual, no_code, text_or_list
 
 Weights = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]

@@ -21,7 +21,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from distill.core.faults import RecipeError, Section, explain
+from distill.core.errors import RecipeError, Section, explain
 from distill.recipe.aliases import NAMES
 from distill.recipe.compatibility import conflicts
 from distill.recipe.data import Data, Part

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import NamedTuple
 
-from distill.core.faults import RecipeError, did_you_mean
+from distill.core.errors import RecipeError, did_you_mean
 
 SCHEMA_FILE = "recipe.schema.json"
 MODELINE = "# yaml-language-server: $schema="  # by which editors find the schema of a file

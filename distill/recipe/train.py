@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
-from distill.core.faults import Section
+from distill.core.errors import Section
 from distill.recipe.fields import Count, DType, Every, NotNegative, Text, Usual, no_reports, steps_or_ratio
 
 # TrainingArguments that a field of the recipe owns

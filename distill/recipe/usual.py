@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from distill.core.faults import Section
+from distill.core.errors import Section
 from distill.recipe.fields import Usual
 from distill.recipe.schema import Recipe
 

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import yaml
 
-from distill.core.faults import RecipeError, show
+from distill.core.errors import RecipeError, show
 
 MAX_CHARACTERS = 1 << 20
 MAX_DEPTH = 32

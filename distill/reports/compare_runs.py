@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distill.core.faults import show
+from distill.core.errors import show
 from distill.recipe import parse
 from distill.recipe.same_step import settings_of_steps
 from distill.reports.curves import points

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distill.core.faults import RecipeError, first_line
+from distill.core.errors import RecipeError, first_line
 from distill.core.files import replacing_folder, write_text
 from distill.core.folders import RECIPE_FILE, check_folder
 from distill.evaluation.targets import CONFIGS, load_merged, target_in

@@ -7,7 +7,7 @@ from itertools import islice
 
 import torch
 
-from distill.core.labels import IGNORE_INDEX, shift_labels, within_documents
+from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
 from distill.generation.documents import documents_of
 from distill.recipe import Data, Recipe
 from distill.teachers.base import Batch, Collate
@@ -44,7 +44,7 @@ def teacher_agreement_line(objective: DistillationObjective, batch: Batch) -> li
     answers = teacher.models and teacher.judges_new_rows and not teacher.ahead
     if not (answers and teacher.format.needs_targets(objective.loss)):
         return []
-    labels = shift_labels(within_documents(batch["labels"], batch.get("position_ids"))).flatten()
+    labels = shift_labels(mask_document_starts(batch["labels"], batch.get("position_ids"))).flatten()
     rows = (labels != IGNORE_INDEX).nonzero()[:, 0]
     shares = {}
     for route, (own, tokens) in teacher.format.likeliest(objective.targets(batch), rows, TOKENS).items():

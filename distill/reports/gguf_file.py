@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from distill.core.faults import RecipeError
+from distill.core.errors import RecipeError
 from distill.core.files import replacing
 from distill.models.head import attention_sizes
 from distill.models.read_weights import read_weights

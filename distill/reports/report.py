@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.core.console import visible
-from distill.core.faults import RecipeError
+from distill.core.errors import RecipeError
 from distill.core.files import write_text
 from distill.core.folders import RECIPE_FILE, RESULT_FILE, RUNS
 from distill.evaluation.evaluate import perplexity

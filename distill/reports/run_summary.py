@@ -99,9 +99,9 @@ def result_table(before: HeldOut, after: HeldOut, measure: Measure = KL) -> tupl
 def show_samples(prompts: Sequence[str], answers: Mapping[str, Sequence[str]]) -> None:
     """Print each prompt with the response of every model."""
     for number, prompt in enumerate(prompts):
-        console.say(f"\nprompt: {prompt}")
+        console.print_lines(f"\nprompt: {prompt}")
         for name, texts in answers.items():
-            console.say(f"  {TITLES.get(name, name) + ':':<16}{' '.join(texts[number].split()) or '(nothing)'}")
+            console.print_lines(f"  {TITLES.get(name, name) + ':':<16}{' '.join(texts[number].split()) or '(nothing)'}")
 
 
 def _ranges(numbers: Sequence[int]) -> str:

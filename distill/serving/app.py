@@ -30,7 +30,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from distill.core.faults import TeacherGone
+from distill.core.errors import TeacherUnavailableError
 from distill.serving.engine import Answer, Engine, Job, Options
 from distill.serving.room import Room
 from distill.serving.worker import Full, Worker
@@ -313,7 +313,7 @@ class Service:
         """The worker's answer; a client that leaves before it is begun takes its place in the queue along."""
         try:
             future = self.worker.submit(job)
-        except (Full, TeacherGone) as busy:
+        except (Full, TeacherUnavailableError) as busy:
             raise _later(busy) from None
         made: asyncio.Future[Any] = asyncio.wrap_future(future)
         # after the body the next message is that the client has left
@@ -326,7 +326,7 @@ class Service:
             if left in done:
                 raise ClientDisconnect
             raise self._late()
-        except (Full, TeacherGone) as busy:
+        except (Full, TeacherUnavailableError) as busy:
             raise _later(busy) from None
         except torch.OutOfMemoryError:
             raise Refused(500, "the teacher is out of memory: start it with fewer --max-tokens") from None
@@ -345,7 +345,7 @@ def _target(request: Request) -> str:
     return request.scope["path"] + (f"?{query}" if query else "")
 
 
-def _later(error: Full | TeacherGone) -> Refused:
+def _later(error: Full | TeacherUnavailableError) -> Refused:
     return Refused(503, str(error), **{"retry-after": str(math.ceil(getattr(error, "seconds", 30.0)))})
 
 

@@ -18,9 +18,9 @@ from starlette.applications import Starlette
 
 from distill.core import console
 from distill.core.launch import processes_to_start, visible_gpus
-from distill.core.ranks import is_first, world_size
+from distill.core.ranks import is_main_process, world_size
 from distill.models.attention_choice import AttentionChoices
-from distill.models.cards import family_in
+from distill.models.gpu_specs import family_in
 from distill.models.sharding import Sharing
 from distill.recipe import Recipe, parse
 from distill.recipe.compatibility import require_command
@@ -90,13 +90,13 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Engin
     device = context.device
     for problem in source.problems(cuda=device.type == "cuda", sharded=sharded, family=family_in(device)):
         raise ValueError(problem)
-    with console.working("loading the teacher") if is_first() else contextlib.nullcontext():
+    with console.spinner("loading the teacher") if is_main_process() else contextlib.nullcontext():
         teacher = source.open(context, vocabulary)
     assert isinstance(teacher, LoadedTeacher)
     if context.device.type == "cuda" and not sharded:  # else it was patched while it was cut
         attention = AttentionChoices(recipe).of(teacher.model, "teacher")
         report = patch_model(teacher.model, "teacher", attention, compiles=False)
-        console.say(f"{'kernels':<12}teacher: {report}")
+        console.print_lines(f"{'kernels':<12}teacher: {report}")
     teacher.quantise()
     template: Any = text_hashes(recipe, vocabulary.tokenizer)["template"]
     given = teacher, recipe.teacher, vocabulary.tokenizer, template, most_tokens

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import uvicorn
 from accelerate import PartialState
 
-from distill.core.faults import RunError, TeacherGone
+from distill.core.errors import RunError, TeacherUnavailableError
 from distill.core.ranks import world_size
 from distill.models.precision import resolve_device
 from distill.recipe import Recipe
@@ -66,10 +66,10 @@ class ShardedEngine(Engine):
         """As `Engine.answer`; what `Worker` lets through together is one step.
 
         Raises:
-            TeacherGone: another process is gone, or something failed here while others wait for this one.
+            TeacherUnavailableError: another process is gone, or something failed here while others wait for this one.
         """
         if self.fault:
-            raise TeacherGone(self.fault)
+            raise TeacherUnavailableError(self.fault)
         shares = Shares(self.forwards, self.budget)
         placed = [shares.add(job) for job in jobs if len(job.query.rows)]
         assert all(placed)
@@ -85,7 +85,7 @@ class ShardedEngine(Engine):
         except Exception as error:  # the others are at another step than this one
             gone = self.peers.fault_soon()
             self.fault = gone or f"rank 0: {type(error).__name__}: {error!s:.200}".splitlines()[0]
-            raise TeacherGone(self.fault) from error
+            raise TeacherUnavailableError(self.fault) from error
 
     def _share_out(self, shares: Sequence[Sequence[Job]]) -> None:
         number, body = next(self._steps), b""
@@ -136,7 +136,7 @@ class ShardedEngine(Engine):
                     self.fault = self.fault or self.peers.fault()
                 except ValueError as error:  # that it ended by
                     self.fault = str(error)
-            lose(TeacherGone(self.fault))
+            lose(TeacherUnavailableError(self.fault))
             time.sleep(REFUSES_S)
             end()
 

@@ -20,7 +20,7 @@ import torch
 from distill_kernels import TeacherHead
 from torch import nn
 
-from distill.core.ranks import is_first
+from distill.core.ranks import is_main_process
 from distill.data.load import Splits
 from distill.generation.answers import generate
 from distill.models.fingerprint import model_identity
@@ -207,7 +207,7 @@ class MixtureTeacher(SeveralTeachers):
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
         """None where one of them is not loaded."""
         first = self.members[0]
-        if len(self.models) < len(self.members) or not isinstance(first, LoadedTeacher) or not is_first():
+        if len(self.models) < len(self.members) or not isinstance(first, LoadedTeacher) or not is_main_process():
             return None
         group = MixtureModel(list(self.models.values()), self.weights)
         return first.tokenizer and generate(group, first.tokenizer, prompts, settings.max_new_tokens)

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from distill.core import console
-from distill.core.ranks import is_first
+from distill.core.ranks import is_main_process
 from distill.generation.answers import generate
-from distill.models.cards import has_fp8, runs_our_kernels
 from distill.models.fingerprint import model_identity
 from distill.models.fp8_teacher import find_skipped, is_quantised, load_a_layer_at_a_time, quantise
+from distill.models.gpu_specs import has_fp8, runs_our_kernels
 from distill.models.head import align_head, last_hidden, probe_logits
 from distill.models.load import load_student, load_teacher
 from distill.models.meta import MetaModel, meta_config, meta_model, meta_student
@@ -106,7 +106,7 @@ class LoadedTeacher(Teacher):
         return [] if is_quantised(self.model) else fp8_offers(self.model, self.hidden, batch, timed)
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
-        if self.tokenizer is None or not (is_first() or self.is_collective):
+        if self.tokenizer is None or not (is_main_process() or self.is_collective):
             return None
         return generate(self.model, self.tokenizer, prompts, settings.max_new_tokens)
 
@@ -249,8 +249,8 @@ class ModelSource(TeacherSource):
                 self.section, device=device, dtype=dtype,
                 attention=(lambda model: context.attention.of(model, "teacher")) if runs_our_kernels(device) else None,
             )  # fmt: skip
-            if report is not None and is_first():
-                console.say(f"{'kernels':<12}teacher: {report}")
+            if report is not None and is_main_process():
+                console.print_lines(f"{'kernels':<12}teacher: {report}")
             return model
         if self.section.dtype == "fp8" and device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory

@@ -24,7 +24,7 @@ import torch
 from distill_kernels import LossTerm
 from torch import nn
 
-from distill.core.labels import IGNORE_INDEX, shift_labels, within_documents
+from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
 from distill.models.head import HeadWeights, bare, call_head, decoder_of, find_head, probe_logits
 from distill.models.output_rows import output_rows
 from distill.teachers.base import Batch, Collate, HeadCall, LossInputs, LossResult, Pairing, Targets, Teacher
@@ -145,7 +145,7 @@ class DistillationObjective:
         """
         if "labels" not in inputs or "input_ids" not in inputs:
             raise ValueError(f"batch: expected input_ids and labels, got {sorted(inputs)}")
-        inputs = {**inputs, "labels": within_documents(inputs["labels"], inputs.get("position_ids"))}
+        inputs = {**inputs, "labels": mask_document_starts(inputs["labels"], inputs.get("position_ids"))}
         drawn = inputs.pop("drawn_log_p", None)
         drawn = drawn if drawn is None else nn.functional.pad(drawn, (0, 1), value=torch.nan)[:, 1:]
         advantages = inputs.pop("advantages", None)

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from distill.core import console
-from distill.core.ranks import is_first
+from distill.core.ranks import is_main_process
 from distill.models.adapters import add_lora
 from distill.models.attention import stop_fused_attention, use_fused_attention
 from distill.models.attention_choice import AttentionChoices
-from distill.models.cards import family_in, path_of, runs_our_kernels
 from distill.models.fp8_student import fp8_problem
+from distill.models.gpu_specs import family_in, path_of, runs_our_kernels
 from distill.models.head import bare, decoder_of, find_head
 from distill.models.load import load_student
 from distill.models.packed import packing_problem
@@ -171,8 +171,10 @@ def patch_model(model: nn.Module, role: Role, attention: str | None, *, compiles
 def patch_models(pair: Pair, choices: AttentionChoices) -> None:
     """Put our kernels into all models (a sharded teacher has them already), where they run on the GPU there is."""
     if not runs_our_kernels(device := next(pair.student.parameters()).device):
-        if is_first():
-            console.say(f"{'kernels':<12}{torch.cuda.get_device_name(device)}: {path_of(family_in(device) or '')}")
+        if is_main_process():
+            console.print_lines(
+                f"{'kernels':<12}{torch.cuda.get_device_name(device)}: {path_of(family_in(device) or '')}"
+            )
         return
     for number, (field, model) in enumerate(pair.models()):
         if is_sharded(model):
@@ -180,8 +182,8 @@ def patch_models(pair: Pair, choices: AttentionChoices) -> None:
         role: Role = "student" if field == "student" else "teacher"
         attention = choices.of(model, role, 0 if role == "student" else number)
         report = patch_model(model, role, attention, compiles=choices.recipe.train.compile)
-        if is_first():
-            console.say(f"{'kernels':<12}{role}: {report}")
+        if is_main_process():
+            console.print_lines(f"{'kernels':<12}{role}: {report}")
 
 
 def prepare_models(pair: Pair, *, joins: bool, compiles: bool) -> None:
@@ -198,6 +200,6 @@ def prepare_models(pair: Pair, *, joins: bool, compiles: bool) -> None:
     for field, model in pair.models():
         role = field if field == "student" else "teacher"
         counts[role] = counts.get(role, 0) + compile_layers(model)
-    if is_first():
+    if is_main_process():
         layers = ", ".join(f"{count} layers of the {role}" for role, count in counts.items())
-        console.say(f"{'compile':<12}{layers}, when they are first called")
+        console.print_lines(f"{'compile':<12}{layers}, when they are first called")

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from distill.core.ranks import on_the_first
+from distill.core.ranks import run_on_rank0
 from distill.models.attention import keep_soft_cap
 from distill.models.document_rope import rope_by_document
 from distill.models.load import TEACHER_SEED, load_config, load_teacher, model_options, without_memory
@@ -80,7 +80,7 @@ def load_sharded_teacher(
         with torch.random.fork_rng(devices):
             _draw(model, TEACHER_SEED)
     else:
-        source = on_the_first(lambda: load_teacher(section, device="cpu", dtype=dtype))
+        source = run_on_rank0(lambda: load_teacher(section, device="cpu", dtype=dtype))
         _fill(model, source, device)
     return model, report
 

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from distill.core.faults import RunError
+from distill.core.errors import RunError
 from distill.models.head import bare
 from distill.models.read_weights import read_weights
 

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerState
 
 from distill.core import console
-from distill.core.ranks import is_first
+from distill.core.ranks import is_main_process
 from distill.models import output_rows
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import decoder_of
@@ -51,7 +51,7 @@ class CudaGraphCallback(TrainerCallback):
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.always, self.mean = always, mean
-        self.say = say or (lambda text: console.say(f"{'graphs':<12}{text}") if is_first() else None)
+        self.say = say or (lambda text: console.print_lines(f"{'graphs':<12}{text}") if is_main_process() else None)
         for _, model in models if always else ():  # eager steps must have the same bits as replayed ones
             decoder_of(model).__dict__.pop(output_rows.MARK, None)
         self.models = [pair for pair in models if output_rows.MARK not in decoder_of(pair[1]).__dict__]

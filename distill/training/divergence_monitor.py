@@ -19,8 +19,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerState
 
-from distill.core.faults import RunError
-from distill.core.ranks import is_first
+from distill.core.errors import RunError
+from distill.core.ranks import is_main_process
 from distill.recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class DivergenceMonitor(TrainerCallback):
                     f"stopped at step {state.global_step}: training has diverged: {what}; {ADVICE}, and continue from "
                     "an earlier checkpoint with --resume, or start again (train.on_divergence: warn continues)"
                 )
-            if self.since is None and is_first():
+            if self.since is None and is_main_process():
                 log.warning(
                     "step %d: training diverges: %s; %s (train.on_divergence: stop ends such a run)",
                     state.global_step, what, ADVICE,

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from distill.core.faults import DISK, RunError, disk_code
+from distill.core.errors import DISK, RunError, disk_code
 from distill.core.files import existing, mount_of
 from distill.core.folders import RECIPE_FILE
 from distill.core.ranks import world_size
 from distill.core.units import GIB
 from distill.data.token_cache import cache_root
-from distill.models.cards import family_in
+from distill.models.gpu_specs import family_in
 from distill.models.precision import resolve_device
 from distill.recipe import Recipe
 from distill.recipe.same_step import why_batch_size_stays

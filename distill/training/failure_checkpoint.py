@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from distill.core.faults import RunError, disk_code, first_line
+from distill.core.errors import RunError, disk_code, first_line
 from distill.training.checkpoints import CHECKPOINT, checkpoints
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from torch import nn
 
 from distill.core.environment import environment
-from distill.core.faults import RecipeError, differences, show
+from distill.core.errors import RecipeError, differences, show
 from distill.data.chat import load_template
 from distill.models.attention import BACKENDS
 from distill.models.fingerprint import model_identity

@@ -29,9 +29,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from distill.core.labels import count_learned
+from distill.core.labels import count_trained_tokens
 from distill.core.units import GIB
-from distill.models.cards import peak_flops
+from distill.models.gpu_specs import peak_flops
 from distill.models.work import Work
 from distill.teachers.losses import PER_ROUTE, STATISTICS
 from distill.training.phases import PAUSED, Phases
@@ -107,7 +107,7 @@ class Meter:
             statistics[divergences] *= self.divergence[1] / weight
         self._sums += statistics.detach()
         rows = inputs.get("valid_rows")
-        trained = count_learned(inputs) if rows is None else rows.numel()
+        trained = count_trained_tokens(inputs) if rows is None else rows.numel()
         tokens, pairs = _size_of(inputs)
         self._counts[0] += trained
         self._counts[1] += 0 if weight == 0 else trained

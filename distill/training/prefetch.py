@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from distill.core.faults import TeacherGone
+from distill.core.errors import TeacherUnavailableError
 from distill.core.ranks import world_size
 from distill.teachers.objective import DistillationObjective
 from distill.training.checkpoints import CHECKPOINT
@@ -63,7 +63,7 @@ class TeacherPrefetcher:
         """Wait for the teacher outputs of a step's micro-batches; on-policy rollouts are submitted only now.
 
         Raises:
-            TeacherGone: On all ranks, where the outputs of one are missing.
+            TeacherUnavailableError: On all ranks, where the outputs of one are missing.
         """
         if not self.prefetch_enabled:
             return
@@ -74,14 +74,14 @@ class TeacherPrefetcher:
         if world_size() > 1:  # a single process need not wait for the GPU here
             anywhere = bool(self.reduce(torch.tensor(float(anywhere), device=self.device)) > 0)
         if anywhere:
-            raise TeacherGone(fault or "the teacher server does not respond to another rank", agreed=True)
+            raise TeacherUnavailableError(fault or "the teacher server does not respond to another rank", agreed=True)
 
 
-def with_final_checkpoint(error: TeacherGone, trainer: Trainer) -> TeacherGone:
+def with_final_checkpoint(error: TeacherUnavailableError, trainer: Trainer) -> TeacherUnavailableError:
     """Return the error that ends a run, after writing a checkpoint of its last complete step where possible."""
     step, folder = trainer.state.global_step, Path(trainer.args.output_dir or ".")
     if not step or not (error.agreed or trainer.accelerator.num_processes == 1):
         return error
     if not (folder / f"{CHECKPOINT}{step}").is_dir():
         trainer._save_checkpoint(trainer.model_wrapped, None)
-    return TeacherGone(f"{error}; continue from step {step} with --resume")
+    return TeacherUnavailableError(f"{error}; continue from step {step} with --resume")

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import TrainingArguments
 
-from distill.core.faults import differences, show
+from distill.core.errors import differences, show
 from distill.core.folders import RECIPE_FILE
 from distill.models.head import bare
 from distill.recipe import Recipe, dump, load

@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerState
 from distill.core.files import replacing
 from distill.core.labels import IGNORE_INDEX
 from distill.core.manifest import add_to_manifest
-from distill.core.ranks import is_first
+from distill.core.ranks import is_main_process
 from distill.generation.documents import documents_of
 from distill.recipe.data import OnPolicy
 from distill.teachers.base import LossResult
@@ -102,7 +102,7 @@ class StoredRollouts(TrainerCallback):
         if not self.is_open:
             return
         rows, self._rows, self.is_open = gather_object(self._rows), [], False
-        if is_first():
+        if is_main_process():
             write(self.folder, state.global_step, rows)
             add_to_manifest(self.folder.parent, f"{FOLDER}/{name_of(state.global_step)}")
 

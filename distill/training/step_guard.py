@@ -29,8 +29,8 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from distill.core import console
-from distill.core.faults import RunError
-from distill.core.ranks import is_first
+from distill.core.errors import RunError
+from distill.core.ranks import is_main_process
 from distill.models.joined import joins_on
 from distill.teachers.base import Batch
 from distill.training.module_cache import cache_modules, cached_parameters
@@ -189,8 +189,8 @@ class StepGuard:
                 return (at_once if callable(at_once) else signal.default_int_handler)(number, frame)
             self.interrupted = True
             self._stop_requested.set()
-            if is_first():
-                console.complain("finishing this step and writing a checkpoint; press Ctrl-C again to stop at once")
+            if is_main_process():
+                console.print_error("finishing this step and writing a checkpoint; press Ctrl-C again to stop at once")
 
         terminals = [stream for stream in (1, 2) if os.isatty(stream)]
 

@@ -23,9 +23,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
-from distill.core.faults import TeacherGone
+from distill.core.errors import TeacherUnavailableError
 from distill.core.files import sync
-from distill.core.labels import count_learned
+from distill.core.labels import count_trained_tokens
 from distill.core.manifest import write_manifest
 from distill.data.collator import Collator, PlainRows, padding_token
 from distill.data.mixing import MixedRows
@@ -236,7 +236,7 @@ class DistillationTrainer(Trainer):
         """Return the trained tokens of all micro-batches and ranks, int64 on the device; at least 1."""
         if not batch_samples:
             return None
-        count = torch.as_tensor(sum(map(count_learned, batch_samples)), dtype=torch.int64).to(device)
+        count = torch.as_tensor(sum(map(count_trained_tokens, batch_samples)), dtype=torch.int64).to(device)
         return self.accelerator.reduce(count, "sum").clamp_min(1)
 
     def _teacher_fault(self, batches: list[Batch]) -> str | None:
@@ -277,7 +277,7 @@ class DistillationTrainer(Trainer):
         with self.step_guard.stop_on_signals(), watch_ranks(Path(self.args.output_dir or "."), lambda: self._begun):
             try:
                 result = super().train(*args, **kwargs)
-            except TeacherGone as gone:
+            except TeacherUnavailableError as gone:
                 raise with_final_checkpoint(gone, self) from None
             finally:
                 clear_module_cache(self.model)
@@ -350,7 +350,7 @@ class DistillationTrainer(Trainer):
             for batch in self.objective.ahead(batches):
                 inputs = self._prepare_inputs(batch)
                 output = model(**objective.compare(inputs, num_items=1))
-                more = torch.stack([output["loss"].double(), count_learned(inputs).double()])
+                more = torch.stack([output["loss"].double(), count_trained_tokens(inputs).double()])
                 sums += torch.cat([output["statistics"].double(), more])
         model.train(training)
         *statistics, loss, trained = self.accelerator.reduce(sums, "sum").tolist()

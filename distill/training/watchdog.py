@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from distill.core import console
-from distill.core.ranks import of_the_first, world_size
+from distill.core.ranks import broadcast_from_rank0, world_size
 from distill.training.checkpoints import checkpoints
 
 FOLDER = ".ranks"
@@ -45,7 +45,7 @@ def watch_ranks(folder: Path, progress: Callable[[], int]) -> Iterator[None]:
         yield
         return
     ends = threading.Event()
-    launch = of_the_first(lambda: secrets.token_hex(8))
+    launch = broadcast_from_rank0(lambda: secrets.token_hex(8))
     thread = threading.Thread(target=_watch, args=(folder, launch, progress, ends), daemon=True, name="watchdog")
     thread.start()
     try:
@@ -73,7 +73,7 @@ def _watch(folder: Path, launch: str, progress: Callable[[], int], ends: threadi
         last = checkpoints(folder)[-1:]
         with contextlib.suppress(OSError):
             after = f"continue from {last[0]} with --resume" if last else "there is no checkpoint"
-            console.complain(f"{fault}; the run ends; {after}")
+            console.print_error(f"{fault}; the run ends; {after}")
             sys.stdout.flush()
         os._exit(1)  # the main thread waits for that rank
 

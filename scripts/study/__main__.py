@@ -175,7 +175,7 @@ def teacher_setups(args: argparse.Namespace) -> list[Any]:
 
 def train(args: argparse.Namespace, plan: Plan) -> None:
     """Run what has no row yet."""
-    from distill.core.faults import RunError
+    from distill.core.errors import RunError
     from scripts.bench.harness import environment
     from scripts.study.runs import finished
 

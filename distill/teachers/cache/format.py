@@ -42,10 +42,10 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from distill.core.faults import show
+from distill.core.errors import show
 from distill.core.files import replacing, write_json
 from distill.core.labels import IGNORE_INDEX
-from distill.core.manifest import SUM, is_signed, signed
+from distill.core.manifest import SUM, has_valid_checksum, with_checksum
 from distill.recipe import Teacher
 
 log = logging.getLogger(__name__)
@@ -173,14 +173,14 @@ def read_json(path: Path) -> Plan | None:
         raise ValueError(f"{path}: is damaged: {str(error).splitlines()[0]:.120}; {cure}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: is damaged: expected a section of JSON, got {show(value)}; {cure}")
-    if not is_signed(value):
+    if not has_valid_checksum(value):
         raise ValueError(f"{path}: is damaged: it is not as it was written; {cure}")
     return {name: entry for name, entry in value.items() if name != SUM}
 
 
 def write_signed(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON file that holds its own checksum, which `read_json` checks."""
-    write_json(path, signed(value))
+    write_json(path, with_checksum(value))
 
 
 def shard_path(folder: Path, number: int) -> Path:

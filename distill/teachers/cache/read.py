@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from distill.core.labels import within_documents
-from distill.core.manifest import fault_of_files
+from distill.core.labels import mask_document_starts
+from distill.core.manifest import damage_of_files
 from distill.data.collator import valid_rows
 from distill.recipe import Generate, Recipe
 from distill.teachers.cache.format import (
@@ -206,7 +206,7 @@ class TeacherCache(Shards):
         if sums is None:
             log.warning("%s was cached without checksums: what it holds is not checked", self.path)
         head = {name: entry for name, entry in self.manifest.get("files", {}).items() if name == HEAD}
-        if fault := fault_of_files(self.path, head):
+        if fault := damage_of_files(self.path, head):
             raise ValueError(f"teacher.path: {self.path}/{fault}; {self.cure}")
         self.shards = [map_tensors(shard_path(self.path, number), self.cure) for number in range(len(sizes))]
         self._index()
@@ -267,7 +267,7 @@ class CachedRows:
         """Collate rows and look their documents up."""
         batch = self.collate(rows)
         if "valid_rows" not in batch:
-            batch["valid_rows"] = valid_rows(within_documents(batch["labels"], batch.get("position_ids")))
+            batch["valid_rows"] = valid_rows(mask_document_starts(batch["labels"], batch.get("position_ids")))
         return {**batch, **self.cache.look_up(rows)}
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from distill.core.faults import differences
+from distill.core.errors import differences
 from distill.core.files import make_folder
-from distill.core.ranks import of_the_first
+from distill.core.ranks import broadcast_from_rank0
 from distill.core.units import GIB
 from distill.data.load import Splits, load_data
 from distill.models.meta import meta_config, meta_student
@@ -186,7 +186,7 @@ class KeepSource(WrappingSource):
             ValueError: the folder holds something else, or outputs of another teacher, with the first difference.
         """
         self._dtype = context.precision.teacher
-        if self.folder is not None and of_the_first(lambda: self._is_complete(vocabulary)):
+        if self.folder is not None and broadcast_from_rank0(lambda: self._is_complete(vocabulary)):
             cache = TeacherCache(self.folder)
             return StoredTeacher(cache, context.device, lambda: self.inner.open(context, vocabulary))
         inner = self.inner.open(context, vocabulary)
@@ -211,7 +211,7 @@ class KeepSource(WrappingSource):
         plan = plan_of(origin, content, maker)
         plan["weights"] = None if inner.is_collective else inner.fingerprint().get("weights")
         if self.folder is not None:
-            stored: Plan = of_the_first(lambda: self._begin(plan, inner, context, tokenizer))
+            stored: Plan = broadcast_from_rank0(lambda: self._begin(plan, inner, context, tokenizer))
             plan = dict(stored)
         return KeptTeacher(inner, Store(plan, self.folder, self.required), context.device, head)
 

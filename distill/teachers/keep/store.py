@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from distill.core.files import try_lock
-from distill.core.ranks import is_first
+from distill.core.ranks import is_main_process
 from distill.models.host_copy import HostCopy
 from distill.teachers.cache.format import (
     DOCUMENTS,
@@ -210,7 +210,7 @@ class Store(Shards):
             self._write()
             self._land()
         _wait()
-        if is_first() and self.writes:
+        if is_main_process() and self.writes:
             self._map(self._listed())
             if any(self.find(key) is None for key in self.missing):
                 parts = [name for name in self._names if name.startswith(PART)]

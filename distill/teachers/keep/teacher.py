@@ -20,8 +20,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from distill.core.labels import shift_labels, within_documents
-from distill.core.ranks import is_first
+from distill.core.labels import mask_document_starts, shift_labels
+from distill.core.ranks import is_main_process
 from distill.data.collator import valid_rows
 from distill.models.host_copy import for_transfer, to_device
 from distill.models.work import Work
@@ -71,7 +71,7 @@ class WithDocuments:
         """Collate rows, and name their documents."""
         batch = self.collate(rows)
         if "valid_rows" not in batch:
-            batch["valid_rows"] = valid_rows(within_documents(batch["labels"], batch.get("position_ids")))
+            batch["valid_rows"] = valid_rows(mask_document_starts(batch["labels"], batch.get("position_ids")))
         documents = RowDocuments([list(documents_of(row)) for row in rows])
         return {**batch, DOCUMENTS: documents}  # type: ignore[dict-item]
 
@@ -244,7 +244,7 @@ class KeptTeacher(WrappingTeacher):
         """Its answers, which are stored for runs that will not load it."""
         answers, folder = self.inner.respond(prompts, settings), self.store.folder
         fills = folder is not None and self.store.writes and not (folder / MANIFEST).is_file()
-        if answers is not None and folder is not None and fills and is_first():
+        if answers is not None and folder is not None and fills and is_main_process():
             paired = dict(zip(prompts, answers, strict=True))
             write_signed(folder / ANSWERS, {"max_new_tokens": settings.max_new_tokens, "answers": paired})
         return answers

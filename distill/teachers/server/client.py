@@ -6,7 +6,7 @@
 
 A server that does not answer, or says that it is full, is left alone for a while (twice as long each time, or as long
 as it says), and its requests go to the others. Where none has answered for `place.wait` seconds, or one answers as
-another teacher than the run began with, `TeacherGone` ends the run in one line.
+another teacher than the run began with, `TeacherUnavailableError` ends the run in one line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from urllib.parse import urlencode, urlsplit
 
 import torch
 
-from distill.core.faults import TeacherGone
+from distill.core.errors import TeacherUnavailableError
 from distill.teachers.server.integrity import CHECKSUM, QUESTION, damage_of, question_hash
 from distill.teachers.server.wire import BINARY, TEACHER, Identity, WireError
 
@@ -170,7 +170,7 @@ class Servers:
             kind: of that.
 
         Raises:
-            TeacherGone: none answered in time, one is another teacher now, or refuses what it is asked.
+            TeacherUnavailableError: none answered in time, one is another teacher now, or refuses what it is asked.
         """
         silent_since, values = time.monotonic(), ""
         while True:
@@ -182,10 +182,10 @@ class Servers:
                     values = str(again)
                     continue
             if (ended := self.ended()) is not None:
-                raise TeacherGone(ended)
+                raise TeacherUnavailableError(ended)
             if time.monotonic() - silent_since > self.place.wait or self._closed.is_set():
                 faults = "; ".join(f"{server.url}: {server.fault or values}" for server in self._servers)
-                raise TeacherGone(f"teacher.url: no answer within {self.place.wait:g} s ({faults})")
+                raise TeacherUnavailableError(f"teacher.url: no answer within {self.place.wait:g} s ({faults})")
             self._closed.wait(0.05)
 
     def _least_busy(self) -> _Server | None:
@@ -205,7 +205,7 @@ class Servers:
             response, content = self._sound(server.url, method, path, body, kind)
         except (http.client.InvalidURL, UnicodeError) as error:
             raise ValueError(f"teacher.url: {server.url}: {error}") from None
-        except TeacherGone:
+        except TeacherUnavailableError:
             raise
         except (OSError, http.client.HTTPException, RuntimeError) as error:  # RuntimeError: no memory
             self._leave_alone(server, f"{type(error).__name__}: {error}", None)
@@ -218,10 +218,10 @@ class Servers:
             self._leave_alone(server, f"{response.status}: {_line(content)}", float(told) if told.isdigit() else None)
             raise _TryAgain(server.fault)
         if response.status != 200:
-            raise TeacherGone(refusal(server.url, response.status, _line(content)))
+            raise TeacherUnavailableError(refusal(server.url, response.status, _line(content)))
         now = response.headers.get(TEACHER)
         if self.expected is not None and now != self.expected:
-            raise TeacherGone(
+            raise TeacherUnavailableError(
                 f"teacher.url: {server.url} is another teacher now: {now}, where the run began with {self.expected}; "
                 "start the server with the same model and settings"
             )
@@ -239,7 +239,7 @@ class Servers:
         try:
             return self._exchanged(url, method, path, body, kind, anew=True)
         except _Damaged as damage:
-            raise TeacherGone(f"teacher.url: {url}: twice in a row {damage}") from None
+            raise TeacherUnavailableError(f"teacher.url: {url}: twice in a row {damage}") from None
 
     def _exchanged(
         self, url: str, method: str, path: str, body: bytes | None, kind: str, anew: bool = False
@@ -311,7 +311,7 @@ class Servers:
         """The answer of every server, by its address; of those that answer, where others do not.
 
         Raises:
-            TeacherGone: none does.
+            TeacherUnavailableError: none does.
         """
         answers = {}
         for server in self._servers:
@@ -329,7 +329,7 @@ class Servers:
 
         Raises:
             ValueError: they differ, or one is no `distill serve`.
-            TeacherGone: none answers.
+            TeacherUnavailableError: none answers.
         """
         found = {url: _identity(url, body) for url, body in self.of_each("/v1/identity").items()}
         (first, identity), *others = found.items()

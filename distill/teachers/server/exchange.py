@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from distill.core.faults import TeacherGone
+from distill.core.errors import TeacherUnavailableError
 from distill.recipe import Recipe, Teacher
 from distill.teachers.cache.settings import default_tail
 from distill.teachers.server.client import Servers, with_query
@@ -65,7 +65,7 @@ class Answer(Protocol):
         for.
 
         Raises:
-            TeacherGone: it will not come, or is not that.
+            TeacherUnavailableError: it will not come, or is not that.
         """
         ...
 
@@ -152,7 +152,7 @@ class DistillExchange(ServerExchange):
         """The tensors in an answer's body.
 
         Raises:
-            TeacherGone: they are not what was asked for.
+            TeacherUnavailableError: they are not what was asked for.
         """
         spec = self.spec
         try:
@@ -164,7 +164,9 @@ class DistillExchange(ServerExchange):
                     name: answer[name] for name in ("logprobs", "tail", "entropy", "label_logprob")
                 }
         except (WireError, KeyError, RuntimeError, ValueError) as error:
-            raise TeacherGone(f"teacher.url: an answer that is none: {type(error).__name__}: {error}") from None
+            raise TeacherUnavailableError(
+                f"teacher.url: an answer that is none: {type(error).__name__}: {error}"
+            ) from None
         return require_sound(values, len(query.rows), spec)
 
 
@@ -174,7 +176,7 @@ def require_sound(
     """An answer that has the shapes that were asked for, and is finite where it must be.
 
     Raises:
-        TeacherGone: naming what is not.
+        TeacherUnavailableError: naming what is not.
     """
     k = spec.top_k
     shapes: Mapping[str, tuple[int, ...]] = (
@@ -185,7 +187,9 @@ def require_sound(
     )  # fmt: skip
     for name, shape in shapes.items():
         if tuple(values[name].shape) != shape:
-            raise TeacherGone(f"{field}: an answer's {name}: expected {shape}, got {tuple(values[name].shape)}")
+            raise TeacherUnavailableError(
+                f"{field}: an answer's {name}: expected {shape}, got {tuple(values[name].shape)}"
+            )
         value = values[name]
         # one pass over the memory tells of most answers that they are fine
         if not value.is_floating_point() or bool(value.sum().isfinite()):
@@ -193,7 +197,9 @@ def require_sound(
         # a probability may be 0, and its logarithm -inf
         fine = value.isfinite() | (value == -torch.inf) if k is not None else value.isfinite()
         if not bool(fine.all()):
-            raise TeacherGone(f"{field}: an answer's {name} is NaN or infinite at {int((~fine).sum())} places")
+            raise TeacherUnavailableError(
+                f"{field}: an answer's {name} is NaN or infinite at {int((~fine).sum())} places"
+            )
     if k is not None and positions and not 0 <= int(values["ids"].min()) <= int(values["ids"].max()) < spec.columns:
-        raise TeacherGone(f"{field}: an answer's ids: expected 0 to {spec.columns - 1}")
+        raise TeacherUnavailableError(f"{field}: an answer's ids: expected 0 to {spec.columns - 1}")
     return values

@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 import torch
 
-from distill.core.faults import TeacherGone
+from distill.core.errors import TeacherUnavailableError
 from distill.core.launch import OWNER, is_running
-from distill.core.ranks import of_the_first, world_size
+from distill.core.ranks import broadcast_from_rank0, world_size
 from distill.core.units import counted
 from distill.models.head import HeadWeights, LogitTransform
 from distill.models.work import count_text
@@ -100,11 +100,11 @@ class LaunchedServers:
 
         Raises:
             ValueError: the input of the user's that a server could not use.
-            TeacherGone: a server has ended.
+            TeacherUnavailableError: a server has ended.
         """
-        found, fault, by_user = of_the_first(self._wait)
+        found, fault, by_user = broadcast_from_rank0(self._wait)
         if fault is not None:
-            raise ValueError(fault) if by_user else TeacherGone(fault, agreed=True)
+            raise ValueError(fault) if by_user else TeacherUnavailableError(fault, agreed=True)
         return found
 
     def _wait(self) -> tuple[tuple[str, ...], str | None, bool]:
@@ -164,7 +164,7 @@ def launched_servers(recipe: Recipe, device: torch.device, *, sharded: bool) -> 
                 children.append(Child(child.pid, address, str(folder / f"errors-{number}")))
             return children, token
 
-        children, token = of_the_first(start)
+        children, token = broadcast_from_rank0(start)
         LaunchedServers.current = servers = LaunchedServers(children, token, sharded)
         servers._codes = processes
         try:
@@ -244,7 +244,7 @@ class LaunchedTeacher(ServerTeacher):
 
     Raises:
         ValueError: the input of the user's that a server could not use.
-        TeacherGone: a server has ended.
+        TeacherUnavailableError: a server has ended.
     """
 
     def __init__(self, source: ModelSource, servers: LaunchedServers, context: OpenContext) -> None:

@@ -44,7 +44,7 @@ def prove(teacher: LogitReading, query: TargetRequest) -> str:
 
     Raises:
         ValueError: they differ, with the fault's name where it can be told.
-        TeacherGone: the server does not answer.
+        TeacherUnavailableError: the server does not answer.
     """
     query = replace(query, rows=query.rows[:TOKENS])
     if len(query.rows) and (compared := teacher.exchange.proof(query)) is not None:

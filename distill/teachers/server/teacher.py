@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from distill.core.faults import TeacherGone
-from distill.core.labels import within_documents
+from distill.core.errors import TeacherUnavailableError
+from distill.core.labels import mask_document_starts
 from distill.data.collator import valid_rows
 from distill.data.load import Splits
 from distill.data.token_cache import keep
@@ -61,7 +61,7 @@ class ServedRows:
         """Collate rows."""
         batch: dict[str, Any] = dict(self.collate(rows))
         if "valid_rows" not in batch:
-            batch["valid_rows"] = valid_rows(within_documents(batch["labels"], batch.get("position_ids")))
+            batch["valid_rows"] = valid_rows(mask_document_starts(batch["labels"], batch.get("position_ids")))
         batch[SERVED] = TargetRequest.of(batch, batch["valid_rows"])
         return batch
 
@@ -120,7 +120,7 @@ class ServerTeacher(Teacher):
             if (waiting := self._pending.get(id(self._asked(batch)))) is not None:
                 try:
                     waiting[1].result()
-                except TeacherGone as gone:
+                except TeacherUnavailableError as gone:
                     return str(gone)
         return None
 
@@ -142,7 +142,7 @@ class ServerTeacher(Teacher):
         """What the servers say of some rows, on the CPU.
 
         Raises:
-            TeacherGone: nothing came in time, or nothing sound.
+            TeacherUnavailableError: nothing came in time, or nothing sound.
         """
         if not len(query.rows):
             return _nothing(self.exchange.spec)
@@ -200,7 +200,7 @@ class ServerTeacher(Teacher):
 
 
 def _rows(batch: Batch) -> torch.Tensor:
-    return valid_rows(within_documents(batch["labels"], batch.get("position_ids")))
+    return valid_rows(mask_document_starts(batch["labels"], batch.get("position_ids")))
 
 
 def _nothing(spec: TargetSpec) -> TargetTensors:
@@ -357,7 +357,7 @@ class ServerSource(TeacherSource):
 
         Raises:
             ValueError: the servers are not one teacher.
-            TeacherGone: none answers.
+            TeacherUnavailableError: none answers.
         """
         student = meta_student(self.recipe.student, meta_config(self.config_section, "teacher")).shape
         if self.is_vllm:
@@ -425,6 +425,6 @@ def _head(servers: Servers, identity: Identity, device: torch.device) -> HeadWei
     if head_hash(tensors) != identity.head and found:  # damaged here: fetched again
         tensors = tensors_of(servers.ask("GET", "/v1/head"))
     if head_hash(tensors) != identity.head:
-        raise TeacherGone("teacher.url: the server's head is not the one that its identity names")
+        raise TeacherUnavailableError("teacher.url: the server's head is not the one that its identity names")
     bias = tensors.get("bias")
     return HeadWeights(tensors["weight"].to(device), None if bias is None else bias.to(device), None)

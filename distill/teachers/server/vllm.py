@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distill.core.faults import TeacherGone
+from distill.core.errors import TeacherUnavailableError
 from distill.teachers.server.client import Servers
 from distill.teachers.server.exchange import ServerExchange, TargetSpec, TargetTensors, require_sound
 from distill.teachers.server.wire import JSON, TargetRequest, documents
@@ -37,7 +37,7 @@ def served_model(servers: Servers) -> dict[str, object]:
 
     Raises:
         ValueError: one is no vLLM, or they differ.
-        TeacherGone: none answers.
+        TeacherUnavailableError: none answers.
     """
     found: dict[str, dict[str, object]] = {}
     for url, body in servers.of_each("/v1/models").items():
@@ -89,7 +89,7 @@ class VllmExchange(ServerExchange):
 
         Raises:
             ValueError: it is none, or they differ.
-            TeacherGone: one gives fewer log-probabilities than are wanted.
+            TeacherUnavailableError: one gives fewer log-probabilities than are wanted.
         """
         identity = served_model(self.servers)
         self.model = str(identity["id"])
@@ -115,13 +115,13 @@ class VllmExchange(ServerExchange):
         """The tensors in an answer's body.
 
         Raises:
-            TeacherGone: they are not what was asked for.
+            TeacherUnavailableError: they are not what was asked for.
         """
         pieces, k = _prompts(query), self.spec.top_k or 0
         try:
             choices = sorted(json.loads(body)["choices"], key=lambda choice: int(choice["index"]))
             if len(choices) != len(pieces):
-                raise TeacherGone(f"teacher.url: expected {len(pieces)} choices, got {len(choices)}")
+                raise TeacherUnavailableError(f"teacher.url: expected {len(pieces)} choices, got {len(choices)}")
             rows = [
                 _entry(choice["prompt_logprobs"][place + 1], int(piece.ids[place + 1]), k, self.spec.columns)
                 for choice, piece in zip(choices, pieces, strict=True)
@@ -129,7 +129,7 @@ class VllmExchange(ServerExchange):
             ]
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             fault = f"{type(error).__name__}: {error}"
-            raise TeacherGone(f"teacher.url: an answer that is none of vLLM's: {fault}") from None
+            raise TeacherUnavailableError(f"teacher.url: an answer that is none of vLLM's: {fault}") from None
         ids, logprobs, label = (np.array(part) for part in zip(*rows, strict=True))
         _require_log_probabilities(logprobs, label)
         return require_sound(_completed(torch.from_numpy(ids).int(), torch.from_numpy(logprobs).float(),
@@ -141,7 +141,7 @@ def _require_log_probabilities(logprobs: np.ndarray, label: np.ndarray) -> None:
     most, total = float(max(logprobs.max(), label.max())), float(np.exp(logprobs.astype(np.float64)).sum(-1).max())
     if most > MOST_LOGPROB or total > MOST_SUM:
         got = f"one of {most:.4g}" if most > MOST_LOGPROB else f"probabilities that sum to {total:.4g}"
-        raise TeacherGone(
+        raise TeacherUnavailableError(
             f"teacher.url: expected log-probabilities, got {got}: the server sends logits; start vLLM with "
             "--logprobs-mode raw_logprobs"
         )
@@ -156,7 +156,7 @@ def _checked(choice: Mapping[str, Any], piece: Any) -> Any:
     """The piece, where the answer has an entry for each of its tokens, the first of them empty."""
     entries = choice["prompt_logprobs"]
     if len(entries) != len(piece.ids) or entries[0] is not None:
-        raise TeacherGone(
+        raise TeacherUnavailableError(
             f"teacher.url: prompt_logprobs: expected null and {len(piece.ids) - 1} entries, got {len(entries)}, the "
             f"first {'null' if entries and entries[0] is None else 'not null: they are shifted by one'}"
         )
@@ -167,12 +167,14 @@ def _entry(entry: Mapping[str, Any], label: int, k: int, columns: int) -> tuple[
     """K ids and their log-probabilities, the likeliest first, and the label's own, of one token's mapping."""
     known = {int(token): max(float(value["logprob"]), LEAST) for token, value in entry.items()}
     if label not in known:
-        raise TeacherGone("teacher.url: prompt_logprobs lack the prompt's own token: they are of other positions")
+        raise TeacherUnavailableError(
+            "teacher.url: prompt_logprobs lack the prompt's own token: they are of other positions"
+        )
     likeliest = sorted(((token, value) for token, value in known.items() if token < columns), key=lambda one: -one[1])[
         :k
     ]
     if len(likeliest) < k:
-        raise TeacherGone(f"teacher.top_k: expected {k} log-probabilities a token, got {len(likeliest)}")
+        raise TeacherUnavailableError(f"teacher.top_k: expected {k} log-probabilities a token, got {len(likeliest)}")
     return [token for token, _ in likeliest], [value for _, value in likeliest], known[label]
 
 

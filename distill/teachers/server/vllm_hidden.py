@@ -34,7 +34,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from distill.core.faults import TeacherGone
+from distill.core.errors import TeacherUnavailableError
 from distill.core.files import try_lock
 from distill.models.fingerprint import fingerprint
 from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, probe_logits, read_head
@@ -110,7 +110,7 @@ class Parts(NamedTuple):
         """Hidden states of all positions, in order.
 
         Raises:
-            TeacherGone: one will not come, or is not that.
+            TeacherUnavailableError: one will not come, or is not that.
         """
         hidden = torch.cat([part.result() for part in self.parts])
         return require_sound({"hidden": hidden}, self.positions, self.spec)
@@ -160,9 +160,11 @@ class VllmHiddenExchange(VllmExchange):
         states, tokens = found.get("hidden_states"), found.get("token_ids")
         if states is None or tokens is None or states.dim() != 3 or states.shape[2] != self.spec.hidden:
             got, width = None if states is None else tuple(states.shape), self.spec.hidden
-            raise TeacherGone(f"teacher.folder: hidden_states: expected [tokens, layers, {width}], got {got}")
+            raise TeacherUnavailableError(
+                f"teacher.folder: hidden_states: expected [tokens, layers, {width}], got {got}"
+            )
         if len(states) < len(ids) or tokens[: len(ids)].tolist() != ids.tolist():
-            raise TeacherGone("teacher.folder: a file of other tokens than were asked about")
+            raise TeacherUnavailableError("teacher.folder: a file of other tokens than were asked about")
         return self.ends.norm(states[: len(ids), -1].to(self.spec.dtype))
 
     def _file_of(self, body: bytes) -> Path:
@@ -170,7 +172,7 @@ class VllmHiddenExchange(VllmExchange):
         try:
             return self.folder / Path(json.loads(body)["kv_transfer_params"]["hidden_states_path"]).name
         except (ValueError, KeyError, TypeError):
-            raise TeacherGone(
+            raise TeacherUnavailableError(
                 "teacher.folder: an answer without kv_transfer_params.hidden_states_path: start vLLM with the method "
                 "extract_hidden_states and its ExampleHiddenStatesConnector"
             ) from None
@@ -179,7 +181,7 @@ class VllmHiddenExchange(VllmExchange):
         """The tensors of a file once it is written; it is deleted.
 
         Raises:
-            TeacherGone: it does not come, or a server has died meanwhile.
+            TeacherUnavailableError: it does not come, or a server has died meanwhile.
         """
         lock, until = path.with_name(path.name + ".lock"), time.monotonic() + self.servers.place.wait
         looks, silent_since = time.monotonic() + HEALTH_S, None
@@ -190,12 +192,12 @@ class VllmHiddenExchange(VllmExchange):
                     break
             except (OSError, SafetensorError) as error:  # held by its writer; not there yet; without lock, in parts
                 if time.monotonic() > until:
-                    raise TeacherGone(f"teacher.folder: {path} cannot be read: {error!s:.200}") from None
+                    raise TeacherUnavailableError(f"teacher.folder: {path} cannot be read: {error!s:.200}") from None
                 if (now := time.monotonic()) > looks:
                     silence, looks = self.servers.silence(), now + HEALTH_S
                     silent_since = (silent_since or now) if silence else None
                     if silent_since is not None and now - silent_since > DEAD_S:
-                        raise TeacherGone(f"teacher.url: {silence}, and {path} was not written") from None
+                        raise TeacherUnavailableError(f"teacher.url: {silence}, and {path} was not written") from None
                 time.sleep(LOOKS_S)
         self.read_bytes += path.stat().st_size
         for file in (path, lock):
@@ -213,7 +215,7 @@ class VllmHiddenExchange(VllmExchange):
         """
         try:
             expected = self._label_log_probs(query).double()
-        except TeacherGone as refused:
+        except TeacherUnavailableError as refused:
             return f"its log-probabilities are not compared: {refused}"
         weight, bias, _ = self.ends.head
         hidden = self.ask(query).result()["hidden"]

@@ -14,7 +14,7 @@ from distill_kernels.launch import FAMILIES, OLDER, device_facts
 from distill.core.units import GIB
 
 
-class Card(NamedTuple):
+class GpuSpec(NamedTuple):
     """One GPU.
 
     Attributes:
@@ -44,65 +44,67 @@ PCIE_3, PCIE_4, PCIE_5 = 15.8, 31.5, 63.0
 # NVIDIA: data sheets of the cards (T4, V100, A10, A100, L4, L40, L40S, H100, H200, DGX B200) and, for GeForce and RTX,
 # the appendices of the GA102, Ada, Blackwell and RTX PRO Blackwell architecture white papers; where a sheet states
 # rates with sparsity, half of them. AMD: the MI300X data sheet. A10G: what AWS states for g5.
-CARDS = {
-    "T4": Card(14.6, 320, None, None, OLDER, PCIE_3),
-    "V100 16GB": Card(15.8, 900, None, None, OLDER, PCIE_3),
-    "V100 32GB": Card(31.7, 900, None, None, OLDER, PCIE_3),
-    "A10G": Card(22.1, 600, 70, None, "sm_86", PCIE_4),
-    "A100 80GB": Card(79.2, 2039, 312, None, "sm_80", PCIE_4, 300),
-    "A100 40GB": Card(39.4, 1555, 312, None, "sm_80", PCIE_4, 300),
-    "L4": Card(22.0, 300, 121, 242, "sm_89", PCIE_4 / 2),
-    "L40": Card(44.4, 864, 181, 362, "sm_89", PCIE_4),
-    "L40S": Card(44.4, 864, 362, 733, "sm_89", PCIE_4),
-    "H100": Card(79.1, 3350, 989.4, 1979, "sm_90", PCIE_5, 450),
-    "H100 PCIe": Card(79.1, 2039, 756, 1513, "sm_90", PCIE_5),
-    "H100 NVL": Card(93.1, 3938, 835, 1671, "sm_90", PCIE_5, 300),
-    "H200": Card(139.8, 4800, 989.4, 1979, "sm_90", PCIE_5, 450),
-    "B200": Card(178.0, 8000, 2250, 4500, "sm_100", PCIE_5, 900),
-    "RTX 3090": Card(23.6, 936, 71, None, "sm_86", PCIE_4),
-    "RTX 4090": Card(23.5, 1008, 165.2, 330.3, "sm_89", PCIE_4),
-    "RTX 5090": Card(31.4, 1792, 209.5, 419, "sm_120", PCIE_5),
-    "RTX PRO 6000": Card(95.0, 1792, 503.8, 1007.6, "sm_120", PCIE_5),
-    "MI300X": Card(191.7, 5300, 1307.4, 2614.9, "gfx942", PCIE_5, 448),
+GPU_SPECS = {
+    "T4": GpuSpec(14.6, 320, None, None, OLDER, PCIE_3),
+    "V100 16GB": GpuSpec(15.8, 900, None, None, OLDER, PCIE_3),
+    "V100 32GB": GpuSpec(31.7, 900, None, None, OLDER, PCIE_3),
+    "A10G": GpuSpec(22.1, 600, 70, None, "sm_86", PCIE_4),
+    "A100 80GB": GpuSpec(79.2, 2039, 312, None, "sm_80", PCIE_4, 300),
+    "A100 40GB": GpuSpec(39.4, 1555, 312, None, "sm_80", PCIE_4, 300),
+    "L4": GpuSpec(22.0, 300, 121, 242, "sm_89", PCIE_4 / 2),
+    "L40": GpuSpec(44.4, 864, 181, 362, "sm_89", PCIE_4),
+    "L40S": GpuSpec(44.4, 864, 362, 733, "sm_89", PCIE_4),
+    "H100": GpuSpec(79.1, 3350, 989.4, 1979, "sm_90", PCIE_5, 450),
+    "H100 PCIe": GpuSpec(79.1, 2039, 756, 1513, "sm_90", PCIE_5),
+    "H100 NVL": GpuSpec(93.1, 3938, 835, 1671, "sm_90", PCIE_5, 300),
+    "H200": GpuSpec(139.8, 4800, 989.4, 1979, "sm_90", PCIE_5, 450),
+    "B200": GpuSpec(178.0, 8000, 2250, 4500, "sm_100", PCIE_5, 900),
+    "RTX 3090": GpuSpec(23.6, 936, 71, None, "sm_86", PCIE_4),
+    "RTX 4090": GpuSpec(23.5, 1008, 165.2, 330.3, "sm_89", PCIE_4),
+    "RTX 5090": GpuSpec(31.4, 1792, 209.5, 419, "sm_120", PCIE_5),
+    "RTX PRO 6000": GpuSpec(95.0, 1792, 503.8, 1007.6, "sm_120", PCIE_5),
+    "MI300X": GpuSpec(191.7, 5300, 1307.4, 2614.9, "gfx942", PCIE_5, 448),
 }
 # how far the kernels' paths of a family were tried
 TRIED = {"sm_90": "run on an H100 and an H200"}
 COMPILED = "compiled in tests, never run"
 
 
-def find_card(name: str) -> str | None:
-    """The key of CARDS that somebody means by `4090`, `a100-40`, `RTX 4090`; None for none of them."""
+def find_gpu_spec(name: str) -> str | None:
+    """The key of GPU_SPECS that somebody means by `4090`, `a100-40`, `RTX 4090`; None for none of them."""
 
     def bare(text: str) -> str:
         return re.sub(r"nvidia|geforce|amd|instinct|rtx|gb|[^a-z0-9]", "", text.lower())
 
-    whole = {bare(key): key for key in reversed(CARDS)}
-    first = {bare(re.sub(r" \d+GB$", "", key)): key for key in reversed(CARDS)}  # of two memories, the one listed first
+    whole = {bare(key): key for key in reversed(GPU_SPECS)}
+    first = {
+        bare(re.sub(r" \d+GB$", "", key)): key for key in reversed(GPU_SPECS)
+    }  # of two memories, the one listed first
     return (first | whole).get(bare(name))
 
 
-def card_of(name: str, memory_bytes: float) -> Card | None:
-    """The card that a driver calls `name`; None for one not listed, for a laptop's, and for a slice of one (MIG)."""
+def match_gpu_spec(name: str, memory_bytes: float) -> GpuSpec | None:
+    """Return the specification for a driver's device name; None if unlisted, a laptop's, or a slice (MIG)."""
     if "Laptop" in name or "MIG" in name:
         return None
-    parts = {key: re.sub(r" \d+GB$", "", key) for key in CARDS}
+    parts = {key: re.sub(r" \d+GB$", "", key) for key in GPU_SPECS}
     longest = max((len(part) for part in parts.values() if part in name), default=0)
-    known = [CARDS[key] for key, part in parts.items() if part in name and len(part) == longest]
-    return min(known, key=lambda card: abs(card.memory_gib * GIB - memory_bytes), default=None)
+    known = [GPU_SPECS[key] for key, part in parts.items() if part in name and len(part) == longest]
+    return min(known, key=lambda gpu_spec: abs(gpu_spec.memory_gib * GIB - memory_bytes), default=None)
 
 
-def card_in(device: torch.device) -> Card | None:
-    """The card of a CUDA device of this machine."""
+def gpu_spec_of(device: torch.device) -> GpuSpec | None:
+    """Return the specification of a CUDA device of this machine; None if it is not listed."""
     if device.type != "cuda":
         return None
     facts = torch.cuda.get_device_properties(device)
-    return card_of(facts.name, facts.total_memory)
+    return match_gpu_spec(facts.name, facts.total_memory)
 
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 FLOP/s of a GPU by its name, None for one not listed."""
-    card = card_in(device)
-    return None if card is None else card.flops
+    gpu_spec = gpu_spec_of(device)
+    return None if gpu_spec is None else gpu_spec.flops
 
 
 def family_in(device: torch.device) -> str | None:

@@ -84,7 +84,7 @@ class RunError(RuntimeError):
     """Error that ends a run for a reason outside of the recipe; the message is one line that includes the cure."""
 
 
-class TeacherGone(RunError):
+class TeacherUnavailableError(RunError):
     """Error of a remote teacher that does not respond, or whose model changed.
 
     Attributes:
