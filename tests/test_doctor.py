@@ -112,11 +112,11 @@ def test_a_schedule_is_no_fault(workplace):
 
 
 def test_kernels_are_deterministic_only_while_a_resumed_run_is_examined():
-    with pytest.raises(KeyError), invariants_runs._in_a_fixed_order(True):
+    with pytest.raises(KeyError), invariants_runs._deterministic(True):
         assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
         raise KeyError
     assert not torch.are_deterministic_algorithms_enabled()
-    with invariants_runs._in_a_fixed_order(False):
+    with invariants_runs._deterministic(False):
         assert not torch.are_deterministic_algorithms_enabled(), "a CPU adds in a fixed order anyway"
 
 

@@ -90,7 +90,7 @@ def test_a_kernel_that_ends_its_process_is_the_finding_and_the_next_are_run(monk
     monkeypatch.setattr(machine, "CHILD", [sys.executable, "-c", CHILD])
     monkeypatch.setattr(machine, "JOBS", [(f"job {number}", None) for number in range(6)])
     monkeypatch.setattr(machine, "LIMIT_S", 5.0)
-    findings = list(machine._findings("cuda:0", 0, "GPU 0 "))
+    findings = list(machine._results("cuda:0", 0, "GPU 0 "))
     assert [(finding.name, finding.passed) for finding in findings] == [
         (f"GPU 0 job {number}", number in (0, 5)) for number in range(6)
     ]
@@ -105,7 +105,7 @@ def test_a_kernel_that_ends_its_process_is_the_finding_and_the_next_are_run(monk
 
 def test_checks_that_cannot_begin_are_one_finding(monkeypatch):
     monkeypatch.setattr(machine, "CHILD", [sys.executable, "-c", "raise SystemExit('no module')"])
-    (finding,) = machine._findings("cuda:0", 0, "")
+    (finding,) = machine._results("cuda:0", 0, "")
     assert finding == ("kernels", False, "the process ended with code 1: no module", None)
 
 
@@ -114,7 +114,7 @@ def test_every_gpu_is_rated_and_one_of_each_name_is_checked(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: names[index])
-    monkeypatch.setattr(machine, "_findings", lambda *given: [given])
+    monkeypatch.setattr(machine, "_results", lambda *given: [given])
     all_but_rates = len(machine.JOBS) - 2
     assert list(machine.check_machine()) == [
         ("cuda:0", 0, "GPU 0 "),

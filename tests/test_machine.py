@@ -15,7 +15,7 @@ from distill.cli import run_command
 from distill.core.units import GIB
 from distill.doctor import machine
 from distill.doctor.machine_checks import CHECKS
-from distill.models import cards, precision
+from distill.models import gpu_specs, precision
 from distill.models.gpu_specs import GPU_SPECS, find_gpu_spec, match_gpu_spec, path_of
 from distill.models.shape import USABLE
 from distill.planning.devices import find_device
@@ -229,7 +229,7 @@ def test_an_fp8_teacher_is_refused_before_it_is_read(gpu, workplace, monkeypatch
 def test_fp8_is_taken_where_it_is_known_or_emulated(gpu, workplace):
     source = source_of(parse(RECIPE))
     for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
-        family = cards.family_in(gpu(capability))
+        family = gpu_specs.family_in(gpu(capability))
         assert source.problems(cuda=True, sharded=False, family=family) == []
     assert source.problems(cuda=False, sharded=False) == [] == source.problems(cuda=True, sharded=False)
 
@@ -240,7 +240,7 @@ def test_a_gpu_without_kernels_is_named_in_a_line_and_models_stay(gpu, monkeypat
     monkeypatch.setattr("distill.teachers.opening.next", lambda _: SimpleNamespace(device=device), raising=False)
     before = {name: module.forward for name, module in model.named_modules()}
     opening.patch_models(SimpleNamespace(student=model, models=lambda: [("student", model)]), None)
-    assert capsys.readouterr().out.splitlines() == [f"kernels     Tesla T4: {path_of(cards.family_in(device))}"]
+    assert capsys.readouterr().out.splitlines() == [f"kernels     Tesla T4: {path_of(gpu_specs.family_in(device))}"]
     assert before == {name: module.forward for name, module in model.named_modules()}
 
 
