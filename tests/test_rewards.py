@@ -17,7 +17,7 @@ from tiny import save_models, tiny_model
 from two_ranks import run_as_two
 
 from distill.commands.arguments import plugin_override
-from distill.core.ranks import leave
+from distill.core.ranks import exit_process
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.documents import documents_of
 from distill.generation.on_policy import OnPolicy
@@ -342,4 +342,4 @@ if __name__ == "__main__":  # one of two processes
     if torch.distributed.get_rank() == 0:
         torch.save(result, Path(sys.argv[1]) / "two.pt")
     torch.distributed.barrier()
-    leave(0)
+    exit_process(0)
