@@ -167,7 +167,7 @@ class KeptTeacher(WrappingTeacher):
         indices = list(new_rows) or list(range(len(batch["input_ids"])))  # a process with nothing to ask goes along
         if any(row and n not in set(indices) for n, row in enumerate(rows)):
             asked = {name: batch[name][indices] for name in ("input_ids", "position_ids", "labels") if name in batch}
-            asked["valid_rows"] = valid_rows(within_documents(asked["labels"], asked.get("position_ids")))
+            asked["valid_rows"] = valid_rows(mask_document_starts(asked["labels"], asked.get("position_ids")))
         else:
             indices, asked = list(range(len(batch["input_ids"]))), _without_documents(batch)
         documents = [document for n in indices if n < len(rows) for document in rows[n]]
