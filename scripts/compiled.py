@@ -179,30 +179,30 @@ def rows_of(case: Case) -> Iterator[dict[str, object]]:
 
 
 def page() -> str:
-    """docs/reference/compiled-kernels.md: of each kernel and family the largest figures over the cases."""
+    """Return docs/reference/compiled-kernels.md: the maximum over all cases, by kernel and family."""
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
     done = {family: {row["case"] for row in rows if row["family"] == family} for family in FAMILIES}
     lines = [
-        "# What kernels are compiled to",
+        "# Compiled kernels",
         "",
         "<!-- written by python -m scripts.docs -->",
         "",
-        "Every kernel, compiled without a GPU by Triton's compiler and the assembler of each family "
-        "(`python -m scripts.compiled`): registers of a thread / bytes that it spills / KiB of shared memory of a "
-        "program, the most over all cases, and what moves and multiplies tiles. `cp.async` and `tma` are asynchronous "
-        "copies; `mma`, `wgmma`, `tcgen05` and `mfma` tensor-core instructions. Only sm_90 was also run and measured; "
-        "that the others compile, fit and keep their registers does not say how fast they are, or that they agree.",
+        "Every kernel, compiled without a GPU by Triton's compiler and the assembler of each architecture family "
+        "(`python -m scripts.compiled`): registers per thread / spilled bytes / KiB of shared memory per program (the "
+        "maximum over all cases), and the instructions for copies and tensor cores. `cp.async` and `tma` are "
+        "asynchronous copies; `mma`, `wgmma`, `tcgen05` and `mfma` are tensor-core instructions. Only sm_90 was also "
+        "run and measured; for the others this shows that kernels compile and fit, not their speed or their results.",
         "",
-        "Tables of tiles were measured on sm_90. On any other family attention's tiles, and for the losses the kernel "
-        "that makes sums beside the product against cuBLAS and a fold, are timed once per shape, 5 to 10 ways each, "
-        "and kept under `~/.cache/distill/tuned` by GPU, Triton release and kernels' source; which of the two wins on "
-        "an A100 is not known. One line says when that happens. `DISTILL_TUNE=0` takes the tables' first way, as do "
-        "deterministic runs and captured graphs; a run writes what it chose into its `kernels.json`, and `--resume` "
-        "goes by it. `DISTILL_FAMILY=sm_80` takes that family's paths on another GPU, to test them.",
+        "Tile sizes were tuned on sm_90. On other families, attention's tile sizes, and for the losses the fused "
+        "kernel against cuBLAS GEMMs with a reduction kernel, are timed once per shape (5 to 10 candidates) and cached "
+        "in `~/.cache/distill/tuned` by GPU, Triton version and source hash; a message says so. `DISTILL_TUNE=0` uses "
+        "the first candidate, as do deterministic runs and captured graphs; a run records its choices in "
+        "`kernels.json`, which `--resume` uses. `DISTILL_FAMILY=sm_80` selects that family's code on another GPU, for "
+        "tests.",
         "",
         "Cases compiled: "
         + ", ".join(f"{family} {len(done[family])}" for family in FAMILIES)
-        + f", of {sum(case.paired for case in cases())} in all that meet every pair of settings.",
+        + f", of {sum(case.paired for case in cases())} that cover every pair of settings.",
         "",
         f"| kernel | {' | '.join(FAMILIES)} |",
         "|---" * (len(FAMILIES) + 1) + "|",

@@ -102,8 +102,9 @@ def commands() -> Iterator[tuple[str, Any]]:
 def cli_page() -> str:
     """Return docs/reference/cli.md."""
     lines = ["# Commands", "", NOTE, ""]
-    lines += ["Exit codes: 0 done, 1 a check failed, or the machine or the numbers did, 2 your input (one line), "]
-    lines += ["130 Ctrl-C, which finishes the step, writes a checkpoint and prints the command that goes on.", ""]
+    lines += ["`distill --help` and `distill COMMAND --help` print this page in the terminal.", ""]
+    lines += ["Exit codes: 0 done; 1 a check, the machine or the numerics failed; 2 invalid input (one line); "]
+    lines += ["130 Ctrl-C, which finishes the step, writes a checkpoint and prints the command that continues.", ""]
     for name, command in commands():
         lines += [f"## {name}", ""]
         for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
@@ -120,7 +121,7 @@ def cli_page() -> str:
         hints = get_type_hints(command.callback)
         rows = [_parameter(parameter, hints.get(parameter.name)) for parameter in command.params]
         if rows:
-            lines += ["| | default | |", "|---|---|---|", *rows, ""]
+            lines += ["| argument or option | default | |", "|---|---|---|", *rows, ""]
     return "\n".join(lines)
 
 
