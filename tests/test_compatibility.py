@@ -1,30 +1,57 @@
-"""The compatibility table of settings is read without torch, and every refusal is one line."""
+"""Compatibility of settings is derived from what they require and what a recipe provides, without torch."""
+
+import itertools
+import re
 
 import pytest
 
 from distill.recipe import RecipeError, Teacher, dump, parse
-from distill.recipe.compatibility import COMMANDS, CONFLICTS, FEATURES, KINDS, require_command
-from distill.recipe.teachers import describe_teacher, kind_of
-from distill.teachers.registry import SOURCES
+from distill.recipe.compatibility import APART, COMMANDS, PROPERTIES, REQUIREMENTS, conflicts, require_command
+from distill.recipe.teachers import describe_teacher
 
 BASE = "data: {source: x.jsonl}\ntrain: {steps: 3}\n"
 ONE = "teacher: {model: t}\nstudent: {model: s}\n" + BASE
-# how a recipe comes to have each kind of teacher, and each feature
-OF_KIND = {
-    "model": [],
-    "cache": ["teacher={type: cache, path: there}"],
-    "server": ["teacher={type: server, url: 'http://127.0.0.1:1'}"],
-    "keep": ["teacher.keep=there"],
-    "launched": ["parallel={teacher: served, teacher_gpus: 1}"],
-    "mixture": ["teacher=null", "teachers=[{model: t}, {model: u, weight: 3}]"],
-    "cross": ["student.vocabulary=cross"],
-    "routed": [
-        "teacher=null",
-        "teachers=[{model: t, route: a}, {model: u, route: b}]",
-        "data.fields.teacher=domain",
-    ],
-    "context": ["teacher.context={template: 'Know that {hint}'}"],
+SERVER = "type: server, url: 'http://127.0.0.1:1'"
+BACKENDS = {
+    "local": "model: t",
+    "student": "type: student",
+    "average": "type: student, ema: 0.9",
+    "server": SERVER,
+    "server's top k": SERVER + ", top_k: 8",
+    "cache": "type: cache, path: there",
+    "stored": "model: t, keep: there",
+    "stored top k": "model: t, keep: there, keep_as: top_k",
+    "launched": "model: t",
 }
+ROWS = {"same": "", "context": ", context: {template: 'Know that {hint}'}", "retokenised": ""}
+COMBINATIONS = ("alone", "mixture", "routed")
+PRODUCT = list(itertools.product(BACKENDS, ROWS, COMBINATIONS))
+FORM = re.compile(r"^recipe: (.+): requires (.+); got (.+); (.+)$")
+
+
+def overrides_of(backend, rows, combination):
+    """The overrides of `ONE` by which a recipe has a point of the product."""
+    section = BACKENDS[backend] + ROWS[rows]
+    given = [f"teacher={{{section}}}"]
+    if combination == "mixture":
+        given = ["teacher=null", f"teachers=[{{{section}}}, {{model: u, weight: 3}}]"]
+    if combination == "routed":
+        given = ["teacher=null", f"teachers=[{{{section}, route: a}}, {{model: u, route: b}}]",
+                 "data.fields.teacher=domain"]  # fmt: skip
+    given += ["student.vocabulary=cross"] * (rows == "retokenised")
+    return given + ["parallel={teacher: served, teacher_gpus: 1}"] * (backend == "launched")
+
+
+def faults_of(overrides):
+    """What is refused, a line each."""
+    try:
+        parse(ONE, overrides)
+    except RecipeError as error:
+        assert all("\n" not in fault for fault in error.faults)
+        return list(error.faults)
+    return []
+
+
 WITH = {
     "on-policy": ["data.on_policy={}"],
     "hard labels": ["loss.terms=[{type: forward_kl}, {type: cross_entropy}]"],
@@ -55,47 +82,89 @@ WITH = {
 }
 
 
-def test_the_table_knows_every_kind_and_feature():
-    assert set(KINDS) == set(SOURCES) == set(OF_KIND) and set(FEATURES) == set(WITH)
-    names = set(KINDS) | set(FEATURES)
-    assert all({conflict.first, conflict.second} <= names for conflict in CONFLICTS)
-    assert all(set(kinds) <= set(KINDS) for kinds in COMMANDS.values())
+# points of the product that are refused, and the property that is missing
+REFUSED = {
+    ("server's top k", "retokenised", "alone"): "hidden states",
+    ("stored top k", "retokenised", "alone"): "hidden states",
+    **{(backend, rows, combination): "hidden states" for backend in ("server's top k", "stored top k")
+       for rows in ("same", "context") for combination in ("mixture", "routed")},
+    **{(backend, "context", "mixture"): "a route of its own" for backend in BACKENDS},
+    **{(backend, "retokenised", combination): "one teacher" for backend in BACKENDS
+       for combination in ("mixture", "routed")},
+    **{("launched", rows, combination): "one teacher" for rows in ROWS for combination in ("mixture", "routed")
+       if (rows, combination) != ("context", "mixture")},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_is_what_a_recipe_spells(kind):
-    recipe = parse(ONE, OF_KIND[kind])
-    assert kind_of(recipe) == describe_teacher(recipe).kind == kind
-    described = describe_teacher(recipe)
-    assert abs(sum(described.weights) - len(set(described.routes or [""]))) < 1e-12
-    for command, kinds in COMMANDS.items():
-        if kind not in kinds:
+@pytest.mark.parametrize(("backend", "rows", "combination"), PRODUCT, ids=str)
+def test_every_backend_goes_with_all_rows_and_combinations(backend, rows, combination):
+    """But for what is named; `type: student` needs a context, without which it would teach nothing."""
+    faults = faults_of(overrides_of(backend, rows, combination))
+    if backend in ("student", "average") and rows != "context":
+        assert "type: student needs context" in faults[0]
+    elif (name := REFUSED.get((backend, rows, combination))) is None:
+        assert not faults
+    else:
+        required = [found[2] for fault in faults if (found := FORM.match(fault))]
+        assert len(required) == len(faults) and PROPERTIES[name].what in required, faults
+
+
+@pytest.mark.parametrize("feature", WITH)
+@pytest.mark.parametrize(("backend", "rows"), itertools.product(BACKENDS, ROWS), ids=str)
+def test_features_are_taken_or_refused_in_one_line(feature, backend, rows):
+    for fault in faults_of([*overrides_of(backend, rows, "alone"), *WITH[feature]]):
+        assert fault and "\n" not in fault
+
+
+def test_a_refusal_names_what_is_required_what_is_given_and_what_gives_it():
+    (fault,) = faults_of([*overrides_of("cache", "same", "alone"), "data.on_policy={}"])
+    assert FORM.match(fault).groups() == (
+        "data.on_policy", "a teacher that computes outputs for rows it has not seen", "teacher.type: cache",
+        "set teacher.type to model or server, without teacher.keep",
+    )  # fmt: skip
+    (fault,) = faults_of([*overrides_of("server", "same", "routed"), *WITH["teacher for some steps"]])
+    assert "teacher.type: server: requires a divergence of weight above 0 in every step" in fault
+
+
+def test_a_property_that_nothing_requires_is_none():
+    required = {name for requirement in REQUIREMENTS for name in requirement.properties}
+    assert required | {name for names in COMMANDS.values() for name in names} == PROPERTIES.keys()
+    assert len(APART) <= 12
+
+
+def test_every_requirement_is_met_by_one_recipe_and_missed_by_another():
+    """No row of the table is dead: each property is found missing in a recipe of the product."""
+    missed = set()
+    for point in PRODUCT:
+        for feature in [[], *WITH.values(), [*WITH["int8 teacher"], *WITH["cut student"]]]:
+            for fault in faults_of([*overrides_of(*point), *feature]):
+                missed |= {name for name, own in PROPERTIES.items() if f"requires {own.what};" in fault}
+    of_commands = {"one teacher for all rows", "weights", "student's prompts", "a model"}
+    assert missed >= PROPERTIES.keys() - of_commands, PROPERTIES.keys() - of_commands - missed
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_require_properties(command):
+    refused = []
+    for point in (("local", "same", "alone"), ("server", "same", "alone"), ("local", "context", "alone"),
+                  ("local", "retokenised", "alone"), ("local", "same", "mixture"), ("local", "same", "routed"),
+                  ("cache", "same", "alone")):  # fmt: skip
+        recipe = parse(ONE, overrides_of(*point))
+        assert not list(conflicts(recipe))
+        lacks = [name for name in COMMANDS[command] if PROPERTIES[name].missing(recipe) is not None]
+        if not lacks:
             require_command(recipe, command)
             continue
-        with pytest.raises(ValueError) as refused:
+        refused.append(point)
+        with pytest.raises(ValueError, match=f"distill {command}: requires {PROPERTIES[lacks[0]].what}; got"):
             require_command(recipe, command)
-        assert str(refused.value) == kinds[kind] and "\n" not in kinds[kind]
+    assert refused and ("local", "same", "alone") not in refused
 
 
-@pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda conflict: f"{conflict.first}, {conflict.second}")
-def test_every_conflict_is_refused_in_one_line(conflict):
-    """The message is the table's, unless a section has refused the setting already."""
-    overrides = [*(OF_KIND | WITH)[conflict.first], *WITH[conflict.second]]
-    with pytest.raises(RecipeError) as refused:
-        parse(ONE, overrides)
-    assert all("\n" not in fault for fault in refused.value.faults)
-    assert any(conflict.message in fault for fault in refused.value.faults), refused.value.faults
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("feature", FEATURES)
-def test_pairs_that_are_not_in_the_table_are_taken_or_refused_in_one_line(kind, feature):
-    try:
-        recipe = parse(ONE, [*OF_KIND[kind], *WITH[feature]])
-    except RecipeError as error:
-        assert error.faults and all("\n" not in fault for fault in error.faults)
-    else:
-        assert FEATURES[feature](recipe)
+def test_members_have_weights_by_route():
+    described = describe_teacher(parse(ONE, overrides_of("local", "same", "routed")))
+    assert described.weights == (1.0, 1.0) and described.routes == ("a", "b")
+    assert describe_teacher(parse(ONE, overrides_of("local", "same", "mixture"))).weights == (0.25, 0.75)
 
 
 def test_recipes_with_several_teachers():
@@ -110,7 +179,6 @@ def test_recipes_with_several_teachers():
         ("teachers: [{model: a}]\nteacher: {model: b}", "give either teacher or teachers; got both"),
         ("teachers: [{model: a, weight: 0}]", "every weight is 0"),
         ("teachers: [{model: a, weight: -1}]", "teachers.0.weight"),
-        ("teachers: [{model: a, dtype: fp8}]", "teachers.0: dtype: fp8 works for one teacher only"),
     ):
         with pytest.raises(RecipeError) as error:
             parse(f"{text}\n{base}")
@@ -125,8 +193,7 @@ def test_recipes_that_cannot_cross():
     ):
         with pytest.raises(RecipeError, match=told):
             parse(text + "\n" + base)
-    with pytest.raises(RecipeError, match=r"fp8 does not work with student\.vocabulary: cross"):
-        parse(base + "student: {model: s, vocabulary: cross}", ["teacher.dtype=fp8"])
+    assert parse(base + "student: {model: s, vocabulary: cross}", ["teacher.dtype=fp8"])
     several = base.replace("teacher: {model: t}", "teachers: [{model: t}]") + "student: {model: s, vocabulary: cross}"
-    with pytest.raises(RecipeError, match="cross compares with one teacher"):
+    with pytest.raises(RecipeError, match="cross: requires one teacher; got teachers"):
         parse(several)

@@ -18,7 +18,7 @@ from distill.models.load import load_student, load_teacher
 from distill.models.offload import is_offloaded, offload_layers, offloading_of
 from distill.models.patching import patch
 from distill.models.pruning import find_layers
-from distill.recipe import RecipeError, Student, Teacher, parse
+from distill.recipe import RecipeError, Student, Teacher
 from distill.run import run
 from distill.training.error_translation import out_of_memory
 from distill.training.trainer import DistillationTrainer
@@ -293,24 +293,13 @@ def test_what_cannot_be_offloaded_is_refused():
         (["teacher={model: t, offload: cpu, dtype: fp8}"], "offload: cpu works with weights in 16 or 32 bits"),
         (["teacher={model: t, offload: cpu, dtype: int8}"], "offload: cpu works with weights in 16 or 32 bits"),
         (["teacher={type: cache, path: c, offload: cpu}"], "offload: cpu has no meaning with type: cache"),
-        (["teacher.offload=cpu", "parallel.teacher=sharded"], "two ways of holding it"),
+        (["teacher.offload=cpu", "parallel.teacher=sharded"], "two ways of holding the same weights"),
         (["teacher.offload=disk"], "cpu"),
     ],
 )
 def test_a_recipe_that_cannot_be_is_refused(overrides, message):
     with pytest.raises(RecipeError, match=message):
         recipe(*overrides)
-
-
-def test_several_teachers_are_not_offloaded():
-    text = """
-        teachers: [{model: a, offload: cpu}, {model: b}]
-        student: {model: s}
-        data: {source: text.txt, max_length: 32}
-        train: {steps: 1}
-    """
-    with pytest.raises(RecipeError, match="offload: cpu works for one teacher only"):
-        parse(text)
 
 
 def test_a_loaded_section_is_offloaded_with_its_adapter_merged(tmp_path):

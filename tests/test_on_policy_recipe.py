@@ -66,12 +66,12 @@ def test_memory_is_counted(workplace):
     "override, message",
     [
         ("loss.terms=[{type: cross_entropy}]", "cross_entropy"),
-        ("data.format=text", "no prompts"),
+        ("data.format=text", "requires prompts with answers"),
         ("data.on_policy.fraction=1.5", "fraction"),
         ("data.on_policy.engine=magic", "engine"),
         ("data.on_policy.max_new_tokens=0", "max_new_tokens"),
-        ("teacher={type: cache, path: there}", "a cached teacher has not read"),
-        ("student.vocabulary=cross", "not with student.vocabulary: cross"),
+        ("teacher={type: cache, path: there}", "rows it has not seen; got teacher.type: cache"),
+        ("student.vocabulary=cross", "requires a teacher of the student.s tokenizer"),
     ],
 )
 def test_recipes_that_cannot_work_are_refused(override, message):

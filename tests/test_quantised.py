@@ -237,8 +237,11 @@ def test_int8_leaves_out_the_head_by_what_it_is(monkeypatch):
             "cannot be merged into weights in int8",
         ),
         (["teacher={init: random, config: c, dtype: int8}", "student={model: s}"], "init: random reads none"),
-        (["teacher.dtype=int8"], r"student\.from_teacher: layers cannot be cut out of a teacher in int8"),
-        (["teacher.dtype=int8", "student={model: s}", "parallel.teacher=sharded"], "int8 cannot be sharded"),
+        (["teacher.dtype=int8"], r"student\.from_teacher: requires a teacher.s weights in floating point"),
+        (
+            ["teacher.dtype=int8", "student={model: s}", "parallel.teacher=sharded"],
+            "sharded: requires a teacher.s weights in floating point",
+        ),
         (["student={model: s, dtype: int8}"], "int8 is for teachers"),
         (["teacher={type: cache, path: c, dtype: int8}"], "int8 has no meaning with type: cache"),
     ],

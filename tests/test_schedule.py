@@ -174,7 +174,7 @@ def test_a_served_teacher_is_asked_in_every_step():
     fading = "{setting: terms.0.weight, steps: [0, 9], values: [1, 0]}"
     fading += ", {setting: terms.1.weight, steps: [0], values: [0]}"
     own = BASE.replace("{model: teacher}", "{type: server, url: http://localhost:1}")
-    with pytest.raises(RecipeError, match=r"loss.schedule: with type: server"):
+    with pytest.raises(RecipeError, match=r"type: server: requires a divergence of weight above 0 in every step"):
         parse(own + f"loss: {{{TERMS.replace('weight: 0}', 'weight: 1}')}, schedule: [{fading}]}}\n", name="r")
 
 

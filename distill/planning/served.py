@@ -25,7 +25,7 @@ from distill.planning.situation import Situation
 from distill.planning.step_time import StepTokens, step_time
 from distill.planning.steps import accumulation_steps
 from distill.recipe import Recipe, load
-from distill.recipe.teachers import kind_of
+from distill.recipe.teachers import reads_as_the_student
 from distill.teachers.losses import is_soft
 
 
@@ -70,7 +70,7 @@ def choose_served(situation: Situation, device: Device) -> Recipe:
         device: one of them.
     """
     recipe, world = situation.recipe, situation.world
-    by_itself = recipe.parallel.teacher == "auto" and kind_of(recipe) == "model" and is_soft(recipe.loss)
+    by_itself = recipe.parallel.teacher == "auto" and is_soft(recipe.loss) and reads_as_the_student(recipe)
     if not (by_itself and world > 1 and device.gpu_spec and device.gpu_spec.flops):
         return recipe
     sharing = sharing_of(situation)

@@ -1,6 +1,10 @@
-"""Which settings go together, and what each kind of teacher can: data, read by `distill validate` without torch.
+"""Which settings go together: what each requires, and what the recipe's teacher, student and data provide.
 
-What follows from the recipe's text alone is refused here. What depends on files, the GPU or the number of processes is
+A feature, a choice of rows or a command requires properties (`REQUIREMENTS`, `COMMANDS`); a property is provided or not
+by the rest of the recipe (`PROPERTIES`). One rule compares them, and one form of message tells what is required, what
+the recipe gives instead, and the nearest choice that gives it. `APART` lists the pairs that no property explains.
+
+This is data, read by `distill validate` without torch. What depends on files, the GPU or the number of processes is
 refused where that is known, before weights are read.
 """
 
@@ -11,258 +15,341 @@ from typing import NamedTuple
 
 from distill.recipe.loss import SEPARATE
 from distill.recipe.models import Teacher
-from distill.recipe.teachers import Kind, Sections, kind_of
+from distill.recipe.teachers import Sections
 
 
 def _teachers(recipe: Sections) -> Sequence[Teacher]:
     return recipe.teachers or [recipe.teacher]
 
 
-FEATURES: dict[str, Callable[[Sections], bool]] = {
-    "on-policy": lambda recipe: recipe.data.own_answers is not None,
-    "hard labels": lambda recipe: recipe.loss.has("cross_entropy"),
-    "separate terms": lambda recipe: recipe.loss.has(*SEPARATE),
-    "teacher's top k": lambda recipe: recipe.teacher.top_k is not None or recipe.teacher.keep_as == "top_k",
-    "label smoothing": lambda recipe: recipe.loss.label_smoothing > 0,
-    "z-loss": lambda recipe: recipe.loss.z_loss > 0,
-    "plugin": lambda recipe: recipe.loss.runs_terms,
-    "running text": lambda recipe: any(part.data.format == "text" for part in recipe.data.parts),
-    "random tokens": lambda recipe: recipe.data.source.partition(":")[0] == "synthetic",
-    "fp8 teacher": lambda recipe: recipe.teacher.dtype == "fp8",
-    "int8 teacher": lambda recipe: recipe.teacher.dtype == "int8",
-    "offloaded teacher": lambda recipe: recipe.teacher.offload is not None,
-    "sharded teacher": lambda recipe: recipe.parallel.teacher == "sharded",
-    "launched server": lambda recipe: recipe.parallel.teacher == "served",
-    "kept teacher": lambda recipe: recipe.teacher.keep is not None,
-    "cut student": lambda recipe: recipe.student.is_cut,
-    "teacher's context": lambda recipe: recipe.teacher.context is not None,
-    "student as teacher": lambda recipe: any(teacher.type == "student" for teacher in _teachers(recipe)),
-    "running average": lambda recipe: any(teacher.ema is not None for teacher in _teachers(recipe)),
-    "teacher for some steps": lambda recipe: recipe.loss.leaves_the_teacher_out,
-    "LoRA": lambda recipe: recipe.student.lora is not None,
-    "fp8 student": lambda recipe: recipe.student.compute == "fp8",
-    "compiled layers": lambda recipe: recipe.train.compile,
+def _first(recipe: Sections, holds: Callable[[Teacher], bool]) -> tuple[str, Teacher] | None:
+    """Return the field and the section of the first teacher that a condition holds for."""
+    for number, teacher in enumerate(_teachers(recipe)):
+        if holds(teacher):
+            return (f"teachers.{number}" if recipe.teachers else "teacher"), teacher
+    return None
+
+
+class Property(NamedTuple):
+    """What a feature may require.
+
+    Attributes:
+        what: the requirement, in words.
+        missing: of a recipe the settings that it has instead; None where it provides the property.
+        cure: the nearest choice that provides it.
+    """
+
+    what: str
+    missing: Callable[[Sections], str | None]
+    cure: str
+
+
+def _instead(holds: Callable[[Teacher], bool], text: Callable[[Teacher], str]) -> Callable[[Sections], str | None]:
+    """Return a `missing` that names the first teacher for which something holds."""
+
+    def missing(recipe: Sections) -> str | None:
+        found = _first(recipe, holds)
+        return None if found is None else f"{found[0]}.{text(found[1])}"
+
+    return missing
+
+
+def _or_none(holds: Callable[[Sections], bool], text: str) -> Callable[[Sections], str | None]:
+    """Return a `missing` that gives a text where something holds of the recipe."""
+    return lambda recipe: text if holds(recipe) else None
+
+
+def _is_synthetic(recipe: Sections) -> bool:
+    return recipe.data.source.partition(":")[0] == "synthetic"
+
+
+def _without_prompts(recipe: Sections) -> str | None:
+    if _is_synthetic(recipe):
+        return f"data.source: {recipe.data.source} (random tokens)"
+    if any(part.data.format == "text" for part in recipe.data.parts):
+        return "data.format: text (running text)"
+    return None
+
+
+def _shares_a_route(recipe: Sections) -> str | None:
+    routes = [teacher.route for teacher in recipe.teachers]
+    if len(set(routes)) == len(routes):
+        return None
+    return "several teachers a token (a mixture)"
+
+
+def _context_without_prompts(recipe: Sections) -> str | None:
+    """The rows that a teacher with a context reads must have prompts; those of other routes need none."""
+    if _is_synthetic(recipe):
+        return _without_prompts(recipe)
+    for teacher in _teachers(recipe):
+        route = getattr(teacher, "route", None)
+        parts = [part for part in recipe.data.parts if teacher.context is not None and part.teacher in (None, route)]
+        if any(part.data.format == "text" for part in parts):
+            return _without_prompts(recipe)
+    return None
+
+
+def _context_in_a_mixture(recipe: Sections) -> str | None:
+    routes = [teacher.route for teacher in recipe.teachers]
+    for number, teacher in enumerate(recipe.teachers):
+        if teacher.context is not None and routes.count(teacher.route) > 1:
+            return f"teachers.{number}.context in a mixture, whose teachers read the same"
+    return None
+
+
+PROPERTIES: dict[str, Property] = {
+    "prompts for the context": Property(
+        "prompts with answers", _context_without_prompts, "give chats, or prompts with completions"
+    ),
+    "a route of its own": Property(
+        "a teacher alone on its route", _context_in_a_mixture, "give the teacher with a context a route of its own"
+    ),
+    "frozen weights": Property(
+        "a teacher that stays as it is",
+        _instead(lambda teacher: teacher.ema is not None, lambda _: "ema"),
+        "leave teacher.ema out",
+    ),
+    "new rows": Property(
+        "a teacher that computes outputs for rows it has not seen",
+        _instead(
+            lambda teacher: teacher.is_cached or teacher.keep is not None,
+            lambda teacher: "type: cache" if teacher.is_cached else f"keep: {teacher.keep}",
+        ),
+        "set teacher.type to model or server, without teacher.keep",
+    ),
+    "hidden states": Property(
+        "the whole distribution of a teacher, from its hidden states",
+        _instead(
+            lambda teacher: teacher.top_k is not None or teacher.keep_as == "top_k",
+            lambda teacher: "keep_as: top_k" if teacher.keep_as == "top_k" else f"top_k: {teacher.top_k}",
+        ),
+        "leave top_k out (and keep_as: top_k), or cache with --hidden",
+    ),
+    "one teacher": Property(
+        "one teacher", _or_none(lambda recipe: bool(recipe.teachers), "teachers"), "give teacher in its place"
+    ),
+    "one teacher a token": Property(
+        "one teacher a token", _shares_a_route, "give teacher, or each of the teachers a route of its own"
+    ),
+    "one teacher for all rows": Property(
+        "one teacher for all rows",
+        _or_none(lambda recipe: any(t.route is not None for t in recipe.teachers), "teachers with routes"),
+        "give a recipe with teacher, or with teachers without routes",
+    ),
+    "student's tokens": Property(
+        "a teacher of the student's tokenizer",
+        _or_none(lambda recipe: recipe.student.vocabulary == "cross", "student.vocabulary: cross"),
+        "set student.vocabulary to keep or extend",
+    ),
+    "student's prompts": Property(
+        "a teacher that reads the student's prompts",
+        _instead(lambda teacher: teacher.context is not None, lambda _: "context"),
+        "leave teacher.context out",
+    ),
+    "weights": Property(
+        "a teacher whose weights are loaded",
+        _instead(lambda teacher: not teacher.is_loaded, lambda teacher: f"type: {teacher.type}"),
+        "set teacher.type to model",
+    ),
+    "a model": Property(
+        "a model to run over the data",
+        _instead(
+            lambda teacher: teacher.type == "server" or (teacher.is_cached and not (teacher.model or teacher.config)),
+            lambda teacher: f"type: {teacher.type}",
+        ),
+        "set teacher.type to model, or cache on the server's machine",
+    ),
+    "weights in floating point": Property(
+        "a teacher's weights in floating point",
+        _instead(lambda teacher: teacher.dtype == "int8", lambda _: "dtype: int8"),
+        "set teacher.dtype to bfloat16, or fp8 with copies",
+    ),
+    "text": Property(
+        "text", _or_none(_is_synthetic, "data.source: random tokens"), "give a file or a data set of the hub"
+    ),
+    "prompts": Property("prompts with answers", _without_prompts, "give chats, or prompts with completions"),
+    "a divergence in every step": Property(
+        "a divergence of weight above 0 in every step, since outputs are queried ahead",
+        _or_none(lambda recipe: recipe.loss.leaves_the_teacher_out, "a loss.schedule that leaves it out"),
+        "give the divergence a weight in every step of loss.schedule",
+    ),
+    "student's checkpoint": Property(
+        "a student with a checkpoint of its own",
+        _or_none(lambda recipe: recipe.student.is_cut, "student.from_teacher"),
+        "give student.model",
+    ),
+    "all weights trained": Property(
+        "a student all of whose weights are trained",
+        _or_none(lambda recipe: recipe.student.lora is not None, "student.lora"),
+        "leave student.lora out",
+    ),
+    "whole teacher": Property(
+        "a teacher that each process holds whole",
+        _or_none(lambda recipe: recipe.parallel.teacher == "sharded", "parallel.teacher: sharded"),
+        "set parallel.teacher to copied",
+    ),
 }
 
 
-class Conflict(NamedTuple):
-    """A kind of teacher or a feature, a feature that does not go with it, and what to tell the person."""
+class Requirement(NamedTuple):
+    """A setting and what it requires.
 
-    first: str
-    second: str
-    message: str
+    Attributes:
+        field: of the recipe, as messages name it.
+        present: whether a recipe has it.
+        properties: of `PROPERTIES`, by name.
+    """
+
+    field: str
+    present: Callable[[Sections], bool]
+    properties: tuple[str, ...]
 
 
-_LAUNCHED = "parallel.teacher: served is for one loaded teacher that reads the student's own rows and no cache; got {0}"
-_ONE = (
-    "loss.terms: policy_gradient and top_k_reverse_kl need one teacher a token, which gives hidden states and not its "
-    "top k, of the student's tokenizer"
+REQUIREMENTS: tuple[Requirement, ...] = (
+    Requirement(
+        "data.on_policy",
+        lambda recipe: recipe.data.own_answers is not None,
+        ("new rows", "prompts", "student's tokens"),
+    ),
+    Requirement(
+        f"loss.terms: {' and '.join(SEPARATE)}",
+        lambda recipe: recipe.loss.has(*SEPARATE),
+        ("hidden states", "one teacher a token", "student's tokens"),
+    ),
+    Requirement("loss.label_smoothing", lambda recipe: recipe.loss.label_smoothing > 0, ("student's tokens",)),
+    Requirement("loss.z_loss", lambda recipe: recipe.loss.z_loss > 0, ("student's tokens",)),
+    Requirement("loss.plugin", lambda recipe: recipe.loss.runs_terms, ("one teacher", "student's tokens")),
+    Requirement(
+        "student.vocabulary: cross",
+        lambda recipe: recipe.student.vocabulary == "cross",
+        ("one teacher", "hidden states", "text", "student's prompts"),
+    ),
+    Requirement("student.from_teacher", lambda recipe: recipe.student.is_cut, ("weights in floating point",)),
+    Requirement(
+        "teacher.context",
+        lambda recipe: any(teacher.context is not None for teacher in _teachers(recipe)),
+        ("prompts for the context", "a route of its own"),
+    ),
+    Requirement(
+        "teacher.keep",
+        lambda recipe: any(teacher.keep is not None for teacher in _teachers(recipe)),
+        ("frozen weights",),
+    ),
+    Requirement(
+        "teachers with routes",
+        lambda recipe: any(teacher.route is not None for teacher in recipe.teachers),
+        ("text",),
+    ),
+    Requirement("teachers", lambda recipe: bool(recipe.teachers), ("hidden states",)),
+    Requirement(
+        "teacher.type: student",
+        lambda recipe: any(teacher.type == "student" for teacher in _teachers(recipe)),
+        ("student's checkpoint",),
+    ),
+    Requirement(
+        "teacher.ema",
+        lambda recipe: any(teacher.ema is not None for teacher in _teachers(recipe)),
+        ("all weights trained", "whole teacher"),
+    ),
+    Requirement(
+        "teacher.type: server",
+        lambda recipe: any(teacher.type == "server" for teacher in _teachers(recipe)),
+        ("a divergence in every step",),
+    ),
+    Requirement(
+        "parallel.teacher: sharded",
+        lambda recipe: recipe.parallel.teacher == "sharded",
+        ("weights", "weights in floating point"),
+    ),
+    Requirement(
+        "parallel.teacher: served",
+        lambda recipe: recipe.parallel.teacher == "served",
+        ("one teacher", "weights", "a divergence in every step"),
+    ),
 )
-_ACROSS = "{0}: expected 0 with student.vocabulary: cross, whose cross-entropy is that of spans of text"
-CONFLICTS: tuple[Conflict, ...] = (
-    Conflict(
-        "on-policy", "hard labels",
-        "data.on_policy: the loss has a cross_entropy term, whose labels would be the student's own answers: it would "
-        "learn whatever it says; set its weight to 0 and keep a divergence such as reverse_kl or jsd",
-    ),
-    Conflict(
-        "on-policy", "running text",
-        "data.on_policy: running text (data.format: text) has no prompts to answer",
-    ),
-    Conflict(
-        "on-policy", "random tokens",
-        "data.on_policy: needs prompts to answer, and the data are random tokens; give chats, or prompts with "
-        "completions (whose completions are not used where fraction is 1)",
-    ),
-    Conflict(
-        "int8 teacher", "sharded teacher",
-        "teacher.dtype: int8 cannot be sharded (parallel.teacher); use bfloat16, or copies",
-    ),
-    Conflict(
-        "offloaded teacher", "sharded teacher",
-        "teacher.offload: cpu and parallel.teacher: sharded are two ways of holding it; give one",
-    ),
-    Conflict(
-        "int8 teacher", "cut student",
-        "student.from_teacher: layers cannot be cut out of a teacher in int8; set teacher.dtype to bfloat16 or fp8, or "
-        "name a student that is cut already by student.model",
-    ),
-    Conflict(
-        "cache", "on-policy",
-        "data.on_policy: a cached teacher has not read what the student will say; give teacher.model",
-    ),
-    Conflict(
-        "server", "sharded teacher",
-        "parallel.teacher: sharded has no meaning with teacher.type: server; no teacher is loaded here",
-    ),
-    Conflict(
-        "keep", "on-policy",
-        "data.on_policy: what the student says is new in every step, and teacher.keep stores what comes again; leave "
-        "keep out",
-    ),
-    Conflict(
-        "cross", "kept teacher",
-        "teacher.keep: stores a teacher's own tokens, and student.vocabulary: cross compares those of two; leave keep "
-        "out",
-    ),
-    Conflict(
-        "context", "kept teacher",
-        "teacher.keep: stores what is said of the student's own rows, and teacher.context reads others; leave keep out",
-    ),
-    Conflict(
-        "cross", "on-policy",
-        "data.on_policy: not with student.vocabulary: cross, whose batches hold each text twice",
-    ),
-    Conflict(
-        "cross", "random tokens",
-        "data.source: random tokens have no text, by which student.vocabulary: cross compares",
-    ),
-    Conflict(
-        "cross", "fp8 teacher",
-        "teacher.dtype: fp8 does not work with student.vocabulary: cross; use bfloat16",
-    ),
-    Conflict("cache", "launched server", _LAUNCHED.format("teacher.type: cache")),
-    Conflict("server", "launched server", _LAUNCHED.format("teacher.type: server")),
-    Conflict("keep", "launched server", _LAUNCHED.format("teacher.keep")),
-    Conflict("mixture", "launched server", _LAUNCHED.format("several teachers")),
-    Conflict("routed", "launched server", _LAUNCHED.format("several teachers")),
-    Conflict("cross", "launched server", _LAUNCHED.format("student.vocabulary: cross")),
-    Conflict("context", "launched server", _LAUNCHED.format("teacher.context")),
-    *(Conflict(other, "separate terms", _ONE) for other in ("mixture", "cross", "teacher's top k")),
-    Conflict("cross", "label smoothing", _ACROSS.format("loss.label_smoothing")),
-    Conflict("cross", "z-loss", _ACROSS.format("loss.z_loss")),
-    Conflict(
-        "cross", "plugin",
-        "loss.plugin: its functions take one teacher's logits; they do not work with student.vocabulary: cross",
-    ),
-    Conflict(
-        "cache", "teacher's context",
-        "teacher.context: not with type: cache, which holds what the teacher said of the student's own rows",
-    ),
-    Conflict(
-        "server", "teacher's context",
-        "teacher.context: not with type: server, which is asked about the student's own rows",
-    ),
-    Conflict(
-        "cross", "teacher's context",
-        "teacher.context: not with student.vocabulary: cross, whose answers are not the same tokens to both",
-    ),
-    Conflict(
-        "routed", "random tokens",
-        "data.source: random tokens name no teacher, by which rows go to one of several (teachers with routes)",
-    ),
-    Conflict(
-        "routed", "plugin",
-        "loss.plugin: its functions take one teacher's logits; they do not work with several teachers",
-    ),
-    Conflict(
-        "server", "teacher for some steps",
-        "loss.schedule: with type: server, which is asked ahead, expected a divergence of weight above 0 in every step",
-    ),
-    Conflict(
-        "launched", "teacher for some steps",
-        "loss.schedule: with parallel.teacher: served, asked ahead, expected a divergence of weight above 0 in every "
-        "step",
-    ),
-    Conflict(
-        "context", "running text",
-        "teacher.context: running text (data.format: text) has no answers that could be read after another prompt",
-    ),
-    Conflict(
-        "context", "random tokens",
-        "teacher.context: random tokens have no answers that could be read after another prompt",
-    ),
-    Conflict(
-        "student as teacher", "cut student",
-        "teacher.type: student is the student's checkpoint, and student.from_teacher has none; give student.model",
-    ),
-    Conflict(
-        "running average", "LoRA",
-        "teacher.ema: a running average is of all weights, and student.lora trains adapters; leave ema out",
-    ),
-    Conflict(
-        "running average", "sharded teacher",
-        "teacher.ema: a running average cannot be sharded; set parallel.teacher to copied",
-    ),
-    Conflict(
-        "fp8 student", "compiled layers",
-        "train.compile: not with student.compute: fp8, which brings kernels of its own for what would be compiled",
-    ),
-    Conflict(
-        "mixture", "plugin",
-        "loss.plugin: its functions take one teacher's logits; they do not work with several teachers",
-    ),
-)  # fmt: skip
 
-# what commands ask of a kind of teacher, and why a kind cannot; a kind that is not named for a command can
-COMMANDS: dict[str, dict[Kind, str]] = {
-    "serve": {
-        "cache": "teacher.type: expected a model to serve, got cache; every trainer can read its folder",
-        "server": "teacher.type: expected a model to serve, got server",
-        "mixture": "teachers: expected one teacher, since a server says what one says; got several",
-        "routed": "teachers: expected one teacher, since a server says what one says; got several",
-        "context": "teacher.context: a server is asked about the rows as they are",
-        "cross": "student.vocabulary: expected keep or extend, since a server says the teacher's tokens; got cross",
-    },
-    "cache": {
-        "server": "teacher.type: expected a model to run over the data, got server; cache on the server's machine",
-        "mixture": "teachers: expected one teacher, since a cache holds what one says; got several",
-        "routed": "teachers: expected one teacher, since a cache holds what one says; got several",
-        "cross": "student.vocabulary: expected keep or extend, since a cache holds the teacher's own tokens; got cross",
-        "context": "teacher.context: a cache holds what a teacher says of the student's own rows",
-    },
-    "sample --from teacher": {
-        "cache": "--from teacher: the recipe's teacher is a cache, which has answered already; give teacher.model",
-        "routed": "--from teacher: each row of this recipe has its own teacher; give a recipe with teacher.model",
-        "context": "--from teacher: this teacher answers after a prompt of its own (teacher.context), not the data's",
-        "server": "--from teacher: a server says what follows, it does not answer; give teacher.type=model",
-    },
-    "inspect --shade": {
-        "cache": "--shade: expected a recipe whose teacher is loaded, got teacher.type: cache",
-        "server": "--shade: expected a recipe whose teacher is loaded, got teacher.type: server",
-        "mixture": "--shade: compares with one teacher of the same tokenizer; this recipe has several teachers",
-        "routed": "--shade: compares with one teacher of the same tokenizer; this recipe has several teachers",
-        "cross": "--shade: compares with one teacher of the same tokenizer; this recipe's has another one",
-        "context": "--shade: compares on the same rows; this recipe's teacher reads others (teacher.context)",
-    },
-    "eval": {
-        "mixture": "--teacher: this run had several teachers; name the one to compare with",
-        "routed": "--teacher: this run had several teachers; name the one to compare with",
-        "context": "--teacher: this run's teacher read more than the student (teacher.context); name one",
-    },
+
+class Apart(NamedTuple):
+    """Two settings that exclude each other by their nature.
+
+    Attributes:
+        field: of the recipe, as the message names it.
+        both: whether a recipe has both.
+        reason: why nobody can have both, and the choice there is.
+    """
+
+    field: str
+    both: Callable[[Sections], bool]
+    reason: str
+
+
+APART: tuple[Apart, ...] = (
+    Apart(
+        "data.on_policy",
+        lambda recipe: recipe.data.own_answers is not None and recipe.loss.has("cross_entropy"),
+        "the labels of a cross_entropy term would be the student's own answers, whatever they are; set its weight to 0 "
+        "and keep a divergence such as reverse_kl or jsd",
+    ),
+    Apart(
+        "teacher.offload",
+        lambda recipe: recipe.teacher.offload is not None and recipe.parallel.teacher == "sharded",
+        "cpu and parallel.teacher: sharded are two ways of holding the same weights; give one",
+    ),
+    Apart(
+        "train.compile",
+        lambda recipe: recipe.train.compile and recipe.student.compute == "fp8",
+        "student.compute: fp8 brings kernels of its own for what would be compiled; give one",
+    ),
+    Apart(
+        "teachers",
+        lambda recipe: sum(teacher.ema is not None for teacher in recipe.teachers) > 1,
+        "there is one student to follow; expected one running average (ema) at most",
+    ),
+)
+
+# what commands require
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "serve": ("one teacher", "weights"),
+    "cache": ("one teacher", "a model", "student's tokens", "student's prompts"),
+    "sample --from teacher": ("one teacher for all rows", "weights", "student's prompts"),
+    "inspect --shade": ("one teacher", "weights", "student's tokens", "student's prompts"),
+    "eval": ("one teacher", "student's prompts"),
 }
-KINDS: tuple[Kind, ...] = ("model", "cache", "keep", "server", "launched", "mixture", "routed", "cross", "context")
+
+
+def lacking(recipe: Sections, field: str, names: Sequence[str]) -> Iterator[str]:
+    """Yield a message for each required property that a recipe does not provide.
+
+    Args:
+        recipe: as it is read.
+        field: that requires them.
+        names: of `PROPERTIES`.
+    """
+    for name in names:
+        what, missing, cure = PROPERTIES[name]
+        if (instead := missing(recipe)) is not None:
+            yield f"{field}: requires {what}; got {instead}; {cure}"
 
 
 def conflicts(recipe: Sections) -> Iterator[str]:
-    """What does not go together in a recipe, a message each."""
-    present = {kind_of(recipe)} | {name for name, holds in FEATURES.items() if holds(recipe)}
-    if recipe.teacher.type == "server" and not recipe.teachers:  # also one that is kept
-        present.add("server")
-    for conflict in CONFLICTS:
-        if conflict.first in present and conflict.second in present:
-            yield conflict.message
-    routes = [teacher.route for teacher in recipe.teachers]
-    if "separate terms" in present and kind_of(recipe) == "routed" and len(set(routes)) < len(routes):
-        yield _ONE
-    for number, teacher in enumerate(recipe.teachers):
-        field, route = f"teachers.{number}", teacher.route
-        if teacher.context is not None and routes.count(route) > 1:
-            yield f"{field}.route: expected one of its own, since a mixture's teachers read the same; got context"
-        if teacher.is_cached and any(other.is_cached and other.route == route for other in recipe.teachers[:number]):
-            yield f"{field}.route: expected one cache at most in a mixture, whose other teachers are loaded or served"
-        if teacher.ema is not None and any(other.ema is not None for other in recipe.teachers[:number]):
-            yield f"{field}.ema: expected one running average of the student at most"
-        parts = [part for part in recipe.data.parts if teacher.context is not None and part.teacher in (None, route)]
-        if any(part.data.format == "text" for part in parts):
-            yield f"{field}.context: running text has no answers that could be read after another prompt"
-        if teacher.is_cached and recipe.data.on_policy is not None:
-            yield f"data.on_policy: teachers.{number} is a cache, which has not read what the student will say"
+    """Yield what does not go together in a recipe, a message each."""
+    for requirement in REQUIREMENTS:
+        if requirement.present(recipe):
+            yield from lacking(recipe, requirement.field, requirement.properties)
+    for pair in APART:
+        if pair.both(recipe):
+            yield f"{pair.field}: {pair.reason}"
+    yield from _values(recipe)
+
+
+def _values(recipe: Sections) -> Iterator[str]:
+    """Yield values that do not suit each other."""
     own = recipe.data.on_policy
     whole = own is not None and (own.fraction, own.temperature, own.top_k, own.top_p, own.min_p) == (1, 1, 0, 1, 0)
     if recipe.loss.has("policy_gradient") and not whole:
         yield (
-            "loss.terms: policy_gradient is of tokens that the student drew from what it says now: expected "
+            "loss.terms: policy_gradient is of tokens that the student drew from its present distribution: expected "
             "data.on_policy with fraction 1 and temperature 1, without top_k, top_p and min_p"
         )
     samples, rows = recipe.data.samples, recipe.train.batch_size
@@ -275,20 +362,16 @@ def conflicts(recipe: Sections) -> Iterator[str]:
         yield f"train.batch_size: expected a multiple of data.on_policy.samples {samples}, got {rows}"
     if samples > 1 and own is not None and own.temperature == 0:
         yield f"data.on_policy.samples: {samples} answers at data.on_policy.temperature 0 would be the same"
-    if recipe.student.vocabulary == "cross" and recipe.teachers:
-        yield "student.vocabulary: cross compares with one teacher, and got several teachers"
-    if recipe.student.vocabulary == "cross" and not recipe.teacher.is_loaded:
-        yield f"student.vocabulary: cross needs a loaded teacher; got teacher.type: {recipe.teacher.type}"
     if recipe.teacher.urls and recipe.student.is_cut and recipe.teacher.model is None:
         yield "student.from_teacher: its layers are with the server; name the model it serves by teacher.model as well"
 
 
 def require_command(recipe: Sections, command: str) -> None:
-    """Hold that the recipe's kind of teacher can do what a command asks.
+    """Hold that a command can be used with the recipe's teacher.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: naming the command, what it requires and what the recipe gives.
     """
-    kept_server = recipe.teacher.type == "server" and kind_of(recipe) == "keep"
-    if message := COMMANDS[command].get("server" if kept_server else kind_of(recipe)):
-        raise ValueError(message)
+    way_out = "; or name a teacher by --teacher" if command == "eval" else ""
+    for message in lacking(recipe, f"distill {command}", COMMANDS[command]):
+        raise ValueError(message + way_out)

@@ -259,23 +259,6 @@ class WeightedTeacher(Teacher):
     weight: NotNegative = 1.0
     route: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] | None = None
 
-    @model_validator(mode="after")
-    def _is_loaded_as_it_is(self) -> Self:
-        routed = self.route is not None
-        if routed and (self.top_k is not None or self.protocol != "distill"):
-            raise ValueError("top_k: routed teachers are compared over the whole vocabulary; leave it out")
-        alone = {
-            f"type: {self.type}": self.type != "model" and not routed,
-            "context": self.context is not None and not (routed and self.is_loaded),
-            "keep": self.keep is not None,
-            "offload: cpu": self.offload is not None,
-            f"dtype: {self.dtype}": self.dtype in EIGHT_BITS,
-        }
-        if what := next((name for name, holds in alone.items() if holds), None):
-            where = ", or with a route" * (not routed and what in ("context", f"type: {self.type}"))
-            raise ValueError(f"{what} works for one teacher only, under teacher:{where}")
-        return self
-
     def alone(self) -> Teacher:
         """The same model as the only teacher."""
         return Teacher.model_validate(self.model_dump(exclude={"weight", "route"}))
