@@ -22,7 +22,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "kernels": (".py", "py.typed", "pyproject.toml", "LICENSE"),
     "recipes": (".py", ".yaml", ".jsonl", "config.json", "recipe.schema.json"),
     "scripts": (".py", ".jsonl", ".yaml", ".svg", ".md", ".mjs", ".txt", "package.json"),
-    "tests": (".py", "golden_runs.json"),
+    "tests": (".py", "golden_runs.json", "stored_by_0_1.tar.xz"),
 }
 PROGRAMS = {".ci/run"}
 

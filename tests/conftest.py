@@ -34,6 +34,11 @@ hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, supp
 hypothesis.settings.register_profile("own", deadline=None, suppress_health_check=SLOW)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "own")
 
+# Bytecode is written even where the environment forbids it: pytest rewrites and compiles a test file once instead of
+# once per worker and run, and the programs that tests start do not compile distill each time.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:

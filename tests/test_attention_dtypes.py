@@ -31,7 +31,7 @@ WAYS = {
 }
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("patched, weights, autocast, lora", WAYS.values(), ids=WAYS)
 def test_generation_and_forward_take_every_mix_of_dtypes(

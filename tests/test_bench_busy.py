@@ -6,6 +6,8 @@ from distill.recipe import load
 from scripts.bench.busy import LAST, RECIPES, busy_share
 from scripts.bench.many_gpus import DRY, ROOT
 
+pytestmark = pytest.mark.full  # of scripts that measure, which no run of ours imports
+
 
 @pytest.mark.parametrize(
     "spans, share, whole",

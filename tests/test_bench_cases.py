@@ -33,6 +33,8 @@ from scripts.bench import (
     topk_losses,
 )
 
+pytestmark = pytest.mark.full  # of scripts that measure, which no run of ours imports
+
 
 def test_every_case_hands_over_rows_as_they_come():
     names = {path.stem for path in Path(__main__.__file__).parent.glob("*.py")} - __main__.NOT_CASES

@@ -10,6 +10,8 @@ from torch.overrides import TorchFunctionMode
 from scripts.bench import attention, earlier, layers
 from scripts.bench.earlier import OURS, Comparison, Form, Line, lines, measure
 
+pytestmark = pytest.mark.full  # of scripts that measure, which no run of ours imports
+
 
 class OnCpu(TorchFunctionMode):
     """Redirection of tensors that a benchmark puts on the GPU to the CPU."""

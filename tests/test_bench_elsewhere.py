@@ -10,6 +10,8 @@ import pytest
 from scripts.bench import elsewhere
 from scripts.bench.many_gpus import RECIPE, ROOT, metrics_of, run_until
 
+pytestmark = pytest.mark.full  # of scripts that measure, which no run of ours imports
+
 HANGS = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)

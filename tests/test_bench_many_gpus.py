@@ -5,6 +5,8 @@ import pytest
 from distill.recipe import load
 from scripts.bench.many_gpus import RECIPE, SHAPES, command, summary
 
+pytestmark = pytest.mark.full  # of scripts that measure, which no run of ours imports
+
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_command_is_a_valid_recipe(shape):

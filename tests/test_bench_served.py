@@ -9,6 +9,8 @@ from served import engine_in, write_models
 from distill.serving.app import Limits
 from scripts.bench import served
 
+pytestmark = pytest.mark.full  # of scripts that measure, which no run of ours imports
+
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):

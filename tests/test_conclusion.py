@@ -104,6 +104,7 @@ def test_a_tokenizer_that_reads_back_otherwise_is_told():
 # ------------------------------------------------------------------------------------------------- the end of the run
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stage", ["_held_out", "save_student"])
 @pytest.mark.parametrize("lora", [False, True])
 def test_weights_outlive_what_fails_after_the_last_step(place, monkeypatch, capsys, stage, lora):

@@ -40,6 +40,7 @@ def test_the_readme_is_one_screen_and_a_bit():
     assert len(readme.HEADLINES) <= 12
 
 
+@pytest.mark.full  # a stage of CI as well: python -m scripts.docs --check
 def test_what_is_generated_is_committed():
     stale = [path for path, text in docs.generated().items() if not path.is_file() or path.read_text() != text]
     assert not stale, "run python -m scripts.docs"

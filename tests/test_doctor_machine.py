@@ -32,6 +32,7 @@ machine_process.main("cpu", 0)
 """
 
 
+@pytest.mark.full
 def test_a_kernel_that_is_wrong_is_named(tmp_path):
     shutil.copytree(ROOT / "kernels" / "distill_kernels", tmp_path / "distill_kernels")
     for name, (right, wrong) in MUTATIONS.items():

@@ -221,7 +221,7 @@ def hold_resumed(seen, name):
         hold_steps(one["steps"], other["steps"], left)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_make_the_steps_of_one(two_processes, tmp_path, name):
     hold_case(two_processes, name, tmp_path, "cpu")

@@ -92,6 +92,7 @@ def program(workplace, code, *arguments):
 START = ["-c", "import sys; from distill.core.launch import start; sys.exit(start(2, sys.argv[1:]))"]
 
 
+@pytest.mark.full  # starts torchrun; forked processes stand for it in test_sharded_run.py and test_conformance.py
 def test_two_processes_make_one_run(workplace):
     one = program(workplace, ["-m", "distill"], "run", "tiny.yaml", "--name", "one")
     two = program(workplace, START, "run", "tiny.yaml", "--name", "two")

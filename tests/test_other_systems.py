@@ -119,6 +119,7 @@ for words in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.full
 def test_the_quickstart_of_a_tiny_model_runs_resumes_and_answers(system, workplace):
     """The shipped recipe with other models and two steps, through locks, checkpoints and the student's folder."""
     run = workplace / "runs" / "first"

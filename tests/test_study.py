@@ -16,6 +16,8 @@ from scripts.study.plot import draw
 from scripts.study.runs import finished
 from scripts.study.verdict import markdown, overview, sentences
 
+pytestmark = pytest.mark.full  # of scripts that measure, which no run of ours imports
+
 SOURCES = {"gsm8k": ("data.source=a.jsonl",), "python-stdlib": ("data.source=python-stdlib",)}
 
 

@@ -11,6 +11,8 @@ from scripts.study.privileged_plan import BOTH, runs
 from scripts.study.privileged_verdict import markdown, mean_and_interval
 from scripts.study.tasks import MIXED, TASKS, rows_of
 
+pytestmark = pytest.mark.full  # of scripts that measure, which no run of ours imports
+
 
 @pytest.mark.parametrize("name", TASKS)
 def test_held_out_questions_are_neither_learned_nor_shown(name):

@@ -12,6 +12,8 @@ from scripts.study.teacher_runs import final_number
 from scripts.study.teacher_verdict import markdown, sentences
 from scripts.study.teachers import CACHE, NAMES, OFF, ONLINE, OWN, SECOND, grid
 
+pytestmark = pytest.mark.full  # of scripts that measure, which no run of ours imports
+
 SOURCE = ("data.source=a.jsonl", "data.fields={prompt: question, completion: answer}")
 
 
