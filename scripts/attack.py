@@ -1,4 +1,4 @@
-"""Connections without a request, clients that do not read, crafted bodies, flipped bits: does a teacher server stand?
+"""Stress test of a teacher server: idle connections, clients that do not read, crafted bodies, flipped bits.
 
     python -m scripts.attack [--seed 0] [--seconds 15] [--only idle ...]
 
@@ -193,7 +193,7 @@ class Crowd:
 
 
 def idle(server: Attacked, seconds: float, random: random.Random) -> dict[str, object]:
-    """Hold 1,100 connections open and say nothing."""
+    """Hold 1,100 connections open without sending a request."""
     return _crowd(Crowd(server, 1100, lambda connection: None), seconds)
 
 

@@ -1,4 +1,4 @@
-"""Flipped bits in every kind of file that is left on a disk, and learning rates that are far too high: is it noticed?
+"""Detection test: flipped bits in every kind of stored file, and learning rates that are far too high.
 
     python -m scripts.damage --flips 120 --rates 10 --seed 0
 

@@ -1,4 +1,4 @@
-"""The shape of the house, counted: floors, imports upward, cycles, branches on the kind of teacher, lines.
+"""Structure metrics of the code: layers, upward imports, cycles, branches on the kind of teacher, lines.
 
     python -m scripts.house
     python -m scripts.house --language [PACKAGE ...]        docstrings instead; see scripts/language.py
@@ -60,8 +60,8 @@ PASSED = re.compile(r"\w+=[\w.]*teacher_sharded\b")
 HOME = ("distill/teachers/", "distill/recipe/")
 
 
-class Arrow(NamedTuple):
-    """An import: the file and line it stands in, the module that imports, the one that is imported, the names."""
+class InternalImport(NamedTuple):
+    """Import of one module of ours by another: file and line, importing module, imported module, names."""
 
     place: str
     importer: str
@@ -70,20 +70,20 @@ class Arrow(NamedTuple):
 
 
 def module_name(path: Path, root: Path = ROOT) -> str:
-    """`distill.models.head` for distill/models/head.py; kernels/ is no part of a name."""
+    """Return a file's module name: `distill.models.head` for distill/models/head.py, without kernels/."""
     parts = list(path.relative_to(root).with_suffix("").parts)
     parts = parts[1:] if parts[0] == "kernels" else parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def files(*folders: str, root: Path = ROOT) -> list[Path]:
-    """All Python files of these folders, in order."""
+    """Return all Python files of these folders, sorted."""
     return sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
 
 
 @functools.cache
-def arrows(root: Path = ROOT) -> list[Arrow]:
-    """Every import of one module of ours by another."""
+def internal_imports(root: Path = ROOT) -> list[InternalImport]:
+    """Return every import of one module of ours by another."""
     paths = files("distill", "kernels", root=root)
     modules = {module_name(path, root) for path in paths}
     found = []
@@ -92,60 +92,62 @@ def arrows(root: Path = ROOT) -> list[Arrow]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             place = f"{path.relative_to(root)}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Import):
-                found += [Arrow(place, importer, alias.name, ()) for alias in node.names if alias.name in modules]
+                found += [
+                    InternalImport(place, importer, alias.name, ()) for alias in node.names if alias.name in modules
+                ]
             elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
                 for alias in node.names:
                     inner = f"{node.module}.{alias.name}"
                     if inner in modules:
-                        found.append(Arrow(place, importer, inner, ()))
+                        found.append(InternalImport(place, importer, inner, ()))
                     elif node.module in modules:
-                        found.append(Arrow(place, importer, node.module, (alias.name,)))
+                        found.append(InternalImport(place, importer, node.module, (alias.name,)))
     return found
 
 
 def package_of(module: str) -> str | None:
-    """The entry of `FLOORS` that a module belongs to; None for a package that is not in it."""
+    """Return the entry of `FLOORS` that a module belongs to, or None."""
     parts = module.split(".")
     names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
     return next((name for name in names if name in FLOORS), None)
 
 
-def homeless(root: Path = ROOT) -> list[str]:
-    """Modules whose package has no floor."""
+def packages_without_floor(root: Path = ROOT) -> list[str]:
+    """Return the modules whose package has no floor."""
     names = [module_name(path, root) for path in files("distill", "kernels", root=root)]
     return [name for name in names if name != "distill" and package_of(name) is None]
 
 
-def upward(root: Path = ROOT) -> list[Arrow]:
-    """Imports from a higher floor, or from another package of the same one."""
+def upward_imports(root: Path = ROOT) -> list[InternalImport]:
+    """Return imports from a higher floor, or from another package of the same one."""
     wrong = []
-    for arrow in arrows(root):
-        here, there = package_of(arrow.importer), package_of(arrow.imported)
+    for item in internal_imports(root):
+        here, there = package_of(item.importer), package_of(item.imported)
         if here is None or there is None or here == there:
             continue
         same_top = FLOORS[here] == FLOORS[there] == TOP
         if FLOORS[there] >= FLOORS[here] and not same_top:
-            wrong.append(arrow)
+            wrong.append(item)
     return wrong
 
 
-def private(root: Path = ROOT) -> list[Arrow]:
-    """Imports of a private name of another package of ours."""
+def private_imports(root: Path = ROOT) -> list[InternalImport]:
+    """Return imports of a private name of another package of ours."""
     return [
-        arrow
-        for arrow in arrows(root)
-        if any(name.startswith("_") and not name.startswith("__") for name in arrow.names)
-        and arrow.importer.rpartition(".")[0] != arrow.imported.rpartition(".")[0]
+        item
+        for item in internal_imports(root)
+        if any(name.startswith("_") and not name.startswith("__") for name in item.names)
+        and item.importer.rpartition(".")[0] != item.imported.rpartition(".")[0]
     ]
 
 
-def cycles(root: Path = ROOT) -> list[list[str]]:
-    """Sets of files that import each other, each of two or more, sorted (Tarjan, 1972)."""
+def import_cycles(root: Path = ROOT) -> list[list[str]]:
+    """Return the sets of files that import each other, each of two or more, sorted (Tarjan, 1972)."""
     graph: dict[str, set[str]] = {}
-    for arrow in arrows(root):
-        if arrow.importer != arrow.imported:
-            graph.setdefault(arrow.importer, set()).add(arrow.imported)
-            graph.setdefault(arrow.imported, set())
+    for item in internal_imports(root):
+        if item.importer != item.imported:
+            graph.setdefault(item.importer, set()).add(item.imported)
+            graph.setdefault(item.imported, set())
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -172,8 +174,8 @@ def cycles(root: Path = ROOT) -> list[list[str]]:
     return components
 
 
-def branches(root: Path = ROOT) -> list[tuple[str, str]]:
-    """Lines outside of recipe/ and teachers/ that ask for the kind of teacher: place and text.
+def teacher_kind_branches(root: Path = ROOT) -> list[tuple[str, str]]:
+    """Return the lines outside of recipe/ and teachers/ that branch on the kind of teacher: place and text.
 
     Comments and docstrings do not count, nor lines that only pass such a value on.
     """
@@ -182,18 +184,18 @@ def branches(root: Path = ROOT) -> list[tuple[str, str]]:
         name = path.relative_to(root).as_posix()
         if name.startswith(HOME):
             continue
-        found += [(f"{name}:{number}", line.strip()) for number, line in code_lines(path) if asks(line)]
+        found += [(f"{name}:{number}", line.strip()) for number, line in code_lines(path) if branches_on_kind(line)]
     return found
 
 
-def asks(line: str) -> bool:
+def branches_on_kind(line: str) -> bool:
     """Return whether a line of code branches on the kind of teacher; strings and values passed on do not count."""
     code = PASSED.sub("", TEXT.sub('""', line))
     return bool(KIND.search(code) and BRANCH.search(code))
 
 
 def code_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Number and text of the lines of a file that are neither comment nor docstring."""
+    """Yield number and text of a file's lines that are neither comment nor docstring."""
     text = path.read_text(encoding="utf-8")
     skipped: set[int] = set()
     for node in ast.walk(ast.parse(text)):
@@ -204,20 +206,20 @@ def code_lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, line.split("  # ")[0]
 
 
-def lines_of(folder: str, root: Path = ROOT) -> int:
-    """Lines of all Python files of a folder."""
+def count_lines(folder: str, root: Path = ROOT) -> int:
+    """Return the number of lines of all Python files of a folder."""
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files(folder, root=root))
 
 
-def too_long(root: Path = ROOT) -> list[str]:
-    """Files over `MOST_LINES`, with their length."""
+def files_too_long(root: Path = ROOT) -> list[str]:
+    """Return the files over `MOST_LINES`, with their length."""
     lengths = {
         path: len(path.read_text().splitlines()) for path in files("distill", "kernels", "scripts", "tests", root=root)
     }
     return [f"{path.relative_to(root)} {length}" for path, length in lengths.items() if length > MOST_LINES]
 
 
-def any_names(folder: str, root: Path = ROOT) -> int:
+def count_any(folder: str, root: Path = ROOT) -> int:
     """Count the uses of `Any` in code, imports aside; uses of its aliases count as well."""
     count = 0
     for path in files(folder, root=root):
@@ -234,7 +236,7 @@ def any_names(folder: str, root: Path = ROOT) -> int:
 
 
 def long_signatures(root: Path = ROOT, most: int = 6) -> list[tuple[str, int]]:
-    """Functions of distill/ with more than `most` arguments (`self` and `cls` aside): place and count."""
+    """Return functions of distill/ with more than `most` arguments (`self` and `cls` aside): place and count."""
     found = []
     for path in files("distill", root=root):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -261,30 +263,36 @@ def main() -> None:
 
 def print_structure() -> None:
     """Print floors, cycles, branches, long signatures, lines and uses of `Any`."""
-    wrong, rings, asked, hidden, long = upward(), cycles(), branches(), private(), long_signatures()
+    wrong, rings, asked, hidden, long = (
+        upward_imports(),
+        import_cycles(),
+        teacher_kind_branches(),
+        private_imports(),
+        long_signatures(),
+    )
     print(f"{'imports upward or sideways':<44}{len(wrong):>6}")
-    for arrow in wrong:
-        print(f"    {arrow.place:<48}{arrow.importer} -> {arrow.imported} {', '.join(arrow.names)}")
+    for item in wrong:
+        print(f"    {item.place:<48}{item.importer} -> {item.imported} {', '.join(item.names)}")
     print(f"{'cycles of files':<44}{len(rings):>6}")
     for ring in rings:
         print(f"    {', '.join(ring)}")
     print(f"{'private names of other packages':<44}{len(hidden):>6}")
-    for arrow in hidden:
-        print(f"    {arrow.place:<48}{arrow.imported}: {', '.join(arrow.names)}")
+    for item in hidden:
+        print(f"    {item.place:<48}{item.imported}: {', '.join(item.names)}")
     print(f"{'branches on the kind of teacher outside':<44}{len(asked):>6}")
     for place, line in asked:
         print(f"    {place:<44}{line}")
     print(f"{'functions over six arguments':<44}{len(long):>6}")
     for place, number in long:
         print(f"    {place:<64}{number:>4}")
-    for name in too_long():
+    for name in files_too_long():
         print(f"over {MOST_LINES} lines: {name}")
     for folder in ("distill", "kernels", "tests", "scripts"):
-        print(f"{folder + '/':<44}{lines_of(folder):>6} lines, Any {any_names(folder)}")
+        print(f"{folder + '/':<44}{count_lines(folder):>6} lines, Any {count_any(folder)}")
     for name in ("distill/teachers/base.py", "distill/recipe", "distill/core"):
         path = ROOT / name
         if path.exists():
-            print(f"{name:<44}{any_names(name) if path.is_dir() else path.read_text().count('Any'):>6} Any")
+            print(f"{name:<44}{count_any(name) if path.is_dir() else path.read_text().count('Any'):>6} Any")
 
 
 if __name__ == "__main__":

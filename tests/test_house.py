@@ -129,25 +129,25 @@ def test_kernels_import_without_triton():
 
 
 def test_files_keep_to_one_idea():
-    assert house.too_long() == []
+    assert house.files_too_long() == []
     assert not [path for path in house.files("distill", "kernels", "scripts", "tests") if path.stem == "utils"]
 
 
 def test_packages_import_from_lower_floors_only():
-    assert house.homeless() == [], "a package without a floor in scripts/house.py"
-    assert house.upward() == []
+    assert house.packages_without_floor() == [], "a package without a floor in scripts/house.py"
+    assert house.upward_imports() == []
 
 
 def test_files_do_not_import_in_circles():
-    assert house.cycles() == []
+    assert house.import_cycles() == []
 
 
 def test_private_names_stay_in_their_package():
-    assert house.private() == []
+    assert house.private_imports() == []
 
 
 def test_few_lines_outside_of_teachers_ask_for_the_kind_of_teacher():
-    asked = house.branches()
+    asked = house.teacher_kind_branches()
     assert len(asked) <= MOST_BRANCHES, "\n".join(f"{place} {line}" for place, line in asked)
 
 
@@ -159,21 +159,27 @@ def test_functions_take_few_arguments():
 
 def test_the_house_stays_in_its_bounds():
     for folder, most in MOST_LINES.items():
-        assert house.lines_of(folder) <= most, folder
+        assert house.count_lines(folder) <= most, folder
     for folder, most in MOST_ANY.items():
-        assert house.any_names(folder) <= most, folder
+        assert house.count_any(folder) <= most, folder
     assert "Any" not in (ROOT / "distill/teachers/base.py").read_text()
 
 
 @pytest.mark.parametrize(
     "files, expected",
     [
-        ({"distill/core/a.py": "from distill.recipe import b", "distill/recipe/b.py": ""}, "upward"),
-        ({"distill/data/a.py": "def f():\n    from distill.models import b", "distill/models/b.py": ""}, "upward"),
-        ({"distill/core/a.py": "from distill.core import b", "distill/core/b.py": "import distill.core.a"}, "cycles"),
-        ({"distill/data/a.py": "from distill.core.b import _c", "distill/core/b.py": "_c = 1"}, "private"),
-        ({"distill/planning/a.py": "if recipe.teacher.is_cached:\n    pass"}, "branches"),
-        ({"distill/nowhere/a.py": ""}, "homeless"),
+        ({"distill/core/a.py": "from distill.recipe import b", "distill/recipe/b.py": ""}, "upward_imports"),
+        (
+            {"distill/data/a.py": "def f():\n    from distill.models import b", "distill/models/b.py": ""},
+            "upward_imports",
+        ),
+        (
+            {"distill/core/a.py": "from distill.core import b", "distill/core/b.py": "import distill.core.a"},
+            "import_cycles",
+        ),
+        ({"distill/data/a.py": "from distill.core.b import _c", "distill/core/b.py": "_c = 1"}, "private_imports"),
+        ({"distill/planning/a.py": "if recipe.teacher.is_cached:\n    pass"}, "teacher_kind_branches"),
+        ({"distill/nowhere/a.py": ""}, "packages_without_floor"),
     ],
 )
 def test_the_measure_sees_what_it_is_for(tmp_path, files, expected):
@@ -182,7 +188,13 @@ def test_the_measure_sees_what_it_is_for(tmp_path, files, expected):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    for measure in (house.upward, house.cycles, house.private, house.branches, house.homeless):
+    for measure in (
+        house.upward_imports,
+        house.import_cycles,
+        house.private_imports,
+        house.teacher_kind_branches,
+        house.packages_without_floor,
+    ):
         assert bool(measure(tmp_path)) is (measure.__name__ == expected), measure.__name__
 
 

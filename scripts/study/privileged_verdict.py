@@ -1,4 +1,4 @@
-"""Tables of the plan of teachers that see more: exact answers to held-out questions, with what chance leaves open.
+"""Tables of the study of context distillation: exact answers to held-out questions, with confidence intervals.
 
 A cell is the mean over seeds with Student's 95 % interval of it (of one seed without), and beside it the interval that
 the choice of the held-out questions leaves: questions are drawn anew, the same ones for all seeds. Two methods are told

@@ -125,7 +125,7 @@ class Bench:
 
 
 class Quality(TrainerCallback):
-    """Looks at the student along the run: held-out figures over the tokens seen."""
+    """Callback that evaluates the student during the run: held-out metrics over the tokens seen."""
 
     def __init__(self, bench: Bench, setup: Setup, recipe: Recipe) -> None:
         self.bench, self.setup, self.recipe, self.rows = bench, setup, recipe, bench.splits(setup).validation
@@ -158,7 +158,7 @@ class Quality(TrainerCallback):
 
 
 class Judged(Quality):
-    """Looks at the student as it is judged in the end: against the loaded teacher, whatever it learns from."""
+    """Callback that evaluates the student against the loaded teacher, as after training."""
 
     def point(self) -> dict[str, float]:
         """The student's held-out figures as it stands."""
@@ -265,7 +265,7 @@ def row_of(
 
 
 def free(bench: Bench) -> None:
-    """Give back what the last configuration held."""
+    """Free the memory of the last configuration."""
     gc.collect()
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Small tasks that SmolLM2-135M-Instruct does with examples in its prompt and not without: words and rows of each.
+"""Small tasks that SmolLM2-135M-Instruct solves with few-shot prompts only: items and rows of each.
 
     category    carrot -> vegetable             a word list, nothing of the answer stands in the question
     past        swim -> swam                    a word list, regular and irregular verbs

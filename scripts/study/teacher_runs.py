@@ -1,4 +1,4 @@
-"""The configurations of the second plan, one after another: caches made on the spot, stages that follow each other.
+"""Runs of the second plan's configurations: caches written on demand, stages one after another.
 
 Whatever a student learned from, it is judged against the loaded teacher over the whole vocabulary. After the second
 part it is judged on its own words too: answers to the held-out prompts, drawn at T = 1, on which the teacher's
@@ -52,7 +52,7 @@ class TeacherBench(Bench):
         super().__init__(setups, held_out)
 
     def cache(self, setup: TeacherSetup, recipe: Recipe, student: Any) -> TeacherCache:
-        """The teacher's words on the data of a configuration, made when they are first asked for."""
+        """Return the cache of the teacher's outputs on a configuration's data, written on first use."""
         assert setup.tail is not None
         key = (setup.data, setup.tail)
         if key not in self._caches:
@@ -125,7 +125,7 @@ def run_one(setup: TeacherSetup, bench: TeacherBench) -> dict[str, Any]:
     row = row_of(setup, recipe, before, bench.judge(student, setup, recipe), quality.curve, took)
     row |= {"plan": "teachers", "part": setup.part, "learned_tokens": took.learned}
     if setup.part == OWN:
-        row |= on_its_own_words(student, bench, setup, recipe)
+        row |= on_policy_metrics(student, bench, setup, recipe)
     del quality, student
     free(bench)
     return row
@@ -154,8 +154,8 @@ def answer(model: Any, bench: TeacherBench, documents: Sequence[Document], recip
     )
 
 
-def on_its_own_words(student: Any, bench: TeacherBench, setup: TeacherSetup, recipe: Recipe) -> dict[str, Any]:
-    """Figures of a student on what it says itself to the held-out prompts, and of how many problems it gets right."""
+def on_policy_metrics(student: Any, bench: TeacherBench, setup: TeacherSetup, recipe: Recipe) -> dict[str, Any]:
+    """Return metrics of a student on its own responses to held-out prompts, and its number of solved problems."""
     documents = bench.documents(setup)
     said = answer(student, bench, documents, recipe, drawn=True)
     found = evaluate_documents(

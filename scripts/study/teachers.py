@@ -1,4 +1,4 @@
-"""The second plan: where the teacher's word comes from, in two parts of GSM8K's prompts.
+"""Plan of the second study: sources of the teacher's outputs, on two parts of GSM8K's prompts.
 
     cache       the teacher loaded (online), or read from a cache of 64 tokens a position: all others as one outcome, or
                 tokens drawn so that the gradient is unbiased; equal tokens
