@@ -39,6 +39,9 @@ def token_loss(
     for term in loss.terms:
         if term.type == "top_k_reverse_kl":
             own = log_s.detach().argsort(-1, descending=True)[:, : term.k]
+            if term.tail == "sampled":
+                soft = soft + term.weight * with_sampled_tail(z_s, log_s, log_t, own, labels)
+                continue
             p, q = (_outcomes(x.exp().gather(-1, own), term.tail) for x in (log_s, log_t))
             soft = soft + term.weight * (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
         if term.type == "policy_gradient":  # the labels are on-policy samples at temperature 1
@@ -50,6 +53,17 @@ def token_loss(
                     gains[place] += term.discount * gains[place + 1]
             soft = soft - term.weight * term.teacher_weight / scale * p_s.new_tensor(gains) * p_s / p_s.detach()
     return _mean(soft, z_s, labels, loss)
+
+
+def with_sampled_tail(
+    z: torch.Tensor, log_s: torch.Tensor, log_t: torch.Tensor, own: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
+    """Return the generalised KL over the tokens `own`, plus the label's, as it was drawn just now, where it is none."""
+    p, q = log_s.exp(), log_t.exp()
+    each = torch.xlogy(p, p) - torch.xlogy(p, q) - p + q
+    label = labels[:, None]
+    weight = z.detach().softmax(-1).gather(-1, label).reciprocal() * (own != label).all(-1, keepdim=True)
+    return each.gather(-1, own).sum(-1) + (weight * each.gather(-1, label))[:, 0]
 
 
 def mixed_log_probabilities(teachers: Mixture, temperature: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor.reference import INPUTS, Reference, Verdict, worst_of
-from distill.doctor.reference_loss import shifted, top_k_loss
+from distill.doctor.reference_loss import shifted, top_k_loss, with_sampled_tail
 from distill.doctor.remote_outputs import OUTPUT_READERS
 from distill.doctor.rows import Row
 from distill.recipe.loss import Loss
@@ -65,6 +65,20 @@ class TopKReference(Reference):
             share = 1 - stored["tail"].double().clamp_min(LEAST_TAIL).exp()
             probabilities = probabilities * (share / probabilities.sum(-1))[:, None]
         z_s = z_s[:, : columns or self.manifest["vocabulary"]]
+        if (term := loss.tailed) is not None:
+            log_t = torch.zeros_like(z_s, dtype=self.dtype).scatter(-1, ids, probabilities.log().to(self.dtype))
+            label = labels[keep][:, None]
+            log_t = log_t.scatter(
+                -1,
+                label,
+                torch.where(
+                    (ids == label).any(-1, keepdim=True),
+                    log_t.gather(-1, label),
+                    stored["label_logprob"].to(self.dtype)[:, None],
+                ),
+            )
+            z_s = z_s.to(self.dtype)
+            return term.weight * with_sampled_tail(z_s, z_s.log_softmax(-1), log_t, ids, labels[keep]).mean()
         return top_k_loss(z_s, (ids, probabilities), tail, labels[keep], loss, self.dtype)
 
     def from_itself(self, batch: Batch, terms: Sequence[LossTerm]) -> tuple[str, float]:

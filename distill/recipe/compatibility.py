@@ -215,7 +215,12 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         f"loss.terms: {' and '.join(SEPARATE)}",
         lambda recipe: recipe.loss.has(*SEPARATE),
-        ("hidden states", "one teacher a token", "student's tokens"),
+        ("one teacher a token", "student's tokens"),
+    ),
+    Requirement(
+        f"loss.terms: {' and '.join(SEPARATE)}",  # but with a sampled tail, which K tokens of a teacher can give
+        lambda recipe: recipe.loss.has(*SEPARATE) and (recipe.loss.tailed is None or recipe.loss.has(SEPARATE[0])),
+        ("hidden states",),
     ),
     Requirement("loss.label_smoothing", lambda recipe: recipe.loss.label_smoothing > 0, ("student's tokens",)),
     Requirement("loss.z_loss", lambda recipe: recipe.loss.z_loss > 0, ("student's tokens",)),
@@ -350,6 +355,11 @@ def _values(recipe: Sections) -> Iterator[str]:
     if recipe.loss.has("policy_gradient") and not whole:
         yield (
             "loss.terms: policy_gradient is of tokens that the student drew from its present distribution: expected "
+            "data.on_policy with fraction 1 and temperature 1, without top_k, top_p and min_p"
+        )
+    if recipe.loss.tailed is not None and not whole:
+        yield (
+            "loss.terms: top_k_reverse_kl with tail: sampled needs tokens that the student drew: expected "
             "data.on_policy with fraction 1 and temperature 1, without top_k, top_p and min_p"
         )
     samples, rows = recipe.data.samples, recipe.train.batch_size

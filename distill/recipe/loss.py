@@ -121,13 +121,14 @@ class TopKTerm(Section):
         weight: of this term in the sum.
         k: how many of the student's likeliest tokens; of a smaller vocabulary all.
         tail: `bucket` takes all other tokens as one outcome more, so that the loss is at most `reverse_kl`;
-            `renormalize` looks at the K alone, of both models.
+            `renormalize` looks at the K alone, of both models; `sampled` estimates what the others add from the token
+            that the student drew, so that the loss is `reverse_kl` in expectation (`data.on_policy`).
     """
 
     type: Literal["top_k_reverse_kl"]
     weight: NotNegative = 1.0
     k: Annotated[int, Field(ge=1, le=511)] = 64
-    tail: Literal["bucket", "renormalize"] = "bucket"
+    tail: Literal["bucket", "renormalize", "sampled"] = "bucket"
 
     @model_validator(mode="after")
     def _tells_tokens_apart(self) -> Self:
@@ -306,6 +307,12 @@ class Loss(Section):
         """The term with a reward that takes part; None where there is none."""
         found = (term for term in self.terms if isinstance(term, PolicyGradientTerm) and term.weight > 0)
         return next((term for term in found if term.reward is not None), None)
+
+    @property
+    def tailed(self) -> TopKTerm | None:
+        """The term whose tail is estimated from the drawn token; None where there is none."""
+        found = (term for term in self.terms if isinstance(term, TopKTerm) and term.weight > 0)
+        return next((term for term in found if term.tail == "sampled"), None)
 
     @property
     def runs_terms(self) -> bool:

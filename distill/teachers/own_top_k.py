@@ -4,6 +4,7 @@
     bucket          sum over y of p_s log(p_s / p_t), and the same of all other tokens as one outcome: at most the full
                     reverse KL, by the data processing inequality
     renormalize     the same sum of both distributions given that the token is one of the K, without the others
+    sampled         all others by the token that the student drew: no bias, more noise (sampled_tail.py)
 
 Which tokens, and what the teacher says of them, is made first, without a graph and chunk by chunk: a product of each
 head. `FusedTopKKLLoss` makes the student's product once more and the gradient, through all probabilities of p_s.
@@ -12,6 +13,7 @@ head. `FusedTopKKLLoss` makes the student's product once more and the gradient, 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from distill_kernels import FusedTopKKLLoss
@@ -24,8 +26,7 @@ from distill.recipe.loss import Loss, TopKTerm
 from distill.teachers.base import HeadCall, Pairing
 from distill.teachers.cache.encode import log_probabilities, rows_at_once
 from distill.teachers.cache.top_k import spread
-
-IMPOSSIBLE = -1e30  # stands for log 0, which the fused loss takes for a place that is not used
+from distill.teachers.sampled_tail import IMPOSSIBLE, SampledTail, TailTargets
 
 
 class OwnTopKLoss(FusedTopKKLLoss):
@@ -63,21 +64,71 @@ class OwnTopKLoss(FusedTopKKLLoss):
 
         What the teacher leaves to all others counts as 1e-6 at least (8 eps): sums in fp32 tell no less from none.
         """
-        hidden, targets, kind = call.hidden.flatten(0, 1), call.inputs.targets, call.hidden.device.type
-        assert isinstance(targets, torch.Tensor)
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else call.head.weight.dtype
-        columns, targets = self.pairing.columns, targets.flatten(0, 1)
-        student = Head(hidden, call.head.weight, call.head.bias, *(call.head.lora or ())).cut(columns, dtype)
-        rows = torch.arange(len(hidden), device=hidden.device) if call.valid_rows is None else call.valid_rows
-        parts = []
-        with torch.autocast(kind, enabled=False):
-            for here in rows.split(rows_at_once(hidden.device, columns)):
-                # a scale and a soft cap leave the order as it is
-                ids = raw_logits(student, hidden[here].to(dtype)).topk(self.k, sorted=False).indices
-                at = self.objective.temperature
-                log_p = log_probabilities(targets[here], teacher, self.transform, columns, at)[1].gather(-1, ids)
-                most = math.log1p(-8 * torch.finfo(log_p.dtype).eps)
-                log_p -= (log_p.logsumexp(-1, keepdim=True) - most).clamp_min(0)
-                parts.append((ids, log_p.clamp_min(IMPOSSIBLE)))
-        ids, log_p = (spread(torch.cat(each), rows, call.labels.shape) for each in zip(*parts, strict=True))
+        parts, at = [], self.objective.temperature
+        for here, ids, all_log_p in top_k_chunks(call, teacher, self.transform, self.pairing, (self.k, at)):
+            log_p = all_log_p.gather(-1, ids)
+            most = math.log1p(-8 * torch.finfo(log_p.dtype).eps)
+            log_p -= (log_p.logsumexp(-1, keepdim=True) - most).clamp_min(0)
+            parts.append((here, ids, log_p.clamp_min(IMPOSSIBLE)))
+        rows, *values = (torch.cat(each) for each in zip(*parts, strict=True))
+        ids, log_p = (spread(each, rows, call.labels.shape) for each in values)
         return ids, log_p
+
+
+class OwnTopKTailLoss(SampledTail):
+    """The term `top_k_reverse_kl` with `tail: sampled`.
+
+    Args:
+        term: its settings.
+        section: the recipe's loss.
+        pairing: how the student's logits meet the teacher's.
+        transform: scale and soft cap of the teacher.
+    """
+
+    def __init__(self, term: TopKTerm, section: Loss, pairing: Pairing, transform: LogitTransform) -> None:
+        super().__init__(term, section, pairing)
+        self.k, self.transform = min(term.k, pairing.columns), transform
+
+    def __call__(self, call: HeadCall, teacher: HeadWeights) -> torch.Tensor:
+        """The loss inside the student head's own call."""
+        parts, labels = [], call.labels.flatten().clamp_min(0)
+        with torch.no_grad():
+            for here, ids, log_p in top_k_chunks(
+                call, teacher, self.transform, self.pairing, (self.k, self.temperature)
+            ):
+                parts.append((here, ids, log_p.gather(-1, ids), log_p.gather(-1, labels[here, None])[:, 0]))
+        rows, *values = (torch.cat(each) for each in zip(*parts, strict=True))
+        return self.of(call, TailTargets(*(spread(each, rows, call.labels.shape) for each in values)))
+
+
+def own_top_k_loss(
+    term: TopKTerm, section: Loss, pairing: Pairing, transform: LogitTransform
+) -> OwnTopKLoss | OwnTopKTailLoss:
+    """Return the loss of the term `top_k_reverse_kl`, by how it treats the tail."""
+    kind = OwnTopKTailLoss if term.tail == "sampled" else OwnTopKLoss
+    return kind(term, section, pairing, transform)
+
+
+def top_k_chunks(
+    call: HeadCall, teacher: HeadWeights, transform: LogitTransform, pairing: Pairing, settings: tuple[int, float]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The student's likeliest tokens and the teacher's log-probabilities, chunk by chunk, in no graph.
+
+    Args:
+        call, teacher, transform, pairing: as of the losses.
+        settings: how many tokens, and the temperature of the teacher's probabilities.
+
+    Yields:
+        Flat rows int64 [n], tokens int64 [n, K] in no order, log-probabilities of all columns [n, columns].
+    """
+    (k, at), hidden, targets, kind = settings, call.hidden.flatten(0, 1), call.inputs.targets, call.hidden.device.type
+    assert isinstance(targets, torch.Tensor)
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else call.head.weight.dtype
+    columns, targets = pairing.columns, targets.flatten(0, 1)
+    student = Head(hidden, call.head.weight, call.head.bias, *(call.head.lora or ())).cut(columns, dtype)
+    rows = torch.arange(len(hidden), device=hidden.device) if call.valid_rows is None else call.valid_rows
+    with torch.no_grad(), torch.autocast(kind, enabled=False):
+        for here in rows.split(rows_at_once(hidden.device, columns)):
+            # a scale and a soft cap leave the order as it is
+            ids = raw_logits(student, hidden[here].to(dtype)).topk(k, sorted=False).indices
+            yield here, ids, log_probabilities(targets[here], teacher, transform, columns, at)[1]

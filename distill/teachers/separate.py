@@ -12,7 +12,7 @@ from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe.loss import Loss
 from distill.teachers.base import HeadCall, LossResult, Pairing
 from distill.teachers.losses import LogitTransforms, build_loss
-from distill.teachers.own_top_k import OwnTopKLoss
+from distill.teachers.own_top_k import own_top_k_loss
 from distill.teachers.policy_gradient import SampledTokenLoss
 
 
@@ -33,7 +33,7 @@ class TermLoss(Protocol):
 
 
 Makers = Mapping[str, Callable[..., TermLoss]]  # by the term's type: of the term, the section, the pairing, transform
-LOSSES: Makers = {"policy_gradient": SampledTokenLoss, "top_k_reverse_kl": OwnTopKLoss}
+LOSSES: Makers = {"policy_gradient": SampledTokenLoss, "top_k_reverse_kl": own_top_k_loss}
 
 
 class SeparateTermsLoss:

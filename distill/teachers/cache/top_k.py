@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from distill.recipe.loss import SEPARATE, Loss
 from distill.teachers.base import HeadCall, LossResult, Pairing, TargetFormat
 from distill.teachers.cache.encode import normalised, surplus_of
 from distill.teachers.cache.format import Plan
+from distill.teachers.cache.tail import StoredTailLoss
 from distill.teachers.losses import (
     HeldOutLoss,
     LogitTransforms,
@@ -109,9 +110,17 @@ class TopKFormat(TargetFormat):
 
     def loss(self, section: LossSpec, pairing: Pairing) -> TargetLoss:
         """`FusedTopKKLLoss`, or the plain loss of hard labels alone."""
+        if isinstance(section, Loss) and section.tailed is not None:
+            return StoredTailLoss(section, pairing, self.tail, self.temperature)
         if isinstance(section, Loss) and section.has(*SEPARATE):
-            raise ValueError(f"loss.terms: {' and '.join(SEPARATE)} need hidden states, got K tokens of a teacher")
+            raise ValueError(
+                f"loss.terms: {' and '.join(SEPARATE)} need hidden states, got K tokens of a teacher; "
+                "over these top_k_reverse_kl can be had with tail: sampled"
+            )
         return top_k_loss(build_loss(section, LogitTransforms(pairing.student, self.transform)), self)
+
+    def measured_terms(self, loss: TargetLoss) -> Sequence[LossTerm]:
+        return loss.measured.terms if isinstance(loss, StoredTailLoss) else loss.terms
 
     def held_out(self, pairing: Pairing) -> TargetLoss:
         """Over the stored outcomes; sampled tokens do not tell the reverse KL."""
@@ -128,6 +137,9 @@ class TopKFormat(TargetFormat):
     def apply(self, loss: TargetLoss, pairing: Pairing, call: HeadCall) -> LossResult:
         """Its statistics are completed by what was stored."""
         targets: Any = call.inputs.targets
+        if isinstance(loss, StoredTailLoss):
+            result = loss(call)
+            return (result[0], completed(result[1], targets, 1.0)) if isinstance(result, tuple) else result
         arguments = pairing.arguments(call)
         if targets is None:  # hard labels alone
             return loss(call.hidden, call.head.weight, labels=call.labels, **arguments)
