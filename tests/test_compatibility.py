@@ -56,7 +56,6 @@ WITH = {
     "on-policy": ["data.on_policy={}"],
     "hard labels": ["loss.terms=[{type: forward_kl}, {type: cross_entropy}]"],
     "separate terms": ["loss.terms=[{type: top_k_reverse_kl}]"],
-    "terms of hidden states": ["loss.terms=[{type: top_k_reverse_kl}]"],
     "teacher's top k": ["teacher={type: server, url: 'http://127.0.0.1:1', top_k: 8}"],
     "label smoothing": ["loss={terms: [{type: forward_kl}, {type: cross_entropy}], label_smoothing: 0.1}"],
     "z-loss": ["loss={terms: [{type: forward_kl}, {type: cross_entropy}], z_loss: 0.1}"],
