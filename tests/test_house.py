@@ -67,6 +67,7 @@ LANGUAGE_BOUNDS = {
 # of transformers.Trainer, and the versions they were read in
 READ_IN = {
     "_get_dataloader": "5.17, 5.23",
+    "_get_train_sampler": "5.17, 5.23",
     "_clip_grad_norm": "5.17, 5.23",
     "_get_num_items_in_batch": "5.17, 5.23",
     "_init_training_state": "5.17, 5.23",

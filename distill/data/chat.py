@@ -35,7 +35,7 @@ class ChatOptions(NamedTuple):
     @classmethod
     def of(cls, data: Any) -> ChatOptions:
         """Those of a recipe's `data`."""
-        return cls(data.train_on, data.reasoning, data.empty_answers)
+        return cls("each" if data.answers_every_turn else data.train_on, data.reasoning, data.empty_answers)
 
 
 class TrainingChat(NamedTuple):

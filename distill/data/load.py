@@ -28,7 +28,7 @@ from distill.data.coverage import NOT_RENDERED
 from distill.data.documents import tokenised
 from distill.data.formats import Format, detect
 from distill.data.mixing import Mix, MixedRows, mix_of
-from distill.data.packing import Documents, Ragged, rows_of
+from distill.data.packing import BLOCK, Documents, Ragged, rows_of
 from distill.data.report import DataReport
 from distill.data.sources import Source, open_source
 from distill.data.tally import Tally
@@ -280,7 +280,9 @@ def _pack(
     decided = (key, data.packing, data.max_length, section.model_dump())
     own = data.own_answers if data.packing else None
     new = 0 if own is None else own.max_new_tokens
-    train = _dataset(key_of("train", seed, *decided, *[new] * (new > 0)), trained, data, seed, new)
+    whole = data.answers_every_turn
+    key = key_of("train", seed, *decided, *[new] * (new > 0), *["together"] * whole)
+    train = _dataset(key, trained, data, seed, new, together=whole)
     validation = _dataset(key_of("validation", *decided), held_out, data, data.validation.seed)
     report.count(*trained, *held_out)
     report.answer_room = new
@@ -288,19 +290,41 @@ def _pack(
     return Splits(train, validation, report)
 
 
-def _dataset(key: str, chosen: Chosen, data: Data, seed: int, new: int = 0) -> datasets.Dataset:
-    """The chosen documents as shuffled rows in an Arrow file, with room for last answers of `new` tokens."""
+def _dataset(
+    key: str, chosen: Chosen, data: Data, seed: int, new: int = 0, *, together: bool = False
+) -> datasets.Dataset:
+    """The chosen documents as shuffled rows in an Arrow file, with room for last answers of `new` tokens.
+
+    With `together` the rows of a conversation's documents follow each other, which the column `BLOCK` tells.
+    """
     import datasets
 
     documents, numbers = chosen
 
     def build(folder: Path) -> None:
         lengths = documents.lengths_with_answers(new, data.max_length) if new else documents.lengths
-        groups = rows_of(lengths, numbers, packing=data.packing, capacity=data.max_length, seed=seed)
-        _write_rows(folder / "rows.arrow", documents.rows(groups))
+        rows = rows_of(
+            lengths,
+            numbers,
+            packing=data.packing,
+            capacity=data.max_length,
+            seed=seed,
+            together=documents.origin if together else None,
+        )
+        batches = documents.rows(rows.groups)
+        _write_rows(folder / "rows.arrow", _with_blocks(batches, rows.blocks) if together else batches)
 
     folder, _ = keep(key, build, cache=data.cache)
     return datasets.Dataset.from_file(str(folder / "rows.arrow"))
+
+
+def _with_blocks(batches: Iterator[dict[str, Ragged]], blocks: np.ndarray) -> Iterator[dict[str, Ragged]]:
+    """Batches of rows with the column `BLOCK`, one number a row."""
+    begin = 0
+    for batch in batches:
+        count = len(next(iter(batch.values())).offsets) - 1
+        yield {**batch, BLOCK: Ragged(blocks[begin : begin + count], np.arange(count + 1))}
+        begin += count
 
 
 def _write_rows(path: Path, batches: Iterator[dict[str, Ragged]]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from distill.core.labels import IGNORE_INDEX
 
 IDS = "input_ids"  # what a column of token ids is called, after a prefix: such a column has positions
+BLOCK = "block"  # column of rows: those of one number belong together
 
 
 class Ragged(NamedTuple):
@@ -148,7 +149,27 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
     return [np.array(row, dtype=np.int64) for row in rows]
 
 
-def rows_of(lengths: np.ndarray, chosen: np.ndarray, *, packing: bool, capacity: int, seed: int) -> list[np.ndarray]:
+class Rows(NamedTuple):
+    """Documents as rows.
+
+    Attributes:
+        groups: of each row the numbers of its documents.
+        blocks: int32 [rows]: rows of one number follow each other and hold documents that belong together.
+    """
+
+    groups: list[np.ndarray]
+    blocks: np.ndarray
+
+
+def rows_of(
+    lengths: np.ndarray,
+    chosen: np.ndarray,
+    *,
+    packing: bool,
+    capacity: int,
+    seed: int,
+    together: np.ndarray | None = None,
+) -> Rows:
     """The chosen documents as shuffled rows.
 
     Args:
@@ -157,11 +178,52 @@ def rows_of(lengths: np.ndarray, chosen: np.ndarray, *, packing: bool, capacity:
         packing: Several documents share a row of at most `capacity` tokens; else each has its own.
         capacity: Tokens a row.
         seed: Of the order; with the number of documents it decides all.
+        together: [D], neighbours among `chosen` with one value share a row, or have rows that follow each other; None
+            where every document stands alone.
     """
     random = np.random.default_rng([seed, len(chosen)])
+    if together is not None:
+        return _rows_together(lengths, chosen, together, random, capacity=capacity, packing=packing)
     order = random.permutation(chosen)
     if packing:
         groups = [order[group] for group in best_fit(lengths[order], capacity)]
     else:
         groups = [order[number : number + 1] for number in range(len(order))]
-    return [groups[number] for number in random.permutation(len(groups))]
+    return Rows([groups[number] for number in random.permutation(len(groups))], np.arange(len(groups), dtype=np.int32))
+
+
+def _rows_together(
+    lengths: np.ndarray,
+    chosen: np.ndarray,
+    together: np.ndarray,
+    random: np.random.Generator,
+    *,
+    capacity: int,
+    packing: bool,
+) -> Rows:
+    """Families of documents as shuffled blocks of rows.
+
+    A family fills rows of its own; its emptiest row may be shared with those of other families, which makes all their
+    rows one block.
+    """
+    begins = np.flatnonzero(np.concatenate([[True], together[chosen[1:]] != together[chosen[:-1]]]))
+    families = np.split(chosen, begins[1:])
+    families = [families[number] for number in random.permutation(len(families))]
+    if not packing:
+        blocks = [list(family[:, None]) for family in families]
+    else:
+        full: list[list[np.ndarray]] = []
+        rest: list[np.ndarray] = []
+        for family in families:
+            own = [family[np.sort(group)] for group in best_fit(lengths[family], capacity)]
+            own.sort(key=lambda row: -int(lengths[row].sum()))
+            rest.append(own.pop())
+            full.append(own)
+        shared = best_fit(np.array([int(lengths[row].sum()) for row in rest]), capacity)
+        blocks = [
+            [*(row for number in group for row in full[number]), np.concatenate([rest[number] for number in group])]
+            for group in shared
+        ]
+        blocks = [blocks[number] for number in random.permutation(len(blocks))]
+    sizes = [len(block) for block in blocks]
+    return Rows([row for block in blocks for row in block], np.repeat(np.arange(len(blocks), dtype=np.int32), sizes))

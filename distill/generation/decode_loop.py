@@ -10,7 +10,8 @@ there is neither padding nor a mask), sampling and book-keeping happen on the de
 sequences every few tokens only. On a GPU the whole step is one CUDA graph; on a CPU the same step runs as it is.
 
 Batching is continuous: who is finished makes place for prompts that wait, which are read together once a part of the
-places is free, so that long answers do not keep a whole batch.
+places is free, so that long answers do not keep a whole batch. A prefix that prompts share (the turns of a chat,
+several answers to a prompt, one system prompt) is computed once, and its keys and values are copied to each.
 
 The last token of a prompt is fed by the first step, so that logits are only ever made for one position a sequence, by
 the model's own forward with all that it does to them.
@@ -39,6 +40,7 @@ from distill.models.graphs import own_workspace
 from distill.models.head import bare, decoder_of
 from distill.models.offload import is_offloaded
 from distill.models.ragged_cache import attention_for_ragged_cache, read_prompts
+from distill.models.shared_prefixes import in_families
 
 log = logging.getLogger(__name__)
 
@@ -170,8 +172,9 @@ class DecodeLoop(Engine):
     def answer(self, request: Request) -> Generated:
         prompts, limits = request.prompts, request.limits
         result = Generated([[] for _ in prompts], [limit == 0 for limit in limits], [[] for _ in prompts])
-        # neighbours of like length waste least
-        order = sorted((number for number, limit in enumerate(limits) if limit > 0), key=lambda n: len(prompts[n]))
+        # prompts that share a prefix are read together; else neighbours of like length waste least
+        wanted = [number for number, limit in enumerate(limits) if limit > 0]
+        order = [wanted[place] for place in in_families([prompts[number] for number in wanted])]
         if not order:
             return result
         chosen = request.of(order)
@@ -234,7 +237,8 @@ class DecodeLoop(Engine):
     def _take_seats(self, request: Request, taken: dict[int, int], seats: Seats) -> None:
         """Read the prompts whose numbers `taken` holds by their seats, all of which are free."""
         prompts, limits, seeds, _, _ = request.of(list(taken.values()))
-        read_prompts(self.decoder, prompts, list(taken), seats.cache)
+        read_prompts(self.decoder, prompts, list(taken), seats.cache, seats.held)
+        seats.held |= dict(zip(taken, prompts, strict=True))
         seats.seat(list(taken), prompts, limits, seeds)
 
     def _seats_for(self, request: Request) -> Seats:

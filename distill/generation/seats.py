@@ -24,6 +24,7 @@ class Seats:
         self.log_probs = torch.zeros(batch, columns, dtype=precision, device=device)
         self.column = torch.zeros(1, dtype=torch.int64, device=device)
         self.fused: Callable[[Sampling], None] | None = None  # a step on these buffers, where kernels make it
+        self.held: dict[int, Sequence[int]] = {}  # the prompt whose keys and values a seat has, also when it is free
         self.graph: torch.cuda.CUDAGraph | None = None
         self.captured: tuple[Any, ...] | None = None  # what the graph depends on beside the buffers
 
@@ -33,6 +34,7 @@ class Seats:
             tensor.fill_(value)
         for tensor in (self.seeds, self.limits, self.made, self.ended, self.column):
             tensor.zero_()
+        self.held.clear()
 
     def seat(
         self, seats: Sequence[int], prompts: Sequence[Sequence[int]], limits: Sequence[int], seeds: Sequence[int]

@@ -6,7 +6,7 @@ nothing, and can be replayed as a CUDA graph.
 
     cache = RaggedCache(model.config, batch=8, slots=512, device=device)
     with attention_for_ragged_cache(model):
-        read_prompts(decoder, prompts, range(8), cache)          # all but their last tokens, in one row
+        read_prompts(decoder, prompts, range(8), cache)          # all but their last tokens, shared prefixes once
         cache.begin(lengths)                                     # what is in, and the token to come
         model(input_ids=token, position_ids=cache.lengths[:, None] - 1, past_key_values=cache, ragged_cache=cache)
         cache.lengths += 1
@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from distill_kernels.attention.decode import decode_attention
 from distill_kernels.attention.flash import flash_attention
@@ -32,6 +33,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from distill.models.attention import RAGGED, implementations, refuse_other_scores
 from distill.models.kv_cache import unsupported_layers
+from distill.models.shared_prefixes import plan_prefixes
 
 
 class AttentionCall(NamedTuple):
@@ -45,17 +47,25 @@ class AttentionCall(NamedTuple):
 
 
 class PackedPrompts(NamedTuple):
-    """Prompts one after the other in a row of tokens, and where their keys and values go.
+    """Segments of prompts one after the other in a row of tokens, and where their keys and values go.
 
     Attributes:
         bounds: where each begins, and the last ends; cu_seqlens: the same, int32 on the device.
         source, place: int64 [n]: token `source` of the row goes to `place`, counted through all sequences' slots.
+        moved, moved_to: int64 [m]: slots that are copied before anything is written; None where none is.
+        seen: int64 [K], the slots that the segments attend to, end to end; None where each attends to itself alone.
+        seen_bounds, seen_cu_seqlens: of `seen`, as `bounds` and `cu_seqlens`.
     """
 
     bounds: list[int]
     cu_seqlens: torch.Tensor
     source: torch.Tensor
     place: torch.Tensor
+    moved: torch.Tensor | None
+    moved_to: torch.Tensor | None
+    seen: torch.Tensor | None
+    seen_bounds: list[int]
+    seen_cu_seqlens: torch.Tensor
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -79,17 +89,29 @@ class RaggedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take in prompts [1, Hkv, N, D], and give them back; or newest tokens [B, Hkv, 1, D], and give all."""
+        """Take in prompts [1, Hkv, N, D], and give what they attend to, [1, Hkv, K, D]; or newest tokens
+        [B, Hkv, 1, D], and give all."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
         if (packed := self.owner.packed) is None:
             write_newest(self.keys, self.values, key_states, value_states, self.owner.lengths)
             return self.keys.transpose(1, 2), self.values.transpose(1, 2)
+        self.move(packed)
+        attended = []
         for kept, new in ((self.keys, key_states), (self.values, value_states)):
+            slots = kept.flatten(0, 1)
             tokens = new[0].transpose(0, 1).index_select(0, packed.source)
-            kept.flatten(0, 1).index_copy_(0, packed.place, tokens.to(kept.dtype))
-        return key_states, value_states
+            slots.index_copy_(0, packed.place, tokens.to(kept.dtype))
+            attended.append(new if packed.seen is None else slots.index_select(0, packed.seen).transpose(0, 1)[None])
+        return attended[0], attended[1]
+
+    def move(self, packed: PackedPrompts) -> None:
+        """Copy the slots that prompts take over from other rows, all of them before any is written."""
+        assert self.keys is not None and self.values is not None
+        if packed.moved is not None and packed.moved_to is not None:
+            for kept in (self.keys.flatten(0, 1), self.values.flatten(0, 1)):
+                kept.index_copy_(0, packed.moved_to, kept.index_select(0, packed.moved))
 
     def get_seq_length(self) -> int:
         return 0  # positions are always given; lengths are on the device
@@ -151,30 +173,61 @@ class RaggedCache(Cache):
         return pairs
 
 
-def read_prompts(decoder: nn.Module, prompts: Sequence[Sequence[int]], rows: Sequence[int], cache: RaggedCache) -> None:
-    """All but the last token of each prompt into its row of the cache, in one call without padding; equal ones once.
+def read_prompts(
+    decoder: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    rows: Sequence[int],
+    cache: RaggedCache,
+    held: Mapping[int, Sequence[int]] | None = None,
+) -> None:
+    """Compute all but the last token of each prompt into its row of the cache, in one call without padding.
 
-    What the sequences of other rows hold stays. Call it where the attention is that of a ragged cache.
+    A prefix that prompts share is computed once (`shared_prefixes`), one that a row holds already not at all. Other
+    rows keep what they hold. Call it where the attention is that of a ragged cache.
+
+    Args:
+        decoder: computes keys and values.
+        prompts: token ids.
+        rows: of the cache, one a prompt.
+        cache: is written to.
+        held: prompts that rows hold already, by row, their last tokens included; those of `rows` may be among them.
     """
     written = [(tuple(prompt[:-1]), row) for prompt, row in zip(prompts, rows, strict=True) if len(prompt) > 1]
-    slots = {document: torch.arange(len(document)) for document, _ in written}
-    if not slots:
+    if not written:
         return
-    bounds = list(accumulate(map(len, slots), initial=0))
-    begin = dict(zip(slots, bounds, strict=False))
-
-    def joined(parts: Iterable[torch.Tensor]) -> torch.Tensor:
-        return sent(torch.cat(list(parts)), cache.lengths.device)
-
-    ids, positions = joined(map(torch.tensor, slots))[None], joined(slots.values())[None]
-    source = joined(begin[document] + slots[document] for document, _ in written)
-    place = joined(row * cache.slots + slots[document] for document, row in written)
-    cu_seqlens = joined([torch.tensor(bounds, dtype=torch.int32)])
-    cache.packed = PackedPrompts(bounds, cu_seqlens, source, place)
+    standing = {row: tuple(prompt[:-1]) for row, prompt in (held or {}).items() if len(prompt) > 1}
+    plan = plan_prefixes([prompt for prompt, _ in written], [row for _, row in written], cache.slots, standing)
+    here = functools.partial(_on, cache.lengths.device)
+    cache.packed = PackedPrompts(
+        plan.bounds.tolist(),
+        here(plan.bounds.astype(np.int32)),
+        here(plan.source),
+        here(plan.place),
+        here(plan.moved) if len(plan.moved) else None,
+        here(plan.moved_to) if len(plan.moved) else None,
+        None if plan.seen is None else here(plan.seen),
+        plan.seen_bounds.tolist(),
+        here(plan.seen_bounds.astype(np.int32)),
+    )
     try:
-        decoder(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, ragged_cache=cache)
+        if len(plan.ids):
+            decoder(
+                input_ids=here(plan.ids)[None],
+                position_ids=here(plan.positions)[None],
+                past_key_values=cache,
+                use_cache=True,
+                ragged_cache=cache,
+            )
+        else:
+            for layer in cache.layers:  # every prompt stands in other rows
+                assert isinstance(layer, RaggedLayer)
+                layer.move(cache.packed)
     finally:
         cache.packed = None
+
+
+def _on(device: torch.device, values: np.ndarray) -> torch.Tensor:
+    return sent(torch.from_numpy(values), device)
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -223,13 +276,17 @@ def ragged_attention(
     kernels = runs_on_triton(query) and query.dtype != torch.float64  # which none of them takes
     torchs = softcap is None and s_aux is None  # PyTorch's attention has neither
     attend = functools.partial(flash_attention, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
-    if ragged_cache.packed is not None and kernels:
-        out = attend(query, key, value, cu_seqlens_q=ragged_cache.packed.cu_seqlens)
-    elif ragged_cache.packed is not None:
-        if sliding_window is None and torchs:
-            attend = functools.partial(scaled_dot_product_attention, is_causal=True, scale=scaling, enable_gqa=grouped)
-        spans = [slice(*span) for span in pairwise(ragged_cache.packed.bounds)]
-        out = torch.cat([attend(*(tensor[:, :, span] for tensor in (query, key, value))) for span in spans], 2)
+    packed = ragged_cache.packed
+    if packed is not None and kernels:
+        keys_of = None if packed.seen is None else packed.seen_cu_seqlens
+        out = attend(query, key, value, cu_seqlens_q=packed.cu_seqlens, cu_seqlens_k=keys_of)
+    elif packed is not None:
+        plain = sliding_window is None and torchs
+        parts = []
+        for own, seen in zip(pairwise(packed.bounds), pairwise(packed.seen_bounds), strict=True):
+            q, k, v = query[:, :, slice(*own)], key[:, :, slice(*seen)], value[:, :, slice(*seen)]
+            parts.append(_attend_plainly(q, k, v, scaling, grouped) if plain else attend(q, k, v))
+        out = torch.cat(parts, 2)
     elif not kernels and torchs:
         # PyTorch's attention is the faster one on a CPU; there, slots that are not filled yet can be left out
         filled = ragged_cache.slots if query.is_cuda else int(ragged_cache.lengths.max())
@@ -246,6 +303,17 @@ def ragged_attention(
             query, key, value, lengths, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
         )
     return out.transpose(1, 2), None
+
+
+def _attend_plainly(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, grouped: bool
+) -> torch.Tensor:
+    """PyTorch's attention of queries [1, H, N, D] to keys [1, Hkv, K, D], the last query seeing the last key."""
+    before = k.shape[2] - q.shape[2]
+    mask = None if before == 0 else torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(before)
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
 
 
 AttentionInterface.register(RAGGED, ragged_attention)

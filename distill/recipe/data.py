@@ -56,6 +56,10 @@ class OnPolicy(Section):
 
     Attributes:
         fraction: share of the answers that are replaced, drawn anew at every step; 0 for none.
+        turns: which assistant turns of a chat are answered. `last`: the last one of each example that `data.train_on`
+            makes. `all`: every one, each after the conversation as the data have it up to there, tool results included;
+            a chat's turns are kept in neighbouring rows, and what their prompts share is computed once (engines
+            `distill` and `vllm`).
         max_new_tokens: the most an answer may have; less where a prompt leaves less of `max_length`.
         temperature: what the answers are drawn at; 0 for the likeliest tokens.
         top_k: draw from so many likeliest tokens; 0 for all.
@@ -72,6 +76,7 @@ class OnPolicy(Section):
     """
 
     fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
+    turns: Literal["last", "all"] = "last"
     max_new_tokens: Annotated[int, Field(ge=1, le=2**20)] = 128
     temperature: Annotated[NotNegative, Usual(0.2, 2)] = 1.0
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
@@ -200,6 +205,11 @@ class Data(Section):
     def own_answers(self) -> OnPolicy | None:
         """`on_policy` where it replaces answers by the student's own; None also where its fraction is 0."""
         return self.on_policy if self.on_policy is not None and self.on_policy.fraction > 0 else None
+
+    @property
+    def answers_every_turn(self) -> bool:
+        """Every assistant turn of a chat is an example of its own, and answered by the student."""
+        return self.own_answers is not None and self.own_answers.turns == "all"
 
     @property
     def parts(self) -> list[Part]:

@@ -28,7 +28,6 @@ from distill.core.files import sync
 from distill.core.labels import count_trained_tokens
 from distill.core.manifest import write_manifest
 from distill.data.collator import Collator, PlainRows, padding_token
-from distill.data.mixing import MixedRows
 from distill.generation.on_policy import OnPolicy
 from distill.models.attention import keep_soft_cap
 from distill.models.compiling import uncompiled
@@ -41,6 +40,7 @@ from distill.teachers.blame import teacher_fault
 from distill.teachers.losses import LossSpec
 from distill.teachers.objective import DistillationObjective
 from distill.teachers.server.launched import LaunchedServers
+from distill.training.block_sampler import BlockSampler, begin_epoch, block_sampler
 from distill.training.checkpoint_weights import load_weights
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, rotate_checkpoints
 from distill.training.loss_schedule import LossSchedule
@@ -111,9 +111,8 @@ class DistillationTrainer(Trainer):
         for whose, owned in {"student": model, **loaded}.items():
             keep_soft_cap(owned, field=f"{whose}'s attention")
             rope_by_document(owned)
-        follows = any(map(follows_length, (model, *loaded.values())))
         padding = padding_token(processing_class, getattr(model, "config", None))
-        plain = Collator(padding, omit_plain_positions=not follows)
+        plain = Collator(padding, omit_plain_positions=not any(map(follows_length, (model, *loaded.values()))))
         data_collator = PlainRows(plain) if data_collator is None else EmptyBatchCollator(data_collator, plain)
         super().__init__(
             model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset,
@@ -133,6 +132,7 @@ class DistillationTrainer(Trainer):
         section = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
         self.is_rewarded = isinstance(section, Loss) and section.rewarded is not None
         self.objective.loss_of = self.meter.phases.timed("loss", self.objective.loss_of)  # type: ignore[method-assign]
+        self._blocks: BlockSampler | None = None
         self.on_policy: OnPolicy | None = None  # set it to train on the student's rollouts
         self._checkpoints_go_to: str | None = None
         self._begun = 0  # micro-batches that training_step has begun
@@ -162,6 +162,11 @@ class DistillationTrainer(Trainer):
         inner = getattr(loader, "base_dataloader", loader)  # accelerate wraps a torch DataLoader
         inner.worker_init_fn = IgnoreSignalsWorkerInit(inner.worker_init_fn)
         return without_repeated_rows(loader, self.accelerator.num_processes)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Return `Trainer`'s sampler, or one that keeps rows that belong together (turns of a chat) adjacent."""
+        self._blocks = block_sampler(self.train_dataset if train_dataset is None else train_dataset, self.args)
+        return self._blocks or super()._get_train_sampler(train_dataset)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Extend `Trainer`'s method: the first warm-up step has a rate above 0."""
@@ -299,8 +304,7 @@ class DistillationTrainer(Trainer):
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         """Extend `Trainer`'s method, which would make one more step of a run resumed after its last step."""
-        if isinstance(self.train_dataset, MixedRows):
-            self.train_dataset.set_epoch(kwargs["epoch"])
+        begin_epoch(kwargs["epoch"], self.train_dataset, self._blocks)
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return None

@@ -1,0 +1,59 @@
+"""Shuffled rows of which those that belong together stay neighbours, so that they share a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Sampler
+from transformers import TrainingArguments
+
+from distill.data.mixing import MixedRows
+from distill.data.packing import BLOCK
+
+
+class BlockSampler(Sampler[int]):
+    """Numbers of rows, in an order that follows from seed and epoch: blocks are shuffled, rows within them are not.
+
+    Args:
+        rows: with the column `BLOCK`.
+        seed: of the order.
+    """
+
+    def __init__(self, rows: Any, seed: int) -> None:
+        self.rows, self.seed, self.epoch = rows, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order of this epoch, counted from 0, from now on."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        blocks = blocks_of(self.rows)
+        runs = np.split(np.arange(len(blocks)), np.flatnonzero(blocks[1:] != blocks[:-1]) + 1)
+        order = np.random.default_rng([self.seed, self.epoch]).permutation(len(runs))
+        return (int(number) for run in order for number in runs[run])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def block_sampler(rows: Any, arguments: TrainingArguments) -> BlockSampler | None:
+    """Return a sampler of rows that tell which of them belong together; None for other rows."""
+    columns = getattr(rows.rows if isinstance(rows, MixedRows) else rows, "column_names", None) or ()
+    seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
+    return BlockSampler(rows, seed) if BLOCK in columns else None
+
+
+def begin_epoch(epoch: int, *ordered: Any) -> None:
+    """Let data sets and samplers whose order follows from the epoch take that of `epoch`, counted from 0."""
+    for each in ordered:
+        if isinstance(each, MixedRows | BlockSampler):
+            each.set_epoch(epoch)
+
+
+def blocks_of(rows: Any) -> np.ndarray:
+    """Return the block of each row: int [rows]."""
+    own = rows.rows if isinstance(rows, MixedRows) else rows
+    blocks = np.concatenate(own.select_columns([BLOCK])[:][BLOCK])
+    return blocks[rows.numbers] if isinstance(rows, MixedRows) else blocks
