@@ -41,11 +41,11 @@ def chat(number, turns=4):
     for turn in range(turns):
         call = {"type": "function", "function": {"name": "add", "arguments": {"a": number, "b": turn}}}
         if turn % 2 == 0:
-            messages += [{"role": "user", "content": f"Add {turn} to {number}."},
-                         {"role": "assistant", "content": "", "tool_calls": [call]}]  # fmt: skip
+            messages.append({"role": "user", "content": f"Add {turn} to {number}."})
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         else:
-            messages += [{"role": "tool", "content": str(number + turn - 1)},
-                         {"role": "assistant", "content": f"It is {number + turn - 1}."}]  # fmt: skip
+            messages.append({"role": "tool", "content": str(number + turn - 1)})
+            messages.append({"role": "assistant", "content": f"It is {number + turn - 1}."})
     return {"messages": messages, "tools": [TOOL]}
 
 

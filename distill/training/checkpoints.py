@@ -7,8 +7,12 @@ of all files follows it.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+from transformers import TrainingArguments
 
 CHECKPOINT, UNFINISHED, STATE = "checkpoint-", ".unfinished", "trainer_state.json"
 
@@ -28,6 +32,16 @@ def rotate_checkpoints(folder: Path, limit: int | None, best: str | None = None)
     for old in checkpoints(folder)[: -limit if limit else 0]:
         if best is None or old.name != Path(best).name:
             os.replace(old, folder / UNFINISHED / f"old-{old.name}")
+
+
+@contextlib.contextmanager
+def without_rotation(arguments: TrainingArguments) -> Iterator[int | None]:
+    """Disable `Trainer`'s rotation, which runs before the new checkpoint has its name; yields the limit."""
+    limit, arguments.save_total_limit = arguments.save_total_limit, None
+    try:
+        yield limit
+    finally:
+        arguments.save_total_limit = limit
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:

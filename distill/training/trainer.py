@@ -10,11 +10,10 @@ gradients over the ranks, so the loss is multiplied by the number of ranks.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ from distill.teachers.objective import DistillationObjective
 from distill.teachers.server.launched import LaunchedServers
 from distill.training.block_sampler import BlockSampler, begin_epoch, block_sampler
 from distill.training.checkpoint_weights import load_weights
-from distill.training.checkpoints import CHECKPOINT, UNFINISHED, rotate_checkpoints
+from distill.training.checkpoints import CHECKPOINT, UNFINISHED, rotate_checkpoints, without_rotation
 from distill.training.loss_schedule import LossSchedule
 from distill.training.metrics import Meter, named_means, number_of_sums
 from distill.training.module_cache import cached_parameters, clear_module_cache
@@ -389,7 +388,7 @@ class DistillationTrainer(Trainer):
         """Write a checkpoint to a temporary folder and rename it: a folder named checkpoint-N is always complete."""
         folder = Path(super()._get_output_dir(trial))
         unfinished, name = folder / UNFINISHED, f"{CHECKPOINT}{self.state.global_step}"
-        with self.meter.paused(), self._without_rotation() as limit:
+        with self.meter.paused(), without_rotation(self.args) as limit:
             self.objective.teacher.settle()
             if self.args.should_save:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -417,12 +416,3 @@ class DistillationTrainer(Trainer):
                 rotate_checkpoints(folder, limit, self.state.best_model_checkpoint)
                 shutil.rmtree(unfinished, ignore_errors=True)
             self.accelerator.wait_for_everyone()
-
-    @contextlib.contextmanager
-    def _without_rotation(self) -> Iterator[int | None]:
-        """Disable `Trainer`'s rotation, which runs before the new checkpoint has its name; yields the limit."""
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            yield limit
-        finally:
-            self.args.save_total_limit = limit
