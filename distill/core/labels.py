@@ -24,7 +24,7 @@ def mask_document_starts(labels: torch.Tensor, position_ids: torch.Tensor | None
 def document_bounds(positions: Sequence[int]) -> list[tuple[int, int]]:
     """Return begin and end of each document in a packed row, from positions that restart at 0."""
     starts = [index for index, position in enumerate(positions) if position == 0]
-    return list(zip(starts, [*starts[1:], len(positions)], strict=True))
+    return list(zip(starts, [*starts[1:], len(positions)][: len(starts)], strict=True))
 
 
 def count_trained_tokens(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

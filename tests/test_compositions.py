@@ -1,0 +1,156 @@
+"""Backends, rows and combinations compose: each pair trains as the same outputs do without the layer, to the bit.
+
+The runs are those of test_golden_runs.py, with other teachers: a model here, a server, and a store that is filled as it
+is read compute the same hidden states, so a run's losses, held-out metrics and weights must not depend on which.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from test_golden_runs import (
+    INFORMED,
+    PAIRS,
+    REVERSE,
+    ROLLOUTS,
+    STUDENT,
+    TEXT,
+    TWO_TERMS,
+    Golden,
+    alone,
+    figures_of,
+    flat,
+    hash_of,
+)
+from test_golden_runs import place as place
+from test_golden_runs import url as url
+
+from distill.cli import run_command
+from distill.recipe import parse
+from distill.run import run
+
+CROSS = "student: {model: pieces, vocabulary: cross, lora: {r: 2, head: true}}\n" + TWO_TERMS + TEXT
+TOLD = STUDENT + TWO_TERMS + PAIRS % ("", "")
+OWN = STUDENT + REVERSE + PAIRS % ("", ROLLOUTS)
+ROUTED = STUDENT + TWO_TERMS + PAIRS % (", teacher: domain", "")
+MIXED = STUDENT + TWO_TERMS + TEXT
+BASES = {
+    "context": f"teacher: {{model: teacher, {INFORMED}}}\n{TOLD}",
+    "context, on-policy": f"teacher: {{model: teacher, {INFORMED}}}\n{OWN}",
+    "retokenised": f"teacher: {{model: merged}}\n{CROSS}",
+    "routed": f"teachers: [{{model: other, {INFORMED}, route: even}}, {{model: teacher, route: odd}}]\n{ROUTED}",
+    "mixture": f"teachers: [{{model: teacher, weight: 3}}, {{model: other}}]\n{MIXED}",
+}
+SERVED, MERGED = "type: server, url: '{url}'", "type: server, url: '{merged}'"
+# by name: the run that it equals, and its teacher
+COMPOSITIONS = {
+    "served, context": ("context", f"teacher: {{{SERVED}, {INFORMED}}}\n{TOLD}"),
+    "filled, context": ("context", f"teacher: {{model: teacher, keep: kept, {INFORMED}}}\n{TOLD}"),
+    "served and filled, context": ("context", f"teacher: {{{SERVED}, keep: kept, {INFORMED}}}\n{TOLD}"),
+    "served, context, on-policy": ("context, on-policy", f"teacher: {{{SERVED}, {INFORMED}}}\n{OWN}"),
+    "served, retokenised": ("retokenised", f"teacher: {{{MERGED}}}\n{CROSS}"),
+    "filled, retokenised": ("retokenised", f"teacher: {{model: merged, keep: kept}}\n{CROSS}"),
+    "served and filled, retokenised": ("retokenised", f"teacher: {{{MERGED}, keep: kept}}\n{CROSS}"),
+    "routed: filled with a context, served and filled": (
+        "routed",
+        f"teachers: [{{model: other, keep: one, {INFORMED}, route: even}}, {{{SERVED}, keep: two, route: odd}}]\n"
+        + ROUTED,
+    ),
+    "mixture: served, filled": (
+        "mixture",
+        f"teachers: [{{{SERVED}, weight: 3}}, {{model: other, keep: kept}}]\n{MIXED}",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def merged(place):
+    """Return the address of the teacher with another tokenizer."""
+    from served import engine_in, serving
+
+    with serving(engine_in(place, f"teacher.model={place}/merged")) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def addressed(url, merged):
+    """Return a recipe's text with the servers' addresses."""
+    return lambda text: text.replace("{url}", url).replace("{merged}", merged)
+
+
+@pytest.fixture(scope="module")
+def figures_of_base(place):
+    """Return the metrics of a run of `BASES`, made once."""
+    made = {}
+
+    def figures(name):
+        if name not in made:
+            with alone(place):
+                made[name] = figures_of(Golden(BASES[name]), None)
+        return made[name]
+
+    return figures
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_a_layer_changes_no_bit(name, place, addressed, figures_of_base):
+    base, text = COMPOSITIONS[name]
+    with alone(place):
+        assert figures_of(Golden(addressed(text)), None) == figures_of_base(base)
+
+
+@pytest.mark.parametrize(("base", "rows"), [("context", f", {INFORMED}}}\n{TOLD}"), ("retokenised", f"}}\n{CROSS}")])
+def test_a_filled_store_is_read_without_the_teacher(base, rows, place, figures_of_base):
+    """By either spelling; rounding depends on the rows that a document was first read with."""
+    model = "merged" if base == "retokenised" else "teacher"
+    filling = f"teacher: {{model: {model}, keep: kept{rows}"
+    with alone(place) as folder:
+        run(parse(filling, ["train.steps=24"], name="filling"), name="filling")
+        (folder / model).unlink()  # a link to the model
+        figures = figures_of(Golden(f"teacher: {{type: cache, path: kept{rows}"), None)
+    assert dict(flat(figures)) == pytest.approx(dict(flat(figures_of_base(base))), rel=1e-4)
+
+
+def test_a_resumed_run_of_layers_is_bit_identical(place, addressed, figures_of_base):
+    """Of a server, a store and a context."""
+    text = addressed(COMPOSITIONS["served and filled, context"][1])
+    with alone(place) as folder:
+        recipe = parse(text, ["train.save_every=2"], name="golden")
+        run(recipe, name="golden")
+        own = folder / "runs" / "golden"
+        for name in ("checkpoint-4", "student"):
+            shutil.rmtree(own / name, ignore_errors=True)
+        (own / "result.json").unlink()
+        result = run(recipe, name="golden", resume=True)
+        assert hash_of(result.folder / "student") == figures_of_base("context")["weights"]
+
+
+def test_an_fp8_teacher_reads_by_its_own_tokenizer(place, figures_of_base):
+    """The cost of fp8 is measured on the teacher's own rows; its divergence from the student moves a little."""
+    text = BASES["retokenised"].replace("{model: merged}", "{model: merged, dtype: fp8}")
+    with alone(place):
+        figures = figures_of(Golden(text), None)
+    plain = figures_of_base("retokenised")
+    assert figures["weights"] != plain["weights"]
+    assert figures["after"]["forward_kl"] == pytest.approx(plain["after"]["forward_kl"], rel=0.05)
+
+
+DOCTORED = {
+    "served top k, context": f"teacher: {{{SERVED}, top_k: 8, {INFORMED}}}\n{STUDENT}{REVERSE}{PAIRS % ('', '')}",
+    **{name: text for name, (_, text) in COMPOSITIONS.items() if "mixture" not in name},
+}
+IN_PLAIN = ("served top k, context", "served, retokenised")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_PLAIN else pytest.mark.full) for name in DOCTORED]
+)
+def test_every_invariant_holds(name, place, addressed, capsys, monkeypatch):
+    """Loss and gradients against the reference in fp64, accumulation, packing, padding and the tokens that are read."""
+    from distill.doctor import examine
+
+    monkeypatch.setattr(examine, "RUN_CHECKS", ())
+    with alone(place):
+        Path("golden.yaml").write_text(addressed(DOCTORED[name]))
+        assert run_command(["doctor", "golden.yaml"]) == 0, capsys.readouterr()
+    assert "invariants, all passed" in capsys.readouterr().out
