@@ -245,8 +245,9 @@ def pages() -> dict[str, str]:
     rows = "\n".join(f"| [{title}]({file}) | {_names(title, file)} |" for title, file in FILES.items())
     found = {"index.md": INDEX.format(note=NOTE, rows=rows)}
     for title, file in FILES.items():
-        targets = [_target(entry.name) for entry in GROUPS[title]] + list(MORE.get(file, ()))
-        found[file] = "\n".join([f"# {title}", "", NOTE, "", *(f"::: {target}\n" for target in targets)])
+        blocks = [f"::: {_target(entry.name)}\n" for entry in GROUPS[title]]
+        blocks += [f"::: {target}\n    options:\n      show_root_full_path: true\n" for target in MORE.get(file, ())]
+        found[file] = "\n".join([f"# {title}", "", NOTE, "", *blocks])
     return found
 
 
