@@ -47,6 +47,24 @@ STUDIES = {
         "(`python -m scripts.study.privileged`):",
     ),
 }
+# words of the study's rows, and the terms that the pages use
+_TERMS = {
+    "The student's own words": "Student-generated outputs",
+    "teacher a running average": "EMA teacher",
+    "own answers": "student-generated outputs",
+    "on own words": "on student-generated outputs",
+    "own words: KL": "student-generated: KL",
+    "own reverse KL": "student-generated reverse KL",
+    "M learned": "M tokens",
+    "not told apart from it": "not significantly different",
+    "not told apart": "not significant",
+    "the teacher's answers": "the teacher's responses",
+    "the data's answers": "the data's responses",
+    "A teacher on disk": "Cached teacher outputs",
+    "others as one": "bucket tail",
+    "cached, drawn": "cached, sampled tail",
+    "gap closed": "relative KL reduction",
+}
 STUDY_RESULTS = ROOT / "scripts" / "study" / "results"
 
 HEADINGS = {
@@ -331,4 +349,7 @@ def study(plan: str, title: str, folder: Path = STUDY_RESULTS) -> list[str]:
     tables, picture = known.names
     where = f"; every figure, with intervals and tests: `{STUDY_RESULTS.relative_to(ROOT) / tables}`" if picture else ""
     drawn = ["", f"![quality over tokens](assets/{picture})"] if picture else []
-    return [title, "", known.overview(rows), f"<sub>{made}{where}</sub>", *drawn]
+    overview = known.overview(rows)
+    for measured, term in _TERMS.items():
+        overview = overview.replace(measured, term)
+    return [title, "", overview, f"<sub>{made}{where}</sub>", *drawn]
