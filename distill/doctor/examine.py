@@ -202,12 +202,13 @@ def _in_float32(recipe: Recipe) -> Recipe:
     """
 
     def wide(section: Any) -> Any:
-        return section.model_copy(update={"dtype": "auto"})
+        stored = {"keep": section.keep and os.devnull} if hasattr(section, "keep") else {}
+        return section.model_copy(update={"dtype": "auto", **stored})
 
     return recipe.model_copy(
         update={
             "data": recipe.data.model_copy(update={"max_rows": min(recipe.data.max_rows or 512, 512)}),
-            "teacher": wide(recipe.teacher).model_copy(update={"keep": recipe.teacher.keep and os.devnull}),
+            "teacher": wide(recipe.teacher),
             "teachers": list(map(wide, recipe.teachers)),
             "student": wide(recipe.student).model_copy(update={"lora": None}),
         }

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor.reference_loss import Mixture, mixed_log_probabilities, shifted, token_loss
-from distill.doctor.remote_outputs import OUTPUT_READERS, place_of, teacher_at
+from distill.doctor.remote_outputs import place_of, remote_logits, teacher_at
 from distill.doctor.rows import Row, Rows
 from distill.models.vocabulary import compare
 from distill.recipe.loss import Loss
@@ -80,7 +80,7 @@ class Reference:
         inputs = {name: batch[name] for name in INPUTS}
         models = self.teacher.models.values()
         if not models:
-            return [(1.0, OUTPUT_READERS[type(self.teacher)].logits(self.teacher, rows, batch))]
+            return [(1.0, remote_logits(self.teacher, rows, batch))]
         return [
             (share, model(**inputs, use_cache=False).logits[keep])
             for share, model in zip(self.weights, models, strict=True)

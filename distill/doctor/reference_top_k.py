@@ -13,7 +13,7 @@ from torch import nn
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor.reference import INPUTS, Reference, Verdict, worst_of
 from distill.doctor.reference_loss import shifted, top_k_loss, with_sampled_tail
-from distill.doctor.remote_outputs import OUTPUT_READERS
+from distill.doctor.remote_outputs import remote_tokens
 from distill.doctor.rows import Row
 from distill.recipe.loss import Loss
 from distill.teachers.base import Batch, Teacher
@@ -49,7 +49,7 @@ class TopKReference(Reference):
     @staticmethod
     def stored_by(teacher: Any, rows: Sequence[Row], batch: Batch) -> Mapping[str, torch.Tensor]:
         """The same of a teacher's own rows and batch."""
-        return OUTPUT_READERS[type(teacher)].tokens(teacher, rows, batch)
+        return remote_tokens(teacher, rows, batch)
 
     def loss(
         self, student: nn.Module, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None

@@ -19,6 +19,7 @@ from distill.teachers.base import Batch, Teacher
 from distill.teachers.cache.format import HEAD
 from distill.teachers.cache.read import PREFIX
 from distill.teachers.cache.teacher import CachedTeacher
+from distill.teachers.keep.teacher import KeptTeacher
 from distill.teachers.server.proof import own_logits
 from distill.teachers.server.teacher import ServerTeacher, reconnected
 from distill.teachers.server.wire import TargetRequest
@@ -80,6 +81,23 @@ OUTPUT_READERS: dict[type[Teacher], OutputReader] = {
 BY_NAME = {kind.__name__: elsewhere for kind, elsewhere in OUTPUT_READERS.items()}
 
 
+def behind_store(teacher: Teacher) -> Teacher:
+    """Return the teacher that computes what a store is filled with; any other one as it is."""
+    return behind_store(teacher.inner) if isinstance(teacher, KeptTeacher) else teacher
+
+
+def remote_logits(teacher: Teacher, rows: Sequence[Row], batch: Batch) -> torch.Tensor:
+    """Return the logits [N, V] of the trained positions of a teacher without a model in this process."""
+    own = behind_store(teacher)
+    return OUTPUT_READERS[type(own)].logits(own, rows, batch)
+
+
+def remote_tokens(teacher: Teacher, rows: Sequence[Row], batch: Batch) -> Stored:
+    """Return `ids`, `logprobs` and `tail` of the K tokens of each trained position."""
+    own = behind_store(teacher)
+    return OUTPUT_READERS[type(own)].tokens(own, rows, batch)
+
+
 def logits_of(teacher: Teacher, row: Mapping[str, Any], device: torch.device) -> torch.Tensor:
     """Return the full logits [N, V] of a teacher at the places of a row whose next token has a label.
 
@@ -91,16 +109,17 @@ def logits_of(teacher: Teacher, row: Mapping[str, Any], device: torch.device) ->
     places = valid_rows(labels)
     if not teacher.models:
         batch = {"input_ids": ids, "labels": labels, "valid_rows": places}
-        return OUTPUT_READERS[type(teacher)].logits(teacher, [row], batch)
+        return remote_logits(teacher, [row], batch)
     (model,) = teacher.models.values()
     return model(input_ids=ids, use_cache=False).logits[0, places]
 
 
 def place_of(teacher: Teacher) -> dict[str, Any]:
     """Return plain values by which another process can open a teacher; {} where its models are handed over."""
-    if type(teacher) not in OUTPUT_READERS:
+    own = behind_store(teacher)
+    if type(own) not in OUTPUT_READERS:
         return {}
-    return {"kind": type(teacher).__name__, **OUTPUT_READERS[type(teacher)].place(teacher)}
+    return {"kind": type(own).__name__, **OUTPUT_READERS[type(own)].place(own)}
 
 
 def teacher_at(place: Mapping[str, Any]) -> Teacher:
