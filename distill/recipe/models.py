@@ -169,6 +169,11 @@ class Teacher(ModelSection):
         given = self.url or []
         return tuple(url.rstrip("/") for url in ([given] if isinstance(given, str) else given))
 
+    @property
+    def by_itself(self) -> Teacher:
+        """The same model without a context and a store: what a server of it computes."""
+        return self.model_copy(update={"context": None, "keep": None, "keep_as": "hidden"})
+
     def loaded(self) -> Teacher:
         """The model that is named beside a cache or a server, to be loaded."""
         return Teacher.model_validate(self.model_dump(exclude={"type", "path", *SERVED}))

@@ -80,6 +80,9 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Engin
         ValueError: as `distill run` would say; a kind of teacher that cannot be served.
     """
     require_command(recipe, "serve")
+    # a context, a store and the student's tokenizer are the business of those who ask
+    student = recipe.student.model_copy(update={"vocabulary": "keep"})
+    recipe = recipe.model_copy(update={"teacher": recipe.teacher.by_itself, "student": student})
     transformers.utils.logging.disable_progress_bar()
     if recipe.train.deterministic:  # before the first product, as in a run: cuBLAS has other ways then
         transformers.enable_full_determinism(recipe.train.seed)

@@ -209,11 +209,9 @@ def _started(recipe: Recipe, folder: Path, number: int, more: Mapping[str, str])
     if not file.exists():
         held = Parallel(teacher="sharded" if "RANK" in more else "copied")
         data = recipe.data.model_copy(update={"on_policy": None})
-        model = recipe.teacher.model_copy(update={"context": None, "keep": None, "keep_as": "hidden"})
+        own = {"parallel": held, "loss": Loss(), "data": data, "teacher": recipe.teacher.by_itself}
         student = recipe.student.model_copy(update={"vocabulary": "keep"})
-        file.write_text(dump(recipe.model_copy(update={
-            "parallel": held, "loss": Loss(), "data": data, "teacher": model, "student": student,
-        })))  # fmt: skip
+        file.write_text(dump(recipe.model_copy(update={**own, "student": student})))
     kept = {name: value for name, value in os.environ.items()
             if name not in LAUNCH and not name.startswith(("TORCHELASTIC_", "ACCELERATE_"))}  # fmt: skip
     tokens = max(LEAST_TOKENS, recipe.train.batch_size * recipe.data.max_length)
