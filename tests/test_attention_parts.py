@@ -8,9 +8,9 @@ from distill_kernels.attention import flash, flash_backward
 from distill_kernels.attention.flash import flash_attention, forward_on_triton
 from distill_kernels.attention.flash_backward import backward_on_triton
 from distill_kernels.attention.operands import Masking
-from distill_kernels.attention.parts import MAX_PARTS, max_keys, part_count
 from distill_kernels.attention.ranges import reference_mask
 from distill_kernels.attention.reference import reference_attention
+from distill_kernels.attention.split_kv import MAX_PARTS, max_keys, part_count
 from distill_kernels.launch import cdiv
 from grids import pairwise
 from helpers import assert_as_good_as_torch, relative_error

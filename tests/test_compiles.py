@@ -58,7 +58,7 @@ for kinds, temperature in (["forward_kl"], 1.0), (["jsd", "cross_entropy"], 2.0)
         CUT_VOCABULARY
         + """
 from distill_kernels.losses.mixture import Mixture
-from distill_kernels.losses.topk_rows import TopK
+from distill_kernels.losses.topk_reference import TopK
 heads = operands.Head(x_t, w_t), operands.Head(x.detach(), w.detach())
 ids, given = torch.ones(130, 64, dtype=torch.int32), torch.ones(130, 64)
 hard = ours.LossTerm("cross_entropy", 0.5)
@@ -111,7 +111,7 @@ everything(x, w, ids.long(), given, y, valid_rows=torch.arange(130), return_stat
     "norms, and sums that start early": (
         """
 from distill_kernels.layers import layer_norm, rms_norm
-from distill_kernels.layers.rows import RowConfig
+from distill_kernels.layers.row_layout import RowConfig
 for hidden in (128, 5120):
     z, weight = t(64, hidden), t(hidden)
     ours.layer_norm(z, weight, weight).sum().backward(), ours.rms_norm(z, weight).sum().backward()

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from distill_kernels.decoding import attention, product, tokens
+from distill_kernels.decoding import attention, fused_linear, tokens
 from distill_kernels.decoding import plan as plan_module
+from distill_kernels.decoding.common import Scratch, Stream
 from distill_kernels.decoding.plan import choose_plan, fit_shared_memory
-from distill_kernels.decoding.rows import Scratch, Stream
 from distill_kernels.launch import FAMILIES, DeviceFacts
 from helpers import assert_as_good_as_torch, relative_error
 
@@ -23,7 +23,7 @@ def drawn(device, dtype, *shape):
     return torch.randn(*shape, device=device).to(dtype)
 
 
-TILES = [product.Tile(16, 32), product.Tile(16, 16, 3), product.Tile(32, 64, 2)]
+TILES = [fused_linear.Tile(16, 32), fused_linear.Tile(16, 16, 3), fused_linear.Tile(32, 64, 2)]
 
 
 @pytest.mark.few(6)
@@ -39,7 +39,7 @@ def test_products(kernel_device, rows, kind, tile, dtype):
     adds, biased = kind.startswith("down"), "bias" in kind
     wide = torch.float64
     weights = tuple(drawn(kernel_device, dtype, size, inputs) / inputs**0.5 for size in sizes)
-    made = product.Product(
+    made = fused_linear.Product(
         weights,
         tuple(drawn(kernel_device, dtype, size) if biased else None for size in sizes),
         1 + 0.1 * drawn(kernel_device, dtype, 40 if adds else inputs),
@@ -55,19 +55,19 @@ def test_products(kernel_device, rows, kind, tile, dtype):
         out = before.to(to, copy=True)
         cast = [tuple(None if t is None else t.to(to) for t in each) for each in (made.weights, made.biases)]
         norm, up = (None if t is None else t.to(to) for t in (made.norm, made.up))
-        product.reference_product(x.to(to), made._replace(weights=cast[0], biases=cast[1], norm=norm, up=up), out)
+        fused_linear.reference_product(x.to(to), made._replace(weights=cast[0], biases=cast[1], norm=norm, up=up), out)
         return out
 
-    scratch = Scratch.allocate(*product.scratch_of(rows, made, tile), kernel_device)
+    scratch = Scratch.allocate(*fused_linear.scratch_of(rows, made, tile), kernel_device)
     scratch.parts.fill_(torch.nan)
     results = []
     for _ in range(2):
         if adds:
-            squares = torch.full((product.tiles_of(made, tile), rows), torch.nan, device=kernel_device)
+            squares = torch.full((fused_linear.tiles_of(made, tile), rows), torch.nan, device=kernel_device)
             stream, given = Stream(before.clone(), torch.full_like(before, torch.nan), squares), x
         else:
             stream, given = stream_of(x, made.norm, dtype), torch.full_like(before, torch.nan)
-        product.multiply_rows(given, stream, made, scratch, tile)
+        fused_linear.multiply_rows(given, stream, made, scratch, tile)
         results.append(stream if adds else Stream(given, given, given))
     assert all(map(torch.equal, *results)) and not scratch.counters.any()
     assert_as_good_as_torch((got := results[0]).x, reference(dtype), reference(wide), dtype)
@@ -130,7 +130,7 @@ def test_tokens_and_sequence_state(kernel_device, temperature, columns, dtype):
     """The tokens that sampling draws from the rounded logits, also where two logits are equal; and all of the books."""
     if dtype not in dtypes_on(kernel_device):
         pytest.skip("for the interpreter")
-    batch, inputs, tile = 5, 40, product.Tile(32, 32)
+    batch, inputs, tile = 5, 40, fused_linear.Tile(32, 32)
     x, weight = drawn(kernel_device, dtype, batch, inputs), drawn(kernel_device, dtype, 203, inputs)
     weight[100:103] = weight[7:10]
     norm = 1 + 0.1 * drawn(kernel_device, dtype, inputs)
@@ -179,7 +179,7 @@ def test_plans_fit_every_family(family, monkeypatch):
 
         def of(outputs, inputs, dtype=dtype, **more):
             weight = torch.empty(outputs, inputs, dtype=dtype, device="meta")
-            return product.Product((weight,), (None,), weight[0], **more)
+            return fused_linear.Product((weight,), (None,), weight[0], **more)
 
         up = of(middle, hidden).weights[0]
         products = (

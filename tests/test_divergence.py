@@ -8,7 +8,7 @@ from dense_loss import ALL_TERMS, dense_rows, softcap
 from distill_kernels import LossTerm, skew_kl
 from distill_kernels.losses.divergence import log_softmax, reference_rows
 from distill_kernels.losses.projection import TILE, Logits
-from distill_kernels.losses.rows import launch_row_loss
+from distill_kernels.losses.row_kernel import launch_row_loss
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats, make_objective
 from helpers import assert_as_good_as_torch, realistic_logits, relative_error

@@ -4,7 +4,7 @@ import pytest
 import torch
 from distill_kernels.layers import layer_norm as module
 from distill_kernels.layers.layer_norm import LayerNorm, layer_norm, reference_layer_norm
-from distill_kernels.layers.rows import RowConfig
+from distill_kernels.layers.row_layout import RowConfig
 from grids import pairwise
 from layer_checks import DTYPES, check_compiles, check_layer, draw, outputs_and_gradients
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from distill_kernels import cross_entropy, distillation_loss, jsd, kl_div, skew_kl, tvd
 from distill_kernels.launch import DeviceFacts
-from distill_kernels.losses.logit_rows import MAX_REGISTER_COLUMNS, STEPS, launch_shape
+from distill_kernels.losses.logit_row_kernel import MAX_REGISTER_COLUMNS, STEPS, launch_shape
 from distill_kernels.losses.terms import LossTerm
 from grids import pairwise
 from helpers import assert_as_good_as_torch, realistic_logits, relative_error
@@ -64,7 +64,7 @@ def loss_and_gradient(function, student, *rest, **settings):
 @pytest.mark.parametrize(*pairwise({"name": OURS, "dtype": DTYPES, "vocab": [515, 8192 + 8]}))
 def test_divergences_and_gradients(kernel_device, monkeypatch, name, dtype, vocab):
     if vocab > 8192:  # also rows in several blocks, on a vocabulary that the interpreter can manage
-        monkeypatch.setattr("distill_kernels.losses.logit_rows.MAX_REGISTER_COLUMNS", 4096)
+        monkeypatch.setattr("distill_kernels.losses.logit_row_kernel.MAX_REGISTER_COLUMNS", 4096)
     student, teacher = (z.to(dtype) for z in realistic_logits(5, vocab, device=kernel_device))
     labels = torch.tensor([1, -100, 2, 3, 0], device=kernel_device)
     temperature = 2.0 if vocab == 515 else 1.0

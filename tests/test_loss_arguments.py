@@ -21,7 +21,7 @@ from distill_kernels import (
 from distill_kernels.losses.fused import fused_linear_divergence
 from distill_kernels.losses.operands import Batch, Head, RequiredGrads
 from distill_kernels.losses.terms import make_objective
-from distill_kernels.losses.topk_rows import TopK
+from distill_kernels.losses.topk_reference import TopK
 from distill_kernels.operands import contiguous_rows
 from helpers import realistic_heads, relative_error
 

@@ -11,7 +11,7 @@ from distill_kernels.layers.rms_norm import (
     rms_norm,
     rms_norm_and_input,
 )
-from distill_kernels.layers.rows import RowConfig
+from distill_kernels.layers.row_layout import RowConfig
 from grids import pairwise
 from layer_checks import DTYPES, check_compiles, check_layer, draw, outputs_and_gradients
 

@@ -13,7 +13,7 @@ from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.operands import Batch, Head, RequiredGrads
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import make_objective
-from distill_kernels.losses.topk_rows import TopK
+from distill_kernels.losses.topk_reference import TopK
 from helpers import no_syncs, realistic_heads
 from rank_parts import PADDING, SPANS, LeftAlone, check_equal_bits, check_parts, outcomes_of, poisoned
 

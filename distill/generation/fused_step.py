@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping
 
 import torch
+from distill_kernels.decoding.fused_linear import MAX_ROWS
 from distill_kernels.decoding.plan import Plan
-from distill_kernels.decoding.product import MAX_ROWS
 from distill_kernels.decoding.tokens import Draw, SequenceState, TileScores, finish_tokens, score_tokens
 from distill_kernels.launch import LAUNCH_ERRORS
 from torch import nn

@@ -19,10 +19,10 @@ from typing import NamedTuple
 import torch
 from distill_kernels.decoding.attention import AttentionSpec, LayerCache, decode_step_attention
 from distill_kernels.decoding.attention import scratch_of as attention_scratch
+from distill_kernels.decoding.common import Scratch, Stream
+from distill_kernels.decoding.fused_linear import MAX_ROWS, Product, multiply_rows, tiles_of
+from distill_kernels.decoding.fused_linear import scratch_of as product_scratch
 from distill_kernels.decoding.plan import FASTER_ON, Plan, choose_plan
-from distill_kernels.decoding.product import MAX_ROWS, Product, multiply_rows, tiles_of
-from distill_kernels.decoding.product import scratch_of as product_scratch
-from distill_kernels.decoding.rows import Scratch, Stream
 from distill_kernels.decoding.tokens import SequenceState, embed_tokens
 from distill_kernels.launch import device_facts, runs_on_triton
 from torch import nn

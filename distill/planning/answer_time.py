@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from distill_kernels.decoding.fused_linear import MAX_ROWS
 from distill_kernels.decoding.plan import FASTER_ON
-from distill_kernels.decoding.product import MAX_ROWS
 
 from distill.data.report import DataReport
 from distill.models.fused_decoder import why_not_plain

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 from distill_kernels.decoding.attention import AttentionConfig
+from distill_kernels.decoding.fused_linear import Tile
 from distill_kernels.decoding.plan import Plan
-from distill_kernels.decoding.product import Tile
 from distill_kernels.launch import DeviceFacts
 
 from distill.generation.decode_loop import DecodeLoop, EngineSettings

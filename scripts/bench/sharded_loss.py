@@ -28,7 +28,7 @@ from distill_kernels import FusedDistillationLoss, FusedTopKKLLoss, TeacherHead
 from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.operands import Head
 from distill_kernels.losses.terms import make_objective
-from distill_kernels.losses.topk_rows import TAILS
+from distill_kernels.losses.topk_reference import TAILS
 
 from scripts.bench import topk_losses
 from scripts.bench.harness import Row, time_in_turn

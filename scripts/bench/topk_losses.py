@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from distill_kernels import FusedKLLoss, FusedTopKKLLoss
-from distill_kernels.losses.topk_rows import TopK
+from distill_kernels.losses.topk_reference import TopK
 
 from scripts.bench.harness import Row
 from scripts.bench.losses import MAIN, Inputs, exact_gradients_from, floor, measured

@@ -11,7 +11,7 @@ of lse_i, that has no value: what it takes of a row's probability goes nowhere.
 Keys are visited tile by tile with a running maximum and sum (Milakov & Gimelshein, 2018; Dao et al., 2022; Dao,
 2023); exponentials are taken to base 2 with the scale folded into one multiply-add. Tiles outside every interval
 are skipped; only tiles that cross an interval's end compare indices. Where tiles of queries and heads are too few to
-fill the GPU, keys are cut into parts (`parts.py`). Work 4 B H T_q T_k D operations (half of it if causal); bytes:
+fill the GPU, keys are cut into parts (`split_kv.py`). Work 4 B H T_q T_k D operations (half of it if causal); bytes:
 q, k, v read, out and lse written. k and v tiles arrive by TMA through strided descriptors, so views of [B, T, H, D]
 projections cost no copies. The gradient is in `flash_backward.py`.
 
@@ -38,7 +38,9 @@ from distill_kernels.attention.operands import (
     tiles_of,
     uses_tma,
 )
-from distill_kernels.attention.parts import (
+from distill_kernels.attention.ranges import UNBOUNDED, key_tiles, packed_ranges
+from distill_kernels.attention.reference import reference_attention, reference_attention_backward
+from distill_kernels.attention.split_kv import (
     concurrent_programs,
     max_keys,
     merge_parts,
@@ -48,8 +50,6 @@ from distill_kernels.attention.parts import (
     part_of_tiles,
     store_part,
 )
-from distill_kernels.attention.ranges import UNBOUNDED, key_tiles, packed_ranges
-from distill_kernels.attention.reference import reference_attention, reference_attention_backward
 from distill_kernels.kernel_op import KernelOp
 from distill_kernels.launch import CachedLauncher, cdiv, device_facts, runs_on_triton, tl, triton
 from distill_kernels.operands import check_tensor, contiguous_rows
@@ -89,7 +89,7 @@ def _forward_kernel(
     SPLIT: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Compute one tile of queries of one head over all of its keys; if SPLIT, over one part of them (parts.py)."""
+    """Compute one tile of queries of one head over all of its keys; if SPLIT, over one part of them (split_kv.py)."""
     # the last query tiles of a causal batch have the most keys: they start first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = tl.program_id(1) // heads

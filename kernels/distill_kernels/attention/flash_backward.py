@@ -35,7 +35,8 @@ from distill_kernels.attention.operands import (
     tiles_of,
     uses_tma,
 )
-from distill_kernels.attention.parts import (
+from distill_kernels.attention.ranges import UNBOUNDED, key_tiles, packed_ranges
+from distill_kernels.attention.split_kv import (
     add_parts,
     concurrent_programs,
     max_keys,
@@ -44,7 +45,6 @@ from distill_kernels.attention.parts import (
     part_of_tiles,
     store_sums,
 )
-from distill_kernels.attention.ranges import UNBOUNDED, key_tiles, packed_ranges
 from distill_kernels.launch import INTERPRETER, CachedLauncher, cdiv, device_facts, tl, triton
 from distill_kernels.operands import contiguous_rows
 

@@ -9,11 +9,11 @@ from distill_kernels.attention.operands import (
     load_tile,
     softcapped,
 )
-from distill_kernels.attention.parts import (
+from distill_kernels.attention.ranges import dense_or_packed_interval
+from distill_kernels.attention.split_kv import (
     part_of_tiles,
     store_sums,
 )
-from distill_kernels.attention.ranges import dense_or_packed_interval
 from distill_kernels.launch import tl, triton
 
 

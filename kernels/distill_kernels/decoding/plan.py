@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from distill_kernels.decoding.attention import AttentionConfig, AttentionSpec
-from distill_kernels.decoding.product import Product, Tile
+from distill_kernels.decoding.fused_linear import Product, Tile
 from distill_kernels.launch import INTERPRETER, DeviceFacts, cdiv, device_facts, next_power_of_2
 
 # families on which `scripts.bench decode_step` found a step of these kernels faster than a model's own layers on our

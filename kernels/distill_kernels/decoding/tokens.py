@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.decoding.product import PREFETCHED, Tile
-from distill_kernels.decoding.rows import (
+from distill_kernels.decoding.common import (
     Stream,
     dependent_launch_options,
     multiply,
@@ -28,6 +27,7 @@ from distill_kernels.decoding.rows import (
     sum_block,
     wait_for_previous_kernel,
 )
+from distill_kernels.decoding.fused_linear import PREFETCHED, Tile
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, tl, triton
 from distill_kernels.sampling import reference_sample
 

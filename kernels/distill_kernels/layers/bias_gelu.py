@@ -18,7 +18,7 @@ from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_back
 from distill_kernels.launch import DeviceFacts, cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate, activate_with_derivative
 from distill_kernels.layers.column_sums import column_sums
-from distill_kernels.layers.rows import as_rows
+from distill_kernels.layers.row_layout import as_rows
 from distill_kernels.operands import contiguous_rows
 
 

@@ -6,7 +6,7 @@ The formulas stand in `layer_norm.py`, which launches them.
 from __future__ import annotations
 
 from distill_kernels.launch import tl, triton
-from distill_kernels.layers.rows import hide_from_compiler
+from distill_kernels.layers.row_layout import hide_from_compiler
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import torch
 
 from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
-from distill_kernels.layers.rows import as_rows
+from distill_kernels.layers.row_layout import as_rows
 
 
 def reference_softmax(x: torch.Tensor) -> torch.Tensor:

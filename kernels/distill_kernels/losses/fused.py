@@ -1,8 +1,9 @@
-"""The fused path: chunks of rows through projection, row kernel and back-projection, in a workspace planned beforehand.
+"""Fused linear divergence on Triton and cuBLAS: projection, row kernel and gradients, chunk by chunk of rows.
 
-For every chunk of rows: both models' relative logits (projection.py), then the row kernel (rows.py), which turns the
-student's logits into its gradient `G` in place; with `Batch.lse` the projection writes `G` itself. For every group of
-chunks, whose `G` lie side by side (plan.py): `dx = G W`, `dW += G^T x`, what biases and LoRA matrices get, by cuBLAS.
+For every chunk of rows: the relative logits of both models (projection.py), then the row kernel (row_kernel.py), which
+overwrites the student's logits by their gradient `G`; with `Batch.lse` the projection writes `G` itself. For every
+group of chunks, whose `G` are adjacent in one buffer (plan.py): `dx = G W`, `dW += G^T x` and the gradients of bias and
+LoRA matrices, by cuBLAS. The buffer's size is planned beforehand.
 """
 
 from __future__ import annotations
@@ -19,37 +20,48 @@ from distill_kernels.losses.mixture_kernel import TeacherMixer, launch_mixture_r
 from distill_kernels.losses.operands import Batch, Head, LossOutput, RequiredGrads
 from distill_kernels.losses.plan import CHUNK_ROWS, SHARED_MEMORY_BYTES, Plan, plan_chunks
 from distill_kernels.losses.projection import TILE, HardLabelRows, Logits, Transform, matmul_fp32, project
-from distill_kernels.losses.rows import launch_row_loss
+from distill_kernels.losses.row_kernel import launch_row_loss
 from distill_kernels.losses.shards import Ranks, VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
 from distill_kernels.losses.topk_kernel import launch_top_k_row_loss
 
 
 class _Workspace:
-    """The buffer of relative logits, the extra rows of the first group, and the numbers beside the logits."""
+    """Buffers of one call: relative logits, extra rows for the first group's teacher, and the tiles' shifts and sums.
 
-    def __init__(self, plan: Plan, vocab: int, dtype: torch.dtype, device: torch.device, *, both: bool, models: int):
+    Args:
+        plan: rows of the buffers.
+        vocab: columns of the logits, V.
+        dtype: of the relative logits.
+        device: of the buffers.
+        both_temperatures: keep sums at temperature 1 separately from those at T.
+        models: 2 with a teacher, 1 without.
+    """
+
+    def __init__(
+        self, plan: Plan, vocab: int, dtype: torch.dtype, device: torch.device, *, both_temperatures: bool, models: int
+    ):
         self.vocab = vocab
         width = cdiv(vocab, 64) * 64  # rows aligned to 128 bytes
         self.buffer = torch.empty(plan.buffer_rows, width, dtype=dtype, device=device)
         self.extra = torch.empty(plan.extra_rows, width, dtype=dtype, device=device) if plan.extra_rows else None
-        if device.type == "cpu":  # whose products may read on beyond a row's end, and multiply by 0 what they find
+        if device.type == "cpu":  # CPU GEMMs may read padding columns and multiply them by 0, which NaN would survive
             self.buffer[:, vocab:] = 0
-        parts = 3 if both else 2
-        numbers = torch.empty(models, parts, plan.chunk_rows, cdiv(vocab, TILE), dtype=torch.float32, device=device)
-        self.numbers = [(part[0], part[1], part[parts - 1]) for part in numbers]
+        sums = 3 if both_temperatures else 2  # shift, total and, if separate, total at temperature 1
+        tile_sums = torch.empty(models, sums, plan.chunk_rows, cdiv(vocab, TILE), dtype=torch.float32, device=device)
+        self.tile_sums = [(model[0], model[1], model[sums - 1]) for model in tile_sums]
 
     def student(self, at: int, rows: int) -> Logits:
-        """Rows `at` on of the buffer, where the group's gradients come to lie."""
-        return Logits(self.buffer[at : at + rows, : self.vocab], *(part[:rows] for part in self.numbers[0]))
+        """Return `rows` rows of the buffer from row `at` on, which the gradients will overwrite."""
+        return Logits(self.buffer[at : at + rows, : self.vocab], *(each[:rows] for each in self.tile_sums[0]))
 
     def teacher(self, at: int, rows: int) -> Logits:
-        """The extra rows while they exist, else those of the buffer behind the student's that start at `at`."""
+        """Return the extra rows while they exist, else the buffer's rows after the student's, which start at `at`."""
         values = self.buffer[at + rows : at + 2 * rows] if self.extra is None else self.extra[:rows]
-        return Logits(values[:, : self.vocab], *(part[:rows] for part in self.numbers[1]))
+        return Logits(values[:, : self.vocab], *(each[:rows] for each in self.tile_sums[1]))
 
     def gradients(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
-        """The first `rows` rows, [rows, V], as the gradients that lie there once their row kernels have run."""
+        """Return the gradients that the row kernels have written to the first rows of the buffer, [rows, V]."""
         return self.buffer.view(dtype)[:rows, : self.vocab]
 
 
@@ -66,9 +78,9 @@ def fused_linear_divergence(
     shard: VocabShard | None = None,
     descriptors: bool = True,
 ) -> LossOutput:
-    """`linear_divergence` by Triton kernels and cuBLAS; see linear.py for the arguments. No host sync.
+    """Compute `linear_divergence` by Triton kernels and cuBLAS, without a host sync; arguments as there (linear.py).
 
-    `descriptors=False` keeps to products by cuBLAS and the fold kernel, as devices without TMA do.
+    `descriptors=False` uses cuBLAS GEMMs and the reduction kernel, as devices without TMA do.
     """
     original, o, batch = student, objective, batch.contiguous()
     hidden, n = original.hidden, original.hidden.shape[0]
@@ -79,10 +91,10 @@ def fused_linear_divergence(
     logit_dtype = torch.float32 if dtype == torch.float32 else torch.float16
     models = 1 if teacher is None else 2
     weight_16_bit = original.weight.dtype != torch.float32
-    if workspace is not None and isinstance(teacher, Mixture):  # a chunk takes these buffers too
+    if workspace is not None and isinstance(teacher, Mixture):  # the mixer allocates one or two more buffers of a chunk
         workspace //= 3 if required.stats and o.temperature != 1.0 else 2
-    parts = None if shard is None else _AsyncRankSums(shard.ranks)
-    columns = original.weight.shape[0] if shard is None else shard.max_columns
+    rank_sums = None if shard is None else _AsyncRankSums(shard.ranks)
+    weight_rows = original.weight.shape[0] if shard is None else shard.max_columns
     memory_bytes = device_facts(device).memory_bytes if shard is None else SHARED_MEMORY_BYTES
     shard = shard or VocabShard.whole(vocab)
     plan = plan_chunks(
@@ -90,23 +102,23 @@ def fused_linear_divergence(
         shard.max_columns,
         logit_bytes=logit_dtype.itemsize,
         models=models,
-        weight_bytes=columns * original.weight.shape[1] * original.weight.element_size() if required.weight else 0,
+        weight_bytes=weight_rows * original.weight.shape[1] * original.weight.element_size() if required.weight else 0,
         memory_bytes=memory_bytes,
         workspace=workspace,
         weight_16_bit=weight_16_bit,
     )
-    both = o.temperature != 1.0 and (o.hard_weight != 0.0 or required.stats)
+    both_temperatures = o.temperature != 1.0 and (o.hard_weight != 0.0 or required.stats)
     transforms = (
-        Transform(o.student_scale, o.student_softcap, o.temperature, both),
-        Transform(o.teacher_scale, o.teacher_softcap, o.temperature, both and required.stats),
+        Transform(o.student_scale, o.student_softcap, o.temperature, both_temperatures),
+        Transform(o.teacher_scale, o.teacher_softcap, o.temperature, both_temperatures and required.stats),
     )
 
-    make = torch.empty if batch.rows is None and vocab and batch.lse is None else torch.zeros  # rows left out are 0
-    loss_and_stats = make(
+    allocate = torch.empty if batch.rows is None and vocab and batch.lse is None else torch.zeros  # skipped rows stay 0
+    loss_and_stats = allocate(
         (1 + (len(TokenStats._fields) if required.stats else 0), n), dtype=torch.float32, device=device
     )
     loss, stats = loss_and_stats[0], loss_and_stats[1:] if required.stats else None
-    d_hidden = make(hidden.shape, dtype=hidden.dtype, device=device) if required.hidden else None
+    d_hidden = allocate(hidden.shape, dtype=hidden.dtype, device=device) if required.hidden else None
     d_bias = torch.zeros(vocab, dtype=torch.float32, device=device) if required.bias else None
     d_a = (
         torch.zeros_like(original.lora_a, dtype=torch.float32)
@@ -119,11 +131,11 @@ def fused_linear_divergence(
         else None
     )
     d_weight = None
-    all_lse: list[torch.Tensor] = []
-    space = _Workspace(plan, vocab, logit_dtype, device, both=both, models=models)
+    row_lse: list[torch.Tensor] = []
+    buffers = _Workspace(plan, vocab, logit_dtype, device, both_temperatures=both_temperatures, models=models)
     mixer = None
     if isinstance(teacher, Mixture):
-        at_temperature_1 = both and required.stats
+        at_temperature_1 = both_temperatures and required.stats
         mixer = TeacherMixer(
             teacher,
             plan.chunk_rows,
@@ -135,25 +147,27 @@ def fused_linear_divergence(
             shard=shard,
         )
 
-    def pick(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    def select_rows(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Return the rows to compute from `start` to `stop`, in the compute dtype."""
         rows = tensor[start:stop] if batch.rows is None else tensor[batch.rows[start:stop]]
         return rows.to(dtype)
 
-    def gradient_hidden(start: int, stop: int) -> torch.Tensor:
-        """Hidden states that gradients are multiplied with."""
+    def masked_hidden(start: int, stop: int) -> torch.Tensor:
+        """Return the student's hidden states with ignored rows zeroed, for products with the gradients."""
         return batch.mask_ignored(
-            pick(hidden, start, stop), slice(start, stop) if batch.rows is None else batch.rows[start:stop]
+            select_rows(hidden, start, stop), slice(start, stop) if batch.rows is None else batch.rows[start:stop]
         )
 
     def compute_chunk(at: int, start: int, stop: int) -> None:
-        """Losses, statistics and, at row `at` of the buffer, the gradients of the rows of one chunk."""
-        s = space.student(at, stop - start)
-        here = slice(start, stop) if batch.rows is None else slice(None)
+        """Compute losses, statistics and gradients of one chunk of rows; `at` is the buffer row of its gradients."""
+        student_logits = buffers.student(at, stop - start)
+        # per-token arguments: the chunk's rows, or all of them where the kernel looks up `rows`
+        argument_rows = slice(start, stop) if batch.rows is None else slice(None)
         rows = None if batch.rows is None else batch.rows[start:stop]
         if batch.lse is not None and batch.labels is not None:
-            hard = HardLabelRows(
-                batch.labels[here],
-                batch.row_scale[here],
+            hard_rows = HardLabelRows(
+                batch.labels[argument_rows],
+                batch.row_scale[argument_rows],
                 rows,
                 batch.lse[start:stop],
                 shard.vocab,
@@ -161,59 +175,74 @@ def fused_linear_divergence(
                 o.label_smoothing,
                 o.z_loss,
             )
-            s = s._replace(values=s.values.view(dtype))
-            project(student, pick(hidden, start, stop), s, transforms[0], hard, descriptors=descriptors)
+            student_logits = student_logits._replace(values=student_logits.values.view(dtype))
+            project(
+                student,
+                select_rows(hidden, start, stop),
+                student_logits,
+                transforms[0],
+                hard_rows,
+                descriptors=descriptors,
+            )
             return
-        t = at_temperature_1 = None
+        teacher_logits = at_temperature_1 = None
         if mixer is not None:
-            t, at_temperature_1 = mixer(lambda tensor: pick(tensor, start, stop), space.teacher(at, stop - start))
+            teacher_logits, at_temperature_1 = mixer(
+                lambda tensor: select_rows(tensor, start, stop), buffers.teacher(at, stop - start)
+            )
         elif isinstance(teacher, Head):
-            t = space.teacher(at, stop - start)
-            project(teacher, pick(teacher.hidden, start, stop), t, transforms[1], descriptors=descriptors)
-        project(student, pick(hidden, start, stop), s, transforms[0], descriptors=descriptors)
+            teacher_logits = buffers.teacher(at, stop - start)
+            project(
+                teacher,
+                select_rows(teacher.hidden, start, stop),
+                teacher_logits,
+                transforms[1],
+                descriptors=descriptors,
+            )
+        project(student, select_rows(hidden, start, stop), student_logits, transforms[0], descriptors=descriptors)
         row_loss: Callable[..., torch.Tensor | None] = launch_row_loss
         if batch.top is not None:
-            row_loss = functools.partial(launch_top_k_row_loss, top=batch.top.rows(here))
+            row_loss = functools.partial(launch_top_k_row_loss, top=batch.top.rows(argument_rows))
         elif mixer is not None:
             row_loss = functools.partial(launch_mixture_row_loss, at_temperature_1=at_temperature_1)
         lse = row_loss(
-            s,
-            t,
+            student_logits,
+            teacher_logits,
             o,
-            labels=None if batch.labels is None else batch.labels[here],
-            row_scale=batch.row_scale[here],
+            labels=None if batch.labels is None else batch.labels[argument_rows],
+            row_scale=batch.row_scale[argument_rows],
             rows=rows,
-            loss=loss[here],
-            stats=None if stats is None else stats[:, here],
-            gradient=s.values.view(dtype) if required.gradient else None,
+            loss=loss[argument_rows],
+            stats=None if stats is None else stats[:, argument_rows],
+            gradient=student_logits.values.view(dtype) if required.gradient else None,
             shard=shard,
         )
         if lse is not None and teacher is None and not required.gradient:
-            all_lse.append(lse)
+            row_lse.append(lse)
 
     def backpropagate_rows(g: torch.Tensor, start: int, stop: int) -> None:
-        """All gradients but dW from those of the rows `start` to `stop`."""
+        """Add what the logit gradients `g` of rows `start` to `stop` contribute to all gradients but dW."""
         if d_bias is not None:
             d_bias.add_(g.sum(0, dtype=torch.float32))
-        g_low = None
+        g_lora = None
         if student.lora_a is not None:
-            x = gradient_hidden(start, stop)
-            g_low = _lora_gradients(student, x, g, d_a, None if d_b is None else d_b[:vocab])
+            x = masked_hidden(start, stop)
+            g_lora = _lora_gradients(student, x, g, d_a, None if d_b is None else d_b[:vocab])
         if d_hidden is None:
             return
-        where = slice(start, stop) if batch.rows is None else batch.rows[start:stop]
-        if parts is not None:
+        hidden_rows = slice(start, stop) if batch.rows is None else batch.rows[start:stop]
+        if rank_sums is not None:
             d_x = matmul_fp32(g, student.weight, g.new_empty(g.shape[0], hidden.shape[1], dtype=torch.float32))
-            if g_low is not None and student.lora_a is not None:
-                d_x += matmul_fp32(g_low, student.lora_a, torch.empty_like(d_x))
-            parts.add(d_x, functools.partial(_store_rows, d_hidden, where))
+            if g_lora is not None and student.lora_a is not None:
+                d_x += matmul_fp32(g_lora, student.lora_a, torch.empty_like(d_x))
+            rank_sums.add(d_x, functools.partial(_store_rows, d_hidden, hidden_rows))
             return
         target = d_hidden[start:stop] if batch.rows is None and d_hidden.dtype == dtype else None
         d_x = torch.mm(g, student.weight, out=target)
-        if g_low is not None and student.lora_a is not None:
-            d_x.addmm_(g_low, student.lora_a)
+        if g_lora is not None and student.lora_a is not None:
+            d_x.addmm_(g_lora, student.lora_a)
         if target is None:
-            _store_rows(d_hidden, where, d_x)
+            _store_rows(d_hidden, hidden_rows, d_x)
 
     group_start = 0
     for sizes in plan.groups:
@@ -222,26 +251,28 @@ def fused_linear_divergence(
             compute_chunk(start - group_start, start, start + size)
             start += size
         if required.gradient:
-            g = space.gradients(start - group_start, dtype)
+            g = buffers.gradients(start - group_start, dtype)
             for at in range(0, start - group_start, CHUNK_ROWS):
-                part = g[at : at + CHUNK_ROWS]
-                backpropagate_rows(part, group_start + at, group_start + at + part.shape[0])
+                block = g[at : at + CHUNK_ROWS]
+                backpropagate_rows(block, group_start + at, group_start + at + block.shape[0])
             if required.weight and vocab:
-                space.extra = None  # its memory is what dW takes
-                x = gradient_hidden(group_start, start)
+                buffers.extra = None  # frees the memory that dW is planned to take
+                x = masked_hidden(group_start, start)
                 d_weight = _add_weight_gradient(d_weight, g, x, original.weight, vocab, plan.accumulate_fp32)
         group_start = start
     if required.weight and d_weight is None:
         d_weight = torch.zeros_like(original.weight)
-    if parts is not None:
-        parts.finish()
-        parts.ranks.all_reduce_(loss_and_stats)
+    if rank_sums is not None:
+        rank_sums.finish()
+        rank_sums.ranks.all_reduce_(loss_and_stats)
         if stats is not None:
-            stats[TokenStats._fields.index("agreement")].eq_(1.0)  # from counts: see row_functions.agreement_part
+            # counts of top tokens become 1 or 0, see row_functions.agreement_part
+            stats[TokenStats._fields.index("agreement")].eq_(1.0)
         if d_a is not None:
-            parts.ranks.all_reduce_(d_a)
+            rank_sums.ranks.all_reduce_(d_a)
 
     def in_parameter_dtype(gradient: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
+        """Return `gradient` in the shape and dtype of its parameter `like`, with zeros for columns beyond V."""
         if gradient is None or like is None:
             return None
         if gradient.shape != like.shape:
@@ -256,34 +287,35 @@ def fused_linear_divergence(
         in_parameter_dtype(d_bias, original.bias),
         in_parameter_dtype(d_a, original.lora_a),
         in_parameter_dtype(d_b, original.lora_b),
-        torch.cat(all_lse) if all_lse else None,
+        torch.cat(row_lse) if row_lse else None,
     )
 
 
 class _AsyncRankSums:
-    """Sums of dx over the ranks, in fp32; one is under way while the next part is computed."""
+    """All-reduces of dx in fp32, each overlapped with the computation of the next block of rows."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.pending: Callable[[], object] = lambda: None
 
-    def add(self, d_x: torch.Tensor, put: Callable[[torch.Tensor], object]) -> None:
-        """Start to sum `d_x`; `put` gets the sum later."""
+    def add(self, d_x: torch.Tensor, store: Callable[[torch.Tensor], object]) -> None:
+        """Start the all-reduce of `d_x`; `store` is called with the sum once the next one has started."""
         wait = self.ranks.all_reduce_async(d_x)
         self.finish()
-        self.pending = lambda: (wait(), put(d_x))
+        self.pending = lambda: (wait(), store(d_x))
 
     def finish(self) -> None:
-        """Put what was started last."""
+        """Wait for the last all-reduce and store its sum."""
         self.pending()
         self.pending = lambda: None
 
 
-def _store_rows(d_hidden: torch.Tensor, where: slice | torch.Tensor, d_x: torch.Tensor) -> None:
-    if isinstance(where, slice):
-        d_hidden[where] = d_x
+def _store_rows(d_hidden: torch.Tensor, hidden_rows: slice | torch.Tensor, d_x: torch.Tensor) -> None:
+    """Write `d_x` [n, H] to the rows `hidden_rows` of `d_hidden`."""
+    if isinstance(hidden_rows, slice):
+        d_hidden[hidden_rows] = d_x
     else:
-        d_hidden.index_copy_(0, where, d_x.to(d_hidden.dtype))
+        d_hidden.index_copy_(0, hidden_rows, d_x.to(d_hidden.dtype))
 
 
 def _add_weight_gradient(
@@ -294,7 +326,7 @@ def _add_weight_gradient(
     vocab: int,
     accumulate_fp32: bool,
 ) -> torch.Tensor:
-    """`dW + gradients^T hidden`, in place where dW exists; fp32 if `accumulate_fp32` or the weight is fp32."""
+    """Return `dW + gradients^T hidden`, in place where dW exists; fp32 if `accumulate_fp32` or the weight is fp32."""
     fp32 = accumulate_fp32 or weight.dtype == torch.float32
     if d_weight is None:
         d_weight = torch.empty(weight.shape, dtype=torch.float32 if fp32 else weight.dtype, device=weight.device)
@@ -313,12 +345,12 @@ def _add_weight_gradient(
 def _lora_gradients(
     student: Head, x: torch.Tensor, g: torch.Tensor, d_a: torch.Tensor | None, d_b: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Adds to the gradients of A and B (fp32); returns `scale * G B`, from which dx takes its part."""
+    """Add to the gradients of A and B (fp32); return `scale * G B`, whose product with A is added to dx."""
     if student.lora_a is None or student.lora_b is None:
         return None
-    g_low = torch.mm(g, student.lora_b).mul_(student.lora_scale)
+    g_lora = torch.mm(g, student.lora_b).mul_(student.lora_scale)
     if d_a is not None:
-        d_a += torch.mm(g_low.t(), x)
+        d_a += torch.mm(g_lora.t(), x)
     if d_b is not None:
         d_b.add_(torch.mm(g.t(), torch.mm(x, student.lora_a.t())), alpha=student.lora_scale)
-    return g_low
+    return g_lora

@@ -23,7 +23,7 @@ from distill_kernels.losses.mixture import Mixture, reference_mixture_rows
 from distill_kernels.losses.operands import Batch, Head, LossOutput, RequiredGrads
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
-from distill_kernels.losses.topk_rows import reference_top_k_rows
+from distill_kernels.losses.topk_reference import reference_top_k_rows
 
 REFERENCE_CHUNK_ELEMENTS = 8 << 20  # logits of one chunk and model on the CPU: 32 MiB in fp32
 

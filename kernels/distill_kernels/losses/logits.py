@@ -1,7 +1,7 @@
 """Divergences and cross-entropy over logits that already exist, with the gradient made in the forward pass.
 
 The gradient goes to new memory, or with `in_place` over the student's logits; backward multiplies it in place by the
-upstream gradient, and not at all where that is 1. The arithmetic is in logit_rows.py.
+upstream gradient, and not at all where that is 1. The arithmetic is in logit_row_kernel.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from distill_kernels.losses.arguments import FLOATS, REDUCTIONS, check_tokens, checked_direction, expect
 from distill_kernels.losses.linear import row_scales
-from distill_kernels.losses.logit_rows import logit_rows
+from distill_kernels.losses.logit_row_kernel import logit_rows
 from distill_kernels.losses.scaling import fp16_safe_scale, scale_gradient_
 from distill_kernels.losses.terms import LossTerm, Objective, make_objective, plain_number
 from distill_kernels.operands import check_tensor, differentiable_once

@@ -25,7 +25,7 @@ from distill_kernels.layers.fast_math import exp, log_of_normal
 from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.projection import TILE, Logits, Transform, project
 from distill_kernels.losses.row_functions import load_tiles
-from distill_kernels.losses.rows import launch_row_loss, row_normalisers
+from distill_kernels.losses.row_kernel import launch_row_loss, row_normalisers
 from distill_kernels.losses.shards import VocabShard, join_normalisers
 from distill_kernels.losses.terms import Objective
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from distill_kernels.losses.terms import TokenStats
-from distill_kernels.losses.topk_rows import TopK
+from distill_kernels.losses.topk_reference import TopK
 from distill_kernels.operands import contiguous_rows
 
 

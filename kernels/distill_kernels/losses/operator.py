@@ -23,7 +23,7 @@ from distill_kernels.losses.scaling import fp16_safe_scale, scale_gradient_, tak
 from distill_kernels.losses.sharded_heads import Heads, local_heads
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
-from distill_kernels.losses.topk_rows import TopK
+from distill_kernels.losses.topk_reference import TopK
 from distill_kernels.operands import differentiable_once, non_view_output
 
 

@@ -1,7 +1,7 @@
 """Distillation from stored top-K log-probabilities of a teacher: `FusedTopKKLLoss`.
 
 Hidden states and the student's head go through the same driver as with a teacher's head (linear.py, fused.py); the
-rows' arithmetic is in topk_rows.py, its kernel in topk_kernel.py.
+rows' arithmetic is in topk_reference.py, its kernel in topk_kernel.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from distill_kernels.losses.modules import FusedDistillationLoss
 from distill_kernels.losses.operands import Inputs
 from distill_kernels.losses.operator import fused_loss
 from distill_kernels.losses.terms import LossTerm, TokenStats
-from distill_kernels.losses.topk_rows import TAILS, TopK
+from distill_kernels.losses.topk_reference import TAILS, TopK
 
 
 class FusedTopKKLLoss(FusedDistillationLoss):

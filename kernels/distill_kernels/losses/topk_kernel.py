@@ -1,7 +1,7 @@
 """Row kernel for a top-K teacher: the student's relative logits to loss, statistics and gradient, in place.
 
-One program a row; the formulas are in topk_rows.py. topk_shards.py gathers the K logits beforehand, from all ranks that
-share the vocabulary, and sums the tail; outcomes are computed by every rank, gradients and statistics over its own
+One program a row; the formulas are in topk_reference.py. topk_shards.py gathers the K logits beforehand from all ranks
+that share the vocabulary, and sums the tail; every rank computes all outcomes, gradients and statistics over its own
 columns. The gradient's sweep runs backwards over the whole row, and the K gradients are scattered over what it wrote.
 
 Bytes a row, 16-bit logits: 2 V read and 2 V written, and 2 V read once more, less what L2 keeps, for statistics or
@@ -31,7 +31,7 @@ from distill_kernels.losses.row_functions import (
 )
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective
-from distill_kernels.losses.topk_rows import TopK
+from distill_kernels.losses.topk_reference import TopK
 from distill_kernels.losses.topk_shards import join_top_k
 
 BLOCK = 16  # tiles

@@ -21,7 +21,7 @@ from distill_kernels.layers.fast_math import LOG2_E, exp2
 from distill_kernels.losses.projection import TILE, Logits
 from distill_kernels.losses.row_functions import load_tiles, logit_at, normaliser, to_int32
 from distill_kernels.losses.shards import VocabShard, join_normalisers
-from distill_kernels.losses.topk_rows import TopK
+from distill_kernels.losses.topk_reference import TopK
 
 NORMS = 4  # maximum, log sums of exps at T, at T = 1, and at T of the others
 SMALLEST_TAIL = 1e-30  # a tail of less, relative to the row, is summed again relative to its own maximum

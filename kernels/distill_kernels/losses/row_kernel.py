@@ -98,7 +98,7 @@ def _row_kernel(
     gradient_ptr,
     tokens,
     outputs,
-    joint,
+    norms_and_sums,
     sizes,
     strides,
     inverse_t,
@@ -127,47 +127,51 @@ def _row_kernel(
 
     With `sums_ptr` the row is swept twice: first without `GRADIENT`, which stores the sums that `logit_gradient` needs
     there, over this rank's columns; then with it, which loads the sums over all ranks. The first computes the loss.
+
+    student, teacher: relative logits [n, V] and their tiles' shifts. tokens: labels, row scales, indices of the rows.
+    outputs: losses [N], statistics [7, N]. norms_and_sums: fp32 [6, n] of `row_normalisers`, fp32 [3, n] or None.
+    weights, parameters, stats_weights: by term of KINDS. hard: weight, label smoothing, z-loss. owns_row_terms: 1 or 0.
     """
     student_ptr, student_shift_ptr = student
     teacher_ptr, teacher_shift_ptr = teacher
     labels_ptr, scale_ptr, rows_ptr = tokens
     loss_ptr, stats_ptr = outputs
-    norms_ptr, sums_ptr = joint
+    norms_ptr, sums_ptr = norms_and_sums
     V, whole_vocab, tiles = sizes
     student_stride, teacher_stride, gradient_stride, stats_stride, norms_stride = strides
     HAS_SUMS: tl.constexpr = sums_ptr is not None
     MAKES_SUMS: tl.constexpr = HAS_SUMS and not GRADIENT
-    MAKES_LOSS: tl.constexpr = not (HAS_SUMS and GRADIENT)  # loss and statistics are made here
-    here = tl.program_id(0).to(tl.int64)  # within the chunk
-    row = here
+    MAKES_LOSS: tl.constexpr = not (HAS_SUMS and GRADIENT)  # this sweep computes loss and statistics
+    chunk_row = tl.program_id(0).to(tl.int64)  # within the chunk
+    row = chunk_row
     if rows_ptr is not None:
-        row = tl.load(rows_ptr + here)
+        row = tl.load(rows_ptr + chunk_row)
     scale = tl.load(scale_ptr + row)
-    student_ptr += here * student_stride
-    gradient_ptr += here * gradient_stride
+    student_ptr += chunk_row * student_stride
+    gradient_ptr += chunk_row * gradient_stride
     blocks = tl.cdiv(tiles, BLOCK)
-    within = tl.arange(0, TILE)[None, :]
+    tile_columns = tl.arange(0, TILE)[None, :]
     if scale == 0.0:
         if MAKES_LOSS:
             tl.store(loss_ptr + row, 0.0)
         if MAKES_SUMS:
             for i in tl.static_range(3 if STABLE_TOP else 1):
-                tl.store(sums_ptr + i * norms_stride + here, 0.0)
+                tl.store(sums_ptr + i * norms_stride + chunk_row, 0.0)
         if STATS and MAKES_LOSS:
             store_stats(stats_ptr, stats_stride, row, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
         if GRADIENT:
-            zero_row(gradient_ptr, V, blocks, within, BLOCK)
+            zero_row(gradient_ptr, V, blocks, tile_columns, BLOCK)
         return
 
-    teacher_ptr += here * teacher_stride
-    student_max = tl.load(norms_ptr + here)
-    lse_s = tl.load(norms_ptr + norms_stride + here)
-    lse1_s = tl.load(norms_ptr + 2 * norms_stride + here)
-    teacher_max = tl.load(norms_ptr + 3 * norms_stride + here)
-    lse_t = tl.load(norms_ptr + 4 * norms_stride + here)
-    lse1_t = tl.load(norms_ptr + 5 * norms_stride + here)
-    student_shift_ptr += here * tiles
-    teacher_shift_ptr += here * tiles
+    teacher_ptr += chunk_row * teacher_stride
+    student_max = tl.load(norms_ptr + chunk_row)
+    lse_s = tl.load(norms_ptr + norms_stride + chunk_row)
+    lse1_s = tl.load(norms_ptr + 2 * norms_stride + chunk_row)
+    teacher_max = tl.load(norms_ptr + 3 * norms_stride + chunk_row)
+    lse_t = tl.load(norms_ptr + 4 * norms_stride + chunk_row)
+    lse1_t = tl.load(norms_ptr + 5 * norms_stride + chunk_row)
+    student_shift_ptr += chunk_row * tiles
+    teacher_shift_ptr += chunk_row * tiles
     label = tl.full((), -1, tl.int32)
     student_label = 0.0
     teacher_label = 0.0
@@ -179,28 +183,32 @@ def _row_kernel(
             teacher_label = logit_at(teacher_ptr, teacher_shift_ptr, label, V, TILE)
             teacher_label = label_logprob(teacher_label, label, lse1_t, V, whole_vocab)
         if GRADIENT:
-            tl.debug_barrier()  # gradients take the place of what every warp has read
+            tl.debug_barrier()  # gradients overwrite logits that all warps must have read
 
     f_sum = tl.zeros((BLOCK, TILE // 8), tl.float32)
     g_sum = f_sum
-    rest_g = f_sum
-    rest_p = f_sum
+    others_g = f_sum
+    others_p = f_sum
     z_sum = f_sum
-    stat_f = f_sum
+    stats_f = f_sum
     entropy_s = f_sum
     entropy_t = f_sum
-    tops = f_sum
-    sums = 0.0, 0.0, 0.0  # of g; of g and p_s without a token of p_s > 1/2
+    top_count = f_sum
+    sums = 0.0, 0.0, 0.0  # sum of g; sums of g and of p_s without a token of p_s > 1/2
     if HAS_SUMS and GRADIENT:
-        sums = tl.load(sums_ptr + here), 0.0, 0.0
+        sums = tl.load(sums_ptr + chunk_row), 0.0, 0.0
         if STABLE_TOP:
-            sums = sums[0], tl.load(sums_ptr + norms_stride + here), tl.load(sums_ptr + 2 * norms_stride + here)
-    for count in range(blocks):
-        block = count
+            sums = (
+                sums[0],
+                tl.load(sums_ptr + norms_stride + chunk_row),
+                tl.load(sums_ptr + 2 * norms_stride + chunk_row),
+            )
+    for step in range(blocks):
+        block = step
         if GRADIENT:
-            block = blocks - 1 - count
+            block = blocks - 1 - step
         tile = block * BLOCK + tl.arange(0, BLOCK)
-        columns = tile[:, None] * TILE + within
+        columns = tile[:, None] * TILE + tile_columns
         z_s = load_tiles(student_ptr, student_shift_ptr, tile, columns, V, tiles)
         z_t = z_s
         if HAS_TEACHER:
@@ -217,8 +225,8 @@ def _row_kernel(
             if MAKES_SUMS:
                 g_sum += reduce_by_8(g)
                 if STABLE_TOP:
-                    rest_g += reduce_by_8(tl.where(p_s > 0.5, 0.0, g))
-                    rest_p += reduce_by_8(tl.where(p_s > 0.5, 0.0, p_s))
+                    others_g += reduce_by_8(tl.where(p_s > 0.5, 0.0, g))
+                    others_p += reduce_by_8(tl.where(p_s > 0.5, 0.0, p_s))
         p1 = p_s  # the student at T = 1
         if (HARD or STATS) and (TEMPERED or len(KINDS) == 0):
             p1 = exp(z_s - lse1_s)
@@ -231,13 +239,13 @@ def _row_kernel(
             if HAS_TEACHER:
                 if TEMPERED:
                     log_t = z_t - lse1_t
-                    stat_f += reduce_by_8(weighted_divergences(log_s, log_t, stats_weights, parameters, KINDS)[0])
+                    stats_f += reduce_by_8(weighted_divergences(log_s, log_t, stats_weights, parameters, KINDS)[0])
                 if TEMPERED or len(KINDS) == 0:
                     p_t = exp(log_t)
                 entropy_t += reduce_by_8(tl.where(p_t > 0.0, p_t * log_t, 0.0))
                 top_s = z_s == student_max
                 top_t = z_t == teacher_max
-                tops += reduce_by_8(tl.where(top_s & top_t, 1.0, tl.where(top_s | top_t, 2.0, 0.0)))
+                top_count += reduce_by_8(tl.where(top_s & top_t, 1.0, tl.where(top_s | top_t, 2.0, 0.0)))
         if GRADIENT:
             if HAS_SUMS:
                 g = logit_gradient(g, p_s, sums, STABLE_TOP)
@@ -248,21 +256,21 @@ def _row_kernel(
             tl.store(gradient_ptr + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
 
     if MAKES_SUMS:
-        tl.store(sums_ptr + here, tl.sum(g_sum))
+        tl.store(sums_ptr + chunk_row, tl.sum(g_sum))
         if STABLE_TOP:
-            tl.store(sums_ptr + norms_stride + here, tl.sum(rest_g))
-            tl.store(sums_ptr + 2 * norms_stride + here, tl.sum(rest_p))
+            tl.store(sums_ptr + norms_stride + chunk_row, tl.sum(others_g))
+            tl.store(sums_ptr + 2 * norms_stride + chunk_row, tl.sum(others_p))
     if MAKES_LOSS:
         loss = clamp_at_zero(tl.sum(f_sum))
         divergence = loss
         if TEMPERED:
-            divergence = clamp_at_zero(tl.sum(stat_f))
+            divergence = clamp_at_zero(tl.sum(stats_f))
         if HARD:
             row_lse = lse1_s * owns_row_terms
             loss += hard_loss(student_label, tl.sum(z_sum), lse1_s, row_lse, whole_vocab, hard, SMOOTHED, Z_LOSS)
         tl.store(loss_ptr + row, loss * scale)
         if STATS:
-            agreement = agreement_part(tl.sum(tops), V, whole_vocab)
+            agreement = agreement_part(tl.sum(top_count), V, whole_vocab)
             entropies = -tl.sum(entropy_s), -tl.sum(entropy_t)
             store_stats(
                 stats_ptr,

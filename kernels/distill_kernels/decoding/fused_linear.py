@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from distill_kernels.decoding.rows import (
+from distill_kernels.decoding.common import (
     Scratch,
     Stream,
     dependent_launch_options,
