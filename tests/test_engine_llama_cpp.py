@@ -12,6 +12,8 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from tokenizers import Regex, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from distill.generation.answers import encode_prompt
+from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.reports.gguf_file import LLAMA_3, TYPES, write_gguf
 from scripts.engines import llama_cpp
 
@@ -211,3 +213,27 @@ def test_each_type_holds_the_weights_that_were_rounded(type, tmp_path):
     gap = kl(read_back(Path(written.path), folder, ids), made.top[0])
     # llama.cpp rounds activations too, to the type of the weights they meet: as much again as the weights' rounding
     assert gap < max(1e-5, 4 * written.kl)
+
+
+@pytest.mark.slow
+def test_smollm2_answers_as_the_decode_loop_and_transformers_do(smollm2_folder, tmp_path):
+    """Greedy answers to chat prompts by the weights in float32, which GGUF holds exactly."""
+    model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
+    path = Path(write_gguf(smollm2_folder, tmp_path / "m.gguf", "f32").path)
+    questions = ["What is the capital of France?", "Name three colours.", "Add 17 and 25.", "Say hello in Spanish."]
+    prompts = [encode_prompt(tokenizer, question)[0].tolist() for question in questions]
+    made = llama_cpp.judge(path, prompts=prompts, count=24).greedy
+    own = DecodeLoop(model, EngineSettings(tokenizer.pad_token_id, [])).generate(prompts, max_new_tokens=24)
+    for prompt, answer, ours in zip(prompts, made, own.tokens, strict=True):
+        given = torch.tensor([prompt])
+        theirs = model.generate(
+            input_ids=given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=24,
+            do_sample=False,
+            eos_token_id=None,
+        )[0, len(prompt) :].tolist()
+        assert answer == ours[: len(answer)] == theirs[: len(answer)]
+        assert len(answer) == 24 or tokenizer.eos_token_id in ours[: len(answer) + 1]
+    assert "Paris" in tokenizer.decode(own.tokens[0])

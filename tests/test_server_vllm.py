@@ -231,6 +231,21 @@ def test_a_server_that_dies_before_it_wrote_is_told_soon(place, engine, tmp_path
     assert time.monotonic() - began < 10 and "\n" not in str(gone.value)
 
 
+def test_top_k_servers_that_die_are_reported_long_before_the_wait_is_over(place, engine):
+    """The limit is 30 s, with the silence that is waited for; one of two servers that stays is enough."""
+    with running(vllm(engine)) as stays:
+        with running(vllm(engine)) as dies:
+            recipe = recipe_in(place, *from_server(dies, protocol="vllm", top_k=5, wait=300.0))
+            alone, _ = opened(recipe)
+            both, _ = opened(recipe_in(place, *from_server(dies, stays, protocol="vllm", top_k=5, wait=300.0)))
+        assert both.exchange.servers.fetch("GET", "/v1/models").numel() > 0
+        assert both.exchange.servers.silence() is not None and both.exchange.servers.silence(of_all=True) is None
+    began = time.monotonic()
+    with pytest.raises(RunError, match=rf"teacher\.url: no vLLM server has answered at /health .*{dies}") as gone:
+        alone.exchange.servers.fetch("GET", "/v1/models")
+    assert time.monotonic() - began < 30 and "\n" not in str(gone.value)
+
+
 def test_a_model_whose_files_lack_its_norm_is_refused(place, tmp_path):
     folder = shutil.copytree(place / "teacher", tmp_path / "teacher")
     held = load_file(folder / "model.safetensors")

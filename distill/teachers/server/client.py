@@ -289,19 +289,28 @@ class Servers:
         if server.failures in (1, 5, 25):
             log.warning("%s does not answer (%s); it is tried again", server.url, fault)
 
-    def silence(self) -> str | None:
-        """Return which server does not answer at /health just now, and why; None where all do."""
+    def silence(self, *, of_all: bool = False) -> str | None:
+        """Return which server does not answer at /health just now, and why; None where every one does.
+
+        Args:
+            of_all: return None where any server answers, else the fault of the last one.
+        """
+        fault = None
         for url in self.place.urls:
-            try:
-                connection = self._connection(url, HEALTH_SECONDS)
-                with contextlib.closing(connection):
-                    connection.request("GET", urlsplit(url).path.rstrip("/") + "/health", headers=self._headers)
-                    status = connection.getresponse().status
-            except (OSError, http.client.HTTPException) as error:
-                return f"{url}: {type(error).__name__}: {error}"
-            if status >= 500:
-                return f"{url}: {status}"
-        return None
+            fault = self._silence_of(url)
+            if (fault is None) == of_all:
+                break
+        return fault
+
+    def _silence_of(self, url: str) -> str | None:
+        try:
+            connection = self._connection(url, HEALTH_SECONDS)
+            with contextlib.closing(connection):
+                connection.request("GET", urlsplit(url).path.rstrip("/") + "/health", headers=self._headers)
+                status = connection.getresponse().status
+        except (OSError, http.client.HTTPException) as error:
+            return f"{url}: {type(error).__name__}: {error}"
+        return f"{url}: {status}" if status >= 500 else None
 
     # ------------------------------------------------------------- who they are
 

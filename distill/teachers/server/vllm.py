@@ -16,6 +16,8 @@ against vLLM 0.32.0 on CPUs.
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -28,6 +30,7 @@ from distill.teachers.server.client import Servers
 from distill.teachers.server.exchange import ServerExchange, TargetSpec, TargetTensors, require_sound
 from distill.teachers.server.wire import JSON, TargetRequest, documents
 
+HEALTH_SECONDS, DEAD_SECONDS = 1.0, 15.0  # between two looks; of silence after which servers are taken for dead
 LEAST = -1e4  # logprobs that stand for minus infinity come as -9999
 MOST_LOGPROB, MOST_SUM = 1e-4, 1 + 1e-3  # of one token; of the probabilities of some: above is no rounding
 
@@ -70,6 +73,38 @@ def length_problems(model: Mapping[str, object], max_length: int, extra: int) ->
     ]
 
 
+class DeathWatch:
+    """Reports servers that are gone: a vLLM that died does not come back by itself, and `teacher.wait` is for one that
+    is slow.
+
+    Args:
+        servers: asked at /health, while none of them takes a request.
+    """
+
+    def __init__(self, servers: Servers) -> None:
+        self.servers, self._lock = servers, threading.Lock()
+        self._silent_since: float | None = None
+        self._looked = 0.0
+
+    def __call__(self) -> str | None:
+        """Return why no answer will come any more; None while one may."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._looked < HEALTH_SECONDS:
+                return None
+            if now - self._looked > DEAD_SECONDS:  # a silence before the last answers is another one
+                self._silent_since = None
+            self._looked = now
+            if (fault := self.servers.silence(of_all=True)) is None:
+                self._silent_since = None
+                return None
+            self._silent_since = now if self._silent_since is None else self._silent_since
+            silent = now - self._silent_since
+            if silent < DEAD_SECONDS:
+                return None
+            return f"teacher.url: no vLLM server has answered at /health for {silent:.0f} s ({fault})"
+
+
 class VllmExchange(ServerExchange):
     """With the completions of vLLM.
 
@@ -96,6 +131,7 @@ class VllmExchange(ServerExchange):
         least = TargetRequest(np.zeros((1, 2), np.int32), None, np.zeros(1, np.int32))
         for body in self.servers.of_each("/v1/completions", "POST", self._question(least), JSON).values():
             self.read(body, least)
+        self.servers.ended = DeathWatch(self.servers)  # from here on: a server that still starts is waited for
         return {**identity, "protocol": "vllm"}
 
     def _question(self, query: TargetRequest) -> bytes:
