@@ -65,8 +65,8 @@ class Format:
     """What the rows hold.
 
     Attributes:
-        kind: `text`, `prompt_completion` or `chat`.
-        columns: role (text, prompt, completion, messages) to column.
+        kind: `text`, `prompt_completion`, `chat` or `prompts`.
+        columns: role (text, prompt, completion, messages, rendered) to column.
         keeps_empty: an empty answer is no fault of a row.
         pairs_as_chat: a pair becomes a user's and an assistant's turn, since there is a chat template.
     """
@@ -92,6 +92,8 @@ class Format:
         """
         if self.kind == "text":
             return Sample(text=_text(row, self.columns["text"]))
+        if self.kind == "prompts":
+            return self._prompt(row)
         if self.kind == "chat":
             return Sample(messages=_messages(row, self.columns["messages"]), tools=_tools(row))
         prompt, completion = self.columns["prompt"], self.columns["completion"]
@@ -113,6 +115,35 @@ class Format:
             return Sample(messages=turns, tools=_tools(row))
         joint = "" if question[-1:].isspace() or answer[:1].isspace() else "\n"
         return Sample(text=answer, prompt=question + joint)
+
+    def _prompt(self, row: Row) -> Sample:
+        (role, column), *_ = self.columns.items()
+        if role == "messages" or isinstance(row.get(column), list):
+            return Sample(messages=_without_last_answer(_messages(row, column)), tools=_tools(row))
+        text = _text(row, column)
+        if role == "prompt" and self.pairs_as_chat:
+            return Sample(messages=[{"role": "user", "content": text}], tools=_tools(row))
+        return Sample(text="", prompt=text if role == "rendered" or text[-1:].isspace() else text + "\n")
+
+
+def _without_last_answer(messages: list[Message]) -> list[Message]:
+    """Return messages up to the last one that the assistant did not write."""
+    count = len(messages)
+    while count and messages[count - 1]["role"] == "assistant":
+        count -= 1
+    if not count:
+        raise RowFault("no question", "nothing precedes the assistant's messages")
+    return messages[:count]
+
+
+def prompt_columns(columns: Sequence[str], fields: FieldMap) -> dict[str, str]:
+    """Return which column holds prompts, by its role: `rendered` (stored rollouts), `messages` or `prompt`; or none."""
+    if {"prompt_ids", "answer_ids", "prompt"} <= set(columns):
+        return {"rendered": "prompt"}
+    named = {role: name for role in ("messages", "prompt") if (name := getattr(fields, role))}
+    chat = next(({"messages": name} for name in CHAT_COLUMNS if name in columns), None)
+    names = (*(name for name, _ in PAIR_COLUMNS), *TEXT_COLUMNS)
+    return named or chat or next(({"prompt": name} for name in names if name in columns), {})
 
 
 def detect(
@@ -143,6 +174,12 @@ def detect(
     for role, name in mapped.items():
         if name not in columns:
             raise ValueError(f"data.fields.{role}: no column {name!r}; {there}")
+    if format == "prompts":
+        if not (prompts := prompt_columns(columns, fields)):
+            raise ValueError(f"data.fields: expected a column prompt, or a column messages; {there}")
+        if "messages" in prompts and not has_template:
+            raise ValueError("data.chat_template: the prompts are chats and the tokenizer has no chat template")
+        return Format("prompts", prompts, pairs_as_chat=has_template)
     kind, found = _shape(columns, mapped, format)
     if found is None:
         needs = {

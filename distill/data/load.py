@@ -30,7 +30,7 @@ from distill.data.formats import Format, detect
 from distill.data.mixing import Mix, MixedRows, mix_of
 from distill.data.packing import BLOCK, Documents, Ragged, rows_of
 from distill.data.report import DataReport
-from distill.data.sources import Source, open_source
+from distill.data.sources import Source, open_source, prompt_lines
 from distill.data.tally import Tally
 from distill.data.token_cache import keep, key_of
 from distill.data.tokenise import Encoder, RowEncoder
@@ -113,6 +113,8 @@ def load_rows(
     def read(part: Part) -> tuple[Documents, DataReport, str]:
         data = part.data
         source = open_source(data.source, field=part.field, subset=data.subset, split=data.split)
+        if data.format == "prompts":
+            source = prompt_lines(source, data.source)
         columns, templated = columns_of(source), None not in templates
         format = detect(columns, data.fields, data.format, source=source.name, has_template=templated, rows=source.rows)
         format = replace(format, keeps_empty=data.empty_answers == "keep")
@@ -131,6 +133,11 @@ def load_rows(
     keys = [key for _, _, key in sources]
     sections, held_out, rests = [data.validation] * len(sources), [], []
     if own := data.validation.source is None:
+        if any(part.data.format == "prompts" for part in data.parts):
+            raise ValueError(
+                "data.validation.source: the data are prompts, and held-out metrics need responses: expected a file of "
+                "chats or of prompts with completions (distill sample writes one)"
+            )
         sections = [_share_of(data.validation, part) for part in data.parts]
         for (documents, _, _), section in zip(sources, sections, strict=True):
             chosen, rest = _hold_out(documents.origin, section)
@@ -263,7 +270,8 @@ def _validation_part(data: Data) -> Part:
             f"data.validation.source: {name!r} is the training data itself; "
             "name another split, as in ID:test, or leave it out to hold out a share"
         )
-    update: dict[str, object] = {"source": place, "sources": [], "split": split, "max_rows": None}
+    kind = "auto" if data.parts[0].data.format == "prompts" else data.parts[0].data.format
+    update: dict[str, object] = {"format": kind, "source": place, "sources": [], "split": split, "max_rows": None}
     return data.parts[0]._replace(field="data.validation.source", data=data.model_copy(update=update), teacher=None)
 
 

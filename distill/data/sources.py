@@ -23,7 +23,7 @@ from distill.data.readers import READERS, kind_of_file, read_file
 from distill.data.rows import Row, RowFault, Rows, bounded
 from distill.recipe.shipped import shipped_folder
 
-__all__ = ["STDLIB", "Row", "RowFault", "Rows", "Source", "local_path", "missing_source", "open_source"]
+__all__ = ["STDLIB", "Row", "RowFault", "Rows", "Source", "local_path", "missing_source", "open_source", "prompt_lines"]
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,22 @@ def open_source(source: str, *, field: str = "data.source", subset: str | None =
     if fault := missing_source(source, field):
         raise ValueError(fault)
     return _hub_layout(source, split, lambda: _load_hub(source, subset, split, field))
+
+
+def prompt_lines(source: Source, name: str) -> Source:
+    """Return a source of prompts: of a text file each line is one, other sources stay as they are."""
+    path = local_path(name)
+    if source.kind != "text" or not path.is_file():
+        return source
+
+    def rows() -> Rows:
+        for row in source.rows():
+            if isinstance(row, RowFault):
+                yield row
+            else:
+                yield from ({"prompt": line} for line in str(row["text"]).split("\n") if line.strip())
+
+    return Source(source.name, f"{source.digest}-lines", rows, ("prompt",))
 
 
 def local_path(source: str) -> Path:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from distill.core.labels import IGNORE_INDEX
-from distill.data.chat import ChatOptions, ChatTemplate, Span, TrainingChat
+from distill.data.chat import ChatOptions, ChatTemplate, RenderedChat, Span, TrainingChat
 from distill.data.formats import Format, Sample
 from distill.data.sources import Row, RowFault
 from distill.data.tally import Tally
@@ -134,6 +134,13 @@ class Encoder(RowEncoder):
         self.special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.beginning = beginning_of(tokenizer)
 
+    @property
+    def end_text(self) -> str:
+        """What stands in for the response to a prompt alone, until the student's takes its place."""
+        if not self.tokenizer.eos_token:
+            raise ValueError("data.format: prompts need a tokenizer with an end-of-text token")
+        return self.tokenizer.eos_token
+
     def settings(self) -> list[object]:
         template = self.template.settings() if self.template else None
         return [tokenizer_hash(self.tokenizer), template, asdict(self.format), self.max_length, *self.options]
@@ -192,6 +199,10 @@ class Encoder(RowEncoder):
         if sample.messages is None:
             return TrainingChat([])
         assert self.template is not None, "a chat without a template"
+        if self.format.kind == "prompts":
+            prompt, end = self.template.prompt(sample.messages, sample.tools), self.end_text
+            example = RenderedChat(prompt + end, [(len(prompt), len(prompt) + len(end))], [len(sample.messages)])
+            return TrainingChat([example])
         made = self.template.for_training(
             sample.messages, sample.tools, options or self.options,
             first_trained=sample.first_trained, fits=self._fits,
@@ -211,6 +222,10 @@ class Encoder(RowEncoder):
         """The texts of a chat or a pair, and what of them is learned."""
         if sample.messages is None:
             prompt, text = sample.prompt or "", sample.text or ""
+            if self.format.kind == "prompts":
+                text, templated = self.end_text, "rendered" in self.format.columns
+                whole, span = clean(prompt + text), (len(prompt), len(prompt) + len(text))
+                return [Partly(number, whole, [span], templated, hash_of(whole))]
             whole = clean(prompt + text)
             return [Partly(number, whole, [(len(prompt), len(prompt) + len(text))], False, hash_of(whole))]
         origin = hash_of(clean(made.examples[-1].text))

@@ -372,6 +372,8 @@ def _values(recipe: Sections) -> Iterator[str]:
         yield f"train.batch_size: expected a multiple of data.on_policy.samples {samples}, got {rows}"
     if samples > 1 and own is not None and own.temperature == 0:
         yield f"data.on_policy.samples: {samples} answers at data.on_policy.temperature 0 would be the same"
+    if any(part.data.format == "prompts" for part in recipe.data.parts) and (own is None or own.fraction < 1):
+        yield "data.format: prompts have no answers to train on: expected data.on_policy with fraction 1"
     if recipe.data.answers_every_turn and any(part.data.train_on == "last" for part in recipe.data.parts):
         yield "data.on_policy.turns: all answers every turn: expected data.train_on all or each, got last"
     if recipe.teacher.urls and recipe.student.is_cut and recipe.teacher.model is None:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from distill.core.errors import Section
 from distill.recipe.fields import Count, NotNegative, Text, Usual
 
-FormatName = Literal["auto", "text", "prompt_completion", "chat"]
+FormatName = Literal["auto", "text", "prompt_completion", "chat", "prompts"]
 
 
 class Fields(Section):
@@ -141,7 +141,9 @@ class Data(Section):
         sources: several of them in place of `source`, each with its share.
         subset: configuration of a hub data set.
         split: split of a hub data set, or of a folder whose files are named by split.
-        format: `auto` decides by the columns.
+        format: `auto` decides by the columns. `prompts`: rows without answers, for `on_policy` with `fraction: 1`: a
+            column `prompt`, chats up to the assistant's last turn, a text file with one prompt a line, or the folder of
+            a run's stored rollouts.
         fields: which column holds what.
         chat_template: `tokenizer` for its own, `none`, or a .jinja file.
         max_length: tokens in a sequence.

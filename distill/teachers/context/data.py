@@ -54,7 +54,7 @@ class ContextEncoder(Encoder):
         Raises:
             ValueError: the rows are running text.
         """
-        if self.format.kind == "text":
+        if self.format.kind in ("text", "prompts"):
             raise ValueError(
                 f"teacher.context: needs prompts with answers, and the data are {self.format}; give chats, or prompts "
                 "with completions"

@@ -1,0 +1,84 @@
+"""Prompts without responses as training data (`data.format: prompts`): files, chats, stored rollouts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny import save_models, tiny_tokenizer
+
+from distill.data.chat import load_template
+from distill.data.collator import Collator
+from distill.data.load import load_data
+from distill.generation.documents import documents_of
+from distill.recipe import RecipeError, parse
+from distill.run import run
+from distill.training import rollout_files
+from distill.training.progress import read_metrics
+
+RECIPE = (
+    "teacher: {model: teacher}\nstudent: {model: student}\nloss: {terms: [{type: reverse_kl}]}\n"
+    "data:\n  source: prompts.jsonl\n  format: prompts\n  max_length: 96\n  cache: false\n"
+    "  validation: {source: held-out.jsonl}\n  on_policy: {max_new_tokens: 8, store_every: 1}\n"
+    "train: {steps: 2, log_every: 1, batch_size: 2, learning_rate: 1e-2}\ngenerate: {prompts: []}\n"
+)
+QUESTIONS = [f"Say {number}?" for number in range(12)]
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    save_models(tmp_path, student={"seed": 0}, teacher={"seed": 1})
+    chats = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "Never used."}]}
+        for text in QUESTIONS
+    ]
+    rows = {
+        "prompts.jsonl": [{"prompt": text} for text in QUESTIONS],
+        "questions.jsonl": [{"question": text, "id": number} for number, text in enumerate(QUESTIONS)],
+        "chats.jsonl": chats,
+        "held-out.jsonl": [{"prompt": f"Say it {n}?", "completion": f"It is {n}."} for n in range(4)],
+    }
+    for name, each in rows.items():
+        (tmp_path / name).write_text("\n".join(map(json.dumps, each)))
+    (tmp_path / "lines.txt").write_text("\n".join(QUESTIONS) + "\n\n")
+    monkeypatch.chdir(tmp_path)
+
+
+def prompts_of(recipe, tokenizer):
+    splits = load_data(recipe.data, tokenizer, seed=0)
+    return [document.prompt for document in documents_of(Collator(2)(list(splits.train)))]
+
+
+@pytest.mark.parametrize("source", ["prompts.jsonl", "questions.jsonl", "chats.jsonl", "lines.txt"])
+def test_prompts_are_those_that_inference_would_have(workplace, source):
+    tokenizer = tiny_tokenizer()
+    template = load_template("tokenizer", tokenizer)
+    found = prompts_of(parse(RECIPE, [f"data.source={source}"]), tokenizer)
+    expected = [template.prompt([{"role": "user", "content": text}]) for text in QUESTIONS]
+    assert sorted(map(tokenizer.decode, found)) == sorted(expected)
+
+
+def test_prompts_without_a_template_are_continued_as_text(workplace):
+    tokenizer = tiny_tokenizer(chat_template=None)
+    found = prompts_of(parse(RECIPE), tokenizer)
+    assert sorted(map(tokenizer.decode, found)) == sorted(f"{text}\n" for text in QUESTIONS)
+
+
+def test_a_run_on_prompts_and_another_on_its_stored_rollouts(workplace):
+    first = run(parse(RECIPE), name="first").folder
+    stored = [row for file in rollout_files.files(first) for row in rollout_files.read(file)]
+    assert all(row["rollouts"] > 0 and row["rollout_gap"] < 1e-5 for row in read_metrics(first / "metrics.jsonl"))
+    recipe = parse(RECIPE, [f"data.source={first / 'rollouts'}"])
+    found = prompts_of(recipe, tiny_tokenizer())
+    assert sorted(found) == sorted(row["prompt_ids"] for row in stored)
+    assert run(recipe, name="second").steps == 2
+
+
+def test_what_prompts_need_is_said(workplace):
+    for override in ("data.on_policy=null", "data.on_policy.fraction=0.5"):
+        with pytest.raises(RecipeError, match=r"data.format: prompts have no answers .* fraction 1"):
+            parse(RECIPE, [override])
+    with pytest.raises(ValueError, match=r"data.validation.source: the data are prompts"):
+        load_data(parse(RECIPE, ["data.validation.source=null"]).data, tiny_tokenizer(), seed=0)
+    Path("other.jsonl").write_text('{"a": "b", "c": "d"}\n')
+    with pytest.raises(ValueError, match=r"data.fields: expected a column prompt, or a column messages"):
+        load_data(parse(RECIPE, ["data.source=other.jsonl"]).data, tiny_tokenizer(), seed=0)
