@@ -276,9 +276,9 @@ def test_without_a_token_it_stays_on_loopback(url, tmp_path, monkeypatch, capsys
 
 def test_what_cannot_be_served(place, capsys):
     for overrides, told in (
-        (["teacher={type: server, url: 'http://127.0.0.1:1'}"], "got server"),
-        (["teacher={type: cache, path: there}"], "got cache"),
-        (["teacher=null", "teachers=[{model: t}, {model: u}]"], "got several"),
+        (["teacher={type: server, url: 'http://127.0.0.1:1'}"], "got teacher.type: server"),
+        (["teacher={type: cache, path: there}"], "got teacher.type: cache"),
+        (["teacher=null", "teachers=[{model: t}, {model: u}]"], "requires one teacher; got teachers"),
     ):
         with pytest.raises(ValueError, match=told):
             engine_in(place, *overrides)
