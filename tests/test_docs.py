@@ -36,7 +36,7 @@ BASE = find_recipe("chat-8b-to-1b")  # what a recipe of the reader's own is take
 
 
 def test_the_readme_is_one_screen_and_a_bit():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
     assert len(readme.HEADLINES) <= 12
 
 
