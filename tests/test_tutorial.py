@@ -66,7 +66,7 @@ def test_it_leads_to_a_model_that_answers(reader, monkeypatch, capsys):
         "export",
         "chat",
     ]
-    assert f"{QUESTIONS} answers" in printed and "verdict     fits and can run" in printed
+    assert f"{QUESTIONS} responses" in printed and "verdict     fits and can run" in printed
     assert (reader / "my-model" / "my-model-q8_0.gguf").is_file() and (reader / "runs/first/report.html").is_file()
     templates = [(reader / name).read_text().strip() for name in ("my-model/chat_template.jinja", "my-chat.jinja")]
     assert templates[0] == templates[1], "whoever serves the student gets the template that it was taught with"
