@@ -36,14 +36,17 @@ def overrides_of(backend, rows, combination):
     if combination == "mixture":
         given = ["teacher=null", f"teachers=[{{{section}}}, {{model: u, weight: 3}}]"]
     if combination == "routed":
-        given = ["teacher=null", f"teachers=[{{{section}, route: a}}, {{model: u, route: b}}]",
-                 "data.fields.teacher=domain"]  # fmt: skip
+        given = [
+            "teacher=null",
+            f"teachers=[{{{section}, route: a}}, {{model: u, route: b}}]",
+            "data.fields.teacher=domain",
+        ]
     given += ["student.vocabulary=cross"] * (rows == "retokenised")
     return given + ["parallel={teacher: served, teacher_gpus: 1}"] * (backend == "launched")
 
 
 def faults_of(overrides):
-    """What is refused, a line each."""
+    """Return the refusals, one line each."""
     try:
         parse(ONE, overrides)
     except RecipeError as error:
@@ -86,14 +89,25 @@ WITH = {
 REFUSED = {
     ("server's top k", "retokenised", "alone"): "hidden states",
     ("stored top k", "retokenised", "alone"): "hidden states",
-    **{(backend, rows, combination): "hidden states" for backend in ("server's top k", "stored top k")
-       for rows in ("same", "context") for combination in ("mixture", "routed")},
+    **{
+        (backend, rows, combination): "hidden states"
+        for backend in ("server's top k", "stored top k")
+        for rows in ("same", "context")
+        for combination in ("mixture", "routed")
+    },
     **{(backend, "context", "mixture"): "a route of its own" for backend in BACKENDS},
-    **{(backend, "retokenised", combination): "one teacher" for backend in BACKENDS
-       for combination in ("mixture", "routed")},
-    **{("launched", rows, combination): "one teacher" for rows in ROWS for combination in ("mixture", "routed")
-       if (rows, combination) != ("context", "mixture")},
-}  # fmt: skip
+    **{
+        (backend, "retokenised", combination): "one teacher"
+        for backend in BACKENDS
+        for combination in ("mixture", "routed")
+    },
+    **{
+        ("launched", rows, combination): "one teacher"
+        for rows in ROWS
+        for combination in ("mixture", "routed")
+        if (rows, combination) != ("context", "mixture")
+    },
+}
 
 
 @pytest.mark.parametrize(("backend", "rows", "combination"), PRODUCT, ids=str)
@@ -119,9 +133,11 @@ def test_features_are_taken_or_refused_in_one_line(feature, backend, rows):
 def test_a_refusal_names_what_is_required_what_is_given_and_what_gives_it():
     (fault,) = faults_of([*overrides_of("cache", "same", "alone"), "data.on_policy={}"])
     assert FORM.match(fault).groups() == (
-        "data.on_policy", "a teacher that computes outputs for rows it has not seen", "teacher.type: cache",
+        "data.on_policy",
+        "a teacher that computes outputs for rows it has not seen",
+        "teacher.type: cache",
         "set teacher.type to model or server, without teacher.keep",
-    )  # fmt: skip
+    )
     (fault,) = faults_of([*overrides_of("server", "same", "routed"), *WITH["teacher for some steps"]])
     assert "teacher.type: server: requires a divergence of weight above 0 in every step" in fault
 
@@ -146,9 +162,15 @@ def test_every_requirement_is_met_by_one_recipe_and_missed_by_another():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_require_properties(command):
     refused = []
-    for point in (("local", "same", "alone"), ("server", "same", "alone"), ("local", "context", "alone"),
-                  ("local", "retokenised", "alone"), ("local", "same", "mixture"), ("local", "same", "routed"),
-                  ("cache", "same", "alone")):  # fmt: skip
+    for point in (
+        ("local", "same", "alone"),
+        ("server", "same", "alone"),
+        ("local", "context", "alone"),
+        ("local", "retokenised", "alone"),
+        ("local", "same", "mixture"),
+        ("local", "same", "routed"),
+        ("cache", "same", "alone"),
+    ):
         recipe = parse(ONE, overrides_of(*point))
         assert not list(conflicts(recipe))
         lacks = [name for name in COMMANDS[command] if PROPERTIES[name].missing(recipe) is not None]

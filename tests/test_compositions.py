@@ -101,7 +101,7 @@ def test_a_layer_changes_no_bit(name, place, addressed, figures_of_base):
 
 @pytest.mark.parametrize(("base", "rows"), [("context", f", {INFORMED}}}\n{TOLD}"), ("retokenised", f"}}\n{CROSS}")])
 def test_a_filled_store_is_read_without_the_teacher(base, rows, place, figures_of_base):
-    """By either spelling; rounding depends on the rows that a document was first read with."""
+    """Both spellings work; rounding depends on the rows that a document was first read with."""
     model = "merged" if base == "retokenised" else "teacher"
     filling = f"teacher: {{model: {model}, keep: kept{rows}"
     with alone(place) as folder:
@@ -112,7 +112,7 @@ def test_a_filled_store_is_read_without_the_teacher(base, rows, place, figures_o
 
 
 def test_a_resumed_run_of_layers_is_bit_identical(place, addressed, figures_of_base):
-    """Of a server, a store and a context."""
+    """The layers are a server, a store and a context."""
     text = addressed(COMPOSITIONS["served and filled, context"][1])
     with alone(place) as folder:
         recipe = parse(text, ["train.save_every=2"], name="golden")

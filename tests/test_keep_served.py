@@ -96,7 +96,7 @@ def test_a_run_is_the_one_without_keep_and_asks_once(place, url, here, asked, se
 
 
 def test_drawn_tokens_are_those_of_the_first_question(place, url, here, asked):
-    """Which tokens are drawn depends on the rows that share a request."""
+    """Sampled tokens depend on the rows that share a request."""
     drawn = ["teacher.top_k=8", "teacher.keep=kept"]
     first = run(recipe(place, url, *drawn), name="first")
     asked.clear()

@@ -133,7 +133,7 @@ def test_it_is_no_less_than_nothing_and_zero_at_the_teacher():
 
 
 def test_a_token_that_the_teacher_rules_out_is_infinite():
-    """Where it is one of the K or was drawn; a token that is neither plays no part."""
+    """The token is one of the K or was sampled; other tokens play no part."""
     student, teacher, labels = operands()
     learned = labels != IGNORE_INDEX
     top = logits_of(student).detach().topk(K).indices[learned]
