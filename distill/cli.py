@@ -124,7 +124,7 @@ def run(
     ] = None,
     plugin: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.py", help="Python file whose TERMS become types of loss.terms; its code is run."),
+        typer.Option(metavar="FILE.py", help="Python file with TERMS of loss.terms, or a reward; its code is run."),
     ] = None,
 ) -> None:
     """Run a recipe: load teacher and student, train, evaluate, save the student.

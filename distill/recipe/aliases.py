@@ -247,10 +247,13 @@ _UNSUPPORTED = {
         "the student reads by the teacher's tokenizer, or by its own with student.vocabulary: cross"
     ),
     "ref_model ref_model_name_or_path sync_ref_model": "the teacher is the only other model: teacher.model",
-    "dpo_beta pref_beta pref_loss simpo_gamma orpo_alpha kto_chosen_weight reward_model reward_funcs reward_weights "
-    "epsilon_high scale_rewards num_iterations": (
-        "there are no preference or reward losses: loss.terms with data.on_policy learns from the teacher's "
-        "probabilities of the student's own answers"
+    "reward_model reward_funcs reward_weights reward_fn scale_rewards": (
+        "a reward is a function of yours: loss.terms: [{type: policy_gradient, reward: FILE.py:function}], with "
+        "reward_scale and weight"
+    ),
+    "dpo_beta pref_beta pref_loss simpo_gamma orpo_alpha kto_chosen_weight epsilon_high num_iterations": (
+        "there are no preference losses: loss.terms with data.on_policy learns from the teacher's probabilities of the "
+        "student's own answers"
     ),
     "attention_distillation hidden_loss feature_loss intermediate_layers layer_mapping hidden_state_loss cosine_loss": (
         "loss.terms compare output distributions; a loss of your own is a plugin (--plugin FILE.py)"
