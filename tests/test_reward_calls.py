@@ -130,6 +130,14 @@ def test_a_turn_of_a_chat_is_judged_after_the_messages_before_it(tmp_path, train
         assert len(found.prompt) == 2 * text.count("assistant") - 1
 
 
+def test_prompts_without_responses_have_rows_too(tmp_path):
+    rows = [{"messages": talk(n)["messages"][:5], "right": n} for n in range(4)]
+    documents, question, _ = table(tmp_path, rows, format="prompts")
+    found = [question(document, [0]) for document in documents]
+    assert sorted(each.row["right"] for each in found) == [0, 1, 2, 3]
+    assert all(each.prompt == each.row["messages"] for each in found)
+
+
 def test_rows_that_nothing_tells_apart_are_refused(tmp_path):
     same = {"prompt": "Say it.", "completion": "it"}
     rows = [{**same, "right": 1}, {**same, "right": 2}, *({"prompt": f"No {n}.", "completion": "x"} for n in range(4))]

@@ -102,6 +102,8 @@ class RowNotes(RowEncoder):
         sample = self.format.sample(row)
         if sample.messages is None:
             return [-1]
+        if self.format.kind == "prompts":
+            return [len(sample.messages)]
         own = [n for n, turn in enumerate(sample.messages) if turn["role"] == "assistant" and n >= sample.first_trained]
         return own[-1:] if self.encoder.options.train_on == "last" else own
 
