@@ -118,7 +118,7 @@ def test_a_run_with_short_answers_in_its_data_leaves_no_prompt_out(tmp_path, mon
         own = f"data.on_policy={{fraction: {min(new, 1)}, max_new_tokens: {max(new, 1)}}}"
         done = run(parse(RECIPE, [own], name=f"run-{new}"))
         said = capsys.readouterr().out
-        assert ("room for own answers of 30 tokens" in said) == (new == 30)
+        assert ("room for rollouts of 30 tokens" in said) == (new == 30)
         metrics = [row for row in read_metrics(done.folder / "metrics.jsonl") if "rollouts" in row]
         assert all(row["rollouts_left_out"] == 0 and row["rollouts"] > 0 for row in metrics) and (metrics or not new)
         rows[new] = int(re.search(r"in (\d+) rows", said.replace("\n            ", " "))[1])

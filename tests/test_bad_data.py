@@ -139,7 +139,7 @@ def test_unknown_roles_reach_the_template_and_are_reported(workplace, capsys):
     rows = [chat(("User", "a"), (" GPT", "b")), chat(("wizard", "a"), ("assistant", "b"))] * 3
     assert distil(workplace, "a.jsonl", lines(rows)) == 0
     out = capsys.readouterr().out
-    assert "do not usually know, given to this one as they are: 'wizard' in 3 rows" in out and not dropped(out)
+    assert "unusual roles, passed to the chat template unchanged: 'wizard' in 3 rows" in out and not dropped(out)
 
 
 def test_content_in_parts_is_text_not_python(workplace, capsys):
@@ -213,10 +213,10 @@ NOTHING = lines([{"text": ""}, {"text": None}])
 @pytest.mark.parametrize(
     "name, content, expected",
     [
-        ("a.jsonl", b"", "data.source: a.jsonl holds no usable row: it is empty"),
+        ("a.jsonl", b"", "data.source: a.jsonl has no usable rows: it is empty"),
         ("a.jsonl", b"\n \n", "it is empty"),
         ("a.jsonl", NOTHING, "no trainable tokens in a.jsonl: 2 rows read, 2 dropped: 1 empty"),
-        ("a.jsonl", lines(GOOD[:1]), "data.validation: nothing can be held out of one document"),
+        ("a.jsonl", lines(GOOD[:1]), "data.validation: expected at least two documents to hold one out"),
         (
             "a.jsonl",
             "é".join(row["text"] for row in GOOD).encode("utf-16"),
@@ -282,7 +282,7 @@ def test_data_of_no_use(workplace, name, content, expected, capsys):
         ("{% for i in range(10**9) %}x{% endfor %}", "4 the chat template refuses the row (row 0: Range too big"),
         ("{{ messages[99].content }}", "4 the chat template refuses the row"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "4 the chat template refuses the row"),
-        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "cannot be told from this"),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "cannot be located in this"),
         ("always the same", "data.chat_template: user: not rendered by the chat template t.jinja; 4 of 4 rows"),
     ],
 )

@@ -99,7 +99,7 @@ def test_what_the_template_leaves_out_drops_the_row(source, messages, tools, fie
 def test_text_that_a_template_cuts_drops_the_row_though_a_marker_in_its_place_is_written(messages):
     cuts = CHAT_TEMPLATE.replace("message['content']", "message['content'].split('###')[0]")
     assert texts(cuts, [ASKED, answer("One.")]) == [["One.<|end|>"]]
-    with pytest.raises(RowFault, match=r"not rendered by this chat template.*not whole: 'One. \#\#\# Two.'|'One\?"):
+    with pytest.raises(RowFault, match=r"not rendered by this chat template.*incomplete: 'One. \#\#\# Two.'|'One\?"):
         texts(cuts, messages, train_on="all")
 
 
@@ -331,7 +331,7 @@ def test_turns_whose_prompts_are_too_long_are_left_out_and_the_others_trained(tm
     splits = load(write(tmp_path / "a.jsonl", [{"messages": turns}, {"messages": turns[:2]}]), tokenizer)
     kept = splits.report.documents + splits.report.validation_documents
     assert splits.report.left_out + kept == 41 and 2 <= kept < 8 and not splits.report.dropped
-    assert f"128 tokens or longer: {splits.report.left_out}" in str(splits.report)
+    assert f"128 tokens or more: {splits.report.left_out}" in str(splits.report)
 
 
 def test_prompts_of_chats_are_those_of_inference_and_whole(tmp_path):

@@ -42,8 +42,8 @@ def test_a_line_of_a_million_characters_is_cut_like_any_text(tmp_path, tokenizer
     [
         (b"", "it is empty"),
         (b'{"text": ""}\n{"text": null}\n', r"no trainable tokens.*2 rows read, 2 dropped: 1 empty"),
-        (b"nonsense\n", "no usable row .*invalid JSON"),
-        (b'{"text": "only one"}\n', r"data\.validation: nothing can be held out of one document"),
+        (b"nonsense\n", "no usable rows .*invalid JSON"),
+        (b'{"text": "only one"}\n', r"data\.validation: expected at least two documents to hold one out"),
         (b'{"x": "a", "y": "b"}\n', r"data\.fields: expected a column text.*columns of .* are 'x', 'y'"),
     ],
 )
@@ -77,7 +77,7 @@ def test_sources_that_cannot_be_found(tmp_path, tokenizer):
         ValueError, match=r"data\.source: the hub cannot be reached for 'nobody/nothing'.*local|path of"
     ):
         load("nobody/nothing", tokenizer)
-    with pytest.raises(ValueError, match="holds no data files"):
+    with pytest.raises(ValueError, match="expected data files"):
         load(str(tmp_path), tokenizer)
     with pytest.raises(ValueError, match="only synthetic needs none"):
         load("python-stdlib", None)

@@ -260,7 +260,7 @@ def test_a_tokenising_process_that_dies(given, tmp_path, monkeypatch, capsys):
         given,
         "data.cache=false",
         "data.workers=2",
-        says=["a process that tokenises died", "lower data.workers (now 2)"],
+        says=["a tokenising process died", "lower data.workers (now 2)"],
     )
     assert not (tmp_path / "runs").exists()
 

@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from two_ranks import run_as_two
 
 from distill.core.ranks import exit_process
-from distill.data.collator import Collator, PlainRows
+from distill.data.collator import Collator, DefaultColumns
 from distill.data.report import DataReport
 from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated
 from distill.generation.documents import as_row, documents_of
@@ -26,7 +26,7 @@ from distill.training.checkpoints import checkpoints
 from distill.training.progress import MetricsFile, read_metrics
 from distill.training.trainer import DistillationTrainer
 
-COLLATE = PlainRows(Collator(2, omit_plain_positions=True))
+COLLATE = DefaultColumns(Collator(2, omit_plain_positions=True))
 
 
 def pairs(count=16, seed=0):

@@ -348,7 +348,7 @@ def workplace(tmp_path, monkeypatch):
 def test_check_prints_a_plan_and_succeeds(workplace, capsys):
     assert run_command(["check", "mine.yaml", "--gpu", "H100"]) == 0
     out = capsys.readouterr().out
-    for expected in ("vocabularies match", " learned) in", "peak, in the", "s a step", "fits and can run"):
+    for expected in ("vocabularies match", " trained on) in", "peak, in the", "s a step", "fits and can run"):
         assert expected in out, expected
     assert not Path("runs").exists()
 

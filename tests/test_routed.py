@@ -7,7 +7,7 @@ import torch
 from subjects import SUBJECTS, routed, routed_answering
 from tiny import save_models, tiny_model
 
-from distill.data.collator import Collator, PlainRows
+from distill.data.collator import Collator, DefaultColumns
 from distill.doctor.invariants import fused_equals_reference, models_read_the_same_tokens
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.documents import as_row, documents_of
@@ -238,7 +238,7 @@ def test_answers_in_one_row_are_judged_by_the_same_teachers(kind):
     for model in subject.teacher.models.values():
         model.double()
     objective = DistillationObjective(subject.teacher, student, subject.loss)
-    collate = objective.collator(PlainRows(Collator(2)))
+    collate = objective.collator(DefaultColumns(Collator(2)))
     batches, found = [collate(list(subject.rows[:3]))], []
     longest = max(document.length for document in documents_of(batches[0])) + 5
     for one_row in (False, True):

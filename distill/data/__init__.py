@@ -1,1 +1,1 @@
-"""From `data:` in the recipe to batches of tokens: sources, formats, chat templates, tokens, packing, the collator."""
+"""Data of a run, from the recipe's `data:` to batches: sources, formats, chat templates, tokens, packing, collator."""

@@ -1,7 +1,7 @@
-"""Chats through any chat template: the examples that are trained of a conversation, and what of it the template writes.
+"""Chats rendered by any chat template: training examples of a conversation, and the loss of content in rendering.
 
-`ChatTemplate` puts the parts together: `messages` converts a conversation to the template's layout, `turns` finds what
-the assistant wrote, `coverage` holds that nothing the data say is missing, and `rendering` bounds all of it.
+`ChatTemplate` combines the parts: `messages` converts a conversation to the template's layout, `turns` finds the
+assistant's text, `coverage` checks that no content is missing, and `rendering` limits time and memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from distill.data import coverage
 from distill.data.coverage import Losses
-from distill.data.messages import Adapter, said_by, without_reasoning
+from distill.data.messages import Adapter, content_of, without_reasoning
 from distill.data.rendering import FROZEN_DAY, Message, Renderer, Span, TemplateError, Tools, freeze_date
 from distill.data.sources import RowFault
 from distill.data.turns import RenderedChat, Turns
@@ -26,7 +26,7 @@ TrainOn = Literal["all", "each", "last"]
 
 
 class ChatOptions(NamedTuple):
-    """How conversations become examples: the settings of these names in `data`."""
+    """Settings of `data` that turn conversations into examples."""
 
     train_on: TrainOn = "all"
     reasoning: Literal["keep", "require", "drop"] = "keep"
@@ -39,13 +39,13 @@ class ChatOptions(NamedTuple):
 
 
 class TrainingChat(NamedTuple):
-    """What is trained of one conversation.
+    """Training examples of one conversation.
 
     Attributes:
-        examples: in the order of their turns; one of all turns, or one of each.
-        rewritten: there is one of each since the template writes earlier turns otherwise than last ones.
-        left_out: turns whose prompts are too long.
-        named: fields that the template does not write, without which the row is trained.
+        examples: Examples in the order of their turns: one for all turns, or one per turn.
+        rewritten: There is one per turn because the template renders earlier turns differently from last ones.
+        left_out: Number of turns whose prompts are too long.
+        named: Fields that the template does not render; the row is trained on without them.
     """
 
     examples: list[RenderedChat]
@@ -55,18 +55,18 @@ class TrainingChat(NamedTuple):
 
 
 class ChatTemplate(Renderer):
-    """A chat template bound to a tokenizer.
+    """Chat template bound to a tokenizer.
 
     Attributes:
-        name: what messages call it.
-        adapter: converts messages to the layout that it renders whole.
+        name: Name for error messages.
+        adapter: Converts messages to the layout that the template renders completely.
     """
 
     def __init__(self, source: str, tokenizer: Any, name: str = "this chat template") -> None:
         """Bind a template.
 
         Raises:
-            TemplateError: the text is not valid Jinja, or stamps a date that cannot be frozen.
+            TemplateError: The text is not valid Jinja, or writes a date that cannot be frozen.
         """
         super().__init__(source, tokenizer)
         self.name = name
@@ -75,33 +75,33 @@ class ChatTemplate(Renderer):
         self._probed: dict[tuple[object, ...], Losses | None] = {}
 
     def settings(self) -> list[object]:
-        """All that decides how it writes and ends turns, and what rows are counted by, as plain JSON."""
+        """Return everything that affects rendering, turn ends and row counts, as plain JSON."""
         return [self.source, sorted(self.stops), self.name]
 
     def closings(self) -> set[str]:
-        """Special tokens that end an assistant's turn, plain or with tool calls."""
+        """Return the special tokens that end an assistant's turn, plain or with tool calls."""
         with self.bounded():
             return self._turns.closings()
 
     def render(self, messages: Sequence[Message], tools: Tools = None, *, prompt: bool = False) -> str:
-        """The template's text for `messages`, unchecked.
+        """Return the template's text for `messages`, unchecked.
 
         Args:
-            messages: dictionaries with `role` and `content`, and what else the template reads.
-            tools: JSON schemas of tools on offer.
-            prompt: end with the generation prompt.
+            messages: Dictionaries with `role`, `content` and other keys that the template reads.
+            tools: JSON schemas of the available tools.
+            prompt: Append the generation prompt.
 
         Raises:
-            RowFault: the template refuses these messages.
+            RowFault: The template refuses these messages.
         """
         with self.bounded(messages):
             return self.raw(self.adapter(messages), tools, prompt=prompt).text
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> str:
-        """The text after which the assistant's next turn is generated.
+        """Return the text after which the assistant's next turn is generated.
 
         Raises:
-            RowFault: the template refuses these messages, or leaves something out of them.
+            RowFault: The template refuses these messages, or omits content of them.
         """
         answered = [*messages, {"role": "assistant", "content": "zqanswerqz"}]
         with self.bounded(messages):
@@ -117,19 +117,19 @@ class ChatTemplate(Renderer):
         first_trained: int = 0,
         fits: Callable[[str], bool] | None = None,
     ) -> TrainingChat:
-        """The examples of a conversation, in which everything it says is written.
+        """Return the training examples of a conversation, checked to contain all of its content.
 
         Args:
-            messages: any number of turns, with or without a system prompt and tool turns.
-            tools: JSON schemas of tools on offer.
-            options: which turns are learned; `all` becomes `each` where the template rewrites earlier turns.
-            first_trained: learn no turn before this one (the messages before it are the prompt).
-            fits: whether a prompt is short enough; turns whose prompts are longer may be left out.
+            messages: Any number of turns, with or without a system prompt and tool turns.
+            tools: JSON schemas of the available tools.
+            options: Turns to train on; `all` becomes `each` where the template rewrites earlier turns.
+            first_trained: Index of the first message to train on; those before it are the prompt.
+            fits: Function that returns whether a prompt is short enough; turns with longer prompts may be left out.
 
         Raises:
-            RowFault: no assistant turn, an empty one, or the template refuses these messages or does not write all
-                of them.
-            TemplateError: what the assistant wrote cannot be told from the template.
+            RowFault: There is no assistant turn, an empty one, or the template refuses these messages or omits
+                content of them.
+            TemplateError: The assistant's text cannot be located in the template's output.
         """
         roles = [message.get("role") for message in messages]
         turns = [turn for turn, role in enumerate(roles) if role == "assistant" and turn >= first_trained]
@@ -153,9 +153,9 @@ class ChatTemplate(Renderer):
                 raise RowFault(coverage.not_rendered(coverage.THOUGHT, self.name), self._example_of(messages, turns))
             named = (coverage.THOUGHT, *named)
         if options.empty_answers == "drop" and any(
-            coverage.says_nothing(said_by(messages[turn]), thoughts) for turn in taken
+            coverage.is_empty(content_of(messages[turn]), thoughts) for turn in taken
         ):
-            raise RowFault("empty", "a message of assistant says nothing; data.empty_answers: keep learns it")
+            raise RowFault("empty", "an assistant message without content; data.empty_answers: keep trains on it")
         return made._replace(named=named)
 
     def _examples(
@@ -170,7 +170,7 @@ class ChatTemplate(Renderer):
         return TrainingChat(examples, not each and len(turns) > 1, len(turns) - len(examples))
 
     def _losses(self, messages: Sequence[Message], tools: Tools, turns: list[int]) -> Losses | None:
-        """What the template leaves out of conversations of this shape; None where it refuses one with markers."""
+        """Return the content that the template omits from conversations of this shape; None where it refuses them."""
         shape, kept = coverage.shape_of(messages[: turns[-1] + 1], tools, turns)
         if not kept:
             return None
@@ -190,16 +190,16 @@ class ChatTemplate(Renderer):
 
 
 def load_template(choice: str, tokenizer: Any, name: str = "this chat template") -> ChatTemplate | None:
-    """The template a recipe's `data.chat_template` names: `tokenizer`, `none`, or a .jinja file.
+    """Return the template that a recipe's `data.chat_template` names: `tokenizer`, `none`, or a .jinja file.
 
     Args:
-        name: what messages call the template of a tokenizer; one from a file goes by the file's name.
+        name: Name of a tokenizer's template in error messages; a file's template is named by its file.
 
     Returns:
-        None where the tokenizer has no template, or none is wanted.
+        None where the tokenizer has no template, or for `none`.
 
     Raises:
-        ValueError: the file does not exist or is not a template.
+        ValueError: The file does not exist or is not a template.
     """
     if choice == "none":
         return None
@@ -212,10 +212,10 @@ def load_template(choice: str, tokenizer: Any, name: str = "this chat template")
 
 
 def with_template(tokenizer: Any, choice: str) -> Any:
-    """The tokenizer with the chat template that a recipe's `data.chat_template` names, where that is a file.
+    """Return the tokenizer with the chat template of a recipe's `data.chat_template`, if that is a file.
 
     Raises:
-        ValueError: the file does not exist.
+        ValueError: The file does not exist.
     """
     if choice not in ("tokenizer", "none"):
         tokenizer.chat_template = _file(choice)
@@ -226,7 +226,7 @@ def _file(choice: str) -> str:
     path = Path(choice).expanduser()
     try:
         if path.exists() and not path.is_file():
-            raise ValueError("it is no plain file")
+            raise ValueError("it is not a regular file")
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""What of a conversation a template writes: nothing that the data say is left out without a word.
+"""Check that a chat template renders all content of a conversation.
 
-Once a shape of conversation (which roles follow one another, which fields are there) each field is filled with a marker
-and the text is searched for it. A template may also cut real text that has a marker's place (DeepSeek cuts what stands
-before `</think>`), so that each row's own words are looked for as well, white space and escapes aside.
+Once per shape of conversation (sequence of roles, set of fields) each field is filled with a marker, which is searched
+in the rendered text. A template may still cut real text in a marker's place (DeepSeek cuts text before `</think>`), so
+the words of each row are searched too, ignoring white space and escapes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from distill.data.messages import REASONING, Saying, said_by
+from distill.data.messages import REASONING, MessageContent, content_of
 from distill.data.rendering import Message, TemplateError, Tools
 from distill.data.sources import RowFault
 from distill.data.turns import RenderedChat
@@ -21,7 +21,7 @@ CALLS, PARALLEL, BESIDE, TEXT, THOUGHT = (
     "tool_calls", "the second of parallel tool_calls", "content beside tool_calls", "content", "reasoning"
 )  # fmt: skip
 TOOLS = "tools"
-MOST_KINDS = 256  # messages of a shape
+MOST_KINDS = 256  # largest number of messages in a shape
 NOT_RENDERED = "not rendered by"
 CURES = {
     CALLS: "choose a template with tools",
@@ -40,12 +40,12 @@ Render = Callable[[Sequence[Message], Tools, list[int]], Examples]
 
 
 class Losses(NamedTuple):
-    """What a template leaves out.
+    """Content that a template omits.
 
     Attributes:
-        fault: the first field without which a row would say something else; None where nothing is lost.
-        thought: reasoning of a turn that is learned.
-        named: other fields, in words.
+        fault: First omitted field that changes the meaning of a row; None where there is none.
+        thought: Whether reasoning of a trained turn is omitted.
+        named: Descriptions of other omitted fields.
     """
 
     fault: str | None = None
@@ -54,17 +54,17 @@ class Losses(NamedTuple):
 
 
 def not_rendered(field: str, template: str) -> str:
-    """The reason for which a row is dropped, with what helps."""
+    """Return the reason why a row is dropped, with the cure."""
     return f"{field}: {NOT_RENDERED} {template}; {CURES.get(field, CURE)}"
 
 
 def shape_of(messages: Sequence[Message], tools: Tools, turns: Sequence[int]) -> tuple[tuple[object, ...], list[int]]:
-    """A conversation's shape, and the numbers of the messages that have it; none where it has too many kinds.
+    """Return a conversation's shape, and the indices of the messages that define it; none for too many kinds.
 
-    Repetitions are left out: messages between two alike, where all neighbours among them stand before as well.
+    Repetitions are removed: messages between two alike whose pairs of neighbours all occur before.
     """
     learned, kept = set(turns), list[int]()
-    signs = [_sign(message, number in learned) for number, message in enumerate(messages)]
+    signs = [_signature(message, number in learned) for number, message in enumerate(messages)]
 
     def neighbours(numbers: list[int]) -> set[tuple[object, object]]:
         return {(signs[one], signs[other]) for one, other in pairwise(numbers)}
@@ -81,9 +81,9 @@ def shape_of(messages: Sequence[Message], tools: Tools, turns: Sequence[int]) ->
     return (offered, *(signs[number] for number in kept)), kept
 
 
-def _sign(message: Message, learned: bool) -> tuple[object, ...]:
-    """What of a message decides how a template writes it, but for the words."""
-    said, content = said_by(message), message.get("content")
+def _signature(message: Message, learned: bool) -> tuple[object, ...]:
+    """Return the properties of a message that affect rendering, apart from its words."""
+    said, content = content_of(message), message.get("content")
     kind = None if content is None else isinstance(content, str) and (bool(content.strip()), "<think>" in content)
     calls = tuple(bool(call.get("arguments")) for call in said.calls[:2])
     fields = tuple(name in message for name in (*REASONING, "name", "tool_call_id"))
@@ -92,12 +92,12 @@ def _sign(message: Message, learned: bool) -> tuple[object, ...]:
 
 
 def probe(render: Render, messages: Sequence[Message], tools: Tools, turns: list[int]) -> Losses | None:
-    """What a template leaves out of a conversation of this shape; None where it refuses one that holds markers.
+    """Return the content that a template omits for this shape; None where it refuses the conversation with markers.
 
     Args:
-        render: as `ChatTemplate` renders rows.
-        messages: with the shape; their words play no part.
-        turns: numbers of the messages that are learned.
+        render: Function that renders rows as `ChatTemplate` does.
+        messages: Conversation of this shape; its words are replaced.
+        turns: Indices of the messages to train on.
     """
     filled = [_filled(message, number) for number, message in enumerate(messages)]
     offered = [_tool(number) for number in range(min(2, len(tools)))] if tools else None
@@ -109,7 +109,7 @@ def probe(render: Render, messages: Sequence[Message], tools: Tools, turns: list
     everything, lost, named, thought = examples[-1].text, list[str](), dict[str, None](), False
     for number, message in enumerate(filled[: turns[-1] + 1]):
         text = written.get(number, everything)
-        said, role = said_by(message), str(message.get("role"))
+        said, role = content_of(message), str(message.get("role"))
         if said.calls and not _written(said.calls[0], text):
             lost.append(CALLS)
         elif any(not _written(call, text) for call in said.calls[1:]):
@@ -132,10 +132,10 @@ def _marker(what: str, number: int, part: int = 0) -> str:
 
 
 def _filled(message: Message, number: int) -> Message:
-    """The message with a marker in each field that says something."""
+    """Return the message with a marker in each field that has content."""
     made, content = dict(message), message.get("content")
     if isinstance(content, str) and content.strip():
-        found = said_by(message).thought if not any(message.get(name) for name in REASONING) else ""
+        found = content_of(message).thought if not any(message.get(name) for name in REASONING) else ""
         thought = f"<think>\n{_marker('thought', number)}\n</think>\n\n" if found.strip() else ""
         made["content"] = thought + _marker("content", number)
     for name in REASONING:
@@ -143,7 +143,7 @@ def _filled(message: Message, number: int) -> Message:
             made[name] = _marker("thought", number)
     if message.get("name") and message.get("role") != "tool":
         made["name"] = _marker("name", number)
-    if calls := said_by(message).calls:
+    if calls := content_of(message).calls:
         made["tool_calls"] = [
             {
                 **{name: value for name, value in outer.items() if name in ("id", "type")},
@@ -177,13 +177,13 @@ def _named(tool: Any) -> str:
 
 
 class _Text:
-    """A text in which words are looked for in the order in which they were written."""
+    """Text with a search for words in their order."""
 
     def __init__(self, text: str) -> None:
         self._text, self._dense, self._at = _ESCAPED.sub(lambda m: chr(int(m[1], 16)), text), _dense(text), 0
 
     def holds(self, words: str, *, ordered: bool = False) -> bool:
-        """Whether the words stand there, white space aside, or each of them in turn, with what escapes put between."""
+        """Return whether the text contains the words, ignoring white space, or each of them in turn."""
         dense = _dense(words)
         for begin in {self._at: None, 0: None}:
             if (at := self._dense.find(dense, begin)) >= 0:
@@ -204,19 +204,19 @@ def _dense(text: str) -> str:
 def check_words(
     examples: Examples, messages: Sequence[Message], tools: Tools, turns: Sequence[int], template: str
 ) -> bool:
-    """Hold that a row's own words stand in what is made of it.
+    """Check that the rendered examples contain a row's own words.
 
     Returns:
-        Whether all reasoning that is learned stands there too.
+        Whether they also contain all reasoning of trained turns.
 
     Raises:
-        RowFault: a message, a tool call or a tool of the row is not written, or not whole.
+        RowFault: A message, tool call or tool of the row is missing or incomplete.
     """
     everything = _Text(examples[-1].text)
     written = _texts_of(examples)
     thoughts = True
     for number, message in enumerate(messages[: turns[-1] + 1]):
-        text, said, role = written.get(number, everything), said_by(message), str(message.get("role"))
+        text, said, role = written.get(number, everything), content_of(message), str(message.get("role"))
         field = role if role != "assistant" else BESIDE if said.calls else TEXT
         _require(text, said.answer, field, template, ordered=number not in written)
         for call in said.calls:
@@ -229,7 +229,7 @@ def check_words(
 
 
 def _texts_of(examples: Examples) -> dict[int, _Text]:
-    """What is learned of each turn; of several in one example, all of it."""
+    """Return the trained text of each turn; turns of one example share it."""
     made = dict[int, _Text]()
     for example in examples:
         text = _Text("".join(example.text[start:end] for start, end in example.spans))
@@ -239,11 +239,11 @@ def _texts_of(examples: Examples) -> dict[int, _Text]:
 
 def _require(text: _Text, words: str, field: str, template: str, *, ordered: bool = False) -> None:
     if words.strip() and not text.holds(words, ordered=ordered):
-        raise RowFault(not_rendered(field, template), f"not, or not whole: {' '.join(words.split())[:80]!r}")
+        raise RowFault(not_rendered(field, template), f"missing or incomplete: {' '.join(words.split())[:80]!r}")
 
 
 def _leaves(arguments: Any) -> list[str]:
-    """Keys, texts and numbers in a call's arguments; JSON text as it is."""
+    """Return keys, texts and numbers of a call's arguments; JSON text unchanged."""
     if isinstance(arguments, Mapping):
         return [leaf for key, value in arguments.items() for leaf in (str(key), *_leaves(value))]
     if isinstance(arguments, list):
@@ -253,6 +253,6 @@ def _leaves(arguments: Any) -> list[str]:
     return [str(arguments)] if isinstance(arguments, int | float) and not isinstance(arguments, bool) else []
 
 
-def says_nothing(said: Saying, thoughts: bool) -> bool:
-    """Whether an assistant's message would be learned as an empty answer; `thoughts`: its reasoning is written."""
+def is_empty(said: MessageContent, thoughts: bool) -> bool:
+    """Return whether an assistant's message is an empty response; `thoughts`: its reasoning is rendered."""
     return not (said.answer.strip() or said.calls or (thoughts and said.thought.strip()))

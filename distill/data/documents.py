@@ -1,4 +1,4 @@
-"""A source's rows tokenised, in one process or several, into files that are read as they are used."""
+"""Tokenisation of a source, in one process or several, into memory-mapped files."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ BATCH_CHARACTERS = 1 << 22
 def tokenised(
     source: Source, encoder: RowEncoder, *, max_rows: int | None = None, workers: int = 0, cache: bool = True
 ) -> tuple[Documents, Tally, str, bool]:
-    """All documents of a source, read from disk as they are used.
+    """Return all documents of a source, memory-mapped.
 
     Args:
-        workers: processes that tokenise; 0 and 1 mean this one.
-        cache: use and keep what is on disk.
+        workers: Number of tokenising processes; 0 and 1 mean this process.
+        cache: Use and write the cache on disk.
 
     Returns:
-        The documents, what happened to the rows, the key, and whether the cache had it.
+        The documents, the tally of rows, the cache key, and whether it was found in the cache.
     """
     key = key_of(source.digest, *encoder.settings(), max_rows)
 
@@ -83,8 +83,10 @@ def _batches(rows: Iterable[tuple[int, Row | RowFault]]) -> Iterator[Batch]:
 
 
 def _encoded(batches: Iterator[Batch], encoder: RowEncoder, workers: int) -> Iterator[tuple[Iterable[Document], Tally]]:
-    """Each batch's documents, in order, and a tally that is complete once they are read; of several processes, with
-    at most two batches a worker under way."""
+    """Yield each batch's documents in order, with a tally that is complete once they are read.
+
+    With several processes, at most two batches per worker are in flight.
+    """
     bounded = _may_grow(encoder)
     if workers < 2 and not bounded:
         for batch in batches:
@@ -106,11 +108,11 @@ def _encoded(batches: Iterator[Batch], encoder: RowEncoder, workers: int) -> Ite
             if bounded:
                 name = getattr(getattr(encoder, "tokenizer", None), "name_or_path", "") or "the teacher"
                 raise ValueError(
-                    f"teacher.model: the tokenizer of {name} takes more than {2 * MOST_BYTES >> 30} GiB of memory for "
-                    "some rows of the data: its normalizer makes much text out of little"
+                    f"teacher.model: the tokenizer of {name} needs more than {2 * MOST_BYTES >> 30} GiB of memory for "
+                    "some rows of the data: its normalizer expands text too much"
                 ) from error
             raise RunError(
-                f"a process that tokenises died; most often the machine ran out of memory: lower data.workers "
+                f"a tokenising process died, most often because the machine ran out of memory: lower data.workers "
                 f"(now {workers})"
             ) from error
 
@@ -119,7 +121,7 @@ _encoder_here: RowEncoder | None = None
 
 
 def _may_grow(encoder: RowEncoder) -> bool:
-    """Whether the encoder's tokenizer, a program of others, may need bounds that only a process of its own has."""
+    """Return whether the encoder's tokenizer may need memory limits, which only a separate process allows."""
     backend = getattr(getattr(encoder, "tokenizer", None), "backend_tokenizer", None)
     return backend is not None and may_grow(json.loads(backend.to_str()).get("normalizer"))
 
@@ -127,7 +129,7 @@ def _may_grow(encoder: RowEncoder) -> bool:
 def _set_encoder(encoder: RowEncoder, most: int | None) -> None:
     global _encoder_here
     if most is not None and resource is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (2 * most, 2 * most))  # the libraries that are loaded take a part
+        resource.setrlimit(resource.RLIMIT_AS, (2 * most, 2 * most))  # twice: loaded libraries take address space too
     _encoder_here = encoder
 
 
@@ -137,7 +139,7 @@ def _encode_here(batch: Batch) -> tuple[list[Document], Tally]:
 
 
 def _write(folder: Path, names: tuple[str, ...], encoded: Iterable[tuple[Iterable[Document], Tally]]) -> Tally:
-    """A file of int32 a column, with its offsets beside it, and the documents' origins."""
+    """Write a file of int32 per column, its offsets, and the documents' origins."""
     tally, origins = Tally(), []
     lengths: dict[str, list[int]] = {name: [0] for name in names}
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""What a row means: running text, a prompt with its completion, or a chat.
+"""Formats of rows: running text, a prompt with its completion, or a chat.
 
 `detect` decides by the columns; `Reader` turns one row into a `Sample`, or raises `RowFault` with the reason.
 """
@@ -16,7 +16,7 @@ from distill.data.messages import REASONING
 from distill.data.sources import Row, RowFault
 from distill.data.suggestions import field_settings
 
-# pairs and names in common use, looked for in this order when the recipe maps nothing
+# column names in common use, tried in this order when the recipe maps none
 CHAT_COLUMNS = ("messages", "conversations", "conversation", "chat")
 PAIR_COLUMNS = (
     ("prompt", "completion"),
@@ -29,12 +29,12 @@ PAIR_COLUMNS = (
 )
 TEXT_COLUMNS = ("text", "content")
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
-# what chat templates in use know; any other role is passed to the template as it is, and reported
+# roles known to common chat templates; other roles are passed to the template unchanged, and reported
 KNOWN_ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython"}
 
 
 class FieldMap(Protocol):
-    """`data.fields`: which column holds what, None where nothing was said."""
+    """Mapping of `data.fields`: the column of each field, None where not set."""
 
     text: str | None
     prompt: str | None
@@ -43,14 +43,14 @@ class FieldMap(Protocol):
 
 
 class Sample(NamedTuple):
-    """One document before tokenisation.
+    """Document before tokenisation.
 
     Attributes:
-        text: running text, or None.
-        messages: a chat, or None.
-        prompt: for a pair, what is not learned before `text`.
-        tools: JSON schemas of tools on offer in a chat.
-        first_trained: the first message that may be learned.
+        text: Running text, or None.
+        messages: Chat, or None.
+        prompt: Prompt of a pair, masked from the loss, before `text`.
+        tools: JSON schemas of the tools available in a chat.
+        first_trained: Index of the first message that may be trained on.
     """
 
     text: str | None = None
@@ -62,7 +62,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """What the rows hold.
+    """Format of a source's rows.
 
     Attributes:
         kind: `text`, `prompt_completion`, `chat` or `prompts`.
@@ -82,13 +82,13 @@ class Format:
         return f"{self.kind} ({names}{shape})"
 
     def sample(self, row: Row) -> Sample:
-        """Read one row.
+        """Convert one row.
 
-        A pair with a chat template becomes a chat of two turns; without one, prompt and completion are joined, by a
-        newline where neither has white space at the joint.
+        A pair with a chat template becomes a chat of two turns; without one, prompt and completion are concatenated,
+        with a newline if neither has white space at the joint.
 
         Raises:
-            RowFault: a value is missing, empty or of the wrong type.
+            RowFault: A value is missing, empty or of the wrong type.
         """
         if self.kind == "text":
             return Sample(text=_text(row, self.columns["text"]))
@@ -155,18 +155,18 @@ def detect(
     has_template: bool = False,
     rows: Callable[[], Iterable[Row | RowFault]] = tuple,
 ) -> Format:
-    """Decide what the rows hold.
+    """Determine the format of rows.
 
     Args:
-        columns: the columns there are.
-        fields: the recipe's `data.fields`; what it names must exist.
-        format: the recipe's `data.format`; `auto` decides by what is mapped, then by the columns' names.
-        source: the data's name, for messages.
-        has_template: pairs can be rendered as chats.
-        rows: reads the rows, the first of which tells what to advise where no shape is found.
+        columns: Columns of the data.
+        fields: The recipe's `data.fields`; columns that it names must exist.
+        format: The recipe's `data.format`; `auto` decides by mapped fields, then by column names.
+        source: Name of the data, for error messages.
+        has_template: Whether pairs can be rendered as chats.
+        rows: Function that reads the rows; the first one decides the advice where no format is found.
 
     Raises:
-        ValueError: a named column is missing, or no known shape is found; it lists the columns there are.
+        ValueError: A named column is missing, or no format is found; the message lists the columns.
     """
     columns = list(dict.fromkeys(columns))
     there = f"the columns of {source or 'the data'} are {', '.join(map(repr, columns)) or 'none'}"
@@ -219,7 +219,7 @@ def _shape(columns: list[str], mapped: dict[str, str], format: str) -> tuple[str
 
 
 def _cure(columns: Sequence[str], format: str, rows: Iterable[Row | RowFault]) -> str:
-    """The setting that lets these columns be read: another `data.format` where they have a known shape."""
+    """Return a setting with which these columns can be read: another `data.format` if they have a known one."""
     known = None if format == "auto" else _shape(list(columns), {}, "auto")
     if known is not None and known[1] is not None:
         return f"they are {known[0]}: data.format={known[0]}"
@@ -280,7 +280,7 @@ def _message(message: Any, column: str) -> Message:
     if content is None:
         message["content"] = ""
     if message["role"] == "user" and not message["content"].strip():  # of the assistant's see data.empty_answers
-        raise RowFault("empty", f"column {column!r}: a message of {role} says nothing")
+        raise RowFault("empty", f"column {column!r}: a message of {role} without content")
     return message
 
 

@@ -1,4 +1,4 @@
-"""Bounds on what a program that others wrote may take: a chat template is one."""
+"""Limits on time and memory of untrusted programs, such as chat templates."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ except ImportError:  # no such limits on this system
 
 @contextlib.contextmanager
 def limited(seconds: float, more_bytes: int) -> Iterator[None]:
-    """Bounds for a call in this process.
+    """Limit time and memory of the block, in this process.
 
     Args:
-        seconds: of wall clock, in the main thread, not on Windows; elsewhere there is no bound on time.
-        more_bytes: of memory that the process may take beyond what it has, on Linux.
+        seconds: Wall-clock limit, in the main thread only, not on Windows.
+        more_bytes: Memory that the process may allocate beyond the present, on Linux only.
 
     Raises:
-        TimeoutError: it took longer.
-        MemoryError: it took more.
+        TimeoutError: The time limit was exceeded.
+        MemoryError: The memory limit was exceeded.
     """
     with _memory(more_bytes), _time(seconds):
         yield
@@ -41,7 +41,7 @@ def _time(seconds: float) -> Iterator[None]:
         raise TimeoutError(f"it takes longer than {seconds:g} s")
 
     handler = signal.signal(signal.SIGALRM, end)
-    # again and again: jinja's optimiser passes over whatever a constant raises, and goes on
+    # repeatedly: jinja's optimiser ignores exceptions raised by a constant, and continues
     waiting, _ = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
         yield

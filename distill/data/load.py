@@ -1,12 +1,11 @@
-"""Data for a run: from `data:` in the recipe to rows of tokens, with what was learned of the data on the way.
+"""Data of a run: from `data:` in the recipe to tokenised rows and a report.
 
     splits = load_data(recipe.data, tokenizer, seed=recipe.train.seed)
     splits.train[0]     # {"input_ids": [...], "labels": [...], "position_ids": [...]}
     print(splits.report)
 
-Steps, in order: open the source, see what its columns mean, tokenise (or find it in the cache), hold out documents for
-validation, pack the rest; of several sources each for itself. Everything follows from the recipe and the seed; a second
-call gives the same rows.
+Steps, for each source: open it, detect its format, tokenise (or find the result in the cache), hold out documents for
+validation, pack the rest. Everything follows from the recipe and the seed; a second call gives the same rows.
 """
 
 from __future__ import annotations
@@ -47,12 +46,13 @@ SYNTHETIC_ROWS = 1024
 
 
 class Splits(NamedTuple):
-    """What `load_data` gives.
+    """Result of `load_data`.
 
     Attributes:
-        train: rows to learn, shuffled; of several sources all rows of each.
-        validation: rows held out, from documents that no row of `train` holds.
-        mix: how many of several sources' rows an epoch holds.
+        train: Training rows, shuffled; for several sources all rows of each.
+        validation: Held-out rows, from documents that are in no row of `train`.
+        report: Report of the data.
+        mix: Number of rows of each source in an epoch; None for a single source.
     """
 
     train: datasets.Dataset
@@ -62,31 +62,31 @@ class Splits(NamedTuple):
 
     @property
     def epochs(self) -> datasets.Dataset | MixedRows:
-        """The rows as a trainer reads them: as many as `train` has, of several sources by their shares."""
+        """Return the rows that a trainer reads: as many as `train` has, for several sources by their weights."""
         return self.train if self.mix is None else MixedRows(self.train, self.mix)
 
 
 def load_data(data: Data, tokenizer: Any, *, seed: int, vocab_size: int | None = None) -> Splits:
-    """Read, tokenise, split and pack what `data` describes.
+    """Read, tokenise, split and pack the data that `data` describes.
 
     Every row holds `input_ids`, `labels` and `position_ids`, lists of one length, at most `data.max_length`. Labels
-    are not shifted; they are -100 where nothing is learned and at each document's first token, whose prediction would
-    come from the document before it. Positions start again at 0 with each document.
+    are not shifted; they are -100 where masked from the loss and at each document's first token, which would be
+    predicted from the document before it. Positions restart at 0 with each document.
 
     Args:
-        data: the recipe's `data` section.
-        tokenizer: a transformers tokenizer; None only for `source: synthetic`.
-        seed: fixes the order of the rows; `data.validation.seed` fixes which documents are held out.
-        vocab_size: for `source: synthetic` (uniform) and `synthetic:zipf`, ids are drawn below it.
+        data: The recipe's `data` section.
+        tokenizer: A transformers tokenizer; None only for `source: synthetic`.
+        seed: Seed of the order of rows; `data.validation.seed` is that of the held-out documents.
+        vocab_size: Upper bound of the ids for `source: synthetic` (uniform) and `synthetic:zipf`.
 
     Raises:
-        ValueError: the source, its columns, its template or all of its rows are of no use; the message names the field.
+        ValueError: The source, its columns, template or rows cannot be used; the message names the field.
     """
     if data.source.partition(":")[0] == "synthetic":
         size = vocab_size or (len(tokenizer) if tokenizer is not None else 0)
         return _synthetic(data, size, seed)
     if tokenizer is None:
-        raise ValueError(f"data.source: {data.source!r} holds text and needs a tokenizer; only synthetic needs none")
+        raise ValueError(f"data.source: expected a tokenizer for text {data.source!r}; only synthetic needs none")
     template = load_template(data.chat_template, tokenizer)
 
     def encoder(format: Format, part: Part) -> Encoder:
@@ -103,11 +103,11 @@ def load_rows(
     seed: int,
     report_type: type[DataReport] = DataReport,
 ) -> Splits:
-    """`load_data` by any encoder: the rows hold its columns, and positions for each column of ids.
+    """Load data by any encoder: rows hold its columns, and positions for each column of ids.
 
     Args:
-        encoder_for: the encoder for rows of a format, of one of the data's sources.
-        templates: the chat templates that it uses.
+        encoder_for: Function from a format and a source to its encoder.
+        templates: Chat templates that the encoders use.
     """
 
     def read(part: Part) -> tuple[Documents, DataReport, str]:
@@ -154,24 +154,24 @@ def load_rows(
     for number, (documents, report, key) in enumerate(sources):
         others = [o.origin[c] for n, (o, c) in enumerate(held_out) if not (own and n == number)]
         rest = rests[number]
-        if others:  # what one source holds out, no other trains
+        if others:  # documents held out by one source are not trained on from another
             rest = rest[~np.isin(documents.origin[rest], np.concatenate(others))]
             twice += len(rests[number]) - len(rest)
         settings = ("-".join([key, *keys[:number], *keys[number + 1 :]]), sections[number])
         parts.append(_pack(data, (documents, rest), held_out[number], report, seed, settings))
     if twice:
-        logger.warning("%d documents of the training data are also held out: not trained", twice)
+        logger.warning("%d documents of the training data are also held out, so they are not trained on", twice)
     return parts[0] if len(parts) == 1 else _mixed_splits(parts, data, own)
 
 
 def _share_of(section: Validation, part: Part) -> Validation:
-    """What one source holds out: of `max_rows` its share."""
+    """Return the validation section of one source: its share of `max_rows`."""
     most = section.max_rows and max(1, round(section.max_rows * part.share))
     return section.model_copy(update={"max_rows": most})
 
 
 def _mixed_splits(parts: list[Splits], data: Data, own: bool) -> Splits:
-    """Several sources as one; each has held out `own` documents, or all the same."""
+    """Combine several sources; each has held out documents of its `own`, or all the same."""
     import datasets
 
     reports = [splits.report for splits in parts]
@@ -185,7 +185,7 @@ def _mixed_splits(parts: list[Splits], data: Data, own: bool) -> Splits:
 
 
 def columns_of(source: Source) -> tuple[str, ...]:
-    """The declared columns, else those of the first rows."""
+    """Return the declared columns, else those of the first rows."""
     if source.columns is not None:
         return source.columns
     names: dict[str, None] = {}
@@ -195,12 +195,12 @@ def columns_of(source: Source) -> tuple[str, ...]:
     if not names:
         fault = next(iter(source.rows()), None)
         why = f" ({fault})" if fault else ": it is empty"
-        raise ValueError(f"data.source: {source.name} holds no usable row{why}")
+        raise ValueError(f"data.source: {source.name} has no usable rows{why}")
     return tuple(names)
 
 
 def _check(documents: Documents, tally: Tally, source: Source, field: str) -> None:
-    """Refuse data of which nothing is left; say so where much is lost."""
+    """Raise for data without usable documents; warn where much is lost."""
     lost = Counter({reason: count for reason, count in tally.dropped.items() if NOT_RENDERED in reason})
     if lost.total() * 2 > tally.rows_read:
         what, _, cure = lost.most_common(1)[0][0].partition("; ")
@@ -218,14 +218,14 @@ def _check(documents: Documents, tally: Tally, source: Source, field: str) -> No
         logger.warning("%s: %s rows dropped: %s", source.name, f"{dropped:,} of {tally.rows_read:,}", tally.reasons)
     if tally.merged * 2 > tally.rows_read:
         logger.warning(
-            "%s: prompts end in a way that the tokenizer merges with the answer in %s of %s rows; the merged token is "
-            "not learned",
+            "%s: the tokenizer merges the end of the prompt with the completion in %s of %s rows; the merged token is "
+            "not trained on",
             source.name, f"{tally.merged:,}", f"{tally.rows_read:,}",
         )  # fmt: skip
 
 
 def _mixed(values: np.ndarray, seed: int) -> np.ndarray:
-    """Hashes of uint64 values under a seed (splitmix64, Steele et al., 2014): an order that nothing else decides."""
+    """Return seeded hashes of uint64 values (splitmix64, Steele et al., 2014), which define an order."""
     with np.errstate(over="ignore"):
         z = values ^ (np.uint64(seed % 2**63) * np.uint64(0x9E3779B97F4A7C15))
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -234,7 +234,7 @@ def _mixed(values: np.ndarray, seed: int) -> np.ndarray:
 
 
 def _texts(origin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each document's text, and all texts, by hash; where all is one text, its pieces are texts of their own."""
+    """Return each document's text and all texts, by hash; if all is one text, its pieces count as texts."""
     texts = np.unique(origin)
     if len(texts) > 1 or len(origin) < 2:
         return origin, texts
@@ -243,12 +243,15 @@ def _texts(origin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _hold_out(origin: np.ndarray, section: Validation) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the held-out and the other documents; pieces of one text and copies of it stay together, unless all is
-    one text."""
+    """Return indices of the held-out and the other documents.
+
+    Pieces and copies of one text stay together, unless all is one text.
+    """
     origin, texts = _texts(origin)
     if len(texts) < 2:
         raise ValueError(
-            "data.validation: nothing can be held out of one document; give data.validation.source or more data"
+            "data.validation: expected at least two documents to hold one out, got one; set data.validation.source or "
+            "use more data"
         )
     count = min(max(1, round(section.fraction * len(texts))), section.max_rows or len(texts), len(texts) - 1)
     held_out = np.isin(origin, _chosen(texts, count, section.seed))
@@ -260,30 +263,32 @@ def _chosen(texts: np.ndarray, count: int, seed: int) -> np.ndarray:
 
 
 def _validation_part(data: Data) -> Part:
-    """`data.validation.source` as a source: a path, a hub id, or either with `:split` at the end."""
+    """Return `data.validation.source` as a source: a path, a hub id, or either with a suffix `:split`."""
     name = data.validation.source or ""
     place, colon, split = name.rpartition(":")
     if not colon or Path(name).expanduser().exists():
         place, split = name, data.split
     if any((place, split) == (part.data.source, part.data.split) for part in data.parts):
         raise ValueError(
-            f"data.validation.source: {name!r} is the training data itself; "
-            "name another split, as in ID:test, or leave it out to hold out a share"
+            f"data.validation.source: expected other data than the training data {name!r}; name another split, as in "
+            "ID:test, or remove the setting to hold out a fraction"
         )
     kind = "auto" if data.parts[0].data.format == "prompts" else data.parts[0].data.format
     update: dict[str, object] = {"format": kind, "source": place, "sources": [], "split": split, "max_rows": None}
     return data.parts[0]._replace(field="data.validation.source", data=data.model_copy(update=update), teacher=None)
 
 
-Chosen = tuple[Documents, np.ndarray]  # documents, and the numbers of some
+Chosen = tuple[Documents, np.ndarray]  # documents, and the indices of the chosen ones
 
 
 def _pack(
     data: Data, trained: Chosen, held_out: Chosen, report: DataReport, seed: int, settings: tuple[str, Validation]
 ) -> Splits:
-    """Lay the chosen documents out as rows and count them."""
+    """Arrange the chosen documents in rows and count them."""
     if len(trained[1]) == 0:
-        raise ValueError("data.validation: every document is held out and none is left to train on")
+        raise ValueError(
+            "data.validation: expected documents left to train on, but all are held out; lower the fraction"
+        )
     key, section = settings
     decided = (key, data.packing, data.max_length, section.model_dump())
     own = data.own_answers if data.packing else None
@@ -350,12 +355,12 @@ def _write_rows(path: Path, batches: Iterator[dict[str, Ragged]]) -> None:
 
 
 def _synthetic(data: Data, vocab_size: int, seed: int) -> Splits:
-    """Rows of random ids, all learned, for runs in which only speed and memory count."""
+    """Return rows of random ids, all trained on, to measure speed and memory."""
     _, _, kind = data.source.partition(":")
     if kind not in ("", "uniform", "zipf"):
         raise ValueError(f"data.source: expected synthetic or synthetic:zipf; got {data.source!r}")
     if vocab_size < 2:
-        raise ValueError("data.source: synthetic needs the size of a vocabulary (a tokenizer or vocab_size)")
+        raise ValueError("data.source: expected a tokenizer or vocab_size for synthetic data, got none")
     rows = max(2, data.max_rows or SYNTHETIC_ROWS)
     random = np.random.default_rng(data.validation.seed)
     shape = (rows, data.max_length)

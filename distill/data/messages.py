@@ -1,8 +1,8 @@
-"""Messages as a template reads them: one conversation, in the layout that the template at hand renders whole.
+"""Conversion of conversations to the message layout that a chat template renders completely.
 
 Data and templates differ in layout, not in meaning: arguments of a call as an object or as JSON text, content as a
-string or in parts, content beside a call empty, null or absent, reasoning in a field or as `<think>` in the text. Which
-one a template renders is found by rendering small conversations with markers, once a template.
+string or in parts, content next to a call empty, null or absent, reasoning in a field or as `<think>` in the text. The
+layout that a template renders is found by rendering small conversations with markers, once per template.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any, NamedTuple
 from distill.data.rendering import Message, Renderer
 from distill.data.sources import RowFault
 
-REASONING = ("reasoning_content", "reasoning", "thinking")  # one field, by its names in use
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names in use for one field
 THOUGHT = re.compile(r"\s*<think>(?P<thought>.*?)</think>(?P<answer>.*)", re.DOTALL)
 DEVELOPER = re.compile(r"""(?P<quote>['"])developer(?P=quote)""")
 QUESTION = {"role": "user", "content": "zqquestionqz"}
-ABSENT = ...  # stays itself when sent to another process
-CALL_ID = "zq0000001"  # Mistral's ids have nine letters
+ABSENT = ...  # a singleton even when sent to another process
+CALL_ID = "zq0000001"  # Mistral's ids have nine characters
 
 
-class Saying(NamedTuple):
-    """What an assistant's message says.
+class MessageContent(NamedTuple):
+    """Content of an assistant's message.
 
     Attributes:
-        answer: its text.
-        thought: its reasoning, of a field or of the text before the answer.
-        calls: its tool calls, each a mapping with `name` and `arguments`.
+        answer: Its text.
+        thought: Its reasoning, from a field or from the text before the answer.
+        calls: Its tool calls, each a mapping with `name` and `arguments`.
     """
 
     answer: str
@@ -39,8 +39,8 @@ class Saying(NamedTuple):
     calls: list[Mapping[str, Any]]
 
 
-def said_by(message: Message) -> Saying:
-    """What a message says, whatever its layout."""
+def content_of(message: Message) -> MessageContent:
+    """Return the content of a message in any layout."""
     content = message.get("content")
     text = content if isinstance(content, str) else ""
     thought = next((str(message[name]) for name in REASONING if isinstance(message.get(name), str)), "")
@@ -48,11 +48,11 @@ def said_by(message: Message) -> Saying:
         text, thought = found["answer"], found["thought"]
     calls = message.get("tool_calls")
     functions = [_function(call) for call in calls] if isinstance(calls, list) else []
-    return Saying(text, thought, [call for call in functions if call is not None])
+    return MessageContent(text, thought, [call for call in functions if call is not None])
 
 
 def without_reasoning(message: Message) -> Message:
-    """The message with its reasoning left out, of its fields and of its text."""
+    """Return the message without its reasoning, in fields and in the text."""
     if message.get("role") != "assistant":
         return message
     kept = {name: value for name, value in message.items() if name not in REASONING}
@@ -62,21 +62,21 @@ def without_reasoning(message: Message) -> Message:
 
 
 class Adapter:
-    """Converts messages to the layout that one template renders.
+    """Converter of messages to the layout that one template renders.
 
     Attributes of the template, found on first use:
-        parts: content is read in parts (`[{"type": "text", "text": ...}]`), not as a string.
-        calls: what content stands beside a call where the data have none ("", None or ABSENT), and the type in which
-            arguments are read (dict, or str for JSON text); None where no layout shows a call.
-        splits: reasoning is read from a field, where that of the text (`<think>`) belongs too.
-        knows_developer: the template has a role `developer`.
+        parts: Content is read in parts (`[{"type": "text", "text": ...}]`), not as a string.
+        calls: Content next to a call if the data have none ("", None or ABSENT), and the type of its arguments (dict,
+            or str for JSON text); None if no layout renders a call.
+        splits: Reasoning is read from a field, so that of the text (`<think>`) must be moved there.
+        knows_developer: The template has a role `developer`.
     """
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
 
     def __call__(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages in the template's layout; the caller's are not touched."""
+        """Return the messages in the template's layout; the input is not modified."""
         return [self._message(message) for message in messages]
 
     def _message(self, message: Message) -> Message:
@@ -105,7 +105,7 @@ class Adapter:
         return message
 
     def _shows(self, messages: Sequence[Message], *markers: str) -> bool:
-        """The template renders these messages, and every marker in them."""
+        """Return whether the template renders these messages with every marker."""
         try:
             text = self._renderer.raw(messages).text
         except RowFault:
@@ -114,12 +114,14 @@ class Adapter:
 
     @functools.cached_property
     def parts(self) -> bool:
+        """Return whether the template reads content in parts."""
         marker = str(QUESTION["content"])
         as_parts = {**QUESTION, "content": [{"type": "text", "text": marker}]}
         return not self._shows([QUESTION], marker) and self._shows([as_parts], marker)
 
     @functools.cached_property
     def calls(self) -> tuple[object, type] | None:
+        """Return the content next to a tool call and the type of its arguments; None if no layout renders a call."""
         shown = None
         for beside, arguments in product(("", None, ABSENT), ({"a": True}, '{"a": true}')):
             function = {"name": "zqcallqz", "arguments": arguments}
@@ -139,31 +141,33 @@ class Adapter:
 
     @functools.cached_property
     def splits(self) -> bool:
+        """Return whether the template reads reasoning from a field."""
         answer = {"role": "assistant", "content": "zqanswerqz"} | dict.fromkeys(REASONING, "zqthoughtqz")
         return self._shows([self._plain(QUESTION), self._plain(answer)], "zqthoughtqz", "zqanswerqz")
 
     @functools.cached_property
     def knows_developer(self) -> bool:
+        """Return whether the template has a role `developer`."""
         if DEVELOPER.search(self._renderer.source):
             return True
         return not self._shows([self._plain({"role": "system", "content": "zqsystemqz"}), self._plain(QUESTION)],
                                "zqsystemqz")  # fmt: skip
 
     def _plain(self, message: Message) -> Message:
-        """A small message with its content in parts where the template reads parts."""
+        """Return a message with its content in parts if the template reads parts."""
         if self.parts and isinstance(message.get("content"), str):
             return {**message, "content": [{"type": "text", "text": message["content"]}]}
         return message
 
 
 def _function(call: Any) -> Mapping[str, Any] | None:
-    """The function of a call; some data leave the level `function` out."""
+    """Return the function of a call; some data lack the level `function`."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     return function if isinstance(function, Mapping) else None
 
 
 def _call(call: Any, kind: type) -> Any:
-    """A call with its arguments as `kind`, where they can be, and its level `function`."""
+    """Return a call with its arguments as `kind`, if possible, and with its level `function`."""
     function = _function(call)
     if function is None:
         return call

@@ -1,9 +1,9 @@
-"""Several sources in one run: which of their rows an epoch holds.
+"""Mixing of several sources: the rows of each epoch.
 
-An epoch has as many rows as all sources together. Of these each source gives its share, the same in every epoch, and
-the next epoch goes on in the source where this one ended, from its beginning again after its end: a source with a
-larger share than it has rows comes several times an epoch, one with a smaller share takes several epochs to come once.
-Nothing is drawn by chance, so that the number of the epoch alone says which rows it holds.
+An epoch has as many rows as all sources together. Each source contributes its mixing weight's share, the same in every
+epoch; the next epoch continues in the source where this one ended, cyclically: a source with fewer rows than its share
+is repeated within an epoch, one with more rows needs several epochs. Nothing is random, so the number of the epoch
+alone defines its rows.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import numpy as np
 
 
 class Mix(NamedTuple):
-    """Rows of each source, one source after the other, and how many of each an epoch holds."""
+    """Number of rows of each source, and its number of rows in an epoch."""
 
     sizes: tuple[int, ...]
     counts: tuple[int, ...]
 
 
 def mix_of(sizes: Sequence[int], shares: Sequence[float]) -> Mix:
-    """An epoch by largest remainders: each count is within one row of its share of all.
+    """Return an epoch's mix by largest remainders: each count is within one row of its exact share.
 
     Args:
-        sizes: rows of each source.
-        shares: summing to 1.
+        sizes: Number of rows of each source.
+        shares: Mixing weights, summing to 1.
 
     Raises:
-        ValueError: a share of less than one row.
+        ValueError: A share is less than one row.
     """
     exact = np.array(shares) * sum(sizes)
     counts = np.floor(exact + 1e-9).astype(np.int64)
@@ -38,18 +38,18 @@ def mix_of(sizes: Sequence[int], shares: Sequence[float]) -> Mix:
     for number, count in enumerate(counts):
         if count == 0:
             raise ValueError(
-                f"data.sources.{number}.weight: expected at least one of an epoch's {sum(sizes):,} rows, got a share "
-                f"of {shares[number]:.2g}"
+                f"data.sources.{number}.weight: expected at least one of an epoch's {sum(sizes):,} rows, got a "
+                f"fraction of {shares[number]:.2g}"
             )
     return Mix(tuple(sizes), tuple(counts.tolist()))
 
 
 class MixedRows:
-    """The rows of one epoch after another; a map-style data set, whose length is that of an epoch.
+    """Map-style data set of one epoch's rows after another.
 
     Args:
-        rows: of all sources, one source after the other.
-        mix: how they are divided.
+        rows: Rows of all sources, one source after the other.
+        mix: Number of rows of each source in total and per epoch.
     """
 
     def __init__(self, rows: Any, mix: Mix) -> None:
@@ -57,7 +57,7 @@ class MixedRows:
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """From now on it is this epoch, counted from 0."""
+        """Select the rows of this epoch, counted from 0."""
         begins = np.cumsum([0, *self.mix.sizes[:-1]])
         self.numbers = np.concatenate([
             begin + (epoch * count + np.arange(count)) % size
@@ -71,5 +71,5 @@ class MixedRows:
         return self.rows[int(self.numbers[number])]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, list[int]]]:
-        """Several rows at once, as torch's loaders ask for them."""
+        """Return several rows at once, for torch's data loaders."""
         return [self[number] for number in numbers]

@@ -1,8 +1,8 @@
-"""Documents of different lengths into rows of one length, so that little is wasted.
+"""Packing of documents into rows of one length.
 
 `best_fit` decides which documents share a row (best-fit decreasing: Johnson, 1974, "Fast algorithms for bin packing":
-never more than 11/9 of the fewest rows possible, in practice within a per cent); `Documents.rows` lays the tokens
-out. A document is never split here, and each one in a row starts again at position 0.
+at most 11/9 of the optimal number of rows, in practice within a per cent); `Documents.rows` copies the tokens. A
+document is never split here, and positions restart at 0 with each one.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ BLOCK = "block"  # column of rows: those of one number belong together
 
 
 class Ragged(NamedTuple):
-    """Lists end to end: list i is `values[offsets[i]:offsets[i + 1]]`; int32 [T] and int64 [n + 1]."""
+    """Concatenated lists: list i is `values[offsets[i]:offsets[i + 1]]`; int32 [T] and int64 [n + 1]."""
 
     values: np.ndarray
     offsets: np.ndarray
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [n]."""
+        """Return the lengths of the lists, int64 [n]."""
         return np.diff(self.offsets)
 
     def take(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The values of some lists, one list after the other, int32 [t], and each one's place in its list, int64."""
+        """Return the concatenated values of some lists, int32 [t], and each value's index in its list, int64 [t]."""
         lengths = self.offsets[numbers + 1] - self.offsets[numbers]
         place = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         return self.values[np.repeat(self.offsets[numbers], lengths) + place], place
@@ -41,10 +41,10 @@ class Documents(NamedTuple):
     """Tokenised documents.
 
     Attributes:
-        columns: what is known of each: `input_ids` and `labels` (the id where it is learned, else -100; not shifted;
-            -100 at each document's first token), and what else an encoder makes.
-        origin: uint64 [D], hash of the text a document comes from: pieces of one text, and equal texts, share it.
-        pointers: column to what its numbers point into, in turn: they count from where the document begins.
+        columns: `input_ids` and `labels` (not shifted; -100 where masked and at each document's first token), and
+            other columns of the encoder.
+        origin: uint64 [D], hash of the text that a document comes from: pieces of one text, and equal texts, share it.
+        pointers: For columns of indices, the columns that successive entries index, relative to the document's begin.
     """
 
     columns: Mapping[str, Ragged]
@@ -53,37 +53,37 @@ class Documents(NamedTuple):
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [D], what each document takes of a row: the longest of its columns of ids."""
+        """Return the length of each document in a row, int64 [D]: that of its longest column of ids."""
         return np.max([column.lengths for name, column in self.columns.items() if name.endswith(IDS)], axis=0)
 
     def lengths_with_answers(self, new: int, most: int) -> np.ndarray:
-        """int64 [D], what each takes of a row of `most` tokens if its last answer may become one of `new` tokens."""
+        """Return each length, int64 [D], in a row of `most` tokens if the last response may have `new` tokens."""
         labels, lengths = self.columns["labels"], self.lengths
         learned = labels.values != IGNORE_INDEX
-        begins = learned & ~np.concatenate([[False], learned[:-1]])  # of an answer: no document begins with one
+        begins = learned & ~np.concatenate([[False], learned[:-1]])  # begins of responses; no document begins with one
         last = np.maximum.reduceat(np.arange(len(begins)) * begins, labels.offsets[:-1])
         prompts = lengths - (labels.offsets[1:] - last)
         return np.maximum(lengths, np.minimum(prompts + new, most))
 
     def tokens(self, chosen: np.ndarray, column: str = IDS) -> int:
-        """How many entries of a column the `chosen` documents have."""
+        """Return the number of entries of a column in the `chosen` documents."""
         return int(self.columns[column].lengths[chosen].sum())
 
     def trained_tokens(self, chosen: np.ndarray) -> int:
-        """How many tokens of the `chosen` documents are learned."""
+        """Return the number of trained tokens in the `chosen` documents."""
         labels = self.columns["labels"]
         counts = np.add.reduceat(labels.values != IGNORE_INDEX, labels.offsets[:-1], dtype=np.int64)
         return int(counts[chosen].sum())
 
     def rows(self, groups: list[np.ndarray], tokens_at_once: int = 1 << 22) -> Iterator[dict[str, Ragged]]:
-        """The tokens of groups of documents, one row a group, some rows at a time.
+        """Yield the tokens of groups of documents, one row per group, in batches of rows.
 
         Args:
-            groups: for each row the numbers of its documents, in their order in the row.
-            tokens_at_once: about how many tokens a yielded batch holds.
+            groups: Indices of the documents of each row, in order.
+            tokens_at_once: Approximate number of tokens in a yielded batch.
 
         Yields:
-            The columns, and for each column of ids `position_ids` under the same prefix; list i is row i.
+            The columns, and for each column of ids `position_ids` with the same prefix; list i is row i.
         """
         lengths = self.lengths
         ends = np.cumsum([int(lengths[group].sum()) for group in groups], dtype=np.int64)
@@ -115,21 +115,21 @@ class Documents(NamedTuple):
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
-    """Which documents share a row: longest first, each into the fullest row that still has room for it.
+    """Assign documents to rows: longest first, each into the fullest row that has room for it.
 
-    Documents of equal length are taken in the order given, so the result depends on nothing but the arguments.
+    Documents of equal length keep their order, so the result depends only on the arguments.
 
     Args:
         lengths: int [D], tokens in each document, from 1 to `capacity`.
-        capacity: tokens in a row.
+        capacity: Tokens in a row.
 
     Returns:
-        For each row the indices (int64) of its documents; every document is in exactly one row.
+        Indices (int64) of the documents of each row; every document is in exactly one row.
     """
     assert len(lengths) == 0 or (lengths.min() >= 1 and lengths.max() <= capacity), "a document does not fit a row"
     rows: list[list[int]] = []
-    with_room: defaultdict[int, list[int]] = defaultdict(list)  # rows by the room they have left
-    rooms = 0  # bit r is set where with_room[r] is not empty: the smallest room >= n is one shift away
+    with_room: defaultdict[int, list[int]] = defaultdict(list)  # rows by their free tokens
+    rooms = 0  # bit r is set if with_room[r] is not empty: one shift finds the smallest room >= n
     by_length = np.argsort(-lengths, kind="stable")
     for document, length in zip(by_length.tolist(), lengths[by_length].tolist(), strict=True):
         fitting = rooms >> length

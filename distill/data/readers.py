@@ -1,8 +1,8 @@
-"""Rows out of files: one reader for each kind of file, none of which holds more than a row or a few at a time.
+"""Readers of data files, one per file type, that hold only a few rows in memory.
 
-A row that cannot be read comes as a `RowFault` in its place: one bad line never ends the reading of a file, and is
-counted. What is wrong with the file as a whole is a `ValueError` of one line. A small file may unpack to a very large
-one: no line, row or item is taken that is longer than `MOST_BYTES`.
+A row that cannot be read is yielded as a `RowFault`: one bad line never ends the reading of a file, and is counted. A
+fault of the whole file is a `ValueError` of one line. A small file may unpack to a very large one: lines, rows and
+items longer than `MOST_BYTES` are refused.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any, BinaryIO, TextIO
 from distill.data.rows import MOST_BYTES, TOO_LONG, Row, RowFault, Rows
 from distill.data.tables import read_arrow, read_parquet
 
-MOST_SKIPPED = 1 << 30  # characters of a line that is too long, after which the rest of its file is not read
+MOST_SKIPPED = 1 << 30  # characters of a too long line after which the rest of its file is not read
 CHUNK = 1 << 20
-TEXT_PART = MOST_BYTES // 4  # characters, which take at most four bytes each
-BAD_BYTE = re.compile("[\udc80-\udcff]")  # what errors="surrogateescape" makes of bytes that are not UTF-8
+TEXT_PART = MOST_BYTES // 4  # characters, of at most four bytes each
+BAD_BYTE = re.compile("[\udc80-\udcff]")  # errors="surrogateescape" maps bytes that are not UTF-8 to these
 DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "vertical bars"}
 _SPACE = re.compile(r"[ \t\n\r\ufeff]*")
 
 
 def kind_of_file(path: Path) -> str:
-    """The suffix that tells how a file is read, as in `.jsonl` of a.jsonl.gz."""
+    """Return the suffix that decides the reader, such as `.jsonl` for a.jsonl.gz."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] == ".gz":
         suffixes.pop()
@@ -38,13 +38,13 @@ def kind_of_file(path: Path) -> str:
 
 
 def read_file(path: Path, field: str) -> Rows:
-    """The rows of a file; one that is cut short or breaks off while being read counts as one fault.
+    """Yield the rows of a file; one that is truncated or breaks off counts as one fault.
 
     Args:
-        field: the recipe's field that names the file, for messages.
+        field: The recipe's field that names the file, for error messages.
 
     Raises:
-        ValueError: it is no file of its kind, in one line.
+        ValueError: It is not a file of its type.
     """
     try:
         yield from READERS[kind_of_file(path)](path)
@@ -58,10 +58,10 @@ def read_file(path: Path, field: str) -> Rows:
 
 
 def _open(path: Path) -> TextIO:
-    """Open as UTF-8; bytes that are not become U+DC80 to U+DCFF, which `BAD_BYTE` finds.
+    """Open a file as UTF-8; other bytes become U+DC80 to U+DCFF, which `BAD_BYTE` matches.
 
     Raises:
-        ValueError: it is UTF-16 or UTF-32.
+        ValueError: It is UTF-16 or UTF-32.
     """
     opener: Callable[..., Any] = gzip.open if path.suffix.lower() == ".gz" else open
     with opener(path, "rb") as file:
@@ -71,7 +71,7 @@ def _open(path: Path) -> TextIO:
 
 
 def _conversion(path: Path, encoding: str) -> str:
-    """The command that makes UTF-8 of a file."""
+    """Return the command that converts a file to UTF-8."""
     name, plain = shlex.quote(str(path)), path.name.removesuffix(".gz")
     convert = f"iconv -f {encoding} -t UTF-8"
     convert = f"zcat {name} | {convert}" if path.suffix.lower() == ".gz" else f"{convert} {name}"
@@ -79,10 +79,10 @@ def _conversion(path: Path, encoding: str) -> str:
 
 
 def _wide_encoding(file: BinaryIO) -> str | None:
-    """UTF-16 or UTF-32 by its mark, or by zeros in every second byte; None for anything else."""
+    """Return UTF-16 or UTF-32 from a file's byte order mark, or from zeros in every second byte; else None."""
     try:
         head = file.read(4096)
-    except (OSError, EOFError, zlib.error):  # the reading itself will tell
+    except (OSError, EOFError, zlib.error):  # reported by the reader
         return None
     marks = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
     if marked := next((name for mark, name in marks.items() if head.startswith(mark)), None):
@@ -98,10 +98,10 @@ def _is_long(text: str, most: int = MOST_BYTES) -> bool:
 
 
 def _lines(file: TextIO, name: str) -> Iterator[tuple[str, str | None]]:
-    """Each line with its place, and None for one that is too long.
+    """Yield each line with its place, and None for a too long line.
 
     Raises:
-        EOFError: one does not end.
+        EOFError: A line does not end.
     """
     for number in itertools.count(1):
         if not (line := file.readline(MOST_BYTES + 1)):
@@ -136,7 +136,7 @@ def _parsed(line: str, where: str) -> Row | RowFault:
 
 
 def _read_json(path: Path) -> Rows:
-    """A list of objects, an object that holds one such list, or one object a line."""
+    """Yield the rows of a JSON list of objects, an object that holds one such list, or one object per line."""
     with _open(path) as file:
         text = file.read(CHUNK)
         while text and not (text := text[_SPACE.match(text).end() :]):  # type: ignore[union-attr]
@@ -157,7 +157,7 @@ def _read_json(path: Path) -> Rows:
                 if first.startswith("{") and first.endswith("}"):
                     yield from _read_lines(path)
                     return
-                raise ValueError(f"holds no list: {TOO_LONG} of JSON that is no list; write one object a line (.jsonl)")
+                raise ValueError(f"holds no list: {TOO_LONG} of JSON without one; write one object per line (.jsonl)")
             if not isinstance(content, dict):
                 raise ValueError(f"is no list: expected a list of objects; got {type(content).__name__}")
             lists = [value for value in content.values() if isinstance(value, list)]
@@ -168,16 +168,16 @@ def _read_json(path: Path) -> Rows:
 
 
 def _items(file: TextIO, text: str) -> Iterator[Any]:
-    """The items of a JSON list, of which `text` was read after its bracket: no more than one is held.
+    """Yield the items of a JSON list, one in memory at a time; `text` was read after its bracket.
 
     Raises:
-        ValueError: it is not valid JSON, or an item is too long.
+        ValueError: It is not valid JSON, or an item is too long.
     """
     decoder, at, count = json.JSONDecoder(), 0, 0
 
     def more() -> bool:
         nonlocal text, at
-        new = file.read(max(CHUNK, len(text) - at))  # twice as much each time: an item is parsed a few times at most
+        new = file.read(max(CHUNK, len(text) - at))  # doubling: an item is parsed only a few times
         text, at = text[at:] + new, 0
         return bool(new)
 
@@ -198,7 +198,7 @@ def _items(file: TextIO, text: str) -> Iterator[Any]:
             if not more():
                 raise ValueError(f"is not valid JSON: item {count + 1}: {error}") from error
             continue
-        if not complete:  # a number may go on
+        if not complete:  # a number may continue
             continue
         at, count = end, count + 1
         yield item
@@ -215,13 +215,14 @@ def _items(file: TextIO, text: str) -> Iterator[Any]:
 
 
 class _CountedLines:
-    """The lines of a table for `csv.reader`, which puts those of a quoted value together, as long as one row allows."""
+    """Lines of a table for `csv.reader`, which joins those of a quoted value, limited to the size of a row."""
 
     def __init__(self, file: TextIO, name: str) -> None:
         self.file, self.name, self.number = file, name, 0
         self.new_row()
 
     def new_row(self) -> None:
+        """Start counting the next row."""
         self.left, self.first = MOST_BYTES, self.number + 1
 
     def __iter__(self) -> Iterator[str]:
@@ -271,7 +272,7 @@ def _table_row(row: dict[Any, Any], where: str) -> Row | RowFault:
 
 
 def _other_delimiter(names: list[str], row: dict[Any, Any], delimiter: str) -> str | None:
-    """What separates the columns of a table whose header is one name, where the header and a row agree in it."""
+    """Return the actual delimiter of a table whose header is one name, if header and first row agree in it."""
     if len(names) != 1:
         return None
     values = ",".join(str(value) for value in (row.get(names[0]), *(row.get("") or ())))
@@ -284,7 +285,7 @@ def _other_delimiter(names: list[str], row: dict[Any, Any], delimiter: str) -> s
 
 
 def _read_text(path: Path) -> Rows:
-    """A text file is one running text, however its lines are broken; a very long one comes as several."""
+    """Yield a text file as one running text, a very long one as several."""
     with _open(path) as file:
         rest = ""
         for number in itertools.count():

@@ -1,7 +1,7 @@
-"""A chat template as a bounded program: its text for messages, within limits of time, memory and characters.
+"""Rendering of chat templates within limits of time, memory and characters.
 
-A template is code that others wrote, run in Jinja's sandbox. `Renderer.bounded` holds everything that one conversation
-needs, however often it is rendered, to one budget.
+A template is untrusted code in Jinja's sandbox. `Renderer.bounded` applies one budget to all renderings of a
+conversation.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from distill.core.errors import first_line
 from distill.data.limits import limited
 from distill.data.sources import RowFault
 
-TEMPLATE_SECONDS = 10.0  # for one rendering: the longest in use take milliseconds
+TEMPLATE_SECONDS = 10.0  # limit of one rendering; the slowest templates in use take milliseconds
 TEMPLATE_BYTES = 1 << 30
-TEMPLATE_CHARACTERS = 1 << 26  # in one rendering
-CONVERSATION_CHARACTERS = 1 << 29  # in all renderings of a conversation
+TEMPLATE_CHARACTERS = 1 << 26  # limit of one rendering
+CONVERSATION_CHARACTERS = 1 << 29  # limit of all renderings of a conversation
 CONVERSATION_MESSAGES = 1 << 17
-TEMPLATE_SOURCE = 1 << 20  # bytes of a template's own text
-CONVERSATION_SECONDS = 120.0  # a guard only: what decides is the number of characters, the same on every machine
+TEMPLATE_SOURCE = 1 << 20  # largest size of a template's text, bytes
+CONVERSATION_SECONDS = 120.0  # a guard only: the limit of characters, equal on every machine, comes first
 TOO_LONG = "conversation too long"
 FROZEN_DAY = datetime.date(2025, 1, 1)
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -37,18 +37,18 @@ Span = tuple[int, int]
 
 
 class TemplateError(ValueError):
-    """The template cannot be used for training; no row would be right."""
+    """Error of a template that cannot be used for training at all."""
 
 
 class Rendered(NamedTuple):
-    """A text of a template, and the character ranges inside its generation markers."""
+    """Rendered text, and the character ranges inside its generation markers."""
 
     text: str
     spans: list[Span]
 
 
-class _Spent:
-    """What the renderings of a conversation have taken."""
+class _Budget:
+    """Consumption of a conversation's renderings."""
 
     def __init__(self, begun: float) -> None:
         self.begun, self.characters = begun, 0
@@ -57,7 +57,7 @@ class _Spent:
         """Count a rendering.
 
         Raises:
-            RowFault: the conversation takes more than it may.
+            RowFault: The conversation exceeds its budget.
         """
         self.characters += len(text)
         if self.characters > CONVERSATION_CHARACTERS:
@@ -67,22 +67,22 @@ class _Spent:
 
 
 class Renderer:
-    """A chat template bound to a tokenizer's special tokens, with its date frozen.
+    """Chat template bound to a tokenizer's special tokens, with its date frozen.
 
     Attributes:
-        source: the template's text, as it is run.
-        frozen_date: the day it stamps in place of today; None if it stamps none.
-        marked: it has `{% generation %}` markers.
-        stops: texts of the tokens at which inference stops, by the tokenizer and the configuration beside it.
-        eos: text of the tokenizer's end-of-text token; None if it has none.
-        special: matches the tokenizer's special tokens.
+        source: Text of the template as it is run.
+        frozen_date: Day that replaces today's date; None if it writes no date.
+        marked: Whether it has `{% generation %}` markers.
+        stops: Texts of stop tokens, from the tokenizer and the configuration files next to it.
+        eos: Text of the tokenizer's end-of-text token; None if it has none.
+        special: Pattern that matches the tokenizer's special tokens.
     """
 
     def __init__(self, source: str, tokenizer: Any) -> None:
         """Bind a template.
 
         Raises:
-            TemplateError: the text is not valid Jinja, or stamps a date that cannot be frozen.
+            TemplateError: The text is not valid Jinja, or writes a date that cannot be frozen.
         """
         from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -95,7 +95,7 @@ class Renderer:
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         added.sort(key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, added)) or r"\Z.")
-        self._spent: _Spent | None = None  # on the conversation under way
+        self._budget: _Budget | None = None  # consumption of the current conversation
         if len(self.source) > TEMPLATE_SOURCE:
             raise TemplateError(f"data.chat_template: expected at most {TEMPLATE_SOURCE:,} characters of template")
         try:
@@ -105,40 +105,40 @@ class Renderer:
             raise TemplateError(
                 f"data.chat_template: not a valid Jinja template, line {error.lineno}: {error}"
             ) from error
-        except Exception as error:  # constants are computed while it is compiled
+        except Exception as error:  # compilation evaluates constants, which may raise anything
             raise TemplateError(f"data.chat_template: cannot be compiled: {_reason(error)}") from error
 
     @contextlib.contextmanager
     def bounded(self, messages: Sequence[Message] = ()) -> Iterator[None]:
-        """One budget for everything that is rendered inside; one inside another changes nothing.
+        """Apply one budget to everything rendered inside the block; nested blocks share the outer budget.
 
         Raises:
-            RowFault: a conversation of more messages than may be; `raw` raises one where the budget is spent.
+            RowFault: The conversation has too many messages; `raw` raises it where the budget is exceeded.
         """
-        if self._spent is not None:
+        if self._budget is not None:
             yield
             return
         if len(messages) > CONVERSATION_MESSAGES:
             raise RowFault(TOO_LONG, f"{len(messages):,} messages")
-        self._spent = _Spent(time.monotonic())
+        self._budget = _Budget(time.monotonic())
         try:
             yield
         finally:
-            self._spent = None
+            self._budget = None
 
     def raw(
         self, messages: Sequence[Message], tools: Tools = None, *, prompt: bool = False, mark: bool = False
     ) -> Rendered:
-        """Render messages as they are.
+        """Render messages unchanged.
 
         Args:
-            messages: dictionaries with `role` and `content`, and what else the template reads.
-            tools: JSON schemas of tools on offer.
-            prompt: end with the generation prompt.
-            mark: note the ranges inside generation markers.
+            messages: Dictionaries with `role`, `content` and other keys that the template reads.
+            tools: JSON schemas of the available tools.
+            prompt: Append the generation prompt.
+            mark: Return the ranges inside generation markers.
 
         Raises:
-            RowFault: the template refuses these messages, or writes too much.
+            RowFault: The template refuses these messages, or its output is too long.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -154,14 +154,14 @@ class Renderer:
                         **self.special_tokens,
                     )
             except (TimeoutError, MemoryError) as error:
-                raise TemplateError(f"data.chat_template: the template does not end well: {_reason(error)}") from error
-            except Exception as error:  # a template is a program (in a sandbox): it may raise anything
+                raise TemplateError(f"data.chat_template: the template exceeds its limits: {_reason(error)}") from error
+            except Exception as error:  # a template is a sandboxed program and may raise anything
                 raise RowFault("the chat template refuses the row", _reason(error)) from error
             (text, *_), spans = rendered
             if len(text) > TEMPLATE_CHARACTERS:
-                raise RowFault("the chat template writes too much", f"{len(text):,} characters")
-            assert self._spent is not None
-            self._spent.add(text)
+                raise RowFault("output of the chat template too long", f"{len(text):,} characters")
+            assert self._budget is not None
+            self._budget.add(text)
         return Rendered(text, list(spans[0]) if mark else [])
 
 
@@ -172,8 +172,10 @@ def _reason(error: BaseException) -> str:
 
 
 def stop_tokens(tokenizer: Any) -> frozenset[str]:
-    """Texts of the tokens at which a tokenizer's model stops: its end-of-text token, and the `eos_token_id` of
-    `generation_config.json` and `config.json` beside the tokenizer's files."""
+    """Return the texts of a tokenizer's stop tokens.
+
+    Its end-of-text token, and the `eos_token_id` of `generation_config.json` and `config.json` next to its files.
+    """
     ids = {tokenizer.eos_token_id}
     for name in ("generation_config.json", "config.json"):
         if (path := _beside(str(tokenizer.name_or_path), name)) is not None:
@@ -186,7 +188,7 @@ def stop_tokens(tokenizer: Any) -> frozenset[str]:
 
 
 def _beside(place: str, name: str) -> Path | None:
-    """A file beside a tokenizer's own: in its folder, or on the hub; None where there is none in reach."""
+    """Return a file from a tokenizer's folder or hub repository; None if it is not available."""
     if not place:
         return None
     if Path(place).is_dir():
@@ -200,23 +202,23 @@ def _beside(place: str, name: str) -> Path | None:
 
 
 def freeze_date(template: str, day: datetime.date = FROZEN_DAY) -> tuple[str, datetime.date | None]:
-    """Replace today's date in a template by a fixed day, so that the same data gives the same tokens tomorrow.
+    """Replace today's date in a template by a fixed day, so that the same data always give the same tokens.
 
     Args:
         template: Jinja text that may call `strftime_now("FORMAT")`.
-        day: the day to stamp.
+        day: Day to write.
 
     Returns:
-        The template, and the day if it was needed.
+        The template, and the day if it was used.
 
     Raises:
-        TemplateError: the date is made from something other than a literal format.
+        TemplateError: The date format is not a literal.
     """
     moment = datetime.datetime.combine(day, datetime.time())
     frozen, count = _TODAY.subn(lambda match: repr(moment.strftime(match["format"])), template)
     if "strftime_now(" in frozen.replace(" ", ""):
         raise TemplateError(
-            "data.chat_template: the template stamps today's date by a format that is not written out in it; "
-            "give a .jinja file that writes the date itself"
+            "data.chat_template: expected literal date formats in the template, got a computed one; use a .jinja file "
+            "with a fixed date"
         )
     return frozen, day if count else None

@@ -1,4 +1,4 @@
-"""What became of the data: counts by which a person sees what is learned, what was dropped and why."""
+"""Report of the data: counts of trained, dropped and held-out documents and tokens."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ from distill.data.token_cache import key_of
 
 @dataclass
 class DataReport(Tally):
-    """What was read, what was dropped and why, what is left.
+    """Report of the data that were read.
 
     Attributes:
-        source: what was read.
-        digest: hash of its content.
-        format: what the rows were taken for.
-        max_length: tokens in a row at most.
-        documents: pieces of text, chats and pairs to train on; none is split further.
-        tokens: in them.
-        teacher_tokens: in them as the teacher reads them, where that is another reading.
-        trained_tokens: of `tokens` the ones that are learned.
-        longest: tokens of the longest of them, as the student reads it.
-        copies: rows read whose text another row holds too.
-        rows: rows they are packed into.
-        validation_documents: documents held out, and likewise the tokens and rows of them.
-        answer_room: tokens that each answer to train on may have in its row, if it is longer than the data's; 0 for the
-            data's alone.
-        frozen_date: the day a chat template stamps instead of today, if it stamps one.
-        from_cache: nothing was tokenised anew.
-        parts: of several sources the report of each, of which the counts above are the sums.
-        epoch_rows: of one of several sources, rows of it that an epoch holds.
+        source: Name of the data.
+        digest: Hash of its content.
+        format: Detected format of the rows.
+        max_length: Maximum tokens in a row.
+        documents: Number of pieces of text, chats and pairs to train on.
+        tokens: Their tokens.
+        teacher_tokens: Their tokens in the teacher's input, where that differs.
+        trained_tokens: Trained tokens among `tokens`.
+        longest: Tokens of the longest document in the student's input.
+        copies: Number of rows whose text occurs in another row.
+        rows: Number of rows that the documents are packed into.
+        validation_documents, validation_tokens, validation_rows: The same for held-out data.
+        answer_room: Room in a row for each rollout, tokens; 0 without on-policy data.
+        frozen_date: Day that replaces today's date in a chat template, if it writes one.
+        from_cache: Whether tokens came from the cache.
+        parts: Reports of several sources, of which the counts above are the sums.
+        epoch_rows: Rows of this source in an epoch.
     """
 
     source: str = ""
@@ -62,7 +61,7 @@ class DataReport(Tally):
 
     @classmethod
     def of(cls, parts: list[Self], epoch_rows: Sequence[int]) -> Self:
-        """The sums over several sources, of which an epoch holds `epoch_rows` each."""
+        """Return the sums over several sources, with `epoch_rows` rows of each in an epoch."""
         total = cls(source=" + ".join(part.source for part in parts), max_length=parts[0].max_length)
         total.digest = key_of([part.digest for part in parts])
         total.format = ", ".join(sorted({part.format for part in parts}, key=lambda name: not name.startswith("text")))
@@ -82,16 +81,16 @@ class DataReport(Tally):
 
     @property
     def trained_share(self) -> float:
-        """Share of the tokens that are learned."""
+        """Return the fraction of trained tokens."""
         return self.trained_tokens / max(1, self.tokens)
 
     @property
     def packing_efficiency(self) -> float:
-        """Share of the rows' room that holds tokens."""
+        """Return the fraction of the rows' capacity that is filled with tokens."""
         return self.tokens / max(1, self.rows * self.max_length)
 
     def count(self, documents: Documents, chosen: np.ndarray, held_out_of: Documents, held_out: np.ndarray) -> None:
-        """Count what is trained and what is held out, by the documents' numbers."""
+        """Count the chosen and the held-out documents."""
         self.documents, self.validation_documents = len(chosen), len(held_out)
         self.longest = int(documents.columns[IDS].lengths[chosen].max(initial=0))
         self.tokens, self.validation_tokens = documents.tokens(chosen), held_out_of.tokens(held_out)
@@ -99,7 +98,7 @@ class DataReport(Tally):
         self.teacher_tokens, self.trained_tokens = documents.tokens(chosen, reading), documents.trained_tokens(chosen)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: the fields and the two shares."""
+        """Return the fields and both fractions for JSON."""
         parts = {"parts": [part.as_dict() for part in self.parts]}
         return vars(self) | parts | {name: getattr(self, name) for name in ("trained_share", "packing_efficiency")}
 
@@ -108,9 +107,9 @@ class DataReport(Tally):
             f"{self.source}: {self.format}, {counted(self.rows_read, 'row')} read"
             + (" (cached)" if self.from_cache else ""),
             f"train: {counted(self.documents, 'document')}, {counted(self.tokens, 'token')} "
-            f"({self.trained_share:.0%} learned) in {counted(self.rows, 'row')} of {self.max_length:,} "
+            f"({self.trained_share:.0%} trained on) in {counted(self.rows, 'row')} of {self.max_length:,} "
             f"({self.packing_efficiency:.1%} full"
-            + (f", with room for own answers of {counted(self.answer_room, 'token')})" if self.answer_room else ")"),
+            + (f", with room for rollouts of {counted(self.answer_room, 'token')})" if self.answer_room else ")"),
             f"held out: {counted(self.validation_documents, 'document')}, {counted(self.validation_tokens, 'token')}",
             *self._shares(),
         ]
@@ -125,9 +124,11 @@ class DataReport(Tally):
             )
             lines.append(f"copies of other rows: {self.copies:,} of {used:,} ({same})")
         if self.truncated:
-            lines.append(f"cut off at {self.max_length:,} tokens: {self.truncated:,}")
+            lines.append(f"truncated at {self.max_length:,} tokens: {self.truncated:,}")
         if self.left_out:
-            lines.append(f"turns left out, their prompts being {self.max_length:,} tokens or longer: {self.left_out:,}")
+            lines.append(
+                f"turns dropped because their prompts have {self.max_length:,} tokens or more: {self.left_out:,}"
+            )
         lines += [f"{what} in {counted(count, 'row')}: {NOT_RENDERED} this chat template; learned without"
                   for what, count in self.unrendered.items()]  # fmt: skip
         if self.rewritten:
@@ -136,21 +137,21 @@ class DataReport(Tally):
                 f"{counted(self.rewritten, 'chat')}"
             )
         if self.merged:
-            lines.append(f"one token across the end of the prompt, not learned: {self.merged:,}")
+            lines.append(f"tokens across the end of the prompt, not trained on: {self.merged:,}")
         if self.roles:
             roles = ", ".join(f"{role!r:.40} in {counted(count, 'row')}" for role, count in self.roles.items())
-            lines.append(f"roles that templates do not usually know, given to this one as they are: {roles}")
+            lines.append(f"unusual roles, passed to the chat template unchanged: {roles}")
         if self.frozen_date:
             lines.append(f"the chat template's date is frozen at {self.frozen_date}")
         return "\n".join(lines)
 
     def _shares(self) -> Iterator[str]:
-        """Of several sources a line each: what an epoch holds of it."""
+        """Yield a line for each of several sources on its part of an epoch."""
         learned = [part.trained_tokens * part.epoch_rows / max(part.rows, 1) for part in self.parts]
         for part, tokens in zip(self.parts, learned, strict=True):
             share, times = part.epoch_rows / self.rows, part.epoch_rows / max(part.rows, 1)
             yield (
                 f"{part.source}: {part.epoch_rows:,} of an epoch's {self.rows:,} rows ({share:.1%}), "
                 f"{times:.2f} times its {counted(part.rows, 'row')} ({counted(part.documents, 'document')}); "
-                f"{tokens / max(sum(learned), 1):.1%} of the learned tokens"
+                f"{tokens / max(sum(learned), 1):.1%} of the trained tokens"
             )

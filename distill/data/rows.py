@@ -1,16 +1,16 @@
-"""A row of data, the fault in place of one that cannot be used, and how large a row may be."""
+"""Row of data, fault of a row that cannot be used, and the size limit of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-MOST_BYTES = 64 << 20  # of a line, of a row of a table, of an item of a JSON list, of a JSON file without a list
+MOST_BYTES = 64 << 20  # limit of a line, a row of a table, an item of a JSON list, a JSON file without a list
 TOO_LONG = f"expected at most {MOST_BYTES >> 20} MiB"
 
 
 class RowFault(ValueError):
-    """One row that cannot be used; `reason` is what is counted, `detail` what is shown of the first such row."""
+    """Fault of one row; faults are counted by `reason`, `detail` is shown for the first such row."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -25,7 +25,7 @@ Rows = Iterator[Row | RowFault]
 
 
 def size_of(row: Row, most: int = MOST_BYTES) -> int:
-    """Characters of a row's texts, and 16 for each value in it: about its bytes as JSON; counted up to `most`."""
+    """Return the characters of a row's texts plus 16 per value, about its size as JSON; counted up to `most`."""
     total, waiting = 0, [row]
     while waiting and total <= most:
         value: Any = waiting.pop()
@@ -39,7 +39,7 @@ def size_of(row: Row, most: int = MOST_BYTES) -> int:
 
 
 def bounded(rows: Iterable[Row | RowFault], name: str) -> Rows:
-    """Rows that a library has read, with a fault in place of each that is too large."""
+    """Yield rows read by a library, with a fault in place of each that is too large."""
     for number, row in enumerate(rows):
         large = isinstance(row, dict) and size_of(row) > MOST_BYTES
         yield RowFault("row too long", f"{name}, row {number}: {TOO_LONG}") if large else row

@@ -1,8 +1,8 @@
-"""Where the rows come from: the built-in source, local files and folders, the hub.
+"""Sources of rows: the built-in one, local files and folders, the hub.
 
-Every source gives plain dictionaries, one a row, and a digest of its content. A row that cannot be read comes as a
-`RowFault` in its place: one bad line never ends the reading of a file, and is counted. What is wrong with the source
-as a whole is a `ValueError` of one line.
+Every source yields plain dictionaries, one per row, and has a digest of its content. A row that cannot be read is
+yielded as a `RowFault`: one bad line never ends the reading of a file, and is counted. A fault of the whole source is a
+`ValueError` of one line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 STDLIB = "python-stdlib"
 STDLIB_BYTES = 4_000_000
-STDLIB_LARGEST_FILE = 100_000  # larger ones are tables
+STDLIB_LARGEST_FILE = 100_000  # larger files are data tables
 STDLIB_SKIPPED = {
     "site-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings",
     "pydoc_data", "lib-dynload", "distutils",
@@ -40,14 +40,14 @@ SPLIT_NAMES = ("train", "validation", "valid", "val", "dev", "test", "eval")
 
 @dataclass(frozen=True)
 class Source:
-    """Rows and what identifies them.
+    """Rows and their identity.
 
     Attributes:
-        name: what a person calls it.
-        digest: hash of the content; two sources with one digest give the same rows.
-        rows: call it to read from the start.
-        columns: the columns, where the source declares them.
-        kind: `text` where the source can hold nothing but running text.
+        name: Display name.
+        digest: Hash of the content; sources with equal digests have equal rows.
+        rows: Function that reads the rows from the start.
+        columns: Columns, where the source declares them.
+        kind: `text` where the source can only hold running text.
     """
 
     name: str
@@ -58,16 +58,16 @@ class Source:
 
 
 def open_source(source: str, *, field: str = "data.source", subset: str | None = None, split: str = "train") -> Source:
-    """Find what `source` names.
+    """Open the source that `source` names.
 
     Args:
         source: `python-stdlib`, a local file or folder, or a hub id.
-        field: the recipe's field that holds it, for error messages.
-        subset: the hub data set's configuration.
-        split: which split of a hub data set or of a folder whose files are named by split.
+        field: The recipe's field that holds it, for error messages.
+        subset: Configuration of a hub data set.
+        split: Split of a hub data set, or of a folder whose files are named by split.
 
     Raises:
-        ValueError: nothing of that name can be read, in one line that says what would work.
+        ValueError: Nothing of that name can be read; the message names alternatives.
     """
     if source == STDLIB:
         return _stdlib()
@@ -80,7 +80,7 @@ def open_source(source: str, *, field: str = "data.source", subset: str | None =
             return _hub_layout(source, split, lambda: _load_saved(path, field))
         return _of_files(source, _files_of_folder(path, split, field), field)
     if path.exists():
-        raise ValueError(f"{field}: expected a file or folder; {source!r} is neither (a pipe or a device)")
+        raise ValueError(f"{field}: expected a file or folder, got a pipe or a device: {source!r}")
     if fault := missing_source(source, field):
         raise ValueError(fault)
     return _hub_layout(source, split, lambda: _load_hub(source, subset, split, field))
@@ -103,14 +103,14 @@ def prompt_lines(source: Source, name: str) -> Source:
 
 
 def local_path(source: str) -> Path:
-    """The file or folder that `source` means if it is local; `recipes/data/FILE` that ships, from any folder."""
+    """Return the path of a local source; a shipped `recipes/data/FILE` is found from any folder."""
     path = Path(source).expanduser()
     shipped = shipped_folder() / "data" / path.name
     return shipped if path.parent == Path("recipes/data") and not path.exists() and shipped.exists() else path
 
 
 def missing_source(source: str, field: str) -> str | None:
-    """What is wrong with the name of a local file that does not exist; None for what exists or may be a hub id."""
+    """Return an error for the name of a local file that does not exist; None if it exists or may be a hub id."""
     path = local_path(source)
     looks_local = path.suffix.lower() in SUFFIXES or source.startswith((".", "/", "~")) or source.count("/") > 1
     if path.exists() or not looks_local:
@@ -122,13 +122,13 @@ def missing_source(source: str, field: str) -> str | None:
 
 
 def _stdlib() -> Source:
-    """The installed Python's own library, code and docstrings: some 4 MB of real text, in an order fixed by name."""
+    """Return the installed Python's standard library as text, some 4 MB, in an order fixed by name hash."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in STDLIB_SKIPPED and not name.startswith("config-")]
         files += [Path(folder, name).relative_to(root).as_posix() for name in names if name.endswith(".py")]
-    files.sort(key=lambda name: hashlib.sha256(name.encode()).digest())  # neighbours in the library are kept apart
+    files.sort(key=lambda name: hashlib.sha256(name.encode()).digest())  # separates files of one package
     texts, total, digest = [], 0, hashlib.sha256()
     for name in files:
         content = (root / name).read_bytes()
@@ -136,12 +136,12 @@ def _stdlib() -> Source:
             continue
         try:
             texts.append(content.decode("utf-8"))
-        except UnicodeDecodeError:  # a few files of the library are written in Latin-1
+        except UnicodeDecodeError:  # a few files of the library are in Latin-1
             continue
         total += len(content)
         digest.update(content)
     if not texts:
-        raise ValueError(f"data.source: {STDLIB} finds no source files in {root}; give a local file or folder instead")
+        raise ValueError(f"data.source: {STDLIB} found no source files in {root}; use a local file or folder instead")
     return Source(STDLIB, digest.hexdigest(), lambda: ({"text": text} for text in texts), ("text",), "text")
 
 
@@ -149,7 +149,7 @@ def _stdlib() -> Source:
 
 
 def _files_of_folder(folder: Path, split: str, field: str) -> list[Path]:
-    """The data files of a folder; where names tell splits apart (train.jsonl, test/a.txt), those of `split`."""
+    """Return the data files of a folder; if names tell splits (train.jsonl, test/a.txt), those of `split`."""
     files = sorted(
         path
         for path in folder.rglob("*")
@@ -158,7 +158,7 @@ def _files_of_folder(folder: Path, split: str, field: str) -> list[Path]:
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     )
     if not files:
-        raise ValueError(f"{field}: the folder {folder} holds no data files ({', '.join(SUFFIXES)})")
+        raise ValueError(f"{field}: expected data files ({', '.join(SUFFIXES)}) in the folder {folder}, got none")
     splits = {path: _split_of(path.relative_to(folder)) for path in files}
     named = sorted({name for name in splits.values() if name})
     if not named:
@@ -168,7 +168,7 @@ def _files_of_folder(folder: Path, split: str, field: str) -> list[Path]:
         raise ValueError(f"data.split: expected one of {', '.join(named)}, the splits in {folder}; got {split!r}")
     if unnamed := [path.name for path in files if splits[path] is None]:
         logger.warning(
-            "%s: %d of %d files belong to no split by their names and are left out (%s, ...), since others do",
+            "%s: %d of %d files are ignored (%s, ...): their names belong to no split, while those of others do",
             folder, len(unnamed), len(files), unnamed[0],
         )  # fmt: skip
     return matching
@@ -232,7 +232,7 @@ def _load_hub(name: str, subset: str | None, split: str, field: str) -> Any:
     import datasets
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    local = "to use data of your own, give the path of a json, jsonl, csv, parquet or txt file, or a folder of them"
+    local = "for local data, give the path of a json, jsonl, csv, parquet or txt file, or a folder of them"
     with _silent():
         try:
             return datasets.load_dataset(name, subset, split=split)
@@ -251,7 +251,7 @@ def _reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Keep the datasets library's progress bars out of the way."""
+    """Suppress the datasets library's progress bars."""
     import datasets
 
     shown = datasets.is_progress_bar_enabled()

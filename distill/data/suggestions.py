@@ -1,11 +1,11 @@
-"""Settings that let rows of an unknown shape be read: which of their columns is what, by name and by one row."""
+"""Suggestions of `data.fields` for unrecognised columns, from their names and one row."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 
-# names by which people call what is asked and what is answered; a column of a preference file comes first
+# common names of prompt and completion columns; the column of a preference file comes first
 ASKED = re.compile(
     r"prompt|question|instruction|query|ask(ed)?|user(_.*)?|human|request|problem|input|source|src|article|document|"
     r"context|title"
@@ -21,19 +21,19 @@ Shown = Mapping[str, object]
 
 
 def field_settings(columns: Sequence[str], format: str, row: Shown) -> str:
-    """Settings under `data.fields` that fit columns which were not recognised.
+    """Return settings under `data.fields` that fit unrecognised columns.
 
     Args:
-        columns: the names of the columns.
-        format: the recipe's `data.format`.
-        row: one row, by which chats and texts are told from numbers; empty where none can be read.
+        columns: Names of the columns.
+        format: The recipe's `data.format`.
+        row: One row, to distinguish chats and texts from numbers; empty where none can be read.
 
     Returns:
-        Overrides as they stand on a command line, with a remark where a column is left out.
+        Command-line overrides, with a remark where a column is not used.
     """
     chats = [name for name in columns if _is_chat(row.get(name))]
     preference = any(REJECTED.fullmatch(name.lower()) for name in columns) and "chosen" in columns
-    remark = " (the chosen answers are learned, the rejected ones are not read)" if preference else ""
+    remark = " (trains on the chosen responses; the rejected ones are not used)" if preference else ""
     usable = [name for name in columns if name not in row or isinstance(row[name], str) or name in chats]
     named = [name for name in usable if not REJECTED.fullmatch(name.lower())] or list(columns)
     if format == "chat" or (chats and format == "auto"):

@@ -1,4 +1,4 @@
-"""Rows of parquet and Arrow files, which may hold a value once that a thousand rows repeat: unpacked within bounds."""
+"""Readers of parquet and Arrow files within limits: a compressed value may be shared by thousands of rows."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from distill.core.errors import first_line
 from distill.data.limits import limited
 from distill.data.rows import MOST_BYTES, TOO_LONG, RowFault, Rows
 
-MOST_TABLE_BYTES = 4 << 30  # of memory to unpack some rows
-TABLE_ROWS = 1024  # read at once at most
-TABLE_SECONDS = 600.0  # for that
+MOST_TABLE_BYTES = 4 << 30  # memory limit for unpacking a batch of rows
+TABLE_ROWS = 1024  # largest number of rows in a batch
+TABLE_SECONDS = 600.0  # time limit for a batch
 
 
 def read_parquet(path: Path) -> Rows:
-    """The rows of a parquet file."""
+    """Yield the rows of a parquet file."""
     from pyarrow import parquet
 
     with _opening("parquet"):
@@ -29,7 +29,7 @@ def read_parquet(path: Path) -> Rows:
 
 
 def read_arrow(path: Path) -> Rows:
-    """Arrow's stream, which the datasets library writes, or its file."""
+    """Yield the rows of an Arrow stream, as the datasets library writes it, or of an Arrow file."""
     from pyarrow import ArrowInvalid, ipc, memory_map
 
     with _opening("arrow"):
@@ -46,7 +46,7 @@ def read_arrow(path: Path) -> Rows:
 
 
 def _rows_of(batches: Iterator[Any], name: str) -> Rows:
-    """The rows of a table's record batches, each checked: offsets that point elsewhere would be followed."""
+    """Yield the rows of a table's record batches, validated: wrong offsets would read outside of the buffers."""
     number = 0
     try:
         while True:
@@ -65,12 +65,12 @@ def _rows_of(batches: Iterator[Any], name: str) -> Rows:
         raise ValueError(
             f"takes more than {MOST_TABLE_BYTES >> 30} GiB to unpack at row {number}: {TOO_LONG} a row"
         ) from error
-    except (ValueError, NotImplementedError, TimeoutError) as error:  # which Arrow's errors are
+    except (ValueError, NotImplementedError, TimeoutError) as error:  # base classes of Arrow's errors
         raise EOFError(first_line(error).rstrip(".")) from error
 
 
 def _unshared(batch: Any) -> Any:
-    """A record batch in which no two rows share the memory of a value, so that its bytes say what the rows take."""
+    """Return a record batch whose rows share no memory, so that its size is that of its rows."""
     import pyarrow
 
     schema = pyarrow.schema([field.with_type(_plain(field.type)) for field in batch.schema])
@@ -78,7 +78,7 @@ def _unshared(batch: Any) -> Any:
 
 
 def _plain(kind: Any) -> Any:
-    """A type of the same values without dictionaries, runs and views."""
+    """Return the type of the same values without dictionaries, run-length encoding and views."""
     import pyarrow
     from pyarrow import types
 
@@ -102,7 +102,7 @@ def _plain(kind: Any) -> Any:
 
 
 def _small(batch: Any) -> Iterator[Any]:
-    """A record batch in parts of at most `MOST_BYTES`, or of one row."""
+    """Yield a record batch in parts of at most `MOST_BYTES`, or of one row."""
     if batch.num_rows <= 1 or batch.nbytes <= MOST_BYTES:
         yield batch
         return
@@ -113,7 +113,7 @@ def _small(batch: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _opening(kind: str) -> Iterator[None]:
-    """A file that is no table at all is refused, unlike one that breaks off."""
+    """Raise a ValueError for a file that is no table at all, unlike one that breaks off."""
     try:
         with limited(TABLE_SECONDS, MOST_TABLE_BYTES):
             yield

@@ -1,4 +1,4 @@
-"""What happened to the rows of a source: how many were read, dropped and why, cut off or changed."""
+"""Counts of a source's rows: read, dropped and why, truncated or changed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ MOST_ROLES = 20
 
 @dataclass
 class Tally:
-    """What happened to the rows.
+    """Counts of rows.
 
     Attributes:
-        rows_read: rows the source gave, usable or not.
-        dropped: reason to number of rows.
-        examples: reason to the first row it hit.
-        truncated: chats and pairs whose end exceeded `max_length`.
-        left_out: turns of chats, each an example of its own, whose prompts leave no room within `max_length`.
-        rewritten: chats made one example a turn, since the template writes earlier turns otherwise.
-        unrendered: a field that the template does not write, to number of rows that are trained without it.
-        merged: chats and pairs in which one token holds the last of the prompt and the first of the answer; that
-            token is not learned.
-        roles: a role in chats that templates do not usually know, to number of rows; the template got it as it is.
+        rows_read: Number of rows read, usable or not.
+        dropped: Number of dropped rows by reason.
+        examples: First dropped row by reason.
+        truncated: Number of chats and pairs truncated at `max_length`.
+        left_out: Number of turns (with one example per turn) whose prompts leave no room within `max_length`.
+        rewritten: Number of chats with one example per turn, since the template rewrites earlier turns.
+        unrendered: Number of rows trained on without a field, by field that the template does not render.
+        merged: Number of chats and pairs in which one token spans the end of the prompt; it is not trained on.
+        roles: Number of rows by unusual role, which is passed to the template unchanged.
     """
 
     rows_read: int = 0
@@ -43,7 +42,7 @@ class Tally:
 
     @property
     def reasons(self) -> str:
-        """The three commonest reasons for which rows were dropped, each with the first row it hit."""
+        """Return the three most frequent reasons for dropped rows, each with its first row."""
         return "; ".join(f"{count:,} {why} ({self.examples[why]})" for why, count in self.dropped.most_common(3))
 
     def drop(self, number: int, fault: RowFault) -> None:
@@ -53,13 +52,13 @@ class Tally:
         self.examples.setdefault(fault.reason, "".join(c if c.isprintable() else " " for c in example))
 
     def see_roles(self, messages: Iterable[Message]) -> None:
-        """Count a chat's unusual roles; of endlessly many the first ones."""
+        """Count a chat's unusual roles, up to `MOST_ROLES` different ones."""
         for role in sorted({str(message.get("role")) for message in messages} - KNOWN_ROLES):
             if role in self.roles or len(self.roles) < MOST_ROLES:
                 self.roles[role] += 1
 
     def see_chat(self, made: TrainingChat) -> None:
-        """Count what a chat's template did with it."""
+        """Count the effects of the template on a chat."""
         self.rewritten += made.rewritten
         self.left_out += made.left_out
         self.unrendered.update(made.named)
@@ -78,7 +77,7 @@ class Tally:
 
     @contextmanager
     def row(self, number: int) -> Iterator[None]:
-        """Count what makes row `number` unusable, instead of raising it."""
+        """Count a fault raised in the block as a dropped row."""
         try:
             yield
         except RowFault as fault:

@@ -1,8 +1,8 @@
-"""Tokenised data on disk, found again by content.
+"""Cache of tokenised data on disk, keyed by content.
 
-The key is a hash of everything that decides the tokens: the rows' digest, the tokenizer, the template, the columns,
-the lengths. Files are written beside their final place and renamed when complete, so that a run that is killed leaves
-nothing that a later one could take for data; their sizes are checked before use.
+The key is a hash of everything that affects the tokens: the rows' digest, the tokenizer, the template, the columns, the
+lengths. Files are written to a temporary folder and renamed when complete, so that a killed run leaves no partial data;
+their sizes are checked before use.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from distill.core.errors import DISK, RunError
 
 logger = logging.getLogger(__name__)
 
-VERSION = 7  # raise it when the same data would be tokenised differently
-TOKENIZERS = 2  # of `tokenizer_hash`, which teacher caches hold: another number would have all of them refused
+VERSION = 7  # increase when the same data would be tokenised differently
+TOKENIZERS = 2  # version of `tokenizer_hash`, stored in teacher caches: a change invalidates all of them
 
 
 def cache_root() -> Path:
-    """Where tokenised data is kept: `$DISTILL_CACHE`, else `distill` in the user's cache folder."""
+    """Return the folder of the cache: `$DISTILL_CACHE`, else `distill` in the user's cache folder."""
     if os.environ.get("DISTILL_CACHE"):
         return Path(os.environ["DISTILL_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distill"
 
 
 def key_of(*parts: object) -> str:
-    """A folder name for what `parts` (of plain JSON types) describe."""
+    """Return the folder name for `parts`, values of plain JSON types."""
     return _hash(VERSION, *parts)
 
 
@@ -44,7 +44,7 @@ def _hash(*parts: object) -> str:
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """Hash of all that decides how a tokenizer encodes; padding and truncation left from earlier calls play no part."""
+    """Return a hash of everything that affects a tokenizer's encoding; padding and truncation are ignored."""
     import tokenizers
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -59,11 +59,11 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 def keep(key: str, build: Callable[[Path], None], *, cache: bool) -> tuple[Path, bool]:
-    """The folder that `build` fills, made now or found from before, and whether it was found.
+    """Return the folder that `build` fills, now or in an earlier call, and whether it was found in the cache.
 
     Args:
-        build: writes files into an empty folder.
-        cache: look for it, and keep it; else it is made in a temporary folder that goes when the process ends.
+        build: Function that writes files into an empty folder.
+        cache: Use the cache; else build in a temporary folder that is deleted when the process ends.
     """
     if not cache:
         folder = Path(_temporary().name, key)
@@ -79,8 +79,8 @@ def keep(key: str, build: Callable[[Path], None], *, cache: bool) -> tuple[Path,
         building = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=cache_root()))
     except OSError as error:
         raise ValueError(
-            f"data.cache: the folder {cache_root()} cannot be written ({error.strerror}); "
-            "set DISTILL_CACHE to another one, or data.cache: false"
+            f"data.cache: the folder {cache_root()} is not writable ({error.strerror}); set DISTILL_CACHE to another "
+            "one, or data.cache: false"
         ) from error
     try:
         build(building)
@@ -92,9 +92,9 @@ def keep(key: str, build: Callable[[Path], None], *, cache: bool) -> tuple[Path,
         try:
             building.rename(final)
         except OSError:
-            if not _complete(final):  # else another process was first, with the same content
+            if not _complete(final):  # else another process has written the same content
                 raise
-    except OSError as error:  # numpy names no errno when it cannot write all
+    except OSError as error:  # numpy raises without an errno when it cannot write everything
         reason = DISK.get(error.errno or 0, error.strerror or str(error))
         reason = DISK[errno.ENOSPC] if "requested and" in reason else reason
         raise RunError(

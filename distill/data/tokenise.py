@@ -1,8 +1,8 @@
-"""Rows into token ids and labels: what is learned, decided once, token by token.
+"""Tokenisation of rows into ids and labels, which tokens are trained on included.
 
-Running text is learned whole and cut into pieces of `max_length` tokens. A chat or a prompt with its completion is one
-document: the prompt is not learned, and what exceeds `max_length` is cut off at the end, so that the prompt and the
-beginning of the answer stay; one whose prompt alone fills `max_length` is dropped and counted.
+All tokens of running text are trained on; it is split into pieces of `max_length` tokens. A chat, or a prompt with its
+completion, is one document: the prompt is masked from the loss, and the end is truncated at `max_length`; one whose
+prompt alone fills `max_length` is dropped and counted.
 """
 
 from __future__ import annotations
@@ -23,46 +23,50 @@ from distill.data.sources import Row, RowFault
 from distill.data.tally import Tally
 from distill.data.token_cache import tokenizer_hash
 
-BLOCK = 1 << 16  # characters given to the tokenizer at once: some take quadratic time over one long word
-CALL = 1 << 19  # characters in one call of it: what it returns takes some 200 bytes a token
+BLOCK = 1 << 16  # characters per text for the tokenizer: some take quadratic time over one long word
+CALL = 1 << 19  # characters per call of the tokenizer, whose result takes some 200 bytes per token
 TOO_LONG = "prompt longer than data.max_length"
-FEW = 4  # characters a token has on average
-HELD = 1 << 23  # characters of chats that wait for the tokenizer
+FEW = 4  # average characters per token
+HELD = 1 << 23  # largest number of characters of chats that wait for the tokenizer
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 Batch = list[tuple[int, Row | RowFault]]
 
 
 class Document(Protocol):
-    """What an encoder makes: `columns()` by name, int32, and the hash of the text it comes from."""
+    """Tokenised document: `columns()` by name, int32, and the hash of its text."""
 
     @property
-    def origin(self) -> int: ...
+    def origin(self) -> int:
+        """Return the hash of the text that it comes from."""
+        ...
 
-    def columns(self) -> Mapping[str, np.ndarray]: ...
+    def columns(self) -> Mapping[str, np.ndarray]:
+        """Return its columns by name, int32."""
+        ...
 
 
 class Piece(NamedTuple):
-    """One document as it will stand in a row: int32 ids and labels of one length, and the hash of its text."""
+    """Document of a row: int32 ids and labels of one length, and the hash of its text."""
 
     ids: np.ndarray
     labels: np.ndarray
     origin: int
 
     def columns(self) -> dict[str, np.ndarray]:
-        """As `Encoder.columns`."""
+        """Return the columns of `Encoder.columns`."""
         return {"input_ids": self.ids, "labels": self.labels}
 
 
 class Partly(NamedTuple):
-    """A text of which some is learned.
+    """Text of which some ranges are trained on.
 
     Attributes:
-        number: of its row.
-        text: the whole text.
-        spans: character ranges to learn.
-        templated: a chat template has written it, with what begins and ends it.
-        origin: hash of the text, or of the conversation that it is a part of.
+        number: Index of its row.
+        text: The whole text.
+        spans: Character ranges to train on.
+        templated: Whether a chat template has written it, including begin and end tokens.
+        origin: Hash of the text, or of the conversation that it is a part of.
     """
 
     number: int
@@ -72,42 +76,41 @@ class Partly(NamedTuple):
     origin: int
 
     def cut(self) -> tuple[str, str]:
-        """The text before the first span, and the rest."""
+        """Return the text before the first span, and the rest."""
         start = min(start for start, _ in self.spans)
         return self.text[:start], self.text[start:]
 
 
 class RowEncoder:
-    """Turns batches of rows into documents; it holds all that decides the result and can be sent to another process.
+    """Encoder of batches of rows to documents; it holds all settings and can be sent to another process.
 
     Attributes:
-        format: what the rows hold.
-        columns: what is made of a document, to the columns that its numbers point into, in turn; () where they are
-            token ids or labels.
+        format: Format of the rows.
+        columns: Columns of a document; for columns of indices, the columns that successive entries index, else ().
     """
 
     format: Format
     columns: Mapping[str, tuple[str, ...]]
 
     def __call__(self, batch: Batch) -> tuple[list[Document], Tally]:
-        """The documents of numbered rows, and what happened to the rows."""
+        """Return the documents of numbered rows, and the tally of the rows."""
         tally = Tally()
         return list(self.documents(batch, tally)), tally
 
     def documents(self, batch: Batch, tally: Tally) -> Iterator[Document]:
-        """Encode numbered rows as they are asked for; those that cannot be used are counted, never raised.
+        """Yield the documents of numbered rows; rows that cannot be used are counted, never raised.
 
         Raises:
-            TemplateError: the chat template is unfit for training.
+            TemplateError: The chat template cannot be used for training.
         """
         raise NotImplementedError
 
     def settings(self) -> list[object]:
-        """All that decides the result, as plain JSON."""
+        """Return everything that affects the result, as plain JSON."""
         raise NotImplementedError
 
     def sample(self, row: Row | RowFault, tally: Tally) -> Sample:
-        """Read one row; RowFault where it cannot be used."""
+        """Read one row; raises RowFault if it cannot be used."""
         tally.rows_read += 1
         if isinstance(row, RowFault):
             raise row
@@ -115,7 +118,7 @@ class RowEncoder:
 
 
 class Encoder(RowEncoder):
-    """The rows as one tokenizer reads them."""
+    """Encoder with one tokenizer."""
 
     columns: Mapping[str, tuple[str, ...]] = {"input_ids": (), "labels": ()}
 
@@ -142,10 +145,12 @@ class Encoder(RowEncoder):
         return self.tokenizer.eos_token
 
     def settings(self) -> list[object]:
+        """Return everything that affects the result, as plain JSON."""
         template = self.template.settings() if self.template else None
         return [tokenizer_hash(self.tokenizer), template, asdict(self.format), self.max_length, *self.options]
 
     def documents(self, batch: Batch, tally: Tally) -> Iterator[Document]:
+        """Yield the documents of numbered rows; rows that cannot be used are counted."""
         texts: list[tuple[int, str]] = []
         waiting, held = list[Partly](), 0
         for number, row in batch:
@@ -167,7 +172,7 @@ class Encoder(RowEncoder):
         yield from self._pieces(waiting, tally)
 
     def _pieces(self, parts: Sequence[Partly], tally: Tally) -> Iterator[Piece]:
-        """Chats and pairs as documents; of a row whose turns are examples some may be too long, and are counted."""
+        """Yield chats and pairs as documents, without examples that are too long, which are counted."""
         kept, faults = set[int](), dict[int, list[RowFault]]()
         for part, ids, labels in self.encode_partly(parts, tally):
             if (labels := labels[: self.max_length]).max() == IGNORE_INDEX:
@@ -180,7 +185,7 @@ class Encoder(RowEncoder):
 
     @staticmethod
     def count_faults(kept: set[int], faults: Mapping[int, Sequence[RowFault]], tally: Tally) -> None:
-        """Count rows of which no example can be used as dropped; of others the examples that cannot."""
+        """Count rows without usable examples as dropped, and unusable examples of other rows."""
         for number, found in faults.items():
             if number in kept:
                 tally.left_out += len(found)
@@ -188,13 +193,13 @@ class Encoder(RowEncoder):
                 tally.drop(number, found[0])
 
     def chat(self, sample: Sample, options: ChatOptions | None = None) -> TrainingChat:
-        """The examples of a chat by the template; none of a pair without one.
+        """Return the training examples of a chat; none for a pair without a template.
 
         Args:
-            options: in place of the encoder's own.
+            options: Options that replace the encoder's.
 
         Raises:
-            RowFault: the template refuses it, or does not write all of it.
+            RowFault: The template refuses it, or omits content.
         """
         if sample.messages is None:
             return TrainingChat([])
@@ -212,14 +217,14 @@ class Encoder(RowEncoder):
         return made
 
     def _fits(self, prompt: str) -> bool:
-        """Whether a prompt leaves room for an answer; True also of a short text, whose tokens are counted later."""
+        """Return whether a prompt leaves room for a response; True for short texts, whose tokens are counted later."""
         return (
             len(prompt) < FEW * self.max_length
             or len(self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]) < self.max_length
         )
 
     def partly(self, number: int, sample: Sample, made: TrainingChat) -> list[Partly]:
-        """The texts of a chat or a pair, and what of them is learned."""
+        """Return the texts of a chat or a pair with the ranges to train on."""
         if sample.messages is None:
             prompt, text = sample.prompt or "", sample.text or ""
             if self.format.kind == "prompts":
@@ -232,7 +237,7 @@ class Encoder(RowEncoder):
         return [Partly(number, clean(each.text), each.spans, True, origin) for each in made.examples]
 
     def _blocks_of(self, texts: Sequence[tuple[int, str]]) -> Iterator[tuple[tuple[int, str], np.ndarray]]:
-        """The texts block by block, each with its text and its ids, int32; some blocks a call of the tokenizer."""
+        """Yield the texts block by block, each with its text and int32 ids, several blocks per tokenizer call."""
         waiting: list[tuple[tuple[int, str], str]] = []
         characters = 0
 
@@ -252,17 +257,17 @@ class Encoder(RowEncoder):
             yield from encode()
 
     def ids_of(self, parts: list[str]) -> list[list[int]]:
-        """The ids of some texts, without special tokens; where nobody asks for offsets, none are made."""
+        """Return the ids of some texts, without special tokens and offsets."""
         from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
         if getattr(type(self.tokenizer), "_encode_plus", None) is not TokenizersBackend._encode_plus:
             return self.tokenizer(parts, add_special_tokens=False, verbose=False)["input_ids"]
-        self.tokenizer("", add_special_tokens=False, verbose=False)  # undoes what earlier calls left of padding
+        self.tokenizer("", add_special_tokens=False, verbose=False)  # resets padding set by earlier calls
         made = self.tokenizer.backend_tokenizer.encode_batch_fast(parts, add_special_tokens=False)
         return [encoding.ids for encoding in made]
 
     def _cut(self, number: int, text: str, parts: Iterable[np.ndarray], tally: Tally) -> Iterator[Piece]:
-        """Pieces of one text from the ids of its blocks."""
+        """Yield the pieces of one text from the ids of its blocks."""
         origin, room = hash_of(text), self.max_length - len(self.beginning)
         beginning, ids = np.array(self.beginning, dtype=np.int32), np.zeros(0, dtype=np.int32)
         begun, cut, last = False, 0, [] if self.end is None else [self.end]
@@ -270,7 +275,7 @@ class Encoder(RowEncoder):
         def pieces(count: int) -> Iterator[Piece]:
             for start in range(0, count, room):
                 piece = np.concatenate([beginning, ids[start : start + room]])
-                if len(piece) >= 2:  # a last token alone has nothing to be predicted from
+                if len(piece) >= 2:  # a single token is predicted by none
                     yield Piece(piece, _labels(piece, np.ones(len(piece), dtype=bool)), origin)
 
         for part in parts:
@@ -287,28 +292,28 @@ class Encoder(RowEncoder):
         yield from pieces(len(ids))
 
     def encode_partly(self, parts: Sequence[Partly], tally: Tally) -> Iterator[tuple[Partly, np.ndarray, np.ndarray]]:
-        """The ids and labels of each, both whole, int32; those of which nothing is learned are counted and left out."""
+        """Yield the whole int32 ids and labels of each text; texts without trained tokens are counted and left out."""
         if not parts:
             return
         for part, (ids, learned, merged) in zip(parts, self._tokens(parts), strict=True):
-            if not part.templated:  # a template writes these itself
+            if not part.templated:  # a template writes begin and end tokens itself
                 before, last = self.around(ids)
                 ids = np.concatenate([before, ids, last]).astype(np.int32)
                 learned = np.concatenate([np.zeros(len(before)), learned, np.ones(len(last))]).astype(bool)
             labels = _labels(ids, learned)
             if not (labels != IGNORE_INDEX).any():
-                tally.drop(part.number, RowFault("nothing to learn after masking", f"{len(ids)} tokens"))
+                tally.drop(part.number, RowFault("no trained tokens after masking", f"{len(ids)} tokens"))
                 continue
             tally.merged += merged
             yield part, ids, labels
 
     def around(self, ids: Sequence[int] | np.ndarray) -> tuple[list[int], list[int]]:
-        """The tokens that begin and end a text, each unless the text says it itself (`<s>[INST] ... </s>`)."""
+        """Return the tokens that begin and end a text, unless the text has them already (`<s>[INST] ... </s>`)."""
         present = len(ids) > 0 and list(ids[:1]) == self.beginning, len(ids) > 0 and ids[-1] == self.end
         return [] if present[0] else self.beginning, [] if present[1] or self.end is None else [self.end]
 
     def _tokens(self, parts: Sequence[Partly]) -> Iterator[tuple[np.ndarray, np.ndarray, bool]]:
-        """For each text its ids, which of them lie within its spans, and whether a token straddles a span's start."""
+        """Yield for each text its ids, a mask of those within its spans, and whether a token crosses a span's start."""
         fast = self.tokenizer.is_fast
         encoded = self.tokenizer(
             [part.text for part in parts], add_special_tokens=False, return_offsets_mapping=fast, verbose=False
@@ -321,11 +326,11 @@ class Encoder(RowEncoder):
                 offsets = np.array(encoded["offset_mapping"][number], dtype=np.int64).reshape(-1, 2)
                 starts, ends = offsets[:, 0], offsets[:, 1]
                 assert (np.diff(starts) >= 0).all(), "tokens in the order of the text"
-                for start, end in spans:  # of a long chat there are thousands: only tokens that begin in one are read
+                for start, end in spans:  # thousands in a long chat: only tokens that begin in one are visited
                     first, last = np.searchsorted(starts, [start, end])
                     here = slice(int(first), int(last))
                     learned[here] = (ends[here] <= end) & (ends[here] > starts[here])
-                    # a closing token that takes the white space after it along (rstrip, as all of Phi-3's do)
+                    # a closing token that includes the white space after it (rstrip, as all of Phi-3's do)
                     for at in first + np.flatnonzero(ends[here] > end):
                         learned[at] = int(ids[at]) in self.special and not text[end : ends[at]].strip()
                     merged = merged or bool((ends[max(0, first - 1) : first] > start).any())
@@ -338,7 +343,7 @@ class Encoder(RowEncoder):
             yield ids, learned, merged
 
     def _tokens_before(self, text: str, position: int, ids: np.ndarray) -> tuple[int, bool]:
-        """For a tokenizer that gives no offsets: how many tokens of `ids` the text up to `position` fixes."""
+        """Return how many tokens of `ids` are fixed by the text up to `position`, for tokenizers without offsets."""
         alone = self.tokenizer(text[:position], add_special_tokens=False, verbose=False)["input_ids"]
         same = 0
         while same < min(len(alone), len(ids)) and alone[same] == ids[same]:
@@ -347,16 +352,16 @@ class Encoder(RowEncoder):
 
 
 def beginning_of(tokenizer: Any) -> list[int]:
-    """The token that a tokenizer begins a text with by itself, or nothing."""
+    """Return the token that a tokenizer puts before a text, as a list; empty if none."""
     begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     return [tokenizer.bos_token_id] if begins else []
 
 
 def clean(text: str) -> str:
-    """The text, if it can be encoded.
+    """Return the text, if it can be encoded.
 
     Raises:
-        RowFault: it holds half a surrogate pair.
+        RowFault: It contains half a surrogate pair.
     """
     if _SURROGATE.search(text):
         raise RowFault("invalid Unicode", "half a surrogate pair, or a byte that is not UTF-8")
@@ -370,7 +375,7 @@ def _labels(ids: np.ndarray, learned: np.ndarray) -> np.ndarray:
 
 
 def hash_of(text: str) -> int:
-    """64 bits of a text's hash: where a document comes from."""
+    """Return a 64-bit hash of a text, which identifies the origin of a document."""
     digest = hashlib.blake2b(digest_size=8)
     for start in range(0, len(text), BLOCK):
         digest.update(text[start : start + BLOCK].encode())
@@ -378,7 +383,7 @@ def hash_of(text: str) -> int:
 
 
 def blocks(text: str, size: int = BLOCK) -> Iterator[str]:
-    """A text in parts of at most `size` characters, cut after a line end, else before a space, else anywhere."""
+    """Yield a text in parts of at most `size` characters, split after a newline, else before a space, else anywhere."""
     start = 0
     while len(text) - start > size:
         cut = text.rfind("\n", start, start + size) + 1

@@ -1,16 +1,16 @@
-"""Assistant turns in a template's text: which characters a model is asked to write.
+"""Location of assistant turns in a template's text: the characters that a model is trained to write.
 
-A template with `{% generation %}` markers says itself what the assistant wrote. For one without, the text before a
-turn, closed by the generation prompt, is the beginning of the text with the turn; what follows is what a model is
-asked to write. Both are rendered as inference would have them: with nothing after the turn.
+A template with `{% generation %}` markers marks the assistant's text itself. Without them, the text before a turn, with
+the generation prompt, is a prefix of the text with the turn; the rest is the text to train on. Both are rendered as in
+inference: with nothing after the turn.
 
-Where every turn, rendered so, is also the beginning of the whole conversation's text, the conversation is one example.
-A template that rewrites history (Qwen3 and GLM-4.5 drop earlier reasoning, gpt-oss ends a turn otherwise when it is the
-last) needs an example a turn.
+If every turn, rendered so, is also a prefix of the whole conversation's text, the conversation is one example. A
+template that rewrites history (Qwen3 and GLM-4.5 drop earlier reasoning, gpt-oss ends the last turn differently) needs
+one example per turn.
 
-A turn ends with the special token that the template closes it with. Where it closes it with none, inference stops at
-the special token that begins whatever comes next, if that is one of the model's stop tokens (GLM: `<|user|>`,
-`<|observation|>`), else at the tokenizer's end-of-text token, which is added. Nothing after it is learned.
+A turn ends with the special token with which the template closes it. Without one, inference stops at the special token
+that begins the next message, if that is one of the model's stop tokens (GLM: `<|user|>`, `<|observation|>`), else at
+the tokenizer's end-of-text token, which is added. Nothing after it is trained on.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from distill.data.messages import CALL_ID, QUESTION, Adapter, said_by
+from distill.data.messages import CALL_ID, QUESTION, Adapter, content_of
 from distill.data.rendering import Message, Renderer, Span, TemplateError, Tools
 from distill.data.sources import RowFault
 
-WHOLE = 64  # messages of a conversation whose turns are compared with all that stands before them
-CHUNK = 8  # turns of a longer one that are rendered after the same few messages before them
+WHOLE = 64  # messages up to which turns are compared with the whole conversation before them
+CHUNK = 8  # turns of a longer conversation that are rendered after the same few messages
 ANSWER = {"role": "assistant", "content": "zqanswerqz"}
-SHORTEST = 64  # characters by which the end of a prompt is found again
-LARGER = 1.25  # an example so many times longer than the last one that fitted is tried anew
+SHORTEST = 64  # length of the suffix by which the end of a prompt is located
+LARGER = 1.25  # growth of an example, relative to the last one that fitted, after which it is checked again
 
 
 class Turn(NamedTuple):
-    """One assistant turn after its prompt, as inference would have it.
+    """Assistant turn after its prompt, as in inference.
 
     Attributes:
-        text: the prompt and the turn, up to its end.
-        spans: what a model writes of it, in order; the last one ends where the text does.
+        text: Prompt and turn, up to its end.
+        spans: Character ranges that a model writes, in order; the last one ends at the end of the text.
     """
 
     text: str
@@ -44,12 +44,12 @@ class Turn(NamedTuple):
 
 
 class RenderedChat(NamedTuple):
-    """A chat as text.
+    """Rendered chat.
 
     Attributes:
-        text: what the template makes of it.
-        spans: character ranges to learn, in order, not overlapping.
-        turns: numbers of the messages that these ranges write.
+        text: Rendered text.
+        spans: Character ranges to train on, in order, not overlapping.
+        turns: Indices of the messages in these ranges.
     """
 
     text: str
@@ -58,19 +58,19 @@ class RenderedChat(NamedTuple):
 
 
 class Turns:
-    """Finds the assistant turns of conversations, in the layout of `adapter`."""
+    """Locator of the assistant turns of conversations, in the layout of `adapter`."""
 
     def __init__(self, renderer: Renderer, adapter: Adapter) -> None:
         self._renderer, self._adapter = renderer, adapter
 
     def whole(self, messages: Sequence[Message], tools: Tools, turns: Sequence[int]) -> RenderedChat | None:
-        """All of a conversation as one example; None where a turn would be another text than inference has."""
+        """Return the whole conversation as one example; None where a turn's text differs from that of inference."""
         text, spans = self._renderer.raw(messages, tools).text, []
         for number, turn, end, place in self._located(messages, tools, turns):
             piece = turn.text[end:]
             is_last = number == len(messages) - 1
             if is_last and not text.startswith(piece, place) and piece.startswith(text[place:].rstrip()):
-                text = text[:place] + piece  # the template leaves the last turn open
+                text = text[:place] + piece  # the template does not close the last turn
             if not text.startswith(piece, place):
                 return None
             spans += [(start - end + place, stop - end + place) for start, stop in turn.spans]
@@ -79,11 +79,11 @@ class Turns:
     def each(
         self, messages: Sequence[Message], tools: Tools, turns: Sequence[int], fits: Callable[[str], bool] | None = None
     ) -> Iterator[RenderedChat]:
-        """An example of each turn: the prompt that inference would have, and the turn.
+        """Yield one example per turn: the prompt as in inference, and the turn.
 
         Args:
-            fits: whether a text is short enough; asked when examples have become longer by a quarter, and where it
-                says no, that turn and those after it are left out.
+            fits: Function that returns whether a text is short enough; called when examples have grown by a quarter. If
+                not, that turn and those after it are left out.
         """
         tried = 0.0
         for number in turns:
@@ -95,14 +95,14 @@ class Turns:
             yield RenderedChat(turn.text, turn.spans, [number])
 
     def turn(self, messages: Sequence[Message], tools: Tools, number: int) -> Turn:
-        """Message `number` after those before it.
+        """Return message `number` after those before it.
 
         Raises:
-            RowFault: it is the first, or the template refuses the messages up to it.
-            TemplateError: what the assistant wrote cannot be told.
+            RowFault: It is the first message, or the template refuses the messages up to it.
+            TemplateError: The assistant's text cannot be located.
         """
         if number == 0:
-            raise RowFault("the chat begins with the assistant", "no prompt to learn an answer to")
+            raise RowFault("the chat begins with the assistant", "no prompt before the response")
         before = self._renderer.raw(messages[:number], tools, prompt=True).text
         upto, marks = self._renderer.raw(messages[: number + 1], tools, mark=self._renderer.marked)
         if self._renderer.marked:
@@ -110,7 +110,7 @@ class Turns:
         message = messages[number]
         if upto.startswith(before):
             start = len(before)
-        elif (place := _after(before, upto)) is not None:  # an earlier message is written otherwise now
+        elif (place := _after(before, upto)) is not None:  # an earlier message is rendered differently now
             upto, start = before + upto[place:], len(before)
         else:
             start = self._shared_prompt(messages, tools, number, before, upto)
@@ -119,43 +119,43 @@ class Turns:
                 return Turn(before + turn, [(len(before), len(before) + len(turn))])
         text = self._end(upto, start, message)
         if self._header and text.startswith(self._header, start) and not before.endswith(self._header):
-            start += len(self._header)  # the generation prompt lacks the turn's header, which no model is to write
+            start += len(self._header)  # the generation prompt lacks the turn's header, which a model does not write
         return Turn(text, [(start, len(text))])
 
     def _marked(
         self, messages: Sequence[Message], tools: Tools, number: int, before: str, upto: str, marks: list[Span]
     ) -> Turn:
-        """The ranges that markers set off, of this turn: those that the messages before it do not have."""
+        """Return the marked ranges of this turn: those that the messages before it do not have."""
         earlier = joined(self._renderer.raw(messages[:number], tools, mark=True).spans)
         spans = marks[len(earlier) :]
-        if upto.startswith(before):  # the generation prompt may hold the first of what the markers set off
+        if upto.startswith(before):  # the generation prompt may contain the beginning of the marked range
             spans = [(max(start, len(before)), end) for start, end in spans if end > len(before)]
             if spans and not upto[len(before) : spans[0][0]].strip():
                 spans[0] = len(before), spans[0][1]
         if not spans:
-            raise RowFault("the template marks nothing as the assistant's")
+            raise RowFault("the template marks no assistant text")
         text = self._end(upto, spans[-1][0], messages[number], spans[-1][1])
         return Turn(text, [*spans[:-1], (spans[-1][0], len(text))])
 
     def _end(self, upto: str, start: int, message: Message, marked: int | None = None) -> str:
-        """The text up to the turn's end, closed by the token at which inference stops.
+        """Return the text up to the turn's end, closed by the token at which inference stops.
 
-        A template may end a whole chat with a token more (Phi-3): what closes a turn stands directly after the words.
+        A template may end a whole chat with another token (Phi-3): a turn is closed by the one directly after the text.
         """
         if run := self._closing_run(upto, start):
-            if marked is not None:  # of tokens after the markers the first one
+            if marked is not None:  # the first token after the markers
                 run = [match for match in run if match.end() <= marked][-1:] or run[:1]
             known = [match for match in run if match[0] == self._closing]
             text = upto[: (known or run)[-1].end()]
             ended = known or any(match[0] in self._renderer.stops for match in run)
-            return text if ended else text + self._stop_after(bool(said_by(message).calls))
+            return text if ended else text + self._stop_after(bool(content_of(message).calls))
         text = upto.rstrip()
         if len(text) < start or not upto[start:].strip():
             text = upto
-        return text + self._stop_after(bool(said_by(message).calls))
+        return text + self._stop_after(bool(content_of(message).calls))
 
     def _closing_run(self, text: str, start: int) -> list[re.Match[str]]:
-        """The special tokens that end a text, with only white space between and after them."""
+        """Return the special tokens at the end of a text, with only white space between and after them."""
         run: list[re.Match[str]] = []
         end = len(text)
         for match in reversed(list(self._renderer.special.finditer(text, start))):
@@ -167,8 +167,10 @@ class Turns:
 
     @functools.cached_property
     def _closing(self) -> str | None:
-        """The special token that ends an assistant's plain words: of those that adjoin the first at which inference
-        stops, else the first."""
+        """Return the special token that ends an assistant's plain text.
+
+        Of adjoining ones, the first stop token, else the first.
+        """
         try:
             text = self._renderer.raw(self._adapter([QUESTION, ANSWER])).text
         except RowFault:
@@ -182,7 +184,9 @@ class Turns:
         return run[0][0] if run else None
 
     def _stop_after(self, calls: bool) -> str:
-        """What ends a turn that the template does not close: see the head of this file; "" where nothing can."""
+        """Return the token that ends a turn which the template does not close (see the module docstring); "" if
+        none.
+        """
         return self._stop_after_calls if calls else self._stop_after_words
 
     @functools.cached_property
@@ -197,7 +201,7 @@ class Turns:
         return self._begins_next([QUESTION, call], result) or self._renderer.eos or ""
 
     def _begins_next(self, messages: list[Message], following: Message) -> str | None:
-        """The stop token that directly follows these messages when another one does."""
+        """Return the stop token that directly follows these messages when another one does."""
         try:
             upto = self._renderer.raw(self._adapter(messages)).text.rstrip()
             longer = self._renderer.raw(self._adapter([*messages, following])).text
@@ -208,7 +212,7 @@ class Turns:
         return first[0] if first is not None and first[0] in self._renderer.stops else None
 
     def closings(self) -> set[str]:
-        """Special tokens that end plain answers and tool calls: what a trained model stops at."""
+        """Return the special tokens that end plain responses and tool calls: the stop tokens of a trained model."""
         function = {"name": "zqcallqz", "arguments": {"a": "b"}}
         call = {"role": "assistant", "tool_calls": [{"id": CALL_ID, "type": "function", "function": function}]}
         ends = set()
@@ -222,7 +226,7 @@ class Turns:
 
     @functools.cached_property
     def _header(self) -> str:
-        """What a generation prompt adds to a plain question, as far as a finished answer has it too."""
+        """Return the part of the generation prompt that a finished turn has too."""
         try:
             asked, prompt = (self._renderer.raw(self._adapter([QUESTION]), prompt=end).text for end in (False, True))
             answered = self._renderer.raw(self._adapter([QUESTION, ANSWER])).text
@@ -231,8 +235,10 @@ class Turns:
         return prompt[len(asked) : _shared(prompt, answered)] if prompt.startswith(asked) else ""
 
     def _shared_prompt(self, messages: Sequence[Message], tools: Tools, number: int, before: str, upto: str) -> int:
-        """Length of what a generation prompt shares with a finished turn, where it says more than that
-        (DeepSeek-R1 opens a `<think>`)."""
+        """Return the length of the prefix that a generation prompt shares with a finished turn.
+
+        For generation prompts with additional text (DeepSeek-R1 opens a `<think>`).
+        """
         closed = self._renderer.raw(messages[:number], tools).text
         if upto.startswith(closed) and before.startswith(closed):
             other = self._renderer.raw([*messages[:number], *self._adapter([ANSWER])], tools).text
@@ -242,30 +248,30 @@ class Turns:
         raise TemplateError(self._refusal(number, before, upto))
 
     def _lost_thought(self, message: Message, before: str, turn: str) -> str:
-        """Reasoning that the template leaves out of a turn whose generation prompt opens it, with its end."""
-        thought = said_by(message).thought.strip()
+        """Return reasoning that the template omits from a turn whose generation prompt opens it, with its end."""
+        thought = content_of(message).thought.strip()
         if not thought or thought in turn or not before.rstrip().endswith("<think>"):
             return ""
         return f"{thought}\n</think>\n\n"
 
     def _refusal(self, number: int, part: str, whole: str) -> str:
-        """Why turn `number` cannot be told: `part`, the text before it, is not in `whole`."""
+        """Return the reason why turn `number` cannot be located: `part`, the text before it, is not in `whole`."""
         same = _shared(part, whole)
         return (
-            "data.chat_template: what the assistant wrote cannot be told from this template, since its text for the "
-            f"first {number} messages is not the beginning of its text for one more: they part after "
-            f"{part[max(0, same - 40) : same]!r}, as {part[same : same + 40]!r} and {whole[same : same + 40]!r}. "
-            "Give a .jinja file with {% generation %} markers around the assistant's words"
+            "data.chat_template: the assistant's text cannot be located in this template's output: its text for the "
+            f"first {number} messages is not a prefix of its text for one more; they differ after "
+            f"{part[max(0, same - 40) : same]!r}: {part[same : same + 40]!r} and {whole[same : same + 40]!r}. "
+            "Use a .jinja file with {% generation %} markers around the assistant's text"
         )
 
     def _located(
         self, messages: Sequence[Message], tools: Tools, turns: Sequence[int]
     ) -> Iterator[tuple[int, Turn, int, int]]:
-        """Each turn with a place in its own text up to which all is compared already, and the same place in the
-        whole text.
+        """Yield each turn with a position in its own text up to which it was compared, and in the whole text.
 
-        Of a long conversation the turns are rendered after the messages before the first answer and a few before the
-        turn: what the template writes of a turn may depend on those, and time stays linear.
+        Turns of a long conversation are rendered after the messages before the first response and a few before the
+        turn: a
+        template's output for a turn may depend on those, and time stays linear.
         """
         if len(messages) <= WHOLE:
             yield from ((number, self.turn(messages, tools, number), 0, 0) for number in turns)
@@ -287,7 +293,7 @@ class Turns:
 
 
 def _shared(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -296,7 +302,7 @@ def _shared(one: str, other: str) -> int:
 
 
 def _after(before: str, upto: str) -> int | None:
-    """Where in `upto` the end of `before` ends, if it stands there once; None otherwise."""
+    """Return where in `upto` the end of `before` ends, if it occurs once; else None."""
     length = SHORTEST
     while length < len(before):
         count = upto.count(before[-length:])
@@ -307,7 +313,7 @@ def _after(before: str, upto: str) -> int | None:
 
 
 def joined(spans: Sequence[Span]) -> list[Span]:
-    """Ranges with those that touch made one; empty ones left out."""
+    """Return ranges with touching ones merged and empty ones removed."""
     found: list[Span] = []
     for start, end in sorted((start, end) for start, end in spans if end > start):
         if found and start <= found[-1][1]:
