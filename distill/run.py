@@ -1,4 +1,4 @@
-"""One run, top to bottom: load, compare, train, compare again, save.
+"""A whole run: load, evaluate, train, evaluate again, save.
 
     result = run(load("recipes/quickstart.yaml"))
 
@@ -89,12 +89,14 @@ log = logging.getLogger(__name__)
 
 
 class RunResult(NamedTuple):
-    """What a run came to.
+    """Result of a run.
 
     Attributes:
-        before: held-out figures of the student that training began with.
-        after: the same of the trained one.
-        gap_closed: share of the forward KL that training took away.
+        folder: Folder of the run.
+        before: Held-out metrics of the untrained student.
+        after: Held-out metrics of the trained student.
+        gap_closed: Relative reduction of the forward KL by training.
+        steps: Number of optimizer steps.
     """
 
     folder: Path

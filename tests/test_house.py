@@ -19,7 +19,7 @@ MOST_ANY = {"distill/recipe": 0, "distill/core": 0, "distill": 655}
 # over six today; the list only gets shorter
 LONG_SIGNATURES = {
     "distill/cli.py:run",
-    "distill/evaluation/evaluate_documents.py:judge",
+    "distill/evaluation/evaluate_documents.py:evaluate_documents",
     "distill/evaluation/targets.py:held_out_rows",
     "distill/generation/from_recipe.py:on_policy_of",
     "distill/models/attention.py:fastest_attention",

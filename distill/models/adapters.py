@@ -106,7 +106,7 @@ def merged(model: Any) -> PreTrainedModel:
 
 
 def merge_in_place(model: Any) -> PreTrainedModel:
-    """As `merged`, consuming `model`."""
+    """Merge the adapters into `model` itself, as `merged` does for a copy."""
     plain = model.get_base_model()
     head, own = find_head(plain).linear, plain.get_input_embeddings()
     embedding = own.get_base_layer() if hasattr(own, "lora_A") else getattr(own, "original_module", own)

@@ -98,7 +98,7 @@ class AutoFusedModelForCausalLM:
         keep_logits: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """As `AutoModelForCausalLM.from_pretrained`, then `patch(model, role, ...)`."""
+        """Load with `AutoModelForCausalLM.from_pretrained`, then `patch(model, role, ...)`."""
         model = AutoModelForCausalLM.from_pretrained(*args, **kwargs)
         keep_soft_cap(model, kwargs.get("attn_implementation") or "auto")
         patch(model, role, attention=attention, keep_logits=keep_logits)

@@ -63,7 +63,7 @@ def fused_attention(
     max_length_k: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls for an attention layer.
+    """Attention function in the interface of transformers' attention layers.
 
     Args:
         module: The attention module; its `distill_attention` names the back end.
@@ -270,13 +270,12 @@ def use_fused_attention(model: nn.Module, decoder: nn.Module, backend: str = "tr
 
 
 def attends_within_documents(model: nn.Module) -> bool:
-    """Whether a row of many documents costs `model` what its documents do: its attention is ours, on a GPU, and leaves
-    out what lies between them. Others mask what they have computed, in time and memory quadratic in the row."""
+    """Return whether attention skips the pairs between documents of a row: ours does, on a GPU."""
     return "_distill_attention" in decoder_of(model).__dict__ and runs_on_triton(next(model.parameters()))
 
 
 def _why_not_ours(decoder: Any) -> str | None:
-    """What of a model's configuration keeps our attention from a call with a mask."""
+    """Return the reason why our attention cannot run a call with a mask, from the model's configuration."""
     names = ("attention_dropout", "attn_pdrop", "attention_dropout_prob", "attn_dropout")
     if decoder.training and any((getattr(decoder.config, name, 0.0) or 0.0) > 0 for name in names):
         return "it drops probabilities out; attention dropout of 0 would let ours take it"
@@ -285,7 +284,7 @@ def _why_not_ours(decoder: Any) -> str | None:
 
 
 def _newest_token(kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """What our decode kernel needs for this call of a decoder; None for a call that it does not serve."""
+    """Return the arguments of our decode kernel for this call of a decoder; None where it does not apply."""
     cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
     if not isinstance(cache, PreallocatedCache) or ids is None or ids.shape[1] != 1 or not runs_on_triton(ids):
         return None

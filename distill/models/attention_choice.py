@@ -1,4 +1,4 @@
-"""Which attention back end each model of a run uses: timed once, written down, and the same when the run is resumed.
+"""Choice of each model's attention back end: timed once, recorded, and kept when the run is resumed.
 
     choices = AttentionChoices(recipe, read_choices(folder) if resume else {})
     patch(teacher, "teacher", attention=choices.of(teacher, "teacher"))

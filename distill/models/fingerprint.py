@@ -50,7 +50,7 @@ def _sums(tensor: torch.Tensor, width: int = 4096) -> Iterator[torch.Tensor]:
 
 
 def model_identity(model: Any) -> dict[str, object]:
-    """What a model is, for a lock file: its weights, the commit it came from, its attention."""
+    """Return a model's identity for a lock file: hash of its weights, commit, attention."""
     config: Any = bare(model).config
     return {
         "weights": fingerprint(model),

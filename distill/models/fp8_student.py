@@ -30,7 +30,7 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 
 
 def fp8_problem(student: Student, family: str | None) -> str | None:
-    """Why a student cannot compute as its section asks, on GPUs of `family` (None for a CPU); None where it can."""
+    """Return why a student cannot compute in fp8 on GPUs of `family` (None for a CPU); None where it can."""
     if student.compute != "fp8" or has_fp8(family):
         return None
     return (
@@ -110,7 +110,7 @@ def _gains(group: Sequence[nn.Linear]) -> bool:
 
 @torch.no_grad()
 def _is_swiglu(mlp: nn.Module) -> bool:
-    """Whether a gated MLP without biases is `down(silu(gate(x)) * up(x))`, by what it computes."""
+    """Return whether a gated MLP without biases computes `down(silu(gate(x)) * up(x))`, by running it."""
     gate, up, down = (getattr(mlp, name) for name in GATED)
     if any(part.bias is not None or part._forward_hooks or part._forward_pre_hooks for part in (gate, up, down)):
         return False

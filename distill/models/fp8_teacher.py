@@ -139,7 +139,7 @@ def _draw(model: Any, part: nn.Module, device: torch.device) -> None:
 
 
 def is_quantised(model: nn.Module) -> bool:
-    """Whether some linear layers of `model` are in fp8 already."""
+    """Return whether some linear layers of `model` are in fp8 already."""
     return any(isinstance(module, Fp8Linear) for module in model.modules())
 
 

@@ -44,8 +44,9 @@ FORWARDS = (projection_forward, forward_on_triton)  # ours, of a plain linear la
 
 
 def why_not_fused(model: nn.Module, autocast: torch.dtype | None, forced: bool = False) -> str | None:
-    """Why no `FusedDecoder` serves `model`, by its parameters and its GPU (any with kernels if `forced`); None where
-    one may, which `tried` has to confirm."""
+    """Return why no `FusedDecoder` supports `model`, from its parameters and GPU (any, if `forced`); None where one
+    does.
+    """
     weight = next(model.parameters())
     if not runs_on_triton(weight):
         return "it is not on a GPU that the kernels run on"
@@ -55,7 +56,7 @@ def why_not_fused(model: nn.Module, autocast: torch.dtype | None, forced: bool =
 
 
 def why_not_plain(model: nn.Module, autocast: torch.dtype | None) -> str | None:
-    """Why `model`, which may lie on the meta device, is not of the form above; None where it is."""
+    """Return why `model`, possibly on the meta device, does not have the form above; None where it does."""
     weight = next(model.parameters())
     if is_offloaded(bare(model)):
         return "its layers wait in host memory"
@@ -86,7 +87,7 @@ def why_not_plain(model: nn.Module, autocast: torch.dtype | None) -> str | None:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether it has others than those by which checkpointing has embeddings ask for gradients."""
+    """Return whether a module has hooks other than those of gradient checkpointing on embeddings."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return any(not getattr(hook, "__name__", "").startswith("make_inputs_require_grad") for hook in hooks)
 
@@ -114,7 +115,7 @@ def _why_not_layer(layer: nn.Module) -> str | None:
 
 
 def epsilon(norm: nn.Module) -> float:
-    """What an RMSNorm adds to the mean of squares; 0 where it does not say."""
+    """Return the epsilon of an RMSNorm; 0 where it has none."""
     return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
 
 
@@ -128,7 +129,7 @@ class _Products(NamedTuple):
 
 
 def _products(layer: nn.Module, following: torch.Tensor) -> _Products:
-    """Of a layer, with its parameters as they are now; `following` is the weight of the norm after it."""
+    """Return the GEMMs of a layer with its present parameters; `following` is the weight of the next norm."""
     own = dict(layer.named_parameters())
     (first, of_first), (second, of_second) = (
         (own[f"{name}.weight"], epsilon(layer.get_submodule(name))) for name in NORMS

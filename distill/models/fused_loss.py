@@ -45,7 +45,7 @@ _CASTS = {torch.Tensor.float: torch.float32, torch.Tensor.bfloat16: torch.bfloat
 
 @dataclass
 class _Source:
-    """What the logits of one forward are computed from, once with a graph and once without, as they are used."""
+    """Inputs of a forward's logits, once with a graph and once detached."""
 
     model: nn.Module
     hidden: torch.Tensor
@@ -214,7 +214,7 @@ class FusedLoss:
         return why_not_fusable(head)
 
     def _head(self, hidden: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        """In place of the head's forward: the loss is kept, logits of no columns are returned."""
+        """Replacement of the head's forward: keeps the loss and returns logits without columns."""
         assert self._head_of_call is not None and self._labels is not None
         weight, bias, lora = read_head(self._head_of_call)
         num_items = self._num_items
@@ -230,7 +230,7 @@ class FusedLoss:
         return hidden.new_empty((*hidden.shape[:-1], 0))
 
     def _loss_function(self, *_: object, **__: object) -> torch.Tensor | None:
-        """In place of the model's loss function."""
+        """Replacement of the model's loss function."""
         loss, self._loss = self._loss, None
         return loss
 
@@ -283,7 +283,7 @@ def fuse_loss(model: PreTrainedModel, undo: list[Callable[[], None]]) -> str | N
 
 @torch.no_grad()
 def _differs(model: PreTrainedModel, fused: FusedLoss) -> str | None:
-    """Why the fused loss is not the model's own on four tokens; None where it is."""
+    """Return how the fused loss differs from the model's own on four tokens; None where it does not."""
     weight = find_head(model).linear.weight
     ids = torch.arange(4, device=weight.device)[None] % weight.shape[0]  # type: ignore[arg-type,index]
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}

@@ -1,4 +1,4 @@
-"""What data sheets say of GPUs, and which path our kernels take on each architecture family.
+"""GPU specifications from data sheets, and the kernels used on each architecture family.
 
 One table for the plan of a run (`distill check`), utilisation, `distill doctor --machine` and docs/reference/gpus.md.
 """
@@ -113,17 +113,17 @@ def family_in(device: torch.device) -> str | None:
 
 
 def runs_our_kernels(device: torch.device) -> bool:
-    """Whether `device` is a GPU on which Triton kernels are launched."""
+    """Return whether `device` is a GPU on which Triton kernels run."""
     return device.type == "cuda" and device_facts(device).has_kernels
 
 
 def has_fp8(family: str | None) -> bool:
-    """Whether a family multiplies e4m3; true of the CPU and of a GPU that is not known (None)."""
+    """Return whether a family has e4m3 matrix units; True for the CPU and an unknown GPU (None)."""
     return family is None or (family in FAMILIES and FAMILIES[family].fp8)
 
 
 def path_of(family: str) -> str:
-    """What computes on a family, and how far that was tried, for people."""
+    """Return a description of the kernels that run on a family, and how far they were tested."""
     if family not in FAMILIES:
         which = "GPUs older than Ampere (sm_80)" if family == OLDER else "GPUs of its architecture"
         return f"PyTorch computes: our kernels do not run on {which}"
@@ -135,5 +135,5 @@ def path_of(family: str) -> str:
 
 
 def tried(family: str) -> str:
-    """How far a family's kernels were tried."""
+    """Return a description of how far a family's kernels were tested."""
     return TRIED.get(family, COMPILED)

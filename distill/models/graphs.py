@@ -76,7 +76,7 @@ class DecoderGraphs:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a student's activations lie in the pool."""
+        """Return whether a student's activations are in the graph's memory pool."""
         return self._unfinished is not None and self._unfinished() is not None
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -292,7 +292,7 @@ def own_workspace() -> Iterator[None]:
 
 
 def _unsuited(decoder: nn.Module) -> str | None:
-    """Why a decoder cannot be captured, where that can be told without a call."""
+    """Return why a decoder cannot be captured, as far as that is known without running it; None otherwise."""
     for parameter in decoder.parameters():
         if isinstance(parameter, DTensor):
             return "its weights are sharded"

@@ -1,4 +1,4 @@
-"""What is held of every configuration and every file of weights before a library opens it.
+"""Validation of configurations and weight files before a library opens them.
 
 A configuration may name code to fetch, or a model that fills the memory before it has a weight; an index may name
 pickles, or files of somebody else. All of that is read here as plain JSON and refused in one line.

@@ -1,4 +1,4 @@
-"""What a causal language model does between its last hidden states and its logits, read rather than assumed.
+"""Head of a causal language model: the computation from hidden states to logits, verified on the model itself.
 
 A fused loss never sees logits, so it must be told all that happens on the way to them: weight, bias, a LoRA on the
 head, a scale (Granite divides, Cohere multiplies), a soft cap (Gemma). `read_head` says what the head's modules hold
@@ -40,7 +40,7 @@ class Head(NamedTuple):
 
 
 class HeadWeights(NamedTuple):
-    """What a fused loss takes from a head.
+    """Weights of a head, as a fused loss needs them.
 
     Attributes:
         weight: [vocabulary, hidden], floating point, not sharded.
@@ -73,13 +73,13 @@ def align_head(model: nn.Module) -> None:
 
 
 class LogitTransform(NamedTuple):
-    """How logits follow from the head's product: `softcap * tanh(scale * product / softcap)`, no cap if None."""
+    """Transformation of the head's output to logits: `softcap * tanh(scale * x / softcap)`, no cap if None."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     def applied(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the model makes of the product of hidden states and head."""
+        """Return the logits for the product of hidden states and head."""
         logits = logits * self.scale if self.scale != 1.0 else logits
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
@@ -150,7 +150,7 @@ def read_head(head: Head) -> HeadWeights:
 
 
 def why_not_fusable(head: Head) -> str | None:
-    """Why `read_head` refuses this head, wherever its weight lies; None where it does not."""
+    """Return why `read_head` refuses this head, on any device; None where it does not."""
     try:
         _expect_linear(head.linear)
         if hasattr(head.owner, "lora_A"):

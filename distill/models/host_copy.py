@@ -32,7 +32,7 @@ class HostCopy(dict[str, torch.Tensor]):
             self._event = stream.record_event()
 
     def is_ready(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         return (event := self._event) is None or event.query()
 
     def wait(self) -> HostCopy:

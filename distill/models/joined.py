@@ -30,7 +30,7 @@ WIDEST = 2048  # inputs of layers that a training step gains from; products of w
 
 
 def joins_on(device: torch.device) -> bool:
-    """Whether training steps there were measured to gain; see `FAMILIES`."""
+    """Return whether joined projections were measured to be faster on this device; see `FAMILIES`."""
     return device.type == "cuda" and device_facts(device).family in FAMILIES
 
 

@@ -38,6 +38,7 @@ class PreallocatedLayer(CacheLayerMixin):
         self.cache: KVCache | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate the buffers for the first keys and values."""
         batch, heads, _, size = key_states.shape
         if value_states.shape[-1] != size:
             raise ValueError(
@@ -66,6 +67,7 @@ class PreallocatedLayer(CacheLayerMixin):
         self.values = self.cache.values[:, filled].transpose(1, 2)
 
     def get_seq_length(self) -> int:
+        """Return the number of cached tokens."""
         return 0 if self.cache is None else self.cache.longest
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -73,11 +75,13 @@ class PreallocatedLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
+        """Return the capacity in tokens."""
         return self.max_length
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.20
 
     def reset(self) -> None:
+        """Forget all cached tokens."""
         if self.cache is not None:
             self.cache.reset()
             self._show()
@@ -90,6 +94,7 @@ class PreallocatedLayer(CacheLayerMixin):
             self._show()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Select sequences of the batch by index."""
         if self.cache is not None:
             self.cache.reorder(beam_idx.to(self.device))
             self._show()
@@ -115,7 +120,7 @@ class PreallocatedCache(Cache):
         self.padded_left: bool | None = None  # whether the prompts' padding mask is zeros, then ones; not known yet
 
     def newest_token(self, attention_mask: torch.Tensor | None) -> dict[str, torch.Tensor | None] | None:
-        """What `decode_attention` needs to attend from the token that comes next; None where it cannot.
+        """Return the arguments of `decode_attention` for the next token; None where it cannot be used.
 
         Args:
             attention_mask: As `generate` gives it: [B, cached tokens + 1], zeros where a prompt is padded on the left.

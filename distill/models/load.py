@@ -90,7 +90,7 @@ def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedT
 
 
 def _folder_of(source: ModelSource, section: ModelSection) -> Path:
-    """Where a model's tokenizer lies; of the hub, fetched as the loading does next."""
+    """Return the folder of a model's tokenizer; that of the hub is fetched."""
     if source.local:
         return Path(source.location)
     file = cached_file(
@@ -184,7 +184,7 @@ def load_config(section: ModelSection, field: str) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def _config_of(path: Path, modified: int, field: str, trusted: bool) -> Any:
-    """What a config.json holds; `modified`, when it was written, has a changed file read again."""
+    """Return the content of a config.json; `modified`, its time, makes a changed file be read again."""
     values = read_json(path, field)
     check_config(values, field, str(path), trusted=trusted)
     with loading(str(path), ModelSource(str(path)), field):
@@ -195,7 +195,7 @@ def _config_of(path: Path, modified: int, field: str, trusted: bool) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def _gguf_config(source: ModelSource, modified: int, spec: str, field: str) -> Any:
-    """What a GGUF file's header holds, which takes seconds to read; `modified` as above."""
+    """Return the configuration from a GGUF file's header, which takes seconds to read; `modified` as above."""
     with loading(spec, source, field):
         return AutoConfig.from_pretrained(source.location, gguf_file=source.gguf_file)
 
@@ -265,7 +265,7 @@ def _random(
 
 
 def model_options(section: ModelSection, dtype: torch.dtype) -> dict[str, Any]:
-    """What `from_config` takes of a section."""
+    """Return the arguments of `from_config` from a section."""
     return {"dtype": dtype, "trust_remote_code": section.trust_remote_code, **_attention(section)}
 
 

@@ -20,7 +20,7 @@ from distill.models.shared_input import GROUP, SharedInput, sharing_forward
 
 
 def is_lora_linear(module: nn.Module) -> bool:
-    """Whether `module` is PEFT's LoRA around a plain, frozen `nn.Linear`."""
+    """Return whether `module` is PEFT's LoRA around a plain, frozen `nn.Linear`."""
     if type(module).__name__ != "Linear" or not hasattr(module, "lora_A"):
         return False
     base: Any = module.get_base_layer()  # type: ignore[operator]
@@ -31,11 +31,11 @@ class SharedAdapters(SharedInput):
     """Sibling projections that are LoRA layers, computed as one while their base weights are joined."""
 
     def forwards(self, module: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., object]]]:
-        """Of `module` alone: its projections run `lora_forward` already."""
+        """Return the replacement forward of `module`; its projections run `lora_forward` already."""
         yield module, sharing_forward(module)
 
     def is_intact(self, module: nn.Module) -> bool:
-        """Whether `module` still calls these LoRA layers, with our forward and without hooks."""
+        """Return whether `module` still calls these LoRA layers, with our forward and without hooks."""
         own = module._modules
         return self.joined and all(own.get(name) is layer and _is_ours(layer) for name, layer in self.layers.items())
 
@@ -75,7 +75,7 @@ def adapted_groups(model: nn.Module) -> Iterator[tuple[nn.Module, SharedAdapters
 
 
 def lora_forward(self: Any, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-    """What takes the place of a LoRA layer's forward."""
+    """Replacement of a LoRA layer's forward."""
     group = self.__dict__.get(GROUP)
     if group is not None and group.is_open and not (args or kwargs or torch.compiler.is_compiling()):
         output: torch.Tensor | None = group.outputs.take(self, x, group.compute)
@@ -93,7 +93,7 @@ def lora_forward(self: Any, x: torch.Tensor, *args: object, **kwargs: object) ->
 
 
 def _has_own_forward(layer: Any) -> bool:
-    """Whether the layer inside computes otherwise than by its weight's dtype while it trains: in fp8."""
+    """Return whether the wrapped layer computes in another dtype than its weight's while training: in fp8."""
     base = layer.get_base_layer()
     return base.training and "forward" in base.__dict__
 

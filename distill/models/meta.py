@@ -70,7 +70,7 @@ def meta_model(config: Any, field: str, lora: Lora | None = None, *, trains: boo
 
 
 def weights_problem(section: ModelSection, field: str) -> str | None:
-    """Why the safetensors of a model on this machine are not its weights, as loading them would say.
+    """Return why a local model's safetensors are not its weights, as loading would report it; None otherwise.
 
     None where they are, and where that is seen when it is loaded: of a GGUF file, a quantised model, one of the hub.
     """
@@ -100,7 +100,7 @@ def meta_config(section: ModelSection, field: str) -> Any:
 
 
 def follows_model(section: ModelSection, field: str) -> bool:
-    """Whether `config` is that of another model than `model`, which is on this machine; warns of it once."""
+    """Return whether `config` is that of another model than the local `model`; warns once."""
     if section.config is None or section.init == "random" or (own := _layers_and_hidden(section, field)) is None:
         return False
     text = load_config(section.model_copy(update={"init": "random"}), field).get_text_config()
@@ -126,7 +126,7 @@ def sizes_of(section: ModelSection, field: str) -> str:
 
 
 def _layers_and_hidden(section: ModelSection, field: str) -> tuple[object, object] | None:
-    """As the model's own files say, without its weights; None where it is not on this machine."""
+    """Return layers and hidden size from a model's own files, without weights; None where it is not local."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -77,12 +77,12 @@ def offload_layers(model: Any, device: torch.device) -> Any:
 
 
 def is_offloaded(model: nn.Module | None) -> bool:
-    """Whether the layers of `model` wait in host memory."""
+    """Return whether the layers of `model` are in host memory."""
     return model is not None and CONVEYOR in model.__dict__
 
 
 def offloading_of(model: nn.Module | None) -> str | None:
-    """What of `model` is offloaded, in a line; None where it is resident."""
+    """Return a line on the offloaded layers of `model`; None where it is resident."""
     return None if model is None or CONVEYOR not in model.__dict__ else str(model.__dict__[CONVEYOR])
 
 
@@ -210,7 +210,7 @@ class _Travels(ModelHook):
 
 
 class _Stays:
-    """What takes the place of an offloaded model's `to`."""
+    """Replacement of an offloaded model's `to`."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self.model, self.device = weakref.ref(model), device
@@ -253,7 +253,7 @@ def _move_rest(model: nn.Module, travelling: set[int], device: torch.device) -> 
 
 
 def _places(group: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Where each tensor begins in a block, and the block's length, in bytes."""
+    """Return the offset of each tensor in a block, and the block's length, in bytes."""
     starts, end = [], 0
     for tensor in group:
         starts.append(end)

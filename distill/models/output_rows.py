@@ -55,7 +55,7 @@ def mark(decoder: nn.Module, layer: nn.Module, undo: list[Callable[[], None]], v
 
 
 def output_rows(decoder: nn.Module, rows: torch.Tensor | None, tokens: int) -> dict[str, OutputRows]:
-    """What to call a decoder with so that its last layer computes `rows`; empty where it computes all.
+    """Return the arguments with which a decoder's last layer computes only `rows`; empty where it computes all.
 
     Args:
         rows: int64 [R], flat positions, each once; None where not known.
@@ -146,8 +146,7 @@ class _PutBack(torch.autograd.Function):
 
 @torch.no_grad()
 def computes_rows(decoder: nn.Module, layer: nn.Module) -> bool:
-    """Whether some rows of six tokens come out as they do among all, and others do not: the layer is the last one, it
-    is handed the decoder's arguments, and attention ends in `o_proj`."""
+    """Return whether a layer computes single rows as it does among all, which holds for a last layer only."""
     device = next(decoder.parameters()).device
     ids, rows = torch.arange(6, device=device)[None], torch.tensor([1, 4], device=device)
     try:

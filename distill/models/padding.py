@@ -39,7 +39,7 @@ class PaddingMasks:
     def documents(
         self, mask: object, ids: torch.Tensor, reason: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-        """What attention takes in place of `mask`.
+        """Return the attention arguments that replace `mask`.
 
         Args:
             mask: [B, T], not zero where a token counts, or whatever the model was called with.

@@ -61,7 +61,7 @@ JUMPS = 2  # times what rounding the embedding otherwise does to the median toke
 
 @dataclass
 class PatchReport:
-    """What `patch` did.
+    """Result of `patch`.
 
     Attributes:
         model_type: The configuration's model type.

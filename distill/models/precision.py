@@ -1,4 +1,4 @@
-"""What a run computes in, and on which device."""
+"""Compute dtype, weight dtypes and device of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMPUTE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class Precision(NamedTuple):
-    """What the student computes in, what its weights are kept in, and what the teacher's are."""
+    """Dtypes of the student's computation, of its weights and of the teacher."""
 
     compute: torch.dtype
     student: torch.dtype

@@ -131,7 +131,7 @@ def cut_layers(teacher: PreTrainedModel, keep: Sequence[int], dtype: torch.dtype
 
 
 def student_config(config: Any, keep: Sequence[int]) -> Any:
-    """As `cut_config`, for a model that is to be saved: it is made and read back as it is.
+    """Return `cut_config` in a form that can be saved and read back.
 
     Raises:
         ValueError: transformers refuses such a configuration, or makes another of it.
@@ -171,7 +171,7 @@ def cut_config(config: Any, keep: Sequence[int]) -> Any:
 
 
 def _kept_sharing(types: Sequence[str], first: int, keep: Sequence[int]) -> int:
-    """How many of `keep` are layers from `first` on, which take keys and values of the last before it of their type."""
+    """Return how many of `keep`, from layer `first` on, reuse keys and values of an earlier layer of their type."""
     sharing = [number for number in keep if number >= first]
     for number in sharing:
         source = max(n for n in range(first) if types[n] == types[number])

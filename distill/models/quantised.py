@@ -29,7 +29,7 @@ NF4 = 4.5  # 4 bits and one fp32 scale for each 64 weights
 
 
 def quantisation_of(config: Any) -> Mapping[str, Any] | None:
-    """What a model's configuration says about weights that are quantised already; None where they are not."""
+    """Return a model's quantisation configuration; None where its weights are not quantised."""
     for part in (config, config.get_text_config()):
         found = getattr(part, "quantization_config", None)
         if found:
@@ -82,7 +82,7 @@ def check_quantisation(config: Any, section: ModelSection, field: str) -> None:
 
 
 def int8_arguments(source: ModelSource, device: torch.device, field: str) -> dict[str, Any]:
-    """What `from_pretrained` takes to quantise the linear layers but the head to int8.
+    """Return the arguments of `from_pretrained` that quantise all linear layers but the head to int8.
 
     Raises:
         ValueError: no GPU, bitsandbytes is not installed, or a GGUF file.
@@ -136,7 +136,7 @@ def check_quantised(model: nn.Module, section: ModelSection, field: str) -> None
 
 
 def quantised_by_transformers(model: object) -> bool:
-    """Whether transformers holds some layers of `model` quantised (our own fp8 layers do not count)."""
+    """Return whether transformers quantised some layers of `model` (our own fp8 layers do not count)."""
     return bool(getattr(model, "is_quantized", False))
 
 

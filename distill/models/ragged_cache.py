@@ -37,8 +37,7 @@ from distill.models.shared_prefixes import plan_prefixes
 
 
 class AttentionCall(NamedTuple):
-    """What an attention module calls its attention with: factor of the scores, keys a query sees, cap of the scores,
-    and whether there are sinks."""
+    """Arguments of an attention call: factor of the scores, keys that a query sees, soft cap of the scores, sinks."""
 
     scaling: float
     window: int | None
@@ -78,6 +77,7 @@ class RaggedLayer(CacheLayerMixin):
         self.owner = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate the buffers for the first keys and values."""
         _, heads, _, size = key_states.shape
         shape = (self.owner.batch, self.owner.slots, heads, size)
         self.dtype, self.device = value_states.dtype, key_states.device
@@ -114,6 +114,7 @@ class RaggedLayer(CacheLayerMixin):
                 kept.index_copy_(0, packed.moved_to, kept.index_select(0, packed.moved))
 
     def get_seq_length(self) -> int:
+        """Return the number of cached tokens."""
         return 0  # positions are always given; lengths are on the device
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -121,6 +122,7 @@ class RaggedLayer(CacheLayerMixin):
         return query_length, 0
 
     def get_max_length(self) -> int:
+        """Return the capacity in tokens."""
         return self.owner.slots
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.20
@@ -154,7 +156,7 @@ class RaggedCache(Cache):
         super().__init__(layers=[RaggedLayer(self) for _ in range(config.get_text_config().num_hidden_layers)])
 
     def begin(self, lengths: torch.Tensor) -> None:
-        """From now on each call brings the next token of every sequence; `lengths` [B] count the first of these."""
+        """Start decoding: each call brings the next token of every sequence; `lengths` [B] are the prompts'."""
         self.lengths.copy_(lengths)
 
     def allocate(self, keys: torch.Tensor) -> None:

@@ -167,7 +167,7 @@ def _hold_gguf(model: PreTrainedModel, path: Path, field: str, *, knows_rope: bo
 
 
 def weights_fault(folder: Path, model: PreTrainedModel, field: str, *, file_config: Any = None) -> str | None:
-    """Why the safetensors in `folder` are not the weights of `model`, by their headers alone; None where they are.
+    """Return why the safetensors in `folder` do not match `model`, from their headers alone; None where they do.
 
     Args:
         folder: A model's folder; every safetensors file directly in it counts.

@@ -47,6 +47,7 @@ def _random(module: nn.Module, *shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def epsilon_of(module: nn.Module) -> float | None:
+    """Return the epsilon of a norm; None where it has none."""
     for name in ("variance_epsilon", "eps", "epsilon"):
         if isinstance(value := getattr(module, name, None), float):
             return value
@@ -54,6 +55,7 @@ def epsilon_of(module: nn.Module) -> float | None:
 
 
 def looks_like_rms_norm(module: nn.Module) -> bool:
+    """Return whether a module may be an RMSNorm, from its parameters."""
     parameters = dict(module.named_parameters(recurse=False))
     return (
         list(parameters) == ["weight"]
@@ -65,18 +67,21 @@ def looks_like_rms_norm(module: nn.Module) -> bool:
 
 
 def _takes_one_input(module: nn.Module) -> bool:
-    """Whether hidden states are all that a module is given: no gate (Mamba 2) and no number of a layer beside them."""
+    """Return whether hidden states are a module's only input: no gate (Mamba 2) and no layer index."""
     inputs = inspect.signature(module.forward).parameters.values()
     return len([one for one in inputs if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]) == 1
 
 
 def rms_norm_form(module: Any, gradients: bool) -> str | Mismatch:
+    """Return the form of an RMSNorm, found by running the module, or how it differs from every known form."""
     eps = epsilon_of(module)
     forwards = {form: functools.partial(rms_norm_forward(form, eps), module) for form in ("llama", "gemma")}
     return _which(module, _random(module, 3, module.weight.shape[0], scale=3.0), forwards, gradients)
 
 
 def rms_norm_forward(form: str, eps: float | None) -> Callable[..., Any]:
+    """Replacement of an RMSNorm's forward."""
+
     def forward(
         self: Any, hidden_states: torch.Tensor, residual: torch.Tensor | None = None,
         dtype: torch.dtype | None = None, and_input: bool = False, fp8: bool = False,
@@ -92,6 +97,7 @@ def rms_norm_forward(form: str, eps: float | None) -> Callable[..., Any]:
 
 
 def layer_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Replacement of a LayerNorm's forward."""
     return layer_norm(x, self.weight, self.bias, self.eps)
 
 
@@ -99,6 +105,7 @@ def layer_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def gated_names(module: nn.Module) -> tuple[str, str | None, str] | None:
+    """Return the names of a gated MLP's projections; None for another module."""
     for names in GATED_NAMES:
         if all(isinstance(getattr(module, name, None), nn.Module) for name in names if name):
             return names
@@ -106,6 +113,7 @@ def gated_names(module: nn.Module) -> tuple[str, str | None, str] | None:
 
 
 def gated_activation(module: nn.Module, names: tuple[str, str | None, str], gradients: bool) -> str | Mismatch:
+    """Return the activation of a gated MLP, found by running the module, or how it differs from the known ones."""
     first = getattr(module, names[0])
     if not hasattr(first, "in_features") or not _takes_one_input(module):
         return Mismatch("it takes more than hidden states")
@@ -130,6 +138,7 @@ def _which(
 
 
 def gated_forward(names: tuple[str, str | None, str], activation: str) -> Callable[..., Any]:
+    """Replacement of a gated MLP's forward."""
     gate_name, up_name, down_name = names
     gated = ACTIVATIONS[activation]
 
@@ -187,6 +196,7 @@ def _apply_rotary(
 
 
 def rotary_form(module: nn.Module, gradients: bool) -> str | Mismatch:
+    """Return the form of a rotary embedding function, found by running it, or how it differs from the known one."""
     rotate = rotary_function(module).__globals__[ROTARY]
     width = getattr(module, "head_dim", None)
     if not isinstance(width, int):

@@ -34,14 +34,14 @@ def fusable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def takes_residual(module: Any) -> bool:
-    """Whether a norm or an MLP runs our forward, and one that takes a residual: that of a LayerNorm does not."""
+    """Return whether a norm or an MLP runs our forward with a residual input; a LayerNorm's has none."""
     return "forward" in module.__dict__ and "residual" in inspect.signature(module.forward).parameters
 
 
 def _attend(
     layer: Any, hidden_states: torch.Tensor, rows: torch.Tensor | None, kwargs: dict[str, object], casts: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.dtype | None]:
-    """What attention adds, to what, of `rows` alone as [1, R, H], and the dtype that norms write (None: their own)."""
+    """Return attention's output, its residual, both for `rows` alone as [1, R, H], and the dtype that norms write."""
     dtype = cast_dtype(hidden_states, layer.self_attn, layer.mlp) if casts else None
     fp8 = dtype is None and _reads_fp8(layer.self_attn, layer.input_layernorm.weight, hidden_states)
     normed, hidden_states = layer.input_layernorm(hidden_states, dtype=dtype, and_input=True, fp8=fp8)
@@ -50,7 +50,7 @@ def _attend(
 
 
 def _reads_fp8(reader: nn.Module, weight: torch.Tensor, *given: torch.Tensor) -> bool:
-    """Whether what a norm of `weight` makes for `reader` may be quantised as it is made: all products are in fp8."""
+    """Return whether the output of a norm for `reader` may be quantised at once: all its GEMMs are in fp8."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or any(x.dtype != weight.dtype for x in given):
         return False
     weights = ((child, getattr(child, "weight", None)) for child in reader.children())
@@ -126,7 +126,7 @@ def layer_matches(
 
 @torch.no_grad()
 def _only_casts(layer: Any, x: torch.Tensor, kwargs: dict[str, object]) -> bool:
-    """Whether attention and MLP give the same bits, under autocast, for `x` and for `x` cast beforehand."""
+    """Return whether attention and MLP give the same bits, under autocast, for `x` and for `x` cast beforehand."""
     with torch.autocast(x.device.type, torch.bfloat16):
         if cast_dtype(x, layer.self_attn, layer.mlp) is None:
             return False

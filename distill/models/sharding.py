@@ -1,4 +1,4 @@
-"""How models lie over several processes: copied, or cut into shards (FSDP2)."""
+"""Placement of models over several processes: replicated, or sharded (FSDP2)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Strategy = Literal["ddp", "fsdp"]
 
 
 class Sharing(NamedTuple):
-    """What is done with the two models.
+    """Placement of student and teacher over the processes.
 
     Attributes:
         student: `ddp` copies it to every device, `fsdp` shards it.
@@ -32,12 +32,12 @@ class Sharing(NamedTuple):
 
     @property
     def student_sharded(self) -> bool:
-        """Whether the student goes through FSDP2."""
+        """Return whether the student is sharded by FSDP2."""
         return self.student == "fsdp"
 
     @property
     def short(self) -> str:
-        """In a word or two."""
+        """Return a short description."""
         if self is ALONE:
             return "one device"
         return self.student + (", teacher sharded" if self.teacher_sharded else "")
@@ -51,7 +51,7 @@ ALONE = Sharing("ddp", False, True, "one process")
 
 
 def is_sharded(model: nn.Module | None) -> bool:
-    """Whether the parameters of `model` are shards."""
+    """Return whether the parameters of `model` are sharded."""
     from torch.distributed.tensor import DTensor
 
     return model is not None and any(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -108,7 +108,7 @@ def use_fsdp2(accelerator: Any, settings: dict[str, Any]) -> None:
 
 
 def keeps_nothing(optimizer: Any) -> bool:
-    """Whether an optimizer's steps follow from its settings alone: plain SGD, without momentum.
+    """Return whether an optimizer has no state: plain SGD without momentum.
 
     torch cannot load the state of such a one into shards ("Expected device to be set": it takes the device from the
     state's tensors), and there is nothing to load.

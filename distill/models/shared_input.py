@@ -39,7 +39,7 @@ class SharedInput:
         self.outputs: SiblingOutputs[torch.Tensor] = SiblingOutputs()
 
     def forwards(self, module: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., object]]]:
-        """What takes the place of whose forward, where these are the projections of `module`."""
+        """Return the replacement forwards, by module, if these are the projections of `module`."""
         yield module, sharing_forward(module)
         yield from ((layer, projection_forward) for layer in self.layers.values())
 
@@ -48,7 +48,7 @@ class SharedInput:
         return list(self.layers.values())
 
     def is_intact(self, module: nn.Module) -> bool:
-        """Whether `module` still calls these projections, as they are: none is wrapped (an adapter) or replaced."""
+        """Return whether `module` still calls these projections unchanged: none wrapped (an adapter) or replaced."""
         own = module._modules
         return all(own.get(name) is layer and _is_ours(layer) for name, layer in self.layers.items())
 
@@ -93,7 +93,7 @@ def groups_of(model: nn.Module) -> Iterator[tuple[nn.Module, SharedInput]]:
 
 
 def projection_forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """What takes the place of a sibling projection's forward."""
+    """Replacement of a sibling projection's forward."""
     if not torch.compiler.is_compiling():
         group = self.__dict__[GROUP]
         if group.is_open and (group.joined or torch.is_grad_enabled()):
@@ -104,7 +104,7 @@ def projection_forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def sharing_forward(module: nn.Module) -> Callable[..., object]:
-    """What takes the place of the forward of a module with such projections: the same, with its group open."""
+    """Replacement of the forward of a module with such projections: runs it with its group open."""
     inner: Callable[..., object] = module.forward.__func__  # type: ignore[attr-defined]
 
     @functools.wraps(inner)

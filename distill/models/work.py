@@ -56,7 +56,7 @@ def work_of(model: nn.Module, *, trains: bool) -> Work | None:
 
 
 def head_work(shape: Shape) -> Work:
-    """Of a frozen head alone, where a teacher's hidden states come from elsewhere."""
+    """Return the FLOPs of a frozen head alone, for a teacher whose hidden states are not computed here."""
     return Work(0.0, 2.0 * shape.head, 0.0, 0.0, 4.0 * (shape.hidden + shape.vocabulary))
 
 

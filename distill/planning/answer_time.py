@@ -1,4 +1,4 @@
-"""What the student's own answers take of an optimizer step, were each as long as it may be.
+"""Time of on-policy generation in an optimizer step, if all rollouts have the maximum length.
 
     a token of all sequences at once = layers x latency + (weights + keys and values) / (0.72 bandwidth)
 
@@ -27,7 +27,7 @@ BANDWIDTH_SHARE = 0.72  # of a data sheet's
 
 
 class Answers(NamedTuple):
-    """Of one optimizer step: how many on all devices, new tokens of the longest, seconds were all so long (or None)."""
+    """Rollouts of an optimizer step: their number on all devices, maximum new tokens, and seconds (None if unknown)."""
 
     number: float
     tokens: int
@@ -35,7 +35,7 @@ class Answers(NamedTuple):
 
 
 def answers_of(situation: Situation, device: Device, data: DataReport, rows: float) -> Answers | None:
-    """What is answered in a step of `rows` rows of the data; None where nothing is."""
+    """Return the rollouts in a step of `rows` rows of the data; None without on-policy data."""
     recipe, student = situation.recipe, situation.student.shape
     section, length = recipe.data.own_answers, recipe.data.max_length
     if section is None:
@@ -57,7 +57,7 @@ def answers_of(situation: Situation, device: Device, data: DataReport, rows: flo
 
 
 def token_seconds(student: Shape, gpu_spec: GpuSpec, seats: float, cached: float, itemsize: int, fused: bool) -> float:
-    """Of one new token of `seats` sequences with `cached` tokens each, weights of `itemsize` bytes, 16-bit caches."""
+    """Return the seconds of one new token of `seats` sequences with `cached` tokens each."""
     bytes_read = itemsize if fused or itemsize == 2 else itemsize + 4  # else a copy in 16 bits is written, and read
     read = (student.linear + student.head) * bytes_read + seats * cached * 4 * student.layers * student.key_value
     return student.layers * (FUSED_LAYER if fused else OWN_LAYER) + read / (BANDWIDTH_SHARE * gpu_spec.bandwidth * 1e9)

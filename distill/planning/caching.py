@@ -1,4 +1,4 @@
-"""How several GPUs hold a teacher that is cached: a copy each, or shards of one where it does not fit.
+"""Placement of a teacher over several GPUs while it is cached: replicated, or sharded where it does not fit.
 
 Caching has neither gradients nor optimizer states, so that a teacher that a run must shard may well be copied here,
 which is faster: copies share nothing. With N tokens in a micro-batch, c the bytes of a number that is computed with, H
@@ -48,7 +48,7 @@ def caching_memory(situation: Situation, batch_size: int | None = None, *, shard
 
 
 def share_caching(situation: Situation, batch_size: int | None = None, other_bytes: float = 0.0) -> Sharing:
-    """Whether the devices hold copies or shards, by arithmetic alone; as asked for first.
+    """Return the placement of the teacher, as requested or by its memory.
 
     Args:
         other_bytes: of each device that something else takes.
@@ -67,7 +67,7 @@ def share_caching(situation: Situation, batch_size: int | None = None, other_byt
 
 
 def plan_caching(recipe: Recipe, device: torch.device, world: int, batch_size: int | None = None) -> Sharing:
-    """How the processes of `distill cache` hold the teacher.
+    """Return the placement of the teacher over the processes of `distill cache`.
 
     A CPU has no limit here: copies, unless shards are asked for.
 
@@ -103,7 +103,7 @@ def _share(
 def asked_in_shards(
     recipe: Recipe, device: torch.device, world: int, *, batch_size: int, cached_tokens: int = 0, alone: bool = False
 ) -> bool:
-    """Whether other commands that ask the recipe's teacher over `world` processes hold it in shards, as caching would.
+    """Return whether commands that query the teacher over `world` processes shard it, as caching would.
 
     They load a teacher of `teacher.dtype: fp8` in 16 bits.
 
@@ -123,7 +123,7 @@ def asked_in_shards(
 
 
 def what_caching_takes(situation: Situation) -> str:
-    """In words, for the check of a recipe whose cache is still to be made."""
+    """Return a description of the memory of caching, for the check of a recipe whose cache does not exist yet."""
     recipe = situation.recipe
     situation = situation.of(recipe.model_copy(update={"teacher": section_to_load(recipe)}))
     sharing = share_caching(situation)

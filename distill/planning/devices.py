@@ -1,4 +1,4 @@
-"""What a run is planned for: this machine's GPU, one named, a size, or a CPU; and the rate of its bus.
+"""Devices that runs are planned for: this machine's GPU, a named one, a memory size, or a CPU.
 
 An offloaded teacher's layers cross the bus once in every micro-batch, while the layer before computes, so that its
 forward takes max(arithmetic, bytes / rate). The rate, and that between GPUs, is taken to be 80 % of what the link is
@@ -19,7 +19,7 @@ REACHED = 0.8
 
 
 class Device(NamedTuple):
-    """What a run is planned for.
+    """Device that a run is planned for.
 
     Attributes:
         name: for people.
@@ -37,7 +37,7 @@ class Device(NamedTuple):
 
     @property
     def path(self) -> str:
-        """What computes on it, for people; empty where its family is not known."""
+        """Return a description of the kernels used on it; empty where its family is unknown."""
         if not self.cuda:
             return "PyTorch computes: the kernels' references, on a CPU"
         return "" if self.family is None else path_of(self.family)

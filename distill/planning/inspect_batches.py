@@ -43,7 +43,7 @@ def tokens_of(row: dict[str, Any], tokenizer: Any, shades: Sequence[float | None
 
 
 def _texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """What each token adds to the text. SentencePiece drops the space before a token that stands alone."""
+    """Return the text that each token adds. SentencePiece drops the space before a token that is decoded alone."""
     texts: list[str] = []
     before, start, known = 0, 0, ""  # the character before begins at `before` and reads `known`, this one at `start`
     for place in range(len(ids)):

@@ -1,4 +1,4 @@
-"""How much GPU memory one training step takes, by arithmetic from the two configurations alone.
+"""GPU memory of a training step, computed from both configurations.
 
 With N tokens in a micro-batch, w the bytes of a trained weight, c of what is computed in (2 for bfloat16), r of the
 residual stream (the embedding's dtype), H the hidden size, A heads x head width, K key-value heads x head width, I the

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Preflight:
-    """What `check` found; sizes in bytes, times in seconds, None where it cannot be known beforehand.
+    """Result of `check`; sizes in bytes, times in seconds, None where unknown beforehand.
 
     Attributes:
         device, gpus, strategy: what the run was planned for; `training` of the GPUs train, the others
@@ -189,14 +189,14 @@ def _together(teachers: Sequence[Shape]) -> Shape:
 
 
 def _sharing(situation: Situation, device: Device) -> Sharing:
-    """How the devices share the two models, as the run will choose it."""
+    """Return the placement of both models, as the run will choose it."""
     if situation.world == 1:
         return ALONE
     return sharing_of(situation) if device.cuda else as_requested(situation.recipe)
 
 
 def _teacher_server(situation: Situation, report: Preflight) -> None:
-    """What the GPUs of the teacher server take, beside those that train."""
+    """Add the memory of the GPUs of a teacher server to the report."""
     side, count = teacher_side(situation), situation.recipe.parallel.teacher_gpus or 0
     how = "shards" if side.sharded else "a copy each" if count > 1 else "whole"
     report.strategy += f" on {situation.world}, teacher on {count}"
@@ -308,7 +308,7 @@ def _check_vocabulary(source: TeacherSource, report: Preflight) -> Vocabulary | 
 
 
 def why_no_tokenizer(section: ModelSection, name: str) -> str:
-    """Why a model's tokenizer cannot be looked at without fetching it; empty where it is on this machine."""
+    """Return why a model's tokenizer is not available without fetching it; empty where it is local."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -356,7 +356,7 @@ def _check_data(source: TeacherSource, vocabulary: Vocabulary | None, report: Pr
 
 
 def _time(situation: Situation, facts: DataReport | None, report: Preflight) -> None:
-    """By what each model reads: rows are as long as their longer reading."""
+    """Estimate the step time from the tokens that each model reads; a row is as long as its longer input."""
     length = situation.recipe.data.max_length
     facts = facts or DataReport(documents=1, tokens=length, teacher_tokens=length, trained_tokens=length, rows=1)
     rows = report.tokens_per_step / max(facts.tokens, facts.teacher_tokens, 1)  # this share of the data is a step

@@ -1,4 +1,4 @@
-"""How several GPUs share a run: who is copied to each of them, and who is cut into shards.
+"""Placement of student and teacher over several GPUs: replicated or sharded.
 
 The student is copied (DDP: fastest) where weights, gradients, optimizer states and activations fit beside the teacher,
 and sharded (FSDP2) where they do not. The teacher is copied too, and sharded only if it does not fit even beside a
@@ -43,7 +43,7 @@ class Needs(NamedTuple):
 
 
 class TeacherSide(NamedTuple):
-    """What each GPU of a teacher server that the launch starts holds.
+    """Memory of each GPU of a teacher server that the launch starts.
 
     Attributes:
         sharded: shards of one teacher; else a copy each.
@@ -59,7 +59,8 @@ class TeacherSide(NamedTuple):
 
 
 def plan_sharing(recipe: Recipe, device: torch.device, world: int) -> Sharing:
-    """What `parallel` comes to for this recipe on `world` devices such as `device`, and why.
+    """Return the placement that `parallel` gives for this recipe on `world` devices such as `device`, with the
+    reason.
 
     Sizes are counted on models without memory, so nothing has to be loaded for it. A CPU has no limit here: copies,
     unless shards are asked for.
@@ -85,7 +86,7 @@ def as_requested(recipe: Recipe) -> Sharing:
 
 
 def sharing_of(situation: Situation) -> Sharing:
-    """What `parallel` comes to on more than one device, by arithmetic alone."""
+    """Return the placement on more than one device, by memory estimates alone."""
     parallel, usable, world = situation.recipe.parallel, situation.usable, situation.world
     ways = [step_memory(situation, sharded=sharded) for sharded in (False, True)]
     others = [way.peak - way.parts["teacher"] for way in ways]
@@ -134,7 +135,7 @@ def choose_sharing(
 
 
 def teacher_side(situation: Situation) -> TeacherSide:
-    """How a teacher server that the launch starts holds it, on devices such as those that train."""
+    """Return the placement of the teacher on the server's GPUs."""
     recipe, gpus = situation.recipe, situation.recipe.parallel.teacher_gpus or 1
     plain = situation.of(recipe.model_copy(update={"parallel": Parallel()}))._replace(world=gpus)
     copied, cut, shape = plain.footprint(), plain.footprint(sharded=True), plain.source.shapes()[0]

@@ -1,4 +1,4 @@
-"""What is planned: a recipe on devices of a kind, and the sizes that follow."""
+"""Recipe on given devices, and the sizes that follow."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ class Situation(NamedTuple):
         return accumulation_steps(self.recipe.train, self.recipe.data, self.world)
 
     def footprint(self, sharded: bool = False) -> Footprint:
-        """What the teacher takes, copied or in shards."""
+        """Return the teacher's memory, replicated or sharded."""
         return self.source.footprint(FootprintContext(self.precision, self.memory_bytes, self.world, sharded))

@@ -1,4 +1,4 @@
-"""What an optimizer step takes: its arithmetic, what crosses memory and links for it, and the seconds of both.
+"""Time of an optimizer step: arithmetic, memory and link traffic, and the seconds of each.
 
     seconds of a model = products' FLOPs / (0.72 bf16 peak) + attention's / (0.4 bf16 peak) + bytes / (0.875 bandwidth)
     of a step = student, recomputed layers, both heads, optimizer, exchange + max(teacher's layers, bytes moved / bus)
@@ -30,7 +30,7 @@ SUSTAINED, ATTENTION, COPIED = 0.72, 0.4, 0.875
 
 
 class StepTokens(NamedTuple):
-    """Of a step on all devices: tokens, how many of them are learned, (query, key) pairs."""
+    """Tokens of a step on all devices: all of them, trained ones, (query, key) pairs."""
 
     tokens: float
     learned: float
@@ -38,7 +38,7 @@ class StepTokens(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """Of one optimizer step: FLOPs on all devices, and seconds; None where the devices' rates are not known."""
+    """FLOPs of an optimizer step on all devices, and its seconds; None where the devices' rates are unknown."""
 
     flops: float
     seconds: float | None
@@ -52,7 +52,7 @@ def longer_in_bf16(device: Device, weights: float, tokens: float) -> float | Non
 
 
 class Clock(NamedTuple):
-    """What a device with these rates takes for the `tokens` of a step; both models are called `calls` times in it."""
+    """Step time on a device with these rates; each model is called `calls` times in a step."""
 
     gpu_spec: GpuSpec
     peak: float
@@ -61,11 +61,11 @@ class Clock(NamedTuple):
 
     @property
     def bandwidth(self) -> float:
-        """Of its memory, bytes a second."""
+        """Return the reached memory bandwidth, bytes per second."""
         return COPIED * self.gpu_spec.bandwidth * 1e9
 
     def seconds(self, work: Work, in_fp8: bool = False) -> float:
-        """Of a device that does all of it."""
+        """Return the seconds of `work` on one device."""
         tokens, body = self.tokens, self.gpu_spec.fp8 * 1e12 if in_fp8 and self.gpu_spec.fp8 is not None else self.peak
         products = (work.token * tokens.tokens / body + work.trained * tokens.learned / self.peak) / SUSTAINED
         moved = work.token_bytes * tokens.tokens + work.trained_bytes * tokens.learned
@@ -104,7 +104,7 @@ def step_time(
 
 
 def _student_seconds(situation: Situation, clock: Clock, work: float) -> float:
-    """Of the side that trains: `work` seconds of one device, what is computed again, optimizer and exchange."""
+    """Return the seconds of the training side: `work` seconds of one device, recomputation, optimizer, exchange."""
     recipe, student, shape, world = situation.recipe, situation.student, situation.student.shape, situation.world
     if situation.precision.student == torch.float32:  # and its residual stream: 2 bytes more, 4 times a layer and pass
         work += 24 * shape.hidden * shape.layers * clock.tokens.tokens / clock.bandwidth
@@ -122,7 +122,7 @@ def _student_seconds(situation: Situation, clock: Clock, work: float) -> float:
 
 
 def _teacher_seconds(situation: Situation, clock: Clock, teacher: Work) -> float:
-    """Of the teacher's layers, on the GPUs that hold it."""
+    """Return the seconds of the teacher's layers, on the GPUs that hold it."""
     dtypes = {section.dtype for section in situation.source.sections.values()}
     work = clock.seconds(teacher._replace(trained=0.0, trained_bytes=0.0), dtypes == {"fp8"})
     ranks, in_shards, footprint = situation.world, sharing_of(situation).teacher_sharded, situation.footprint()

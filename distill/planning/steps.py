@@ -50,7 +50,7 @@ def total_steps(train: Train, data: Data, rows: int, accumulation: int, world: i
 
 
 def small_data_notes(recipe: Recipe, data: DataReport, accumulation: int, world: int) -> list[str]:
-    """What is too small for a run to teach or its figures to be believed, with the settings to change.
+    """Return notes on data or steps that are too few to train on or to measure, with the settings to change.
 
     Args:
         recipe: the run's.
