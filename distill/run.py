@@ -2,18 +2,18 @@
 
     result = run(load("recipes/quickstart.yaml"))
 
-Everything that a person may have got wrong is found before the run's folder exists. Then `<output_dir>/<name>/` gets:
+Mistakes of the user are found before the run's folder exists. Then `<output_dir>/<name>/` gets:
 
-    recipe.yaml         the resolved recipe; where a resumed run was resumed other settings, the latest, changes noted
-    attention.json      the attention back ends that were the fastest here; a resumed run keeps them
-    kernels.json        ways of launching kernels that were timed on this GPU, where any were; a resumed run keeps them
-    lock.yaml           all that the figures depend on: versions, hashes, seeds; `--lock` holds another run to it
-    before.json         held-out figures and samples from before training, reused by --resume
-    manifest.json       checksums of these files and of those of the run's end
+    recipe.yaml         the resolved recipe; after a resume with other settings the latest one, changes in comments
+    attention.json      the fastest attention back ends on this machine; a resumed run keeps them
+    kernels.json        kernel configurations that were autotuned on this GPU, if any; a resumed run keeps them
+    lock.yaml           everything that metrics depend on: versions, hashes, seeds; `--lock` compares a run with it
+    before.json         held-out metrics and samples from before training, reused by --resume
+    manifest.json       checksums of these files and of the final ones
     metrics.jsonl       one row per logging step
-    checkpoint-N/       complete by construction; only with train.save_every
-    student/            model, tokenizer and model card; `from_pretrained` takes it as it is
-    rollouts/           the student's own answers of some steps; only with data.on_policy.store_every
+    checkpoint-N/       always complete; only with train.save_every
+    student/            model, tokenizer and model card, for `from_pretrained`
+    rollouts/           on-policy rollouts of some steps; only with data.on_policy.store_every
     result.json, samples.md, curves.svg
 """
 
@@ -117,17 +117,17 @@ def run(
     """Run `recipe`.
 
     Args:
-        recipe: what to do.
-        name: the run's folder under `output_dir`; None for the recipe's name or the next free one.
-        resume: continue the run in that folder from its last complete checkpoint; "unverified": also from one without
+        recipe: Recipe to run.
+        name: Name of the run's folder under `output_dir`; None for the recipe's name or the next free one.
+        resume: Continue the run in that folder from its last complete checkpoint; "unverified": also from one without
             a manifest.
-        lock: a lock.yaml; where anything differs from it, nothing is run.
-        plugin: the file of loss functions that the recipe was resolved with; its code is run.
+        lock: Path of a lock.yaml; the run is refused if anything differs from it.
+        plugin: File of loss functions that the recipe was resolved with; its code is run.
 
     Raises:
-        ValueError: the user's input, one line a fault; nothing has been written then.
-        RunError: the machine or the numbers, one line that says what to do.
-        SystemExit: with code 0, after SIGTERM and a checkpoint, or where a finished run has nothing to go on from.
+        ValueError: Invalid user input, one line per error; nothing has been written then.
+        RunError: A failure of the machine or of training, one line with the cure.
+        SystemExit: Code 0, after SIGTERM and a checkpoint, or where a finished run has nothing left to do.
     """
     transformers.utils.logging.disable_progress_bar()
     own_terms = allowed_plugin(recipe.loss, plugin)
@@ -136,39 +136,39 @@ def run(
     runs = runs_folder(recipe.output_dir)
     process = PartialState(cpu=device.type == "cpu", **restart_store())
     folder = broadcast_from_rank0(lambda: run_folder(recipe.name, name=name, resume=bool(resume), runs=runs))
-    with translate_errors(recipe, folder), RunLock(folder) as held, contextlib.ExitStack() as opened:
+    with translate_errors(recipe, folder), RunLock(folder) as run_lock, contextlib.ExitStack() as resources:
         if recipe.parallel.teacher == "served":
             sharded = is_sharded_where_served(recipe, device, world_size())
-            opened.enter_context(launched_servers(recipe, device, sharded=sharded))
-        return _run(recipe, held, opened, process, resume, lock, own_terms)
+            resources.enter_context(launched_servers(recipe, device, sharded=sharded))
+        return _run(recipe, run_lock, resources, process, resume, lock, own_terms)
 
 
 def _run(
-    recipe: Recipe, held: RunLock, opened: contextlib.ExitStack, process: PartialState,
+    recipe: Recipe, run_lock: RunLock, resources: contextlib.ExitStack, process: PartialState,
     resume: bool | Literal["unverified"], lock: Path | None, own_terms: Any,
 ) -> RunResult:  # fmt: skip
-    # --- what was asked for
-    folder, device, last, resumed = held.folder, resolve_device(recipe.train), None, None
+    # --- recipe, resume point, placement
+    folder, device, last, resumed = run_lock.folder, resolve_device(recipe.train), None, None
     if resume:
         if is_main_process():
-            held.acquire()
+            run_lock.acquire()
         resumed = resume_plan(recipe, folder, processes=world_size())
         last, refused = broadcast_from_rank0(lambda: find_valid_checkpoint(folder, unverified=resume == "unverified"))
         if is_main_process():
-            _say_where_it_goes_on(folder, last, [*refused, *resumed.lines()])
+            _print_resume_point(folder, last, [*refused, *resumed.lines()])
         if _is_finished(folder, last):
             raise SystemExit(0)
     precision = resolve_precision(recipe, device)
     accumulation = accumulation_steps(recipe.train, recipe.data, world_size())
-    # cuBLAS looks at what determinism needs before the first product, so this comes before the models
+    # cuBLAS reads the determinism setting at its first GEMM, so it is set before the models are loaded
     (transformers.enable_full_determinism if recipe.train.deterministic else transformers.set_seed)(recipe.train.seed)
     sharing = plan_sharing(recipe, device, world_size())
     if is_main_process():
         for line in unusual(recipe):
             log.warning(line)
         for field, section in (("teacher", recipe.teacher), ("student", recipe.student)):
-            follows_model(section, field)  # warns of a `config` that is another model's
-    if not sharing.student_sharded:  # what a launcher or an earlier run of this process left; the recipe decides
+            follows_model(section, field)  # warns if `config` is that of another model
+    if not sharing.student_sharded:  # set by a launcher or an earlier run in this process; the recipe decides
         os.environ.pop("ACCELERATE_USE_FSDP", None)
     required = None if lock is None else read_lock(lock)
     attention = AttentionChoices(recipe, read_choices(folder) if resume else locked_attention(required, str(lock)))
@@ -182,13 +182,13 @@ def _run(
     require_prompts(recipe, vocabulary.tokenizer, splits.report.format)
     with console.spinner("loading teacher and student"):
         context = OpenContext(device, precision, sharing, attention)
-        pair = opened.enter_context(opened_pair(source, vocabulary, context))
+        pair = resources.enter_context(opened_pair(source, vocabulary, context))
     if problems := source.data_problems(splits):
         raise ValueError(problems[0])
     if own_terms is not None and own_terms.terms:
         use_plugin(pair.teacher, own_terms)
     locked = None
-    if is_main_process() or pair.teacher.is_collective:  # shards are gathered for their hash
+    if is_main_process() or pair.teacher.is_collective:  # collective: a sharded teacher is gathered for its hash
         locked = build_lock(
             recipe, teacher=pair.teacher, student=pair.student, tokenizer=pair.tokenizer, rows=splits.train,
             processes=world_size(), source=splits.report.digest,
@@ -214,7 +214,7 @@ def _run(
         train_dataset=splits.epochs,
         eval_dataset=splits.validation,
         processing_class=pair.tokenizer,
-        callbacks=[MetricsFile(folder / "metrics.jsonl", held.check), progress],
+        callbacks=[MetricsFile(folder / "metrics.jsonl", run_lock.check), progress],
         optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
     )  # fmt: skip
     progress.measure = trainer.objective.measure
@@ -223,10 +223,10 @@ def _run(
     has_kernels = runs_our_kernels(device)
     if device.type == "cuda":
         patch_models(pair, attention)
-    few = list(itertools.islice(splits.validation, arguments.per_device_eval_batch_size))
-    first = trainer._prepare_inputs(trainer.data_collator(few))
-    proof = pair.teacher.prove(first, trainer.objective.student, trainer.objective.pairing)
-    proof += first_look(trainer, first, splits.train, recipe)
+    first_rows = list(itertools.islice(splits.validation, arguments.per_device_eval_batch_size))
+    first = trainer._prepare_inputs(trainer.data_collator(first_rows))
+    first_batch_lines = pair.teacher.prove(first, trainer.objective.student, trainer.objective.pairing)
+    first_batch_lines += first_look(trainer, first, splits.train, recipe)
     prepare_models(pair, joins=has_kernels and not sharing.student_sharded, compiles=recipe.train.compile)
     trainer.on_policy = on_policy_of(
         recipe, pair.student, pair.tokenizer, report=splits.report, vocab_size=trainer.objective.columns,
@@ -242,10 +242,10 @@ def _run(
     tokens = recipe.train.batch_size * recipe.data.max_length * accumulation * world_size()
     plan = Plan(arguments.max_steps, tokens, accumulation, world_size())
 
-    # --- from here on the run exists
+    # --- the run's folder is written from here on
     if locked is not None:
         if not resume:
-            held.acquire()
+            run_lock.acquire()
             check_folder_free(folder)
         locked["attention"] = {role: choice["backend"] for role, choice in attention.found.items()}
         write_text(folder / RECIPE_FILE, dump(recipe) if resumed is None else resumed.recipe_text(last))
@@ -256,10 +256,10 @@ def _run(
             source, pair, trainer.objective, plan=plan, data=splits.report, device=str(device.type),
             sharing=str(sharing) if world_size() > 1 else None,
         )  # fmt: skip
-        console.print_lines("\n".join([*lines, *proof, *notes, f"{'run':<12}{folder}"]))
-    held.share(process.wait_for_everyone)
+        console.print_lines("\n".join([*lines, *first_batch_lines, *notes, f"{'run':<12}{folder}"]))
+    run_lock.share(process.wait_for_everyone)
     tuning.record_choices(folder / KERNELS_FILE)
-    before, answers = _before(recipe, pair, trainer, splits, precision, held)
+    before, answers = _before(recipe, pair, trainer, splits, precision, run_lock)
     if locked is not None:
         note_beginning(folder)
 
@@ -277,11 +277,11 @@ def _run(
             )
         raise SystemExit(0)
 
-    # --- what came of it
-    held.check()
+    # --- evaluate and save
+    run_lock.check()
     exports = recipe.student.lora is None or recipe.student.model is not None
     with checkpoint_on_failure(trainer, exports=exports):
-        _begin("measuring", "the trained student")
+        _announce("measuring", "the trained student")
         after = _held_out(recipe, pair, trainer, splits, precision)
         result = RunResult(folder, before, after, gap_closed(before, after), trainer.state.global_step)
     with checkpoint_on_failure(trainer, together=True, exports=exports):
@@ -290,34 +290,32 @@ def _run(
     return result
 
 
-def _begin(activity: str, what: str) -> None:
-    """Say what takes a while, before it does."""
+def _announce(activity: str, what: str) -> None:
+    """Print an activity that takes a while, before it begins."""
     if is_main_process():
         console.print_lines(f"{activity:<12}{what}")
 
 
-def _say_where_it_goes_on(folder: Path, last: Path | None, refused: Sequence[str]) -> None:
+def _print_resume_point(folder: Path, last: Path | None, refused: Sequence[str]) -> None:
     for path in unfinished_checkpoints(folder):
-        console.print_lines(f"{path} was not finished when the run ended, and is not used")
+        console.print_lines(f"{path} is unfinished and is not used")
     for line in refused:
         console.print_lines(line)
     if _is_finished(folder, last):
-        console.print_lines(
-            f"{folder} is finished and has no checkpoint: it is left as it is; --name starts another run"
-        )
+        console.print_lines(f"{folder} is finished and has no checkpoint: nothing to do; --name starts another run")
     else:
         console.print_lines(f"continuing from {last}" if last else "no checkpoint yet: starting at step 0")
 
 
 def _is_finished(folder: Path, last: Path | None) -> bool:
-    """A run that wrote its result, last of all, and kept no checkpoint: to go on would be to do it all again."""
+    """Return whether a run is finished and has no checkpoint, so that resuming would repeat all of it."""
     return last is None and (folder / RESULT_FILE).is_file()
 
 
 def _held_out(
     recipe: Recipe, pair: Pair, trainer: DistillationTrainer, splits: Splits, precision: Precision
 ) -> HeldOut:
-    """Figures on the held-out rows; a student that is wrapped by FSDP is called through its wrapper."""
+    """Return metrics on the held-out rows; a student sharded by FSDP is called through its wrapper."""
     return evaluate(
         trainer.model_wrapped if trainer.is_fsdp_enabled else trainer.model,
         pair.teacher,
@@ -329,16 +327,16 @@ def _held_out(
 
 
 def _before(
-    recipe: Recipe, pair: Pair, trainer: DistillationTrainer, splits: Splits, precision: Precision, held: RunLock
+    recipe: Recipe, pair: Pair, trainer: DistillationTrainer, splits: Splits, precision: Precision, run_lock: RunLock
 ) -> tuple[HeldOut, dict[str, list[str]]]:
-    """Figures and samples from before training; those of the first start where a run is resumed."""
-    if (found := read_before(held.folder, trainer.objective.measure)) is not None:
+    """Return metrics and samples from before training; a resumed run reuses those of its first start."""
+    if (found := read_before(run_lock.folder, trainer.objective.measure)) is not None:
         return found
-    _begin("measuring", "the student before training, on held-out rows")
+    _announce("measuring", "the student before training, on held-out rows")
     before = _held_out(recipe, pair, trainer, splits, precision)
     answers: dict[str, list[str]] = {}
     if recipe.generate.prompts:
-        _begin("answering", "the prompts of the samples, teacher and student")
+        _announce("answering", "the prompts of the samples, teacher and student")
         with uncompiled():
             if (texts := pair.teacher.respond(recipe.generate.prompts, recipe.generate)) is not None:
                 answers["teacher"] = texts
@@ -348,17 +346,17 @@ def _before(
         measure = trainer.objective.measure
         command = shlex.join(["distill", *command_line]) if command_line else None
         record: dict[str, Any] = {
-            "started": held.started,
+            "started": run_lock.started,
             "command": command,
             "device": device_name(trainer.args.device),
         }
         record |= {"held_out": measure.written(before._asdict()), "measure": measure, "answers": answers}
-        write_json(held.folder / BEFORE_FILE, console.to_jsonable(record))
+        write_json(run_lock.folder / BEFORE_FILE, console.to_jsonable(record))
     return before, answers
 
 
 def _generate(recipe: Recipe, pair: Pair, student: Any) -> list[str]:
-    # random numbers are not drawn, so that training begins the same with and without samples
+    # greedy: no random numbers are used, so training is the same with and without samples
     with uncompiled():
         return generate(student, pair.tokenizer, recipe.generate.prompts, recipe.generate.max_new_tokens)
 
@@ -367,11 +365,11 @@ def _save(
     source: TeacherSource, pair: Pair, trainer: DistillationTrainer, splits: Splits, result: RunResult,
     answers: dict[str, list[str]],
 ) -> None:  # fmt: skip
-    """The student with its card, samples, curves and the result; prints the table."""
+    """Save the student with its model card, samples, curves and the result; print the table."""
     recipe, folder, sharded = source.recipe, result.folder, trainer.is_fsdp_enabled
     student: Any = trainer.accelerator.unwrap_model(trainer.model)
     if pair.tokenizer is not None and recipe.generate.prompts and (is_main_process() or sharded):
-        _begin("answering", "the prompts of the samples again")
+        _announce("answering", "the prompts of the samples again")
         answers["after"] = _generate(recipe, pair, student)
     if sharded:
         student = whole_student(trainer.accelerator, student)

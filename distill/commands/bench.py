@@ -154,9 +154,11 @@ def _optimize(loss: torch.Tensor, optimizer: torch.optim.Optimizer, clock: Clock
 
 
 def logits_step(
-    ask: Callable[[], torch.Tensor], learn: Callable[[], torch.Tensor], divergence: Callable[..., torch.Tensor],
+    ask: Callable[[], torch.Tensor],
+    learn: Callable[[], torch.Tensor],
+    divergence: Callable[..., torch.Tensor],
     optimizer: torch.optim.Optimizer,
-) -> Step:  # fmt: skip
+) -> Step:
     """Return a step over full logits: of the teacher by `ask`, of the student by `learn`, their loss by
     `divergence`.
     """
@@ -233,9 +235,12 @@ def liger_loss(
 
 
 def liger_step(
-    teacher: nn.Module, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer,
+    teacher: nn.Module,
+    student: nn.Module,
+    batch: Batch,
+    optimizer: torch.optim.Optimizer,
     rows: torch.Tensor | None = None,
-) -> Step:  # fmt: skip
+) -> Step:
     """Return the step with Liger's patches and loss; `rows` as in `liger_loss`."""
     apply_liger(teacher)
     apply_liger(student)

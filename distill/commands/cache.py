@@ -77,9 +77,12 @@ def cache(
     manifest = None
     if not report:
         manifest = make_cache(
-            loaded, folder, settings, say=(lambda line: None) if as_json else console.print_lines,
+            loaded,
+            folder,
+            settings,
+            say=(lambda line: None) if as_json else console.print_lines,
             progress=(lambda total: contextlib.nullcontext(lambda positions: None)) if quiet else _bar,
-        )  # fmt: skip
+        )
     if not (first or loaded.teacher.sharded):
         return
     table: Sequence[Any] = []
@@ -142,11 +145,16 @@ def _verdict(table: Sequence[Any], chosen: tuple[int, str]) -> str:
 def _show(table: Sequence[Any], positions: int, temperature: float, chosen: tuple[int, str]) -> None:
     rows = [
         [
-            str(row.k), row.tail, f"{row.kept:.4f}", f"{row.kl:.4f}", f"{row.seen:.3f}", f"{row.gradient:.3f}",
+            str(row.k),
+            row.tail,
+            f"{row.kept:.4f}",
+            f"{row.kl:.4f}",
+            f"{row.seen:.3f}",
+            f"{row.gradient:.3f}",
             f"{row.head:.3f}",
         ]
         for row in table
-    ]  # fmt: skip
+    ]
     console.show_table(["K", "tail", "kept", "KL", "seen", "gradient error", "head's"], rows, numbers=True)
     lines = (
         _verdict(table, chosen),
@@ -168,9 +176,13 @@ def _bar(total: int) -> Iterator[Callable[[int], None]]:
 
     screen, start, done, shown = Console(), time.perf_counter(), 0, 0.0
     columns = (
-        TextColumn("caching"), BarColumn(None), TextColumn("{task.completed:,.0f} of {task.total:,.0f} positions"),
-        TextColumn("{task.fields[rate]}"), TimeRemainingColumn(compact=True), TextColumn("left"),
-    )  # fmt: skip
+        TextColumn("caching"),
+        BarColumn(None),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} positions"),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(compact=True),
+        TextColumn("left"),
+    )
     with Progress(*columns, console=screen, expand=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task("caching", total=total, rate="")
 

@@ -149,9 +149,16 @@ def evaluate(
 
 
 def _run_tasks(
-    target: str, teacher: str | None, before: str | None, tasks: str, limit: int | None, batch_size: int, chat: bool,
-    folder: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+    target: str,
+    teacher: str | None,
+    before: str | None,
+    tasks: str,
+    limit: int | None,
+    batch_size: int,
+    chat: bool,
+    folder: Path | None,
+    as_json: bool,
+) -> None:
     """Run the harness's tasks on the student and, where known, the untrained student and the teacher."""
     from distill.evaluation import targets
     from distill.evaluation.tasks import check_tasks, run_tasks
@@ -235,12 +242,15 @@ def compare(
 
     rows = [
         [
-            group.name, str(len(group.runs)), *([] if name else [group.measure.name]),
+            group.name,
+            str(len(group.runs)),
+            *([] if name else [group.measure.name]),
             *map(mean_and_spread, (group.divergence, group.agreement)),
-            "worse than before" if min(group.gap) < 0 else mean_and_spread(group.gap), p_of(group),
+            "worse than before" if min(group.gap) < 0 else mean_and_spread(group.gap),
+            p_of(group),
         ]
         for group in groups
-    ]  # fmt: skip
+    ]
     heading = [f"{name} to teacher"] if name else ["measure", "to teacher"]
     p = f"p ({name})" if name else "p"
     console.show_table(["run", "seeds", *heading, "agreement", "gap closed", p], rows, numbers=True)

@@ -341,10 +341,14 @@ def bench(
         return
     rows = [
         [
-            row.variant, f"{row.ms:.1f}", f"{row.tokens_per_second:,.0f}",
-            "unknown" if row.mfu is None else f"{row.mfu:.0%}", f"{row.peak_gib:.1f}", f"{row.joules:.1f}",
+            row.variant,
+            f"{row.ms:.1f}",
+            f"{row.tokens_per_second:,.0f}",
+            "unknown" if row.mfu is None else f"{row.mfu:.0%}",
+            f"{row.peak_gib:.1f}",
+            f"{row.joules:.1f}",
             " / ".join(f"{name} {ms:.0f}" for name, ms in row.phases.items()),
         ]
         for row in found
-    ]  # fmt: skip
+    ]
     console.show_table(["variant", "ms", "tokens/s", "MFU", "peak GiB", "joules", "ms by phase"], rows)

@@ -69,9 +69,14 @@ def probe(recipe: Recipe) -> ProbeResult:
             recipe, Path(folder), rows=len(splits.train), device=device, precision=context.precision
         )
         trainer = DistillationTrainer(
-            pair.student, pair.teacher, arguments, loss=recipe.loss, vocab_size=pair.vocab_size,
-            train_dataset=splits.epochs, optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
-        )  # fmt: skip
+            pair.student,
+            pair.teacher,
+            arguments,
+            loss=recipe.loss,
+            vocab_size=pair.vocab_size,
+            train_dataset=splits.epochs,
+            optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
+        )
         trainer.remove_callback(PrinterCallback)
         patch_models(pair, context.attention)
         pair.teacher.quantise()

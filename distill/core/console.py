@@ -116,9 +116,13 @@ def wrap_line(line: str, width: int) -> list[str]:
     together = r"(?<=\S) (?=\S)" if len(_FIGURES.findall(line)) > 2 else r"(?<=\d) (?=[^\W\d])"
     line = re.sub(together, "\0", line)
     parts = textwrap.wrap(
-        line, width, subsequent_indent=" " * (lead.end() if lead else own), break_long_words=False,
-        break_on_hyphens=False, replace_whitespace=False,
-    )  # fmt: skip
+        line,
+        width,
+        subsequent_indent=" " * (lead.end() if lead else own),
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
     return [part.replace("\0", " ") for part in parts] or [line]
 
 

@@ -128,9 +128,14 @@ def torchrun_arguments(processes: int, arguments: Sequence[str]) -> list[str]:
     The rendezvous takes a free port, so that several runs fit on one machine.
     """
     return [
-        "--nnodes=1", f"--nproc-per-node={processes}", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0",
-        "--module", "distill", *arguments,
-    ]  # fmt: skip
+        "--nnodes=1",
+        f"--nproc-per-node={processes}",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:0",
+        "--module",
+        "distill",
+        *arguments,
+    ]
 
 
 def threads_per_process(processes: int, cores: int) -> int:

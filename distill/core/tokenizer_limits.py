@@ -19,9 +19,20 @@ MOST_BYTES = 4 << 30  # memory of the tokenising process
 MOST_SECONDS = 60.0  # for a few lines of text
 MOST_GROWTH = 16  # output characters for one input character
 PLAIN = {
-    "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "BertNormalizer", "Nmt", "ByteLevel",
-    "Sequence", "Prepend", "Replace",
-}  # fmt: skip
+    "NFC",
+    "NFD",
+    "NFKC",
+    "NFKD",
+    "Lowercase",
+    "Strip",
+    "StripAccents",
+    "BertNormalizer",
+    "Nmt",
+    "ByteLevel",
+    "Sequence",
+    "Prepend",
+    "Replace",
+}
 _CODE = """
 import json, sys
 file, config, most, texts = json.load(sys.stdin)
@@ -101,9 +112,13 @@ def _fault(file: str, changed: int, size: int) -> str:
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "2"}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _CODE], input=json.dumps([file, tokens, MOST_BYTES, texts]).encode(),
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=MOST_SECONDS, env=environment,
-        )  # fmt: skip
+            [sys.executable, "-c", _CODE],
+            input=json.dumps([file, tokens, MOST_BYTES, texts]).encode(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=MOST_SECONDS,
+            env=environment,
+        )
     except subprocess.TimeoutExpired:
         return f"takes more than {MOST_SECONDS:g} s"
     if done.returncode in (3, -getattr(signal, "SIGABRT", 6), -getattr(signal, "SIGKILL", 9)):

@@ -18,9 +18,19 @@ from distill.data.sources import RowFault
 from distill.data.turns import RenderedChat, Turns
 
 __all__ = [
-    "FROZEN_DAY", "ChatOptions", "ChatTemplate", "Message", "RenderedChat", "Span", "TemplateError", "Tools",
-    "TrainingChat", "freeze_date", "load_template", "with_template",
-]  # fmt: skip
+    "FROZEN_DAY",
+    "ChatOptions",
+    "ChatTemplate",
+    "Message",
+    "RenderedChat",
+    "Span",
+    "TemplateError",
+    "Tools",
+    "TrainingChat",
+    "freeze_date",
+    "load_template",
+    "with_template",
+]
 
 TrainOn = Literal["all", "each", "last"]
 
@@ -159,9 +169,13 @@ class ChatTemplate(Renderer):
         return made._replace(named=named)
 
     def _examples(
-        self, messages: Sequence[Message], tools: Tools, turns: list[int], each: bool,
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        turns: list[int],
+        each: bool,
         fits: Callable[[str], bool] | None = None,
-    ) -> TrainingChat:  # fmt: skip
+    ) -> TrainingChat:
         adapted = self.adapter(messages)
         whole = None if each else self._turns.whole(adapted, tools, turns)
         if whole is not None:

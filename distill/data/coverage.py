@@ -18,8 +18,12 @@ from distill.data.sources import RowFault
 from distill.data.turns import RenderedChat
 
 CALLS, PARALLEL, BESIDE, TEXT, THOUGHT = (
-    "tool_calls", "the second of parallel tool_calls", "content beside tool_calls", "content", "reasoning"
-)  # fmt: skip
+    "tool_calls",
+    "the second of parallel tool_calls",
+    "content beside tool_calls",
+    "content",
+    "reasoning",
+)
 TOOLS = "tools"
 MOST_KINDS = 256  # largest number of messages in a shape
 NOT_RENDERED = "not rendered by"
@@ -150,11 +154,12 @@ def _filled(message: Message, number: int) -> Message:
                 "function": {
                     "name": _marker("call", number, part),
                     "arguments": {_marker("key", number, part): _marker("value", number, part)}
-                    if call.get("arguments") else {},
+                    if call.get("arguments")
+                    else {},
                 },
             }
             for part, (outer, call) in enumerate(zip(message["tool_calls"], calls, strict=False))
-        ][:2]  # fmt: skip
+        ][:2]
     return made
 
 

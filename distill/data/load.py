@@ -220,8 +220,10 @@ def _check(documents: Documents, tally: Tally, source: Source, field: str) -> No
         logger.warning(
             "%s: the tokenizer merges the end of the prompt with the completion in %s of %s rows; the merged token is "
             "not trained on",
-            source.name, f"{tally.merged:,}", f"{tally.rows_read:,}",
-        )  # fmt: skip
+            source.name,
+            f"{tally.merged:,}",
+            f"{tally.rows_read:,}",
+        )
 
 
 def _mixed(values: np.ndarray, seed: int) -> np.ndarray:

@@ -150,8 +150,9 @@ class Adapter:
         """Return whether the template has a role `developer`."""
         if DEVELOPER.search(self._renderer.source):
             return True
-        return not self._shows([self._plain({"role": "system", "content": "zqsystemqz"}), self._plain(QUESTION)],
-                               "zqsystemqz")  # fmt: skip
+        return not self._shows(
+            [self._plain({"role": "system", "content": "zqsystemqz"}), self._plain(QUESTION)], "zqsystemqz"
+        )
 
     def _plain(self, message: Message) -> Message:
         """Return a message with its content in parts if the template reads parts."""

@@ -59,10 +59,12 @@ class MixedRows:
     def set_epoch(self, epoch: int) -> None:
         """Select the rows of this epoch, counted from 0."""
         begins = np.cumsum([0, *self.mix.sizes[:-1]])
-        self.numbers = np.concatenate([
-            begin + (epoch * count + np.arange(count)) % size
-            for begin, size, count in zip(begins, *self.mix, strict=True)
-        ])  # fmt: skip
+        self.numbers = np.concatenate(
+            [
+                begin + (epoch * count + np.arange(count)) % size
+                for begin, size, count in zip(begins, *self.mix, strict=True)
+            ]
+        )
 
     def __len__(self) -> int:
         return len(self.numbers)

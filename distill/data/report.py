@@ -129,8 +129,10 @@ class DataReport(Tally):
             lines.append(
                 f"turns dropped because their prompts have {self.max_length:,} tokens or more: {self.left_out:,}"
             )
-        lines += [f"{what} in {counted(count, 'row')}: {NOT_RENDERED} this chat template; learned without"
-                  for what, count in self.unrendered.items()]  # fmt: skip
+        lines += [
+            f"{what} in {counted(count, 'row')}: {NOT_RENDERED} this chat template; learned without"
+            for what, count in self.unrendered.items()
+        ]
         if self.rewritten:
             lines.append(
                 f"the chat template rewrites earlier turns: one example a turn (data.train_on: each) of "

@@ -31,9 +31,19 @@ STDLIB = "python-stdlib"
 STDLIB_BYTES = 4_000_000
 STDLIB_LARGEST_FILE = 100_000  # larger files are data tables
 STDLIB_SKIPPED = {
-    "site-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings",
-    "pydoc_data", "lib-dynload", "distutils",
-}  # fmt: skip
+    "site-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+    "ensurepip",
+    "encodings",
+    "pydoc_data",
+    "lib-dynload",
+    "distutils",
+}
 SUFFIXES = tuple(READERS)
 SPLIT_NAMES = ("train", "validation", "valid", "val", "dev", "test", "eval")
 
@@ -169,8 +179,11 @@ def _files_of_folder(folder: Path, split: str, field: str) -> list[Path]:
     if unnamed := [path.name for path in files if splits[path] is None]:
         logger.warning(
             "%s: %d of %d files are ignored (%s, ...): their names belong to no split, while those of others do",
-            folder, len(unnamed), len(files), unnamed[0],
-        )  # fmt: skip
+            folder,
+            len(unnamed),
+            len(files),
+            unnamed[0],
+        )
     return matching
 
 

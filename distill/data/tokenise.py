@@ -209,9 +209,12 @@ class Encoder(RowEncoder):
             example = RenderedChat(prompt + end, [(len(prompt), len(prompt) + len(end))], [len(sample.messages)])
             return TrainingChat([example])
         made = self.template.for_training(
-            sample.messages, sample.tools, options or self.options,
-            first_trained=sample.first_trained, fits=self._fits,
-        )  # fmt: skip
+            sample.messages,
+            sample.tools,
+            options or self.options,
+            first_trained=sample.first_trained,
+            fits=self._fits,
+        )
         if not made.examples:
             raise RowFault(TOO_LONG, f"{len(sample.messages)} messages")
         return made

@@ -124,8 +124,13 @@ def _disk(folder: Path) -> Line:
 
 def _hub() -> Line:
     offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
-    return Line("hub", True, "offline (HF_HUB_OFFLINE): only models and data that are on this machine" if offline
-                else "used where a recipe names a hub model or data set")  # fmt: skip
+    return Line(
+        "hub",
+        True,
+        "offline (HF_HUB_OFFLINE): only models and data that are on this machine"
+        if offline
+        else "used where a recipe names a hub model or data set",
+    )
 
 
 # ------------------------------------------------------------------ a recipe
@@ -185,9 +190,16 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
         return _adapted(copy.deepcopy(small_student), recipe), copy.deepcopy(small_teacher)
 
     subject = CheckSetup(  # without the loss schedule, which only the trainer applies: weights are at their largest
-        _adapted(student, recipe), teacher, [], recipe.loss.model_copy(update={"schedule": []}), pair.vocab_size,
-        describe_teacher(recipe).weights, vocabulary.tokenizers(), copies, packs=recipe.data.packing,
-    )  # fmt: skip
+        _adapted(student, recipe),
+        teacher,
+        [],
+        recipe.loss.model_copy(update={"schedule": []}),
+        pair.vocab_size,
+        describe_teacher(recipe).weights,
+        vocabulary.tokenizers(),
+        copies,
+        packs=recipe.data.packing,
+    )
     form, whole = subject.form, teacher.whole_documents
     subject.packing_fault = packing_fault(splits.train, alone.train, form)
     subject.data_fault = next(iter(source.data_problems(splits)), None)

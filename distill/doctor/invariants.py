@@ -95,9 +95,10 @@ def divergence_of_equal_models_is_zero(subject: CheckSetup) -> CheckResult:
         least = subject.least()
     allowed = subject.tolerance
     return CheckResult(
-        "divergence", zero <= allowed and least >= -allowed,
+        "divergence",
+        zero <= allowed and least >= -allowed,
         f"of {what} from itself {zero:.1e}, smallest of any token {min(least, 0.0):.1e} (bound {allowed:.0e})",
-    )  # fmt: skip
+    )
 
 
 def accumulation_changes_nothing(subject: CheckSetup) -> CheckResult:
@@ -109,9 +110,11 @@ def accumulation_changes_nothing(subject: CheckSetup) -> CheckResult:
     uneven = replace(subject, rows=rows)
     whole, single = _trainer_gradients(uneven, len(rows)), _trainer_gradients(uneven, 1)
     finding = _within_tolerance(
-        "accumulation", f"gradients of 1 x {len(rows)} rows and {len(rows)} x 1", subject,
+        "accumulation",
+        f"gradients of 1 x {len(rows)} rows and {len(rows)} x 1",
+        subject,
         [difference(single, whole), difference(whole, _fused(uneven)[1])],
-    )  # fmt: skip
+    )
     if subject.rollouts is None or not finding.passed:
         return finding
     alone = subject.documents()
@@ -137,9 +140,11 @@ def packing_changes_nothing(subject: CheckSetup) -> CheckResult:
     apart = torch.cat([subject.token_losses([document])[0] for document in alone])
     together = torch.cat([subject.token_losses([row])[0] for row in packed])
     return _within_tolerance(
-        "packing", f"losses of {len(apart)} tokens in {len(alone)} documents, packed and alone", subject,
+        "packing",
+        f"losses of {len(apart)} tokens in {len(alone)} documents, packed and alone",
+        subject,
         [difference({"losses": together}, {"losses": apart})],
-    )  # fmt: skip
+    )
 
 
 def padding_changes_nothing(subject: CheckSetup) -> CheckResult:
@@ -163,9 +168,11 @@ def padding_changes_nothing(subject: CheckSetup) -> CheckResult:
         results.append(subject.token_losses(padding_side="left"))
     sides = "left, right" if subject.separates_documents else "right"
     return _within_tolerance(
-        "padding", f"losses under padding {sides}, more, of other ids{masked}", subject,
+        "padding",
+        f"losses under padding {sides}, more, of other ids{masked}",
+        subject,
         [difference({"losses": losses}, {"losses": expected}) for (losses,) in results],
-    )  # fmt: skip
+    )
 
 
 def patching_changes_nothing(subject: CheckSetup) -> CheckResult:
@@ -198,9 +205,11 @@ def workspace_changes_nothing(subject: CheckSetup) -> CheckResult:
     workspace = max(SMALL_WORKSPACE, ROW_BYTES * objective.columns)
     objective.detach()
     return _within_tolerance(
-        "workspace", f"loss and gradients with {workspace / 2**20:.2g} MiB of it and with the default", subject,
+        "workspace",
+        f"loss and gradients with {workspace / 2**20:.2g} MiB of it and with the default",
+        subject,
         _differences(_fused(subject, workspace=workspace), _fused(subject)),
-    )  # fmt: skip
+    )
 
 
 def models_read_the_same_tokens(subject: CheckSetup) -> CheckResult:
@@ -277,9 +286,10 @@ def every_loss_has_a_gradient(subject: CheckSetup) -> CheckResult:
         differ, norms = differ.any()[None], norms.sum()[None]
     still = int((differ & ((norms == 0) | norms.isnan()).to(differ.device)).sum())
     return CheckResult(
-        "gradients", still == 0 and bool(differ.any()),
+        "gradients",
+        still == 0 and bool(differ.any()),
         f"{still} of {int(differ.sum())} positions whose loss is not 0 have no gradient at the student's hidden state",
-    )  # fmt: skip
+    )
 
 
 CHECKS: tuple[Callable[[CheckSetup], CheckResult], ...] = (
@@ -347,9 +357,15 @@ def _trainer_gradients(subject: CheckSetup, batch_size: int) -> Gradients:
     count = -(-len(subject.rows) // batch_size)
     with tempfile.TemporaryDirectory() as folder, subject.in_eval_mode(), without_training_mode(subject.student):
         arguments = TrainingArguments(
-            folder, max_steps=1, per_device_train_batch_size=batch_size, gradient_accumulation_steps=count,
-            report_to="none", disable_tqdm=True, use_cpu=subject.device.type == "cpu", save_strategy="no",
-        )  # fmt: skip
+            folder,
+            max_steps=1,
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=count,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=subject.device.type == "cpu",
+            save_strategy="no",
+        )
         loss, columns = subject.loss, subject.vocab_size
         trainer = DistillationTrainer(subject.student, subject.teacher, arguments, loss=loss, vocab_size=columns)
         trainer.current_gradient_accumulation_steps = count

@@ -42,10 +42,11 @@ def rollouts_follow_the_weights(subject: CheckSetup) -> CheckResult:
     worst, allowed = max(differences), subject.tolerance
     before, after = (f"{each:.1e}" for each in differences)
     return CheckResult(
-        "own answers", worst <= allowed,
+        "own answers",
+        worst <= allowed,
         f"log-probabilities of the engine and the student differ by {before}, and by {after} after its weights "
         f"changed (bound {allowed:.0e})",
-    )  # fmt: skip
+    )
 
 
 def rollouts_end(subject: CheckSetup) -> CheckResult:
@@ -64,10 +65,11 @@ def rollouts_end(subject: CheckSetup) -> CheckResult:
         cut = len(learned) == rollouts.max_new_tokens or longest == rollouts.max_length
         open_ended += not (cut or (learned[-1:] and learned[-1] in rollouts.ends))
     return CheckResult(
-        "end of turn", not missing and not open_ended,
+        "end of turn",
+        not missing and not open_ended,
         f"{missing} of {len(subject.last_tokens)} complete responses of the data have no trained end-of-turn token; "
         f"{open_ended} of {len(documents)} rollouts end without one although they were not truncated",
-    )  # fmt: skip
+    )
 
 
 ROLLOUT_CHECKS: tuple[Callable[[CheckSetup], CheckResult], ...] = (

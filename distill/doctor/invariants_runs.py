@@ -63,10 +63,16 @@ def resume_is_exact(subject: CheckSetup) -> CheckResult:
         def trainer(folder: Path) -> DistillationTrainer:
             torch.manual_seed(1)
             return _trainer(
-                replace(subject, student=copy.deepcopy(subject.student)), folder, batch_size=1,
-                accumulation=accumulation, max_steps=stop + 3, save_steps=stop, learning_rate=1e-3,
-                lr_scheduler_type="cosine", use_cpu=subject.device.type == "cpu",
-            )  # fmt: skip
+                replace(subject, student=copy.deepcopy(subject.student)),
+                folder,
+                batch_size=1,
+                accumulation=accumulation,
+                max_steps=stop + 3,
+                save_steps=stop,
+                learning_rate=1e-3,
+                lr_scheduler_type="cosine",
+                use_cpu=subject.device.type == "cpu",
+            )
 
         straight = trainer(whole)
         straight.train()
@@ -155,15 +161,21 @@ def _base(model: Any) -> Any:
 def _write(subject: CheckSetup, rows: Sequence[Any], folder: Path) -> None:
     """Write everything that another process needs: models, rows, loss, description of the teacher."""
     models = list(subject.teacher.models.values())
-    for name, model in [*((f"teacher.{number}", model) for number, model in enumerate(models)),
-                        ("student", subject.student)]:  # fmt: skip
+    for name, model in [
+        *((f"teacher.{number}", model) for number, model in enumerate(models)),
+        ("student", subject.student),
+    ]:
         _base(model).cpu().float().save_pretrained(folder / name)
     description = {
-        "reference": type(subject.reference).__name__, "teacher": subject.reference.description(),
-        "teachers": len(models), "loss": subject.loss.model_dump(), "vocab_size": subject.vocab_size,
-        "rows": [{key: list(map(int, row[key])) for key in row} for row in rows], "weights": list(subject.weights),
+        "reference": type(subject.reference).__name__,
+        "teacher": subject.reference.description(),
+        "teachers": len(models),
+        "loss": subject.loss.model_dump(),
+        "vocab_size": subject.vocab_size,
+        "rows": [{key: list(map(int, row[key])) for key in row} for row in rows],
+        "weights": list(subject.weights),
         "rollouts": None if subject.rollouts is None else dataclasses.asdict(subject.rollouts),
-    }  # fmt: skip
+    }
     (folder / DESCRIPTION).write_text(json.dumps(description))
 
 
@@ -175,24 +187,38 @@ def _read_subject(folder: Path) -> CheckSetup:
         for name in ("student", *(f"teacher.{number}" for number in range(read["teachers"])))
     )
     return CheckSetup(
-        student, BY_NAME[read["reference"]].rebuilt(models, read["weights"], read["teacher"]), read["rows"],
-        Loss.model_validate(read["loss"]), read["vocab_size"], read["weights"],
+        student,
+        BY_NAME[read["reference"]].rebuilt(models, read["weights"], read["teacher"]),
+        read["rows"],
+        Loss.model_validate(read["loss"]),
+        read["vocab_size"],
+        read["weights"],
         rollouts=None if read["rollouts"] is None else StudentRollouts(**read["rollouts"]),
-    )  # fmt: skip
+    )
 
 
 def _trainer(
     subject: CheckSetup, folder: Path, *, batch_size: int, accumulation: int = 1, **settings: Any
 ) -> DistillationTrainer:
     arguments = TrainingArguments(
-        str(folder), per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation,
-        logging_steps=1, report_to="none", disable_tqdm=True, seed=3, **settings,
-    )  # fmt: skip
+        str(folder),
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=accumulation,
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        seed=3,
+        **settings,
+    )
     rows = Dataset.from_list([{key: list(row[key]) for key in row} for row in subject.rows])
     trainer = DistillationTrainer(
-        subject.student, subject.teacher, arguments, loss=subject.loss, vocab_size=subject.vocab_size,
+        subject.student,
+        subject.teacher,
+        arguments,
+        loss=subject.loss,
+        vocab_size=subject.vocab_size,
         train_dataset=rows,
-    )  # fmt: skip
+    )
     if subject.rollouts is not None:
         trainer.on_policy = subject.rollouts.by(subject.student)
     trainer.remove_callback(PrinterCallback)
@@ -249,8 +275,16 @@ def _two_processes(folder: Path, program: Sequence[str], gpus: bool) -> tuple[in
         environment.pop(name, None)
     if not gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
-               "--rdzv-endpoint=localhost:0", *program, str(folder)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:0",
+        *program,
+        str(folder),
+    ]
     with subprocess.Popen(
         command, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as launcher:
@@ -272,9 +306,17 @@ def _one_step(folder: Path, *, processes: int, cpu: bool) -> Weights:
     """
     subject = _read_subject(folder)
     trainer = _trainer(
-        subject, folder / "run", max_steps=1, batch_size=len(subject.rows) // processes, optim="sgd",
-        learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=0.0, save_strategy="no", use_cpu=cpu,
-    )  # fmt: skip
+        subject,
+        folder / "run",
+        max_steps=1,
+        batch_size=len(subject.rows) // processes,
+        optim="sgd",
+        learning_rate=1.0,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        save_strategy="no",
+        use_cpu=cpu,
+    )
     with contextlib.closing(subject.teacher), without_training_mode(subject.student):
         trainer.train()
     model = trainer.accelerator.unwrap_model(trainer.model)

@@ -53,10 +53,13 @@ def machine_lines() -> list[Line]:
         for index in range(torch.cuda.device_count()):
             facts, names = device_facts(torch.device("cuda", index)), torch.cuda.get_device_properties(index)
             detail = f"{facts.family} ({names.major}.{names.minor}), {facts.multiprocessors} multiprocessors, "
-            lines.append(Line(
-                f"GPU {index} path", True,
-                f"{detail}{facts.shared_bytes / 1024:.0f} KiB shared; {path_of(facts.family)}",
-            ))  # fmt: skip
+            lines.append(
+                Line(
+                    f"GPU {index} path",
+                    True,
+                    f"{detail}{facts.shared_bytes / 1024:.0f} KiB shared; {path_of(facts.family)}",
+                )
+            )
     else:
         interpreted = "kernels are checked in Triton's interpreter" if HAS_TRITON else "Triton is not installed"
         lines.append(Line("path", True, f"PyTorch references of the kernels run on the CPU; {interpreted}"))

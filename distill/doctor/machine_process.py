@@ -29,9 +29,13 @@ SLACK, FLOOR = 2.0, {torch.float32: 5e-6, torch.bfloat16: 5e-3}
 LEAST_COPY, LEAST_GEMM = 0.6, 0.4  # smallest fraction of the data sheet's rates
 BUSY = "; another program uses the GPU, or it is throttled (nvidia-smi -q -d PERFORMANCE)"
 MARKS = {
-    "tma": "cp.async.bulk.tensor", "cp.async": "cp.async.c", "wgmma": "wgmma.mma", "tcgen05": "tcgen05.mma",
-    "mma": "mma.sync", "mfma": "v_mfma",
-}  # fmt: skip
+    "tma": "cp.async.bulk.tensor",
+    "cp.async": "cp.async.c",
+    "wgmma": "wgmma.mma",
+    "tcgen05": "tcgen05.mma",
+    "mma": "mma.sync",
+    "mfma": "v_mfma",
+}
 
 
 def check_kernel(check: Check, device: torch.device, sizes: Sizes) -> CheckResult:
@@ -56,8 +60,9 @@ def check_kernel(check: Check, device: torch.device, sizes: Sizes) -> CheckResul
 def _drawn(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    return {name: (x * 3 * x.shape[-1] ** -0.5 if "w" in name and x.dim() > 1 else x).to(dtype)
-            for name, x in made.items()}  # fmt: skip
+    return {
+        name: (x * 3 * x.shape[-1] ** -0.5 if "w" in name and x.dim() > 1 else x).to(dtype) for name, x in made.items()
+    }
 
 
 def _results(run: Callable[..., Any], check: Check, tensors: dict[str, Tensor]) -> list[Tensor]:

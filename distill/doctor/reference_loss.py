@@ -21,9 +21,13 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
 
 
 def token_loss(
-    student: torch.Tensor, teachers: Mixture, labels: torch.Tensor, loss: Loss, at: torch.Tensor | None = None,
+    student: torch.Tensor,
+    teachers: Mixture,
+    labels: torch.Tensor,
+    loss: Loss,
+    at: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return the recipe's loss, the mean over trained tokens, from logits [N, V] and labels [N], by definition.
 
     Computed in `dtype`. Teachers are pairs of a weight and logits; `at` [N] holds the tokens' positions, ascending:
@@ -76,9 +80,13 @@ def mixed_log_probabilities(teachers: Mixture, temperature: float, dtype: torch.
 
 
 def top_k_loss(
-    student: torch.Tensor, teacher: tuple[torch.Tensor, torch.Tensor], tail: str, labels: torch.Tensor, loss: Loss,
+    student: torch.Tensor,
+    teacher: tuple[torch.Tensor, torch.Tensor],
+    tail: str,
+    labels: torch.Tensor,
+    loss: Loss,
     dtype: torch.dtype = torch.float64,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return the recipe's loss against K tokens of a teacher: the mean over N trained tokens, in `dtype`.
 
     Args:
@@ -134,9 +142,12 @@ def _divergence(term: Any, log_s: torch.Tensor, log_t: torch.Tensor) -> torch.Te
 
 
 def divergence_from_kl(
-    term: Any, kl: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], student: torch.Tensor, teacher: torch.Tensor,
+    term: Any,
+    kl: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    student: torch.Tensor,
+    teacher: torch.Tensor,
     mixed: Callable[[float], torch.Tensor],
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return a term that is made of KLs; `mixed(share)` is the mixture with weight `share` of the teacher."""
     if term.type == "forward_kl" or (term.type == "jsd" and term.beta == 0):
         return kl(teacher, student)

@@ -56,10 +56,15 @@ class SpansReference(Reference):
             with torch.no_grad():
                 z_t = self._teacher_logits(row, device).to(self.dtype)
             spans = torch.tensor(row["spans"]).view(-1, 4)
-            losses.append(dense_spans(
-                Reading(z_s, row["input_ids"]), Reading(z_t.detach(), row["teacher_input_ids"]),
-                Spans(spans[:, :2], spans[:, 2:]), self.shared, loss,
-            ))  # fmt: skip
+            losses.append(
+                dense_spans(
+                    Reading(z_s, row["input_ids"]),
+                    Reading(z_t.detach(), row["teacher_input_ids"]),
+                    Spans(spans[:, :2], spans[:, 2:]),
+                    self.shared,
+                    loss,
+                )
+            )
         return torch.cat(losses).mean()
 
     def _teacher_logits(self, row: Row, device: torch.device) -> torch.Tensor:

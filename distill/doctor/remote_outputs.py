@@ -73,11 +73,13 @@ def _served_tokens(teacher: ServerTeacher, rows: Sequence[Row], batch: Batch) ->
 
 OUTPUT_READERS: dict[type[Teacher], OutputReader] = {
     CachedTeacher: OutputReader(
-        stored_logits, _stored_tokens, lambda teacher: {"cache": str(teacher.cache.path.absolute())},
+        stored_logits,
+        _stored_tokens,
+        lambda teacher: {"cache": str(teacher.cache.path.absolute())},
         lambda place: CachedTeacher(place["cache"]),
     ),
     ServerTeacher: OutputReader(_served_logits, _served_tokens, ServerTeacher.place, reconnected),
-}  # fmt: skip
+}
 BY_NAME = {kind.__name__: elsewhere for kind, elsewhere in OUTPUT_READERS.items()}
 
 

@@ -57,23 +57,34 @@ class StudentRollouts:
         assert section is not None
         settings = settings_for(student, tokenizer, load_template(recipe.data.chat_template, tokenizer))
         return StudentRollouts(
-            "distill" if section.engine == "vllm" else section.engine, max(section.fraction, 0.5),
-            sampling_of(section), recipe.train.seed, recipe.data.max_length,
-            min(section.max_new_tokens, MOST_NEW_TOKENS), section.batch_size, settings.pad, tuple(settings.ends),
+            "distill" if section.engine == "vllm" else section.engine,
+            max(section.fraction, 0.5),
+            sampling_of(section),
+            recipe.train.seed,
+            recipe.data.max_length,
+            min(section.max_new_tokens, MOST_NEW_TOKENS),
+            section.batch_size,
+            settings.pad,
+            tuple(settings.ends),
             vocab_size,
-        )  # fmt: skip
+        )
 
     def by(self, student: nn.Module, fraction: float | None = None, log_probs: bool = False) -> OnPolicy:
         """Return an `OnPolicy` that generates with `student`."""
         settings = EngineSettings(
             self.pad, self.ends, vocab_size=self.vocab_size, max_length=self.max_length, log_probs=log_probs
-        )  # fmt: skip
+        )
         engine = engine_for(self.engine, student, settings, trains=True)
         return OnPolicy(
-            engine, fraction=self.fraction if fraction is None else fraction, max_new_tokens=self.max_new_tokens,
-            sampling=Sampling(*self.sampling), seed=self.seed, max_length=self.max_length, batch_size=self.batch_size,
+            engine,
+            fraction=self.fraction if fraction is None else fraction,
+            max_new_tokens=self.max_new_tokens,
+            sampling=Sampling(*self.sampling),
+            seed=self.seed,
+            max_length=self.max_length,
+            batch_size=self.batch_size,
             log_probs=log_probs,
-        )  # fmt: skip
+        )
 
     def answered(self, student: nn.Module, rows: Sequence[Any], at_once: int) -> list[dict[str, list[int]]]:
         """Return rows of one document each with the student's response, `at_once` rows per micro-batch.

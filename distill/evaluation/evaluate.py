@@ -137,10 +137,14 @@ def metrics_from_statistics(statistics: Sequence[float]) -> dict[str, float]:
     """Return the statistics of a `held_out_loss`, sums or means, under the names of `HeldOut`."""
     forward, cross_entropy, student_entropy, teacher_entropy, agreement, _, teacher_logprob, reverse = statistics
     return {
-        "forward_kl": forward, "reverse_kl": reverse, "agreement": agreement, "student_cross_entropy": cross_entropy,
-        "teacher_cross_entropy": -teacher_logprob, "student_entropy": student_entropy,
+        "forward_kl": forward,
+        "reverse_kl": reverse,
+        "agreement": agreement,
+        "student_cross_entropy": cross_entropy,
+        "teacher_cross_entropy": -teacher_logprob,
+        "student_entropy": student_entropy,
         "teacher_entropy": teacher_entropy,
-    }  # fmt: skip
+    }
 
 
 def _sums(

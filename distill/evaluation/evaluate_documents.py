@@ -162,10 +162,15 @@ def _figures(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor)
     agreement = (top >= 0) & (top == unique_argmax(teacher))
     return torch.stack(
         [
-            kl(teacher, student), kl(student, teacher), agreement.float(),
-            -student.gather(1, at)[:, 0], -teacher.gather(1, at)[:, 0], entropy(student), entropy(teacher),
+            kl(teacher, student),
+            kl(student, teacher),
+            agreement.float(),
+            -student.gather(1, at)[:, 0],
+            -teacher.gather(1, at)[:, 0],
+            entropy(student),
+            entropy(teacher),
         ]
-    ).double()  # fmt: skip
+    ).double()
 
 
 def _count(bins: torch.Tensor, logs: torch.Tensor, labels: torch.Tensor) -> None:

@@ -49,9 +49,14 @@ class Stream(BaseStreamer):
 
 @torch.no_grad()
 def stream(
-    model: Any, tokenizer: Any, prompt: str | Sequence[Turn], write: Callable[[str], None], *, max_new_tokens: int,
+    model: Any,
+    tokenizer: Any,
+    prompt: str | Sequence[Turn],
+    write: Callable[[str], None],
+    *,
+    max_new_tokens: int,
     temperature: float,
-) -> str:  # fmt: skip
+) -> str:
     """Generate a response to `prompt`, a text or the turns of a chat, and write it as it is generated.
 
     Tokens are sampled from softmax(logits / temperature); a temperature of 0 is greedy.
@@ -88,9 +93,11 @@ class TritonGenerator:
     def __call__(self, prompt: str, write: Callable[[str], None], *, max_new_tokens: int, temperature: float) -> str:
         """Return the response, after writing it."""
         answers = self.loop.generate(
-            encode_prompt(self.tokenizer, prompt).tolist(), max_new_tokens=max_new_tokens,
-            sampling=Sampling(temperature), seeds=[int(torch.randint(2**62, ()))],
-        )  # fmt: skip
+            encode_prompt(self.tokenizer, prompt).tolist(),
+            max_new_tokens=max_new_tokens,
+            sampling=Sampling(temperature),
+            seeds=[int(torch.randint(2**62, ()))],
+        )
         text = str(self.tokenizer.decode(answers.tokens[0], skip_special_tokens=True))
         write(text)
         return text

@@ -153,9 +153,15 @@ def has_teacher(target: Target) -> bool:
 
 
 def held_out_rows(
-    target: Target, data: str | None, tokenizer: PreTrainedTokenizerBase, max_rows: int, max_length: int,
-    teacher_tokenizer: PreTrainedTokenizerBase | None = None, *, packing: bool = True,
-) -> Sequence[Any]:  # fmt: skip
+    target: Target,
+    data: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    max_rows: int,
+    max_length: int,
+    teacher_tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    packing: bool = True,
+) -> Sequence[Any]:
     """Return the run's held-out rows, or up to `max_rows` texts or chats of `data`, tokenised as in the run.
 
     With `teacher_tokenizer` the rows hold both tokenisations. Without `packing` each text has its own row, even if the

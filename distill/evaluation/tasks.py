@@ -89,9 +89,13 @@ def run_tasks(
         try:
             answer = simple_evaluate(
                 HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=batch_size),
-                tasks=tasks.names, task_manager=tasks.manager, limit=limit, log_samples=False,
-                apply_chat_template=chat, bootstrap_iters=1000,
-            )  # fmt: skip
+                tasks=tasks.names,
+                task_manager=tasks.manager,
+                limit=limit,
+                log_samples=False,
+                apply_chat_template=chat,
+                bootstrap_iters=1000,
+            )
         finally:
             model.config.use_cache = used
         assert answer is not None  # None is for the harness's other ranks

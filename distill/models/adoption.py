@@ -120,9 +120,13 @@ def _use_our_cache(model: PreTrainedModel, undo: list[Callable[[], None]]) -> st
 
     @functools.wraps(kind._prepare_cache_for_generation)
     def prepare(
-        self: PreTrainedModel, config: GenerationConfig, inputs: dict[str, object], mode: GenerationMode, batch: int,
+        self: PreTrainedModel,
+        config: GenerationConfig,
+        inputs: dict[str, object],
+        mode: GenerationMode,
+        batch: int,
         longest: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         kind._prepare_cache_for_generation(self, config, inputs, mode, batch, longest)
         cache, weight = inputs.get("past_key_values"), next(self.parameters())
         fresh = isinstance(cache, DynamicCache) and not cache.offloading and cache.get_seq_length() == 0
@@ -138,8 +142,11 @@ def _use_our_cache(model: PreTrainedModel, undo: list[Callable[[], None]]) -> st
             else:
                 log.warning(
                     "generate keeps transformers' cache: ours would take %.1f GiB for %d tokens from the start, and "
-                    "%.1f GiB are free; a smaller max_new_tokens lets it", need / 2**30, longest + 1, free / 2**30,
-                )  # fmt: skip
+                    "%.1f GiB are free; a smaller max_new_tokens lets it",
+                    need / 2**30,
+                    longest + 1,
+                    free / 2**30,
+                )
 
     model.__dict__["_prepare_cache_for_generation"] = types.MethodType(prepare, model)
     undo.append(lambda: model.__dict__.pop("_prepare_cache_for_generation", None))

@@ -11,9 +11,12 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 NAMES = (
-    ("c_fc", "c_proj"), ("fc1", "fc2"), ("fc_in", "fc_out"), ("up_proj", "down_proj"),
+    ("c_fc", "c_proj"),
+    ("fc1", "fc2"),
+    ("fc_in", "fc_out"),
+    ("up_proj", "down_proj"),
     ("dense_h_to_4h", "dense_4h_to_h"),
-)  # fmt: skip
+)
 APPROXIMATIONS: tuple[Literal["none", "tanh"], ...] = ("none", "tanh")
 
 

@@ -160,9 +160,13 @@ class FusedDecoder:
     """
 
     def __init__(
-        self, model: nn.Module, cache: RaggedCache, dtype: torch.dtype, calls: Mapping[nn.Module, AttentionCall],
+        self,
+        model: nn.Module,
+        cache: RaggedCache,
+        dtype: torch.dtype,
+        calls: Mapping[nn.Module, AttentionCall],
         plan: Plan | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         decoder = decoder_of(model)
         self.own = list(decoder.get_submodule("layers").children())
         self.norms = [*(layer.get_submodule(NORMS[0]) for layer in self.own), decoder.get_submodule("norm")]
@@ -251,17 +255,35 @@ def try_layers(model: nn.Module, dtype: torch.dtype, rows: int) -> dict[nn.Modul
     for _ in range(3):
         at = caches[0].lengths[:, None] - 1
         token = ids.gather(1, at)
-        expected = type(inner).forward(
-            inner, input_ids=token, position_ids=at, past_key_values=caches[0], use_cache=True,
-            ragged_cache=caches[0],
-        ).logits[:, -1].float()  # fmt: skip
+        expected = (
+            type(inner)
+            .forward(
+                inner,
+                input_ids=token,
+                position_ids=at,
+                past_key_values=caches[0],
+                use_cache=True,
+                ragged_cache=caches[0],
+            )
+            .logits[:, -1]
+            .float()
+        )
         nobody = torch.zeros(rows, dtype=torch.bool, device=device)
         fused.embed(
             SequenceState(
-                token[:, 0].contiguous(), lengths, lengths, nobody, nobody, lengths, ids, fused.stream.squares,
-                lengths[:1] * 0, lengths[:0], 0,
+                token[:, 0].contiguous(),
+                lengths,
+                lengths,
+                nobody,
+                nobody,
+                lengths,
+                ids,
+                fused.stream.squares,
+                lengths[:1] * 0,
+                lengths[:0],
+                0,
             )
-        )  # fmt: skip
+        )
         fused.layers()
         given = head(decoder.get_submodule("norm")(fused.stream.x)).float()
         error = (given - expected).norm() / expected.norm()

@@ -35,11 +35,38 @@ log = logging.getLogger(__name__)
 # answered without the logits; functions, since `shape` and the like reach a tensor's subclass as their getters
 _KNOWN = {
     getattr(torch.Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "layout", "requires_grad", "grad_fn", "grad", "is_leaf", "is_cuda",
-                 "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "ndim", "_backward_hooks")
-} | {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.ndimension, torch.Tensor.numel, torch.Tensor.nelement,
-     torch.Tensor.is_floating_point, torch.is_floating_point, torch.Tensor.get_device, torch.Tensor.__len__,
-     torch.Tensor.element_size, torch.Tensor.is_complex, torch.is_complex}  # fmt: skip
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "requires_grad",
+        "grad_fn",
+        "grad",
+        "is_leaf",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "is_nested",
+        "ndim",
+        "_backward_hooks",
+    )
+} | {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.ndimension,
+    torch.Tensor.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.is_floating_point,
+    torch.is_floating_point,
+    torch.Tensor.get_device,
+    torch.Tensor.__len__,
+    torch.Tensor.element_size,
+    torch.Tensor.is_complex,
+    torch.is_complex,
+}
 _CASTS = {torch.Tensor.float: torch.float32, torch.Tensor.bfloat16: torch.bfloat16, torch.Tensor.half: torch.float16}
 
 
@@ -223,9 +250,13 @@ class FusedLoss:
         if not torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(weight.dtype)
         self._loss = self.losses[self._ignored](
-            hidden, weight, labels=self._labels.to(hidden.device), student_bias=bias, student_lora=lora,
+            hidden,
+            weight,
+            labels=self._labels.to(hidden.device),
+            student_bias=bias,
+            student_lora=lora,
             num_items=num_items,
-        )  # fmt: skip
+        )
         self._hidden = hidden
         return hidden.new_empty((*hidden.shape[:-1], 0))
 

@@ -209,9 +209,10 @@ class _Captured:
         """Copy the parameters' gradients that lie in the graph's memory."""
         pairs = zip(self.parameters, self.gradients, strict=True)
         used = [
-            p for p, own in pairs
+            p
+            for p, own in pairs
             if own is not None and own.numel() > 0 and p.grad is not None and p.grad.data_ptr() == own.data_ptr()
-        ]  # fmt: skip
+        ]
         if not used:
             return
         with torch.inference_mode(False), torch.no_grad():  # a teacher is asked in inference mode

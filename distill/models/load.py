@@ -94,9 +94,13 @@ def _folder_of(source: ModelSource, section: ModelSection) -> Path:
     if source.local:
         return Path(source.location)
     file = cached_file(
-        source.location, "tokenizer.json", revision=section.revision, _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False,
-    )  # fmt: skip
+        source.location,
+        "tokenizer.json",
+        revision=section.revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )
     return Path(file).parent if file is not None else Path(source.location)
 
 
@@ -233,15 +237,24 @@ def _load(
     if config is not None:
         check_quantisation(config, section, field)
     with loading(section.model, source, f"{field}.model"), explained(config):
-        if not source.local and (index := cached_file(
-            source.location, SAFE_WEIGHTS_INDEX_NAME, revision=section.revision,
-            _raise_exceptions_for_missing_entries=False,
-        )):  # fmt: skip
+        if not source.local and (
+            index := cached_file(
+                source.location,
+                SAFE_WEIGHTS_INDEX_NAME,
+                revision=section.revision,
+                _raise_exceptions_for_missing_entries=False,
+            )
+        ):
             check_index(Path(index), f"{field}.model")
         model = read_weights(
-            AutoModelForCausalLM, source.location, f"{field}.model", file_config=config, dtype=dtype or "auto",
-            use_safetensors=None if source.gguf_file else True, **arguments,
-        )  # fmt: skip
+            AutoModelForCausalLM,
+            source.location,
+            f"{field}.model",
+            file_config=config,
+            dtype=dtype or "auto",
+            use_safetensors=None if source.gguf_file else True,
+            **arguments,
+        )
     check_quantised(model, section, field)
     keep_soft_cap(model, section.attention, f"{field}.attention")
     rope_by_document(model)

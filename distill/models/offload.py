@@ -176,9 +176,11 @@ class Conveyor:
             if code != 0:
                 log.warning(
                     "teacher.offload: host memory could not be pinned (CUDA error %d, %.1f of %.1f GiB done): copies "
-                    "to the GPU are slower and computing waits for them", code, sum(size for _, size in done) / GIB,
+                    "to the GPU are slower and computing waits for them",
+                    code,
+                    sum(size for _, size in done) / GIB,
                     sum(size for _, size in spans) / GIB,
-                )  # fmt: skip
+                )
                 with contextlib.suppress(RuntimeError):  # the next launch reports the failure once more, and forgets it
                     torch.zeros(1, device=self.device)
                 break

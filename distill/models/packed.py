@@ -26,14 +26,28 @@ from distill.models.quantised import quantised_by_transformers
 
 # fields that limit what a token attends to, or how (Llama 4 sharpens attention by steps), in tokens
 LIMITS = (
-    "sliding_window", "window_size", "attention_window_size", "sliding_window_size", "local_attention",
-    "keep_window_size", "attention_chunk_size", "index_topk", "floor_scale", "log_scaling_n_floor",
-)  # fmt: skip
+    "sliding_window",
+    "window_size",
+    "attention_window_size",
+    "sliding_window_size",
+    "local_attention",
+    "keep_window_size",
+    "attention_chunk_size",
+    "index_topk",
+    "floor_scale",
+    "log_scaling_n_floor",
+)
 # widths of convolutions over tokens
 KERNELS = (
-    "conv_kernel", "conv_kernel_size", "conv_L_cache", "conv1d_width", "mamba_d_conv", "linear_conv_kernel_dim",
-    "short_conv_kernel_size", "ple_conv_kernel_size",
-)  # fmt: skip
+    "conv_kernel",
+    "conv_kernel_size",
+    "conv_L_cache",
+    "conv1d_width",
+    "mamba_d_conv",
+    "linear_conv_kernel_dim",
+    "short_conv_kernel_size",
+    "ple_conv_kernel_size",
+)
 LOWERED = 4  # tokens
 ROUNDINGS = 4  # documents that see each other differ by tens of percent, far more than rounding does
 CARRIES = (

@@ -110,10 +110,14 @@ def cut_layers(teacher: PreTrainedModel, keep: Sequence[int], dtype: torch.dtype
     model_class: Any = type(teacher)
     try:
         student = read_weights(
-            model_class, None, "student.from_teacher", config=config, dtype=dtype or teacher.dtype,
+            model_class,
+            None,
+            "student.from_teacher",
+            config=config,
+            dtype=dtype or teacher.dtype,
             state_dict={name: tensor.detach().clone() for name, tensor in state.items()},
             attn_implementation=teacher.config._attn_implementation,
-        )  # fmt: skip
+        )
     except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
         what = f"student.from_teacher: {type(teacher).__name__} cannot be cut to the layers {indices}: "
         if not isinstance(error, UnfitWeightsError):

@@ -162,8 +162,10 @@ def _hold_gguf(model: PreTrainedModel, path: Path, field: str, *, knows_rope: bo
     if ropes and not knows_rope:
         log.warning(
             "%s: transformers does not read %s of a GGUF file: positions are rotated without this scaling, so that the "
-            "outputs are not those of the original model; give its safetensors instead", field, _named(ropes),
-        )  # fmt: skip
+            "outputs are not those of the original model; give its safetensors instead",
+            field,
+            _named(ropes),
+        )
 
 
 def weights_fault(folder: Path, model: PreTrainedModel, field: str, *, file_config: Any = None) -> str | None:
@@ -181,9 +183,14 @@ def weights_fault(folder: Path, model: PreTrainedModel, field: str, *, file_conf
                 empty[name] = torch.empty(file.get_slice(name).get_shape(), device="meta")
     try:
         read_weights(
-            type(model), None, field, file_config=file_config, config=model.config, state_dict=empty,
+            type(model),
+            None,
+            field,
+            file_config=file_config,
+            config=model.config,
+            state_dict=empty,
             device_map={"": "meta"},
-        )  # fmt: skip
+        )
     except ValueError as error:
         return str(error)
     return None

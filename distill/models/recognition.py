@@ -83,9 +83,13 @@ def rms_norm_forward(form: str, eps: float | None) -> Callable[..., Any]:
     """Replacement of an RMSNorm's forward."""
 
     def forward(
-        self: Any, hidden_states: torch.Tensor, residual: torch.Tensor | None = None,
-        dtype: torch.dtype | None = None, and_input: bool = False, fp8: bool = False,
-    ) -> Any:  # fmt: skip
+        self: Any,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        and_input: bool = False,
+        fp8: bool = False,
+    ) -> Any:
         if fp8:
             return fp8_rms_norm(hidden_states, self.weight, eps, form, residual)  # type: ignore[arg-type]
         if residual is not None:

@@ -85,8 +85,9 @@ def _sandwich_forward(casts: bool, adds: bool) -> Callable[..., torch.Tensor]:
 # by form; each takes whether attention and MLP do nothing with their input but cast it, under autocast, for products,
 # and whether the MLP takes the residual that its output is added to
 LAYER_FORWARDS: dict[str, Callable[[bool, bool], Callable[..., torch.Tensor]]] = {
-    "pre_norm": _pre_norm_forward, "sandwich": _sandwich_forward,
-}  # fmt: skip
+    "pre_norm": _pre_norm_forward,
+    "sandwich": _sandwich_forward,
+}
 
 
 def layer_matches(

@@ -83,7 +83,7 @@ def shape_of(model: nn.Module) -> Shape:
         layered=sum(layers),
         largest_layer=max(layers, default=0),
         stored_bits=None if stored is None else stored_bits(stored),
-    )  # fmt: skip
+    )
 
 
 def _layer_sizes(model: nn.Module) -> list[int]:

@@ -164,11 +164,18 @@ def compare(
             cut.append(item)
     same = not (differing or teacher_only or student_only)
     return Verdict(
-        min(teacher_rows, student_rows), teacher_tokens, student_tokens, teacher_rows, student_rows,
-        tuple(differing), tuple(teacher_only), tuple(student_only), tuple(cut),
+        min(teacher_rows, student_rows),
+        teacher_tokens,
+        student_tokens,
+        teacher_rows,
+        student_rows,
+        tuple(differing),
+        tuple(teacher_only),
+        tuple(student_only),
+        tuple(cut),
         _probe(teacher_tokenizer, student_tokenizer) if same else None,
         tuple(_notes(teacher_tokenizer, student_tokenizer, teacher_rows, student_rows)),
-    )  # fmt: skip
+    )
 
 
 def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
@@ -183,8 +190,10 @@ def _probe(teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase) -
         if ours != theirs:
             pairs = enumerate(zip(ours, theirs, strict=False))
             at = next((place for place, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
-            pieces = [tokenizer.convert_ids_to_tokens(ids[at : at + 4]) for tokenizer, ids in
-                     ((teacher, ours), (student, theirs))]  # fmt: skip
+            pieces = [
+                tokenizer.convert_ids_to_tokens(ids[at : at + 4])
+                for tokenizer, ids in ((teacher, ours), (student, theirs))
+            ]
             return (
                 f"the same text becomes different ids: after {teacher.decode(ours[:at])[-30:]!r} the teacher reads "
                 f"{pieces[0]} (ids {ours[at : at + 4]}), the student {pieces[1]} (ids {theirs[at : at + 4]})"

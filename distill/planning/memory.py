@@ -201,9 +201,14 @@ def _workspace(situation: Situation, rows: int, columns: int, head_gradient: int
     narrow = precision.student != torch.float32
     logit = 4 if precision.compute == torch.float32 else 2
     plan = plan_chunks(
-        rows, columns, logit_bytes=logit, models=models, weight_bytes=head_gradient,
-        memory_bytes=situation.memory_bytes, weight_16_bit=narrow,
-    )  # fmt: skip
+        rows,
+        columns,
+        logit_bytes=logit,
+        models=models,
+        weight_bytes=head_gradient,
+        memory_bytes=situation.memory_bytes,
+        weight_16_bit=narrow,
+    )
     width = -(-columns // 64) * 64
     numbers = models * 2 * plan.chunk_rows * -(-columns // TILE) * 4
     extra = 0 if head_gradient else plan.extra_rows  # these rows lie where dW comes to lie

@@ -138,9 +138,16 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
     sharing = _sharing(situation, device)
     tokens = recipe.train.batch_size * recipe.data.max_length * situation.accumulation * situation.world
     report = Preflight(
-        device, gpus, situation.world, sharing.short, _together(source.shapes()), student.shape,
-        situation.accumulation, tokens, recipe.train.steps,
-    )  # fmt: skip
+        device,
+        gpus,
+        situation.world,
+        sharing.short,
+        _together(source.shapes()),
+        student.shape,
+        situation.accumulation,
+        tokens,
+        recipe.train.steps,
+    )
     report.problems += source.problems(cuda=device.cuda, sharded=sharing.teacher_sharded, family=device.family)
     if recipe.student.compute == "fp8":
         report.problems += [problem] if (problem := fp8_problem(recipe.student, device.family)) else []

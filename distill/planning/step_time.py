@@ -75,7 +75,7 @@ class Clock(NamedTuple):
 
 def step_time(
     situation: Situation, device: Device, tokens: StepTokens, read: StepTokens | None = None
-) -> StepTime | None:  # fmt: skip
+) -> StepTime | None:
     """Arithmetic and time of a step; None for a model whose arithmetic is not known.
 
     Args:

@@ -28,12 +28,26 @@ from distill.teachers.measure import Measure
 
 # settings that held-out metrics depend on besides the student; `config` matters for random weights alone
 JUDGED_BY = (
-    *(f"teacher.{name}." for name in ("model", "init", "config", "revision", "adapter")), "teachers.",
-    *(f"data.{name}." for name in (
-        "source", "subset", "split", "format", "fields", "chat_template", "max_length", "train_on", "reasoning",
-        "empty_answers", "max_rows", "validation",
-    )),
-)  # fmt: skip
+    *(f"teacher.{name}." for name in ("model", "init", "config", "revision", "adapter")),
+    "teachers.",
+    *(
+        f"data.{name}."
+        for name in (
+            "source",
+            "subset",
+            "split",
+            "format",
+            "fields",
+            "chat_template",
+            "max_length",
+            "train_on",
+            "reasoning",
+            "empty_answers",
+            "max_rows",
+            "validation",
+        )
+    ),
+)
 
 
 class Group(NamedTuple):
@@ -112,11 +126,16 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         comparable = bool(made) and made[0].measure == measure
         made.append(
             Group(
-                members[0].folder.name, [run.folder.name for run in members], measure, divergence,
-                [figures["agreement"] for figures in after], gaps, _changes(settings, first),
+                members[0].folder.name,
+                [run.folder.name for run in members],
+                measure,
+                divergence,
+                [figures["agreement"] for figures in after],
+                gaps,
+                _changes(settings, first),
                 welch(made[0].divergence, divergence) if comparable else None,
             )
-        )  # fmt: skip
+        )
     return made
 
 

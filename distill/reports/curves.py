@@ -91,9 +91,14 @@ def _same(loss: object, other: object) -> bool:
 
 
 def draw_curves(
-    rows: Rows, path: Path, title: str = "", *, measure: Measure = KL, keys: Sequence[str] = (),
+    rows: Rows,
+    path: Path,
+    title: str = "",
+    *,
+    measure: Measure = KL,
+    keys: Sequence[str] = (),
     theme: str = "",
-) -> bool:  # fmt: skip
+) -> bool:
     """Draw the metrics in `rows` as an SVG file; returns False, without a file, where there is nothing to draw.
 
     Args:

@@ -82,13 +82,13 @@ def write_gguf(folder: Path, destination: Path, type: str = "q8_0") -> ExportSum
     with replacing(destination) as unfinished:
         _write(model, tokenizer, unfinished, type, destination.stem, scaled)
         kl = _check(model, tokenizer, unfinished, type, scaled)
+    nfc = _normalises(tokenizer)
     notes = {
         "transformers ignores the file's rope scaling: load it with config=AutoConfig of the folder": scaled,
         # measured with SmolLM2: 2.0e-3 nats from the weights, 7.0e-3 as llama.cpp computes
         "llama.cpp on CPUs also rounds activations to 8 bits, which adds to this": type == "q8_0",
-        "llama.cpp does not normalise text to NFC as this tokenizer does: decomposed characters become other tokens":
-            _normalises(tokenizer),
-    }  # fmt: skip
+        "llama.cpp does not normalise text to NFC, as this tokenizer does: decomposed characters get other tokens": nfc,
+    }
     note = "; ".join(text for text, holds in notes.items() if holds)
     return ExportSummary(str(destination), destination.stat().st_size, type, kl, note)
 
@@ -192,10 +192,15 @@ def _add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
     by_id = {number: token for token, number in vocabulary.items()}
     tokens = [by_id.get(number, f"[PAD{number}]") for number in range(rows)]
     kinds = [
-        TokenType.UNUSED if number not in by_id else TokenType.NORMAL if number not in special
-        else TokenType.CONTROL if special[number] else TokenType.USER_DEFINED
+        TokenType.UNUSED
+        if number not in by_id
+        else TokenType.NORMAL
+        if number not in special
+        else TokenType.CONTROL
+        if special[number]
+        else TokenType.USER_DEFINED
         for number in range(rows)
-    ]  # fmt: skip
+    ]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
@@ -248,9 +253,13 @@ def _check(model: Any, tokenizer: Any, path: Path, type: str, scaled: bool) -> f
         place["config"] = model.config
     try:
         loaded: Any = read_weights(
-            AutoModelForCausalLM, path.parent, "--gguf", dtype=torch.float32,
-            quantization_config=GgufConfig(dequantize=True), **place,
-        ).eval()  # fmt: skip
+            AutoModelForCausalLM,
+            path.parent,
+            "--gguf",
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+            **place,
+        ).eval()
     except (RuntimeError, ValueError) as error:  # shapes that the format cannot express
         raise RecipeError([f"--gguf: transformers cannot read it back: {str(error).splitlines()[0]}"]) from error
     rows = [torch.tensor([tokenizer(text).input_ids]) for text in TEXTS]

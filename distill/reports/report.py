@@ -30,9 +30,12 @@ from distill.teachers.registry import measure_of, source_of
 
 # display names of the phases of training.phases
 PHASES = {
-    "teacher": "teacher", "student, both ways": "student", "loss": "loss", "optimizer": "optimizer",
+    "teacher": "teacher",
+    "student, both ways": "student",
+    "loss": "loss",
+    "optimizer": "optimizer",
     "data and host": "data",
-}  # fmt: skip
+}
 # definition of agreement, after "the share of tokens"
 AGREEMENT = "for which student and teacher have the same top-1 token"
 
@@ -219,10 +222,14 @@ def _held_out(run: Run) -> str:
     for name, row in figures.items():
         rows.append(
             [
-                TITLES[name], shown(row["forward_kl"]), shown(row["reverse_kl"]), f"{100 * row['agreement']:.1f} %",
-                f"{perplexity(row['student_cross_entropy']):,.2f}", f"{row['student_entropy']:.3f}",
+                TITLES[name],
+                shown(row["forward_kl"]),
+                shown(row["reverse_kl"]),
+                f"{100 * row['agreement']:.1f} %",
+                f"{perplexity(row['student_cross_entropy']):,.2f}",
+                f"{row['student_entropy']:.3f}",
             ]
-        )  # fmt: skip
+        )
     measure = run.measure
     head = ["", f"forward {measure.name}", f"reverse {measure.name}", "agreement", "perplexity", "entropy"]
     note = (

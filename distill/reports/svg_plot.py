@@ -205,9 +205,13 @@ def _beyond(series: Sequence[Series], axes: _Axes) -> list[str]:
 
 
 def picture(
-    panels: Sequence[tuple[str, str]], *, title: str, legend: Sequence[Series] = (), theme: str = "",
+    panels: Sequence[tuple[str, str]],
+    *,
+    title: str,
+    legend: Sequence[Series] = (),
+    theme: str = "",
     size: Size = IN_PAGE,
-) -> str:  # fmt: skip
+) -> str:
     """Return charts in a grid, as a standalone SVG file.
 
     Args:

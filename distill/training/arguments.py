@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from distill.planning.steps import (
     total_steps,
 )
 from distill.recipe import Recipe
+from distill.teachers.server.launched import LaunchedServers
+
+log = logging.getLogger(__name__)
 
 # optimizers that fail with a traceback at their first step over FSDP2 shards (transformers 5.23, torch 2.13)
 NOT_IN_SHARDS = {
@@ -143,9 +147,25 @@ def training_arguments(
     try:  # a bad schedule would otherwise fail only after the evaluation that precedes training
         tried, settings = torch.optim.SGD([torch.zeros(1)], lr=made.learning_rate), made.lr_scheduler_kwargs
         get_scheduler(
-            made.lr_scheduler_type, tried, made.get_warmup_steps(steps), steps,
+            made.lr_scheduler_type,
+            tried,
+            made.get_warmup_steps(steps),
+            steps,
             scheduler_specific_kwargs={} if settings is None else dict(settings),  # type: ignore[arg-type]
-        )  # fmt: skip
+        )
     except (TypeError, ValueError) as error:
         raise ValueError(f"train.arguments.lr_scheduler_kwargs: {str(error).splitlines()[0]}") from error
     return made
+
+
+def overwrite_arguments(args: TrainingArguments) -> None:
+    """Set the arguments whose other values would train wrongly with `DistillationTrainer`."""
+    args.remove_unused_columns = False
+    args.logging_nan_inf_filter = False
+    args.ddp_find_unused_parameters = False
+    args.average_tokens_across_devices = True
+    args.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]
+    if args.n_gpu > 1:
+        if LaunchedServers.current is None:  # else a teacher server uses the others
+            log.warning("%d GPUs are visible to one process; using one. Use torchrun for all.", args.n_gpu)
+        args._n_gpu = 1

@@ -45,10 +45,16 @@ PLAIN = {
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
-        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-        "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta",
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+        "StorageMeta",
     },
-}  # fmt: skip
+}
 
 
 def find_valid_checkpoint(folder: Path, *, unverified: bool = False) -> tuple[Path | None, list[str]]:

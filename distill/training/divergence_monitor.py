@@ -72,8 +72,10 @@ class DivergenceMonitor(TrainerCallback):
             if self.since is None and is_main_process():
                 log.warning(
                     "step %d: training diverges: %s; %s (train.on_divergence: stop ends such a run)",
-                    state.global_step, what, ADVICE,
-                )  # fmt: skip
+                    state.global_step,
+                    what,
+                    ADVICE,
+                )
             self.since = self.since or state.global_step
 
     def _look(self, logs: Mapping[str, Any]) -> Iterator[str]:

@@ -41,9 +41,15 @@ FIRST = ("recipe", "data", "teacher", "student", "seeds", "processes", "environm
 
 
 def build_lock(
-    recipe: Recipe, *, teacher: Teacher, student: nn.Module, tokenizer: Any, rows: Iterable[Mapping[str, Any]],
-    processes: int, source: str = "",
-) -> Plain:  # fmt: skip
+    recipe: Recipe,
+    *,
+    teacher: Teacher,
+    student: nn.Module,
+    tokenizer: Any,
+    rows: Iterable[Mapping[str, Any]],
+    processes: int,
+    source: str = "",
+) -> Plain:
     """Return everything that the run depends on, as plain data.
 
     Args:
@@ -58,11 +64,15 @@ def build_lock(
         "data": {"source": source, "rows_sha256": hash_rows(rows), **_text_to_tokens(recipe, tokenizer)},
         "teacher": teacher.fingerprint(),
         "student": model_identity(student),
-        "seeds": {"init": {"teacher": TEACHER_SEED, "student": STUDENT_SEED, "adapters": seed}, "data": seed,
-                  "dropout": seed, "sampling": "greedy"},
+        "seeds": {
+            "init": {"teacher": TEACHER_SEED, "student": STUDENT_SEED, "adapters": seed},
+            "data": seed,
+            "dropout": seed,
+            "sampling": "greedy",
+        },
         "processes": processes,
         "environment": environment(),
-    }  # fmt: skip
+    }
 
 
 def hash_rows(rows: Iterable[Mapping[str, object]]) -> str:

@@ -86,9 +86,12 @@ class Meter:
             self._pause += time.perf_counter() - start
 
     def add(
-        self, inputs: Mapping[str, torch.Tensor], statistics: torch.Tensor, weight: float | None = None,
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        statistics: torch.Tensor,
+        weight: float | None = None,
         drawn: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Count one micro-batch. Launches a few small kernels, never waits.
 
         Args:
@@ -177,9 +180,12 @@ def number_of_sums(routes: Sequence[str]) -> int:
 
 
 def named_means(
-    sums: list[float], trained: float, divergence: tuple[str | None, float], routes: Sequence[str] = (),
+    sums: list[float],
+    trained: float,
+    divergence: tuple[str | None, float],
+    routes: Sequence[str] = (),
     compared: float | None = None,
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """Return means of the objective's statistics, by metric name.
 
     Statistics of the student are averaged over `trained` tokens, those of the teacher over the `compared` ones (where

@@ -87,14 +87,19 @@ class StoredRollouts(TrainerCallback):
                 continue
             prompt = document.prompt
             answer = document.ids[len(prompt) :]
-            self._rows.append({
-                "route": None if document.route is None else self.routes[document.route],
-                "prompt": self.tokenizer.decode(prompt), "answer": self.tokenizer.decode(answer),
-                "prompt_ids": prompt, "answer_ids": answer, "drawn_log_p": drawn[mine],
-                "student_log_p": named["student_label_logprob"][mine],
-                "teacher_log_p": named["teacher_label_logprob"][mine],
-                "divergence": named["divergence"][mine],
-            })  # fmt: skip
+            self._rows.append(
+                {
+                    "route": None if document.route is None else self.routes[document.route],
+                    "prompt": self.tokenizer.decode(prompt),
+                    "answer": self.tokenizer.decode(answer),
+                    "prompt_ids": prompt,
+                    "answer_ids": answer,
+                    "drawn_log_p": drawn[mine],
+                    "student_log_p": named["student_label_logprob"][mine],
+                    "teacher_log_p": named["teacher_label_logprob"][mine],
+                    "divergence": named["divergence"][mine],
+                }
+            )
         assert begin == len(drawn)
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:

@@ -53,9 +53,13 @@ class StepGuard:
     """
 
     def __init__(
-        self, reduce: Callable[[torch.Tensor], torch.Tensor], ranks: int, folder: Path, limit: int = LIMIT,
+        self,
+        reduce: Callable[[torch.Tensor], torch.Tensor],
+        ranks: int,
+        folder: Path,
+        limit: int = LIMIT,
         diagnose: Callable[[list[Batch]], str | None] = lambda batches: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.reduce, self.ranks, self.folder, self.limit, self.diagnose = reduce, ranks, folder, limit, diagnose
         self.skipped = 0
         self.stopping = False

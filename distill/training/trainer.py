@@ -51,8 +51,6 @@ from distill.training.step_guard import IgnoreSignalsWorkerInit, StepCallback, S
 from distill.training.warmup import begin_above_zero, restore_warmup
 from distill.training.watchdog import watch_ranks
 
-log = logging.getLogger(__name__)
-
 
 class DistillationTrainer(Trainer):
     """Trainer of a student `model` that matches `teacher`.
@@ -97,15 +95,7 @@ class DistillationTrainer(Trainer):
         callbacks: list[TrainerCallback] | None = None,
         **more: Any,
     ) -> None:
-        args.remove_unused_columns = False
-        args.logging_nan_inf_filter = False
-        args.ddp_find_unused_parameters = False
-        args.average_tokens_across_devices = True
-        args.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]
-        if args.n_gpu > 1:
-            if LaunchedServers.current is None:  # else a teacher server uses the others
-                log.warning("%d GPUs are visible to one process; using one. Use torchrun for all.", args.n_gpu)
-            args._n_gpu = 1
+        overwrite_arguments(args)
         loaded = {"teacher": teacher} if isinstance(teacher, nn.Module) else teacher.models
         for whose, owned in {"student": model, **loaded}.items():
             keep_soft_cap(owned, field=f"{whose}'s attention")
@@ -114,9 +104,15 @@ class DistillationTrainer(Trainer):
         plain = Collator(padding, omit_plain_positions=not any(map(follows_length, (model, *loaded.values()))))
         data_collator = PlainRows(plain) if data_collator is None else EmptyBatchCollator(data_collator, plain)
         super().__init__(
-            model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset,
-            data_collator=data_collator, processing_class=processing_class, callbacks=callbacks, **more,
-        )  # fmt: skip
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=data_collator,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            **more,
+        )
         if not (isinstance(teacher, nn.Module) and is_sharded(teacher)):
             teacher.to(args.device)
         # FSDP moves the student later; the objective needs both models on the device now
@@ -133,20 +129,17 @@ class DistillationTrainer(Trainer):
         self.objective.loss_of = self.meter.phases.timed("loss", self.objective.loss_of)  # type: ignore[method-assign]
         self._blocks: BlockSampler | None = None
         self.on_policy: OnPolicy | None = None  # set it to train on the student's rollouts
-        self._checkpoints_go_to: str | None = None
-        self._begun = 0  # micro-batches that training_step has begun
-        self.prefetcher = TeacherPrefetcher(
-            self.objective, lambda values: self.accelerator.reduce(values, "sum"), args.device
-        )
-        self.step_guard = StepGuard(
-            lambda values: self.accelerator.reduce(values, "sum"),
-            self.accelerator.num_processes,
-            Path(args.output_dir or "."),
-            diagnose=self._teacher_fault,
-        )
+        self._checkpoint_folder: str | None = None
+        self._batches_begun = 0  # micro-batches that training_step has begun
+        self.prefetcher = TeacherPrefetcher(self.objective, self._sum_over_ranks, args.device)
+        processes, folder = self.accelerator.num_processes, Path(args.output_dir or ".")
+        self.step_guard = StepGuard(self._sum_over_ranks, processes, folder, diagnose=self._teacher_fault)
         if self.accelerator.scaler is not None:  # float16: the scaler finds its scale by steps that overflow
             self.step_guard.limit *= 10
         self.add_callback(StepCallback(self))
+
+    def _sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.reduce(values, "sum")
 
     def create_accelerator_and_postprocess(self) -> None:
         """Extend `Trainer`'s method: use FSDP2 where it was requested, on CPUs too."""
@@ -197,7 +190,7 @@ class DistillationTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Extend `Trainer`'s method: keep the batch until its step is known to be finite."""
-        self._begun += 1
+        self._batches_begun += 1
         with self.meter.phases.within("student"):
             loss = super().training_step(model, inputs, *args, **kwargs)
         self.step_guard.record_batch(inputs, loss)
@@ -213,27 +206,27 @@ class DistillationTrainer(Trainer):
         if self.accelerator.scaler or self.is_fsdp_enabled:
             norm = super()._clip_grad_norm(model)
         else:
-            parameters, most = cached_parameters(self.model), self.args.max_grad_norm
-            norm = clip_in_optimizer(parameters, self.optimizer, most)
-            norm = self.accelerator.clip_grad_norm_(parameters, most) if norm is None else norm
+            parameters, max_norm = cached_parameters(self.model), self.args.max_grad_norm
+            norm = clip_in_optimizer(parameters, self.optimizer, max_norm)
+            norm = self.accelerator.clip_grad_norm_(parameters, max_norm) if norm is None else norm
         self.step_guard.record_norm(norm)
         return norm
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Extend `Trainer`'s method: with `on_policy`, replace some responses by the student's rollouts."""
         self.schedule.begin(step := self.state.global_step)
-        own = self.on_policy
-        if self.is_rewarded and (own is None or own.rewards is None):
+        rollouts = self.on_policy
+        if self.is_rewarded and (rollouts is None or rollouts.rewards is None):
             raise ValueError("loss.terms: a reward needs trainer.on_policy with rewards; got none")
-        epoch_iterator = own.epoch(epoch_iterator) if own else self.prefetcher.prefetch(epoch_iterator, num_batches)
-        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if own is not None and batches:
+        source = rollouts.epoch(epoch_iterator) if rollouts else self.prefetcher.prefetch(epoch_iterator, num_batches)
+        batches, count = super().get_batch_samples(source, num_batches, device)
+        if rollouts is not None and batches:
             with uncompiled():
-                batches = own.replace(batches, step, self.data_collator, self.state.max_steps - step - 1)
+                batches = rollouts.replace(batches, step, self.data_collator, self.state.max_steps - step - 1)
             count = self._get_num_items_in_batch(batches, device)
         self.prefetcher.wait(batches)
-        if own is not None and self.prefetcher.prefetch_enabled:
-            self.prefetcher.submit(own.to_come(self.data_collator))
+        if rollouts is not None and self.prefetcher.prefetch_enabled:
+            self.prefetcher.submit(rollouts.to_come(self.data_collator))
         return batches, count
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | None:
@@ -261,10 +254,10 @@ class DistillationTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the interval's metrics to a training step's log; every rank calls it."""
         if "loss" in logs and self.is_in_train:
-            logs = {**logs, **self.meter.read(lambda values: self.accelerator.reduce(values, "sum"))}
+            logs = {**logs, **self.meter.read(self._sum_over_ranks)}
             logs |= self.schedule.figures()
             if self.on_policy is not None:
-                logs |= self.on_policy.read(lambda values: self.accelerator.reduce(values, "sum"), self.args.device)
+                logs |= self.on_policy.read(self._sum_over_ranks, self.args.device)
             if self.step_guard.skipped:
                 logs["skipped_steps"] = self.step_guard.skipped
         super().log(logs, start_time)
@@ -278,7 +271,10 @@ class DistillationTrainer(Trainer):
             KeyboardInterrupt: Ctrl-C, after the current step and its checkpoint.
         """
         self.meter.restart()
-        with self.step_guard.stop_on_signals(), watch_ranks(Path(self.args.output_dir or "."), lambda: self._begun):
+        with (
+            self.step_guard.stop_on_signals(),
+            watch_ranks(Path(self.args.output_dir or "."), lambda: self._batches_begun),
+        ):
             try:
                 result = super().train(*args, **kwargs)
             except TeacherUnavailableError as gone:
@@ -382,7 +378,7 @@ class DistillationTrainer(Trainer):
             group["lr"] = rate  # a scheduler sets it after a step, for the next one
 
     def _get_output_dir(self, trial: Any) -> str:
-        return self._checkpoints_go_to or super()._get_output_dir(trial)
+        return self._checkpoint_folder or super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint to a temporary folder and rename it: a folder named checkpoint-N is always complete."""
@@ -394,13 +390,13 @@ class DistillationTrainer(Trainer):
                 shutil.rmtree(unfinished, ignore_errors=True)
                 unfinished.mkdir(parents=True)
             self.accelerator.wait_for_everyone()
-            self._checkpoints_go_to = str(unfinished)
+            self._checkpoint_folder = str(unfinished)
             try:
                 super()._save_checkpoint(model, trial)
                 if self.on_policy is not None:
                     self.on_policy.save(unfinished / name, self.args.process_index)
             finally:
-                self._checkpoints_go_to = None
+                self._checkpoint_folder = None
             self.accelerator.wait_for_everyone()
             if self.state.best_model_checkpoint == str(unfinished / name):
                 self.state.best_model_checkpoint = str(folder / name)
