@@ -106,7 +106,7 @@ def test_a_disk_that_fills_up_at_a_checkpoint(disk, given, whole, capsys):
     assert [path.name for path in checkpoints(place / "runs/x")] == ["checkpoint-2", "checkpoint-4"]
     disk(20 * one)
     assert run_command(["run", str(given / "r.yaml"), "--name", "x", "--resume"]) == 0
-    assert ".unfinished/checkpoint-6 was not finished when the run ended" in capsys.readouterr().out
+    assert ".unfinished/checkpoint-6 is unfinished" in capsys.readouterr().out
     same_end(place / "runs/x", whole)
 
 
