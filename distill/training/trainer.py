@@ -10,7 +10,6 @@ gradients over the ranks, so the loss is multiplied by the number of ranks.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -26,7 +25,7 @@ from distill.core.errors import TeacherUnavailableError
 from distill.core.files import sync
 from distill.core.labels import count_trained_tokens
 from distill.core.manifest import write_manifest
-from distill.data.collator import Collator, PlainRows, padding_token
+from distill.data.collator import Collator, DefaultColumns, padding_token
 from distill.generation.on_policy import OnPolicy
 from distill.models.attention import keep_soft_cap
 from distill.models.compiling import uncompiled
@@ -38,7 +37,7 @@ from distill.teachers.base import Batch, Teacher
 from distill.teachers.blame import teacher_fault
 from distill.teachers.losses import LossSpec
 from distill.teachers.objective import DistillationObjective
-from distill.teachers.server.launched import LaunchedServers
+from distill.training.arguments import overwrite_arguments
 from distill.training.block_sampler import BlockSampler, begin_epoch, block_sampler
 from distill.training.checkpoint_weights import load_weights
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, rotate_checkpoints, without_rotation
@@ -102,7 +101,7 @@ class DistillationTrainer(Trainer):
             rope_by_document(owned)
         padding = padding_token(processing_class, getattr(model, "config", None))
         plain = Collator(padding, omit_plain_positions=not any(map(follows_length, (model, *loaded.values()))))
-        data_collator = PlainRows(plain) if data_collator is None else EmptyBatchCollator(data_collator, plain)
+        data_collator = DefaultColumns(plain) if data_collator is None else EmptyBatchCollator(data_collator, plain)
         super().__init__(
             model=model,
             args=args,
