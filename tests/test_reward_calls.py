@@ -132,8 +132,10 @@ def test_a_turn_of_a_chat_is_judged_after_the_messages_before_it(tmp_path, train
 
 def test_prompts_without_responses_have_rows_too(tmp_path):
     rows = [{"messages": talk(n)["messages"][:5], "right": n} for n in range(4)]
-    documents, question, _ = table(tmp_path, rows, format="prompts")
-    found = [question(document, [0]) for document in documents]
+    (tmp_path / "held-out.jsonl").write_text(json.dumps(talk(9)))
+    held_out = {"source": str(tmp_path / "held-out.jsonl")}
+    documents, question, _ = table(tmp_path, rows, format="prompts", validation=held_out)
+    found = [question(document, [0]) for document in documents[:4]]  # the last is held out
     assert sorted(each.row["right"] for each in found) == [0, 1, 2, 3]
     assert all(each.prompt == each.row["messages"] for each in found)
 
