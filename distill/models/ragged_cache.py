@@ -285,8 +285,8 @@ def ragged_attention(
     elif packed is not None:
         plain = sliding_window is None and torchs
         parts = []
-        for own, seen in zip(pairwise(packed.bounds), pairwise(packed.seen_bounds), strict=True):
-            q, k, v = query[:, :, slice(*own)], key[:, :, slice(*seen)], value[:, :, slice(*seen)]
+        for own, read in zip(pairwise(packed.bounds), pairwise(packed.seen_bounds), strict=True):
+            q, k, v = query[:, :, slice(*own)], key[:, :, slice(*read)], value[:, :, slice(*read)]
             parts.append(_attend_plainly(q, k, v, scaling, grouped) if plain else attend(q, k, v))
         out = torch.cat(parts, 2)
     elif not kernels and torchs:
