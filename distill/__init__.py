@@ -12,6 +12,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 
+__all__ = ["AutoFusedModelForCausalLM", "DistillationTrainer", "Recipe", "__version__", "patch", "unpatch"]
+
 _HERE = {
     "AutoFusedModelForCausalLM": "distill.models.adoption",
     "DistillationTrainer": "distill.training.trainer",

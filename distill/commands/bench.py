@@ -252,7 +252,9 @@ RIVALS: dict[str, Rival] = {"plain": plain_step, "compile": compiled_step, "lige
 VARIANTS = (*RIVALS, "distill", *(f"distill-{way}" for way in ("graphs", "all-rows", "apart", "compile", "fp8")))
 
 
-def our_step(objective: DistillationObjective, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer):
+def our_step(
+    objective: DistillationObjective, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer
+) -> Step:
     """Return the step of the objective as the trainer runs it; phase `student` includes the fused loss."""
     items = torch.tensor(batch["valid_rows"].numel(), device=batch["valid_rows"].device)
 

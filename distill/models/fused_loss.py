@@ -301,7 +301,7 @@ def fuse_loss(model: PreTrainedModel, undo: list[Callable[[], None]]) -> str | N
     before = model.__dict__.get("forward")
     names = list(inspect.signature(type(model).forward).parameters)[1:]
 
-    @torch.compiler.disable(recursive=False)  # what it calls is compiled
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # what it calls is compiled
     def forward(self: PreTrainedModel, *args: object, **kwargs: object) -> object:
         original = before or types.MethodType(type(self).forward, self)
         return fused.forward(self, original, dict(zip(names, args, strict=False)) | kwargs)

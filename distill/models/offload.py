@@ -196,7 +196,7 @@ def _unpin(device: torch.device, pointers: Sequence[int]) -> None:
         runtime.cudaHostUnregister(pointer)
 
 
-class _Travels(ModelHook):
+class _Travels(ModelHook):  # type: ignore[misc]  # accelerate has no types
     """accelerate's hook around a layer's forward."""
 
     def __init__(self, conveyor: Conveyor, number: int) -> None:

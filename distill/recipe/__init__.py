@@ -10,3 +10,26 @@ from distill.recipe.loss import Loss
 from distill.recipe.models import FromTeacher, Lora, ModelSection, Student, Teacher, WeightedTeacher
 from distill.recipe.schema import Generate, Recipe, dump, load, parse
 from distill.recipe.train import OWNED_ARGUMENTS, Parallel, Train
+
+__all__ = [
+    "OWNED_ARGUMENTS",
+    "Data",
+    "FromTeacher",
+    "Generate",
+    "Lora",
+    "Loss",
+    "ModelSection",
+    "OnPolicy",
+    "Parallel",
+    "Part",
+    "Recipe",
+    "RecipeError",
+    "Student",
+    "Teacher",
+    "Train",
+    "Validation",
+    "WeightedTeacher",
+    "dump",
+    "load",
+    "parse",
+]

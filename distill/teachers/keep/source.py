@@ -27,7 +27,7 @@ from distill.models.vocabulary import shared_columns
 from distill.recipe import Data, Student
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.models import EIGHT_BITS
-from distill.teachers.base import Footprint, FootprintContext, OpenContext, Teacher, TeacherSource
+from distill.teachers.base import OpenContext, Teacher, TeacherSource
 from distill.teachers.cache.format import (
     HEAD,
     MANIFEST,
@@ -46,6 +46,7 @@ from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import Settings, default_tail
 from distill.teachers.cache.teacher import stored_footprint
 from distill.teachers.cache.top_k import TopKFormat
+from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.identity import teacher_identity
 from distill.teachers.keep.store import Store
 from distill.teachers.keep.teacher import KeptTeacher, StoredTeacher
