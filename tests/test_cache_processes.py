@@ -10,8 +10,11 @@ from forked import PIPE, Forked, clean_environment
 from tiny import save_models
 from two_ranks import run_as_two
 
-from distill.caching.write import open_folder
 from distill.evaluation.evaluate import HeldOut
+from distill.recipe import parse
+from distill.teachers.cache.format import PLAN, write_signed
+from distill.teachers.keep.source import KeepSource
+from distill.teachers.model import ModelSource
 
 RECIPE = """
 teacher: {model: teacher}
@@ -24,7 +27,7 @@ ALONE = ["-m", "distill"]
 TWO = ["-c", "import sys; from distill.core.launch import start; sys.exit(start(2, sys.argv[1:]))"]
 # shards so small that there are many
 SMALL = (
-    "from distill.teachers.cache import make as m; plan = m.plan_work; "
+    "from distill.caching import make as m; plan = m.plan_work; "
     "m.plan_work = lambda *given, **named: plan(*given, **(named | {'shard_bytes': 4096})); "
 )
 MANY_SHARDS = ["-c", SMALL + "from distill.cli import main; main()"]
@@ -43,18 +46,29 @@ def start(workplace, code, *arguments):
 
 
 def test_a_process_that_is_early_waits_until_the_first_has_begun(tmp_path, monkeypatch):
-    folder, plan = tmp_path / "cache", {"k": 8}
+    recipe = parse(RECIPE, [f"teacher.keep={tmp_path / 'cache'}"])
+    source, plan = KeepSource(ModelSource(recipe), recipe.teacher), {"kind": "top_k", "k": 8}
+
+    def begin():
+        source.folder.mkdir()
+        write_signed(source.folder / PLAN, plan)
+        return plan
+
+    monkeypatch.setenv("RANK", "1")
     with ThreadPoolExecutor(1) as pool:
-        early = pool.submit(open_folder, folder, plan, first=False)
+        early = pool.submit(source._begin_apart, begin, plan)
         time.sleep(0.3)
-        assert not early.done() and not folder.exists()
-        assert not open_folder(folder, plan, first=True)
-        assert early.result(timeout=20) is False
+        assert not early.done() and not source.folder.exists()
+        with monkeypatch.context() as first:
+            first.setenv("RANK", "0")
+            assert source._begin_apart(begin, plan) == plan
+        assert early.result(timeout=20) == plan
     with pytest.raises(ValueError, match="k was 8, now 9"):
-        open_folder(folder, {"k": 9}, first=False)
-    monkeypatch.setattr("distill.caching.write.BEGINS_WITHIN_S", 0.2)
+        source._begin_apart(begin, plan | {"k": 9})
+    monkeypatch.setattr("distill.teachers.keep.source.BEGINS_WITHIN_S", 0.2)
+    source.folder = tmp_path / "of another machine"
     with pytest.raises(ValueError, match="a folder that all machines share"):
-        open_folder(tmp_path / "of another machine", plan, first=False)
+        source._begin_apart(begin, plan)
 
 
 def program(workplace, code, *arguments):

@@ -92,7 +92,7 @@ def test_an_fp8_teacher_is_cached_in_fp8(here, device):
         swap_linears_for_fp8(teacher)
         hold_to(teacher, loaded, cache)
         prompts = ["The teacher"]
-        answers = generate(teacher, loaded.tokenizer, prompts, 5)
+        answers = generate(teacher, loaded.pair.tokenizer, prompts, 5)
         assert layout.read_json(cache.path / layout.ANSWERS)["answers"] == dict(zip(prompts, answers, strict=True))
 
 

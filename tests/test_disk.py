@@ -157,7 +157,7 @@ def test_the_disk_that_is_full_is_named(disk, given, tmp_path, monkeypatch, caps
     small = disk(80)
     monkeypatch.chdir(tmp_path)
     says = [f"{small}/kept: the disk is full ({small} has 0.0 GiB free); make room there"]
-    monkeypatch.setattr("distill.teachers.keep.source.KeepSource.data_problems", lambda *_: [])  # filled up since
+    monkeypatch.setattr("distill.teachers.keep.source.KeepSource.room_problems", lambda *_: [])  # filled up since
     filler = small / "filler"
     begin = KeepSource._begin
 

@@ -5,13 +5,16 @@
 `teacher.keep`, one of which was killed after its third step.
 """
 
+import json
 import shutil
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
+from distill.cli import run_command
 from distill.recipe import parse
 from distill.run import run
 from distill.teachers import model
@@ -70,3 +73,29 @@ def test_a_run_that_was_begun_is_gone_on_with(here, monkeypatch):
     shutil.rmtree("kept-begun")
     losses_of("teacher.keep=kept-begun", name="anew")
     assert 0 < some < len(calls) - some and TeacherCache("kept-begun").stored == TeacherCache("kept").stored
+
+
+def documents(folder):
+    """What is stored of each document, by its key."""
+    cache = TeacherCache(folder)
+    return {
+        shard["keys"][n].tobytes(): shard["hidden"][slice(*shard["offsets"][n : n + 2])]
+        for shard in cache.shards
+        for n in range(len(shard["keys"]))
+    }
+
+
+def test_a_cache_that_was_begun_is_finished(here, capsys):
+    there = {path.name: path.read_bytes() for path in Path("hidden-begun").glob("shard-*")}
+    assert len(there) == 3
+    Path("tiny.yaml").write_text(RECIPE)
+    assert run_command(["cache", "tiny.yaml", "--hidden", "--dtype", "float32", "--out", "hidden-begun", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["cache"]["positions"] == TeacherCache("hidden").stored
+    whole, finished = documents("hidden"), documents("hidden-begun")
+    assert whole.keys() == finished.keys()
+    for key, hidden in whole.items():
+        np.testing.assert_allclose(finished[key], hidden, rtol=1e-4, atol=1e-6)
+    now = {path.read_bytes() for path in Path("hidden-begun").glob("shard-*")}
+    assert now > set(there.values()), "what was there stays as it was, under a number without a gap"
+    assert run_command(["verify", "hidden-begun"]) == 0

@@ -21,8 +21,8 @@ from distill_kernels import FusedKLLoss, FusedTopKKLLoss
 
 from distill.caching.make import Loaded
 from distill.core.eval_mode import eval_mode
-from distill.core.labels import shift_labels
-from distill.data.collator import Collator
+from distill.core.labels import mask_document_starts, shift_labels
+from distill.data.collator import Collator, valid_rows
 from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, read_head
 from distill.teachers.cache.encode import (
     Encoding,
@@ -76,22 +76,26 @@ class Sample(NamedTuple):
 @torch.no_grad()
 def take_sample(loaded: Loaded, positions: int = 512) -> Sample:
     """Run both models over held-out rows until that many positions are had."""
-    student, device = loaded.pair.student, loaded.teacher.device
+    teacher, student, device = loaded.pair.teacher, loaded.pair.student, loaded.context.device
+    head, collate = loaded.head, teacher.collate(Collator(0, omit_plain_positions=True))
+    assert head is not None
     parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     with eval_mode(student):
         for number in range(len(loaded.splits.validation)):
-            row = Collator(0, omit_plain_positions=True)([loaded.splits.validation[number]])
-            batch = {name: tensor.to(device) for name, tensor in row.items()}
-            rows = batch["valid_rows"]
-            body = {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")}
+            batch = {name: value.to(device) for name, value in collate([loaded.splits.validation[number]]).items()}
+            if "valid_rows" not in batch:
+                batch["valid_rows"] = valid_rows(mask_document_starts(batch["labels"], batch.get("position_ids")))
+            rows, own = batch["valid_rows"], teacher.student_batch(batch, True)
+            body = {name: value for name, value in own.items() if name not in ("labels", "valid_rows")}
             hidden = decoder_of(student)(**body, use_cache=False).last_hidden_state
-            labels = shift_labels(batch["labels"]).flatten()[rows]
-            parts.append((loaded.teacher.hidden_states(batch).flatten(0, 1)[rows], hidden.flatten(0, 1)[rows], labels))
+            targets, labels = teacher.targets(batch), shift_labels(batch["labels"]).flatten()[rows]
+            assert isinstance(targets, torch.Tensor)
+            parts.append((targets.flatten(0, 1)[rows], hidden.flatten(0, 1)[rows], labels))
             if sum(len(part[2]) for part in parts) >= positions:
                 break
     teacher_hidden, student_hidden, labels = (torch.cat(part)[:positions] for part in zip(*parts, strict=True))
     return Sample(
-        teacher_hidden, student_hidden, loaded.teacher.head, read_head(find_head(student)), loaded.teacher.transform,
+        teacher_hidden, student_hidden, head.weights, read_head(find_head(student)), head.transform,
         loaded.student_transform, labels, loaded.columns,
     )  # fmt: skip
 

@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import os
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import transformers
 from accelerate import PartialState
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from distill.caching.write import Job, missing_shards, open_folder, plan_work, require_room, write_shards
+from distill.caching.write import Work, fill, missing_shards, plan_work
 from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
 from distill.core.units import counted
 from distill.data.load import Splits
 from distill.data.report import DataReport
 from distill.models.attention_choice import AttentionChoices
 from distill.models.head import LogitTransform, probe_logits
-from distill.models.precision import Precision, resolve_device, resolve_precision
-from distill.models.sharding import ALONE, Sharing
+from distill.models.precision import resolve_device, resolve_precision
+from distill.models.sharding import ALONE
 from distill.planning.caching import plan_caching
 from distill.recipe import Recipe
 from distill.recipe.compatibility import require_command
-from distill.recipe.models import EIGHT_BITS
-from distill.teachers.base import OpenContext
-from distill.teachers.cache.format import ANSWERS, Plan, bytes_a_token, write_signed
-from distill.teachers.cache.plan import (
-    EncodableTeacher,
-    LogitHead,
-    Origin,
-    close_cache,
-    encodable,
-    hidden_content,
-    plan_of,
-    write_companions,
-)
+from distill.teachers.base import OpenContext, Teacher
+from distill.teachers.cache.format import KEY_BYTES, MANIFEST, Plan, bytes_a_token, read_json, rows_of
+from distill.teachers.cache.plan import LogitHead, head_of
 from distill.teachers.cache.settings import Settings
 from distill.teachers.cache.teacher import section_to_load
-from distill.teachers.identity import teacher_identity
-from distill.teachers.model import ModelSource
+from distill.teachers.keep.source import KeepSource
+from distill.teachers.keep.store import Store
+from distill.teachers.keep.teacher import KeptTeacher
 from distill.teachers.opening import Pair, open_pair, patch_models
+from distill.teachers.registry import source_of
+from distill.teachers.vocabulary import Vocabulary
+from distill.teachers.wrapping import WrappingSource, WrappingTeacher
 
 
 class Loaded(NamedTuple):
@@ -49,33 +43,46 @@ class Loaded(NamedTuple):
 
     Attributes:
         recipe, splits, pair: as a run has them.
-        precision: of the student and the teacher.
-        teacher: in the parts that caching needs.
+        keep: the store's source, which has noted the rows as the teacher reads them.
+        backend: the teacher without other rows.
+        context: where and how it was opened.
+        vocabulary: of the recipe.
+        head: of the backend; None where a server sends K tokens.
         student_transform: how the student makes logits.
-        cut: the student as it was cut from the teacher, on the CPU; None for any other.
-        ids_below: of random tokens; None for text.
-        sharing: how several processes hold the teacher.
+        is_ready: whether both models are patched, and the teacher is quantised, already.
     """
 
     recipe: Recipe
     splits: Splits
     pair: Pair
-    precision: Precision
-    teacher: EncodableTeacher
+    keep: KeepSource
+    backend: Teacher
+    context: OpenContext
+    vocabulary: Vocabulary
+    head: LogitHead | None
     student_transform: LogitTransform
-    cut: PreTrainedModel | None = None
-    ids_below: int | None = None
-    sharing: Sharing = ALONE
+    is_ready: bool = False
 
     @property
     def columns(self) -> int:
         """Of the vocabulary that teacher and student share."""
-        return self.pair.vocab_size or len(self.teacher.head.weight)
+        return self.pair.vocab_size or self.backend.head_rows()[0]
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Of the data."""
-        return self.pair.tokenizer
+    def measures(self) -> bool:
+        """Whether the error of what is stored can be measured: hidden states, and one tokenizer."""
+        return self.head is not None and self.recipe.student.vocabulary != "cross"
+
+
+def recipe_to_store(recipe: Recipe) -> Recipe:
+    """The recipe with the teacher that is asked: of one that reads a cache, the model that it names beside it.
+
+    Raises:
+        ValueError: a teacher whose outputs cannot be stored, or that is not named.
+    """
+    require_command(recipe, "cache")
+    section = recipe.teacher if recipe.teacher.urls else section_to_load(recipe)
+    return recipe.model_copy(update={"teacher": section.model_copy(update={"keep": None})})
 
 
 def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
@@ -89,44 +96,26 @@ def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
     Raises:
         ValueError: as `distill run` would say.
     """
-    require_command(recipe, "cache")
-    recipe = recipe.model_copy(update={"teacher": section_to_load(recipe)})
+    recipe = recipe_to_store(recipe)
     transformers.utils.logging.disable_progress_bar()
     device = resolve_device(recipe.train)
     precision = resolve_precision(recipe, device)
-    source = ModelSource(recipe)
-    vocabulary = source.vocabulary()
+    stored = source_of(recipe.model_copy(update={"teacher": recipe.teacher.model_copy(update={"keep": os.devnull})}))
+    vocabulary = stored.vocabulary()
     splits = vocabulary.read(recipe.data, recipe.train.seed)
     sharing, choices = plan_caching(recipe, device, world_size(), batch_size), AttentionChoices(recipe)
     if sharing.teacher_sharded:
         PartialState(cpu=device.type == "cpu")
-    pair = open_pair(source, vocabulary, OpenContext(device, precision, sharing, choices))
-    student_transform = probe_logits(pair.student, "student")
-    cut = None
-    if pair.layer_indices is not None and is_main_process():  # before its layers are patched
-        without_lora = recipe.student.model_copy(update={"lora": None})
-        cut = pair.teacher.cut_student(without_lora, torch.device("cpu"), precision.student).model
-    if device.type == "cuda":
-        patch_models(pair, choices)
-    pair.teacher.quantise()
-    teacher = encodable(pair.teacher, device)
-    return Loaded(recipe, splits, pair, precision, teacher, student_transform, cut, vocabulary.id_bound, sharing)
-
-
-def make_plan(loaded: Loaded, settings: Settings) -> dict[str, Any]:
-    """What the cache will be, all but the documents.
-
-    Raises:
-        ValueError: more tokens than there are.
-    """
-    if not settings.hidden and settings.k > loaded.columns:
-        raise ValueError(f"--top-k: expected at most {loaded.columns}, the size of the vocabulary, got {settings.k}")
-    digest, layers = loaded.splits.report.digest, loaded.pair.layer_indices
-    origin = Origin(loaded.recipe, digest, loaded.tokenizer, loaded.ids_below, layers)
-    head = LogitHead(loaded.teacher.head, loaded.teacher.transform)
-    section, dtype = loaded.recipe.teacher, str(loaded.teacher.head.weight.dtype).removeprefix("torch.")
-    maker = teacher_identity(section) | {"dtype": section.held if section.dtype in EIGHT_BITS else dtype}
-    return plan_of(origin, hidden_content(settings, head, loaded.columns, loaded.recipe.loss.temperature), maker)
+    context = OpenContext(device, precision, sharing, choices)
+    pair = open_pair(source_of(recipe), vocabulary, context)
+    keep, backend, inside = stored, pair.teacher, vocabulary
+    while isinstance(keep, WrappingSource) and not isinstance(keep, KeepSource):
+        assert isinstance(backend, WrappingTeacher)
+        keep, backend, inside = keep.inner, backend.inner, inside.inner  # type: ignore[attr-defined]
+    assert isinstance(keep, KeepSource)
+    return Loaded(
+        recipe, splits, pair, keep, backend, context, inside, head_of(backend), probe_logits(pair.student, "student")
+    )
 
 
 def make_cache(
@@ -140,7 +129,7 @@ def make_cache(
     """Write the cache, or what is missing of it.
 
     Args:
-        loaded: from `load`.
+        loaded: from `load`, its models not patched yet.
         folder: where to.
         settings: checked.
         say: prints a line; called by the first process only.
@@ -154,55 +143,80 @@ def make_cache(
     Raises:
         ValueError: the folder holds another cache, the disk is too small.
     """
-    recipe = loaded.recipe
-    plan = make_plan(loaded, settings)
-    splits = [loaded.splits.train, loaded.splits.validation]
+    recipe, keep = loaded.recipe, loaded.keep
+    if not settings.hidden and loaded.head is not None:
+        if settings.k > loaded.columns:
+            raise ValueError(
+                f"--top-k: expected at most {loaded.columns}, the size of the vocabulary, got {settings.k}"
+            )
+        if recipe.student.vocabulary == "cross":
+            raise ValueError("--hidden: needed with student.vocabulary: cross, which compares whole distributions")
+    assert keep.noted is not None
+    if not keep.required:
+        raise ValueError("data.source: nothing to learn in it, so nothing to cache")
+    keep.folder, keep.option, keep.chosen = folder, "--out", settings
+    kept = keep.around(loaded.backend, loaded.context, loaded.vocabulary, loaded.head)
+    splits = [keep.noted.train, keep.noted.validation]
     work = plan_work(
-        splits, width=bytes_a_token(plan), max_length=recipe.data.max_length, packing=recipe.data.packing,
-        shard_bytes=settings.shard_bytes,
+        splits, width=bytes_a_token(kept.store.manifest), max_length=longest_of(splits, recipe),
+        packing=recipe.data.packing, shard_bytes=settings.shard_bytes,
     )  # fmt: skip
-    plan["work"] = work.digest()
-    job = Job(folder, plan, work)
 
     def begin() -> list[int]:
-        finished = open_folder(folder, plan, first=is_main_process())
+        missing = missing_shards(kept.store, work)
         if is_main_process():
-            _announce(loaded, job, say, finished)
-        return missing_shards(folder, work)
+            _announce(loaded, kept.store, work, missing, say)
+        return missing
 
-    missing = broadcast_from_rank0(begin) if loaded.teacher.sharded else begin()
+    ready(loaded)
+    missing = broadcast_from_rank0(begin) if kept.is_collective else begin()
     batch_size = settings.batch_size or recipe.train.batch_size
-    with progress(work.learned) as advance:
-        write_shards(job, splits, loaded.teacher, batch_size=batch_size, missing=missing, advance=advance)
     section = recipe.generate  # shards answer together
-    answers = loaded.pair.teacher.respond(section.prompts, section) if section.prompts else None
-    if not is_main_process():
-        return None
-    if answers is not None:
-        paired = dict(zip(section.prompts, answers, strict=True))
-        write_signed(folder / ANSWERS, {"max_new_tokens": section.max_new_tokens, "answers": paired})
-    (model,) = loaded.pair.teacher.models.values()
-    write_companions(
-        folder, model.config, loaded.tokenizer, loaded.teacher.head if settings.hidden else None, loaded.cut
-    )
-    return close_cache(folder, plan)
+    if section.prompts:
+        with_store(loaded.pair.teacher, kept).respond(section.prompts, section)
+    with progress(work.learned) as advance:
+        fill(kept, work, splits, batch_size=batch_size, missing=missing, advance=advance)
+    return read_json(folder / MANIFEST) if is_main_process() else None
 
 
-def _announce(loaded: Loaded, job: Job, say: Callable[[str], None], finished: bool) -> None:
-    (folder, plan, work), extra = job, 0
-    if plan["kind"] == "hidden":
-        extra += loaded.teacher.head.weight.nbytes
-    if loaded.cut is not None:
-        extra += sum(parameter.nbytes for parameter in loaded.cut.parameters())
-    total, left = require_room(job, extra)
-    state = "complete already" if finished else f"{_size(left)} to be written"
-    if loaded.sharing is not ALONE:
-        held = "in shards (FSDP2)" if loaded.sharing.teacher_sharded else "copied"
-        say(f"{'devices':<12}teacher {held}: {loaded.sharing.why}")
+def ready(loaded: Loaded) -> None:
+    """Put our kernels into the models and quantise the teacher, where that has not been done."""
+    if loaded.is_ready:
+        return
+    if loaded.context.device.type == "cuda":
+        patch_models(loaded.pair, loaded.context.attention)
+    loaded.pair.teacher.quantise()
+
+
+def with_store(teacher: Teacher, kept: KeptTeacher) -> Teacher:
+    """The teacher with the store around its backend."""
+    if not isinstance(teacher, WrappingTeacher):
+        return kept
+    twin = copy.copy(teacher)
+    twin.inner = with_store(teacher.inner, kept)
+    return twin
+
+
+def longest_of(splits: Sequence[Any], recipe: Recipe) -> int:
+    """Tokens of a row that the teacher reads: as many as of the student's, of another tokenizer the longest one's."""
+    if recipe.student.vocabulary != "cross":
+        return recipe.data.max_length
+    return max((len(row["input_ids"]) for rows in splits for row in rows_of(rows)), default=recipe.data.max_length)
+
+
+def _announce(loaded: Loaded, store: Store, work: Work, missing: Sequence[int], say: Callable[[str], None]) -> None:
+    plan, folder, sharing = store.manifest, store.folder, loaded.context.sharing
+    width = bytes_a_token(plan)
+    left = sum(width * work.learned_in(number) for number in missing)
+    total = width * work.learned + (KEY_BYTES + 16) * len(work.entries)
+    state = f"{_size(left)} to be written" if missing else "complete already"
+    if sharing is not ALONE:
+        held = "in shards (FSDP2)" if sharing.teacher_sharded else "copied"
+        say(f"{'devices':<12}teacher {held}: {sharing.why}")
     say(
         f"{folder}: "
         f"{counted(work.learned, 'position')} of {counted(len(work.entries), 'document')}, "
-        f"{bytes_a_token(plan)} bytes each, {_size(total)} in {counted(len(work.shards), 'shard')}; {state}"
+        f"{width} bytes each, {_size(total)} in {counted(len(work.shards), 'shard')}; {state}"
     )
     if (advice := fewer_rows(loaded.recipe, loaded.splits.report)) is not None:
         say(advice)

@@ -68,7 +68,7 @@ def cache(
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
     if processes > 1 and (not report or _in_shards(resolved, processes, batch_size)):
         raise typer.Exit(launch.restart(processes))
-    from distill.caching.make import load, make_cache
+    from distill.caching.make import load, make_cache, ready
 
     first = ranks.is_main_process()
     quiet = as_json or not first
@@ -83,11 +83,15 @@ def cache(
             say=(lambda line: None) if as_json else console.print_lines,
             progress=(lambda total: contextlib.nullcontext(lambda positions: None)) if quiet else _bar,
         )
-    if not (first or loaded.teacher.sharded):
+    else:
+        ready(loaded)
+    if not (first or loaded.backend.is_collective):
         return
     table: Sequence[Any] = []
-    rounded = None
-    if report or not hidden or settings.dtype == "fp8":
+    rounded, wanted = None, report or not hidden or settings.dtype == "fp8"
+    if wanted and not loaded.measures:
+        console.say("the error of what is stored is not measured: it takes hidden states of the student's tokenizer")
+    elif wanted:
         from distill.caching.error import KS, measure, rounding, take_sample
 
         with contextlib.nullcontext() if quiet else console.spinner("measuring the error of top-K targets"):
@@ -124,11 +128,10 @@ def _in_shards(recipe: Recipe, processes: int, batch_size: int | None) -> bool:
     """Return whether the teacher has to be sharded over the GPUs, even if it is only measured."""
     import torch
 
+    from distill.caching.make import recipe_to_store
     from distill.planning.caching import plan_caching
-    from distill.teachers.cache.teacher import section_to_load
 
-    recipe = recipe.model_copy(update={"teacher": section_to_load(recipe)})
-    return plan_caching(recipe, torch.device("cuda", 0), processes, batch_size).teacher_sharded
+    return plan_caching(recipe_to_store(recipe), torch.device("cuda", 0), processes, batch_size).teacher_sharded
 
 
 def _verdict(table: Sequence[Any], chosen: tuple[int, str]) -> str:

@@ -155,10 +155,10 @@ PROPERTIES: dict[str, Property] = {
     "a model": Property(
         "a model to run over the data",
         _instead(
-            lambda teacher: teacher.type == "server" or (teacher.is_cached and not (teacher.model or teacher.config)),
+            lambda teacher: teacher.is_cached and not (teacher.model or teacher.config),
             lambda teacher: f"type: {teacher.type}",
         ),
-        "set teacher.type to model, or cache on the server's machine",
+        "set teacher.type to model",
     ),
     "weights in floating point": Property(
         "a teacher's weights in floating point",
@@ -316,7 +316,7 @@ APART: tuple[Apart, ...] = (
 # what commands require
 COMMANDS: dict[str, tuple[str, ...]] = {
     "serve": ("one teacher", "weights"),
-    "cache": ("one teacher", "a model", "student's tokens", "student's prompts"),
+    "cache": ("one teacher", "a model", "frozen weights"),
     "sample --from teacher": ("one teacher for all rows", "weights", "student's prompts"),
     "inspect --shade": ("one teacher", "weights", "student's tokens", "student's prompts"),
     "eval": ("one teacher", "student's prompts"),

@@ -16,14 +16,17 @@ import numpy as np
 import torch
 from distill_kernels import FusedAdamW
 
-from distill.caching.write import Job, open_folder, plan_work, write_shards
+from distill.caching.write import fill, plan_work
+from distill.core.files import make_folder
 from distill.data.collator import Collator
-from distill.models.head import decoder_of, find_head, probe_logits, read_head
-from distill.teachers.cache.format import HEAD, bytes_a_token, write_tensors
-from distill.teachers.cache.plan import EncodableTeacher, close_cache
+from distill.models.head import find_head, probe_logits, read_head
+from distill.teachers.cache.format import HEAD, PLAN, bytes_a_token, write_signed, write_tensors
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import SHARD_BYTES
 from distill.teachers.cache.teacher import CachedTeacher
+from distill.teachers.keep.store import Store
+from distill.teachers.keep.teacher import KeptTeacher
+from distill.teachers.model import LoadedTeacher
 from distill.teachers.objective import DistillationObjective
 from scripts.bench.harness import Row
 
@@ -55,19 +58,16 @@ def write_cache(folder: Path, teacher: Any, rows: list[dict[str, Any]], *, hidde
     }
     length = len(rows[0]["input_ids"])
     work = plan_work([rows], width=bytes_a_token(plan), max_length=length, packing=False, shard_bytes=SHARD_BYTES)
-    open_folder(folder, plan, first=True)
-
-    def hidden_states(batch: Any) -> torch.Tensor:
-        body = {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")}
-        return decoder_of(teacher)(**body, use_cache=False).last_hidden_state
-
-    parts = EncodableTeacher(hidden_states, head, shape, head.weight.device)
-    start = time.perf_counter()
-    write_shards(Job(folder, plan, work), [rows], parts, batch_size=batch_size)
-    seconds = time.perf_counter() - start
+    make_folder(folder)
+    write_signed(folder / PLAN, plan)
     if hidden:
         write_tensors(folder / HEAD, {"weight": head.weight.detach().cpu().clone()})
-    close_cache(folder, plan)
+    required = {entry.key: entry.learned for entry in work.entries}
+    kept = KeptTeacher(LoadedTeacher(teacher), Store(plan, folder, required))
+    start = time.perf_counter()
+    fill(kept, work, [rows], batch_size=batch_size)
+    seconds = time.perf_counter() - start
+    kept.close()
     return seconds
 
 

@@ -25,13 +25,17 @@ from distill.generation.decode_loop import Engine
 from distill.generation.documents import Document, as_row, documents_of
 from distill.generation.engines import engine_for, settings_for
 from distill.generation.sampling import Sampling
+from distill.models.attention_choice import AttentionChoices
 from distill.models.head import find_head, probe_logits
+from distill.models.sharding import ALONE
 from distill.recipe import Recipe
-from distill.teachers.cache.plan import encodable
+from distill.teachers.base import OpenContext
+from distill.teachers.cache.plan import head_of
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import Settings
 from distill.teachers.cache.teacher import CachedTeacher
-from distill.teachers.model import LoadedTeacher
+from distill.teachers.keep.source import KeepSource
+from distill.teachers.model import LoadedTeacher, ModelSource
 from distill.teachers.opening import Pair
 from distill.teachers.vocabulary import Vocabulary
 from scripts.study.runs import Bench, Judged, free, row_of, train
@@ -59,13 +63,21 @@ class TeacherBench(Bench):
             folder = Path(self._folder.name) / f"{setup.data}-{setup.tail}"
             rows = min(len(find_head(model).linear.weight) for model in (self.teacher, student))
             teacher = LoadedTeacher(self.teacher, tokenizer=self.tokenizer)
+            splits, vocabulary = self.splits(setup), Vocabulary(recipe, recipe.teacher)
+            section = recipe.teacher.model_copy(update={"keep": str(folder)})
+            keep = KeepSource(ModelSource(recipe), section)
+            keep.note_data(splits)
             loaded = Loaded(
                 recipe,
-                self.splits(setup),
-                Pair(teacher, student, Vocabulary(recipe, recipe.teacher), rows, "", None),
-                self.precision,
-                encodable(teacher, self.device),
+                splits,
+                Pair(teacher, student, vocabulary, rows, "", None),
+                keep,
+                teacher,
+                OpenContext(self.device, self.precision, ALONE, AttentionChoices(recipe)),
+                vocabulary,
+                head_of(teacher),
                 probe_logits(student, "student"),
+                is_ready=True,
             )
             settings = Settings(K, tail=setup.tail).checked()
             make_cache(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from distill.core.environment import environment
 from distill.core.files import replacing_folder
 from distill.core.manifest import file_checksums
-from distill.models.document_rope import follows_length
-from distill.models.head import HeadWeights, LogitTransform, last_hidden
+from distill.models.head import HeadWeights, LogitTransform
 from distill.models.load import save_student
 from distill.recipe import Recipe
 from distill.teachers.base import Teacher
@@ -46,7 +44,6 @@ from distill.teachers.cache.identity import text_hashes
 from distill.teachers.cache.read import data_settings
 from distill.teachers.cache.settings import Settings
 from distill.teachers.hidden import HiddenFormat
-from distill.teachers.model import LoadedTeacher
 
 
 class LogitHead(NamedTuple):
@@ -71,36 +68,6 @@ def head_of(teacher: Teacher) -> LogitHead | None:
             bias = weights.bias
             weights = HeadWeights(weights.weight.clone(), None if bias is None else bias.clone(), None)
     return LogitHead(weights, teacher.format.transform)
-
-
-class EncodableTeacher(NamedTuple):
-    """The teacher in parts.
-
-    Attributes:
-        hidden_states: of a collated batch, [B, S, H].
-        head: what makes logits of them; likewise `transform`.
-        transform: scale and soft cap.
-        device: where it is.
-        sharded: whether the processes hold it together, so that all must call it as often.
-        needs_positions: whether padding on the right changes what it computes where it is given no positions.
-    """
-
-    hidden_states: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
-    head: HeadWeights
-    transform: LogitTransform
-    device: torch.device
-    sharded: bool = False
-    needs_positions: bool = False
-
-
-def encodable(loaded: Teacher, device: torch.device) -> EncodableTeacher:
-    """A loaded teacher in the parts that caching needs."""
-    assert isinstance(loaded, LoadedTeacher)
-    head = head_of(loaded)
-    assert head is not None
-    return EncodableTeacher(
-        functools.partial(last_hidden, loaded.model), *head, device, loaded.is_collective, follows_length(loaded.model)
-    )
 
 
 class Origin(NamedTuple):

@@ -9,6 +9,7 @@ it, and what is found is one contiguous piece of a mapped file.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from distill.core.labels import mask_document_starts
 from distill.core.manifest import damage_of_files
 from distill.data.collator import valid_rows
 from distill.recipe import Generate, Recipe
+from distill.teachers.base import Prompt
 from distill.teachers.cache.format import (
     ANSWERS,
     DOCUMENTS,
@@ -248,13 +250,18 @@ class TeacherCache(Shards):
         self.require(splits.train, "training data", hint)
         self.require(splits.validation, "held-out data", hint)
 
-    def answers(self, settings: Generate) -> list[str] | None:
-        """The teacher's answers to the recipe's prompts; None where others were asked when the cache was made."""
+    def answers(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
+        """The teacher's answers to prompts; None where others were asked when the cache was made."""
         stored = read_json(self.path / ANSWERS)
-        if not settings.prompts or not stored or stored["max_new_tokens"] != settings.max_new_tokens:
+        if not prompts or not stored or stored["max_new_tokens"] != settings.max_new_tokens:
             return None
-        answers = [stored["answers"].get(prompt) for prompt in settings.prompts]
+        answers = [stored["answers"].get(prompt_text(prompt)) for prompt in prompts]
         return None if None in answers else answers
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """What an answer is found by: the prompt, or its turns as JSON."""
+    return prompt if isinstance(prompt, str) else json.dumps(prompt)
 
 
 class CachedRows:

@@ -116,7 +116,7 @@ class CachedTeacher(Teacher):
         return CutStudent(load_student(stored, device=device, dtype=dtype), indices)
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
-        return self.cache.answers(settings)
+        return self.cache.answers(prompts, settings)
 
     def small(self, layers: Sequence[int]) -> CachedTeacher:
         return copy.copy(self)

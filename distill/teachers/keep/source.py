@@ -8,16 +8,18 @@ teacher, as it is computed here.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
 from distill.core.errors import differences
 from distill.core.files import make_folder
-from distill.core.ranks import broadcast_from_rank0
+from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
 from distill.core.units import GIB
 from distill.data.load import Splits, load_data
 from distill.models.meta import meta_config, meta_student
@@ -41,7 +43,7 @@ from distill.teachers.cache.format import (
     write_signed,
 )
 from distill.teachers.cache.identity import require_same_teacher
-from distill.teachers.cache.plan import Origin, head_of, hidden_content, plan_of, write_companions
+from distill.teachers.cache.plan import LogitHead, Origin, head_of, hidden_content, plan_of, write_companions
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import Settings, default_tail
 from distill.teachers.cache.teacher import stored_footprint
@@ -55,6 +57,8 @@ from distill.teachers.server.teacher import ServerSource
 from distill.teachers.vocabulary import Match, Vocabulary
 from distill.teachers.wrapping import WrappingSource, WrappingVocabulary
 
+BEGINS_WITHIN_S = 1800.0  # machines load a teacher at different speeds
+
 
 class KeepSource(WrappingSource):
     """A teacher that will be opened if anything is missing in its folder.
@@ -67,7 +71,9 @@ class KeepSource(WrappingSource):
     Attributes:
         folder: where outputs are kept; None for nowhere, which `keep: /dev/null` asks for, as doctor does.
         required: positions to store of every document of the data, by its key; empty until these are read.
-        digest: of the data's source.
+        noted: the rows that these are of; None until they are read.
+        chosen: what is stored, where a command decides; None for what the recipe says.
+        option: of the command that names the folder; None for the recipe's `keep`.
     """
 
     def __init__(self, inner: TeacherSource, section: TeacherSection, field: str = "teacher") -> None:
@@ -76,7 +82,9 @@ class KeepSource(WrappingSource):
         assert section.keep is not None
         self.folder = None if section.keep == os.devnull else Path(section.keep).expanduser()
         self.required: dict[bytes, int] = {}
-        self.digest = ""
+        self.noted: Splits | None = None
+        self.chosen: Settings | None = None
+        self.option: str | None = None
         self._dtype: torch.dtype | None = None
 
     @property
@@ -95,6 +103,8 @@ class KeepSource(WrappingSource):
     def settings(self) -> Settings:
         """Return what the recipe stores; hidden states in the dtype that they have, which is known once the teacher is
         open."""
+        if self.chosen is not None and not self.sent_top_k:
+            return self.chosen
         section = self.section
         hidden = section.keep_as != "top_k" and not self.sent_top_k
         dtype = {"hidden_fp8": "fp8", "top_k": "float16"}.get(section.keep_as)
@@ -112,13 +122,13 @@ class KeepSource(WrappingSource):
             return
         self.inner.follow(other.inner)
         if self.recipe.data == other.recipe.data:
-            self.required, self.digest = other.required, other.digest
+            self.required, self.noted = other.required, other.noted
 
     def note_data(self, splits: Splits) -> None:
         """Note the documents that have to be stored."""
         rows = (row for split in (splits.train, splits.validation) for row in rows_of(split))
         self.required = {d.key: len(d.predicting) for row in rows for d in documents_of(row)}
-        self.digest = splits.report.digest
+        self.noted = splits
 
     def missing(self) -> list[bytes]:
         """Documents of the data that are not stored."""
@@ -138,10 +148,16 @@ class KeepSource(WrappingSource):
         free = shutil.disk_usage(ancestor).free
         if left <= free:
             return []
+        fewer = "fewer tokens (--top-k, data.max_rows)" if self.option else "keep_as: hidden_fp8 or top_k"
         return [
-            f"{self.field}.keep: {left / GIB:,.1f} GiB more are stored ({self._width():,} bytes a learned token), and "
-            f"{ancestor} has {free / GIB:,.1f} GiB free; use keep_as: hidden_fp8 or top_k, or another disk"
+            f"{self.place}: {left / GIB:,.1f} GiB more are stored ({self._width():,} bytes a learned token), and "
+            f"{ancestor} has {free / GIB:,.1f} GiB free; use {fewer}, or another disk"
         ]
+
+    @property
+    def place(self) -> str:
+        """What names the folder, for messages."""
+        return self.option or f"{self.field}.keep"
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """As of the teacher, and what is read; the head of a sharded one stays whole beside the shards. Of one whose
@@ -191,7 +207,18 @@ class KeepSource(WrappingSource):
             cache = TeacherCache(self.folder)
             return StoredTeacher(cache, context.device, lambda: self.inner.open(context, vocabulary))
         inner = self.inner.open(context, vocabulary)
-        head, student, layers = head_of(inner), self.recipe.student, None
+        return self.around(inner, context, vocabulary, head_of(inner))
+
+    def around(
+        self, inner: Teacher, context: OpenContext, vocabulary: Vocabulary, head: LogitHead | None
+    ) -> KeptTeacher:
+        """Return the store around a teacher that is open, and whose head is `head`; its folder is begun.
+
+        Raises:
+            ValueError: the folder holds something else, or outputs of another teacher, with the first difference.
+        """
+        self._dtype = context.precision.teacher
+        student, layers = self.recipe.student, None
         content: Mapping[str, object]
         if head is None:
             assert isinstance(inner.format, TopKFormat)
@@ -207,23 +234,40 @@ class KeepSource(WrappingSource):
         if student.is_cut:
             layers = layer_indices(student.from_teacher, layers_of(meta_config(self.config_section, self.field)))
         tokenizer = vocabulary.teacher_tokenizer
-        origin = Origin(self.recipe, self.digest, tokenizer, vocabulary.id_bound, layers)
+        digest = "" if self.noted is None else self.noted.report.digest
+        origin = Origin(self.recipe, digest, tokenizer, vocabulary.id_bound, layers)
         maker = {"dtype": self.section.held if self.section.dtype in EIGHT_BITS else dtype} | (self.maker() or {})
         plan = plan_of(origin, content, maker)
-        plan["weights"] = None if inner.is_collective else inner.fingerprint().get("weights")
+        if self.option is None:
+            plan["weights"] = None if inner.is_collective else inner.fingerprint().get("weights")
         if self.folder is not None:
-            stored: Plan = broadcast_from_rank0(lambda: self._begin(plan, inner, context, tokenizer))
-            plan = dict(stored)
-        return KeptTeacher(inner, Store(plan, self.folder, self.required), context.device, head)
+            teacher = KeptTeacher(inner, Store(plan, None, {}), head=head)
+            begin = functools.partial(self._begin, plan, teacher, context, tokenizer)
+            together = torch.distributed.is_available() and torch.distributed.is_initialized()
+            agreed = broadcast_from_rank0(begin) if together or world_size() == 1 else self._begin_apart(begin, plan)
+            plan = dict(agreed)
+        store = Store(plan, self.folder, self.required, all_parts=self.option is not None)
+        return KeptTeacher(inner, store, context.device, head)
+
+    def _begin_apart(self, begin: Callable[[], Plan], plan: Plan) -> Plan:
+        """Begin, or wait for the first of processes that have not found each other to do so."""
+        if is_main_process():
+            return begin()
+        assert self.folder is not None
+        until = time.monotonic() + BEGINS_WITHIN_S
+        while (begun := self.plan) is None:
+            if time.monotonic() > until:
+                raise ValueError(f"{self.place}: {self.folder} was not begun by the first process; expected a folder "
+                                 "that all machines share")  # fmt: skip
+            time.sleep(0.2)
+        self._require_same(begun, plan)
+        return begun
 
     def _is_complete(self, vocabulary: Vocabulary) -> bool:
         """Return whether all is stored; then the cache is closed."""
         assert self.folder is not None
         if (plan := self.plan) is None:
-            if self.folder.exists() and any(self.folder.iterdir()):
-                raise ValueError(
-                    f"{self.field}.keep: {self.folder} is not empty and holds no cache; name another folder"
-                )
+            self._require_empty()
             return False
         require_same_teacher(self.maker(), self.recipe, vocabulary.teacher_tokenizer, plan, self.folder)
         settings = self.settings()
@@ -235,13 +279,16 @@ class KeepSource(WrappingSource):
             store.close()
         return (self.folder / MANIFEST).is_file()
 
-    def _begin(self, plan: Plan, inner: Teacher, context: OpenContext, tokenizer: object) -> Plan:
+    def _begin(self, plan: Plan, kept: KeptTeacher, context: OpenContext, tokenizer: object) -> Plan:
         """Begin a cache in the folder, or go on with the one that is there; returns its plan."""
         assert self.folder is not None
-        if problems := self.room_problems():
-            raise ValueError(problems[0])
         if (begun := self.plan) is not None:
             self._require_same(begun, plan)
+        else:
+            self._require_empty()
+        if problems := self.room_problems():
+            raise ValueError(problems[0])
+        if begun is not None:
             plan = begun
         else:
             make_folder(self.folder)
@@ -250,22 +297,28 @@ class KeepSource(WrappingSource):
             cut, student = None, self.recipe.student
             if student.is_cut and plan["student_layers"] is not None and not (self.folder / STUDENT).is_dir():
                 plain = student.model_copy(update={"lora": None})
-                cut = inner.cut_student(plain, torch.device("cpu"), context.precision.student).model
-            models = [*inner.models.values()]
+                cut = kept.cut_student(plain, torch.device("cpu"), context.precision.student).model
+            models = [*kept.models.values()]
             config = models[0].config if models else meta_config(self.config_section, self.field)
-            head = head_of(inner) if plan["kind"] == "hidden" else None
-            write_companions(self.folder, config, tokenizer, head and head.weights, cut)
+            head = kept.head.weights if kept.head is not None and plan["kind"] == "hidden" else None
+            write_companions(self.folder, config, tokenizer, head, cut)
         return plan
+
+    def _require_empty(self) -> None:
+        assert self.folder is not None
+        if self.folder.exists() and any(self.folder.iterdir()):
+            raise ValueError(f"{self.place}: {self.folder} is not empty and holds no cache; name another folder")
 
     def _require_same(self, begun: Plan, now: Plan) -> None:
         """Hold that what is stored is what this run would store; ValueError with the first difference."""
-        same = ("kind", "dtype", "hidden", "scale", "softcap", "weights", *(["k"] if begun["kind"] == "top_k" else []))
+        of_top_k = ["k", *(["tail", "temperature"] if self.option else [])] if begun["kind"] == "top_k" else []
+        same = ("kind", "dtype", "hidden", "scale", "softcap", "weights", *of_top_k)
         flat = [{**plan, "teacher.dtype": plan.get("teacher", {}).get("dtype")} for plan in (begun, now)]
         names = [name for name in (*same, "teacher.dtype") if all(plan.get(name) is not None for plan in flat)]
         first, second = ({name: plan[name] for name in names} for plan in flat)
         for name, old, new in differences(first, second):
             raise ValueError(
-                f"{self.field}.keep: {self.folder} was begun with other settings: {name} was {old!r}, now {new!r}; "
+                f"{self.place}: {self.folder} was begun with other settings: {name} was {old!r}, now {new!r}; "
                 "name another folder"
             )
 

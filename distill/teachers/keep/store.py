@@ -77,6 +77,7 @@ class Store(Shards):
 
     Attributes:
         missing: keys of the run's documents that nobody has stored, as of the last `settle`.
+        most_waiting: bytes that wait before a part is written; infinite where the caller decides.
     """
 
     cure = KEPT_CURE
@@ -89,6 +90,7 @@ class Store(Shards):
         self._pending: dict[bytes, Piece] = {}  # not mapped yet, the last ones not written
         self._unwritten: list[bytes] = []
         self._waiting = 0  # positions of these
+        self.most_waiting: float = SHARD_BYTES
         self._writing: tuple[str, list[bytes], Future[None]] | None = None
         self._rank = int(os.environ.get("RANK", "0"))
         self.required = required
@@ -159,28 +161,34 @@ class Store(Shards):
                 self._unwritten.append(document.key)
                 self._waiting += stop - start
             start = stop
-        if self._waiting * bytes_a_token(self.manifest) >= SHARD_BYTES and self.writes:
-            self._write()
+        if self._waiting * bytes_a_token(self.manifest) >= self.most_waiting and self.writes:
+            self.write()
 
     def forget(self) -> None:
         """Let go of what will not be written: without a folder, or where another run stores."""
         if not self.writes:
             self._pending, self._unwritten, self._waiting = {}, [], 0
 
-    def _write(self) -> None:
-        """Begin a part of what is not written yet, beside the training."""
-        self._land()
+    def write(self, shard: int | None = None) -> None:
+        """Begin a part of what is not written yet, beside the training.
+
+        Args:
+            shard: number that its file gets, where there is none of it yet; None for a part of this process.
+        """
+        self.land()
         if not self._unwritten:
             return
         own = f"{PART}{self._rank:04d}-"
         numbers = [int(name[len(own) :].partition(".")[0]) for name in self._names if name.startswith(own)]
         keys, self._unwritten, self._waiting = self._unwritten, [], 0
         pieces, name = [self._pending[key] for key in keys], f"{own}{max(numbers, default=-1) + 1:05d}.safetensors"
+        if shard is not None and not shard_path(self.path, shard).exists():
+            name = shard_path(self.path, shard).name
         pool = ThreadPoolExecutor(1)
         self._writing = name, keys, pool.submit(write_part, self.path / name, keys, pieces)
         pool.shutdown(wait=False)
 
-    def _land(self) -> None:
+    def land(self) -> None:
         """Wait for the part that is being written, and read it from there."""
         if self._writing is None:
             return
@@ -190,6 +198,11 @@ class Store(Shards):
         self._map([*self._names, name])
         for key in keys:
             del self._pending[key]
+
+    def look_again(self) -> None:
+        """Map what other processes have written since."""
+        if set(names := self._listed()) != set(self._names):
+            self._map(names)
 
     def finish_writing(self) -> None:
         """Wait for the part that is being written, whatever comes of it."""
@@ -207,8 +220,8 @@ class Store(Shards):
         if self.folder is None:
             return
         if self.writes:
-            self._write()
-            self._land()
+            self.write()
+            self.land()
         _wait()
         if is_main_process() and self.writes:
             self._map(self._listed())
@@ -225,13 +238,14 @@ class Store(Shards):
         """Make a complete cache of the folder, whose every document is there: all shards that are mapped."""
         assert self.folder is not None
         parts = [name for name in self._names if name.startswith(PART)]
-        if not parts and (self.folder / MANIFEST).is_file():
+        manifest = read_json(self.folder / MANIFEST)
+        if not parts and manifest is not None and len(manifest["shards"]) == len(self._names):
             return
         for number, name in enumerate(self._names):  # parts become shards, and gaps of deleted ones are closed
             if name != shard_path(self.folder, number).name:
                 os.replace(self.folder / name, shard_path(self.folder, number))
         (self.folder / SETTLED).unlink(missing_ok=True)
-        close_cache(self.folder, read_json(self.folder / MANIFEST) or self.manifest)
+        close_cache(self.folder, manifest or self.manifest)
 
 
 def _wait() -> None:

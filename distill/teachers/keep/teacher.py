@@ -30,7 +30,7 @@ from distill.teachers.base import Batch, Collate, CutStudent, Pairing, Prompt, T
 from distill.teachers.cache.encode import rounding_cost
 from distill.teachers.cache.format import ANSWERS, DTYPES, MANIFEST, Document, Plan, documents_of, write_signed
 from distill.teachers.cache.plan import LogitHead, head_of, stored_tensors, stored_top_k
-from distill.teachers.cache.read import PREFIX, TeacherCache
+from distill.teachers.cache.read import PREFIX, TeacherCache, prompt_text
 from distill.teachers.cache.teacher import CachedTeacher, targets_of
 from distill.teachers.cache.top_k import TopKFormat
 from distill.teachers.keep.store import Store
@@ -245,7 +245,7 @@ class KeptTeacher(WrappingTeacher):
         answers, folder = self.inner.respond(prompts, settings), self.store.folder
         fills = folder is not None and self.store.writes and not (folder / MANIFEST).is_file()
         if answers is not None and folder is not None and fills and is_main_process():
-            paired = dict(zip(prompts, answers, strict=True))
+            paired = dict(zip(map(prompt_text, prompts), answers, strict=True))
             write_signed(folder / ANSWERS, {"max_new_tokens": settings.max_new_tokens, "answers": paired})
         return answers
 
