@@ -69,9 +69,14 @@ class Loaded(NamedTuple):
         return self.pair.vocab_size or self.backend.head_rows()[0]
 
     @property
+    def retokenises(self) -> bool:
+        """Whether the teacher reads the text by a tokenizer of its own."""
+        return self.recipe.student.vocabulary == "cross"
+
+    @property
     def measures(self) -> bool:
         """Whether the error of what is stored can be measured: hidden states, and one tokenizer."""
-        return self.head is not None and self.recipe.student.vocabulary != "cross"
+        return self.head is not None and not self.retokenises
 
 
 def recipe_to_store(recipe: Recipe) -> Recipe:
@@ -149,7 +154,7 @@ def make_cache(
             raise ValueError(
                 f"--top-k: expected at most {loaded.columns}, the size of the vocabulary, got {settings.k}"
             )
-        if recipe.student.vocabulary == "cross":
+        if loaded.retokenises:
             raise ValueError("--hidden: needed with student.vocabulary: cross, which compares whole distributions")
     assert keep.noted is not None
     if not keep.required:
@@ -158,7 +163,7 @@ def make_cache(
     kept = keep.around(loaded.backend, loaded.context, loaded.vocabulary, loaded.head)
     splits = [keep.noted.train, keep.noted.validation]
     work = plan_work(
-        splits, width=bytes_a_token(kept.store.manifest), max_length=longest_of(splits, recipe),
+        splits, width=bytes_a_token(kept.store.manifest), max_length=longest_of(splits, loaded),
         packing=recipe.data.packing, shard_bytes=settings.shard_bytes,
     )  # fmt: skip
 
@@ -197,11 +202,11 @@ def with_store(teacher: Teacher, kept: KeptTeacher) -> Teacher:
     return twin
 
 
-def longest_of(splits: Sequence[Any], recipe: Recipe) -> int:
+def longest_of(splits: Sequence[Any], loaded: Loaded) -> int:
     """Tokens of a row that the teacher reads: as many as of the student's, of another tokenizer the longest one's."""
-    if recipe.student.vocabulary != "cross":
-        return recipe.data.max_length
-    return max((len(row["input_ids"]) for rows in splits for row in rows_of(rows)), default=recipe.data.max_length)
+    if not loaded.retokenises:
+        return loaded.recipe.data.max_length
+    return max(len(row["input_ids"]) for rows in splits for row in rows_of(rows))
 
 
 def _announce(loaded: Loaded, store: Store, work: Work, missing: Sequence[int], say: Callable[[str], None]) -> None:

@@ -151,7 +151,7 @@ def fill(
 
     collate = kept.collate(Collator(PAD, omit_plain_positions=not any(map(follows_length, kept.models.values()))))
 
-    def ask(rows: Sequence[Sequence[int]], generator: torch.Generator | None) -> int:
+    def ask(rows: Sequence[np.ndarray], generator: torch.Generator | None) -> int:
         made = [_laid_out([_tokens(work.entries[n], tables) for n in row]) for row in rows]
         batch = {name: value.to(kept.device) for name, value in collate(made).items()}
         kept.fill(batch, generator)

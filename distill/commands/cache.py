@@ -90,7 +90,10 @@ def cache(
     table: Sequence[Any] = []
     rounded, wanted = None, report or not hidden or settings.dtype == "fp8"
     if wanted and not loaded.measures:
-        console.say("the error of what is stored is not measured: it takes hidden states of the student's tokenizer")
+        if not quiet:
+            console.print_lines(
+                "the error of what is stored is not measured: it takes hidden states of the student's tokenizer"
+            )
     elif wanted:
         from distill.caching.error import KS, measure, rounding, take_sample
 

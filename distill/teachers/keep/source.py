@@ -349,6 +349,7 @@ class KeepVocabulary(WrappingVocabulary):
 
     @property
     def id_bound(self) -> int | None:
+        """Ids of random tokens stay below it, as when the store was begun; None for text."""
         return self.inner.id_bound if self.tokenizer is not None or self._stored_bound is None else self._stored_bound
 
     def match(self, teacher_rows: list[int], student_rows: int) -> Match:

@@ -49,6 +49,14 @@ class TargetSpec(NamedTuple):
             section.send, section.deterministic,
         )  # fmt: skip
 
+    def nothing(self) -> TargetTensors:
+        """An answer of no positions."""
+        if self.top_k is None:
+            return {"hidden": torch.zeros(0, self.hidden, dtype=self.dtype)}
+        empty = torch.zeros(0)
+        return {"ids": torch.zeros(0, self.top_k, dtype=torch.int32), "logprobs": torch.zeros(0, self.top_k),
+                "tail": empty, "entropy": empty, "label_logprob": empty}  # fmt: skip
+
     def manifest(self, scale: float, softcap: float | None) -> dict[str, object]:
         """As a cache's manifest says it, for the format of K tokens."""
         return {

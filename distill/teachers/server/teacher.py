@@ -83,8 +83,7 @@ class ServerTeacher(Teacher):
         section: TeacherSection, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         self.exchange, self.identity, self.section, self.dtype = exchange, identity, section, dtype
-        self.models = {}
-        self.ahead = section.prefetch
+        self.models, self.ahead = {}, section.prefetch
         self.head = None if head is None else StoredHead(head)
         spec = exchange.spec
         self.format: TargetFormat = (
@@ -145,7 +144,7 @@ class ServerTeacher(Teacher):
             TeacherUnavailableError: nothing came in time, or nothing sound.
         """
         if not len(query.rows):
-            return _nothing(self.exchange.spec)
+            return self.exchange.spec.nothing()
         _, answer = self._pending.pop(id(query), (None, None))
         return (answer or self.exchange.ask(query)).result()
 
@@ -203,14 +202,6 @@ def _rows(batch: Batch) -> torch.Tensor:
     return valid_rows(mask_document_starts(batch["labels"], batch.get("position_ids")))
 
 
-def _nothing(spec: TargetSpec) -> TargetTensors:
-    if spec.top_k is None:
-        return {"hidden": torch.zeros(0, spec.hidden, dtype=spec.dtype)}
-    empty = torch.zeros(0)
-    return {"ids": torch.zeros(0, spec.top_k, dtype=torch.int32), "logprobs": torch.zeros(0, spec.top_k),
-            "tail": empty, "entropy": empty, "label_logprob": empty}  # fmt: skip
-
-
 class ServerSource(TeacherSource):
     """The servers that the recipe's `teacher.url` names, asked who they are when somebody needs to know."""
 
@@ -252,16 +243,15 @@ class ServerSource(TeacherSource):
         if self.is_vllm:
             unnamed = dict.fromkeys(("revision", "adapter", "config", "files_sha256"))
             return {**unnamed, "model": self.vllm_model["id"], "init": "pretrained"}
-        identity, sent = self.identity, ", sent in fp8" * (self.section.send == "fp8" and self.section.top_k is None)
+        identity, in_fp8 = self.identity, self.section.send == "fp8" and self.section.top_k is None
         dtype = identity.held if identity.held.startswith(EIGHT_BITS) else identity.dtype
-        return {**identity.source, "dtype": dtype + sent}
+        return {**identity.source, "dtype": dtype + ", sent in fp8" * in_fp8}
 
     @property
     def stored_dtype(self) -> str:
         """The dtype that loses nothing of what is sent."""
-        if self.section.top_k is not None:
-            return "float32" if self.is_vllm else "float16"
-        return "bfloat16" if self.is_vllm else self.identity.dtype
+        k_tokens, hidden = ("float32", "bfloat16") if self.is_vllm else ("float16", self.identity.dtype)
+        return hidden if self.section.top_k is None else k_tokens
 
     @property
     def config_section(self) -> ModelSection:
