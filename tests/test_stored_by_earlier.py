@@ -76,7 +76,7 @@ def test_a_run_that_was_begun_is_gone_on_with(here, monkeypatch):
 
 
 def documents(folder):
-    """What is stored of each document, by its key."""
+    """Stored hidden states of each document, by its key."""
     cache = TeacherCache(folder)
     return {
         shard["keys"][n].tobytes(): shard["hidden"][slice(*shard["offsets"][n : n + 2])]

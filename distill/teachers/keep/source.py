@@ -140,7 +140,7 @@ class KeepSource(WrappingSource):
         return [*self.inner.data_problems(splits), *self.room_problems()]
 
     def room_problems(self) -> list[str]:
-        """That the disk is too small for the data that were noted last."""
+        """Return a message where the disk is too small for the data that were noted last."""
         if self.folder is None:
             return []
         left = sum(self.required[key] for key in self.missing()) * self._width()
@@ -156,7 +156,7 @@ class KeepSource(WrappingSource):
 
     @property
     def place(self) -> str:
-        """What names the folder, for messages."""
+        """The setting or option that names the folder, for messages."""
         return self.option or f"{self.field}.keep"
 
     def footprint(self, context: FootprintContext) -> Footprint:
