@@ -152,6 +152,11 @@ PROPERTIES: dict[str, Property] = {
         _instead(lambda teacher: not teacher.is_loaded, lambda teacher: f"type: {teacher.type}"),
         "set teacher.type to model",
     ),
+    "weights to shard": Property(  # of a cache, those of the model that makes it
+        "a teacher whose weights are loaded, or that a cache is made by",
+        _instead(lambda teacher: teacher.type == "server", lambda teacher: f"type: {teacher.type}"),
+        "set teacher.type to model",
+    ),
     "a model": Property(
         "a model to run over the data",
         _instead(
@@ -265,7 +270,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         "parallel.teacher: sharded",
         lambda recipe: recipe.parallel.teacher == "sharded",
-        ("weights", "weights in floating point"),
+        ("weights to shard", "weights in floating point"),
     ),
     Requirement(
         "parallel.teacher: served",
