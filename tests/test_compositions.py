@@ -26,8 +26,12 @@ from test_golden_runs import place as place
 from test_golden_runs import url as url
 
 from distill.cli import run_command
+from distill.data.collator import Collator
 from distill.recipe import parse
 from distill.run import run
+from distill.teachers.cache.teacher import CachedTeacher
+from distill.teachers.mixture import MixtureTeacher
+from distill.teachers.registry import source_of
 
 CROSS = "student: {model: pieces, vocabulary: cross, lora: {r: 2, head: true}}\n" + TWO_TERMS + TEXT
 TOLD = STUDENT + TWO_TERMS + PAIRS % ("", "")
@@ -123,6 +127,25 @@ def test_a_resumed_run_of_layers_is_bit_identical(place, addressed, figures_of_b
         (own / "result.json").unlink()
         result = run(recipe, name="golden", resume=True)
         assert hash_of(result.folder / "student") == figures_of_base("context")["weights"]
+
+
+def test_two_stored_teachers_are_a_mixture(place):
+    """Each finds its own outputs in a batch: a mixture of one teacher with itself has that teacher's outputs."""
+    from torch import equal
+
+    with alone(place) as folder:
+        run(
+            parse(f"teacher: {{model: teacher, keep: kept}}\n{MIXED}", ["train.steps=24"], name="filling"),
+            name="filling",
+        )
+        stored, other = CachedTeacher(folder / "kept"), CachedTeacher(folder / "kept")
+        recipe = parse(f"teacher: {{type: cache, path: kept}}\n{MIXED}")
+        rows = list(source_of(recipe).vocabulary().read(recipe.data, 0).train)[:2]
+        mixture, plain = MixtureTeacher([stored, other], [1.0, 1.0]), Collator(0)
+        batch = mixture.collate(plain)(rows)
+        first, second = mixture.targets(batch)
+        assert equal(first, second) and equal(first, stored.targets(stored.collate(plain)(rows)))
+        assert mixture.student_batch(batch, True).keys() == plain(rows).keys()
 
 
 def test_an_fp8_teacher_reads_by_its_own_tokenizer(place, figures_of_base):

@@ -20,7 +20,6 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
 from distill.core import console
-from distill.core.units import counted
 from distill.data.formats import detect
 from distill.recipe import Data, Recipe, RecipeError, parse
 from distill.recipe import load as load_recipe
@@ -157,19 +156,6 @@ def test_a_config_that_another_model_left_behind_is_not_followed(folder, capsys,
     run_command(["check", "my.yaml", "--gpu", "cpu", *elsewhere])
     note = "teacher: some/where is not on this machine; sizes are those of teacher.config llama-3.1-8b"
     assert note in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "number, noun, text",
-    [
-        (1, "micro-batch", "1 micro-batch"),
-        (2, "micro-batch", "2 micro-batches"),
-        (0, "row", "0 rows"),
-        (1000, "process", "1,000 processes"),
-    ],
-)
-def test_singular_and_plural(number, noun, text):
-    assert counted(number, noun) == text
 
 
 def test_a_terminal_gets_lines_broken_between_words(monkeypatch, capsys):

@@ -22,13 +22,11 @@ from distill.run import run
 from distill.serving.open import open_engine
 from distill.teachers.base import HeadCall, LossInputs
 from distill.teachers.cache.settings import Settings
-from distill.teachers.cache.teacher import CachedTeacher
 from distill.teachers.context.teacher import ContextTeacher
 from distill.teachers.hidden import HiddenFormat, StoredHead
-from distill.teachers.mixture import MixtureFormat, MixtureTeacher
+from distill.teachers.mixture import MixtureFormat
 from distill.teachers.model import LoadedTeacher
 from distill.teachers.objective import DistillationObjective
-from distill.teachers.registry import source_of
 from distill.teachers.routed.data import RoutedCollator
 from distill.teachers.routed.teacher import RoutedFormat, RoutedTeacher, RouteTargets
 from distill.training.lock_file import read_lock
@@ -396,21 +394,6 @@ def test_what_is_refused(place, teachers, override, told):
     with pytest.raises(RecipeError) as error:
         recipe_of(place, teachers, *[override] * bool(override))
     assert len(error.value.faults) == 1 and told in error.value.faults[0], error.value.faults
-
-
-def test_two_stored_teachers_are_a_mixture(place, cache):
-    """Each finds its own outputs in a batch: of the same teacher twice the loss is that of one."""
-    stored, plain = CachedTeacher(place / "cache"), Collator(0)
-    mixture = MixtureTeacher([stored, CachedTeacher(place / "cache")], [1.0, 1.0])
-    recipe = parse(
-        f"{{teacher: {{{cache}}}, student: {{model: {place}/student}}, train: {{steps: 1, device: cpu}}, "
-        f"data: {{source: {place}/math.jsonl, max_length: 160, cache: false}}, generate: {{prompts: []}}}}"
-    )
-    rows = list(source_of(recipe).vocabulary().read(recipe.data, 0).train)[:2]
-    batch = mixture.collate(plain)(rows)
-    first, second = mixture.targets(batch)
-    assert torch.equal(first, second) and torch.equal(first, stored.targets(stored.collate(plain)(rows)))
-    assert mixture.student_batch(batch, True).keys() == plain(rows).keys()
 
 
 def test_rows_need_the_teachers_reading():

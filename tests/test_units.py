@@ -1,0 +1,18 @@
+"""Numbers with their nouns in messages."""
+
+import pytest
+
+from distill.core.units import counted
+
+
+@pytest.mark.parametrize(
+    "number, noun, text",
+    [
+        (1, "micro-batch", "1 micro-batch"),
+        (2, "micro-batch", "2 micro-batches"),
+        (0, "row", "0 rows"),
+        (1000, "process", "1,000 processes"),
+    ],
+)
+def test_singular_and_plural(number, noun, text):
+    assert counted(number, noun) == text
