@@ -47,7 +47,7 @@ LANGUAGE_BOUNDS = {
     "distill/recipe": (24, 0, 7),
     "distill/reports": (0, 0, 2),
     "distill/serving": (17, 0, 4),
-    "distill/teachers": (181, 5, 52),
+    "distill/teachers": (181, 5, 53),
     "distill/training": (0, 0, 0),
     "distill_kernels": (0, 0, 0),
     "distill_kernels/attention": (0, 0, 0),

@@ -49,7 +49,7 @@ from distill.training.progress import ProgressReport
         ("loss.terms=[{type: rkl}]", "unknown type 'rkl'; did you mean reverse_kl?"),
         ("loss.terms=[forward_kl]", "as in loss.terms: [{type: forward_kl}]"),
         ("loss.terms=[{type:kld}]", "'type:kld': YAML wants a space after the colon, as in type: kld"),
-        ("train=steps:100", "got 'steps:100'; YAML wants a space after the colon: steps: 100"),
+        ("train=steps:100", "got 'steps:100'; YAML needs a space after the colon: steps: 100"),
         ("train.early_stopping_patience=3", "unknown field; not supported; train.eval_every draws the held-out curve"),
         ("train.neftune_noise_alpha=5", "did you mean train.arguments.neftune_noise_alpha?"),
         ("load_best_model_at_end=true", "not supported; the last weights are the student"),
@@ -138,7 +138,7 @@ def test_small_data_are_told_with_a_step_that_fits(folder, capsys):
     assert notes[1].startswith("note        63 held-out tokens (under 2,000) make figures of chance")
     assert run_command(["check", "my.yaml", "train.tokens_per_step=256", "data.validation.fraction=0.9"]) == 0
     out = capsys.readouterr().out
-    assert "1 micro-batch a device" in out and "held-out tokens" not in out and "is more than all" not in out
+    assert "1 micro-batch per device" in out and "held-out tokens" not in out and "is more than all" not in out
     assert run_command(["run", "my.yaml", "--name", "few"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "steps       2 of all 2,437 tokens, 256 micro-batches per step on 1 x cpu" in lines
