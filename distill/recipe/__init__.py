@@ -1,7 +1,7 @@
-"""The recipe: everything one distillation run is told, as a YAML file checked field by field.
+"""The recipe: the complete configuration of one distillation run, as a YAML file that is validated field by field.
 
-A section of the file is a module here: `models` (teacher, student), `data`, `loss`, `train`; `schema` puts them
-together, reads and writes. No module of this package imports torch.
+Each section of the file has a module: `models` (teacher, student), `data`, `loss`, `train`; `schema` combines them,
+reads and writes. No module of this package imports torch.
 """
 
 from distill.core.errors import RecipeError

@@ -1,12 +1,12 @@
-"""Names that people know from other tools: what each is called here, and how it is written where that differs.
+"""Settings of other tools: the field that each corresponds to, and how its value is written where that differs.
 
     ALIASES["micro_batch_size"]     # Alias(field="train.batch_size", cure="")
     OTHER_TOOLS["train.batch_size"]["axolotl"]      # "micro_batch_size"
 
-The error line of an unknown field and the settings reference read these tables; nothing is renamed in silence. Read in
-TRL 1.16 (`GKDConfig`, `DistillationConfig`, `SFTConfig`, `ModelConfig` and transformers.TrainingArguments), in
-torchtune 0.6.1 (the YAML of its recipe knowledge_distillation_distributed) and in axolotl 0.19 (its schemas, and those
-of its integration kd).
+The error message of an unknown field and the settings reference read these tables; no field is renamed silently. They
+were read in TRL 1.16 (`GKDConfig`, `DistillationConfig`, `SFTConfig`, `ModelConfig` and
+transformers.TrainingArguments), in torchtune 0.6.1 (the YAML of its recipe knowledge_distillation_distributed) and in
+axolotl 0.19 (its schemas, and those of its integration kd).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from distill.core.errors import Alias, Names
 from distill.recipe.train import OWNED_ARGUMENTS
 
 TOOLS = ("TRL", "torchtune", "axolotl")
-# our setting: its names in TOOLS, of the same meaning or nearly so, and, last, what else people write for it (and whose
-# names these are), with a section where the name alone means something else. Of transformers, those that a field of the
-# recipe owns are in OWNED_ARGUMENTS
+# field: its names in TOOLS, of the same or nearly the same meaning, and, last, other names in use (with their tools in
+# parentheses), with a section where the name alone means something else. Names of transformers that a field of the
+# recipe sets are in OWNED_ARGUMENTS
 _ELSEWHERE: dict[str, tuple[str, ...]] = {
     "train.steps": (
         "max_steps", "max_steps_per_epoch", "max_steps", "train_steps train_iters (Megatron); max_iters (nanoGPT)",
@@ -158,7 +158,7 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     "teachers": ("", "", "", "teacher.weight"),
     "": ("", "", "", "load_in_4bit (transformers); use_dora (PEFT)"),
 }  # fmt: skip
-# how it is written here, where another name alone would not do
+# how to write the value here, where another name for the field is not enough
 _CURES = {
     "gradient_accumulation_steps global_batch_size effective_batch_size gradient_accumulation grad_accum_steps": (
         "tokens of a whole step: batch_size x data.max_length x accumulation x devices"
@@ -198,7 +198,7 @@ _CURES = {
     ),
 }
 
-# what people bring from other tools and this one does not do, by name: the nearest thing that it does
+# settings of other tools that have no counterpart here, by name: the nearest thing that there is
 _UNSUPPORTED = {
     "early_stopping early_stopping_patience early_stopping_threshold early_stop patience": (
         "train.eval_every draws the held-out curve, train.save_every keeps checkpoints, and a run may be ended by "
@@ -318,7 +318,7 @@ _KL = {
     "skl": "skew_forward_kl", "srkl": "skew_reverse_kl", "skew_kl": "skew_forward_kl", "tv": "tvd", "tvd++": "tvd",
     "total_variation": "tvd", "ce": "cross_entropy", "sft": "cross_entropy", "nll": "cross_entropy",
 }  # fmt: skip
-# values that people know from other tools, by the last part of our field: ours
+# values in other tools, by the last part of the field's name: the value here
 VALUES: dict[str, dict[str, str]] = {
     "format": {
         "sharegpt": "chat", "conversation": "chat", "conversations": "chat", "conversational": "chat",
@@ -344,7 +344,7 @@ VALUES: dict[str, dict[str, str]] = {
     "engine": {"hf": "transformers"},
 }  # fmt: skip
 
-# sections for which people write one value: how it is written, and the value to show where none is given
+# sections that are often given as one value: the correct form, and the value to show where none is given
 SHORT: dict[str, tuple[str, str]] = {
     "teacher": ("{{model: {}}}", "HUB_ID_OR_FOLDER"),
     "student": ("{{model: {}}}", "HUB_ID_OR_FOLDER"),

@@ -1,11 +1,12 @@
-"""Which settings go together: what each requires, and what the recipe's teacher, student and data provide.
+"""Compatibility rules: properties that settings require, and that a recipe's teacher, student and data provide.
 
 A feature, a choice of rows or a command requires properties (`REQUIREMENTS`, `COMMANDS`); a property is provided or not
-by the rest of the recipe (`PROPERTIES`). One rule compares them, and one form of message tells what is required, what
-the recipe gives instead, and the nearest choice that gives it. `APART` lists the pairs that no property explains.
+by the rest of the recipe (`PROPERTIES`). One rule compares them, and all messages have one form: the requirement, the
+recipe's conflicting setting, and the nearest choice that meets the requirement. `APART` lists the pairs that no
+property explains.
 
-This is data, read by `distill validate` without torch. What depends on files, the GPU or the number of processes is
-refused where that is known, before weights are read.
+The rules are data, read by `distill validate` without torch. Conflicts that depend on files, the GPU or the number of
+processes are reported where these are known, before weights are read.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def _teachers(recipe: Sections) -> Sequence[Teacher]:
 
 
 def _first(recipe: Sections, holds: Callable[[Teacher], bool]) -> tuple[str, Teacher] | None:
-    """Return the field and the section of the first teacher that a condition holds for."""
+    """Return the field and the section of the first teacher that meets a condition."""
     for number, teacher in enumerate(_teachers(recipe)):
         if holds(teacher):
             return (f"teachers.{number}" if recipe.teachers else "teacher"), teacher
@@ -31,11 +32,11 @@ def _first(recipe: Sections, holds: Callable[[Teacher], bool]) -> tuple[str, Tea
 
 
 class Property(NamedTuple):
-    """What a feature may require.
+    """A property of a recipe that a feature may require.
 
     Attributes:
         what: the requirement, in words.
-        missing: of a recipe the settings that it has instead; None where it provides the property.
+        missing: returns the settings that a recipe has instead; None where it provides the property.
         cure: the nearest choice that provides it.
     """
 
@@ -45,7 +46,7 @@ class Property(NamedTuple):
 
 
 def _instead(holds: Callable[[Teacher], bool], text: Callable[[Teacher], str]) -> Callable[[Sections], str | None]:
-    """Return a `missing` that names the first teacher for which something holds."""
+    """Return a `missing` that names the first teacher that meets a condition."""
 
     def missing(recipe: Sections) -> str | None:
         found = _first(recipe, holds)
@@ -55,7 +56,7 @@ def _instead(holds: Callable[[Teacher], bool], text: Callable[[Teacher], str]) -
 
 
 def _or_none(holds: Callable[[Sections], bool], text: str) -> Callable[[Sections], str | None]:
-    """Return a `missing` that gives a text where something holds of the recipe."""
+    """Return a `missing` that returns a text where the recipe meets a condition."""
     return lambda recipe: text if holds(recipe) else None
 
 
@@ -79,7 +80,7 @@ def _shares_a_route(recipe: Sections) -> str | None:
 
 
 def _context_without_prompts(recipe: Sections) -> str | None:
-    """The rows that a teacher with a context reads must have prompts; those of other routes need none."""
+    """Return the setting for which rows of a teacher with a context lack prompts; those of other routes need none."""
     if _is_synthetic(recipe):
         return _without_prompts(recipe)
     for teacher in _teachers(recipe):
@@ -198,12 +199,12 @@ PROPERTIES: dict[str, Property] = {
 
 
 class Requirement(NamedTuple):
-    """A setting and what it requires.
+    """A setting and the properties that it requires.
 
     Attributes:
-        field: of the recipe, as messages name it.
+        field: field of the recipe, as in messages.
         present: whether a recipe has it.
-        properties: of `PROPERTIES`, by name.
+        properties: names in `PROPERTIES`.
     """
 
     field: str
@@ -223,7 +224,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         ("one teacher a token", "student's tokens"),
     ),
     Requirement(
-        f"loss.terms: {' and '.join(SEPARATE)}",  # but with a sampled tail, which K tokens of a teacher can give
+        f"loss.terms: {' and '.join(SEPARATE)}",  # except for a sampled tail, for which a teacher's top K suffice
         lambda recipe: recipe.loss.has(*SEPARATE) and (recipe.loss.tailed is None or recipe.loss.has(SEPARATE[0])),
         ("hidden states",),
     ),
@@ -281,12 +282,12 @@ REQUIREMENTS: tuple[Requirement, ...] = (
 
 
 class Apart(NamedTuple):
-    """Two settings that exclude each other by their nature.
+    """Two settings that exclude each other.
 
     Attributes:
-        field: of the recipe, as the message names it.
+        field: field of the recipe, as in the message.
         both: whether a recipe has both.
-        reason: why nobody can have both, and the choice there is.
+        reason: the reason, and the alternatives.
     """
 
     field: str
@@ -318,7 +319,7 @@ APART: tuple[Apart, ...] = (
     ),
 )
 
-# what commands require
+# properties that each command requires
 COMMANDS: dict[str, tuple[str, ...]] = {
     "serve": ("one teacher", "weights"),
     "cache": ("one teacher", "a model", "frozen weights"),
@@ -332,9 +333,9 @@ def lacking(recipe: Sections, field: str, names: Sequence[str]) -> Iterator[str]
     """Yield a message for each required property that a recipe does not provide.
 
     Args:
-        recipe: as it is read.
-        field: that requires them.
-        names: of `PROPERTIES`.
+        recipe: the parsed recipe.
+        field: field or command that requires them.
+        names: names in `PROPERTIES`.
     """
     for name in names:
         what, missing, cure = PROPERTIES[name]
@@ -343,7 +344,7 @@ def lacking(recipe: Sections, field: str, names: Sequence[str]) -> Iterator[str]
 
 
 def conflicts(recipe: Sections) -> Iterator[str]:
-    """Yield what does not go together in a recipe, a message each."""
+    """Yield a message for each conflict between settings of a recipe."""
     for requirement in REQUIREMENTS:
         if requirement.present(recipe):
             yield from lacking(recipe, requirement.field, requirement.properties)
@@ -354,7 +355,7 @@ def conflicts(recipe: Sections) -> Iterator[str]:
 
 
 def _values(recipe: Sections) -> Iterator[str]:
-    """Yield values that do not suit each other."""
+    """Yield a message for each conflict between values."""
     own = recipe.data.on_policy
     whole = own is not None and (own.fraction, own.temperature, own.top_k, own.top_p, own.min_p) == (1, 1, 0, 1, 0)
     if recipe.loss.has("policy_gradient") and not whole:
@@ -386,10 +387,10 @@ def _values(recipe: Sections) -> Iterator[str]:
 
 
 def require_command(recipe: Sections, command: str) -> None:
-    """Hold that a command can be used with the recipe's teacher.
+    """Raise an error unless a command supports the recipe's teacher.
 
     Raises:
-        ValueError: naming the command, what it requires and what the recipe gives.
+        ValueError: names the command, what it requires and what the recipe gives.
     """
     way_out = "; or name a teacher by --teacher" if command == "eval" else ""
     for message in lacking(recipe, f"distill {command}", COMMANDS[command]):

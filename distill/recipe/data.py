@@ -13,14 +13,14 @@ FormatName = Literal["auto", "text", "prompt_completion", "chat", "prompts"]
 
 
 class Fields(Section):
-    """Which column holds what; a field left out is looked for under its own name.
+    """Mapping of the data's columns; a field that is left out is read from the column of its own name.
 
     Attributes:
-        text: running text, all of it learned.
-        prompt: what is read.
-        completion: the answer to it, which is learned.
+        text: running text, all of it trained on.
+        prompt: the prompt, masked from the loss.
+        completion: the response to it, which is trained on.
         messages: a chat, a list of messages with `role` and `content`.
-        teacher: which of `teachers` teaches the row, by its `route`.
+        teacher: the `route` of the teachers of the row.
     """
 
     text: Text | None = None
@@ -30,19 +30,19 @@ class Fields(Section):
     teacher: Text | None = None
 
     def column(self, name: Literal["text", "prompt", "completion", "messages"]) -> str:
-        """The column that holds `name`: as mapped, else `name` itself."""
+        """Return the column that holds `name`: as mapped, else `name` itself."""
         return getattr(self, name) or name
 
 
 class Validation(Section):
-    """What is held out.
+    """The held-out data.
 
     Attributes:
-        source: a data set of its own, or null to hold out a share of the training documents.
-        fraction: the share of the documents that is held out where no source is given.
-        max_rows: hold out no more rows of the source (texts with all their pieces, chats, pairs) than this.
-        seed: chooses them, and what random tokens are drawn; apart from `train.seed`, so that runs that differ by that
-            are judged on the same rows.
+        source: a separate data set; null to hold out a part of the training documents.
+        fraction: fraction of the documents that is held out where no source is given.
+        max_rows: maximum number of held-out rows (texts with all their pieces, chats, pairs).
+        seed: seed of the held-out selection and of random tokens; separate from `train.seed`, so that runs with
+            different `train.seed` are evaluated on the same rows.
     """
 
     source: Text | None = None
@@ -52,27 +52,30 @@ class Validation(Section):
 
 
 class OnPolicy(Section):
-    """The student's own words: some answers are replaced by what it says now, and the teacher judges those (GKD).
+    """On-policy distillation (GKD): responses are replaced by rollouts of the current student for the teacher to score.
 
     Attributes:
-        fraction: share of the answers that are replaced, drawn anew at every step; 0 for none.
-        turns: which assistant turns of a chat are answered. `last`: the last one of each example that `data.train_on`
-            makes. `all`: every one, each after the conversation as the data have it up to there, tool results included;
-            a chat's turns are kept in neighbouring rows, and what their prompts share is computed once (engines
-            `distill` and `vllm`).
-        max_new_tokens: the most an answer may have; less where a prompt leaves less of `max_length`.
-        temperature: what the answers are drawn at; 0 for the likeliest tokens.
-        top_k: draw from so many likeliest tokens; 0 for all.
-        top_p: draw from the fewest likeliest tokens that have this probability together; 1 for all.
-        min_p: draw from tokens with at least this share of the likeliest one's probability; 0 for all.
-        stop: texts that end an answer, with the token that completes one.
-        samples: answers of each prompt in a step; a micro-batch of `train.batch_size` rows holds as many times fewer
-            prompts.
-        engine: what generates: `distill` (our decode loop), `transformers`, or `vllm` where that is installed.
-        batch_size: prompts of a step that are answered at once, at most.
-        ahead: how many more steps' answers are drawn with those of a step, by the same weights, which are up to so many
-            optimizer steps old when they learn; 0 for the student as it is in every step.
-        store_every: write the answers of every so many steps into the run's folder, a parquet file a step; 0 for none.
+        fraction: fraction of the responses that is replaced, sampled anew at every step; 0 for none.
+        turns: assistant turns of a chat that are generated. `last`: the last one of each example that `data.train_on`
+            makes. `all`: every one, each after the conversation as it is in the data up to there, tool results
+            included; the turns of a chat are kept in neighbouring rows, and the prefix that their prompts share is
+            computed once (engines `distill` and `vllm`).
+        max_new_tokens: maximum length of a response in tokens; less where a prompt leaves less of `max_length`.
+        temperature: sampling temperature; 0 for greedy decoding.
+        top_k: sample from this many most probable tokens; 0 for all.
+        top_p: sample from the smallest set of most probable tokens whose total probability reaches this; 1 for all.
+        min_p: sample from tokens with at least this fraction of the most probable token's probability; 0 for all.
+        stop: stop strings; a response ends with the token that completes one.
+        samples: responses per prompt in a step (group size); a micro-batch of `train.batch_size` rows holds
+            `train.batch_size / samples` prompts.
+        engine: generation engine: `distill` (the built-in decode loop), `transformers`, or `vllm` where that is
+            installed.
+        batch_size: maximum number of a step's prompts that are generated at once.
+        ahead: asynchronous rollouts: number of further steps whose responses are generated together with those of a
+            step, by the same weights, which are up to this many optimizer steps old in training (staleness); 0 to
+            generate by the current weights in every step.
+        store_every: interval in steps at which a step's responses are written to the run's folder, one parquet file per
+            step; 0 for never.
     """
 
     fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -91,17 +94,17 @@ class OnPolicy(Section):
 
 
 class MixedSource(Section):
-    """One of several sources, with its share. What is left out is as `data` has it.
+    """One of several data sources, with its mixing weight. Settings that are left out are those of `data`.
 
     Attributes:
         source: as `data.source`.
-        weight: its share of the rows of an epoch, of the sum of all weights.
+        weight: mixing weight: the source's fraction of an epoch's rows, relative to the sum of all weights.
         subset: configuration of a hub data set.
         split: split of a hub data set, or of a folder whose files are named by split.
-        format: `auto` decides by the columns.
-        fields: which column holds what.
-        train_on: which assistant turns of a chat are learned, as `data.train_on`.
-        max_rows: read no more rows of the source than this, its first ones.
+        format: format of the rows; `auto` detects it from the columns.
+        fields: mapping of the columns.
+        train_on: assistant turns of a chat that are trained on, as `data.train_on`.
+        max_rows: maximum number of rows to read, the source's first ones.
         teacher: the `route` of the teachers of all its rows, where no column names them (`fields.teacher`).
     """
 
@@ -120,10 +123,10 @@ class Part(NamedTuple):
     """One source of the data.
 
     Attributes:
-        field: of the recipe that names it.
-        data: the section as if it were the only one.
-        share: of the rows of an epoch; 1 of the only one.
-        teacher: the route of all its rows; None where a column names it, or there are no routes.
+        field: field of the recipe that names the source.
+        data: the `data` section as if this were the only source.
+        share: fraction of the rows of an epoch; 1 for the only source.
+        teacher: route of all its rows; None where a column names it, or there are no routes.
     """
 
     field: str
@@ -133,33 +136,34 @@ class Part(NamedTuple):
 
 
 class Data(Section):
-    """What is learned from.
+    """Training data and held-out data.
 
     Attributes:
-        source: `python-stdlib` (the installed Python's own library), `synthetic` or `synthetic:zipf` (random tokens),
-            a hub id, or a local json, jsonl, parquet, csv or txt file, or a folder of them.
-        sources: several of them in place of `source`, each with its share.
+        source: `python-stdlib` (source code of the installed Python's standard library), `synthetic` or
+            `synthetic:zipf` (random tokens), a hub id, or a local json, jsonl, parquet, csv or txt file, or a folder of
+            them.
+        sources: several sources in place of `source`, each with its mixing weight.
         subset: configuration of a hub data set.
         split: split of a hub data set, or of a folder whose files are named by split.
-        format: `auto` decides by the columns. `prompts`: rows without answers, for `on_policy` with `fraction: 1`: a
-            column `prompt`, chats up to the assistant's last turn, a text file with one prompt a line, or the folder of
-            a run's stored rollouts.
-        fields: which column holds what.
-        chat_template: `tokenizer` for its own, `none`, or a .jinja file.
-        max_length: tokens in a sequence.
-        packing: put several documents into one sequence, without attention between them.
-        train_on: which assistant turns of a chat are learned. `all` of them in one example; `each` in an example of its
-            own, after exactly the prompt that inference would have; `last` the last one alone. `all` becomes `each`
-            where the chat template writes earlier turns otherwise than the last one (Qwen3, GLM-4.5, gpt-oss).
-        reasoning: what happens to an answer's reasoning (`reasoning_content`, `reasoning`, `thinking`, or `<think>` in
-            its text). `keep` learns it where the chat template writes it, and names the rows that are learned without
-            it; `require` drops and counts those rows; `drop` takes all reasoning out of the data.
-        empty_answers: `drop` rows in which the assistant says nothing, or `keep` them, so that the student learns to
+        format: format of the rows; `auto` detects it from the columns. `prompts`: rows without responses, for
+            `on_policy` with `fraction: 1`: a column `prompt`, chats up to the last assistant turn, a text file with one
+            prompt a line, or the folder of a run's stored rollouts.
+        fields: mapping of the columns.
+        chat_template: `tokenizer` for the tokenizer's own, `none`, or a .jinja file.
+        max_length: maximum length of a sequence in tokens.
+        packing: pack several documents into one sequence, without attention between them.
+        train_on: assistant turns of a chat that are trained on. `all` of them in one example; `each` in an example of
+            its own, after exactly the prompt that inference would have; `last` the last one alone. `all` becomes `each`
+            where the chat template renders earlier turns otherwise than the last one (Qwen3, GLM-4.5, gpt-oss).
+        reasoning: treatment of a response's reasoning (`reasoning_content`, `reasoning`, `thinking`, or `<think>` in
+            its text). `keep` trains on it where the chat template renders it, and reports the rows that are trained on
+            without it; `require` drops and counts those rows; `drop` removes all reasoning from the data.
+        empty_answers: `drop` rows with an empty assistant response, or `keep` them, so that the student is trained to
             end its turn at once.
-        validation: what is held out.
-        on_policy: answers that the student makes up itself while it learns; null for those of the data alone.
-        max_rows: read no more rows of the source, or of each, than this, its first ones.
-        workers: processes that tokenise and load.
+        validation: held-out data.
+        on_policy: responses generated by the student during training; null for those of the data alone.
+        max_rows: maximum number of rows to read of the source, or of each, its first ones.
+        workers: number of processes that tokenise and load the data.
         cache: keep the tokenised data for the next run.
     """
 
@@ -184,7 +188,7 @@ class Data(Section):
     @model_validator(mode="before")
     @classmethod
     def _source_or_sources(cls, tree: object) -> object:
-        """Of several sources `source` names all."""
+        """Set `source` to the names of all `sources`, where these are given."""
         if not isinstance(tree, dict) or not isinstance(given := tree.get("sources"), list) or not given:
             return tree
         names = " + ".join(str(part.get("source") if isinstance(part, dict) else part.source) for part in given)
@@ -200,22 +204,22 @@ class Data(Section):
 
     @property
     def samples(self) -> int:
-        """Rows that a micro-batch has of each row that is loaded: the student's answers to a prompt."""
+        """Rows of a micro-batch per row that is loaded: the responses to one prompt."""
         return 1 if self.own_answers is None else self.own_answers.samples
 
     @property
     def own_answers(self) -> OnPolicy | None:
-        """`on_policy` where it replaces answers by the student's own; None also where its fraction is 0."""
+        """`on_policy` where the student generates responses; None also where its fraction is 0."""
         return self.on_policy if self.on_policy is not None and self.on_policy.fraction > 0 else None
 
     @property
     def answers_every_turn(self) -> bool:
-        """Every assistant turn of a chat is an example of its own, and answered by the student."""
+        """Return whether every assistant turn of a chat is an example of its own, generated by the student."""
         return self.own_answers is not None and self.own_answers.turns == "all"
 
     @property
     def parts(self) -> list[Part]:
-        """Every source with how it is read."""
+        """Every source with the settings that it is read by."""
         if not self.sources:
             return [Part("data.source", self)]
         total, found = sum(source.weight for source in self.sources), []

@@ -18,11 +18,11 @@ Every = Annotated[Annotated[int, Field(ge=0, le=2**53)] | None, AfterValidator(l
 
 
 class Usual(NamedTuple):
-    """Mark of a field: the range of its values in published recipes; beyond a decade outside of it `unusual` warns.
+    """Annotation with the range of a field's values in published recipes; `unusual` warns at ten times outside of it.
 
     Attributes:
         low, high: the range; 0 and null, which switch a setting off, are always within.
-        applies: to a section that holds the field.
+        applies: whether the range applies to a section that has the field.
     """
 
     low: float
@@ -31,7 +31,7 @@ class Usual(NamedTuple):
 
     @staticmethod
     def of(field: FieldInfo) -> Usual | None:
-        """Return the mark of a field; None without."""
+        """Return the annotation of a field; None where it has none."""
         return next((mark for mark in field.metadata if isinstance(mark, Usual)), None)
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class Usual(NamedTuple):
 
 
 def text_or_list(value: object) -> object:
-    """A text, or a list of texts that is not empty."""
+    """Return a text, or a list of texts that is not empty, unchanged."""
     items = value if isinstance(value, list) else [value]
     if not items or not all(isinstance(item, str) and item for item in items):
         raise ValueError(refuse("text or a list of texts", value))
@@ -47,14 +47,14 @@ def text_or_list(value: object) -> object:
 
 
 def no_code(value: str) -> str:
-    """A plain word: transformers takes a name with a slash for compiled code to be fetched from the hub."""
+    """Return a plain name unchanged: for a name with a slash transformers fetches compiled code from the hub."""
     if not value.isidentifier():
         raise ValueError(refuse("auto or the name of an attention implementation such as sdpa or eager", value))
     return value
 
 
 def steps_or_ratio(value: object) -> object:
-    """A whole number of steps from 1, or a share of all steps below 1."""
+    """Return a whole number of steps from 1 as an int, or a fraction of all steps below 1 as a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(refuse("a number of steps, or a share of them below 1", value))
     if not 0 <= value <= 2**53 or (value >= 1 and value != int(value)):
@@ -63,5 +63,5 @@ def steps_or_ratio(value: object) -> object:
 
 
 def no_reports(value: object) -> object:
-    """`none`, one name or a list of names, as a list."""
+    """Return `none`, one name or a list of names as a list."""
     return [] if value in (None, "none") else [value] if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""The `loss:` section of a recipe: a list of weighted terms, told apart by `type`, and the loss is their plain sum.
+"""The `loss:` section of a recipe: a list of weighted terms, distinguished by `type`, whose sum is the loss.
 
 With p_s and p_t the student's and the teacher's distributions at the temperature:
 
@@ -9,8 +9,8 @@ With p_s and p_t the student's and the teacher's distributions at the temperatur
     skew_reverse_kl  KL(p_s || alpha p_s + (1 - alpha) p_t)                                       (DistiLLM)
     tvd              half the sum of |p_t - p_s|
     cross_entropy    -log p_s[label] at temperature 1
-    policy_gradient  -sg(log p_t[y] - log p_s[y]) p_s[y] / sg(p_s[y]) of the token y that the student drew
-    top_k_reverse_kl KL(p_s || p_t) over the student's own K likeliest tokens, all others being one outcome more
+    policy_gradient  -sg(log p_t[y] - log p_s[y]) p_s[y] / sg(p_s[y]) of the token y sampled from the student
+    top_k_reverse_kl KL(p_s || p_t) over the student's top K tokens, all others merged into one outcome
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from distill.recipe.fields import NotNegative, Text, Usual
 
 
 class PlainTerm(Section):
-    """A term without a parameter of its own.
+    """A loss term without parameters of its own.
 
     Attributes:
-        type: which divergence from the teacher, or the cross-entropy with the data's tokens.
-        weight: of this term in the sum.
+        type: divergence from the teacher, or cross-entropy with the labels.
+        weight: weight of this term in the sum.
     """
 
     type: Literal["forward_kl", "reverse_kl", "tvd", "cross_entropy"]
@@ -40,9 +40,9 @@ class JSDTerm(Section):
     """The generalised Jensen-Shannon divergence; `beta` 0 is defined as forward, 1 as reverse KL.
 
     Attributes:
-        type: which divergence from the teacher, or the cross-entropy with the data's tokens.
-        weight: of this term in the sum.
-        beta: weight of the teacher in the mixture that both are compared with.
+        type: divergence from the teacher, or cross-entropy with the labels.
+        weight: weight of this term in the sum.
+        beta: weight of the teacher's distribution in the mixture m that both distributions are compared with.
     """
 
     type: Literal["jsd"]
@@ -51,12 +51,12 @@ class JSDTerm(Section):
 
 
 class SkewTerm(Section):
-    """KL against a mixture that holds the share `alpha` of its own first argument.
+    """Skewed KL divergence: the second argument is a mixture with weight `alpha` on the first.
 
     Attributes:
-        type: which divergence from the teacher, or the cross-entropy with the data's tokens.
-        weight: of this term in the sum.
-        alpha: share of the first argument in the mixture that it is compared with.
+        type: divergence from the teacher, or cross-entropy with the labels.
+        weight: weight of this term in the sum.
+        alpha: weight of the first argument in that mixture.
     """
 
     type: Literal["skew_forward_kl", "skew_reverse_kl"]
@@ -65,27 +65,29 @@ class SkewTerm(Section):
 
 
 class PolicyGradientTerm(Section):
-    """The sampled token alone: what the student drew is made likelier by how much more of it the teacher thinks.
+    """Policy-gradient loss on the sampled token, with the log-ratio of teacher to student as its advantage.
 
-    With A = log p_t(y) - log p_s(y) of the drawn token y, held constant, the loss is -A p_s(y) / sg(p_s(y)), whose
-    gradient -A grad log p_s(y) is an estimate of that of the reverse KL, noisier than the term `reverse_kl`, which sums
-    over the vocabulary. For comparison with what other tools train with.
+    With A = log p_t(y) - log p_s(y) of the sampled token y, under stop-gradient, the loss is -A p_s(y) / sg(p_s(y)).
+    Its gradient -A grad log p_s(y) estimates that of the reverse KL with a higher variance than the term `reverse_kl`,
+    which sums over the vocabulary. The term serves comparison with other tools.
 
     With a reward, A = teacher_weight (log p_t(y) - log p_s(y)) + (reward - mean) / (std + 1e-4), mean and standard
-    deviation over the `data.on_policy.samples` answers to the same prompt (GRPO, Shao et al., 2024).
+    deviation over the `data.on_policy.samples` responses to the same prompt (GRPO, Shao et al., 2024).
 
     Attributes:
         type: `policy_gradient`.
-        weight: of this term in the sum.
-        importance: weigh a token by r = p_s(y) / p(y) of the model that drew it when it did, in place of 1.
-        clip: c of -min(r A, clip(r, 1 - c, 1 + c) A); null for no clipping.
-        discount: share of a token's advantage over the teacher that the one before it in the answer is given too.
-        reward: `FILE.py:function`, called as function(prompt, answer, row) for each answer; it returns a finite number.
-            The run needs `--plugin FILE.py`. null for the teacher's advantage alone.
-        reward_scale: what the reward's distance from the group's mean is divided by: `group` for the group's standard
-            deviation (of a sample, n - 1) plus 1e-4, `none` for 1.
-        reward_timeout: seconds that one call of the function may take.
-        teacher_weight: what the teacher's advantage is multiplied by; 0, with a reward, for the reward alone.
+        weight: weight of this term in the sum.
+        importance: multiply a token's loss by the importance ratio r = p_s(y) / p(y), with p the student as it was when
+            it sampled y; without it r is 1.
+        clip: clipping range c of -min(r A, clip(r, 1 - c, 1 + c) A) (PPO); null for no clipping.
+        discount: discount factor of the teacher's advantage: each token's advantage also includes `discount` times that
+            of the next token of the response.
+        reward: `FILE.py:function`, called as function(prompt, answer, row) for each response; it returns a finite
+            number. The run needs `--plugin FILE.py`. null for the teacher's advantage alone.
+        reward_scale: divisor of a reward's deviation from the group's mean: `group` for the group's standard deviation
+            (of a sample, n - 1) plus 1e-4, `none` for 1.
+        reward_timeout: time limit of one call of the function, in seconds.
+        teacher_weight: factor of the teacher's advantage; 0, with a reward, for the reward alone.
     """
 
     type: Literal["policy_gradient"]
@@ -108,21 +110,22 @@ class PolicyGradientTerm(Section):
 
     @property
     def reward_file(self) -> str:
-        """The Python file that `reward` names."""
+        """Path of the Python file that `reward` names."""
         return (self.reward or "").rpartition(":")[0]
 
 
 class TopKTerm(Section):
-    """The reverse KL over the tokens that the student, as it is now, thinks likeliest: for comparison with what other
-    tools train with. It costs more than the term `reverse_kl`, which looks at all tokens.
+    """Reverse KL over the student's current top K tokens, for comparison with other tools.
+
+    It costs more than the term `reverse_kl`, which covers the whole vocabulary.
 
     Attributes:
         type: `top_k_reverse_kl`.
-        weight: of this term in the sum.
-        k: how many of the student's likeliest tokens; of a smaller vocabulary all.
-        tail: `bucket` takes all other tokens as one outcome more, so that the loss is at most `reverse_kl`;
-            `renormalize` looks at the K alone, of both models; `sampled` estimates what the others add from the token
-            that the student drew, so that the loss is `reverse_kl` in expectation (`data.on_policy`).
+        weight: weight of this term in the sum.
+        k: number of the student's top tokens; with a smaller vocabulary all of it.
+        tail: `bucket` merges all other tokens into one outcome, so that the loss is at most `reverse_kl`; `renormalize`
+            restricts both distributions to the K tokens; `sampled` estimates the contribution of the others from the
+            token sampled from the student, so that the loss is `reverse_kl` in expectation (`data.on_policy`).
     """
 
     type: Literal["top_k_reverse_kl"]
@@ -138,12 +141,12 @@ class TopKTerm(Section):
 
 
 class PluginTerm(Section):
-    """A function of the file that `--plugin` names; in a recipe its name is written as the type.
+    """A loss term computed by a function of the `--plugin` file; a recipe gives the function's name as the type.
 
     Attributes:
-        type: which divergence from the teacher, or the cross-entropy with the data's tokens.
-        weight: of this term in the sum.
-        function: its name in the plugin's TERMS.
+        type: divergence from the teacher, or cross-entropy with the labels.
+        weight: weight of this term in the sum.
+        function: name of the function in the plugin's TERMS.
     """
 
     type: Literal["plugin"]
@@ -152,11 +155,11 @@ class PluginTerm(Section):
 
 
 class PluginFile(Section):
-    """The Python file that a recipe was resolved with (`distill run RECIPE --plugin FILE`), known by its hash.
+    """The plugin file that a recipe was resolved with (`distill run RECIPE --plugin FILE`), identified by its hash.
 
     Attributes:
         file: path of the Python file.
-        sha256: of its content, in hexadecimal.
+        sha256: SHA-256 of its content, in hexadecimal.
     """
 
     file: Text
@@ -164,12 +167,13 @@ class PluginFile(Section):
 
 
 class Schedule(Section):
-    """A setting of the loss as a function of the optimizer step: straight lines between points.
+    """A setting of the loss as a piecewise linear function of the optimizer step.
 
     Attributes:
-        setting: which: `terms.0.weight` (of another term another number; or its `beta`, `alpha`), or `temperature`.
-        steps: of the points, rising; 0 is the run's first.
-        values: at the points. Before the first and after the last one it stays as there.
+        setting: the scheduled setting: `terms.0.weight` (another index for another term; or its `beta`, `alpha`), or
+            `temperature`.
+        steps: optimizer steps of the points, ascending; 0 is the run's first.
+        values: values at the points; constant before the first point and after the last.
     """
 
     setting: Text
@@ -185,7 +189,7 @@ class Schedule(Section):
         return self
 
     def at(self, step: int) -> float:
-        """The value in a step."""
+        """Return the value in a step."""
         later = next((number for number, at in enumerate(self.steps) if at > step), len(self.steps))
         if later in (0, len(self.steps)):
             return self.values[later and later - 1]
@@ -198,7 +202,7 @@ Term = Annotated[
     PlainTerm | JSDTerm | SkewTerm | PolicyGradientTerm | TopKTerm | PluginTerm, Field(discriminator="type")
 ]
 BUILT_IN = {name for kind in get_args(get_args(Term)[0]) for name in get_args(kind.model_fields["type"].annotation)}
-SEPARATE = ("policy_gradient", "top_k_reverse_kl")  # terms that are no divergence of whole distributions
+SEPARATE = ("policy_gradient", "top_k_reverse_kl")  # terms that are not divergences between full distributions
 
 
 def _forward_kl_alone() -> list[Term]:
@@ -206,16 +210,17 @@ def _forward_kl_alone() -> list[Term]:
 
 
 class Loss(Section):
-    """The objective.
+    """The training objective: a weighted sum of terms.
 
     Attributes:
-        temperature: divides the logits of both models in every divergence.
-        scale_by_temperature_squared: multiply divergences by temperature squared (Hinton et al., 2015).
-        label_smoothing: share of the label that the cross-entropy term spreads over all tokens.
-        z_loss: weight of the squared log-partition that is added to the cross-entropy term.
+        temperature: softmax temperature: divides the logits of both models in every divergence.
+        scale_by_temperature_squared: multiply divergences by the squared temperature (Hinton et al., 2015).
+        label_smoothing: label smoothing of the cross-entropy term: probability mass that is spread over all tokens.
+        z_loss: weight of the z-loss, the squared log-partition function, which is added to the cross-entropy term.
         terms: divergences and cross-entropy with their weights.
-        schedule: settings that change from step to step; a scheduled weight is written into `terms` at its largest.
-        plugin: the file that terms of other types come from; `--plugin` sets it, and without that nothing of it runs.
+        schedule: settings that vary from step to step; `terms` records a scheduled weight at its maximum.
+        plugin: Python file that defines terms of other types, set by `--plugin`; without that option none of its code
+            runs.
     """
 
     temperature: Annotated[float, Field(gt=0), Usual(0.3, 10)] = 1.0
@@ -229,7 +234,7 @@ class Loss(Section):
     @model_validator(mode="before")
     @classmethod
     def _scheduled_weights_at_their_largest(cls, loss: object) -> object:
-        """So that whoever asks for the terms that take part finds all that ever do."""
+        """Set each scheduled weight in `terms` to its maximum, so that a term active in any step counts as active."""
         if not isinstance(loss, dict) or not isinstance(loss.get("schedule"), list) or not loss["schedule"]:
             return loss
         terms = loss.get("terms", [term.model_dump() for term in _forward_kl_alone()])
@@ -237,8 +242,8 @@ class Loss(Section):
             given = line if isinstance(line, dict) else dict(line)
             _, number, name = (*str(given.get("setting")).split("."), "", "")[:3]
             values = given.get("values")
-            if name == "weight" and number.isdigit() and int(number) < len(terms) and values:  # else a fault
-                with contextlib.suppress(TypeError, ValueError):  # as their own fields tell
+            if name == "weight" and number.isdigit() and int(number) < len(terms) and values:  # else invalid
+                with contextlib.suppress(TypeError, ValueError):  # reported when these fields are validated
                     at, largest = int(number), max(0.0, *map(float, values))
                     terms = [*terms[:at], {**dict(terms[at]), "weight": largest}, *terms[at + 1 :]]
         return {**loss, "terms": terms}
@@ -246,7 +251,7 @@ class Loss(Section):
     @model_validator(mode="before")
     @classmethod
     def _other_types_are_the_plugins(cls, loss: object) -> object:
-        """With a plugin, `{type: mine}` is `{type: plugin, function: mine}`."""
+        """Rewrite `{type: mine}` as `{type: plugin, function: mine}` where a plugin is given."""
         if not isinstance(loss, dict) or not loss.get("plugin") or not isinstance(loss.get("terms"), list):
             return loss
 
@@ -304,13 +309,13 @@ class Loss(Section):
 
     @property
     def rewarded(self) -> PolicyGradientTerm | None:
-        """The term with a reward that takes part; None where there is none."""
+        """The active term with a reward; None where there is none."""
         found = (term for term in self.terms if isinstance(term, PolicyGradientTerm) and term.weight > 0)
         return next((term for term in found if term.reward is not None), None)
 
     @property
     def tailed(self) -> TopKTerm | None:
-        """The term whose tail is estimated from the drawn token; None where there is none."""
+        """The active term whose tail is estimated from the sampled token; None where there is none."""
         found = (term for term in self.terms if isinstance(term, TopKTerm) and term.weight > 0)
         return next((term for term in found if term.tail == "sampled"), None)
 
@@ -320,11 +325,11 @@ class Loss(Section):
         return self.plugin is not None and (self.has("plugin") or self.rewarded is None)
 
     def has(self, *types: str) -> bool:
-        """Whether a term of one of these types takes part."""
+        """Return whether a term of one of these types has a weight above 0."""
         return any(term.type in types and term.weight > 0 for term in self.terms)
 
     def at(self, step: int) -> Loss:
-        """The loss of the optimizer step after `step` others, without a schedule."""
+        """Return the loss that applies after `step` optimizer steps, without a schedule."""
         terms, more = list(self.terms), dict[str, object]()
         for line in self.schedule:
             if line.setting == "temperature":
@@ -333,12 +338,12 @@ class Loss(Section):
             _, number, name = line.setting.split(".")
             terms[int(number)] = terms[int(number)].model_copy(update={name: line.at(step)})
         if not any(term.type == "cross_entropy" and term.weight > 0 for term in terms):
-            more |= {"label_smoothing": 0.0, "z_loss": 0.0}  # which are parts of it
+            more |= {"label_smoothing": 0.0, "z_loss": 0.0}  # both are parts of cross_entropy
         return self.model_copy(update={"terms": terms, "schedule": [], **more}) if self.schedule else self
 
     @property
     def leaves_the_teacher_out(self) -> bool:
-        """Whether a schedule has steps in which no term compares with the teacher, though others have."""
+        """Return whether a schedule has both steps with a divergence from the teacher and steps without one."""
         steps = [step for line in self.schedule for step in line.steps]
         asks = {any(t.weight > 0 and t.type != "cross_entropy" for t in self.at(step).terms) for step in steps}
         return asks == {False, True}

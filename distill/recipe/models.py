@@ -15,32 +15,32 @@ EIGHT_BITS = ("fp8", "int8")
 
 
 def in_order(parts: list[str]) -> list[str]:
-    """Parts of layers by layer and name, each once, so that the same choice is always written alike."""
+    """Return parts of layers sorted by layer and name, without duplicates, so that equal choices are written alike."""
     return sorted(set(parts), key=lambda part: (int(part.partition(".")[0]), part))
 
 
-# of a model's layers: `29`, or a module inside one, `29.mlp`
+# a decoder layer, `29`, or a module inside one, `29.mlp`
 Part = Annotated[str, BeforeValidator(str), StringConstraints(pattern=r"^\d{1,5}(\.\w+)*$")]
 Parts = Annotated[list[Part], AfterValidator(in_order)]
 SERVED = ("url", "protocol", "folder", "top_k", "prefetch", "send", "deterministic", "wait", "token_file")
 
 
 class ModelSection(Section):
-    """What teacher and student have in common.
+    """Settings that the teacher and the student have in common.
 
     Attributes:
-        model: hub id, local folder, .gguf file, or `package:NAME/FILE.gguf` (a file an installed package carries).
-        init: `pretrained` reads `model`; `random` makes random weights in the shape of `config`, for dry runs.
-        config: a config.json, its folder, or the name of a shipped architecture such as `llama-3.2-1b`; only read
-            when `init` is `random`.
-        dtype: what the weights are kept in; `auto` is float32 for weights that are trained, and what is computed in
-            (`train.precision`) for frozen ones: the teacher's, and a LoRA student's. `fp8` is for teachers: bfloat16
-            with the linear layers but the head in fp8; by how much that moves the teacher is measured and printed.
+        model: hub id, local folder, .gguf file, or `package:NAME/FILE.gguf` (a file inside an installed package).
+        init: `pretrained` loads `model`; `random` initialises random weights in the shape of `config`, for dry runs.
+        config: a config.json, its folder, or the name of a shipped architecture such as `llama-3.2-1b`; only read when
+            `init` is `random`.
+        dtype: dtype of the weights. `auto` is float32 for trained weights, and the compute dtype (`train.precision`)
+            for frozen ones: the teacher's, and the base weights of a LoRA student. `fp8` is for teachers: bfloat16 with
+            all linear layers except the head in fp8; the change of the teacher's outputs is measured and printed.
             `int8` is for teachers on a GPU where bitsandbytes is installed: the same layers in LLM.int8() (Dettmers et
-            al., 2022). A teacher whose checkpoint is quantised already stays as it is with `auto`.
+            al., 2022). With `auto`, a teacher whose checkpoint is quantised keeps that quantisation.
         revision: branch, tag or commit of a hub model.
-        trust_remote_code: run the Python code a hub model brings.
-        attention: `auto`, or a transformers attention implementation.
+        trust_remote_code: run the Python code that comes with a hub model.
+        attention: `auto`, or the name of a transformers attention implementation.
     """
 
     model: Text | None = None
@@ -59,13 +59,13 @@ class ModelSection(Section):
 
 
 class Context(Section):
-    """What the teacher alone reads before it judges an answer: a system prompt, a worked solution, documents.
+    """Privileged context of the teacher's prompts, such as a system prompt, a worked solution or documents.
 
     Attributes:
-        template: the text. `{column}` stands for what that column of the row holds, text or a list of texts; the
-            columns named so are what no prompt of the student's may hold.
-        place: `system` adds it to the system message; `before` or `after` beside the question whose answer is
-            learned first.
+        template: the text. `{column}` stands for the value of that column of the row, a text or a list of texts; the
+            student's prompts must not contain the values of these columns.
+        place: `system` adds it to the system message; `before` or `after` puts it before or after the user message
+            whose response is the first one trained on.
     """
 
     template: Text
@@ -73,12 +73,12 @@ class Context(Section):
 
     @property
     def parts(self) -> list[tuple[str, str | None]]:
-        """The template as plain text, each piece with the column that follows it."""
+        """The template as pieces of plain text, each with the column that follows it."""
         return [(text, column) for text, column, _, _ in Formatter().parse(self.template)]
 
     @property
     def columns(self) -> list[str]:
-        """The columns that it names."""
+        """Names of the columns in the template."""
         return [column for _, column in self.parts if column is not None]
 
     @model_validator(mode="after")
@@ -93,40 +93,42 @@ class Context(Section):
 
 
 class Teacher(ModelSection):
-    """The large model, never trained.
+    """The teacher model, which is never trained.
 
     Attributes:
-        type: `model` loads it; `cache` reads what it said, as `distill cache` wrote it, and `server` asks a process
-            elsewhere: neither loads a teacher. A model that is named beside a cache must be the one that made it;
-            beside a server, the one that is served, out of whose files a student may be cut. `student` is the
-            student's own checkpoint, frozen, which knows more than the student by its `context` alone.
-        context: what it reads that the student does not.
-        ema: with `type: student`, follow the student: after each step the teacher is `ema` times itself plus the rest
-            of the student.
-        path: the cache's folder.
-        url: of one or several servers of the same teacher, such as `http://127.0.0.1:8765`.
-        protocol: `distill` for `distill serve`; `vllm` for the completions of a vLLM server: `top_k` tokens, or hidden
-            states by way of a `folder`.
-        folder: that a vLLM server's ExampleHiddenStatesConnector writes to, as it is reached here; what is read is
-            deleted.
-        top_k: tokens of each distribution that a server sends (none for hidden states, from which logits are made
-            here) or that `keep_as: top_k` stores (64 if none is given).
-        prefetch: micro-batches to ask for ahead of the one that is trained, at least an optimizer step's.
-        send: what hidden states are sent in: `auto` as they are; `fp8` in half the bytes, at a cost that is printed.
-        deterministic: have each micro-batch computed alone, so that its bits depend on nobody else's.
-        wait: seconds without an answer after which the run ends, with a checkpoint.
-        token_file: holds the bearer token; without it the variable DISTILL_SERVE_TOKEN.
-        fp8_skip: what `dtype: fp8` leaves in bfloat16: layers counted from 0, whole (`29`) or a part by the name of its
-            module (`29.mlp`). `distill check --probe` says which are worth it.
-        adapter: a PEFT LoRA (hub id or folder) merged into the teacher when it is loaded.
-        offload: `cpu` keeps the decoder layers in host memory, to travel to the GPU one after another in every forward
-            pass: for a teacher larger than the GPU, at the speed of the bus.
-        keep: a folder in which the teacher's outputs are stored as they are first computed, or come from its server,
-            and from then on read: in later epochs and evaluations, and by later runs with other losses or students. A
-            full one is what `distill cache` writes, and the teacher's weights are not loaded any more.
-        keep_as: what `keep` stores: `hidden` states, from which every loss is exact; `hidden_fp8`, half of the bytes,
-            with a scale a token (what that costs is measured and printed); or `top_k` tokens of each distribution. Of a
-            server that sends `top_k`, these are stored as they come.
+        type: `model` loads a model; `cache` reads the outputs that `distill cache` stored, and `server` queries a
+            remote teacher: neither of these loads a teacher. A model named together with a cache must be the one that
+            the cache was made with; together with a server, the served one, from whose files a student may be cut.
+            `student` is the student's own checkpoint, frozen, whose only advantage over the student is its `context`.
+        context: privileged context, which the student's prompts do not have.
+        ema: with `type: student`, make the teacher an exponential moving average of the student: after each step its
+            weights are `ema` times themselves plus (1 - `ema`) times the student's.
+        path: folder of the cache.
+        url: URL of one or several servers of the same teacher, such as `http://127.0.0.1:8765`.
+        protocol: `distill` for `distill serve`; `vllm` for the completions API of a vLLM server: `top_k` tokens, or
+            hidden states through a `folder`.
+        folder: folder that a vLLM server's ExampleHiddenStatesConnector writes to, by its path on this machine; files
+            are deleted once they are read.
+        top_k: number of tokens of each distribution that a server sends (null for hidden states, from which logits are
+            computed locally) or that `keep_as: top_k` stores (64 if none is given).
+        prefetch: micro-batches to request ahead of the one being trained on, at least as many as an optimizer step has.
+        send: format of hidden states on the wire: `auto` in their own dtype; `fp8` in half the bytes, at a cost in
+            accuracy that is printed.
+        deterministic: compute each micro-batch in a forward pass of its own, so that its bits do not depend on other
+            requests.
+        wait: timeout in seconds: after so long without a response the run writes a checkpoint and ends.
+        token_file: file with the bearer token; by default the token is in the environment variable DISTILL_SERVE_TOKEN.
+        fp8_skip: layers that `dtype: fp8` keeps in bfloat16: decoder layers counted from 0, whole (`29`) or a part by
+            the name of its module (`29.mlp`). `distill check --probe` shows which are worth it.
+        adapter: a PEFT LoRA (hub id or folder) that is merged into the teacher when it is loaded.
+        offload: `cpu` keeps the decoder layers in host memory and streams them to the GPU one after another in every
+            forward pass: for a teacher larger than the GPU, at the speed of the bus.
+        keep: folder for online caching: the teacher's outputs are stored there as they are first computed or received
+            from its server, and read from then on: in later epochs and evaluations, and by later runs with other losses
+            or students. A complete one is what `distill cache` writes, and the teacher's weights are no longer loaded.
+        keep_as: what `keep` stores: `hidden` states, from which every loss is exact; `hidden_fp8`, half the bytes, with
+            one scale per token (the error is measured and printed); or `top_k` tokens of each distribution. The `top_k`
+            tokens of a server are stored as received.
     """
 
     type: Literal["model", "cache", "server", "student"] = "model"
@@ -150,32 +152,32 @@ class Teacher(ModelSection):
 
     @property
     def is_cached(self) -> bool:
-        """Whether no teacher is loaded: what it said lies on disk."""
+        """Return whether outputs are read from a cache, so that no teacher is loaded."""
         return self.type == "cache"
 
     @property
     def is_loaded(self) -> bool:
-        """Whether its weights are in this process."""
+        """Return whether the teacher's weights are loaded in this process."""
         return self.type in ("model", "student")
 
     @property
     def held(self) -> str:
-        """What its linear layers are kept in, as caches and servers name it."""
+        """The format of the linear layers' weights, as caches and servers record it."""
         return f"{self.dtype} but {' '.join(self.fp8_skip)}" if self.fp8_skip else self.dtype
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Of the servers, without a slash at the end."""
+        """URLs of the servers, without a trailing slash."""
         given = self.url or []
         return tuple(url.rstrip("/") for url in ([given] if isinstance(given, str) else given))
 
     @property
     def by_itself(self) -> Teacher:
-        """The same model without a context and a store: what a server of it computes."""
+        """The same model without `context` and `keep`, which is what a server of it computes."""
         return self.model_copy(update={"context": None, "keep": None, "keep_as": "hidden"})
 
     def loaded(self) -> Teacher:
-        """The model that is named beside a cache or a server, to be loaded."""
+        """Return the section that loads the model named together with a cache or a server."""
         return Teacher.model_validate(self.model_dump(exclude={"type", "path", *SERVED}))
 
     @model_validator(mode="after")
@@ -256,25 +258,25 @@ class WeightedTeacher(Teacher):
     """One of several teachers.
 
     Attributes:
-        weight: this teacher's share of the mixture of probabilities; weights are divided by their sum.
-        route: it teaches the rows whose `data.fields.teacher` column says this, alone or in a mixture with others of
-            the same route; every teacher has one, or none.
+        weight: mixing weight of this teacher's probabilities; weights are divided by their sum.
+        route: name of a route: the teacher is used for the rows whose `data.fields.teacher` column has this value,
+            alone or in a mixture with others on the same route; every teacher has a route, or none.
     """
 
     weight: NotNegative = 1.0
     route: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] | None = None
 
     def alone(self) -> Teacher:
-        """The same model as the only teacher."""
+        """Return the same model as the only teacher."""
         return Teacher.model_validate(self.model_dump(exclude={"weight", "route"}))
 
 
 class FromTeacher(Section):
-    """A student cut from the teacher: exactly one of the two fields.
+    """A student made of some of the teacher's layers: exactly one of the two fields.
 
     Attributes:
-        layers: how many of the teacher's layers to keep.
-        keep: which layers to keep, counted from 0, ascending.
+        layers: number of the teacher's layers to keep.
+        keep: indices of the layers to keep, counted from 0, ascending.
     """
 
     layers: Count | None = None
@@ -290,16 +292,16 @@ class FromTeacher(Section):
 
 
 class Lora(Section):
-    """Low-rank adapters (Hu et al., 2021): the base weights stay as they are and W + (alpha / r) B A is used.
+    """Low-rank adapters (Hu et al., 2021): the base weights are frozen and W + (alpha / r) B A is used.
 
     Attributes:
         r: rank of the adapters.
         alpha: the adapters' scale is alpha / r.
-        dropout: share of the adapters' input that is dropped in training.
-        targets: module names, or `all-linear` (every linear layer but the head).
+        dropout: dropout probability of the adapters' input in training.
+        targets: module names, or `all-linear` (every linear layer except the head).
         head: adapt the language-model head as well.
-        save: `both`: `student/` of the run is the model with the adapter merged, `adapter/` the adapter alone;
-            `adapter`: `student/` is the adapter alone, which names its base model.
+        save: `both` writes the model with the adapter merged to `student/` of the run and the adapter alone to
+            `adapter/`; `adapter` writes the adapter alone to `student/`, with the name of its base model.
     """
 
     r: Annotated[Count, Usual(2, 256)] = 16
@@ -311,18 +313,20 @@ class Lora(Section):
 
 
 class Student(ModelSection):
-    """The small model: exactly one of `model`, `from_teacher`, and `init: random` with `config`.
+    """The student model: exactly one of `model`, `from_teacher`, and `init: random` with `config`.
 
-    `init: random` overrules the other two, so that one override turns any recipe into a dry run.
+    `init: random` takes precedence over the other two, so that one override turns any recipe into a dry run.
 
     Attributes:
         from_teacher: a copy of the teacher with fewer layers.
         lora: train adapters instead of all weights.
-        vocabulary: `keep`; `extend` by the tokens that only the teacher has; or `cross`: the student keeps a tokenizer
-            that is not the teacher's, and both are compared wherever their tokens end at the same byte.
-        compute: `fp8` for the products of the linear layers but the head while it trains, forward and backward, on a
-            GPU that has them: weights keep their dtype, evaluations and answers are not in fp8. What it does to the
-            loss and to the gradients is measured on one batch and printed. `auto` is `train.precision`.
+        vocabulary: `keep` leaves the vocabulary as it is; `extend` adds the tokens that only the teacher has; `cross`
+            is for a student whose tokenizer is not the teacher's: both models are compared wherever their tokens end at
+            the same byte.
+        compute: compute dtype of training. `fp8` runs the GEMMs of all linear layers except the head in fp8, forward
+            and backward, on a GPU that supports it: weights keep their dtype, and evaluation and generation do not use
+            fp8. The change of the loss and of the gradients is measured on one batch and printed. `auto` is
+            `train.precision`.
     """
 
     from_teacher: FromTeacher | None = None
@@ -332,12 +336,12 @@ class Student(ModelSection):
 
     @property
     def is_cut(self) -> bool:
-        """Whether it is a copy of the teacher with fewer layers."""
+        """Return whether the student is a copy of the teacher with fewer layers."""
         return self.init == "pretrained" and self.from_teacher is not None
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether it is a model of its own, which comes with a tokenizer."""
+        """Return whether the student has a checkpoint of its own, which comes with a tokenizer."""
         return self.init == "pretrained" and self.from_teacher is None
 
     @model_validator(mode="after")

@@ -1,8 +1,8 @@
-"""Which settings leave an optimizer step as it is: settings of memory, speed and records.
+"""Settings that leave an optimizer step unchanged: settings of memory, speed and logging.
 
-A step learns from batch_size x accumulation x processes rows, and its loss is the mean over all trained tokens of these
-rows: how many of them go through the models at a time does not matter, as long as their number stays. A run may be
-resumed with other values of these settings, and runs that differ in nothing else are runs of one recipe.
+A step trains on batch_size x accumulation x processes rows, and its loss is the mean over all trained tokens of these
+rows: the size of a micro-batch does not matter, as long as the number of rows stays the same. A run may be resumed with
+other values of these settings, and runs that differ in nothing else are runs of one recipe.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from distill.recipe.schema import Recipe
 
-STEP = ("train.batch_size", "train.tokens_per_step")  # these two where the step keeps its rows
+STEP = ("train.batch_size", "train.tokens_per_step")  # as long as the step has the same rows
 FREE = (
     "output_dir",
     "student.lora.save",
@@ -29,24 +29,24 @@ FREE = (
     "teacher.wait",
     "teacher.token_file",
     "data.workers",
-    "data.cache",  # the rows' hash in lock.yaml holds the data
+    "data.cache",  # the hash of the rows in lock.yaml identifies the data
     "data.on_policy.batch_size",
     "data.on_policy.store_every",
 )
 
 
 def tokens_of_step(recipe: Recipe, processes: int) -> int:
-    """Tokens of an optimizer step over all processes, padding included."""
+    """Return the tokens of an optimizer step over all processes, padding included."""
     return recipe.train.tokens_per_step or recipe.train.batch_size * recipe.data.max_length * processes
 
 
 def rows_of_step(recipe: Recipe, processes: int) -> int:
-    """Rows of an optimizer step over all processes."""
+    """Return the rows of an optimizer step over all processes."""
     return tokens_of_step(recipe, processes) // recipe.data.max_length
 
 
 def why_batch_size_stays(recipe: Recipe) -> str | None:
-    """Why a step would not be the same with another `train.batch_size` and as many rows; None where it would."""
+    """Return the reason why another `train.batch_size` would change a step of as many rows; None where it would not."""
     if recipe.data.samples > 1:
         return "data.on_policy.samples puts all answers of a prompt into one micro-batch"
     if recipe.train.arguments.get("auto_find_batch_size"):
@@ -55,12 +55,12 @@ def why_batch_size_stays(recipe: Recipe) -> str | None:
 
 
 def settings_of_steps(recipe: Recipe, processes: int) -> dict[str, object]:
-    """The settings that the optimizer steps of a run depend on, each by its name with dots.
+    """Return the settings that the optimizer steps of a run depend on, by name with dots.
 
     Args:
-        recipe: as resolved.
-        processes: of the run. A step's size is told in tokens, under `train.tokens_per_step`, also where
-            `train.batch_size` has made it.
+        recipe: the resolved recipe.
+        processes: number of processes. The size of a step is given in tokens, under `train.tokens_per_step`, also where
+            it follows from `train.batch_size`.
     """
     settings = dict(_named(recipe.model_dump(mode="json")))
     settings["train.tokens_per_step"] = tokens_of_step(recipe, processes)
@@ -71,7 +71,7 @@ def settings_of_steps(recipe: Recipe, processes: int) -> dict[str, object]:
 
 
 def _named(tree: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Every value of a tree by its name; lists by number."""
+    """Yield every leaf of a tree by its name with dots; items of lists by index."""
     if not (isinstance(tree, dict | list) and tree):
         yield name, tree
         return

@@ -1,13 +1,13 @@
-"""The recipe: everything one distillation run is told, as a YAML file checked field by field.
+"""The recipe: the complete configuration of one distillation run, as a YAML file that is validated field by field.
 
     teacher: {model: meta-llama/Llama-3.1-8B-Instruct}     # or teachers: [{model: ..., weight: 0.7}, ...]
     student: {model: meta-llama/Llama-3.2-1B-Instruct}
     data: {source: chats.jsonl}
     train: {steps: 1000}
 
-`load` reads a file, applies `key.sub=value` overrides and validates; `dump` writes the recipe with every default
-filled in, and reading that text back gives the same recipe. A mistake raises `RecipeError` with one line a fault.
-This module imports no torch, so that recipes are checked at once. Paths are relative to the working directory.
+`load` reads a file, applies `key.sub=value` overrides and validates; `dump` writes the recipe with every default filled
+in, and reading that text back gives the same recipe. Mistakes raise `RecipeError` with one line per fault. This module
+imports no torch, so that recipes are checked without its start-up time. Paths are relative to the working directory.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ PROMPTS = (
 
 
 class Generate(Section):
-    """The samples that close a run: teacher, student before and student after, greedy.
+    """Samples generated at the end of a run by the teacher, the untrained student and the trained student, greedily.
 
     Attributes:
-        prompts: what is asked; an empty list for no samples.
-        max_new_tokens: length of an answer.
+        prompts: prompts; an empty list for no samples.
+        max_new_tokens: maximum length of a sample in tokens.
     """
 
     prompts: list[Text] = Field(default_factory=lambda: list(PROMPTS))
@@ -51,19 +51,19 @@ class Generate(Section):
 
 
 class Recipe(Section):
-    """One distillation run.
+    """Configuration of one distillation run.
 
     Attributes:
-        name: what the run's folder is called; the recipe file's name where it is left out.
-        output_dir: the folder of all runs; `~` and variables such as `$SCRATCH` are the machine's.
-        teacher: the large model; with `teachers` the first of them, whose tokenizer makes the data.
-        teachers: several teachers over one vocabulary: the student learns the mixture of their probabilities.
-        student: the small model, which is trained.
-        data: what is learned from, and what is held out.
-        loss: divergences and cross-entropy, a weighted sum.
+        name: name of the run's folder; by default the recipe file's name.
+        output_dir: folder of all runs; `~` and variables such as `$SCRATCH` are expanded on the machine of the run.
+        teacher: the teacher model; with `teachers` the first of them, whose tokenizer tokenises the data.
+        teachers: several teachers over one vocabulary: the student is trained on the mixture of their probabilities.
+        student: the student model, which is trained.
+        data: training data and held-out data.
+        loss: weighted sum of divergences and cross-entropy.
         train: length of the run, batch, optimizer, checkpoints.
-        parallel: how several devices share the models.
-        generate: the samples that close a run.
+        parallel: distribution of the models over several devices.
+        generate: samples generated at the end of a run.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
@@ -80,10 +80,10 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _teacher_or_teachers(cls, tree: object) -> object:
-        """`teacher` is the first of `teachers` where those are given."""
+        """Set `teacher` to the first of `teachers` where those are given."""
         if not isinstance(tree, dict) or not (given := tree.get("teachers")):
             return tree
-        first = Teacher(model="unknown")  # where there is a fault, it is told under teachers
+        first = Teacher(model="unknown")  # a fault is reported under teachers
         if isinstance(given, list):
             with contextlib.suppress(ValidationError):
                 first = WeightedTeacher.model_validate(given[0]).alone()
@@ -133,17 +133,17 @@ class Recipe(Section):
 def parse(
     text: str, overrides: Sequence[str] = (), *, name: str = "recipe", origin: str = "recipe", of_run: bool = False
 ) -> Recipe:
-    """Recipe from YAML text.
+    """Parse and validate a recipe given as YAML text.
 
     Args:
         text: the YAML.
         overrides: `key.sub=value` strings, applied in order; see `yaml_text.apply_overrides`.
         name: the run's name where the text gives none.
-        origin: what error lines call the text.
-        of_run: a run has written it, maybe by an earlier version, which split the data by `train.seed`.
+        origin: name of the text in error messages.
+        of_run: the text was written by a run, possibly of an earlier version, which split the data by `train.seed`.
 
     Raises:
-        RecipeError: one line a fault: field, what was expected, what came.
+        RecipeError: one line per fault: field, what was expected, what came.
     """
     tree = parse_yaml(text, origin)
     if of_run:
@@ -166,14 +166,14 @@ def _split_by_the_runs_seed(tree: dict[str, object]) -> None:
 
 
 def _serve_where_ranks_were(tree: dict[str, object]) -> None:
-    """An earlier version held such a teacher on ranks of its own."""
+    """Replace `teacher_ranks`, which an earlier version wrote, by the teacher server that took its place."""
     parallel = tree.get("parallel")
     if isinstance(parallel, dict) and (ranks := parallel.pop("teacher_ranks", None)) is not None:
         parallel |= {"teacher": "served", "teacher_gpus": ranks}
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, of_run: bool = False) -> Recipe:
-    """Recipe from a YAML file, with `key.sub=value` overrides; `of_run` as `parse` takes it.
+    """Load a recipe from a YAML file, with `key.sub=value` overrides; `of_run` as in `parse`.
 
     Raises:
         RecipeError: the file cannot be read, is not YAML, or a field is wrong.
@@ -191,8 +191,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, of_run: bool = Fals
 
 
 def dump(recipe: Recipe) -> str:
-    """The recipe as YAML with every field written out; `parse(dump(recipe)) == recipe`."""
+    """Return the recipe as YAML with every field written out; `parse(dump(recipe)) == recipe`."""
     tree = recipe.model_dump(mode="json")
-    del tree["teacher" if recipe.teachers else "teachers"]  # the one follows from the other
+    del tree["teacher" if recipe.teachers else "teachers"]  # derived from the other when it is read
     del tree["data"]["source" if recipe.data.sources else "sources"]
     return to_yaml(tree)

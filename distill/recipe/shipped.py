@@ -9,11 +9,11 @@ from typing import NamedTuple
 from distill.core.errors import RecipeError, did_you_mean
 
 SCHEMA_FILE = "recipe.schema.json"
-MODELINE = "# yaml-language-server: $schema="  # by which editors find the schema of a file
+MODELINE = "# yaml-language-server: $schema="  # tells editors where a file's schema is
 
 
 class ShippedRecipe(NamedTuple):
-    """A recipe that ships: its name on the command line, its file, and its header's first words."""
+    """A recipe that comes with the package: its name on the command line, its file, and the title in its header."""
 
     name: str
     path: Path
@@ -21,7 +21,7 @@ class ShippedRecipe(NamedTuple):
 
 
 def shipped_folder() -> Path:
-    """Where recipes and architectures lie: `recipes/` of the clone, or the wheel's package `distill_recipes`."""
+    """Return the folder of recipes and architectures: a clone's `recipes/`, or the wheel's `distill_recipes`."""
     clone = Path(__file__).resolve().parents[2] / "recipes"
     if (clone / "architectures").is_dir():
         return clone
@@ -31,22 +31,22 @@ def shipped_folder() -> Path:
 
 
 def shipped_recipes() -> list[ShippedRecipe]:
-    """Every recipe that ships, by name."""
+    """Return every shipped recipe, sorted by name."""
     return [ShippedRecipe(path.stem, path, _title(path)) for path in sorted(shipped_folder().glob("*.yaml"))]
 
 
 def shipped_architectures() -> list[str]:
-    """Names that `config:` takes in a recipe, such as `llama-3.2-1b`."""
+    """Return the names that `config:` takes in a recipe, such as `llama-3.2-1b`."""
     return sorted(path.parent.name for path in shipped_folder().glob("architectures/*/config.json"))
 
 
 def find_recipe(argument: str | Path) -> Path:
-    """The recipe file meant on the command line: a path, or the bare name of a shipped recipe.
+    """Return the recipe file that a command-line argument names: a path, or the bare name of a shipped recipe.
 
     A path to a shipped recipe works from any folder (`recipes/quickstart.yaml`).
 
     Raises:
-        RecipeError: neither; offers the nearest name.
+        RecipeError: there is neither; suggests the nearest name.
     """
     path = Path(argument)
     if _is_file(path):
@@ -59,7 +59,7 @@ def find_recipe(argument: str | Path) -> Path:
 
 
 def find_architecture(config: str, field: str = "config") -> Path:
-    """The config.json that a recipe's `config:` means: a file, a folder that holds one, or a shipped name.
+    """Return the config.json that a recipe's `config:` names: a file, a folder that holds one, or a shipped name.
 
     Raises:
         RecipeError: none of these; names `field`.
@@ -76,9 +76,9 @@ def find_architecture(config: str, field: str = "config") -> Path:
 
 
 def copy_recipe(name: str, destination: Path | None = None) -> Path:
-    """Copy a shipped recipe, into the working directory where no destination is given; never overwrites.
+    """Copy a shipped recipe, by default into the working directory; never overwrite a file.
 
-    The copy names the schema by the path where it lies, so that editors find it from anywhere.
+    The copy refers to the schema by an absolute path, so that editors find it from any folder.
 
     Raises:
         RecipeError: no such recipe, the file exists, or it cannot be written.
@@ -105,7 +105,7 @@ def copy_recipe(name: str, destination: Path | None = None) -> Path:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):  # a name that no file system takes
+    except (OSError, ValueError):  # not a valid name of a file
         return False
 
 

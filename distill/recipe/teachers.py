@@ -1,4 +1,4 @@
-"""The teachers that a recipe names: their sections, weights and routes, wherever it spells them."""
+"""The teachers of a recipe: their sections, mixing weights and routes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from distill.recipe.loss import Loss
 from distill.recipe.models import Student, Teacher, WeightedTeacher
 from distill.recipe.train import Parallel, Train
 
-CHECKPOINT = ("model", "init", "config", "revision", "trust_remote_code")  # fields that say which model it is
+CHECKPOINT = ("model", "init", "config", "revision", "trust_remote_code")  # fields that identify the model
 
 
 class Sections(Protocol):
-    """The sections of a recipe that say which teacher it has and what goes with it."""
+    """The sections of a recipe that define its teacher and the settings that depend on it."""
 
     teacher: Teacher
     teachers: list[WeightedTeacher]
@@ -25,12 +25,12 @@ class Sections(Protocol):
 
 
 class TeacherDescription(NamedTuple):
-    """What a recipe says of its teacher.
+    """The teachers of a recipe, with mixing weights and routes.
 
     Attributes:
-        members: the sections, by the field that holds each.
-        weights: of the members' probabilities, summing to 1, of routed ones within each route.
-        routes: of each member, where rows name their teacher.
+        members: their sections, by field of the recipe.
+        weights: mixing weights of the members' probabilities, summing to 1, with routes within each route.
+        routes: route of each member; empty without routes.
     """
 
     members: dict[str, Teacher]
@@ -39,8 +39,7 @@ class TeacherDescription(NamedTuple):
 
 
 def loaded_section(recipe: Sections, teacher: Teacher | None = None) -> Teacher:
-    """The section of the model that is loaded as a teacher, by default as the only one: of `type: student`, the
-    student's own checkpoint."""
+    """Return the section of the model to load as a teacher (by default the only one)."""
     teacher = teacher or recipe.teacher
     if teacher.type != "student":
         return teacher
@@ -48,7 +47,7 @@ def loaded_section(recipe: Sections, teacher: Teacher | None = None) -> Teacher:
 
 
 def describe_teacher(recipe: Sections) -> TeacherDescription:
-    """Return the members of a recipe's teacher."""
+    """Return the teachers of a recipe."""
     if not recipe.teachers:
         return TeacherDescription({"teacher": loaded_section(recipe)})
     sections: list[WeightedTeacher] = recipe.teachers
@@ -60,7 +59,7 @@ def describe_teacher(recipe: Sections) -> TeacherDescription:
 
 
 def reads_as_the_student(recipe: Sections) -> bool:
-    """Return whether one model is loaded as the teacher, reads the student's rows and is stored nowhere."""
+    """Return whether a single loaded model is the teacher, reads the student's rows and has no store."""
     teacher = recipe.teacher
     plain = teacher.is_loaded and teacher.context is None and teacher.keep is None
     return plain and not recipe.teachers and recipe.student.vocabulary != "cross"

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, JsonValue, model_validator
 from distill.core.errors import Section
 from distill.recipe.fields import Count, DType, Every, NotNegative, Text, Usual, no_reports, steps_or_ratio
 
-# TrainingArguments that a field of the recipe owns
+# fields of TrainingArguments that a field of the recipe sets
 OWNED_ARGUMENTS = {
     "max_steps": "train.steps",
     "num_train_epochs": "train.epochs",
@@ -50,45 +50,45 @@ OWNED_ARGUMENTS = {
 
 
 def of_adam(train: Train) -> bool:
-    """Return whether the optimizer is of Adam's family; SGD takes learning rates that are far larger."""
+    """Return whether the optimizer is of the Adam family; SGD takes learning rates that are far larger."""
     return "adam" in train.optimizer
 
 
 class Train(Section):
-    """How it is learned: exactly one of `steps` and `epochs`.
+    """Length, batch, optimizer, precision and logging of a run: exactly one of `steps` and `epochs`.
 
     Attributes:
-        steps: optimizer steps.
-        epochs: passes over the data.
-        tokens_per_step: tokens in an optimizer step over all devices, padding and prompts included; null for one
-            micro-batch a device, without accumulation.
-        batch_size: sequences in a micro-batch of one device.
-        learning_rate: the learning rate at its peak, after warm-up.
-        schedule: how the learning rate falls after warm-up.
-        warmup: how long the learning rate rises: a number of steps W, or below 1 a share of all steps; the first step
-            has 1/W of the peak.
-        weight_decay: decay of the weights a step, decoupled from the gradient (AdamW), times the learning rate.
+        steps: number of optimizer steps.
+        epochs: number of passes over the data.
+        tokens_per_step: tokens of an optimizer step over all devices, padding and prompts included; null for one
+            micro-batch per device, without gradient accumulation.
+        batch_size: sequences per micro-batch and device.
+        learning_rate: peak learning rate, reached after warm-up.
+        schedule: learning-rate schedule after warm-up.
+        warmup: length of the learning-rate warm-up: a number of steps W, or below 1 a fraction of all steps; the first
+            step has 1/W of the peak.
+        weight_decay: weight decay per step, decoupled from the gradient (AdamW) and multiplied by the learning rate.
         max_grad_norm: gradients are clipped to this norm; 0 for no clipping.
-        optimizer: `fused_adamw` (ours; on a CPU torch's), or a transformers optimizer name.
-        optimizer_states: dtype of fused_adamw's two moments; `auto` is that of the weights.
-        master_weights: fused_adamw keeps a float32 copy of bfloat16 weights; without it they are rounded at random.
-        precision: what the student computes in, weights of another dtype through autocast.
-        gradient_checkpointing: keep fewer activations and compute them again.
-        compile: each decoder layer of both models through torch.compile, beside our kernels; the first step takes
-            longer.
-        cuda_graph: replay both models' decoders from CUDA graphs, so that small models do not wait for Python; `auto`
+        optimizer: `fused_adamw` (built in; on a CPU, torch's), or the name of a transformers optimizer.
+        optimizer_states: dtype of fused_adamw's two moments; `auto` is the dtype of the weights.
+        master_weights: keep a float32 master copy of bfloat16 weights (fused_adamw); without it, updates are rounded
+            stochastically.
+        precision: compute dtype of the student; weights of another dtype are computed with through autocast.
+        gradient_checkpointing: store fewer activations and recompute them in the backward pass.
+        compile: compile each decoder layer of both models with torch.compile, in addition to the built-in kernels; the
+            first step takes longer.
+        cuda_graph: replay both models' decoders as CUDA graphs, so that small models are not bound by the host; `auto`
             times a few steps of the run both ways and keeps the faster.
-        seed: what is drawn at random follows from it: new adapters, data order and dropout; the random weights of
-            `init: random` are always the same.
-        save_every: steps between checkpoints; null or 0 for none but the final model.
-        eval_every: steps between held-out evaluations; null or 0 for before and after only.
+        seed: seed of new adapters, data order and dropout; the random weights of `init: random` do not depend on it.
+        save_every: steps between checkpoints; null or 0 for the final model only.
+        eval_every: steps between held-out evaluations; null or 0 for evaluations before and after training only.
         log_every: steps between log lines.
-        on_divergence: what to do where the loss stays above 3 x its start + 1 nat, or perplexity at the vocabulary's
-            size, for 3 logged steps, in training or held out: `warn` and go on, or `stop` the run.
+        on_divergence: action where the loss stays above 3 x its start + 1 nat, or perplexity at the vocabulary's size,
+            for 3 logged steps, in training or held out: `warn` and continue, or `stop` the run.
         report_to: transformers integrations such as `wandb` or `tensorboard`.
-        deterministic: the same bits every time, at some cost in speed.
-        device: `auto` takes CUDA where there is one.
-        arguments: anything else `transformers.TrainingArguments` takes.
+        deterministic: make results bit-identical from run to run, at some cost in speed.
+        device: `auto` uses CUDA where it is available.
+        arguments: further fields of `transformers.TrainingArguments`.
     """
 
     steps: Count | None = None
@@ -131,19 +131,19 @@ class Train(Section):
 
 
 class Parallel(Section):
-    """How several devices share the work; one device needs none of it.
+    """Distribution of the models over several devices; a single device needs none of it.
 
     Attributes:
-        strategy: how the student is held: `ddp` copies it to every device, `fsdp` shards it (FSDP2), `auto` copies it
-            where that fits.
-        teacher: how the teacher is held: `copied` to every device, `sharded` (FSDP2, gathered a layer at a time),
-            `served` by a teacher server that the launch starts on GPUs of its own, while the others train, or `auto`:
-            copied where that fits beside the student, and served where `distill check`'s arithmetic says that this is
-            faster.
-        teacher_gpus: how many GPUs of this machine the teacher server has, its last ones (on a CPU, processes); the
+        strategy: distribution of the student: `ddp` replicates it on every device, `fsdp` shards it (FSDP2), `auto`
+            replicates it where it fits.
+        teacher: distribution of the teacher: `copied` replicates it on every device, `sharded` shards it (FSDP2,
+            gathered one layer at a time), `served` queries a teacher server that the launch starts on GPUs of its own,
+            while the others train, and `auto` replicates it where it fits next to the student, and serves it where the
+            estimate of `distill check` says that this is faster.
+        teacher_gpus: number of GPUs of this machine for the teacher server, its last ones (on a CPU, processes); the
             others train.
-        teacher_layout: how the teacher server holds the teacher: a copy a GPU, or shards of one; `auto` copies it where
-            it fits.
+        teacher_layout: distribution of the teacher over the server's GPUs: `copied`, one replica per GPU, or `sharded`;
+            `auto` replicates it where it fits.
     """
 
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"

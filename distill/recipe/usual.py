@@ -1,7 +1,7 @@
-"""Values that a recipe may have and that hardly any trains with: a learning rate of 0.5, a temperature of 200.
+"""Warnings about values far outside of the range in use, such as a learning rate of 0.5 or a temperature of 200.
 
-The ranges stand beside the fields (`Usual`, in fields.py). Within a decade of its range
-a value is not remarked on.
+The ranges are annotations of the fields (`Usual`, in fields.py). A value within a factor of ten of its range is not
+reported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DECADE = 10.0
 
 
 def unusual(recipe: Recipe) -> list[str]:
-    """Return a line for each setting whose value is more than a decade outside of the range in use."""
+    """Return a line for each setting whose value is more than a factor of ten outside of the range in use."""
     return list(_unusual(recipe, ""))
 
 

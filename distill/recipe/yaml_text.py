@@ -1,4 +1,4 @@
-"""YAML as recipes use it: data only, plain scalars, no key twice, no aliases; and overrides on the parsed tree.
+"""YAML for recipes: plain data without aliases or duplicate keys; and overrides of the parsed tree.
 
 Scalars follow YAML 1.2: `true` and `false` are the only booleans (`no` is text), `1e-4` is a number, dates are text.
 """
@@ -25,17 +25,17 @@ _RESOLVERS = [
         list("-+0123456789."),
     ),
 ]
-# naming one of these in an override takes back the other, which the file may have set
+# an override of one of these removes the other, which the file may have set
 ALTERNATIVES = [
     ("train.steps", "train.epochs"),
     ("student.model", "student.from_teacher"),
     ("student.from_teacher.layers", "student.from_teacher.keep"),
 ]
-ListDefaults = Mapping[tuple[str, ...], list[dict[str, object]]]  # what a list holds that the file does not name
+ListDefaults = Mapping[tuple[str, ...], list[dict[str, object]]]  # items of a list that the file does not have
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads recipes: no aliases (they can blow up a small file), no key twice."""
+    """Loader that refuses aliases (with which a small file can expand without bound) and duplicate keys."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -54,7 +54,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads, lists indented under their key."""
+    """Dumper of YAML that `_Loader` reads, with lists indented under their key."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -70,7 +70,7 @@ for _class in (_Loader, _Dumper):
 
 
 def _read(text: str, origin: str) -> object:
-    """One YAML document as plain data; every fault in it is a `RecipeError`."""
+    """Parse one YAML document into plain data; every fault in it is a `RecipeError`."""
     if len(text) > MAX_CHARACTERS:
         raise RecipeError([f"{origin}: {len(text)} characters are too many for a recipe (at most {MAX_CHARACTERS})"])
     try:
@@ -86,12 +86,12 @@ def _read(text: str, origin: str) -> object:
         raise RecipeError([f"{origin}: not valid YAML{place}: {error.problem or error.context}{hint}"]) from None
     except yaml.YAMLError as error:
         raise RecipeError([f"{origin}: not valid YAML: {str(error).splitlines()[0]}"]) from None
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:  # of a tag such as !!int x
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:  # from a tag such as !!int x
         raise RecipeError([f"{origin}: not valid YAML: {error}"]) from None
 
 
 def _check_plain(value: object, depth: int = 0) -> None:
-    """Refuse what YAML tags can make and a recipe cannot hold: dates, bytes, sets, keys that are no text."""
+    """Refuse values that YAML tags can make and a recipe cannot hold: dates, bytes, sets, keys that are not text."""
     if depth > MAX_DEPTH:
         raise RecursionError
     if isinstance(value, dict):
@@ -112,7 +112,7 @@ def _check_plain(value: object, depth: int = 0) -> None:
 
 
 def parse_yaml(text: str, origin: str) -> dict[str, object]:
-    """The recipe's tree.
+    """Parse the text of a recipe into its tree.
 
     Raises:
         RecipeError: not YAML, or not a mapping; names line and column.
@@ -126,16 +126,16 @@ def parse_yaml(text: str, origin: str) -> dict[str, object]:
 
 
 def to_yaml(tree: object) -> str:
-    """YAML that `parse_yaml` reads back as the same tree, in the given order."""
+    """Return YAML that `parse_yaml` reads back as the same tree, in the given order."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def apply_overrides(tree: dict[str, object], overrides: Sequence[str], list_defaults: ListDefaults) -> None:
     """Set `key.sub=value` in the tree, in place and in order.
 
-    The value is YAML (`loss.terms=[{type: tvd}]`, `train.warmup=0.1`, nothing for null); a part of the key that is a
-    number counts a list's items from 0 (`loss.terms.0.weight=0.5`), and where the file has no such list, those of
-    `list_defaults`. Of two fields that exclude each other (`ALTERNATIVES`) the one that is named last stays.
+    The value is YAML (`loss.terms=[{type: tvd}]`, `train.warmup=0.1`, nothing for null). A number in the key is an
+    index, from 0, into a list (`loss.terms.0.weight=0.5`), which is the one of `list_defaults` where the file has none.
+    Of two fields that exclude each other (`ALTERNATIVES`) the one set last is kept.
 
     Raises:
         RecipeError: no `=`, an empty key, a value that is not YAML, or a key that leads into a plain value.
