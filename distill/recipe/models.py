@@ -103,6 +103,8 @@ class Teacher(ModelSection):
         context: privileged context, which the student's prompts do not have.
         ema: with `type: student`, make the teacher an exponential moving average of the student: after each step its
             weights are `ema` times themselves plus (1 - `ema`) times the student's.
+        backend: with `type: plugin`, name under which an installed package registers a backend of its own (entry points
+            of the group `distill.backends`); `model` names its tokenizer and configuration.
         path: folder of the cache.
         url: URL of one or several servers of the same teacher, such as `http://127.0.0.1:8765`.
         protocol: `distill` for `distill serve`; `vllm` for the completions API of a vLLM server: `top_k` tokens, or
@@ -131,7 +133,8 @@ class Teacher(ModelSection):
             tokens of a server are stored as received.
     """
 
-    type: Literal["model", "cache", "server", "student"] = "model"
+    type: Literal["model", "cache", "server", "student", "plugin"] = "model"
+    backend: Text | None = None
     path: Text | None = None
     context: Context | None = None
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -178,7 +181,7 @@ class Teacher(ModelSection):
 
     def loaded(self) -> Teacher:
         """Return the section that loads the model named together with a cache or a server."""
-        return Teacher.model_validate(self.model_dump(exclude={"type", "path", *SERVED}))
+        return Teacher.model_validate(self.model_dump(exclude={"type", "path", "backend", *SERVED}))
 
     @model_validator(mode="after")
     def _has_a_source(self) -> Self:
@@ -186,6 +189,8 @@ class Teacher(ModelSection):
             if self.is_cached:
                 raise ValueError("path is missing: the folder that distill cache wrote")
             raise ValueError("path belongs to type: cache; a model is named by model")
+        if (self.type == "plugin") != (self.backend is not None):
+            raise ValueError(refuse("backend with type: plugin, and with it alone", self.backend))
         if not self.is_loaded and self.dtype in EIGHT_BITS:
             why = "the cache was made in its own dtype" if self.is_cached else "give it to distill serve"
             raise ValueError(f"dtype: {self.dtype} has no meaning with type: {self.type}; {why}")

@@ -8,6 +8,7 @@ other rows than the student's, `teachers` several teachers.
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ from distill.teachers.server.launched import LaunchedSource
 from distill.teachers.server.teacher import ServerSource
 from distill.teachers.student import AverageSource
 
+ENTRY_POINTS = "distill.backends"  # group of backends in other packages
 Maker = Callable[[Recipe, TeacherSection, str], TeacherSource]
 # by what computes the outputs: of a recipe with this teacher alone, its section and the field that holds it
 BACKENDS: dict[str, Maker] = {
@@ -56,7 +58,7 @@ def source_for(recipe: Recipe, section: TeacherSection, field: str) -> TeacherSo
         field: of the recipe that holds it, such as `teachers.1`.
     """
     alone = recipe.model_copy(update={"teacher": section, "teachers": []}) if recipe.teachers else recipe
-    source = BACKENDS[backend_of(recipe, section)](alone, section, field)
+    source = backend_maker(recipe, section, field)(alone, section, field)
     if section.keep is not None:
         source = KeepSource(source, section, field)
     if section.context is not None:
@@ -64,6 +66,24 @@ def source_for(recipe: Recipe, section: TeacherSection, field: str) -> TeacherSo
     if recipe.student.vocabulary == "cross":
         source = CrossSource(source)
     return source
+
+
+def backend_maker(recipe: Recipe, section: TeacherSection, field: str) -> Maker:
+    """Return what makes the source of a teacher's backend: one of `BACKENDS`, or one that a package registers.
+
+    Raises:
+        ValueError: no installed package registers it.
+    """
+    if section.backend is None:
+        return BACKENDS[backend_of(recipe, section)]
+    found = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    if section.backend not in found:
+        known = ", ".join(sorted(found)) or "none"
+        raise ValueError(
+            f"{field}.backend: expected one that an installed package registers ({known}), got {section.backend!r}"
+        )
+    maker: Maker = found[section.backend].load()
+    return maker
 
 
 def backend_of(recipe: Recipe, section: TeacherSection) -> str:

@@ -1,0 +1,82 @@
+"""A teacher backend of one's own: hidden states from a function of the token ids, and a head.
+
+A package registers it in its pyproject.toml, and a recipe names it:
+
+    [project.entry-points."distill.backends"]
+    bigram = "my_package.backend:BigramSource"
+
+    teacher: {type: plugin, backend: bigram, model: TOKENIZER_AND_CONFIG}
+
+Contexts, other tokenizers, stores, routes and mixtures work with it: they are layers around a backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from distill.models.head import HeadWeights, LogitTransform
+from distill.models.meta import meta_config, meta_model
+from distill.models.shape import Shape
+from distill.recipe import ModelSection, Recipe
+from distill.recipe import Teacher as TeacherSection
+from distill.teachers.base import Batch, OpenContext, Teacher, TeacherSource
+from distill.teachers.footprint import Footprint, FootprintContext
+from distill.teachers.hidden import HiddenFormat, StoredHead
+from distill.teachers.vocabulary import Vocabulary
+
+
+class BigramTeacher(Teacher):
+    """A teacher whose hidden state of a token [H] is a row of a table; its logits follow from a head [V, H]."""
+
+    def __init__(self, vocabulary: int, hidden: int = 16) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.table = torch.randn(vocabulary, hidden, generator=generator)
+        self.head = StoredHead(HeadWeights(torch.randn(vocabulary, hidden, generator=generator), None, None))
+        self.format, self.models = HiddenFormat(self.head, LogitTransform()), {}
+
+    def targets(self, batch: Batch) -> torch.Tensor:
+        return self.table[batch["input_ids"]]
+
+    def head_rows(self) -> list[int]:
+        return [self.head.rows]
+
+    def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "the bigram head", self.head.weights.weight
+
+    def small(self, layers: Sequence[int]) -> BigramTeacher:
+        return self
+
+    def fingerprint(self) -> dict[str, object]:
+        return {"bigram": len(self.table), "seed": 0}
+
+
+class BigramSource(TeacherSource):
+    """The source of a `BigramTeacher`: the section's model names its tokenizer and its vocabulary."""
+
+    shardable = False
+
+    def __init__(self, recipe: Recipe, section: TeacherSection, field: str) -> None:
+        self.recipe, self.section, self.sections = recipe, section, {}
+
+    @property
+    def config_section(self) -> ModelSection:
+        return self.section.loaded()
+
+    tokenizer_section = config_section
+
+    def shapes(self) -> list[Shape]:
+        return [meta_model(meta_config(self.config_section, "teacher"), "teacher").shape]
+
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.recipe, self.config_section)
+
+    def footprint(self, context: FootprintContext) -> Footprint:
+        return Footprint(token_bytes=4.0 * 16)
+
+    def title(self) -> str:
+        return "a bigram table"
+
+    def open(self, context: OpenContext, vocabulary: Vocabulary) -> BigramTeacher:
+        return BigramTeacher(self.shapes()[0].vocabulary)
