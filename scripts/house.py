@@ -248,6 +248,29 @@ def long_signatures(root: Path = ROOT, most: int = 6) -> list[tuple[str, int]]:
     return found
 
 
+def protocol_members(root: Path = ROOT) -> dict[str, int]:
+    """Count the public members of each Protocol of distill/: annotated attributes, properties and methods."""
+    counts: dict[str, int] = {}
+    for path in files("distill", root=root):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ClassDef) or "Protocol" not in map(ast.unparse, node.bases):
+                continue
+            attributes = {
+                a.target.id for a in node.body if isinstance(a, ast.AnnAssign) and isinstance(a.target, ast.Name)
+            }
+            methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+            public = {name for name in attributes | methods if not name.startswith("_")}
+            counts[f"{path.relative_to(root).as_posix()}:{node.name}"] = len(public)
+    return counts
+
+
+def pairs_refused_by_hand() -> int:
+    """Count the pairs of settings that are refused without a property that one requires and the other lacks."""
+    from distill.recipe.compatibility import APART
+
+    return len(APART)
+
+
 def main() -> None:
     """Print the counts that are asked for."""
     parser = argparse.ArgumentParser(description="Count how far the code keeps to the rules of the house.")
@@ -282,6 +305,9 @@ def print_structure() -> None:
     print(f"{'branches on the kind of teacher outside':<44}{len(asked):>6}")
     for place, line in asked:
         print(f"    {place:<44}{line}")
+    print(f"{'pairs of settings refused by hand':<44}{pairs_refused_by_hand():>6}")
+    for name, count in sorted(protocol_members().items(), key=lambda item: -item[1])[:8]:
+        print(f"members of {name:<33}{count:>6}")
     print(f"{'functions over six arguments':<44}{len(long):>6}")
     for place, number in long:
         print(f"    {place:<64}{number:>4}")
