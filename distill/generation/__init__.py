@@ -1,1 +1,1 @@
-"""What models say: batched decoding, the student's own words in training, and `distill sample`."""
+"""Generation: batched decoding, on-policy rollouts in training, and `distill sample`."""

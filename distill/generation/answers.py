@@ -1,4 +1,4 @@
-"""One greedy answer a prompt, for people to read: `generate(model, tokenizer, prompts)`."""
+"""Greedy responses for people to read, one per prompt: `generate(model, tokenizer, prompts)`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Turn = dict[str, str]  # role and content
 def generate(
     model: Any, tokenizer: Any, prompts: Sequence[str | Sequence[Turn]], max_new_tokens: int = 48
 ) -> list[str]:
-    """Greedy answers, one a prompt, without the prompt and without special tokens.
+    """Return greedy responses, one per prompt, without the prompt and without special tokens.
 
-    A tokenizer with a chat template puts each prompt as a user's turn, one without continues it as text. The model's
-    mode is given back; a patched student answers through its own forward.
+    With a chat template each prompt becomes a user message; without one it is continued as text. The model's training
+    mode is restored; a patched student generates by its own forward.
 
     Args:
         model: A causal language model, bare or inside PEFT.
-        prompts: Plain texts, or chats, which only a template can write.
-        max_new_tokens: The most an answer may have; it ends earlier at an end-of-sequence token.
+        prompts: Plain texts, or chats, which need a chat template.
+        max_new_tokens: Maximum length of a response; it ends earlier at an end-of-sequence token.
     """
     device, ends, answers = next(model.parameters()).device, end_tokens(tokenizer, model, None), []
     pad: Any = tokenizer.pad_token_id
@@ -38,9 +38,9 @@ def generate(
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Sequence[Turn]) -> torch.Tensor:
-    """Token ids [1, S]: the prompt as a user's turn of the chat template, or as it is where there is none.
+    """Return token ids [1, S]: the prompt as a user message of the chat template, or as plain text where there is none.
 
-    Several turns are those of a chat, which only a template can write.
+    Several turns are a chat, which needs a template.
     """
     if getattr(tokenizer, "chat_template", None):
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

@@ -1,4 +1,4 @@
-"""Batched generation as a lean loop: prompts in one packed call, then one fixed step a token, replayed on a GPU.
+"""Batched generation: prompts in one packed call, then a decoding step of fixed shapes, replayed as a CUDA graph.
 
     loop = DecodeLoop(model, EngineSettings(pad=0, ends=[2]))
     answers = loop.generate([[5, 6, 7], [8]], max_new_tokens=64, sampling=Sampling(1.0, top_p=0.9), seeds=[11, 12])
@@ -6,15 +6,16 @@
 
 `generate` of transformers spends most of a token's time in Python: masks, logits processors, stopping criteria and a
 cache that is copied. Here a step has fixed shapes and addresses (`RaggedCache`: every sequence starts at slot 0, so
-there is neither padding nor a mask), sampling and book-keeping happen on the device, and the host looks for finished
-sequences every few tokens only. On a GPU the whole step is one CUDA graph; on a CPU the same step runs as it is.
+there is neither padding nor a mask), sampling and bookkeeping happen on the device, and the host looks for finished
+sequences only every few tokens. On a GPU a step is replayed as a CUDA graph; on a CPU it runs eagerly.
 
-Batching is continuous: who is finished makes place for prompts that wait, which are read together once a part of the
-places is free, so that long answers do not keep a whole batch. A prefix that prompts share (the turns of a chat,
-several answers to a prompt, one system prompt) is computed once, and its keys and values are copied to each.
+Batching is continuous: a finished sequence frees its sequence slot for a waiting prompt, and waiting prompts are
+prefilled together once a part of the slots is free, so that long responses do not hold up a batch. A prefix shared by
+prompts (the turns of a chat, several responses to a prompt, one system prompt) is computed once, and its keys and
+values are copied to each.
 
-The last token of a prompt is fed by the first step, so that logits are only ever made for one position a sequence, by
-the model's own forward with all that it does to them.
+The last token of a prompt is fed by the first step, so that logits are computed for one position per sequence only, by
+the model's own forward with everything that it does to them.
 """
 
 from __future__ import annotations
@@ -44,22 +45,22 @@ from distill.models.shared_prefixes import in_families
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY = 16  # tokens between two looks at who has finished; each look waits for the GPU
+LOOK_EVERY = 16  # tokens between two checks for finished sequences; each check waits for the GPU
 STEPS = 4  # tokens of one replay
 SLOTS_STEP = 128
-WORTH_READING = 0.25  # of the seats are free before those who wait are read: a reading holds up all others
+WORTH_READING = 0.25  # of the sequence slots must be free before a prefill, which holds up all others
 MOST_BUFFERS = 2  # captured steps, each with its cache
 
 
 @dataclass
 class Generated:
-    """Answers, in the order of their prompts.
+    """Responses, in the order of their prompts.
 
     Attributes:
-        tokens: of each answer, its end-of-sequence token included, the prompt not.
-        truncated: whether an answer was cut off by its limit rather than ended by the model or a stop string.
-        log_probs: of each answer's tokens under the model that gave it, at temperature 1 and without cut-offs, natural
-            logarithms; empty where `EngineSettings.log_probs` did not ask for them.
+        tokens: tokens of each response, with its end-of-sequence token and without the prompt.
+        truncated: whether a response was cut off by its limit rather than ended by the model or a stop string.
+        log_probs: log-probabilities of each response's tokens under the model that generated it, at temperature 1 and
+            without cut-offs, natural logarithms; empty without `EngineSettings.log_probs`.
     """
 
     tokens: list[list[int]]
@@ -68,18 +69,19 @@ class Generated:
 
 
 class EngineSettings(NamedTuple):
-    """What an engine is made for.
+    """Settings of a generation engine.
 
     Attributes:
-        pad: any token; fills what is never looked at.
-        ends: tokens that end an answer.
-        autocast: dtype that the model computes in where that is not its weights'.
+        pad: any token; fills positions that are never read.
+        ends: tokens that end a response.
+        autocast: compute dtype of the model where that is not its weights'.
         vocab_size: only the first so many tokens are generated; None for all of the head.
-        max_length: prompt and answer together, that buffers are made for at least: on a GPU fixed sizes are captured
-            once.
-        log_probs: give the tokens' log-probabilities too.
-        fused: a step by few kernels, for models of their form; None on GPUs where they were measured to be faster.
-        stop: texts that end an answer with the token that completes one; None for no such texts.
+        max_length: minimum length, prompt and response together, that buffers are allocated for: on a GPU fixed sizes
+            are captured once.
+        log_probs: return the tokens' log-probabilities too.
+        fused: run a step by few fused kernels, for models of a supported form; None on GPUs where they were measured to
+            be faster.
+        stop: strings that end a response with the token that completes one; None for no stop strings.
     """
 
     pad: int
@@ -102,7 +104,7 @@ class Request(NamedTuple):
     batch_size: int
 
     def of(self, numbers: Sequence[int]) -> Request:
-        """The part of it with these prompts, in this order."""
+        """Return the request with these prompts alone, in this order."""
         return self._replace(
             prompts=[self.prompts[n] for n in numbers], limits=[self.limits[n] for n in numbers],
             seeds=[self.seeds[n] for n in numbers],
@@ -110,7 +112,7 @@ class Request(NamedTuple):
 
 
 class Engine(abc.ABC):
-    """Answers prompts of token ids."""
+    """Generator of responses to prompts of token ids."""
 
     def generate(
         self,
@@ -121,15 +123,15 @@ class Engine(abc.ABC):
         seeds: Sequence[int] | None = None,
         batch_size: int = 64,
     ) -> Generated:
-        """Answer every prompt.
+        """Generate a response to every prompt.
 
         Args:
             prompts: Token ids, at least one each.
-            max_new_tokens: The most an answer may have, for all or for each.
-            sampling: What tokens are drawn from.
-            seeds: 64-bit integers, one a prompt: what is drawn follows from a prompt's own seed, not from its
-                neighbours (up to the rounding of a batched matrix product). None for the prompts' numbers.
-            batch_size: Sequences at once, at most.
+            max_new_tokens: Maximum length of a response, for all or for each.
+            sampling: Sampling parameters.
+            seeds: 64-bit integers, one per prompt: the sampled tokens depend on a prompt's own seed, not on its
+                neighbours (up to the rounding of a batched matrix product). None for the prompts' indices.
+            batch_size: Maximum number of sequences at once.
 
         Raises:
             ValueError: an empty prompt, or arguments of different lengths.
@@ -145,13 +147,13 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def answer(self, request: Request) -> Generated:
-        """Answer a request whose lists are equally long."""
+        """Generate the responses to a request whose lists are equally long."""
 
 
 class DecodeLoop(Engine):
-    """Generates with one model; buffers and the captured step are kept for the next call.
+    """Generation engine of one model; buffers and the captured step are kept for the next call.
 
-    The model's weights may change between calls, as they do in training; its mode is put to eval and given back.
+    The model's weights may change between calls, as they do in training; the model is in eval mode during a call.
 
     Args:
         model: A causal language model of transformers, bare or inside PEFT, not sharded; see `trial.why_not`.
@@ -163,16 +165,16 @@ class DecodeLoop(Engine):
         self.decoder = decoder_of(model)
         self.device = next(model.parameters()).device
         self.ends = torch.tensor(sorted(set(settings.ends)), dtype=torch.int64, device=self.device)
-        # a graph would go on copying the layers that travelled when it was captured
+        # a graph would go on copying the layers that were streamed when it was captured
         self.replays = self.device.type == "cuda" and not is_offloaded(self.inner)
-        self.buffers: list[Seats] = []  # the latest last
+        self.buffers: list[Seats] = []  # most recently used last
         self.fused_steps = FusedSteps(model, settings.autocast, settings.vocab_size, settings.fused)
         self.stream = torch.cuda.Stream(self.device) if self.replays else None
 
     def answer(self, request: Request) -> Generated:
         prompts, limits = request.prompts, request.limits
         result = Generated([[] for _ in prompts], [limit == 0 for limit in limits], [[] for _ in prompts])
-        # prompts that share a prefix are read together; else neighbours of like length waste least
+        # prompts that share a prefix are prefilled together; else neighbours of similar length waste least
         wanted = [number for number, limit in enumerate(limits) if limit > 0]
         order = [wanted[place] for place in in_families([prompts[number] for number in wanted])]
         if not order:
@@ -187,13 +189,13 @@ class DecodeLoop(Engine):
         return result
 
     def _answer_in_turn(self, request: Request, seats: Seats) -> Generated:
-        """Who is finished makes place for the next prompts, as soon as a part of the seats is free."""
+        """Generate by continuous batching: finished sequences free their sequence slots for waiting prompts."""
         prompts, limits, _, sampling, _ = request
         answers = Generated([[] for _ in prompts], [True] * len(prompts), [[] for _ in prompts])
         waiting, seated = deque(range(len(prompts))), dict[int, int]()
         at_once, look_every = 1 if seats.graph is None else STEPS, LOOK_EVERY if self.device.type == "cuda" else 1
         seats.clear(self.pad)
-        made, unread = [0] * seats.batch, None  # how many tokens each has; a look whose tokens wait
+        made, unread = [0] * seats.batch, None  # tokens of each sequence; a check whose tokens are not read yet
         while waiting or seated:
             free = [seat for seat in range(seats.batch) if seat not in seated]
             if waiting and (not seated or len(free) >= seats.batch * WORTH_READING):
@@ -208,7 +210,7 @@ class DecodeLoop(Engine):
                     seats.graph.replay()
                 else:
                     self._step(seats, sampling)
-            if unread is not None:  # while these steps are under way
+            if unread is not None:  # while these steps run on the device
                 self._read(unread, answers, seated)
             new = (seats.made, seats.done, seats.ended, seats.answers[:, :steps], seats.log_probs[:, :steps])
             unread = fetched(*new)
@@ -220,14 +222,14 @@ class DecodeLoop(Engine):
         return answers
 
     def _read(self, look: list[torch.Tensor], answers: Generated, seated: dict[int, int]) -> None:
-        """Put what was drawn since the look before into `answers`; who is finished loses the seat."""
+        """Append the tokens sampled since the previous check to `answers`, and free the slots of finished sequences."""
         made, done, ended, tokens, log_probs = (tensor.tolist() for tensor in look)
         stop = self.settings.stop
         for seat, number in list(seated.items()):
             own, seen = answers.tokens[number], len(answers.tokens[number])
             own += tokens[seat][: made[seat] - seen]
             if (end := stop.end(own, seen) if stop is not None else None) is not None:
-                del own[end:]  # what was drawn beyond it
+                del own[end:]  # tokens sampled beyond it
             if self.settings.log_probs:
                 answers.log_probs[number] += log_probs[seat][: len(own) - seen]
             if done[seat] or end is not None:
@@ -235,17 +237,17 @@ class DecodeLoop(Engine):
                 del seated[seat]
 
     def _take_seats(self, request: Request, taken: dict[int, int], seats: Seats) -> None:
-        """Read the prompts whose numbers `taken` holds by their seats, all of which are free."""
+        """Prefill prompts into free sequence slots: `taken` maps a slot to the index of its prompt."""
         prompts, limits, seeds, _, _ = request.of(list(taken.values()))
         read_prompts(self.decoder, prompts, list(taken), seats.cache, seats.held)
         seats.held |= dict(zip(taken, prompts, strict=True))
         seats.seat(list(taken), prompts, limits, seeds)
 
     def _seats_for(self, request: Request) -> Seats:
-        """Buffers for one batch, of sizes that are rounded up where they are kept; there with a captured step.
+        """Return buffers for one batch; where they are kept, their sizes are rounded up and a step is captured.
 
-        Their sizes follow from this call alone, never from earlier ones, since a sum's rounding depends on its shape:
-        a resumed run must generate what the undisturbed one did.
+        Their sizes follow from this call alone, never from earlier ones, since a sum's rounding depends on its shape: a
+        resumed run must generate the same tokens as an uninterrupted one.
         """
         prompts, limits, _, sampling, batch_size = request
         batch = min(len(prompts), batch_size)
@@ -267,12 +269,12 @@ class DecodeLoop(Engine):
         return seats
 
     def _step(self, seats: Seats, sampling: Sampling) -> None:
-        """One token of every sequence. Reads and writes the seats' buffers only, and never waits."""
+        """Decode one token of every sequence. Reads and writes the buffers of `seats` only, and never synchronises."""
         if seats.fused is not None:
             seats.fused(sampling)
             return
         cache = seats.cache
-        # the class's forward: what a trainer put around the instance's (the loss, a context of its own) has no part
+        # the class's forward, without wrappers that a trainer put around the instance's (the loss, a context manager)
         output = type(self.inner).forward(
             self.inner, input_ids=seats.token[:, None], position_ids=cache.lengths[:, None] - 1,
             past_key_values=cache, use_cache=True, ragged_cache=cache,
@@ -282,8 +284,8 @@ class DecodeLoop(Engine):
 
     @contextlib.contextmanager
     def _ready(self) -> Iterator[None]:
-        """Eval mode, no gradients, our attention, autocast; all given back."""
-        # weights that autocast remembers would be stale in a graph that is replayed after they changed
+        """Enter eval mode, no gradients, the ragged cache's attention and autocast; all are restored afterwards."""
+        # weights cached by autocast would be stale in a graph that is replayed after they changed
         autocast = torch.autocast(
             self.device.type,
             self.settings.autocast,
@@ -294,7 +296,7 @@ class DecodeLoop(Engine):
             yield
 
     def _capture(self, seats: Seats, sampling: Sampling) -> None:
-        """Record `STEPS` steps once for these buffers, this sampling, these weights' addresses and patches."""
+        """Capture `STEPS` steps, once for these buffers, sampling parameters, addresses of weights and patches."""
         weights = tuple(parameter.data_ptr() for parameter in self.model.parameters())
         patches = tuple(id(module.__dict__.get("forward")) for module in self.model.modules())
         depends_on = (sampling, weights, patches)
@@ -302,7 +304,7 @@ class DecodeLoop(Engine):
             return
         seats.graph = None
         seats.fused = self.fused_steps.step_for(seats, self.ends, self.pad)
-        seats.clear(self.pad)  # all seats are done: the steps below write one slot and advance nothing
+        seats.clear(self.pad)  # all sequences are done: the steps below write one cache slot and advance nothing
         assert self.stream is not None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
@@ -315,14 +317,14 @@ class DecodeLoop(Engine):
             return
         seats.column.zero_()
         graph = torch.cuda.CUDAGraph()
-        # other threads (NCCL's, a data loader's) may go on calling CUDA meanwhile
+        # other threads (NCCL's, a data loader's) may call CUDA during the capture
         with own_workspace(), torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             for _ in range(STEPS):
                 self._step(seats, sampling)
         seats.graph, seats.captured = graph, depends_on
 
     def _warm(self, seats: Seats, sampling: Sampling) -> None:
-        """Two steps of seats that are all done; the model's own, where kernels of fused ones do not compile."""
+        """Run two steps with all sequences done; fall back to the model's layers if fused kernels do not compile."""
         try:
             for _ in range(2):
                 seats.column.zero_()
@@ -337,7 +339,7 @@ class DecodeLoop(Engine):
 
 
 def _waits_for_the_host(step: Any) -> str | None:
-    """Run `step`; what PyTorch says where an operation in it waits for the GPU, which a graph cannot hold."""
+    """Run `step`; return PyTorch's error where an operation in it synchronises, which no graph can hold, else None."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

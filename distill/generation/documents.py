@@ -1,7 +1,7 @@
-"""A collated batch taken apart into its documents, and put together again.
+"""Splitting of a collated batch into its documents, and reassembly.
 
-A document of a chat or of a prompt with its completion begins with what is not learned: its labels tell where the
-answer starts. Packed rows tell their documents apart by positions that restart.
+A document of a chat or of a prompt with its completion begins with tokens masked from the loss: its labels tell where
+the response starts. Packed rows separate their documents by positions that restart.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Document:
     """One document of a batch.
 
     Attributes:
-        ids: its tokens, up to the last one that is learned: nothing depends on what follows.
+        ids: its tokens, up to the last one that is trained on; nothing depends on the tokens after it.
         labels: as in the batch, not shifted.
-        row: of the batch.
-        teacher_ids: what the teacher reads in their place, which ends with the same answer; None for the same.
-        route: the number of its teacher's route; None where there is one teacher.
-        sample: the number of its answer, where a document is answered several times.
-        drawn_log_p: of the tokens of an answer of the student's, when it gave it; None for the data's answers.
-        advantage: of an answer that a reward function judged, within the answers to its prompt.
+        row: its row in the batch.
+        teacher_ids: the teacher's input in their place, which ends with the same response; None for the same input.
+        route: index of its teacher's route; None where there is one teacher.
+        sample: index of its response, where several are generated for a document.
+        drawn_log_p: log-probabilities of a rollout's tokens when they were sampled; None for responses of the data.
+        advantage: advantage of a rollout with a reward, within the responses to its prompt.
     """
 
     ids: list[int]
@@ -44,17 +44,17 @@ class Document:
 
     @property
     def length(self) -> int:
-        """Tokens, of the longer reading."""
+        """Number of tokens, of the longer of the student's and the teacher's input."""
         return max(len(self.ids), len(self.teacher_ids or ()))
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the last stretch that is learned, of the longer reading."""
+        """Tokens before the last span that is trained on, in the longer of the student's and the teacher's input."""
         return self.length - (len(self.ids) - len(self.prompt))
 
     @functools.cached_property
     def prompt(self) -> list[int]:
-        """What stands before the last stretch that is learned: of several answers of a chat, the last is given anew."""
+        """Tokens before the last span that is trained on: of a chat's several responses the last is generated anew."""
         learned = self.labels[::-1].index(IGNORE_INDEX) if IGNORE_INDEX in self.labels else len(self.labels)
         return self.ids[: len(self.labels) - learned]
 
@@ -63,7 +63,7 @@ class Document:
         return ",".join(map(str, self.ids))
 
     def hash(self, *more: int) -> bytes:
-        """16 bytes that follow from the document, its sample and the integers `more`."""
+        """Return a 16-byte hash of the document, its sample and the integers `more`."""
         text = ",".join([*map(str, (*more, *[self.sample] * (self.sample > 0), -1)), *[self._text] * bool(self.ids)])
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
@@ -74,7 +74,7 @@ class Document:
         drawn_log_p: Sequence[float] | None = None,
         advantage: float | None = None,
     ) -> Document:
-        """The document with another answer, which alone is learned."""
+        """Return the document with another response, which alone is trained on."""
         other = self.teacher_ids
         if other is not None:
             other = [*other[: len(other) - (len(self.ids) - len(prompt))], *answer]
@@ -83,12 +83,11 @@ class Document:
 
 
 def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
-    """The documents of a collated batch of which something is learned, row by row.
+    """Return the documents of a collated batch that have tokens to train on, row by row.
 
     Args:
         batch: `input_ids` and `labels` [B, S]; `position_ids` [B, S] if rows hold several documents; padded on the
-            right. Where it has `teacher_input_ids`, the teacher's reading too, which `teacher_rows` aligns with
-            `valid_rows`.
+            right. With `teacher_input_ids`, the teacher's input too, which `teacher_rows` aligns with `valid_rows`.
     """
     ids, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
     own, others, found = _bounds(batch, ""), _bounds(batch, "teacher_"), []
@@ -111,8 +110,7 @@ def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
 
 
 def _bounds(batch: Mapping[str, torch.Tensor], prefix: str) -> list[list[tuple[int, int]]]:
-    """Of each row where its documents, and padding after them, begin and end; nothing where there is no such
-    reading."""
+    """Return each row's (start, end) of its documents, and of the padding after them; nothing without such input."""
     ids, positions = batch.get(f"{prefix}input_ids"), batch.get(f"{prefix}position_ids")
     if ids is None:
         return []
@@ -120,7 +118,7 @@ def _bounds(batch: Mapping[str, torch.Tensor], prefix: str) -> list[list[tuple[i
 
 
 def drawn_log_probs(rows: Sequence[Sequence[Document]], shape: torch.Size) -> torch.Tensor:
-    """Each token's log-probability when the student gave it, [B, S] as `input_ids`; NaN for all others."""
+    """Return each token's log-probability when it was sampled, [B, S] as `input_ids`; NaN for tokens of the data."""
     precision = torch.float32 if torch.backends.mps.is_available() else torch.float64
     tokens = torch.full(shape, torch.nan, dtype=precision)
     for row, documents in enumerate(rows):
@@ -133,7 +131,7 @@ def drawn_log_probs(rows: Sequence[Sequence[Document]], shape: torch.Size) -> to
 
 
 def token_advantages(rows: Sequence[Sequence[Document]], shape: torch.Size) -> torch.Tensor:
-    """The advantage of the answer that each token belongs to, float32 [B, S] as `input_ids`; 0 for all others."""
+    """Return the advantage of the response that each token belongs to, float32 [B, S] as `input_ids`; 0 elsewhere."""
     tokens = torch.zeros(shape)
     for row, documents in enumerate(rows):
         end = 0
@@ -145,7 +143,7 @@ def token_advantages(rows: Sequence[Sequence[Document]], shape: torch.Size) -> t
 
 
 def as_row(documents: Sequence[Document]) -> Row:
-    """Documents after each other as one row, as `distill.data` makes them."""
+    """Concatenate documents into one row, in the form that `distill.data` makes."""
     row = {
         "input_ids": [token for document in documents for token in document.ids],
         "labels": [label for document in documents for label in document.labels],

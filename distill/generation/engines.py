@@ -1,4 +1,4 @@
-"""What generates: our own decode loop, transformers' `generate`, or vLLM where it is installed and asked for."""
+"""Generation engines: the built-in decode loop, transformers' `generate`, or vLLM where it is installed."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ def engine_for(
     trains: bool = False,
     field: str = "data.on_policy.engine",
 ) -> Engine:
-    """The engine `name` for `model`.
+    """Return the engine `name` for `model`.
 
     Args:
-        name: "distill", "transformers" or "vllm". Where our own loop would not give the model's own logits (it is
-            tried on a few tokens), transformers' `generate` takes its place, and one log line says why.
-        tokenizer: vLLM gets it with the model.
+        name: "distill", "transformers" or "vllm". Where the built-in loop would not reproduce the model's own logits
+            (it is tried on a few tokens), transformers' `generate` takes its place, and one log line gives the reason.
+        model: The model that generates.
+        settings: Settings of the engine.
+        tokenizer: Passed to vLLM with the model.
         trains: The model's weights change between calls.
-        field: What an error names.
+        field: The setting that an error names.
 
     Raises:
         ValueError: an unknown engine, or vLLM where it is not installed.
@@ -69,15 +71,17 @@ def engine_for(
 def settings_for(
     model: nn.Module, tokenizer: Any, template: ChatTemplate | None, stop: Sequence[str] = (), **more: Any
 ) -> EngineSettings:  # fmt: skip
-    """Settings with a tokenizer's padding and what ends an answer; `more` as of `EngineSettings`."""
+    """Return settings with a tokenizer's padding and the tokens that end a response; `more` as in `EngineSettings`."""
     more["stop"] = StopStrings(tokenizer, stop) if stop else None
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return EngineSettings(pad, end_tokens(tokenizer, model, template), **more)
 
 
 def end_tokens(tokenizer: Any, model: nn.Module, template: ChatTemplate | None) -> list[int]:
-    """Tokens that end an answer: the tokenizer's, the model's own, and what closes a turn of the chat template, plain
-    or with tool calls."""
+    """Return the tokens that end a response: the tokenizer's, the model's, and those that close a template's turn.
+
+    A turn may be a plain one or one with tool calls.
+    """
     configured = getattr(getattr(bare(model), "generation_config", None), "eos_token_id", None)
     ends = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
     if template is not None:
@@ -89,9 +93,9 @@ def end_tokens(tokenizer: Any, model: nn.Module, template: ChatTemplate | None) 
 def as_asked(
     model: Any, *, most: int, pad: int | None, ends: Sequence[int], temperature: float = 0.0
 ) -> Iterator[None]:  # fmt: skip
-    """Inside, `model.generate` draws at this temperature and from nothing else.
+    """Make `model.generate` sample at this temperature, without other logits processors, inside the context.
 
-    A chat model's own configuration would bring penalties and cut-offs, and transformers' a top-k of 50.
+    A chat model's own generation config would add penalties and cut-offs, and that of transformers a top-k of 50.
     """
     inner: Any = bare(model)
     own = inner.generation_config
@@ -107,9 +111,9 @@ def as_asked(
 
 
 class TransformersEngine(Engine):
-    """`model.generate` on batches padded on the left, with our preallocated cache where the model's layers allow.
+    """`model.generate` on left-padded batches, with a preallocated cache where the model's layers allow it.
 
-    With `together`, all processes go on until the last of them is finished: for a model that they hold in shards.
+    With `together`, all processes continue until the last of them has finished: for a model sharded over them.
     """
 
     def __init__(self, model: nn.Module, settings: EngineSettings, *, together: bool = False) -> None:
@@ -140,7 +144,7 @@ class TransformersEngine(Engine):
         ids = torch.tensor([[self.pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         cache = None
-        # who is finished goes on beside the others, beyond what was asked for
+        # finished rows continue with the others, beyond their own limits
         if not self.together and not unsupported_layers(self.inner.config):
             cache = PreallocatedCache(self.inner.config, width + most)
         with as_asked(self.inner, most=most, pad=self.pad, ends=self.ends):
@@ -155,15 +159,17 @@ class TransformersEngine(Engine):
 
 
 class _Draws:
-    """Leaves `generate` one token of each row, drawn as our decode loop draws it: from the row's own seed, so that
-    neither the rows beside it nor the number of processes play a part."""
+    """Logits processor that samples each row's token as the decode loop does, from the row's own seed.
+
+    It leaves `generate` one token to choose, so that neither other rows nor the number of processes matter.
+    """
 
     def __init__(self, columns: int | None, sampling: Sampling, seeds: torch.Tensor) -> None:
         self.columns, self.sampling, self.seeds, self.made = columns, sampling, seeds, torch.zeros_like(seeds)
         self._log_probs: list[torch.Tensor] = []
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [B, V] of the next tokens of [B, S]; 0 at the one that is drawn, else -inf."""
+        """Return scores [B, V] of the next tokens of [B, S]: 0 at the sampled token, else -inf."""
         known = scores[:, : self.columns]
         token = self.sampling.draw(known, self.seeds, self.made)[:, None]
         self._log_probs.append(as_wide(known).log_softmax(-1).gather(1, token))
@@ -171,18 +177,18 @@ class _Draws:
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
 
     def log_probs(self) -> list[list[float]]:
-        """Of the tokens drawn, also of those that padding replaces after an answer's end."""
+        """Return the sampled tokens' log-probabilities, with those that padding replaces after a response's end."""
         found: list[list[float]] = torch.cat(self._log_probs, 1).tolist()
         return found
 
 
 class AnswersTogether(Engine):
-    """An engine for all processes of a run, which hold the model in shards: every one must call it with the same
-    arguments, answers its part of the prompts, and gets all answers.
+    """Engine of a model that is sharded over all processes: each generates its part, and returns all responses.
 
-    The batches are those of one process: with the same logits the answers are the same. Every layer is gathered from
-    all processes when it is called, so that none may stop before the last answer of any is finished, and one that has
-    no prompts left answers a token of padding. `engine` is this process's, made with `together`.
+    Every process must call it with the same arguments. The batches are those of one process: with the same logits the
+    responses are the same. Every layer is gathered from all processes when it is called, so that none may stop before
+    the last response of any is finished; a process without prompts left generates one token from padding. `engine` is
+    this process's, made with `together`.
     """
 
     def __init__(self, engine: TransformersEngine) -> None:

@@ -1,4 +1,4 @@
-"""What a recipe's `data.on_policy` asks for, made of its student and its data."""
+"""On-policy generation as configured by a recipe's `data.on_policy`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distill.recipe import Recipe
 
 
 def require_prompts(recipe: Recipe, tokenizer: Any, format: str) -> None:
-    """Hold, before any model is read, that the data have prompts where `data.on_policy` is to answer them.
+    """Require, before any model is read, that the data have prompts where `data.on_policy` is set.
 
     Raises:
         ValueError: they are random tokens or running text.
@@ -33,15 +33,16 @@ def require_prompts(recipe: Recipe, tokenizer: Any, format: str) -> None:
 
 
 def stop_where_turns_end(recipe: Recipe, student: Any, tokenizer: Any, format: str) -> list[str]:
-    """Let the student's own configuration stop generation at the tokens with which it learns to end its turns.
+    """Add the tokens that close a turn of the chat template to the student's end-of-sequence tokens.
 
     Args:
+        recipe: the run's recipe.
         student: bare or inside PEFT; its `generation_config` is changed, which is saved with it.
         tokenizer: the data's.
-        format: what the data's rows were taken for.
+        format: format that the data's rows were detected to have.
 
     Returns:
-        A line that names the tokens that were added; none where it stops at all of them already.
+        A line that names the tokens that were added; none where all of them are there already.
     """
     config = getattr(bare(student), "generation_config", None)
     if tokenizer is None or config is None or "chat" not in format:
@@ -72,17 +73,18 @@ def on_policy_of(
     sharded: bool = False,
     models: Sequence[nn.Module] = (),
 ) -> OnPolicy | None:
-    """What the recipe's `data.on_policy` asks for; None where it is not there, or its fraction is 0.
+    """Return the rollouts that the recipe's `data.on_policy` configures; None without it, or if its fraction is 0.
 
     Args:
-        recipe: The run's.
+        recipe: The run's recipe.
         student: On its device, before any wrapping.
         tokenizer: The data's.
-        report: Of the data.
-        vocab_size: Columns that the loss compares: the teacher knows no other tokens.
-        autocast: What the student computes in where that is not its weights' dtype.
+        report: The report on the data.
+        vocab_size: Number of columns that the loss compares: the teacher has no other tokens.
+        autocast: Compute dtype of the student where that is not its weights'.
         sharded: The student will be sharded over the processes.
-        models: All that read the rows of answers: of packed data these become one row where attention allows it.
+        models: All models that read the rows of rollouts: of packed data these become one row where attention allows
+            it.
 
     Raises:
         ValueError: data without prompts, vLLM absent.
@@ -100,7 +102,7 @@ def on_policy_of(
     engine = engine_for(section.engine, answering, settings, tokenizer=tokenizer, trains=True)
     one_row = recipe.data.packing and bool(models) and all(map(attends_within_documents, models))
     graphed = bool(recipe.train.cuda_graph) and next(student.parameters()).is_cuda
-    # one row has one of 16 lengths then, since a few shapes are captured
+    # a row then has one of 16 lengths, so that few shapes are captured
     room = recipe.train.batch_size * recipe.data.max_length if one_row and graphed else 0
     multiple = max(64, room // 1024 * 64) if one_row or graphed else 1
     return OnPolicy(

@@ -1,4 +1,4 @@
-"""One step of the decode loop in few kernels: embedding, five a layer, the head with sampling, the books."""
+"""A decoding step by few fused kernels: embedding, five per layer, the head with sampling, the bookkeeping."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ log = logging.getLogger(__name__)
 
 
 class FusedSteps:
-    """Makes fused steps of one model, which is tried anew where its modules are not what they were.
+    """Factory of a model's fused steps; the model is tried again when its modules have changed.
 
     Args:
-        autocast: dtype that the model computes in where that is not its weights'.
-        columns: only the first so many tokens are drawn; None for all of the head.
-        fused: True takes them on a family of GPUs that they were never measured on too, False nowhere.
+        model: the model.
+        autocast: compute dtype of the model where that is not its weights'.
+        columns: only the first so many tokens are sampled; None for all of the head.
+        fused: True uses them on families of GPUs too that they were never measured on, False nowhere.
     """
 
     def __init__(self, model: nn.Module, autocast: torch.dtype | None, columns: int | None, fused: bool | None) -> None:
@@ -37,9 +38,9 @@ class FusedSteps:
         self._result: tuple[object, dict[nn.Module, AttentionCall] | str] | None = None
 
     def step_for(self, seats: Seats, ends: torch.Tensor, pad: int) -> FusedStep | None:
-        """A step on these buffers, or None where the model's own forward has to make it, which a debug line says.
+        """Return a fused step on these buffers; None where the model's own forward is needed, with a debug line.
 
-        Call it where the decode loop's attention, mode and autocast are set.
+        Call it inside the decode loop's attention, mode and autocast.
         """
         if self.fused is False:
             return None
@@ -68,7 +69,7 @@ class FusedSteps:
         return FusedStep(self.model, seats, dtype, calls, (ends, pad, self.columns))
 
     def refuse(self, error: Exception) -> None:
-        """No fused steps from now on, since a kernel of theirs does not compile or launch here."""
+        """Use no fused steps from now on, since one of their kernels does not compile or launch on this machine."""
         self.fused = False
         log.warning(
             "decoding by the model's own layers, which is slower: a fused kernel fails here (%s)", first_line(error)
@@ -76,7 +77,7 @@ class FusedSteps:
 
 
 class FusedStep:
-    """A step on the buffers of `seats`; parameters are read where they lie when it is called or captured."""
+    """A step on the buffers of `seats`; parameters are read in place when it is called or captured."""
 
     def __init__(
         self, model: nn.Module, seats: Seats, dtype: torch.dtype, calls: Mapping[nn.Module, AttentionCall],
@@ -95,14 +96,14 @@ class FusedStep:
         self.scores = TileScores.allocate(seats.batch, self.columns, self.decoder.plan.head, weight.device)
 
     def __call__(self, sampling: Sampling) -> None:
-        """One token of every sequence: see `DecodeLoop`."""
+        """Decode one token of every sequence; see `DecodeLoop`."""
         decoder, norm = self.decoder, self.norm
         decoder.embed(self.books)
         decoder.layers()
         weight = self.head.get_parameter("weight")
-        if sampling.cuts:  # which need all of a row's logits
+        if sampling.cuts:  # cut-offs need all of a row's logits
             logits = F.linear(norm(decoder.stream.x).to(self.dtype), weight[: self.columns].to(self.dtype))
-            self.seats.column -= 1  # counted up by the first kernel
+            self.seats.column -= 1  # the first kernel has incremented it
             self.seats.draw(logits, sampling, self.books.ends, self.books.pad, log_probs=True)
             return
         draw = Draw(self.seeds, self.made, sampling.temperature, self.columns)

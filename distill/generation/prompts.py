@@ -1,4 +1,4 @@
-"""Prompts from a file: what is asked, read as the data of a run are read, with or without answers beside it."""
+"""Prompts from a file, read as the data of a run are read, with or without responses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distill.data.sources import Row, RowFault, open_source
 from distill.data.tally import Tally
 from distill.data.tokenise import Encoder
 
-ANSWER = "an answer"  # a column that no file has
+ANSWER = "an answer"  # name of a column that no file has
 
 
 @dataclass
@@ -21,22 +21,22 @@ class Prompt:
     """One prompt.
 
     Attributes:
-        ids: its tokens, up to where the answer begins.
-        row: what a row of the output begins with: `prompt`, or `messages` (and `tools`).
+        ids: its tokens, up to where the response begins.
+        row: columns at the beginning of an output row: `prompt`, or `messages` (and `tools`).
     """
 
     ids: list[int]
     row: dict[str, Any]
 
     def answered(self, answer: str) -> dict[str, Any]:
-        """The row with its answer: what `data.source` takes."""
+        """Return the row with its response, in a format of `data.source`."""
         if "messages" not in self.row:
             return self.row | {"completion": answer}
         turns = [*self.row["messages"], {"role": "assistant", "content": answer}]
         return self.row | {"messages": turns}
 
     def is_asked_by(self, row: Any) -> bool:
-        """Whether `row`, of a file of answers, answers this prompt."""
+        """Return whether `row`, of a file of responses, has this prompt."""
         if not isinstance(row, dict):
             return False
         if "messages" in self.row:
@@ -46,7 +46,7 @@ class Prompt:
 
 @dataclass
 class Prompts(Tally):
-    """The usable prompts of a file, in its order, and what became of the others."""
+    """The usable prompts of a file, in its order, and a tally of the others."""
 
     prompts: list[Prompt] = field(default_factory=list)
 
@@ -54,14 +54,14 @@ class Prompts(Tally):
 def read_prompts(
     path: str, tokenizer: Any, template: ChatTemplate | None, fields: FieldMap, *, longest: int
 ) -> Prompts:
-    """Read prompts.
+    """Read prompts from a file.
 
     Args:
         path: A text file with one prompt a line, or anything `data.source` takes whose rows hold `prompt` (or
-            `question`, `instruction`, `query`) or `messages`; answers beside them are not used, and of a chat the
-            assistant's last words are left out.
-        tokenizer: Of the model that answers.
-        template: Its chat template: a plain prompt becomes a user's turn; None to continue prompts as text.
+            `question`, `instruction`, `query`) or `messages`; responses in it are not used, and of a chat the last
+            assistant turns are left out.
+        tokenizer: Tokenizer of the model that generates.
+        template: Its chat template: a plain prompt becomes a user message; None to continue prompts as text.
         fields: The recipe's `data.fields`.
         longest: Prompts of more tokens are dropped and counted.
 
@@ -95,14 +95,14 @@ def _rows(path: str) -> Iterator[Row | RowFault]:
         yield from open_source(path, field="--prompts").rows()
         return
     try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")  # not at what else Unicode calls a line's end
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # splitlines splits at more characters
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompts: {path} cannot be read: {error}") from error
     yield from ({"prompt": line} for line in lines if line.strip())
 
 
 def _format(row: Row, fields: FieldMap, path: str, has_template: bool) -> Format:
-    """Which column holds the prompt: as mapped, else by the names in common use."""
+    """Return the format with the column of the prompt: as mapped, else by the names in common use."""
     chat = fields.messages or next((name for name in CHAT_COLUMNS if name in row), None)
     prompt = fields.prompt if fields.prompt in row else next((name for name, _ in PAIR_COLUMNS if name in row), None)
     if prompt is None and chat in row:

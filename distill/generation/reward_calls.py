@@ -1,7 +1,7 @@
-"""A user's reward function, called in processes of its own, so that it may hang, crash or print what it wants.
+"""Calls of a user's reward function in separate processes, so that it may hang, crash or print.
 
     with RewardFunction(Path("right.py"), code, "exact", timeout=10.0) as reward:
-        reward(questions)                     # one number a question, finite
+        reward(questions)                     # one number per question, finite
 
 A process that dies or takes too long is ended, and the run with it: one line names the file, the function and the row.
 """
@@ -23,17 +23,17 @@ from typing import NamedTuple
 
 from distill.generation import reward_worker
 
-LOADING = 120.0  # seconds that the file's imports may take
+LOADING = 120.0  # time limit of the file's imports, in seconds
 MOST_WORKERS = 4
 
 
 class Question(NamedTuple):
-    """One answer to judge.
+    """One response to reward.
 
     Attributes:
-        place: the row, for people.
-        prompt: the messages before the answer, or the text.
-        answer: the student's, without special tokens.
+        place: the row, as error messages name it.
+        prompt: the messages before the response, or the text.
+        answer: the student's response, without special tokens.
         row: all columns of the data's row.
     """
 
@@ -44,14 +44,14 @@ class Question(NamedTuple):
 
 
 class RewardFunction:
-    """The function `name` of a file, called for some answers at a time.
+    """The function `name` of a file, called for several responses in parallel.
 
     Args:
-        file: where the code came from; what stands beside it can be imported.
+        file: path of the code; modules in its folder can be imported.
         code: its content.
-        name: of the function.
-        timeout: seconds that a call may take.
-        workers: processes, at most; None for as many as there are processors, up to four.
+        name: name of the function.
+        timeout: time limit of a call, in seconds.
+        workers: maximum number of processes; None for the number of processors, up to four.
     """
 
     def __init__(self, file: Path, code: bytes, name: str, timeout: float, workers: int | None = None) -> None:
@@ -61,10 +61,10 @@ class RewardFunction:
         self._workers: list[_Worker] = []
 
     def __call__(self, questions: Sequence[Question]) -> list[float]:
-        """The reward of each.
+        """Return the reward of each response.
 
         Raises:
-            ValueError: the function raised, hung, died, or returned something else than a finite number.
+            ValueError: the function raised, hung, died, or returned something other than a finite number.
         """
         while len(self._workers) < min(self.count, len(questions)):
             self._workers.append(worker := _Worker(self))
@@ -77,7 +77,7 @@ class RewardFunction:
             raise
 
     def close(self) -> None:
-        """End the processes; a later call starts others."""
+        """End the processes; a later call starts new ones."""
         while self._workers:
             self._workers.pop().end()
         self._idle = queue.SimpleQueue()
@@ -104,7 +104,7 @@ class RewardFunction:
 
 
 class _Worker:
-    """One process."""
+    """One process of a reward function."""
 
     def __init__(self, of: RewardFunction) -> None:
         self.of = of
@@ -149,7 +149,7 @@ class _Worker:
 
 
 def _listen(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
-    """Pass on the lines of a process, and an empty one at its end."""
+    """Put the lines of a process into a queue, and an empty one at its end."""
     for line in _lines_of(process):
         lines.put(line)
     lines.put("")

@@ -1,9 +1,9 @@
-"""The data's row that an answer belongs to, for reward functions: found again by the tokens of its prompt.
+"""Lookup of the data's row that a response belongs to, by the tokens of its prompt, for reward functions.
 
-Rows of training data hold tokens alone. What else a row of the source has (a reference answer, an identifier) is stored
-once more beside the tokenised data, with hashes of all prompts that its documents have, and read from disk as it is
-asked for. Two rows with one prompt and other columns are told apart by the data's answer; where that is the same too,
-nothing can tell which of them is meant, and the run ends.
+Rows of training data hold tokens alone. Other columns of a source's row (a reference answer, an identifier) are stored
+next to the tokenised data, with hashes of all prompts of its documents, and read from disk on request. Rows with the
+same prompt and other columns are distinguished by the data's response; where that is the same too, the row cannot be
+identified, and the run ends.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from distill.recipe import Recipe
 
 
 class RowNote(NamedTuple):
-    """Note of one document.
+    """The row of one document, with hashes to find it by.
 
     Attributes:
-        number: of its row.
-        prompts: uint64 hashes of the tokens before each stretch that is learned.
-        turns: the message that each stretch is, int32; -1 where the row is no chat.
-        whole: uint64 hash of all its tokens up to the last one that is learned.
+        number: number of the row.
+        prompts: uint64 hashes of the tokens before each span that is trained on.
+        turns: index of each span's message, int32; -1 where the row is no chat.
+        whole: uint64 hash of all its tokens up to the last one that is trained on.
         row: the row as JSON, padded with spaces to a multiple of 4 bytes.
     """
 
@@ -52,7 +52,7 @@ class RowNote(NamedTuple):
 
     @property
     def origin(self) -> int:
-        """Any number: nothing is held out of these."""
+        """The row's number; its value does not matter, since none of these are held out."""
         return self.number
 
     def columns(self) -> Mapping[str, np.ndarray]:
@@ -67,10 +67,10 @@ class RowNote(NamedTuple):
 
 
 class RowNotes(RowEncoder):
-    """Notes of the rows that an encoder makes documents of.
+    """Encoder of the rows' notes: one for each document that another encoder makes.
 
     Args:
-        encoder: the student's.
+        encoder: encoder of the student's data.
     """
 
     columns: Mapping[str, tuple[str, ...]] = dict.fromkeys(("number", "prompts", "turns", "whole", "row"), ())
@@ -109,13 +109,13 @@ class RowNotes(RowEncoder):
 
 
 def hash_of(ids: Sequence[int]) -> int:
-    """64 bits of a hash of tokens."""
+    """Return a 64-bit hash of tokens."""
     digest = hashlib.blake2b(np.asarray(ids, dtype=np.int64).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def _as_json(row: object) -> bytes:
-    """A row as JSON; what has no form there, such as dates, as text."""
+    """Return a row as JSON; values that JSON lacks, such as dates, become text."""
     text = json.dumps(row, default=str).encode()
     return text + b" " * (-len(text) % 4)
 
@@ -128,21 +128,21 @@ class SourceRows(NamedTuple):
     notes: Documents
 
     def hashes(self, column: str) -> np.ndarray:
-        """A column of hashes, uint64, of all documents."""
+        """Return a column of hashes, uint64, of all documents."""
         return np.asarray(self.notes.columns[column].values).view(np.uint64)
 
     def of(self, column: str, number: int) -> np.ndarray:
-        """A document's numbers in a column, int32."""
+        """Return a document's numbers in a column, int32."""
         values: Ragged = self.notes.columns[column]
         return np.asarray(values.values[values.offsets[number] : values.offsets[number + 1]])
 
 
 class RowTable:
-    """Finds rows.
+    """Index of the rows of all sources by their prompts.
 
     Args:
-        sources: of the training data.
-        tokenizer: of the data.
+        sources: sources of the training data.
+        tokenizer: tokenizer of the data.
     """
 
     def __init__(self, sources: Sequence[SourceRows], tokenizer: Any) -> None:
@@ -151,10 +151,10 @@ class RowTable:
         self._sorted = [each.hashes("prompts")[order] for each, order in zip(sources, self._order, strict=True)]
 
     def question(self, document: Document, answer: Sequence[int]) -> Question:
-        """An answer to a document's prompt, with the row that the document was made of.
+        """Return the question for a response to a document's prompt, with the row that the document was made of.
 
         Raises:
-            ValueError: no row has this prompt, or two rows that differ elsewhere have it.
+            ValueError: no row has this prompt, or rows that differ in other columns have it.
         """
         wanted, found = hash_of(document.prompt), dict[bytes, tuple[SourceRows, int, int]]()
         exact = dict[bytes, tuple[SourceRows, int, int]]()
@@ -162,7 +162,7 @@ class RowTable:
         for source, order, hashes in zip(self.sources, self._order, self._sorted, strict=True):
             begin, end = np.searchsorted(hashes, np.uint64(wanted), "left"), np.searchsorted(hashes, wanted, "right")
             for place in order[begin:end].tolist():
-                ends = source.notes.columns["prompts"].offsets // 2  # a hash is two numbers
+                ends = source.notes.columns["prompts"].offsets // 2  # a hash is two int32 numbers
                 number = int(np.searchsorted(ends, place, side="right")) - 1
                 key, entry = source.of("row", number).tobytes(), (source, number, place - int(ends[number]))
                 found.setdefault(key, entry)
@@ -197,9 +197,9 @@ def rewards_of(recipe: Recipe, tokenizer: Any, code: bytes) -> Rewards | None:
     """Return the rewards of a recipe's run, or None if its loss has none.
 
     Args:
-        recipe: of the run; `--plugin` has allowed its file.
-        tokenizer: of the data.
-        code: of the file that the reward names.
+        recipe: the run's recipe, whose reward file `--plugin` has allowed.
+        tokenizer: tokenizer of the data.
+        code: content of the file that the reward names.
     """
     if (term := recipe.loss.rewarded) is None:
         return None

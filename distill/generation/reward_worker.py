@@ -1,8 +1,8 @@
-"""A process that calls a user's reward function: `python reward_worker.py`, spoken to in lines of JSON.
+"""Process that calls a user's reward function: `python reward_worker.py`, with JSON lines as its protocol.
 
-The first line it reads names the file, its code and the function; it answers `{"ready": true}`. Each later line holds
-`prompt`, `answer` and `row`; it answers `{"reward": number}`. Any failure is `{"error": text}`. What the function
-prints goes to standard error. It imports the standard library alone, and ends with its standard input.
+The first line it reads names the file, its code and the function; it replies `{"ready": true}`. Each later line holds
+`prompt`, `answer` and `row`; it replies `{"reward": number}`. Any failure is `{"error": text}`. Output of the function
+goes to standard error. It imports the standard library alone, and ends with its standard input.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import IO
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Reply to requests until standard input ends."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # prints of the user's, also those of libraries in C, are no answers
+    os.dup2(2, 1)  # what user code and C libraries print is kept out of the replies
     lines = os.fdopen(os.dup(0), "r", encoding="utf-8")
     given = json.loads(lines.readline())
     try:
         function = _load(given["file"], given["code"], given["function"])
-    except BaseException as error:  # whatever the user's own code raises, SystemExit too
+    except BaseException as error:  # user code may raise anything, SystemExit too
         _say(out, {"error": _told(error, given["file"])})
         return
     _say(out, {"ready": True})
@@ -38,7 +38,7 @@ def main() -> None:
 
 def _load(file: str, code: str, name: str) -> Callable[[object, str, object], object]:
     folder = os.path.dirname(os.path.abspath(file))
-    sys.path[0] = folder  # what stands beside the file can be imported, in place of what stands beside this one
+    sys.path[0] = folder  # imports come from the file's folder instead of this module's
     module = types.ModuleType("distill_reward")
     module.__file__ = file
     sys.modules[module.__name__] = module
@@ -51,7 +51,7 @@ def _load(file: str, code: str, name: str) -> Callable[[object, str, object], ob
 
 
 def _number(value: object) -> float:
-    """The reward as a float; 0-d tensors and numpy's numbers have `item`."""
+    """Return the reward as a float; 0-d tensors and numpy's numbers have `item`."""
     value = value.item() if hasattr(value, "item") else value
     if not isinstance(value, int | float):
         raise TypeError(f"expected a number, got {type(value).__name__}")

@@ -1,10 +1,10 @@
-"""Rewards of the student's answers, and their advantages within the answers to one prompt (GRPO, Shao et al., 2024).
+"""Rewards of rollouts, and their advantages within the responses to one prompt (GRPO, Shao et al., 2024).
 
-    A = (r - mean) / (std + 1e-4)         over the group of the answers to one prompt; std of a sample (n - 1)
+    A = (r - mean) / (std + 1e-4)       over the group of the responses to one prompt; std of a sample (n - 1)
 
-with `scale="none"` the distance from the mean alone, which gives prompts with a large spread more weight (Liu et al.,
-2025, "Understanding R1-Zero-like training"). A group is whole in its micro-batch, so that neither accumulation nor the
-number of processes plays a part.
+With `scale="none"` A is the deviation from the mean alone, which gives prompts with a large spread more weight (Liu et
+al., 2025, "Understanding R1-Zero-like training"). A group is whole in its micro-batch, so that A depends neither on
+gradient accumulation nor on the number of processes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from distill.generation.documents import Document
 from distill.generation.reward_calls import Question
 
 EPSILON = 1e-4
-NO_REWARDS = (0.0, 0.0, 0.0, 0.0)  # sums: of the rewards, of the groups' deviations; groups, those without a spread
+NO_REWARDS = (0.0, 0.0, 0.0, 0.0)  # sums of rewards and of the groups' std; number of groups, and of those with std 0
 Judged = Sequence[tuple[Document, Sequence[int]]]
 
 
 class Rewards:
-    """Judges answers by a function.
+    """Rewards and advantages of responses by a reward function.
 
     Args:
-        function: a number for each question.
-        question: of a document and the tokens of an answer to it.
+        function: returns a number for each question.
+        question: makes the question of a document and the tokens of a response to it.
         scale: `group` divides by the group's standard deviation, `none` does not.
     """
 
@@ -38,11 +38,11 @@ class Rewards:
         self.function, self.question, self.scale = function, question, scale
 
     def judge(self, answers: Judged) -> tuple[list[float], tuple[float, ...]]:
-        """The advantage of each answer, and the sums that `reward_figures` reads.
+        """Return the advantage of each response, and the sums that `reward_figures` reads.
 
         Args:
-            answers: documents that were answered and the answers' tokens, those to one prompt next to each other,
-                the one of `sample` 0 first.
+            answers: documents and the tokens of their responses, those to one prompt next to each other, the one of
+                `sample` 0 first.
         """
         values = self.function([self.question(document, tokens) for document, tokens in answers])
         begins = [number for number, (document, _) in enumerate(answers) if document.sample == 0]
@@ -54,13 +54,13 @@ class Rewards:
 
 
 def group_advantages(rewards: Sequence[float], scale: str = "group") -> list[float]:
-    """Advantages of the answers to one prompt; all 0 where the rewards are the same.
+    """Return the advantages of the responses to one prompt; all 0 where the rewards are the same.
 
     Args:
-        rewards: of each answer.
+        rewards: reward of each response.
         scale: `group` or `none`.
     """
-    if max(rewards) == min(rewards):  # whose mean may differ from them by rounding
+    if max(rewards) == min(rewards):  # their mean may differ from them by rounding
         return [0.0] * len(rewards)
     mean = statistics.fmean(rewards)
     divisor = statistics.stdev(rewards) + EPSILON if scale == "group" else 1.0
@@ -68,15 +68,15 @@ def group_advantages(rewards: Sequence[float], scale: str = "group") -> list[flo
 
 
 def reward_figures(sums: Iterable[float], answers: float) -> dict[str, float]:
-    """Means from sums over all ranks.
+    """Return mean rewards from sums over all ranks.
 
     Args:
-        sums: as `Rewards.judge` gives them.
-        answers: how many were judged.
+        sums: as returned by `Rewards.judge`.
+        answers: number of rewarded responses.
 
     Returns:
-        reward (mean over the answers), reward_std (mean over the groups of the standard deviation within one),
-        reward_zero_std (share of the groups whose rewards are all the same).
+        reward (mean over the responses), reward_std (mean over the groups of the standard deviation within one),
+            reward_zero_std (fraction of the groups whose rewards are all the same).
     """
     total, spread, groups, flat = sums
     return {

@@ -1,4 +1,4 @@
-"""What a token is drawn from: softmax(logits / temperature), of which cut-offs leave the likeliest tokens."""
+"""Sampling of tokens: softmax(logits / temperature), restricted by top-k, top-p and min-p."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper
 
 from distill.recipe.data import OnPolicy
 
-UNIT = 2**46  # a probability of 1: whole numbers add up to the same in any order
+UNIT = 2**46  # a probability of 1: sums of integers do not depend on their order
 
 
 class Sampling(NamedTuple):
-    """How a token is drawn; cut-offs come in this order, each on what is left, as in transformers' `generate`.
+    """Sampling parameters; cut-offs apply in this order, each to what is left, as in transformers' `generate`.
 
     Attributes:
-        temperature: divides the logits; 0 for the likeliest token, whatever the cut-offs.
-        top_k: so many likeliest tokens, and those as likely as the last of them; 0 for all.
-        top_p: the fewest likeliest tokens with this probability together (Holtzman et al., 2020); 1 for all.
-        min_p: tokens with at least this share of the likeliest one's probability (Nguyen et al., 2024); 0 for all.
+        temperature: divides the logits; 0 for the argmax token, whatever the cut-offs.
+        top_k: sample from the most probable tokens, and those tied with the last of them; 0 for all.
+        top_p: sample from the smallest set of most probable tokens with this total probability (Holtzman et al., 2020);
+            1 for all.
+        min_p: sample from tokens with at least this fraction of the top probability (Nguyen et al., 2024); 0 for all.
     """
 
     temperature: float
@@ -30,13 +31,13 @@ class Sampling(NamedTuple):
 
     @property
     def cuts(self) -> bool:
-        """Whether some tokens cannot be drawn."""
+        """Return whether the cut-offs exclude tokens."""
         return self.temperature > 0 and (self.top_k, self.top_p, self.min_p) != (0, 1, 0)
 
     def cut(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [B, V] over the temperature, float32 or wider, -inf where a cut-off leaves a token out."""
+        """Return logits [B, V] over the temperature, float32 or wider, -inf where a cut-off excludes a token."""
         scores = as_wide(logits) / self.temperature
-        no_ids = cast(torch.LongTensor, None)  # the warpers look at the scores alone
+        no_ids = cast(torch.LongTensor, None)  # the warpers read the scores alone
         if self.top_k:
             scores = TopKLogitsWarper(self.top_k)(no_ids, scores)
         if self.top_p < 1:
@@ -44,7 +45,7 @@ class Sampling(NamedTuple):
         return MinPLogitsWarper(self.min_p)(no_ids, scores) if self.min_p else scores
 
     def draw(self, logits: torch.Tensor, seeds: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-        """Tokens, int64 [B], of logits [B, V]; seeds and draws as `sample_tokens` takes them. Never waits."""
+        """Sample tokens, int64 [B], from logits [B, V]; seeds and draws as in `sample_tokens`. Never synchronises."""
         if self.cuts:
             return sample_tokens(self.cut(logits), seeds, draws, 1.0)
         return sample_tokens(logits, seeds, draws, self.temperature)
@@ -54,12 +55,15 @@ GREEDY = Sampling(0.0)
 
 
 def sampling_of(section: OnPolicy) -> Sampling:
-    """What a recipe's `data.on_policy` says."""
+    """Return the sampling parameters of a recipe's `data.on_policy`."""
     return Sampling(section.temperature, section.top_k, section.top_p, section.min_p)
 
 
 def likeliest(scores: torch.Tensor, top_p: float) -> torch.Tensor:
-    """As `TopPLogitsWarper`, whose sums of floats PyTorch refuses on a GPU under `train.deterministic`."""
+    """Mask all scores outside of the top-p set, as `TopPLogitsWarper` does, by integer sums.
+
+    PyTorch refuses that class's floating-point cumulative sums on a GPU under `train.deterministic`.
+    """
     ascending, order = scores.sort(-1)
     sums = (ascending.softmax(-1) * UNIT).long().cumsum(-1)
     left_out = sums <= int((1 - top_p) * UNIT)
@@ -68,5 +72,5 @@ def likeliest(scores: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def as_wide(scores: torch.Tensor) -> torch.Tensor:
-    """In float32, or wider where they are."""
+    """Return scores in float32, or in their own dtype if it is wider."""
     return scores.to(torch.promote_types(scores.dtype, torch.float32))

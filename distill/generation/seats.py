@@ -1,4 +1,4 @@
-"""The buffers of sequences that are answered at once, and what comes from them to the host without a wait."""
+"""Buffers of the sequences that are decoded together, and their copies to the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distill.models.ragged_cache import RaggedCache, sent
 
 
 class Seats:
-    """The buffers of `batch` sequences at once, `columns` tokens of each, and the captured step that works on them."""
+    """Sequence slots: the buffers of `batch` sequences, with `columns` new tokens of each, and the captured step."""
 
     def __init__(self, config: Any, batch: int, slots: int, columns: int, device: torch.device) -> None:
         self.batch, self.sizes = batch, (batch, slots)
@@ -23,13 +23,13 @@ class Seats:
         precision = torch.float32 if device.type == "mps" else torch.float64
         self.log_probs = torch.zeros(batch, columns, dtype=precision, device=device)
         self.column = torch.zeros(1, dtype=torch.int64, device=device)
-        self.fused: Callable[[Sampling], None] | None = None  # a step on these buffers, where kernels make it
-        self.held: dict[int, Sequence[int]] = {}  # the prompt whose keys and values a seat has, also when it is free
+        self.fused: Callable[[Sampling], None] | None = None  # a fused step on these buffers, where the model allows it
+        self.held: dict[int, Sequence[int]] = {}  # the prompt whose keys and values are in a slot, also when it is free
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.captured: tuple[Any, ...] | None = None  # what the graph depends on beside the buffers
+        self.captured: tuple[Any, ...] | None = None  # what the graph depends on, other than the buffers
 
     def clear(self, pad: int) -> None:
-        """Empty all seats: each holds one padding token, and is done."""
+        """Empty all sequence slots: each holds one padding token, and is done."""
         for tensor, value in ((self.cache.lengths, 1), (self.token, pad), (self.answers, pad), (self.done, 1)):
             tensor.fill_(value)
         for tensor in (self.seeds, self.limits, self.made, self.ended, self.column):
@@ -39,7 +39,7 @@ class Seats:
     def seat(
         self, seats: Sequence[int], prompts: Sequence[Sequence[int]], limits: Sequence[int], seeds: Sequence[int]
     ) -> None:
-        """Take sequences in on free seats, while those on others go on."""
+        """Assign sequences to free slots, while the other sequences continue."""
         at, *started = (
             sent(torch.tensor(values, dtype=torch.int64), self.token.device)
             for values in (
@@ -58,7 +58,7 @@ class Seats:
     def draw(
         self, logits: torch.Tensor, sampling: Sampling, ends: torch.Tensor, pad: int, *, log_probs: bool
     ) -> None:  # fmt: skip
-        """The next tokens of logits [B, V], and what is known of each sequence then; `ends` ends one, `pad` follows."""
+        """Sample the next tokens from logits [B, V] and update the sequences; `ends` end one, and `pad` follows."""
         token = sampling.draw(logits, self.seeds, self.made)
         if log_probs:
             log_p = as_wide(logits).log_softmax(-1).gather(1, token[:, None])
@@ -74,7 +74,7 @@ class Seats:
 
 
 def fetched(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Copies on the host, by one wait for all of them."""
+    """Copy tensors to the host, with one synchronisation for all of them."""
     if tensors[0].device.type != "cuda":
         return [tensor.to("cpu", copy=True) for tensor in tensors]
     copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]

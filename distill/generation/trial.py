@@ -1,4 +1,4 @@
-"""Whether our decode loop can serve a model, by trying its cache and attention on a few tokens."""
+"""Test whether the built-in decode loop supports a model, on a few tokens."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from distill.models.ragged_cache import RaggedCache, attention_for_ragged_cache,
 
 @torch.no_grad()
 def why_not(model: nn.Module) -> str | None:
-    """Why `DecodeLoop` cannot serve `model`, found by trying it on a few tokens; None where it can.
+    """Return the reason why `DecodeLoop` does not support `model`, found on a few tokens; None if it does.
 
-    Two prompts of different lengths and two more tokens of each must give the logits of the model's own forward
-    without a cache (soft cap of the attention scores included), up to the rounding of its dtype.
+    Two prompts of different lengths and two more tokens of each must give the logits of the model's own forward without
+    a cache (soft cap of the attention scores included), up to the rounding of its dtype.
     """
     inner: Any = bare(model)
     if not getattr(inner, "_supports_attention_backend", False):
         return "it takes no other attention implementation"
     weight = next(model.parameters())
-    # far above rounding, far below what a wrong position or key does
+    # far above rounding errors, far below the effect of a wrong position or key
     device, tolerance = weight.device, min(0.1, 1e3 * max(torch.finfo(d).eps for d in (weight.dtype, torch.float32)))
     ids = torch.arange(12, device=device).reshape(2, 6) % inner.config.get_text_config().vocab_size
     forward, lengths = type(inner).forward, torch.tensor([4, 2], device=device)
@@ -48,6 +48,6 @@ def why_not(model: nn.Module) -> str | None:
                 if not error < tolerance:
                     return f"its logits come out different by {error:.1e}"
                 cache.lengths += 1
-    except (ValueError, TypeError, RuntimeError, AttributeError) as error:  # a forward of another make
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:  # another kind of forward
         return first_line(error)
     return None

@@ -1,11 +1,11 @@
-"""vLLM as the engine of rollouts, in this process: weights are handed over, and proved to be the student's.
+"""vLLM as the generation engine, in this process, with a check that it holds the student's weights.
 
 A student that trains is written to a folder before each call and read by vLLM's `reload_weights`. The output head is
-written apart from the embedding also where the two are tied: vLLM gives a tied model no head of its own to reload, and
-goes on with the one that it was started with (seen with vLLM 0.32: rollouts of new layers under an old head).
+written separately from the embedding even where the two are tied: vLLM gives a tied model no head of its own to reload,
+and keeps using the initial one (seen with vLLM 0.32: rollouts of new layers under an old head).
 
-After each hand-over the engine's log-probabilities of an answer are held against the student's own. What the two
-computations' rounding explains is let through; more ends the run, since rollouts and importance weights would be of
+After each weight transfer the engine's log-probabilities of a response are compared with the student's own. Differences
+within rounding error are accepted; larger ones end the run, since rollouts and importance weights would be those of
 another model.
 """
 
@@ -37,7 +37,7 @@ from distill.models.load import save_student
 log = logging.getLogger(__name__)
 
 HEAD, REST = "model-head.safetensors", "model-rest.safetensors"
-# mean |difference| of log-probabilities, nats a token: what rounding explains. In bfloat16 it was 0.02 to 0.04 for
+# mean |difference| of log-probabilities, nats per token, that rounding explains. In bfloat16 it was 0.02 to 0.04 for
 # SmolLM2, where a stale head gave 28.7; kernels that sum in another order move float32 ones by up to 1e-4.
 UNITS, LEAST = 32, 1e-3
 
@@ -48,14 +48,14 @@ class VllmEngine(Engine):
     Args:
         model: The student, with or without adapters; on its device.
         tokenizer: Written with the weights; None for models that are only given token ids.
-        settings: As of every engine.
-        trains: The weights change between calls and are handed over before each.
+        settings: Settings of the engine.
+        trains: The weights change between calls and are transferred before each.
 
     Raises:
         RunError: from `answer`, when vLLM's log-probabilities are not the student's.
     """
 
-    MEMORY = 0.3  # share of the GPU's memory that vLLM takes for weights and cache
+    MEMORY = 0.3  # fraction of the GPU's memory for vLLM's weights and cache
 
     def __init__(self, model: nn.Module, tokenizer: Any, settings: EngineSettings, trains: bool) -> None:
         from vllm import LLM
@@ -75,16 +75,16 @@ class VllmEngine(Engine):
             model=str(self.path),
             dtype=str(self.dtype).removeprefix("torch."),
             gpu_memory_utilization=self.MEMORY,
-            max_model_len=settings.max_length + 1,  # vLLM wants room for a token after the last one
+            max_model_len=settings.max_length + 1,  # vLLM requires room for a token after the last one
             logprobs_mode="raw_logprobs",
             enforce_eager=next(model.parameters()).device.type
             == "cpu",  # compiling takes minutes and gives nothing there
         )
 
     def answer(self, request: Request) -> Generated:
-        """As `Engine.answer`; vLLM forms its own batches, and applies `min_p` before the other cut-offs.
+        """Generate as `Engine.answer` does; vLLM forms its own batches, and applies `min_p` before the other cut-offs.
 
-        Log-probabilities are over all rows of the head, also where only the first `vocab_size` may be drawn.
+        Log-probabilities are over all rows of the head, even where only the first `vocab_size` may be sampled.
         """
         from vllm import SamplingParams
 
@@ -120,7 +120,7 @@ class VllmEngine(Engine):
         return Generated(tokens, [cut for _, cut in answers], log_probs if self.log_probs else [])
 
     def _require_same_model(self, prompt: Sequence[int], tokens: Sequence[int], given: Sequence[float]) -> None:
-        """Hold vLLM's log-probabilities of one answer against the student's.
+        """Compare vLLM's log-probabilities of one response with the student's.
 
         Raises:
             RunError: they differ by more than rounding explains.
@@ -142,14 +142,13 @@ class VllmEngine(Engine):
 def answer_log_probs(
     model: nn.Module, prompt: Sequence[int], tokens: Sequence[int], autocast: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return the log-probability of each token of an answer under `model`, at temperature 1: float64 [tokens], on the
-    CPU.
+    """Return each response token's log-probability under `model` at temperature 1: float64 [tokens], on the CPU.
 
     Args:
         model: A causal language model, on its device.
-        prompt: Token ids before the answer, at least one.
-        tokens: Token ids of the answer.
-        autocast: Dtype to compute in where that is not the weights'.
+        prompt: Token ids before the response, at least one.
+        tokens: Token ids of the response.
+        autocast: Compute dtype where that is not the weights'.
     """
     inner: Any = bare(model)
     device = next(model.parameters()).device
@@ -161,12 +160,12 @@ def answer_log_probs(
 
 
 def save_untied(model: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """Write a student as `save_student` does, with a head of its own also where head and embedding are tied.
+    """Write a student as `save_student` does, with a separate head even where head and embedding are tied.
 
     Args:
         model: The student; adapters are merged into a copy.
-        tokenizer: Written beside; None for none.
-        folder: Replaced.
+        tokenizer: Written to the same folder; None for none.
+        folder: Folder, which is replaced.
     """
     plain: Any = merged(model) if hasattr(model, "peft_config") else bare(model)
     save_student(plain, tokenizer, folder)
@@ -178,7 +177,7 @@ def save_untied(model: nn.Module, tokenizer: Any, folder: Path) -> None:
     name = next(name for name, module in plain.named_modules() if module is head) + ".weight"
     save_file({name: head.weight.detach().cpu().contiguous()}, folder / HEAD)
     whole, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
-    if whole.is_file():  # a folder of several files has an index in its place
+    if whole.is_file():  # a sharded checkpoint has an index instead
         with safe_open(str(whole), framework="pt") as file:
             shards = {"metadata": {}, "weight_map": dict.fromkeys(file.keys(), REST)}
         whole.rename(folder / REST)
