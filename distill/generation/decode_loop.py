@@ -75,7 +75,7 @@ class EngineSettings(NamedTuple):
         pad: any token; fills positions that are never read.
         ends: tokens that end a response.
         autocast: compute dtype of the model where that is not its weights'.
-        vocab_size: only the first so many tokens are generated; None for all of the head.
+        vocab_size: only this many first tokens of the vocabulary are generated; None for all of the head.
         max_length: minimum length, prompt and response together, that buffers are allocated for: on a GPU fixed sizes
             are captured once.
         log_probs: return the tokens' log-probabilities too.

@@ -29,7 +29,7 @@ class FusedSteps:
     Args:
         model: the model.
         autocast: compute dtype of the model where that is not its weights'.
-        columns: only the first so many tokens are sampled; None for all of the head.
+        columns: only this many first tokens of the vocabulary are sampled; None for all of the head.
         fused: True uses them on families of GPUs too that they were never measured on, False nowhere.
     """
 

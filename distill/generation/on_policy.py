@@ -9,7 +9,7 @@ The documents that are replaced, and every sampled token, follow from (seed, ste
 run generates the same responses again.
 
 The student itself generates; where its weights are sharded, an unsharded copy of it (`Snapshot`), into which they are
-gathered before. With `ahead`, the responses of so many more steps are generated in the same call, by the same weights:
+gathered before. With `ahead`, the responses of that many more steps are generated in one call, by the same weights:
 decoding is bound by reading the weights, so that twice as many sequences take far less than twice as long. Responses of
 future steps are part of every checkpoint.
 """

@@ -1,1 +1,1 @@
-"""`distill serve`: a teacher over HTTP, for trainers elsewhere. The wire is `distill.teachers.server.wire`."""
+"""`distill serve`: a teacher server over HTTP for remote trainers. The protocol is `distill.teachers.server.wire`."""

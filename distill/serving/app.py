@@ -1,11 +1,11 @@
-"""The HTTP of a served teacher: Starlette, nothing between it and `Worker` but checks.
+"""HTTP application of a teacher server: Starlette, with only validation between it and `Worker`.
 
-Answers: 200; 400 a body that cannot be read; 401 without the token; 404, 405; 408 a body that came too slowly; 413 one
-that is too large; 422 one that cannot be meant; 500 the teacher failed; 503 with Retry-After while the queue is full,
-or a process of a sharded teacher is gone; 504 no answer in time. Errors are JSON of one line: `{"error": ...}`.
+Status codes: 200; 400 a body that cannot be read; 401 without the token; 404, 405; 408 a body that came too slowly; 413
+one that is too large; 422 one whose content is invalid; 500 the teacher failed; 503 with Retry-After while the queue is
+full, or a process of a sharded teacher is gone; 504 a timeout. Errors are JSON of one line: `{"error": ...}`.
 
-What clients may hold of the server's memory is bounded: connections and their time by `connections.py`, bodies that
-come and answers that go by a `Room` each.
+The server's memory that clients can occupy is bounded: connections and their time by `connections.py`, bodies of
+requests and of responses by a `Room` each.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1", "testserver")
 JSON_BYTES_A_TOKEN = 32  # three numbers of up to ten digits
-JSON_ANSWER = 4 << 20  # bytes of an answer's tensors that are sent as JSON, in which they take ten times the memory
-SENT_AT_ONCE = 1 << 20  # bytes: each is copied once, while it lies in the processor's cache
+JSON_ANSWER = 4 << 20  # bytes of a response's tensors that may be sent as JSON, which takes ten times the memory
+SENT_AT_ONCE = 1 << 20  # bytes: each piece is copied once, while it is in the processor's cache
 READERS = 4  # bodies that are parsed at a time
 T = TypeVar("T")
 
 
 class Limits(NamedTuple):
-    """What a server bears.
+    """Limits of a teacher server.
 
     Attributes:
-        tokens: of one request.
-        budget: tokens that share a forward.
+        tokens: tokens of one request.
+        budget: tokens that share a forward pass.
         waiting: tokens in the queue.
-        read_seconds: for a body to come.
-        answer_seconds: for an answer to be made.
-        bodies: bytes of all requests that are read or computed.
-        answers: bytes of all answers that are computed or sent, and never less than four of the largest.
+        read_seconds: timeout for receiving a body.
+        answer_seconds: timeout for computing a response.
+        bodies: bytes of all requests that are being read or computed.
+        answers: bytes of all responses that are being computed or sent, and never less than four of the largest.
     """
 
     tokens: int = 65_536
@@ -70,18 +70,18 @@ class Limits(NamedTuple):
 
     @property
     def body(self) -> int:
-        """Bytes of a request."""
+        """Maximum size of a request's body in bytes."""
         return JSON_BYTES_A_TOKEN * self.tokens + (1 << 16)
 
 
 def make_app(engine: Engine, token: str | None, limits: Limits) -> Starlette:
-    """The application; it starts the worker, and ends it.
+    """Return the application, which starts the worker and ends it.
 
     Args:
         engine: the teacher.
-        token: that every request but /health must bear; None for no such (then only loopback's names are answered, so
-            that no page in a browser here can ask by another).
-        limits: of requests and queue.
+        token: bearer token of every request except /health; None for none (then only loopback host names are accepted,
+            so that no web page in a local browser can send requests by DNS rebinding).
+        limits: limits of requests and queue.
     """
     worker = Worker(engine.answer, limits.budget, limits.waiting, engine.forwards)
     service = Service(engine, worker, limits, token)
@@ -117,7 +117,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 class Refused(Exception):
-    """A request that ends in an error of HTTP."""
+    """A request that ends in an HTTP error."""
 
     def __init__(self, status: int, message: str, **headers: str) -> None:
         super().__init__(message)
@@ -125,13 +125,13 @@ class Refused(Exception):
 
 
 class Sent:
-    """A response, and what is done when it was sent or its client has left."""
+    """A response with a callback for when it was sent or its client has disconnected."""
 
     def __init__(self, response: Response, done: Callable[[], None]) -> None:
         self.response, self.done = response, done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the response, then call back."""
         try:
             await self.response(scope, receive, send)
         finally:
@@ -139,7 +139,7 @@ class Sent:
 
 
 class TensorResponse(Response):
-    """Tensors as safetensors, sent piece by piece out of their own memory, as fast as the client reads."""
+    """Tensors as safetensors, sent in pieces from their own memory, as fast as the client reads."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], headers: Mapping[str, str]) -> None:
         self.parts = parts_of(tensors)
@@ -147,7 +147,7 @@ class TensorResponse(Response):
         super().__init__(None, headers={**headers, **length}, media_type=BINARY)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the tensors."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for part in self.parts:
             for start in range(0, len(part), SENT_AT_ONCE):
@@ -157,7 +157,7 @@ class TensorResponse(Response):
 
 
 class Service:
-    """The endpoints."""
+    """The HTTP endpoints."""
 
     def __init__(self, engine: Engine, worker: Worker, limits: Limits, token: str | None) -> None:
         self.engine, self.worker, self.limits = engine, worker, limits
@@ -168,7 +168,7 @@ class Service:
         self._readers = CapacityLimiter(READERS)
 
     async def _read(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function in one of a few threads, so that parsing takes the memory of a few bodies at most."""
+        """Call a function in one of a few threads, so that parsing takes the memory of only a few bodies."""
         return await to_thread.run_sync(function, *arguments, limiter=self._readers)
 
     def _refusal(self, request: Request) -> Response | None:
@@ -179,25 +179,25 @@ class Service:
         return error_response(401, "expected Authorization: Bearer and this server's token", **headers)
 
     async def _sound(self, request: Request, response: Response, body: bytes = b"") -> Response:
-        """The response with its checksum and the hash of the request that it answers."""
+        """Add its checksum and the hash of the request to a response."""
         parts = response.parts if isinstance(response, TensorResponse) else [bytes(response.body)]
         response.headers[CHECKSUM] = await run_in_threadpool(checksum, parts)
         response.headers[QUESTION] = question_hash(_target(request), body)
         return response
 
     async def health(self, request: Request) -> Response:
-        """Whether it runs, and how much waits; needs no token."""
+        """Status and queue length; needs no token."""
         status, code = ("ends", 503) if self.worker.lost else ("ok", 200)
         response = JSONResponse({"status": status, "waiting": self.worker.waiting, **self.worker.served}, code)
         return await self._sound(request, response)
 
     async def identity(self, request: Request) -> Response:
-        """Who the teacher is."""
+        """Identity of the teacher."""
         response = JSONResponse(self.engine.identity.written(), headers=self._headers)
         return self._refusal(request) or await self._sound(request, response)
 
     async def files(self, request: Request) -> Response:
-        """Configuration and tokenizer, name to text."""
+        """Configuration and tokenizer, from file name to text."""
         if refusal := self._refusal(request):
             return refusal
         return await self._sound(request, JSONResponse(self.engine.files, headers=self._headers))
@@ -212,11 +212,11 @@ class Service:
         return await self._sound(request, TensorResponse(self.engine.head, {**self._headers, "etag": etag}))
 
     async def targets(self, request: Request) -> Response | Sent:
-        """What the teacher says of the rows in the body."""
+        """The teacher's outputs for the rows in the body."""
         return self._refusal(request) or await self._answered(request, logits=False)
 
     async def logits(self, request: Request) -> Response | Sent:
-        """Its own logits of a few rows, by its own forward."""
+        """The model's own logits of a few rows, by its own forward."""
         return self._refusal(request) or await self._answered(request, logits=True)
 
     async def _answered(self, request: Request, logits: bool) -> Response | Sent:
@@ -228,7 +228,7 @@ class Service:
                 body = await self._body(request, size)
                 try:
                     return await self._answer(request, body, options)
-                except WireError as error:  # of what was received, which may not be what was sent
+                except WireError as error:  # with the hash of the body received, which may not be the one sent
                     return await self._sound(request, error_response(error.status, str(error)), body)
             finally:
                 self._bodies.give(size)
@@ -283,7 +283,7 @@ class Service:
         return Options(**values, logits=logits).checked(self.engine.identity.rows)
 
     def _size(self, request: Request) -> int:
-        """Bytes of the body, as far as is known before it is read: at most these."""
+        """Upper bound on the size of the body in bytes, known before it is read."""
         most, declared = self.limits.body, request.headers.get("content-length")
         if declared is None:
             return most
@@ -310,13 +310,13 @@ class Service:
         return read_body(body, as_json).checked(identity.rows, self.limits.tokens, identity.limits["document"])
 
     async def _computed(self, request: Request, job: Job) -> Answer:
-        """The worker's answer; a client that leaves before it is begun takes its place in the queue along."""
+        """Return the worker's result; a job whose client disconnects before its forward pass is not computed."""
         try:
             future = self.worker.submit(job)
         except (Full, TeacherUnavailableError) as busy:
             raise _later(busy) from None
         made: asyncio.Future[Any] = asyncio.wrap_future(future)
-        # after the body the next message is that the client has left
+        # after the body, the next message is the client's disconnect
         left: asyncio.Future[Any] = asyncio.ensure_future(request.receive())
         seconds = self.limits.answer_seconds
         try:
@@ -340,7 +340,7 @@ class Service:
 
 
 def _target(request: Request) -> str:
-    """Path and query of a request as it came, without a prefix that a proxy may have put before them."""
+    """Path and query of a request as received, without a prefix that a proxy may have added."""
     query = request.scope["query_string"].decode("latin-1")
     return request.scope["path"] + (f"?{query}" if query else "")
 
@@ -350,7 +350,7 @@ def _later(error: Full | TeacherUnavailableError) -> Refused:
 
 
 def _lists(answer: Answer) -> dict[str, Any]:
-    """Tensors as lists; what JSON has no number for is null."""
+    """Convert tensors to lists; numbers that JSON lacks become null."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, list):

@@ -1,10 +1,10 @@
-"""Bounds on a server's connections: how many are open at a time, and how long each may keep the server waiting.
+"""Bounds on a server's connections: their number, and the time for which each may keep the server waiting.
 
 uvicorn times a connection out between two requests only: not before the first request, not in the middle of a request's
-headers, not while the client leaves its answer unread; and it counts requests, not open connections, so that the
-process runs out of open files. Here the listening socket itself keeps account of what it has accepted, TLS handshakes
-included. A connection that waits for a request has a deadline; where all places are taken, the one that has waited
-longest is closed for the newcomer, first of those that never completed a request.
+headers, not while the client does not read its response; and it counts requests, not open connections, so that the
+process runs out of open files. Here the listening socket itself counts the connections that it has accepted, TLS
+handshakes included. A connection that waits for a request has a deadline; at the maximum number, a new connection
+replaces the one that has waited longest, first of those that never completed a request.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ except ImportError:  # no such limits on this system
 
 MOST_OPEN = 4096  # connections, where the limit of open files allows so many
 LEAST_OPEN = 128
-RESERVED_FILES = 256  # for all else that the process opens, and for what is accepted while the loop closes others
+RESERVED_FILES = 256  # for other files of the process, and for connections accepted while the loop closes others
 ACCEPTED_AT_ONCE = 64  # connections that asyncio accepts before any other callback runs
 QUEUED = 1024  # connections that the kernel holds until they are accepted
-SWEEP_S = 0.25  # between two looks at the deadlines
+SWEEP_S = 0.25  # between two checks of the deadlines
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: unsent bytes are dropped when the socket is closed
 
 
 class Patience(NamedTuple):
-    """Seconds that a server waits for a client.
+    """Timeouts for a client, in seconds.
 
     Attributes:
-        headers: for a connection's TLS handshake and the headers of a request, from the first byte to the last.
+        headers: for a connection's TLS handshake, and for the headers of a request from the first byte to the last.
         idle: between two requests.
-        send: for a piece of an answer (1 MiB) to be taken.
+        send: for the client to receive a piece of a response (1 MiB).
     """
 
     headers: float = 10.0
@@ -54,10 +54,10 @@ DEFAULT_PATIENCE = Patience()
 
 
 def most_connections() -> int:
-    """Return how many connections the limit of open files leaves room for.
+    """Return the number of connections that the limit of open files allows.
 
     Raises:
-        ValueError: it leaves room for too few.
+        ValueError: it allows too few.
     """
     if resource is None:
         return MOST_OPEN
@@ -71,25 +71,25 @@ def most_connections() -> int:
 
 
 class Connections:
-    """Account of a server's open connections.
+    """Registry of a server's open connections.
 
     Args:
-        most: open at a time.
-        patience: with each.
+        most: maximum number of open connections.
+        patience: timeouts of each.
 
     Attributes:
-        open: by file descriptor.
+        open: connections by file descriptor.
     """
 
     def __init__(self, most: int, patience: Patience) -> None:
         self.most, self.patience = most, patience
         self.open: dict[int, Connection] = {}
-        # those that wait for a request, the longest wait first: before any was answered, and after
+        # those that wait for a request, longest wait first: before their first response, and after it
         self._waiting: tuple[OrderedDict[Connection, None], ...] = OrderedDict(), OrderedDict()
         self._sweeps = False
 
     def add(self, connection: Connection) -> None:
-        """Take a connection in, at the cost of one that waits where all places are taken.
+        """Register a connection; at the maximum number, close the one that has waited longest for a request.
 
         Raises:
             ConnectionAbortedError: no other waits for a request; the new one was closed.
@@ -107,12 +107,12 @@ class Connections:
             asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
     def remove(self, connection: Connection) -> None:
-        """Forget one that is about to be closed."""
+        """Remove a connection that is about to be closed."""
         self.open.pop(connection.fileno(), None)
         self.set_waiting(connection, False)
 
     def set_waiting(self, connection: Connection, waits: bool) -> None:
-        """Note whether a connection waits for a request."""
+        """Record whether a connection waits for a request."""
         for waiting in self._waiting:
             waiting.pop(connection, None)
         if waits:
@@ -131,10 +131,10 @@ class Connection(socket.socket):
     """An accepted connection.
 
     Attributes:
-        connections: account that it belongs to.
-        answered: whether it had a whole answer.
-        request_by: when the headers of a request must be complete, on the monotonic clock.
-        sent_by: when what was written must be taken.
+        connections: registry that it belongs to.
+        answered: whether a whole response was sent on it.
+        request_by: deadline for the headers of a request, on the monotonic clock.
+        sent_by: deadline for the client to receive what was written.
     """
 
     connections: Connections
@@ -142,50 +142,50 @@ class Connection(socket.socket):
     request_by = sent_by = float("inf")
 
     def await_request(self, seconds: float) -> None:
-        """Give it `seconds` for the headers of its next request."""
+        """Set a deadline for the headers of the next request, in `seconds`."""
         self.request_by = time.monotonic() + seconds
         self.connections.set_waiting(self, True)
 
     def begin_request(self) -> None:
-        """Note that a request's headers are complete."""
+        """Record that a request's headers are complete."""
         self.request_by = float("inf")
         self.connections.set_waiting(self, False)
 
     def end(self) -> None:
-        """Have the event loop close it, and drop what it was not sent."""
+        """Have the event loop close the connection, and drop unsent data."""
         self.connections.set_waiting(self, False)
         self.request_by = self.sent_by = float("inf")
         try:
             self.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             self.shutdown(socket.SHUT_RDWR)
-        except OSError as error:  # the client was first
+        except OSError as error:  # the client has closed it
             if error.errno not in (errno.ENOTCONN, errno.EBADF):
                 raise
 
     def close(self) -> None:
-        """Close it, and give its place back."""
+        """Close the connection, and remove it from the registry."""
         self.connections.remove(self)
         super().close()
 
 
 class Listener(socket.socket):
-    """A listening socket whose connections are accounted for.
+    """A listening socket that registers its connections.
 
     Attributes:
-        connections: the account.
+        connections: the registry.
     """
 
     connections: Connections
 
     def listen(self, backlog: int = QUEUED) -> None:
-        """Listen; asyncio names the number that it accepts at a time, the queue may be longer."""
+        """Listen with a queue of at least `QUEUED`; asyncio passes the number that it accepts at a time."""
         super().listen(max(backlog, QUEUED))
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection, as asyncio calls for it.
+        """Accept a connection, when asyncio calls for it.
 
         Raises:
-            ConnectionAbortedError: there is no place for it; asyncio goes on with the next.
+            ConnectionAbortedError: there is no place for it; asyncio continues with the next.
         """
         plain, address = super().accept()
         connection = Connection(plain.family, plain.type, plain.proto, fileno=plain.detach())
@@ -199,8 +199,8 @@ def listen(host: str, port: int, patience: Patience = DEFAULT_PATIENCE) -> list[
 
     Args:
         host: a name or an address.
-        port: 0 for any that is free.
-        patience: with each connection.
+        port: port; 0 for any that is free.
+        patience: timeouts of each connection.
 
     Raises:
         ValueError: the port is taken, or the host is none of this machine's; naming the option.
@@ -218,7 +218,7 @@ def listen(host: str, port: int, patience: Patience = DEFAULT_PATIENCE) -> list[
             listeners.append(listener)
             listener.connections = connections
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:  # its own address only: IPv4 has a socket of its own
+            if family == socket.AF_INET6:  # IPv6 only: IPv4 has a separate socket
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             listener.bind(address)
         except OSError as error:
@@ -237,29 +237,29 @@ def _why(error: OSError, host: str, port: int) -> str:
 
 
 class Config(uvicorn.Config):
-    """uvicorn's settings with the account of its connections.
+    """uvicorn's settings with the registry of its connections.
 
     Attributes:
-        connections: of all its listeners.
+        connections: registry of all its listeners.
     """
 
     connections: Connections
 
 
 class Protocol(H11Protocol):
-    """uvicorn's HTTP, which tells its connection what it waits for."""
+    """uvicorn's HTTP protocol with deadlines of its connection."""
 
     connection: Connection
-    _idle = False  # since an answer nothing came
+    _idle = False  # nothing was received since a response
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Find the connection in the account."""
+        """Find the connection in the registry."""
         assert isinstance(self.config, Config)
         self.connection = self.config.connections.open[transport.get_extra_info("socket").fileno()]
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        """Read what came; the first bytes after an answer begin the time for a request's headers."""
+        """Read data; the first bytes after a response start the timeout for a request's headers."""
         super().data_received(data)
         if self._idle:
             self._idle = False
@@ -269,7 +269,7 @@ class Protocol(H11Protocol):
         """Read a request whose headers may be complete now."""
         try:
             super().handle_events()
-        except h11.LocalProtocolError:  # what came is no HTTP, and an answer that could say so has begun
+        except h11.LocalProtocolError:  # not HTTP, and a response has begun, so that no error can be sent
             self.transport.abort()
             return
         if self.cycle is not None and not self.cycle.response_complete:
@@ -283,12 +283,12 @@ class Protocol(H11Protocol):
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """Give the client a while to take what was written."""
+        """Start the timeout for the client to receive what was written."""
         self.connection.sent_by = time.monotonic() + self.connection.connections.patience.send
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """The client has taken it."""
+        """End that timeout."""
         self.connection.sent_by = float("inf")
         super().resume_writing()
 
@@ -298,7 +298,7 @@ class Server(uvicorn.Server):
 
     Args:
         app: an ASGI application.
-        listeners: of `listen`.
+        listeners: result of `listen`.
         tls: uvicorn's `ssl_*` options.
     """
 
@@ -313,7 +313,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until it is told to end.
+        """Serve until the server is told to exit.
 
         Raises:
             ValueError: another program has begun to listen on the port since it was bound here.

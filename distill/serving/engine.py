@@ -1,9 +1,9 @@
-"""A loaded teacher that answers requests: several packed into one forward, or one alone as it stands.
+"""A loaded teacher that computes outputs for requests: several packed into one forward pass, or one alone.
 
-What a request gets depends, in its last bits, on what it is computed beside. Documents of several requests are packed
-into rows as long as the longest of them, each with positions that start again (so that nothing is spent on padding,
-nor on tokens after the last that is asked for). A request that says `deterministic` goes alone, in its own rows: the
-same bits whoever else asks, and those of the same model in the trainer's own process.
+The last bits of an output depend on the other rows of its forward pass. Documents of several requests are packed into
+rows as long as the longest of them, each with positions that restart (so that nothing is spent on padding, nor on
+tokens after the last one that is requested). A `deterministic` request is computed alone, in its own rows: its bits do
+not depend on other requests, and equal those of the same model in the trainer's own process.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from distill.teachers.server.wire import (
     pack_ids,
 )
 
-LOGITS_BYTES = 64 << 20  # of one answer of /v1/logits
-FP8_TOKENS = 512  # that its cost is measured on
+LOGITS_BYTES = 64 << 20  # maximum size of a response of /v1/logits
+FP8_TOKENS = 512  # tokens that the cost of fp8 is measured on
 
 
 class Options(NamedTuple):
-    """How a request is to be answered.
+    """Options of a request.
 
     Attributes:
         top_k: tokens of each distribution; None for hidden states.
-        columns: of the vocabulary they are taken from; 0 for all.
-        tail: of `TAILS`.
-        temperature: of their probabilities.
-        dtype: of the numbers; `auto` for hidden states as they are and K tokens in float16.
+        columns: columns of the vocabulary that they are taken from; 0 for all.
+        tail: one of `TAILS`.
+        temperature: temperature of their probabilities.
+        dtype: dtype of the numbers; `auto` for hidden states in their own dtype and K tokens in float16.
         deterministic: whether it is computed alone.
-        logits: the model's own logits, for a proof.
+        logits: return the model's own logits, for a parity check.
     """
 
     top_k: int | None = None
@@ -73,10 +73,10 @@ class Options(NamedTuple):
     logits: bool = False
 
     def checked(self, rows: int) -> Options:
-        """Itself with the columns filled in.
+        """Return validated options with the columns filled in.
 
         Args:
-            rows: of the head.
+            rows: rows of the head.
 
         Raises:
             WireError: naming the option.
@@ -98,18 +98,18 @@ class Options(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A request, checked."""
+    """A validated request."""
 
     query: TargetRequest
     options: Options
 
     @property
     def alone(self) -> bool:
-        """Whether it shares its forward with nobody."""
+        """Return whether it must not share a forward pass."""
         return self.options.deterministic or self.options.logits
 
     def answer_bytes(self, identity: Identity) -> int:
-        """Return the size of the answer of a teacher, in bytes; K tokens as if each were 8 and the rest of a row 12."""
+        """Return the size of the teacher's response in bytes, at 8 per top-K token and 12 for the rest of a row."""
         if self.options.logits:
             row = 4 * identity.rows
         elif self.options.top_k is not None:
@@ -126,21 +126,21 @@ Answer = dict[str, torch.Tensor]
 
 
 class Engine:
-    """One teacher, asked by one thread at a time.
+    """One teacher, queried by one thread at a time.
 
     Args:
         teacher: on its device, patched and quantised.
-        section: of the recipe, for who it is.
-        tokenizer: None where there is none.
-        template: hash of the chat template its data are made with; None likewise.
-        most_tokens: of one request.
+        section: section of the recipe, for the identity.
+        tokenizer: the teacher's; None where there is none.
+        template: hash of the chat template that its data are made with; None without one.
+        most_tokens: maximum number of tokens in one request.
 
     Attributes:
-        identity: who it is.
-        files: configuration and tokenizer, name to text.
-        forwards: that are made at once: one.
-        head: its weight and bias on the CPU.
-        forward: of ids and positions int64 [B, S] to hidden states [B, S, H], of which `valid_rows` are read.
+        identity: identity of the teacher.
+        files: configuration and tokenizer, from file name to text.
+        forwards: number of forward passes at once: one.
+        head: the head's weight and bias on the CPU.
+        forward: maps ids and positions int64 [B, S] to hidden states [B, S, H], of which `valid_rows` are read.
     """
 
     forwards = 1
@@ -160,7 +160,7 @@ class Engine:
             self.forward({"input_ids": torch.zeros(1, 2, dtype=torch.int64, device=teacher.model.device)})
         with teacher.hidden.head.open() as (weight, bias, _):
             weight, bias = weight.detach(), None if bias is None else bias.detach()
-            if teacher.is_collective:  # gathered for this alone
+            if teacher.is_collective:  # gathered in this context only
                 weight, bias = weight.clone(), None if bias is None else bias.clone()
         self.weights = HeadWeights(weight, bias, None)
         self.transform = teacher.hidden.transform
@@ -190,7 +190,7 @@ class Engine:
 
     @torch.no_grad()
     def _fp8_cost(self, tokenizer: PreTrainedTokenizerBase, longest: int) -> float:
-        """KL(teacher || the same with hidden states in fp8 on the wire), nats a token, over some text."""
+        """KL(teacher || teacher with hidden states in fp8 on the wire) over some text, in nats per token."""
         if tokenizer is None:
             ids = torch.arange(FP8_TOKENS) * 31 % len(self.weights.weight)
         else:
@@ -209,19 +209,19 @@ class Engine:
     # ------------------------------------------------------------------ answers
 
     def answer(self, jobs: Sequence[Job]) -> list[Answer]:
-        """What the teacher says to each; one job alone in its own rows, several packed together.
+        """Return the outputs for each job; one job alone in its own rows, several packed together.
 
-        On a GPU it is under way when this returns, in `HostCopy`.
+        On a GPU they are copied asynchronously (`HostCopy`) when this returns.
         """
         return [self._encoded(job, rows) for job, rows in zip(jobs, self.hidden(jobs), strict=True)]
 
     def hidden(self, jobs: Sequence[Job]) -> list[torch.Tensor]:
-        """Hidden states [M, H] of the rows that each asks for (logits [M, V] of one that wants them): one forward."""
+        """Compute the hidden states [M, H] of each job's rows (or logits [M, V], if requested) in one forward."""
         return [self._alone(jobs[0])] if len(jobs) == 1 and jobs[0].alone else self._together(jobs)
 
     def _forward_together(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         hidden = self.teacher.targets(batch)
-        with self.teacher.hidden.head.open():  # one that is a unit with the embedding was left gathered by the body
+        with self.teacher.hidden.head.open():  # a head in one unit with the embedding was left gathered by the body
             assert isinstance(hidden, torch.Tensor)
             return hidden
 
@@ -231,14 +231,14 @@ class Engine:
             batch["position_ids"] = _ids(job.query.positions, self.device)
         rows = _ids(job.query.rows, self.device)
         if job.options.logits:
-            with torch.no_grad():  # its own way to logits, beside the one that the trainer takes
+            with torch.no_grad():  # the model's own computation of logits, independent of the trainer's
                 logits = self.model(**batch, use_cache=False).logits
         else:
             logits = self.forward({**batch, "valid_rows": rows})
         return logits.flatten(0, 1).index_select(0, rows)
 
     def _together(self, jobs: Sequence[Job]) -> list[torch.Tensor]:
-        """Hidden states [M, H] of each job, from one forward of all documents with something asked for."""
+        """Compute hidden states [M, H] of each job, in one forward pass of all documents with requested rows."""
         pieces = [piece for number, job in enumerate(jobs) for piece in documents(job.query, number)]
         if not pieces:
             empty = self.weights.weight.new_zeros(0, self.weights.weight.shape[1])
@@ -246,7 +246,7 @@ class Engine:
         lengths = np.array([len(piece.ids) for piece in pieces])
         groups = best_fit(lengths, int(lengths.max())) if self.packs else [np.array([n]) for n in range(len(pieces))]
         width = max(int(lengths[group].sum()) for group in groups)
-        width = max(width, 2)  # one token is what decoding looks like
+        width = max(width, 2)  # a single token would be treated as decoding
         ids, positions = (np.zeros((len(groups), width), np.int64) for _ in range(2))
         places: list[list[np.ndarray]] = [[] for _ in jobs]
         flat = {}
@@ -278,7 +278,7 @@ class Engine:
             }  # fmt: skip
             return HostCopy(sent)
         generator = None
-        if options.tail == "sampled":  # drawn by what is asked, so that the same question has the same answer
+        if options.tail == "sampled":  # seeded by the request, so that equal requests have equal responses
             digest = hashlib.sha256(job.query.body()).digest()
             generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest[:7], "little"))
         labels = _ids(job.query.labels, self.device)
@@ -294,7 +294,7 @@ def _ids(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def _files(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Configuration and tokenizer as the text of their files."""
+    """Return configuration and tokenizer as the text of their files."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         bare(model).config.save_pretrained(folder)  # type: ignore[union-attr,operator]

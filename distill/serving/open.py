@@ -1,4 +1,4 @@
-"""From a recipe or a model to an engine, and an engine to a server that runs."""
+"""Construction of an engine from a recipe or a model, and of a running server from an engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOKEN_VARIABLE = "DISTILL_SERVE_TOKEN"
 
 
 def recipe_of_model(model: str, overrides: list[str]) -> Recipe:
-    """A recipe whose teacher is a model by its name; of the rest nothing is used."""
+    """Return a recipe whose teacher is the named model; its other sections are not used."""
     tree = {
         "teacher": {"model": model}, "student": {"model": model}, "data": {"source": "python-stdlib"},
         "train": {"steps": 1},
@@ -48,10 +48,10 @@ def recipe_of_model(model: str, overrides: list[str]) -> Recipe:
 
 
 def processes_of(recipe: Recipe) -> int:
-    """How many processes `distill serve` is to be started as on this machine: one a GPU for a sharded teacher.
+    """Return the number of processes to start `distill serve` in on this machine: one per GPU for a sharded teacher.
 
     Raises:
-        ValueError: copies of one teacher, in several processes.
+        ValueError: several processes for a replicated teacher, or one for a sharded one.
     """
     if world_size() > 1 and recipe.parallel.teacher != "sharded":
         raise ValueError(
@@ -69,22 +69,24 @@ def processes_of(recipe: Recipe) -> int:
 
 
 def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Engine:
-    """Load the recipe's teacher as a run does, with our kernels in it, quantised where the recipe has it; in shards
-    where several processes do so.
+    """Load the recipe's teacher as a run does, patched with our kernels and quantised as configured.
+
+    Where several processes call this, the teacher is sharded over them.
 
     Args:
-        most_tokens: of a request.
-        budget: of a forward of several, for shares of a step.
+        recipe: the recipe.
+        most_tokens: maximum number of tokens in a request.
+        budget: tokens of a forward pass of several requests.
 
     Raises:
-        ValueError: as `distill run` would say; a kind of teacher that cannot be served.
+        ValueError: a teacher that `distill run` would refuse, or of a kind that cannot be served.
     """
     require_command(recipe, "serve")
-    # a context, a store and the student's tokenizer are the business of those who ask
+    # a context, a store and the student's tokenizer are handled by the clients
     student = recipe.student.model_copy(update={"vocabulary": "keep"})
     recipe = recipe.model_copy(update={"teacher": recipe.teacher.by_itself, "student": student})
     transformers.utils.logging.disable_progress_bar()
-    if recipe.train.deterministic:  # before the first product, as in a run: cuBLAS has other ways then
+    if recipe.train.deterministic:  # before the first GEMM, as in a run, since it changes cuBLAS's algorithms
         transformers.enable_full_determinism(recipe.train.seed)
     source, sharded = source_of(recipe), world_size() > 1
     context = open_context(recipe)
@@ -96,7 +98,7 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Engin
     with console.spinner("loading the teacher") if is_main_process() else contextlib.nullcontext():
         teacher = source.open(context, vocabulary)
     assert isinstance(teacher, LoadedTeacher)
-    if context.device.type == "cuda" and not sharded:  # else it was patched while it was cut
+    if context.device.type == "cuda" and not sharded:  # a sharded one was patched while it was sharded
         attention = AttentionChoices(recipe).of(teacher.model, "teacher")
         report = patch_model(teacher.model, "teacher", attention, compiles=False)
         console.print_lines(f"{'kernels':<12}teacher: {report}")
@@ -110,10 +112,10 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Engin
 
 
 def read_token(path: Path | None) -> str | None:
-    """The token in a file, else in the environment; None where there is neither.
+    """Return the token in a file, else in the environment; None where there is neither.
 
     Raises:
-        ValueError: the file cannot be read, or the token is too short to be one.
+        ValueError: the file cannot be read, or the token is invalid.
     """
     token = os.environ.get(TOKEN_VARIABLE)
     if path is not None:
@@ -127,7 +129,7 @@ def read_token(path: Path | None) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server bound to `host`."""
+    """Return whether a server bound to `host` can be reached from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -137,10 +139,10 @@ def is_loopback(host: str) -> bool:
 
 
 def require_safe(host: str, token: str | None) -> None:
-    """Hold that nobody else can ask without a token.
+    """Require a token where other machines can reach the server.
 
     Raises:
-        ValueError: a host that others reach, and no token.
+        ValueError: a host that others can reach, and no token.
     """
     if token is None and not is_loopback(host):
         raise ValueError(
@@ -150,7 +152,7 @@ def require_safe(host: str, token: str | None) -> None:
 
 
 def require_certificate(certificate: Path | None, key: Path | None) -> dict[str, Path]:
-    """Return uvicorn's options for TLS, empty for none, once the files are known to be a certificate and its key.
+    """Return uvicorn's options for TLS, empty for none, after checking that the files are a certificate and its key.
 
     Raises:
         ValueError: they are not; naming the option.
@@ -180,7 +182,7 @@ def require_certificate(certificate: Path | None, key: Path | None) -> dict[str,
 
 @contextlib.contextmanager
 def running(app: Starlette, port: int = 0, patience: Patience = DEFAULT_PATIENCE, **tls: Any) -> Iterator[str]:
-    """The application on a port of loopback, in a thread, while the context lasts; yields its address."""
+    """Serve the application on a loopback port, in a thread, inside the context; yields its URL."""
     (listener,) = listeners = listen("127.0.0.1", port, patience)
     with listener:
         server = Server(app, listeners, **tls)
@@ -196,7 +198,7 @@ def running(app: Starlette, port: int = 0, patience: Patience = DEFAULT_PATIENCE
 
 
 def describe(engine: Engine) -> list[str]:
-    """The lines that a server begins with."""
+    """Return the lines that a server prints at its start."""
     identity = engine.identity
     number = getattr(torch, identity.dtype).itemsize
     return [

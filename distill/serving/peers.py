@@ -1,7 +1,7 @@
-"""Signs of life among the processes that serve one sharded teacher: the first of them, and those that follow it.
+"""Heartbeats among the processes that serve one sharded teacher: the first process and its followers.
 
-Each process sets a sign of life in the store of the launch once a second, and its exit code when it ends. A process
-that has ended is noticed at once on its own host, elsewhere by its silence.
+Each process writes a heartbeat into the launch's store once a second, and its exit code when it ends. The end of a
+process is noticed at once on its own host, on other hosts by missing heartbeats.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 BEAT_S = 1.0
-SILENT_S = 15.0  # without a sign of life
-BEGINS_S = 300.0  # before the first one: imports
-LOOKS_S = 0.001  # between two looks into the store
+SILENT_S = 15.0  # without a heartbeat
+BEGINS_S = 300.0  # before the first heartbeat: imports
+LOOKS_S = 0.001  # between two polls of the store
 LINGERS_S = 10.0
 STORE_GONE = "the process that holds the store of this launch is gone"
 
 
 class Peers:
-    """The processes of a launch, as one of them sees them.
+    """The other processes of a launch, from the view of one of them.
 
     Args:
-        store: of the launch, shared by all its processes.
-        rank: of this process; 0 is the first.
+        store: store of the launch, shared by all its processes.
+        rank: rank of this process; 0 is the first.
         world: number of processes.
     """
 
-    current: Peers | None = None  # of this process, while it serves
-    launches = 0  # of this process so far
+    current: Peers | None = None  # the one of this process, while it serves
+    launches = 0  # number of launches of this process so far
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
         self.store, self.rank, self.world = store, rank, world
-        self._seen: dict[int, tuple[bytes, float, float]] = {}  # a rank's sign, for how long the same, when checked
+        self._seen: dict[int, tuple[bytes, float, float]] = {}  # heartbeat, seconds unchanged, time of the check
         self._checked = 0.0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, args=(clone(store),), daemon=True, name="sign of life")
@@ -51,7 +51,7 @@ class Peers:
 
     @property
     def others(self) -> range:
-        """The ranks that this process watches: the first one watches all others, and they watch the first."""
+        """The ranks that this process monitors: the first process monitors all others, and they monitor the first."""
         return range(1, self.world) if self.rank == 0 else range(1)
 
     # ------------------------------------------------------------- how it ends
@@ -66,18 +66,18 @@ class Peers:
         Peers.current = None
 
     def end(self, code: int = 0, text: str = "") -> None:
-        """Record that this process has ended, and how; 2 is an error of the user's input, described by `text`."""
+        """Record this process's end and its exit code; 2 is an error of the user's input, described by `text`."""
         self._ended.set()
         self._thread.join()
-        with contextlib.suppress(RuntimeError, ValueError):  # the process that has the store was faster
+        with contextlib.suppress(RuntimeError, ValueError):  # the process with the store has ended already
             self.store.set(f"end/{self.rank}", json.dumps({"code": code, "text": text}))
             until = time.monotonic() + LINGERS_S
-            # unless torchrun has it, the store ends with this process, and with it what the others want to know
+            # unless torchrun hosts it, the store ends with this process, before the others have read it
             while self.rank == 0 and time.monotonic() < until and not all(map(self._fault_of, self.others)):
                 time.sleep(10 * LOOKS_S)
 
     def ends(self) -> list[dict[str, object]] | None:
-        """`code` and `text` of the others, once one has failed or all have ended; None before."""
+        """Return `code` and `text` of the others, once one has failed or all have ended; None before."""
         ends = [json.loads(self.store.get(f"end/{rank}")) for rank in self.others if self.store.check([f"end/{rank}"])]
         return ends if len(ends) == len(self.others) or any(end["code"] for end in ends) else None
 
@@ -85,17 +85,17 @@ class Peers:
 
     def _beat(self, store: Store) -> None:
         own = f"{os.getpid()} {socket.gethostname()}"
-        with contextlib.suppress(RuntimeError):  # the store is gone with the process that has it
+        with contextlib.suppress(RuntimeError):  # the process with the store has ended
             for count in itertools.count():
                 store.set(f"sign/{self.rank}", f"{count} {own}")
                 if self._ended.wait(BEAT_S):
                     return
 
     def fault(self) -> str | None:
-        """Which of the others is gone, in words; looked at once in a while.
+        """Return a message about a process that is gone, or None; checks at most a few times a second.
 
         Raises:
-            ValueError: it ended by an error of the user's input, which its text names.
+            ValueError: it ended by an error of the user's input, with its text.
         """
         now = time.monotonic()
         if now - self._checked < BEAT_S / 4:
@@ -116,7 +116,7 @@ class Peers:
             return f"rank {rank} has ended" + (f": {end['text']}" if end["text"] else "")
         sign = self.store.get(f"sign/{rank}") if self.store.check([f"sign/{rank}"]) else b""
         before, silent, checked = self._seen.get(rank, (None, 0.0, now))
-        # time in which this process itself stood still says nothing of others, which may have stood still with it
+        # do not count time in which this process itself was suspended: the others may have been, too
         silent = silent + min(max(now - checked, 0.0), BEAT_S) if sign == before else 0.0
         self._seen[rank] = sign, silent, now
         if not sign:
@@ -128,7 +128,7 @@ class Peers:
         return f"{who} has given no sign of life for {silent:.0f} s" if silent > SILENT_S else None
 
     def fault_soon(self) -> str | None:
-        """Which of the others is gone after a connection has just broken; its host may not have noticed yet."""
+        """Return a message about a process that is gone after a broken connection, or None after a short wait."""
         until = time.monotonic() + 2 * BEAT_S
         while (fault := self.fault()) is None and time.monotonic() < until:
             time.sleep(10 * LOOKS_S)
@@ -136,13 +136,13 @@ class Peers:
 
 
 def clone(store: Store) -> Store:
-    """Another connection to the same store: whoever waits by one keeps all others that use it waiting."""
+    """Return another connection to the same store, since a blocking wait on one blocks all of its other users."""
     again: Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
     return again
 
 
 def join() -> Peers:
-    """This process among those of its launch, before any process group is there."""
+    """Register this process among those of its launch, before any process group exists."""
     import torch.distributed as dist
 
     rank, world, given = int(os.environ["RANK"]), world_size(), restart_store().get("store")

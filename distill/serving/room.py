@@ -1,4 +1,4 @@
-"""A bound on the bytes that requests, or answers, hold in memory at a time."""
+"""Bound on the bytes of memory that requests, or responses, hold at a time."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import asyncio
 
 
 class Room:
-    """Bytes that may be held at a time.
+    """Memory budget in bytes.
 
-    Who finds no room waits, and the first that fits goes on, so that a small answer does not wait behind a large one.
-    One larger than all of the room goes alone.
+    A request that does not fit waits, and the first waiting one that fits continues, so that a small response does not
+    wait for a large one. One larger than the whole budget runs alone.
 
     Args:
-        most: bytes.
+        most: the budget in bytes.
 
     Attributes:
-        held: bytes now.
+        held: bytes held now.
     """
 
     def __init__(self, most: int) -> None:
@@ -44,7 +44,7 @@ class Room:
         except BaseException:
             if turn in self._waiting:
                 self._waiting.remove(turn)
-            elif turn[1].done() and not turn[1].cancelled():  # let in at the same moment
+            elif turn[1].done() and not turn[1].cancelled():  # admitted at the same moment
                 self.give(size)
             raise
 

@@ -1,13 +1,13 @@
-"""A served teacher that no GPU holds: in shards (FSDP2) over the processes of a launch, the first of which does HTTP.
+"""A served teacher larger than one GPU: sharded (FSDP2) over the processes of a launch, the first of which serves HTTP.
 
-Processes with shards gather weights together, so that they go forward together; but each of another batch: W of them
-answer W requests that go alone at once, or W times the tokens packed. In every step
+Processes with shards gather weights collectively, so that all make a forward pass at once, each of its own batch: W of
+them compute W requests of one forward pass each, or W times the tokens when packed. Each step's requests are written to
 
-    step/n      in the launch's store: each process's requests, as /v1/targets takes them (`teachers/server/wire.py`)
+    step/n      in the launch's store: each process's requests, in the form of /v1/targets (`teachers/server/wire.py`)
 
-is read by the others, who send the hidden states that were asked of them to the first one, by send and receive; a
-process that has nothing to compute goes forward with two tokens. Each gives signs of life (`peers.py`): where one
-is gone, what waits and what comes is refused with a 503, and the server ends.
+and read by the other processes, which send their hidden states to the first one by point-to-point communication; a
+process without a request makes a forward pass of two tokens. Each writes heartbeats (`peers.py`): where a process is
+gone, waiting and new requests are refused with a 503, and the server ends.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from distill.serving.peers import BEAT_S, LOOKS_S, STORE_GONE, Peers, clone, joi
 from distill.serving.worker import Shares, Worker
 from distill.teachers.server.wire import TargetRequest, read_body
 
-REFUSES_S = 2.0  # after a process is gone: so that who waits hears of it
-PART = struct.Struct("<BBI")  # of a step: what is done, the process that does it, bytes of the request
+REFUSES_S = 2.0  # after a process is gone, so that waiting clients receive the error
+PART = struct.Struct("<BBI")  # of a step: flags, the process that computes it, bytes of the request
 ALONE, LOGITS, ENDS = 1, 2, 4
-NOBODY = TargetRequest(np.zeros((1, 2), np.int32), None, np.zeros(1, np.int32))  # of a process without a request
+NOBODY = TargetRequest(np.zeros((1, 2), np.int32), None, np.zeros(1, np.int32))  # for a process without requests
 
 
 class ShardedEngine(Engine):
-    """One of the processes that hold shards of a teacher; all make it alike, then the first answers, the others follow.
+    """One of the processes with shards of a teacher; all construct it alike; the first serves, the others follow.
 
     Args:
-        given: as `Engine` takes them.
+        given: arguments of `Engine`.
         peers: the processes of the launch.
-        budget: tokens of a forward, of one process.
+        budget: tokens of a forward pass, of one process.
     """
 
     def __init__(self, *given: Any, peers: Peers, budget: int) -> None:
@@ -63,10 +63,11 @@ class ShardedEngine(Engine):
     # ------------------------------------------------------------- the first one
 
     def answer(self, jobs: Sequence[Job]) -> list[Answer]:
-        """As `Engine.answer`; what `Worker` lets through together is one step.
+        """Return the outputs for each job, as `Engine.answer` does; jobs passed together by `Worker` are one step.
 
         Raises:
-            TeacherUnavailableError: another process is gone, or something failed here while others wait for this one.
+            TeacherUnavailableError: another process is gone, or an error here has left the others waiting for this
+                process.
         """
         if self.fault:
             raise TeacherUnavailableError(self.fault)
@@ -82,7 +83,7 @@ class ShardedEngine(Engine):
                     found |= {id(job): rows for job, rows in zip(share, parts, strict=True)}
             nothing = self.weights.weight.new_zeros(0, self.weights.weight.shape[1])
             return [self._encoded(job, found.get(id(job), nothing)) for job in jobs]
-        except Exception as error:  # the others are at another step than this one
+        except Exception as error:  # the others are no longer at the same step as this one
             gone = self.peers.fault_soon()
             self.fault = gone or f"rank 0: {type(error).__name__}: {error!s:.200}".splitlines()[0]
             raise TeacherUnavailableError(self.fault) from error
@@ -95,7 +96,7 @@ class ShardedEngine(Engine):
                 query = job.query.body()
                 body += PART.pack(logits | ALONE * job.alone, rank, len(query)) + query
         self.peers.store.set(f"step/{number}", body)  # type: ignore[arg-type]
-        if number > 1:  # all have gone through the step before the last one with this process
+        if number > 1:  # all have completed the step before the last one with this process
             self.peers.store.delete_key(f"step/{number - 2}")
 
     def _received(self, rank: int, share: Sequence[Job]) -> Sequence[torch.Tensor]:
@@ -127,14 +128,14 @@ class ShardedEngine(Engine):
             self.peers.store.set(f"step/{next(self._steps)}", PART.pack(ENDS, 0, 0))  # type: ignore[arg-type]
 
     def watch(self, lose: Callable[[Exception], None], end: Callable[[], None]) -> None:
-        """Begin to look after the other side: where one is gone, `lose` what waits, and `end` soon after."""
+        """Start monitoring the other processes: where one is gone, call `lose` with an error, and `end` soon after."""
 
         def look() -> None:
             while self.fault is None:
                 time.sleep(BEAT_S / 4)
                 try:
                     self.fault = self.fault or self.peers.fault()
-                except ValueError as error:  # that it ended by
+                except ValueError as error:  # by which the process ended
                     self.fault = str(error)
             lose(TeacherUnavailableError(self.fault))
             time.sleep(REFUSES_S)
@@ -150,14 +151,14 @@ class ShardedEngine(Engine):
     # ------------------------------------------------------------- the others
 
     def follow(self) -> None:
-        """Compute what the first process shares out, until it ends.
+        """Compute the requests that the first process assigns, until it ends.
 
         Raises:
             RunError: it is gone.
             SystemExit: with code 1, where it has failed.
         """
-        self.watch(lambda error: None, lambda: os._exit(1))  # this thread may wait for a GPU for ever
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # it ends when the first one does
+        self.watch(lambda error: None, lambda: os._exit(1))  # this thread may wait for a GPU forever
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # this process ends when the first one does
             signal.signal(number, signal.SIG_IGN)
         for step in itertools.count():
             body, at, share, what = self._step(step), 0, list[Job](), 0
@@ -174,7 +175,7 @@ class ShardedEngine(Engine):
                 dist.send(torch.cat(rows).to(self.weights.weight.dtype), 0)
 
     def _step(self, number: int) -> bytes:
-        """What the first process has shared out; looked for less often the longer nothing comes."""
+        """Return the requests of a step from the first process, polled less often the longer none come."""
         begun = time.monotonic()
         try:
             while not self.peers.store.check([f"step/{number}"]):
@@ -190,7 +191,7 @@ class ShardedEngine(Engine):
 
 @contextlib.contextmanager
 def join_launch(recipe: Recipe) -> Iterator[None]:
-    """This process among those that serve a teacher in shards, while the context lasts, if it is one of several."""
+    """Join the processes that serve a sharded teacher, inside the context, if this is one of several."""
     if world_size() == 1:
         yield
         return

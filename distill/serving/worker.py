@@ -1,9 +1,10 @@
-"""The one thread that asks the teacher, and the bounded queue before it.
+"""The one thread that queries the teacher, and its bounded queue.
 
-Requests wait in the order they came. The thread takes the first, and with it those after it that may share a forward,
-up to a budget of tokens; it waits for nobody: what comes while a forward runs is the next one's. A GPU always has one
-forward to go on with: the next is begun when it fills the budget, or when the one before is about to end by the rate of
-those so far, while that one's answers are still under way. A request whose client has left is not computed.
+Requests wait in the order of arrival. The thread takes the first, and with it those after it that may share a forward
+pass, up to a budget of tokens, without waiting for more: requests that arrive during a forward pass belong to the next.
+A GPU always has a next forward pass: it is launched when it fills the budget, or when the current one is about to end
+by the rate so far, while the outputs of the current one are still being copied. A request whose client has disconnected
+is not computed.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from distill.serving.engine import Answer, Job
 
 log = logging.getLogger(__name__)
 
-LEAD_S = 0.03  # what it takes to begin a forward
-LOOKS_S = 0.0005  # between two looks at the one that runs
+LEAD_S = 0.03  # time to launch a forward pass
+LOOKS_S = 0.0005  # between two checks of the current forward pass
 
 
 _Asked = tuple[Job, Future[Answer]]
 
 
 class Full(RuntimeError):
-    """The queue has no room; `seconds` is about when it will.
+    """Error of a full queue.
 
     Attributes:
-        seconds: from now.
+        seconds: estimated time until it has room.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -42,14 +43,14 @@ class Full(RuntimeError):
 
 
 class Shares:
-    """Jobs shared out over forwards that are made at once, each of one job that goes alone or of several.
+    """Distribution of jobs over simultaneous forward passes, each of one job that runs alone or of several.
 
     Args:
-        most: forwards.
-        budget: tokens of one, of several jobs.
+        most: maximum number of forward passes.
+        budget: tokens of a forward pass of several jobs.
 
     Attributes:
-        jobs: of each forward.
+        jobs: jobs of each forward pass.
     """
 
     def __init__(self, most: int, budget: int) -> None:
@@ -58,7 +59,7 @@ class Shares:
         self._room: list[int] = []
 
     def add(self, job: Job) -> bool:
-        """Whether it had a place. Logits are of all forwards, or of none."""
+        """Add a job to a forward pass; return False where none has room. All passes compute logits, or none."""
         size, place = job.query.ids.size, len(self.jobs)
         if place and (job.options.logits or self.jobs[0][0].options.logits):
             return False
@@ -75,7 +76,7 @@ class Shares:
 
 
 class _Forward(NamedTuple):
-    """One that was begun: when it was, and when the next should be; `tokens` of it."""
+    """A launched forward pass: its jobs, outputs, tokens, time of launch, and the time to launch the next."""
 
     taken: Sequence[_Asked]
     answers: Sequence[Answer]
@@ -88,16 +89,16 @@ class _Forward(NamedTuple):
 
 
 class Worker:
-    """Answers jobs in a thread of its own.
+    """Queue of jobs, computed in a thread of its own.
 
     Args:
-        answer: as `Engine.answer`; where it gives a `HostCopy`, that is waited for.
-        budget: tokens that share a forward.
-        most_waiting: tokens that may wait; more are refused.
-        forwards: that are made at once.
+        answer: function with the interface of `Engine.answer`; a `HostCopy` that it returns is waited for.
+        budget: tokens that share a forward pass.
+        most_waiting: maximum number of tokens in the queue; further jobs are refused.
+        forwards: number of simultaneous forward passes.
 
     Attributes:
-        served: jobs, tokens and seconds of forwards so far.
+        served: numbers of requests, tokens and forward passes so far, and their seconds.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Worker:
         self._tokens, self._closed = 0, False
         self._changed = threading.Condition()
         self.served = {"requests": 0, "tokens": 0, "seconds": 0.0, "forwards": 0}
-        self._ended = self._each = 0.0  # when the last forward did, and its seconds a token
+        self._ended = self._each = 0.0  # end of the last forward pass, and its seconds per token
         self._thread = threading.Thread(target=self._run, daemon=True, name="teacher")
         self._thread.start()
 
@@ -137,11 +138,11 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Jobs in the queue."""
+        """Number of jobs in the queue."""
         return len(self._jobs)
 
     def lose(self, error: Exception) -> None:
-        """Take no more and wait for nothing: whoever has asked, or asks, gets `error`."""
+        """Fail all jobs, now and later, with `error`, without waiting for the teacher."""
         with self._changed:
             self._closed, self._lost = True, error
             left = [*self._begun, *(future for _, future in self._jobs)]
@@ -153,11 +154,11 @@ class Worker:
 
     @property
     def lost(self) -> bool:
-        """Whether nothing will be answered any more."""
+        """Return whether all jobs fail because of `lose`."""
         return self._lost is not None
 
     def close(self) -> None:
-        """Take no more, and end after the forward that runs; who waits is told."""
+        """Accept no more jobs, and end after the current forward pass; waiting jobs fail."""
         with self._changed:
             self._closed = True
             left, self._jobs = list(self._jobs), deque()
@@ -165,12 +166,11 @@ class Worker:
         for _, future in left:
             if future.set_running_or_notify_cancel():
                 future.set_exception(Full(30.0))
-        if self._lost is None:  # else it may wait for a GPU for ever
+        if self._lost is None:  # otherwise the thread may wait for a GPU forever
             self._thread.join(timeout=60)
 
     def _take(self, before: _Forward | None) -> list[_Asked]:
-        """The next jobs that share a forward, once it is time; none once closed, or where the forward `before` has
-        ended."""
+        """Wait for the next jobs that share a forward pass; none once closed, or once `before` has ended."""
         with self._changed:
             while not self._closed and not (before.is_ready() if before else self._jobs):
                 if before and self._jobs and (self._is_full() or time.perf_counter() > before.expected):
@@ -182,7 +182,7 @@ class Worker:
                 return taken
             while self._jobs:
                 job, future = self._jobs[0]
-                if not future.cancelled() and not shares.add(job):  # else its client has left
+                if not future.cancelled() and not shares.add(job):  # a cancelled one's client has disconnected
                     break
                 self._jobs.popleft()
                 self._tokens -= job.query.ids.size
@@ -192,7 +192,7 @@ class Worker:
             return taken
 
     def _is_full(self) -> bool:
-        """Whether nothing that may yet come would share the next forward."""
+        """Return whether no further job could share the next forward pass."""
         alone = len(self._jobs) >= self._forwards and self._jobs[0][0].alone
         return self._tokens >= self._budget * self._forwards or alone
 
@@ -206,17 +206,17 @@ class Worker:
             before = begun
 
     def _begin(self, taken: Sequence[_Asked]) -> _Forward | None:
-        """A forward under way; None of one that has failed, of whose jobs each is then computed by itself."""
+        """Launch a forward pass; return None if it failed, after each of its jobs was computed alone."""
         begun, tokens = time.perf_counter(), sum(job.query.ids.size for job, _ in taken)
         try:
             answers = self._answer([job for job, _ in taken])
-        except Exception as error:  # one forward's fault is that of who asked for it, not the server's end
+        except Exception as error:  # an error of one forward pass fails its requests, not the server
             self._fail(taken, error)
             return None
         return _Forward(taken, answers, tokens, begun, max(begun, self._ended) + tokens * self._each - LEAD_S)
 
     def _fail(self, taken: Sequence[_Asked], error: Exception) -> None:
-        if len(taken) > 1:  # of several: find whose
+        if len(taken) > 1:  # find the job at fault by running each alone
             for one in taken:
                 if forward := self._begin([one]):
                     self._finish(forward)
@@ -230,7 +230,7 @@ class Worker:
             for answer in forward.answers:
                 if isinstance(answer, HostCopy):
                     answer.wait()
-        except RuntimeError as error:  # of the GPU
+        except RuntimeError as error:  # an error of the GPU
             self._fail(forward.taken, error)
             return
         now = time.perf_counter()
