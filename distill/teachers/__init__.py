@@ -1,1 +1,1 @@
-"""Teachers of other kinds than one loaded model: on disk, several at once, with another tokenizer."""
+"""Teachers: loaded, remote or cached, alone or several at once, with the student's tokenizer or another."""

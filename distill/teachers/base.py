@@ -1,8 +1,8 @@
-"""What a teacher is: three small protocols, asked at three different times, and the values they exchange.
+"""Protocols of a teacher: its source, the open teacher and its target format, and the values they exchange.
 
     source = source_of(recipe)                 # from the recipe and files alone; no weights are read
-    teacher = source.open(context)             # weights are on the device; ready to be asked
-    targets = teacher.targets(batch)           # once a micro-batch, without a graph
+    teacher = source.open(context)             # weights are on the device; ready to be queried
+    targets = teacher.targets(batch)           # once per micro-batch, without a graph
     loss = teacher.format.loss(section, pairing)
 
 A new backend is one file with a source and a teacher, and a line in `registry.BACKENDS`.
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 
 Batch = Mapping[str, torch.Tensor]
 Collate = Callable[[Sequence[Mapping[str, Sequence[int]]]], dict[str, torch.Tensor]]
-# what a teacher says of a batch, opaque to everybody but its format; None where the loss needs none
+# a teacher's outputs for a batch, opaque to all but its format; None where the loss needs none
 Targets = object
 Prompt = str | list[dict[str, str]]
-TOP = 8  # likeliest tokens of both models that `overlap` compares
+TOP = 8  # most probable tokens of each model that `overlap` compares
 LossResult = torch.Tensor | tuple[torch.Tensor, Sequence[torch.Tensor]]
 
 
 class LossInputs:
-    """What the objective hands to the student's forward beside the batch.
+    """Inputs of the loss that the objective passes to the student's forward with the batch.
 
     A plain class: DDP and FSDP2 look for tensors in keyword arguments (FSDP2 casts them) and leave this one alone.
 
@@ -55,8 +55,8 @@ class LossInputs:
         targets: of the teacher for this batch, in its `TargetFormat`; None if the loss has no divergence.
         num_items: int64 tensor [] or int that the summed loss is divided by; None for this batch's valid tokens.
         statistics: whether sums of the token statistics are returned beside the loss.
-        drawn_log_p: float [B, S] as the shifted labels: log-probabilities of the labels when the student drew them,
-            NaN where it did not; None where nobody kept them.
+        drawn_log_p: float [B, S] as the shifted labels: log-probabilities of the labels when the student sampled
+            them, NaN where it did not; None where they were not kept.
         advantages: float [B, S] as the shifted labels: what a reward adds to each token's advantage; None without one.
     """
 
@@ -72,7 +72,7 @@ class LossInputs:
 
 
 class HeadCall(NamedTuple):
-    """What a loss gets inside the student head's own call.
+    """Inputs of a loss inside the student head's own call.
 
     Attributes:
         hidden: the student's last hidden states, [B, S, hidden].
@@ -90,10 +90,10 @@ class HeadCall(NamedTuple):
 
 
 class Pairing(NamedTuple):
-    """How a student's logits meet a teacher's.
+    """Alignment of a student's logits with a teacher's.
 
     Attributes:
-        student: how the student makes logits of hidden states and head.
+        student: scale and soft cap of the student's logits.
         columns: of the vocabulary that the loss is over.
         vocab_size: as the fused losses take it: `columns`, None where no head is cut.
     """
@@ -103,7 +103,7 @@ class Pairing(NamedTuple):
     vocab_size: int | None
 
     def arguments(self, call: HeadCall) -> dict[str, object]:
-        """What every fused loss takes beside hidden states, weights and labels, whatever the teacher is."""
+        """Return the arguments of every fused loss beside hidden states, weights and labels, for any teacher."""
         return {
             "student_bias": call.head.bias, "student_lora": call.head.lora, "num_items": call.inputs.num_items,
             "valid_rows": call.valid_rows, "vocab_size": self.vocab_size, "return_stats": call.inputs.statistics,
@@ -111,14 +111,14 @@ class Pairing(NamedTuple):
 
 
 class TargetFormat(Protocol):
-    """What targets are, and the losses that take them.
+    """Format of a teacher's targets, and the losses that take them.
 
     Attributes:
-        measure: what the divergences reported are called, and what they are means over.
-        caveat: what must be known of them; None where they are those of two whole distributions.
+        measure: name, unit and key of the reported divergences.
+        caveat: limitation to report with them; None where they compare two whole distributions.
         terms: the divergences that these targets can be compared by, as `loss.terms` names them.
-        routes: of which the statistics are followed by their own, as `PER_ROUTE` of teachers/losses.py names them.
-        reads_valid_rows: whether losses read of hidden states nothing but a batch's `valid_rows`.
+        routes: names of the routes; each route's sums, `PER_ROUTE` of teachers/losses.py, follow the statistics.
+        reads_valid_rows: whether losses read hidden states at a batch's `valid_rows` only.
     """
 
     measure: Measure = KL
@@ -128,10 +128,10 @@ class TargetFormat(Protocol):
     reads_valid_rows: bool = True
 
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> Pairing:
-        """How a student meets these targets.
+        """Return how a student's logits are aligned with these targets.
 
         Args:
-            student: how it makes logits.
+            student: scale and soft cap of its logits.
             rows: of its head.
             vocab_size: columns that are compared; None for as many as all heads have.
 
@@ -141,55 +141,55 @@ class TargetFormat(Protocol):
         ...
 
     def loss(self, section: LossSpec, pairing: Pairing) -> TargetLoss:
-        """The loss module for a recipe's `loss` section.
+        """Return the loss module for a recipe's `loss` section.
 
         Raises:
-            ValueError: a term that these targets cannot give.
+            ValueError: a term that cannot be computed from these targets.
         """
         ...
 
     def held_out(self, pairing: Pairing) -> TargetLoss:
-        """What takes the place of the loss in an evaluation: forward divergence with statistics, and the reverse."""
+        """Return the loss of evaluations: the forward divergence with statistics, and the reverse divergence."""
         ...
 
     def apply(self, loss: TargetLoss, pairing: Pairing, call: HeadCall) -> LossResult:
-        """The loss of a batch, a scalar; with `call.inputs.statistics` a pair of it and the token statistics [N]."""
+        """Return the loss of a batch, a scalar; with `call.inputs.statistics`, it and the token statistics [N]."""
         ...
 
     def measured_terms(self, loss: TargetLoss) -> Sequence[LossTerm]:
-        """The terms that the statistics' divergence is of."""
+        """Return the terms whose divergence the statistics report."""
         return loss.terms
 
     def likeliest(
         self, targets: Targets, rows: torch.Tensor, most: int
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
-        """Of flat `rows`, at most the first `most` of each route, and the teacher's most probable token after each (-1
-        in a tie), both int64; by route, "" where there are none. Empty where these targets do not tell it at once."""
+        """Return at most the first `most` of each route's flat `rows`, and the teacher's top-1 token after each (-1 in
+        a tie), both int64; by route, "" where there are none. Empty where these targets do not give it directly."""
         return {}
 
     def overlap(self, pairing: Pairing, call: HeadCall, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Of flat `rows` [n] the share of the student's `TOP` likeliest tokens that are among the teacher's, float32
-        [n], by route, NaN in the rows of others; "" where there are none. Empty where these targets do not tell it at
-        once."""
+        """Return for flat `rows` [n] the share of the student's `TOP` most probable tokens that are among the
+        teacher's, float32 [n], by route, NaN in the rows of others; "" where there are no routes. Empty where these
+        targets do not give it directly."""
         return {}
 
     def needs_targets(self, loss: TargetLoss) -> bool:
-        """Whether the teacher has to be asked at all for this loss."""
+        """Return whether this loss needs the teacher's targets."""
         return bool(loss.objective.needs_teacher)
 
 
 class Teacher(Protocol):
-    """A teacher that is ready to be asked. Methods with a body here are what most kinds do.
+    """A teacher that is ready to be queried. Methods with a body here are the default of most kinds.
 
     Attributes:
         format: what `targets` returns.
-        models: by the field of the recipe that names each: to patch, compile, blame; empty for a cache.
-        judges_new_rows: may it be asked about rows it has not seen (on-policy).
-        whole_documents: rows must hold whole documents, as they were when it was asked: doctor may not cut them.
-        ahead: micro-batches that it may be asked of before they are needed.
-        prefix: what stands before `input_ids` and `position_ids` in the names of what it reads of a batch.
-        reading: which tokens it reads for the student's: the `same`, the same answers after a `context`, or the same
-            text `retokenised`.
+        models: by the field of the recipe that names each: to patch, compile, diagnose; empty for a cache.
+        judges_new_rows: whether it can be queried for rows that it has not seen (on-policy).
+        whole_documents: whether rows must hold whole documents, as its outputs were stored: doctor may not cut them.
+        ahead: micro-batches that may be submitted before their targets are needed.
+        prefix: of the names of `input_ids` and `position_ids` among the columns that it reads of a batch.
+        reading: which tokens it reads in place of the student's: the `same`, the same answers after a `context`, or
+            the same text `retokenised`.
     """
 
     prefix: str = ""
@@ -201,98 +201,98 @@ class Teacher(Protocol):
     ahead: int = 0
 
     def collate(self, plain: Collate) -> Collate:
-        """What makes batches: `plain`, or something around it that adds what must be known of a batch beforehand."""
+        """Return the collator: `plain`, or one around it that adds the columns that the teacher needs."""
         return plain
 
     def submit(self, batch: Batch) -> None:
-        """Start on a batch ahead of time, where that is possible."""
+        """Start computing the targets of a batch ahead of time, where that is possible."""
         return
 
     def fault_of(self, batches: Sequence[Batch]) -> str | None:
-        """Why what was submitted of these batches will not come, a line; None once all of it is there."""
+        """Return why targets submitted for these batches will not come, a line; None once all of them are there."""
         return None
 
     def targets(self, batch: Batch) -> Targets:
-        """What the teacher says of a collated batch, without a graph; every rank asks equally often."""
+        """Return the teacher's outputs for a collated batch, without a graph; every rank calls this equally often."""
         ...
 
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
-        """The part of a batch that is the student's; ValueError of one that `collate` has not made."""
+        """Return the student's part of a batch; ValueError for a batch that `collate` has not made."""
         return dict(batch)
 
     def head_rows(self) -> list[int]:
-        """Rows of each head, or columns of what is stored."""
+        """Return the rows of each head, or the columns of what is stored."""
         return [len(find_head(model).linear.weight) for model in self.models.values()]  # type: ignore[arg-type]
 
     def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights and biases of the heads by a name for people; of sharded ones this process's part."""
+        """Yield weights and biases of the heads with a readable name; of sharded ones, this process's part."""
         for name, head in ((name, find_head(model).linear) for name, model in self.models.items()):
             for tensor in (head.weight, getattr(head, "bias", None)):
                 if isinstance(tensor, torch.Tensor):
                     yield f"the weights of the {name}'s head", tensor
 
     def works(self) -> dict[str, Work | None]:
-        """FLOPs of one forward pass by token, None where they are not known, by the prefix of what is read."""
+        """Return FLOPs per token of one forward pass by the prefix of what is read; None where they are not known."""
         return {self.prefix: total_work(work_of(model, trains=False) for model in self.models.values())}
 
     def parameters_text(self) -> str:
-        """Its size, for people."""
+        """Return the number of parameters as readable text."""
         return f"{count_text(sum(parameters_of(model)[0] for model in self.models.values()))} parameters"
 
     def to(self, device: torch.device) -> None:
-        """Move what does not lie in shards."""
+        """Move the models that are not sharded."""
         for model in self.models.values():
             if not is_sharded(model):
                 model.to(device)
 
     def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
-        """A student of this teacher's layers, in train mode, without adapters; ValueError where it cannot be cut."""
+        """Return a student of this teacher's layers, in train mode, without adapters; ValueError where impossible."""
         raise ValueError("student.from_teacher: this kind of teacher has no layers to cut a student from")
 
     def quantise(self) -> None:
-        """Put layers into 8 bits where the recipe has it and loading has not: after patching, before it is asked."""
+        """Quantise layers that the recipe has in 8 bits and loading has not: after patching, before any query."""
         return
 
     def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
-        """Once, on the first held-out batch: quantises, and says in lines what that costs, or what share is matched."""
+        """Check the first held-out batch: quantise, and return lines on what that costs, or what share is matched."""
         return []
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
-        """Greedy answers to questions, or to conversations of messages; None where it cannot generate. Of a sharded
-        teacher every process must call this."""
+        """Return greedy responses to questions or conversations of messages; None where it cannot generate. Every
+        process must call this for a sharded teacher."""
         return None
 
     @property
     def is_collective(self) -> bool:
-        """Whether `respond` and `fingerprint` must be called by all processes: its models lie in shards."""
+        """True where all processes must call `respond` and `fingerprint`, since the models are sharded."""
         return any(map(is_sharded, self.models.values()))
 
     def small(self, layers: Sequence[int]) -> Teacher:
-        """A copy with only these layers (negative indices count from the end), for doctor's training runs."""
+        """Return a copy with only these layers (negative indices count from the end), for doctor's training runs."""
         ...
 
     def fingerprint(self) -> dict[str, object]:
-        """Of its weights, for the lock file; collective where they are sharded."""
+        """Return a fingerprint of the weights, for the lock file; collective where they are sharded."""
         ...
 
     def follow(self, student: nn.Module) -> None:
-        """Called after each optimizer step: a teacher that is not frozen moves."""
+        """Update a teacher that is not frozen, such as an EMA; called after each optimizer step."""
         return
 
     def save(self, checkpoint: Path) -> None:
-        """Write what training has changed into a checkpoint's folder: on the first process alone."""
+        """Write what training has changed into a checkpoint's folder; called on the first process only."""
         return
 
     def restore(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint: on all processes."""
+        """Restore what `save` wrote into a checkpoint; called on all processes."""
         return
 
     def settle(self) -> None:
-        """Write down what must last: on all processes, at checkpoints and the ends of epochs and evaluations."""
+        """Flush pending outputs; called on all processes, at checkpoints and the ends of epochs and evaluations."""
         return
 
     def close(self) -> None:
-        """Release what it holds open: threads, connections. It cannot be asked after that."""
+        """Release threads and connections; the teacher cannot be queried afterwards."""
         return
 
 
@@ -304,7 +304,7 @@ class CutStudent(NamedTuple):
 
 
 class OpenContext(NamedTuple):
-    """What a source is opened with.
+    """Device, dtypes and sharing with which a source is opened.
 
     Attributes:
         device: of this process.
@@ -320,18 +320,18 @@ class OpenContext(NamedTuple):
 
 
 def open_context(recipe: Recipe) -> OpenContext:
-    """The context of this process for a recipe, alone: its device and precision."""
+    """Return the context of a single process for a recipe: its device and precision, nothing shared."""
     device = resolve_device(recipe.train)
     return OpenContext(device, resolve_precision(recipe, device), ALONE, AttentionChoices(recipe))
 
 
 class TeacherSource(Protocol):
-    """A teacher as the recipe and the files on this machine tell of it; no weights are read.
+    """A teacher as described by the recipe and the files on this machine; no weights are read.
 
     Attributes:
         recipe: the run's.
         sections: of the models that will be loaded, by field; none for a cache.
-        shardable: whether its weights may be cut over the devices.
+        shardable: whether its weights may be sharded over the devices.
     """
 
     recipe: Recipe
@@ -339,7 +339,8 @@ class TeacherSource(Protocol):
     shardable: bool = True
 
     @property
-    def is_to_be_made(self) -> bool:  # a cache that another command makes first
+    def is_to_be_made(self) -> bool:
+        """True for a cache that another command has to make first."""
         return False
 
     @property
@@ -365,43 +366,43 @@ class TeacherSource(Protocol):
         ...
 
     def measure(self) -> Measure:
-        """What its divergence is called, over which outcomes."""
+        """Return name, unit and key of its divergence."""
         return KL
 
     def note_data(self, splits: Splits) -> None:
-        """Note the rows that the teacher will read, as it reads them itself."""
+        """Note the rows that the teacher will read, in its own reading."""
         return
 
     def data_problems(self, splits: Splits) -> list[str]:
-        """Why it cannot teach these rows, as it reads them itself: documents that are missing."""
+        """Return why the teacher cannot be used for these rows, in its own reading: documents that are missing."""
         return []
 
     def follow(self, other: TeacherSource) -> None:
-        """Take over what another recipe's source knows of the data, where this one's are the same."""
+        """Copy what another recipe's source knows of the data, where this one's are the same."""
         return
 
     def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
-        """Why it cannot be loaded so, by its configuration; `family` is the GPU's, None where it is not known."""
+        """Return why its configuration cannot be loaded this way; `family` is the GPU's, None where unknown."""
         return []
 
     def footprint(self, context: FootprintContext) -> Footprint:
-        """Bytes and FLOPs, by arithmetic."""
+        """Return bytes and FLOPs of a training step, by arithmetic."""
         ...
 
     def smaller(self, family: str | None = None) -> list[SmallerTeacher]:
-        """Other ways of holding it on GPUs of a family that take less of their memory."""
+        """Return other ways of holding it on GPUs of a family, which need less memory."""
         return []
 
     def title(self) -> str:
-        """What it is called where a person reads of it."""
+        """Return a readable name."""
         ...
 
     def size_text(self) -> str:
-        """What there is of it, for people, before it is loaded."""
+        """Return its size as readable text, before it is loaded."""
         return f"{sum(shape.parameters for shape in self.shapes()) / 1e6:,.2f} M parameters"
 
     def open(self, context: OpenContext, vocabulary: Vocabulary) -> Teacher:
-        """Load it.
+        """Load the teacher.
 
         Raises:
             ValueError: naming the field.

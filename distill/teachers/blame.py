@@ -1,8 +1,8 @@
-"""Whose fault is a loss that is not finite? Asked once one was found, never in a step that went well.
+"""Diagnosis of a loss that is not finite: the teacher's fault or the student's. It runs only once one is found.
 
     fault = teacher_fault(trainer.objective, batches)     # "the teacher's hidden states of 3 of 96 positions", or None
 
-Without it a damaged teacher reads as a student that diverged, and no learning rate mends that.
+Without it a damaged teacher looks like a diverged student, and no learning rate cures that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from distill.teachers.objective import DistillationObjective
 
 
 def teacher_fault(objective: DistillationObjective, batches: Iterable[Batch]) -> str | None:
-    """What is NaN or infinite of the teacher: its head, else what it says of the batches; None where all is finite.
+    """Return what is NaN or infinite: the teacher's head, else its outputs for the batches; None where all is finite.
 
     The teacher runs once more over every batch, on every process alike, since the processes of a sharded one run
     together.
@@ -40,7 +40,7 @@ def teacher_fault(objective: DistillationObjective, batches: Iterable[Batch]) ->
 
 
 def _tensors(targets: object) -> Iterator[torch.Tensor]:
-    """The numbers in what a teacher says, whatever its kind."""
+    """Yield the tensors in a teacher's targets, of any format."""
     if isinstance(targets, torch.Tensor):
         if targets.is_floating_point():
             yield targets
@@ -50,8 +50,8 @@ def _tensors(targets: object) -> Iterator[torch.Tensor]:
 
 
 def _broken(value: torch.Tensor) -> int:
-    """Rows of a tensor [..., n] (or numbers of a vector) that hold a NaN or +inf; -inf is a probability of 0."""
-    value = getattr(value, "to_local", lambda: value)().detach()  # of a sharded one what this process has
+    """Count the rows of a tensor [..., n] (or numbers of a vector) with a NaN or +inf; -inf is a probability of 0."""
+    value = getattr(value, "to_local", lambda: value)().detach()  # of a sharded tensor this process's part
     if not value.is_floating_point() or value.element_size() == 1:
         return 0
     bad = value.isnan() | (value == torch.inf)

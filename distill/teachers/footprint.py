@@ -1,4 +1,4 @@
-"""What a teacher takes of a machine, by arithmetic, and ways of holding it that take less."""
+"""Memory and FLOPs of a teacher, by arithmetic, and ways of holding it that need less memory."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from distill.recipe import Recipe
 
 
 class Footprint(NamedTuple):
-    """What a teacher takes in a training step.
+    """Memory and FLOPs of a teacher in a training step.
 
     Attributes:
         weights: bytes held on each device.
-        gathered: bytes that are whole at any time where the weights are shards, 0 elsewhere.
+        gathered: bytes of weights that are gathered at a time where they are sharded, else 0.
         host: bytes in host memory, of each process.
         moved: bytes over the bus to each device in a micro-batch.
         loading: peak bytes on a device while it is loaded, student included; 0 where that is no more than afterwards.
         token_bytes: bytes held for each token of a micro-batch: the targets.
-        logits: whether the teacher's logits are made beside the student's.
+        logits: whether the teacher's logits are computed beside the student's.
         work: FLOPs a token; None where they are not known.
         workspace: bytes of the loss's workspace where it is not that of the fused losses; None there.
-        wide_head_gradient: the gradient of the student's head adds up in float32.
+        wide_head_gradient: whether the gradient of the student's head is accumulated in float32.
     """
 
     weights: float = 0.0
@@ -38,13 +38,13 @@ class Footprint(NamedTuple):
 
 
 class FootprintContext(NamedTuple):
-    """What a footprint depends on beside the recipe.
+    """Inputs of a footprint beside the recipe.
 
     Attributes:
         precision: from `resolve_precision`.
         memory_bytes: of one device.
         world: devices.
-        sharded: whether they hold shards of the teacher.
+        sharded: whether the teacher is sharded over them.
     """
 
     precision: Precision
@@ -57,11 +57,11 @@ class SmallerTeacher(NamedTuple):
     """A way of holding the teacher that takes less of a GPU's memory.
 
     Attributes:
-        override: of the recipe.
-        recipe: with it.
-        words: for a person whose run did not fit.
+        override: of the recipe, as on the command line.
+        recipe: with that override.
+        words: advice in a run's report that it does not fit.
         note: what it costs.
-        same_targets: whether the teacher says the same, so that a run may be resumed with it.
+        same_targets: whether the targets stay the same, so that a run may be resumed with it.
     """
 
     override: str

@@ -1,9 +1,9 @@
-"""What fp8 costs a teacher: the divergence between it before and after, on one real batch.
+"""Cost of fp8 for a teacher: the divergence between it before and after quantisation, on one real batch.
 
 `teacher.dtype: fp8` loads the teacher in bf16 and quantises its linear layers, but not its head, once the run's own
 batches exist to measure the damage on. The figure is printed beside the student's own divergence: a teacher that moves
 by a hundredth of what the student has to learn is worth its speed, one that moves by half of it is not. `fp8_offers`
-says which layers are worth leaving out.
+measures which layers are worth leaving out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from distill.teachers.losses import LogitTransforms
 
 
 class Fp8Cost(NamedTuple):
-    """What quantising moved.
+    """Divergence caused by quantising a teacher.
 
     Attributes:
         layers: linear layers now in fp8.
@@ -50,7 +50,7 @@ class Fp8Cost(NamedTuple):
 
 
 class Before:
-    """What a teacher says of a batch before it is quantised, to hold others against.
+    """Outputs of a teacher for a batch before it is quantised, the reference of comparisons.
 
     Args:
         teacher: after patching and before sharding.
@@ -66,7 +66,7 @@ class Before:
         self.hidden = last_hidden(teacher, batch).to(self.head.weight.dtype)
 
     def divergence(self, hidden: torch.Tensor, head: HeadWeights, transform: LogitTransform) -> float:
-        """KL(teacher before || what these hidden states say), nats a trained token."""
+        """Return KL(teacher before || distribution of these hidden states), nats a trained token."""
         loss = FusedKLLoss(**LogitTransforms(transform, self.transform))
         return float(
             loss(
@@ -77,7 +77,7 @@ class Before:
         )  # fmt: skip
 
     def moved(self) -> float:
-        """By how much the teacher has moved since."""
+        """Return the divergence of the teacher as it is now, nats a trained token."""
         return self.divergence(last_hidden(self.teacher, self.batch), self.head, self.transform)
 
 
@@ -86,18 +86,18 @@ def quantise_and_measure(
     teacher: nn.Module, format: HiddenFormat, batch: Batch, student: nn.Module | None, pairing: Pairing,
     skip: Sequence[str] = (),
 ) -> Fp8Cost:  # fmt: skip
-    """Quantise the teacher in place and measure by how much that moves it.
+    """Quantise the teacher in place and measure the divergence from before.
 
     Args:
         teacher: after patching and before sharding.
         format: its targets.
         batch: collated, on the models' device.
-        student: as it stands; None where it reads other tokens.
+        student: at its present weights; None where it reads other tokens.
         pairing: of both.
         skip: what stays as it is, as `teacher.fp8_skip` names it.
 
     Raises:
-        ValueError: The teacher has no linear layer whose sizes divide by 16, or not what `skip` names.
+        ValueError: the teacher has no linear layer whose sizes divide by 16, or not what `skip` names.
     """
     before = Before(teacher, format, batch, pairing.vocab_size)
     hidden = None
@@ -113,10 +113,10 @@ def quantise_and_measure(
 
 
 class Offer(NamedTuple):
-    """A choice of what an fp8 teacher leaves in 16 bits.
+    """A choice of the layers that an fp8 teacher keeps in 16 bits.
 
     Attributes:
-        skip: that, as `teacher.fp8_skip` names it.
+        skip: those layers, as `teacher.fp8_skip` names them.
         kl: KL(teacher in 16 bits || in fp8 but for that), nats a trained token of the batch.
         weights: elements of the layers left.
         ms: of a forward pass over the batch; None where it was not timed.
@@ -132,11 +132,11 @@ class Offer(NamedTuple):
 def fp8_offers(
     teacher: nn.Module, format: HiddenFormat, batch: Batch, timed: Callable[[Callable[[], object]], float] | None = None
 ) -> list[Offer]:
-    """What fp8 costs a teacher with 0, 1, 2, 4, ... parts of its layers left out, the dearest first, up to all.
+    """Return the cost of fp8 with 0, 1, 2, 4, ... parts of the layers left out, the costliest first, up to all.
 
-    Each part alone is put into fp8 once; errors of parts are all but independent, so that their divergences add up.
-    Then parts are quantised for good, by their divergence a weight (a weight is as much arithmetic in one as in
-    another), and what is offered is measured as it stands: a forward pass a part, and a dozen more.
+    Each part alone is put into fp8 once; errors of parts are nearly independent, so that their divergences add up.
+    Then parts are quantised for good, in the order of their divergence per weight (every weight costs the same
+    arithmetic), and each offer is measured as a whole: a forward pass per part, and a dozen more.
 
     Args:
         teacher: in 16 or 32 bits, after patching; all its parts are in fp8 afterwards.

@@ -1,7 +1,7 @@
-"""What `student.compute: fp8` does to the loss and to the gradients, on one real batch.
+"""Effect of `student.compute: fp8` on the loss and the gradients, on one real batch.
 
-Every product of the decoder is rounded, so that gradients are off by more than the 4 % of one product, each time by
-something else: noise, beside that of drawing batches. The run's held-out figures, which are not in fp8, judge it.
+Every GEMM of the decoder is rounded, so that gradients are off by more than the 4 % of one GEMM. The error differs in
+every batch: it is noise, like that of sampling batches. Its effect shows in the held-out metrics, which are not in fp8.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def compute_and_measure(
     objective: DistillationObjective, batch: Batch, autocast: Callable[[], AbstractContextManager[object]], *,
     checkpointed: bool, sharded: bool,
 ) -> str:  # fmt: skip
-    """Have the student compute in fp8, and say in a line by how much that moves its loss and gradients.
+    """Switch the student to fp8 compute, and return a line on the change of its loss and gradients.
 
     Args:
         objective: of the run; its student patched, with its adapters, before it is sharded.
         batch: collated, on the device.
-        autocast: what the run's forwards are in.
+        autocast: context manager of the run's forward passes.
         checkpointed: whether to keep as few activations as a run with gradient checkpointing does.
-        sharded: the student will be cut over the ranks, and gradients of all of it may not fit: nothing is measured.
+        sharded: the student will be sharded over the ranks, and all its gradients may not fit: nothing is measured.
 
     Raises:
         ValueError: no layer of the student gains.

@@ -28,7 +28,7 @@ class TeacherHead(Protocol):
     rows: int
 
     def open(self) -> contextlib.AbstractContextManager[HeadWeights]:
-        """Its weights, gathered while the context lasts."""
+        """Return a context manager of the head's weights, gathered while it lasts."""
         ...
 
 
@@ -40,12 +40,12 @@ class ModelHead:
         self.rows = len(find_head(model).linear.weight)  # type: ignore[arg-type]
 
     def open(self) -> contextlib.AbstractContextManager[HeadWeights]:
-        """Gathered on entry, cut again on exit; what happens to the model's head meanwhile is seen."""
+        """Return a context manager: weights gathered on entry, resharded on exit; changes of the head are seen."""
         return whole(find_head(self.model))
 
 
 class StoredHead:
-    """A head whose weights are at hand."""
+    """A head whose weights are in memory."""
 
     def __init__(self, weights: HeadWeights) -> None:
         weight, bias, lora = weights
@@ -54,7 +54,7 @@ class StoredHead:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[HeadWeights]:
-        """As they are."""
+        """Yield the weights as they are."""
         yield self.weights
 
 
@@ -62,13 +62,13 @@ class FusedFormat(TargetFormat):
     """Hidden states and heads, in the fused losses of full distributions.
 
     Attributes:
-        transform: how the teacher's logits follow from its head's product, as far as the loss is told.
+        transform: scale and soft cap of the teacher's logits, as far as the loss takes them.
     """
 
     transform = LogitTransform()
 
     def transforms(self, pairing: Pairing) -> LogitTransforms:
-        """Scale and soft cap of both models."""
+        """Return scale and soft cap of both models."""
         return LogitTransforms(pairing.student, self.transform)
 
     def loss(self, section: LossSpec, pairing: Pairing) -> TargetLoss:
@@ -78,8 +78,8 @@ class FusedFormat(TargetFormat):
         return HeldOutLoss(lambda term: FusedDistillationLoss([term], **self.transforms(pairing)))
 
     def scores(self, targets: Targets, rows: torch.Tensor) -> torch.Tensor:
-        """Of flat `rows` [n] a number for each token, fp32 [n, columns], in the order of the teacher's
-        probabilities."""
+        """Return for flat `rows` [n] a score of each token, fp32 [n, columns], ordered as the teacher's
+        probabilities are."""
         raise NotImplementedError
 
     def likeliest(
@@ -89,7 +89,7 @@ class FusedFormat(TargetFormat):
 
     @torch.no_grad()
     def overlap(self, pairing: Pairing, call: HeadCall, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Of the student's head's product: a scale and a soft cap leave its order as it is."""
+        """Return the overlap from the student head's GEMM alone: scale and soft cap do not change the order."""
         hidden, head = call.hidden.flatten(0, 1)[rows], call.head
         # autocast would keep its copy of the head's weight for the rest of the forward, and this one has no gradient
         with torch.autocast(hidden.device.type, enabled=False):
@@ -107,10 +107,10 @@ class HiddenFormat(FusedFormat):
 
     Args:
         head: of the teacher.
-        transform: how its logits follow from the head's product.
+        transform: scale and soft cap of its logits.
 
     Attributes:
-        separate: what makes the losses of terms that are none of the fused ones, by their types.
+        separate: makers of the losses of terms that are not fused, by the term's type.
     """
 
     separate = LOSSES
@@ -130,7 +130,7 @@ class HiddenFormat(FusedFormat):
         return loss.measured.terms if isinstance(loss, SeparateTermsLoss) else loss.terms
 
     def apply(self, loss: TargetLoss, pairing: Pairing, call: HeadCall) -> LossResult:
-        """The teacher's head is not used where the loss has no divergence."""
+        """Return the loss; the teacher's head is not used where the loss has no divergence."""
         with self.head.open() as teacher:
             if isinstance(loss, SeparateTermsLoss):
                 return loss(call, teacher)
@@ -142,19 +142,19 @@ class HiddenFormat(FusedFormat):
         return self.logits(targets.flatten(0, 1)[rows])
 
     def logits(self, targets: torch.Tensor) -> torch.Tensor:
-        """fp32 logits [..., rows of the head] of hidden states [..., hidden], scale and soft cap applied."""
+        """Return fp32 logits [..., rows of the head] of hidden states [..., hidden], scale and soft cap applied."""
         with self.head.open() as teacher:
             z: Any = nn.functional.linear(targets.to(teacher.weight.dtype), teacher.weight, teacher.bias).float()
         return self.transform.applied(z)
 
 
 def pairing_of(student: LogitTransform, rows: dict[str, int], vocab_size: int | None) -> Pairing:
-    """Over `vocab_size` columns, or as many as the smallest head has.
+    """Return a pairing over `vocab_size` columns, or as many as the smallest head has.
 
     Args:
-        student: how it makes logits.
-        rows: of each head, by whose it is.
-        vocab_size: columns asked for.
+        student: scale and soft cap of its logits.
+        rows: of each head, by its model.
+        vocab_size: columns requested.
 
     Raises:
         ValueError: more than a head has.

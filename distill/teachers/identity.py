@@ -1,4 +1,4 @@
-"""Which model a section of a recipe names: for people, and by the hash of its files."""
+"""Identity of the model that a section of a recipe names: a readable name, and the hash of its files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WEIGHTS = ("*.safetensors", "config.json")
 
 
 def teacher_identity(section: Teacher) -> dict[str, object]:
-    """Name, revision and adapter of a teacher, and the hash of its files where they lie on this machine."""
+    """Return name, revision and adapter of a teacher, and the hash of its files where they are on this machine."""
     named = {"model": section.model, "revision": section.revision, "adapter": section.adapter}
     if section.init == "random" or section.model is None:
         return {**named, "config": section.config, "init": section.init, "files_sha256": None}
@@ -25,7 +25,7 @@ def teacher_identity(section: Teacher) -> dict[str, object]:
 
 
 def files_hash(files: list[Path]) -> str:
-    """SHA-256 of names and contents."""
+    """Return the SHA-256 of the files' names, sizes and contents."""
     digest = hashlib.sha256()
     for path in files:
         digest.update(f"{path.name} {path.stat().st_size} ".encode())
@@ -36,7 +36,7 @@ def files_hash(files: list[Path]) -> str:
 
 
 def model_name(section: ModelSection) -> str:
-    """What a model is called in the preamble and on the model card."""
+    """Return the name of a model in the run summary and on the model card."""
     if section.init == "random":
         return f"{section.config} (random weights)"
     return section.model or "cut from the teacher"

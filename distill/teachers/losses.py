@@ -1,4 +1,4 @@
-"""From a recipe's `loss` section to the fused losses of `distill_kernels`."""
+"""Conversion of a recipe's `loss` section into the fused losses of `distill_kernels`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class TargetLoss(Protocol):
 
     @property
     def terms(self) -> Sequence[LossTerm]:
-        """Each with its weight."""
+        """The terms, each with its weight."""
         ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As its format calls it."""
+        """Return the loss; arguments as its format passes them."""
         ...
 
 
@@ -46,7 +46,7 @@ class LogitTransforms(dict[str, Any]):
 
 
 def loss_terms(loss: Loss) -> list[LossTerm]:
-    """The recipe's terms as the kernels take them; terms of weight 0 are left out."""
+    """Return the recipe's terms as the kernels take them; terms of weight 0 are left out."""
     return [
         LossTerm(term.type, term.weight, beta=getattr(term, "beta", None), alpha=getattr(term, "alpha", None))
         for term in loss.terms
@@ -55,7 +55,7 @@ def loss_terms(loss: Loss) -> list[LossTerm]:
 
 
 def build_loss(loss: LossSpec, transforms: Mapping[str, Any]) -> FusedDistillationLoss:
-    """The fused loss for two models that make their logits as `transforms` says.
+    """Return the fused loss for two models whose logits have these scales and soft caps.
 
     Raises:
         ValueError: a ready-made loss that treats the logits in another way.
@@ -87,7 +87,7 @@ class HeldOutLoss(nn.Module):
 
     Args:
         of: makes the loss of one term.
-        reverse: whether the targets tell the reverse divergence; else it is NaN.
+        reverse: whether the targets determine the reverse divergence; else it is NaN.
     """
 
     def __init__(self, of: Callable[[LossTerm], Any], reverse: bool = True) -> None:
@@ -97,7 +97,7 @@ class HeldOutLoss(nn.Module):
         self.terms, self.objective = self.ahead.terms, self.ahead.objective
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The arguments of the losses; they return statistics."""
+        """Return the forward loss and its statistics, the reverse divergence last; arguments as of the losses."""
         loss, statistics = self.ahead(*args, **kwargs)
         if self.reverse is None:
             return loss, (*statistics, torch.full_like(statistics.divergence, torch.nan))
@@ -105,16 +105,16 @@ class HeldOutLoss(nn.Module):
 
 
 def soft_terms(terms: Sequence[LossTerm]) -> list[LossTerm]:
-    """Those that compare with the teacher."""
+    """Return the terms that compare with the teacher."""
     return [term for term in terms if term.type != "cross_entropy" and term.weight > 0]
 
 
 def is_soft(loss: Loss) -> bool:
-    """Whether a recipe's loss asks the teacher at all."""
+    """Return whether a recipe's loss needs the teacher."""
     return any(term.weight > 0 and term.type != "cross_entropy" for term in loss.terms)
 
 
 def scaled_by_temperature(loss: FusedDistillationLoss) -> bool:
-    """Whether the divergences of a loss are multiplied by T^2."""
+    """Return whether the divergences of a loss are multiplied by T^2."""
     settings = loss.objective
     return settings.weights != settings.divergence_weights or settings.temperature == 1.0

@@ -50,7 +50,7 @@ from distill.teachers.model import LoadedTeacher
 from distill.teachers.vocabulary import Vocabulary, is_synthetic
 
 log = logging.getLogger(__name__)
-MEMBER = re.compile(r"member\d+_")  # what stands before the names of a member's own columns
+MEMBER = re.compile(r"member\d+_")  # prefix of a member's own columns
 
 
 class MixtureFormat(FusedFormat):
@@ -82,7 +82,7 @@ class MixtureFormat(FusedFormat):
             return loss(call.hidden, call.head.weight, labels=call.labels, teachers=heads, **arguments)
 
     def scores(self, targets: object, rows: torch.Tensor) -> torch.Tensor:
-        """Their probabilities, over the columns that all have."""
+        """Return the mixture's probabilities, over the columns that all members have."""
         assert isinstance(targets, tuple)
         each = [member.scores(hidden, rows) for member, hidden in zip(self.members, targets, strict=True)]
         columns = min(logits.shape[-1] for logits in each)
@@ -91,7 +91,7 @@ class MixtureFormat(FusedFormat):
 
 
 class SeveralTeachers(Teacher):
-    """What several teachers are together.
+    """Common base of mixtures and of routed teachers.
 
     Args:
         members: the teachers, or causal language models; all give hidden states.
@@ -110,7 +110,7 @@ class SeveralTeachers(Teacher):
             raise ValueError("teachers: expected several teachers that give hidden states, got one that gives top k")
 
     def batches(self, batch: Batch) -> Iterator[tuple[int, Teacher, Batch]]:
-        """Of each member that reads some of a batch its number, itself, and its batch."""
+        """Yield number, teacher and batch of each member that reads some of a batch."""
         raise NotImplementedError
 
     def submit(self, batch: Batch) -> None:
@@ -133,7 +133,7 @@ class SeveralTeachers(Teacher):
             member.to(device)
 
     def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
-        """Cut from the first one."""
+        """Return a student cut from the first teacher."""
         return self.members[0].cut_student(section, device, dtype)
 
     def quantise(self) -> None:
@@ -160,7 +160,7 @@ class SeveralTeachers(Teacher):
             member.settle()
 
     def elsewhere(self) -> dict[str, object]:
-        """The fingerprints of the members whose weights are not here."""
+        """Return the fingerprints of the members whose weights are not in this process."""
         return {f"member {number}": m.fingerprint() for number, m in enumerate(self.members) if not m.models}
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class MixtureTeacher(SeveralTeachers):
 
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
         for _, member, own in self.batches(batch):
-            member.student_batch(own, needs_targets)  # which holds that nothing is missing
+            member.student_batch(own, needs_targets)  # raises where a column is missing
         return {name: value for name, value in batch.items() if not MEMBER.match(name)}
 
     def batches(self, batch: Batch) -> Iterator[tuple[int, Teacher, Batch]]:
@@ -201,11 +201,11 @@ class MixtureTeacher(SeveralTeachers):
             yield number, member, {**plain, **named}
 
     def targets(self, batch: Batch) -> tuple[torch.Tensor, ...]:
-        """Each teacher's last hidden states, [B, S, its hidden size]."""
+        """Return each teacher's last hidden states, [B, S, its hidden size]."""
         return tuple(cast("torch.Tensor", member.targets(own)) for _, member, own in self.batches(batch))
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
-        """None where one of them is not loaded."""
+        """Return responses sampled from the mixture; None where one of the teachers is not loaded."""
         first = self.members[0]
         if len(self.models) < len(self.members) or not isinstance(first, LoadedTeacher) or not is_main_process():
             return None
@@ -221,11 +221,11 @@ class MixtureTeacher(SeveralTeachers):
 
 
 class MixtureCollator:
-    """Makes a batch, and beside it under `member{n}_` what the collator of each member adds.
+    """A collator that adds the columns of each member's own collator under `member{n}_`.
 
     Args:
-        plain: makes the batch that all read.
-        members: of each member what wraps a collator.
+        plain: collator of the batch that all members read.
+        members: for each member the function that wraps a collator.
     """
 
     def __init__(self, plain: Collate, members: Sequence[Callable[[Collate], Collate]]) -> None:
@@ -247,9 +247,9 @@ class MixtureCollator:
 
 
 class MixtureModel(nn.Module):
-    """Several causal language models that generate together: each token is drawn from the mixture.
+    """Several causal language models that generate together: each token is sampled from the mixture.
 
-    The first one keeps a cache, the others read the whole text for every token: meant for samples, not bulk.
+    The first one has a KV cache, the others read the whole text for every token: meant for samples, not bulk.
     """
 
     def __init__(self, members: Sequence[nn.Module], weights: Sequence[float]) -> None:
@@ -259,12 +259,12 @@ class MixtureModel(nn.Module):
 
     @property
     def config(self) -> Any:
-        """Of the first one, whose tokenizer makes the data."""
+        """Configuration of the first model, whose tokenizer makes the data."""
         return self.members[0].config
 
     @property
     def generation_config(self) -> Any:
-        """Of the first one."""
+        """Generation configuration of the first model."""
         return self.members[0].generation_config
 
     @generation_config.setter
@@ -272,14 +272,14 @@ class MixtureModel(nn.Module):
         self.members[0].generation_config = value
 
     def generate(self, **arguments: Any) -> Any:
-        """As `generate` of transformers."""
+        """Return what `generate` of transformers does, with tokens sampled from the mixture."""
         from transformers import LogitsProcessorList
 
         first: Any = self.members[0]
         return first.generate(**arguments, logits_processor=LogitsProcessorList([self._mix_scores]))
 
     def _mix_scores(self, ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """The mixture's log-probabilities [B, V] in place of the first model's scores."""
+        """Return the mixture's log-probabilities [B, V] in place of the first model's scores."""
         rows = [scores]
         rows += [model(input_ids=ids, use_cache=False).logits[:, -1] for model in self.members[1:]]
         columns = min(row.shape[-1] for row in rows)
@@ -331,7 +331,7 @@ class MixtureSource(TeacherSource):
         return [of_member(*each) for each in texts]
 
     def footprint(self, context: FootprintContext) -> Footprint:
-        """All are held, and run one after another; the loss reads their hidden states one teacher at a time."""
+        """All teachers are held, and run one after another; the loss reads hidden states one teacher at a time."""
         parts = [member.footprint(context) for member in self.members]
         return parts[0]._replace(
             weights=sum(part.weights for part in parts),

@@ -1,6 +1,6 @@
-"""One loaded model as a teacher: on the device, in shards, in 8 bits or in host memory.
+"""One loaded model as a teacher: on the device, sharded, in 8 bits or in host memory.
 
-What it takes, with P parameters, D of them in the decoder's linear layers, b the bytes of a weight as loaded:
+Its bytes, with P parameters, D of them in the decoder's linear layers, b the bytes of a weight as loaded:
 
     resident       P b
     fp8, int8      D + (P - D) b                  the linear layers but the head in one byte
@@ -61,12 +61,12 @@ class LoadedTeacher(Teacher):
     Args:
         model: of transformers, on its device; put in eval mode.
         field: of the recipe that names it.
-        tokenizer: to put questions by; None where it is not asked any.
+        tokenizer: for `respond`; None where it does not generate.
         fp8: whether its linear layers are still to be quantised, but for those that `skip` names as
             `teacher.fp8_skip` does.
 
     Attributes:
-        hidden: the format of its hidden states, which is its own but where a kind built on it has another.
+        hidden: the format of its hidden states; also its target format, unless a subclass has another.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class LoadedTeacher(Teacher):
         self.format: TargetFormat = self.hidden
 
     def targets(self, batch: Batch) -> Targets:
-        """Its last hidden states, [B, S, hidden]."""
+        """Return the last hidden states, [B, S, hidden]."""
         return last_hidden(self.model, batch)
 
     def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
@@ -102,7 +102,7 @@ class LoadedTeacher(Teacher):
         return [f"{'fp8':<12}{cost}"]
 
     def fp8_offers(self, batch: Batch, timed: Callable[[Callable[[], object]], float] | None = None) -> list[Offer]:
-        """See `fp8_cost`; none of a teacher that is quantised already, since it does not fit whole."""
+        """Return the offers of `fp8_cost`; none for a teacher that was quantised while it was loaded."""
         return [] if is_quantised(self.model) else fp8_offers(self.model, self.hidden, batch, timed)
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
@@ -118,7 +118,7 @@ class LoadedTeacher(Teacher):
 
 
 def shortened(model: Any, layers: Sequence[int]) -> Any:
-    """A copy of `model` with only these layers, negative indices counted from the end; whole where it has so few."""
+    """Return a copy of `model` with these layers only, negative indices from the end; with all where it has as few."""
     total = int(model.config.get_text_config().num_hidden_layers)
     indices = sorted({index % total for index in layers}) if total > len(layers) else list(range(total))
     return cut_layers(model, indices).to(model.device)
@@ -139,7 +139,7 @@ class ModelSource(TeacherSource):
         self.shardable = self.section.offload is None and self.section.dtype != "int8"
 
     def meta(self) -> MetaModel:
-        """The model without memory."""
+        """Return the model on the meta device, without memory."""
         return meta_model(meta_config(self.section, self.field), self.field)
 
     def shapes(self) -> list[Shape]:
@@ -149,7 +149,7 @@ class ModelSource(TeacherSource):
         return Vocabulary(self.recipe, self.section)
 
     def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
-        """What 8 bits, a quantised checkpoint or shards rule out."""
+        """Return what 8 bits, a quantised checkpoint or sharding rule out."""
         section, student, problems = self.section, self.recipe.student, []
         if section.dtype == "int8" and not cuda:
             problems.append("teacher.dtype: int8 needs a CUDA GPU; use bfloat16 or auto")
@@ -196,7 +196,7 @@ class ModelSource(TeacherSource):
         return problems
 
     def footprint(self, context: FootprintContext) -> Footprint:
-        """See the head of this file."""
+        """Return the footprint by the formulas at the head of this file."""
         precision, shape = context.precision, self.meta().shape
         size = precision.teacher.itemsize
         layers = float(shape.layered * size) if self.section.offload is not None else 0.0
@@ -207,13 +207,13 @@ class ModelSource(TeacherSource):
             gathered=max(2 * shape.linear / shape.layers, shape.head) * size if context.sharded else 0.0,
             host=layers,
             moved=layers,
-            loading=whole if whole <= USABLE * context.memory_bytes else 0.0,  # else it comes layer by layer
+            loading=whole if whole <= USABLE * context.memory_bytes else 0.0,  # else it is loaded layer by layer
             token_bytes=size * shape.hidden,
             work=self.meta().work,
         )
 
     def smaller(self, family: str | None = None) -> list[SmallerTeacher]:
-        """In 8 bits, or in host memory; none of one that is held so already."""
+        """Return the teacher in 8 bits and in host memory; nothing for one that is held that way already."""
         recipe, section = self.recipe, self.section
         if section.offload is not None or section.dtype in EIGHT_BITS:
             return []
@@ -242,7 +242,7 @@ class ModelSource(TeacherSource):
         return LoadedTeacher(self.load(context), field=self.field, tokenizer=tokenizer, fp8=fp8, skip=section.fp8_skip)
 
     def load(self, context: OpenContext) -> Any:
-        """The model as its section and the sharing say; a sharded one is patched, since it is cut while loading."""
+        """Return the model by its section and the sharing; a sharded one is patched already, before its shards."""
         device, dtype = context.device, context.precision.teacher
         if context.sharing.teacher_sharded:
             model, report = load_sharded_teacher(
@@ -260,7 +260,7 @@ class ModelSource(TeacherSource):
 
 
 def whole_bytes(source: ModelSource, precision: Precision) -> float:
-    """Bytes of a teacher as it is loaded, before it is quantised, beside the student."""
+    """Return bytes of a teacher as it is loaded, before it is quantised, and of the student."""
     meta = source.meta()
     student = meta_student(source.recipe.student, meta.config).shape
     adapters = student.trained if student.rank else 0
@@ -269,7 +269,7 @@ def whole_bytes(source: ModelSource, precision: Precision) -> float:
 
 
 def weight_bytes(section: TeacherSection, shape: Shape, precision: Precision) -> float:
-    """Bytes of a loaded teacher on a device that holds it whole, but for layers that are offloaded."""
+    """Return bytes of a loaded teacher on a device that holds it whole, but for layers that are offloaded."""
     size = precision.teacher.itemsize
     if section.offload is not None:
         return float(shape.parameters - shape.layered + 2 * shape.largest_layer) * size

@@ -32,12 +32,12 @@ from distill.teachers.losses import KL, STATISTICS, LossSpec, TargetLoss, soft_t
 from distill.teachers.measure import Measure
 from distill.teachers.model import LoadedTeacher
 
-COMPARED = 32  # tokens of a micro-batch of own answers whose likeliest tokens are compared
+COMPARED = 32  # tokens of an on-policy micro-batch whose most probable tokens are compared
 B = TypeVar("B", bound=Mapping[str, Any])
 
 
 def as_teacher(teacher: nn.Module | Teacher) -> Teacher:
-    """A `Teacher`: a causal language model becomes a `LoadedTeacher`; frozen and in eval mode."""
+    """Return a `Teacher`: a causal language model becomes a `LoadedTeacher`, frozen and in eval mode."""
     return LoadedTeacher(teacher) if isinstance(teacher, nn.Module) else teacher
 
 
@@ -97,7 +97,7 @@ class DistillationObjective:
         return self._student
 
     def detach(self) -> None:
-        """Give the student its own forward back."""
+        """Restore the student's own forward."""
         if self._student is None:
             return
         original = self._student.__dict__.pop("_forward_before_distillation", None)
@@ -107,19 +107,19 @@ class DistillationObjective:
         self._student = None
 
     def collator(self, plain: Collate) -> Collate:
-        """What makes batches for this objective: `plain`, or something around it that adds to its batches."""
+        """Return the collator of this objective: `plain`, or one around it that adds columns."""
         return self.teacher.collate(plain)
 
     def targets(self, inputs: Batch) -> Targets | None:
-        """What the teacher says of a batch; made before the student's forward, None where the loss needs none."""
+        """Return the teacher's targets of a batch, for the student's forward; None where the loss needs none."""
         return self.teacher.targets(inputs) if self.teacher.format.needs_targets(self.loss) else None
 
     def ahead(self, batches: Iterable[B], least: int = 0) -> Iterator[B]:
-        """The batches in their order, while the teacher is asked of those that follow, where it takes that.
+        """Yield the batches in their order, while those that follow are submitted to the teacher, where it prefetches.
 
         Args:
-            batches: collated; up to as many as the teacher's `ahead` are drawn before they are given out.
-            least: to ask ahead of, where the teacher asks ahead at all.
+            batches: collated; up to the teacher's `ahead` of them are taken before they are yielded.
+            least: batches to submit ahead at least, where the teacher prefetches.
         """
         count, waiting = max(self.teacher.ahead, least) if self.teacher.ahead else 0, collections.deque[B]()
         for batch in batches:
@@ -136,10 +136,10 @@ class DistillationObjective:
         """Run the teacher and return the keyword arguments to call the student with.
 
         Args:
-            inputs: A collated batch: `input_ids`, `labels` [B, S] int64, not shifted, -100 where nothing is
-                learned; `position_ids` and `valid_rows` if the collator gives them. Where positions restart, the
-                label of a document's first token counts for nothing. `drawn_log_p` and `advantages` [B, S], of tokens
-                of the student's.
+            inputs: A collated batch: `input_ids`, `labels` [B, S] int64, not shifted, -100 where masked
+                from the loss; `position_ids` and `valid_rows` if the collator gives them. Where positions restart, the
+                label of a document's first token is ignored. `drawn_log_p` and `advantages` [B, S], of tokens that the
+                student sampled.
             num_items: What the summed loss is divided by; None for the valid tokens of this batch.
             statistics: Also return sums of the token statistics.
         """
@@ -161,27 +161,27 @@ class DistillationObjective:
         labels: torch.Tensor,
         valid_rows: torch.Tensor | None,
     ) -> LossResult:
-        """The loss inside the student head's own call; arguments as of `HeadCall`."""
+        """Return the loss inside the student head's own call; arguments as of `HeadCall`."""
         call = HeadCall(hidden, head, inputs, labels, valid_rows)
         return self.teacher.format.apply(self.loss, self.pairing, call)
 
     def held_out_loss(self) -> TargetLoss:
-        """What takes the place of `loss` in an evaluation: forward KL with its statistics, and the reverse KL."""
+        """Return the loss of evaluations: forward KL with its statistics, and the reverse KL."""
         return self.teacher.format.held_out(self.pairing)
 
     @property
     def terms(self) -> Sequence[LossTerm]:
-        """Of the loss, each with its weight."""
+        """Terms of the loss, each with its weight."""
         return self.loss.terms
 
     @property
     def measure(self) -> Measure:
-        """What the divergences reported are called, and what they are means over."""
+        """Name, unit and key of the reported divergences."""
         return self.teacher.format.measure
 
     @property
     def routes(self) -> tuple[str, ...]:
-        """Of the teacher, whose own figures follow the statistics."""
+        """Routes of the teacher, whose own sums follow the statistics."""
         return self.teacher.format.routes
 
     @property
@@ -191,7 +191,7 @@ class DistillationObjective:
 
     @property
     def divergence(self) -> tuple[str | None, float]:
-        """What the statistics' `divergence` is called, `kl` or `divergence` (None: there is none), and its weight."""
+        """Key of the statistics' `divergence`, `kl` or `divergence` (None: there is none), and its weight."""
         soft = soft_terms(self.teacher.format.measured_terms(self.loss))
         if not soft:
             return None, 1.0
@@ -208,10 +208,10 @@ class DistillationObjective:
     ) -> dict[str, torch.Tensor]:
         """The student's forward with the loss in place of logits.
 
-        Returns `loss`, a scalar; if they were asked for, `statistics`, fp32 sums over this batch's valid tokens in the
-        order of `STATISTICS`; and for tokens that the student drew `drawn` [4], the sum of the absolute differences of
-        their log-probabilities now and then, and their number, and of `COMPARED` learned tokens at most the sum of
-        `TargetFormat.overlap`, and their number (0 where it is not told); of several routes these two for each.
+        Returns `loss`, a scalar; if requested, `statistics`, fp32 sums over this batch's valid tokens in the order of
+        `STATISTICS`; and for tokens that the student sampled `drawn` [4]: the sum of absolute differences between their
+        log-probabilities now and when sampled, their number, the sum of `TargetFormat.overlap` over at most `COMPARED`
+        trained tokens, and their number (0 where the overlap is not known). With several routes, the last two of each.
         """
         inputs = {key: value for key, value in inputs.items() if value is not None}
         # what PEFT passes along for the full forward

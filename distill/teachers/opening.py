@@ -1,4 +1,4 @@
-"""Opening a pair: the teacher of a recipe, the student beside it, and the proof that they can be compared."""
+"""Loading of a recipe's teacher and student, and the checks that they can be compared."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from distill.teachers.vocabulary import Vocabulary
 
 
 class Pair(NamedTuple):
-    """Teacher and student, ready to be trained, and what is known of them.
+    """Teacher and student, ready for training, with their vocabularies.
 
     Attributes:
         teacher, student: both on the device; a sharded teacher has our kernels in it already.
         vocabulary: their tokenizers.
-        vocab_size: columns of the vocabulary that are compared; None for what the teacher's targets say.
-        verdict: on the two vocabularies, a line.
+        vocab_size: columns of the vocabulary that are compared; None for the columns of the teacher's targets.
+        verdict: comparison of the two vocabularies, a line.
         layer_indices: of the teacher, that a student cut from it has; None for any other student.
     """
 
@@ -48,7 +48,7 @@ class Pair(NamedTuple):
 
     @property
     def tokenizer(self) -> Any:
-        """Of the data; None for random tokens."""
+        """Tokenizer of the data; None for random tokens."""
         return self.vocabulary.tokenizer
 
     def models(self) -> list[tuple[str, nn.Module]]:
@@ -58,7 +58,7 @@ class Pair(NamedTuple):
 
 @contextlib.contextmanager
 def opened_pair(source: TeacherSource, vocabulary: Vocabulary, context: OpenContext) -> Iterator[Pair]:
-    """`open_pair`'s, whose teacher is closed at the end, also where that is a failure."""
+    """Yield the pair of `open_pair`, and close its teacher at the end, also after an error."""
     pair = open_pair(source, vocabulary, context)
     try:
         yield pair
@@ -67,12 +67,12 @@ def opened_pair(source: TeacherSource, vocabulary: Vocabulary, context: OpenCont
 
 
 def open_pair(source: TeacherSource, vocabulary: Vocabulary, context: OpenContext) -> Pair:
-    """Load teacher and student and hold that they can be compared.
+    """Load teacher and student, and check that they can be compared.
 
     Args:
-        source: of the recipe.
-        vocabulary: of the source; tokenizers are compared before gigabytes are read.
-        context: where and how.
+        source: of the recipe's teacher.
+        vocabulary: of the source; tokenizers are compared before weights are read.
+        context: device, dtypes and sharing.
 
     Raises:
         ValueError: naming the field.
@@ -104,7 +104,7 @@ def open_pair(source: TeacherSource, vocabulary: Vocabulary, context: OpenContex
 
 
 def use_plugin(teacher: Teacher, plugin: Plugin) -> None:
-    """Have a teacher's targets compared by a plugin's functions too.
+    """Add a plugin's loss functions to a teacher's target format.
 
     Raises:
         ValueError: a kind of teacher whose logits the functions cannot be given.
@@ -113,7 +113,7 @@ def use_plugin(teacher: Teacher, plugin: Plugin) -> None:
 
 
 def check_length(recipe: Recipe, model: Any, field: str) -> None:
-    """Refuse sequences that are longer than the model's positions."""
+    """Raise ValueError for sequences that are longer than the model's positions."""
     most = getattr(bare(model).config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr,operator]
     if most and recipe.data.max_length > most:
         raise ValueError(
@@ -122,7 +122,7 @@ def check_length(recipe: Recipe, model: Any, field: str) -> None:
 
 
 def attention_of(recipe: Recipe, field: str) -> str:
-    """The attention that the recipe names for the model of a field: `teacher`, `teachers.N` or `student`."""
+    """Return the attention that the recipe names for the model of a field: `teacher`, `teachers.N` or `student`."""
     number = int(field.partition(".")[2] or 0)
     if field == "student":
         return recipe.student.attention
@@ -130,11 +130,11 @@ def attention_of(recipe: Recipe, field: str) -> str:
 
 
 def check_packing(recipe: Recipe, model: Any, field: str) -> None:
-    """Refuse packed rows for a model in which documents of one row see each other."""
+    """Raise ValueError for packed rows and a model in which documents of one row attend to each other."""
     if not recipe.data.packing or any(p.is_meta for p in model.parameters()):
         return
     attention = attention_of(recipe, field)
-    # by transformers' flash attention documents stay apart in a batch of one row alone
+    # transformers' flash attention keeps documents apart only in a batch of one row
     one_row = recipe.train.batch_size == 1 and "flash" in attention
     problem = packing_problem(model, longest=recipe.data.max_length, row_by_row=one_row)
     if problem is None:
@@ -146,9 +146,9 @@ def check_packing(recipe: Recipe, model: Any, field: str) -> None:
 
 
 def keeps_apart_by_ours(model: Any, longest: int | None = None) -> bool:
-    """Whether documents of a row stay apart by our attention, where `patch` can put it in; the model stays as it is.
+    """Return whether our attention, where `patch` can install it, keeps documents apart; the model is not changed.
 
-    Some models do not tell their own attention where documents end, but hand it on to ours (AFMoE, OPT).
+    Some models do not pass document boundaries to their own attention, but do to ours (AFMoE, OPT).
     """
     if not getattr(bare(model), "_supports_attention_backend", False):
         return False
@@ -161,7 +161,7 @@ def keeps_apart_by_ours(model: Any, longest: int | None = None) -> bool:
 
 
 def patch_model(model: nn.Module, role: Role, attention: str | None, *, compiles: bool) -> PatchReport:
-    """Put our kernels into a model; gate and up of a teacher's layers lie row by row in turn unless it is compiled."""
+    """Install our kernels in a model; rows of a teacher's gate and up weights alternate, unless it is compiled."""
     report = patch(model, role, attention=attention)
     if role == "teacher" and not compiles:
         report.swapped.update(interleave(model))
@@ -169,7 +169,7 @@ def patch_model(model: nn.Module, role: Role, attention: str | None, *, compiles
 
 
 def patch_models(pair: Pair, choices: AttentionChoices) -> None:
-    """Put our kernels into all models (a sharded teacher has them already), where they run on the GPU there is."""
+    """Install our kernels in all models (a sharded teacher has them already), where this device runs them."""
     if not runs_our_kernels(device := next(pair.student.parameters()).device):
         if is_main_process():
             console.print_lines(
@@ -187,8 +187,8 @@ def patch_models(pair: Pair, choices: AttentionChoices) -> None:
 
 
 def prepare_models(pair: Pair, *, joins: bool, compiles: bool) -> None:
-    """What is left once a teacher's layers are in fp8, if they shall be: join weights of projections that read the same
-    activations, and have the decoder layers compiled when training first calls them."""
+    """Join weights of projections that read the same activations, and have the decoder layers compiled when training
+    first calls them; called once a teacher's layers are in fp8, if they are to be."""
     from distill.models.compiling import compile_layers
     from distill.models.joined import join_siblings, joins_on
 

@@ -1,13 +1,13 @@
-"""The reverse KL over the student's own K likeliest tokens, as others train with where a teacher is read as K tokens.
+"""The reverse KL over the student's own K most probable tokens, commonly used with teachers that give K tokens.
 
-    y_1 ... y_K     the likeliest tokens of p_s as it is now, held constant
+    y_1 ... y_K     the most probable tokens of p_s as it is now (stop-gradient)
     bucket          sum over y of p_s log(p_s / p_t), and the same of all other tokens as one outcome: at most the full
                     reverse KL, by the data processing inequality
     renormalize     the same sum of both distributions given that the token is one of the K, without the others
-    sampled         all others by the token that the student drew: no bias, more noise (sampled_tail.py)
+    sampled         all others, estimated from the student's sampled token: no bias, more noise (sampled_tail.py)
 
-Which tokens, and what the teacher says of them, is made first, without a graph and chunk by chunk: a product of each
-head. `FusedTopKKLLoss` makes the student's product once more and the gradient, through all probabilities of p_s.
+The tokens and the teacher's log-probabilities of them are computed first, without a graph and chunk by chunk: a GEMM of
+each head. `FusedTopKKLLoss` repeats the student's GEMM and computes the gradient, through all probabilities of p_s.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class OwnTopKLoss(FusedTopKKLLoss):
         self.k, self.pairing, self.transform = min(term.k, pairing.columns), pairing, transform
 
     def forward(self, call: HeadCall, teacher: HeadWeights) -> torch.Tensor:  # type: ignore[override]
-        """The loss inside the student head's own call; inf where the teacher gives one of the K no probability."""
+        """Return the loss inside the student head's own call; inf where one of the K has teacher probability 0."""
         ids, log_p = self.own_tokens(call, teacher)
         arguments = self.pairing.arguments(call) | {"return_stats": False}
         loss = super().forward(call.hidden, call.head.weight, ids, log_p, call.labels, **arguments)  # type: ignore[arg-type]
@@ -59,10 +59,10 @@ class OwnTopKLoss(FusedTopKKLLoss):
 
     @torch.no_grad()
     def own_tokens(self, call: HeadCall, teacher: HeadWeights) -> tuple[torch.Tensor, torch.Tensor]:
-        """The student's K likeliest tokens, int64 [B, S, K], and their log-probabilities under the teacher at the
-        temperature, fp32 (fp64 of fp64); zeros in rows that are not computed.
+        """Return the student's K most probable tokens, int64 [B, S, K], and their log-probabilities under the teacher
+        at the temperature, fp32 (fp64 for fp64); zeros in rows that are not computed.
 
-        What the teacher leaves to all others counts as 1e-6 at least (8 eps): sums in fp32 tell no less from none.
+        The teacher's probability of all others counts as at least 1e-6 (8 eps), the least that fp32 sums resolve.
         """
         parts, at = [], self.objective.temperature
         for here, ids, all_log_p in top_k_chunks(call, teacher, self.transform, self.pairing, (self.k, at)):
@@ -90,7 +90,7 @@ class OwnTopKTailLoss(SampledTail):
         self.k, self.transform = min(term.k, pairing.columns), transform
 
     def __call__(self, call: HeadCall, teacher: HeadWeights) -> torch.Tensor:
-        """The loss inside the student head's own call."""
+        """Return the loss inside the student head's own call."""
         parts, labels = [], call.labels.flatten().clamp_min(0)
         with torch.no_grad():
             for here, ids, log_p in top_k_chunks(
@@ -112,7 +112,7 @@ def own_top_k_loss(
 def top_k_chunks(
     call: HeadCall, teacher: HeadWeights, transform: LogitTransform, pairing: Pairing, settings: tuple[int, float]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The student's likeliest tokens and the teacher's log-probabilities, chunk by chunk, in no graph.
+    """Yield the student's most probable tokens and the teacher's log-probabilities, chunk by chunk, without a graph.
 
     Args:
         call, teacher, transform, pairing: as of the losses.
@@ -129,6 +129,6 @@ def top_k_chunks(
     rows = torch.arange(len(hidden), device=hidden.device) if call.valid_rows is None else call.valid_rows
     with torch.no_grad(), torch.autocast(kind, enabled=False):
         for here in rows.split(rows_at_once(hidden.device, columns)):
-            # a scale and a soft cap leave the order as it is
+            # scale and soft cap do not change the order
             ids = raw_logits(student, hidden[here].to(dtype)).topk(k, sorted=False).indices
             yield here, ids, log_probabilities(targets[here], teacher, transform, columns, at)[1]

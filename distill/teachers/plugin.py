@@ -1,4 +1,4 @@
-"""A loss term of one's own in a run: `distill run recipe.yaml --plugin my_losses.py`.
+"""Custom loss terms (plugins): `distill run recipe.yaml --plugin my_losses.py`.
 
     # my_losses.py
     def hinge(student_logits, teacher_logits, labels):          # fp32 [n, V], fp32 [n, V], int64 [n]
@@ -10,9 +10,9 @@
     # recipe.yaml
     loss: {terms: [{type: forward_kl, weight: 0.5}, {type: hinge, weight: 0.5}]}
 
-The functions get the logits as the models make them (scale and soft cap applied, no temperature, cut to the shared
-vocabulary) in chunks of rows, so that the logits of a batch never exist together; autograd makes their gradients chunk
-by chunk. They are summed with the recipe's other terms, over the same tokens and the same count.
+The functions get the models' logits (scale and soft cap applied, no temperature, cut to the shared vocabulary) in
+chunks of rows, so that the logits of a batch never exist together; autograd computes their gradients chunk by chunk.
+They are summed with the recipe's other terms, over the same tokens and divided by the same count.
 
 `--plugin` is the only way that a run executes code of its user: a recipe alone never does. The file's hash is part of
 the resolved recipe, so that a run is not resumed with other code.
@@ -42,7 +42,7 @@ RowLosses = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Plugin(NamedTuple):
-    """What a plugin's file defines: its loss functions by name, and its code with the SHA-256 of that."""
+    """Contents of a plugin's file: its loss functions by name, its code and the SHA-256 of the code."""
 
     terms: dict[str, RowLosses]
     sha256: str
@@ -87,7 +87,7 @@ def load_plugin(path: Path) -> Plugin:
 
 
 def _explained(function: RowLosses, name: str, path: Path) -> RowLosses:
-    """`function`, whose mistakes are one line that names it and the line of the file."""
+    """Return `function` with its exceptions turned into one line that names it and the line of the file."""
 
     @functools.wraps(function)
     def call(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -112,12 +112,12 @@ def _explained(function: RowLosses, name: str, path: Path) -> RowLosses:
 
 
 def allowed_plugin(loss: Loss, path: Path | None) -> Plugin | None:
-    """The plugin that a recipe's loss needs, read only where it was allowed by `--plugin`; it is run where a term comes
-    from it, and for a reward by the processes that call the function.
+    """Return the plugin that a recipe's loss needs, read only where `--plugin` allows it. Its file is run where a term
+    comes from it, and for a reward by the processes that call the function.
 
     Args:
-        loss: The recipe's, whose `plugin` says which file it was resolved with.
-        path: What `--plugin` named.
+        loss: the recipe's, whose `plugin` is the file that it was resolved with.
+        path: the file that `--plugin` names.
 
     Raises:
         ValueError: a recipe with code in it and no `--plugin`, another file, or a term that the file does not define.
@@ -149,7 +149,7 @@ def allowed_plugin(loss: Loss, path: Path | None) -> Plugin | None:
 
 
 def _unused(path: Path) -> Plugin:
-    """The file of a reward alone, which this process does not run."""
+    """Return the plugin of a reward alone, without running its file."""
     try:
         code = Path(path).read_bytes()
     except OSError as error:
@@ -158,7 +158,7 @@ def _unused(path: Path) -> Plugin:
 
 
 class PluginTermLoss:
-    """A term of a person's own: a function over chunks of logits.
+    """A custom loss term: a function over chunks of logits.
 
     Args:
         functions: the plugin's, by name.
@@ -177,7 +177,7 @@ class PluginTermLoss:
         self.chunked = ChunkedLoss(_with_transforms(functions[term.function], pairing.student, transform))
 
     def __call__(self, call: HeadCall, teacher: HeadWeights) -> torch.Tensor:
-        """The loss inside the student head's own call."""
+        """Return the loss inside the student head's own call."""
         arguments = self.pairing.arguments(call) | {"teacher_bias": teacher.bias}
         del arguments["return_stats"]
         both = (call.hidden, call.head.weight, call.inputs.targets, teacher.weight, call.labels)
@@ -207,7 +207,7 @@ class PluginFormat(HiddenFormat):
 def _with_transforms(
     function: RowLosses, student: LogitTransform, teacher: LogitTransform
 ) -> Callable[..., torch.Tensor]:
-    """`function` of what the heads make, after each model's own scale and soft cap."""
+    """Return `function` over raw head outputs: each model's scale and soft cap are applied first."""
 
     def of_raw(raw: torch.Tensor, teacher_raw: Any, labels: Any) -> torch.Tensor:
         losses = function(student.applied(raw), teacher.applied(teacher_raw), labels)

@@ -1,10 +1,10 @@
-"""The loss of the sampled token alone, as policy gradients of reinforcement learning have it.
+"""The loss of the sampled token alone, as in policy-gradient reinforcement learning.
 
-With y a token that the student drew, and sg holding constant:
+With y a token that the student sampled, and sg the stop-gradient:
 
-    A = sg(log p_t[y] - log p_s[y])            advantage, with a discount those of later tokens of the answer too;
-                                               times `teacher_weight`, and plus the answer's own from a reward
-    r = p_s[y] / p_drawn[y]                    importance ratio: 1 in value where the tokens were drawn from p_s itself
+    A = sg(log p_t[y] - log p_s[y])            advantage; with a discount, plus those of the response's later tokens;
+                                               times `teacher_weight`, plus the response's advantage by a reward
+    r = p_s[y] / p_drawn[y]                    importance ratio: 1 where the tokens were sampled from p_s itself
     loss = -min(r A, clip(r, 1 - c, 1 + c) A)
 
 Its gradient at r = 1 is -A grad log p_s[y], which is in expectation that of the reverse KL (the recipe of Lu and
@@ -32,15 +32,15 @@ def policy_gradient_loss(
     discount: float = 0.0,
     learned: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Each token's loss, by the teacher's advantage alone.
+    """Return each token's loss, by the teacher's advantage alone.
 
     Args:
-        log_p: of the drawn tokens under the student, [B, S], natural logarithms; gets a gradient.
+        log_p: of the sampled tokens under the student, [B, S], natural logarithms; gets a gradient.
         teacher_log_p: the same under the teacher; gets none.
-        drawn_log_p: the same when they were drawn; None for the student as it is.
+        drawn_log_p: the same when they were sampled; None for the student's present ones.
         clip: c above; None for no clipping.
-        discount: share of a token's advantage that the one before it is given, 0 to 1.
-        learned: bool [B, S], which tokens are the student's; between stretches of them nothing is handed back.
+        discount: share of a token's advantage that is added to that of the token before it, 0 to 1.
+        learned: bool [B, S], which tokens are the student's; discounts do not cross gaps between them.
 
     Returns:
         Like `log_p`, 0 where not `learned`.
@@ -77,7 +77,7 @@ def surrogate_loss(
 
 
 def discounted(values: torch.Tensor, learned: torch.Tensor, discount: float) -> torch.Tensor:
-    """sum_k discount^k values[t + k] over the rest of each stretch of `learned` tokens; [B, S], by doubling."""
+    """Return sum_k discount^k values[t + k] over the rest of each stretch of `learned` tokens; [B, S], by doubling."""
     total, reaches, step = values, learned, 1
     while step < values.shape[-1]:
         later, open_ = torch.zeros_like(total), torch.zeros_like(reaches)
@@ -110,7 +110,7 @@ class SampledTokenLoss:
         self.workspace: int | None = None
 
     def __call__(self, call: HeadCall, teacher: HeadWeights) -> torch.Tensor:
-        """The loss inside the student head's own call."""
+        """Return the loss inside the student head's own call."""
         targets, inputs, learned = call.inputs.targets, call.inputs, call.labels != IGNORE_INDEX
         assert isinstance(targets, torch.Tensor)
         common, student = {"valid_rows": call.valid_rows, "vocab_size": self.pairing.vocab_size}, self.pairing.student
@@ -126,7 +126,7 @@ class SampledTokenLoss:
         term, drawn = self.term, inputs.drawn_log_p if self.term.importance else None
         drawn = drawn if drawn is None else torch.where(learned, drawn.to(log_p.dtype), 0.0)
         advantage = torch.zeros_like(log_p)
-        if term.teacher_weight:  # else not a number where the teacher gives a token no probability
+        if term.teacher_weight:  # at weight 0, a token of teacher probability 0 would give NaN
             advantage = term.teacher_weight * teacher_advantage(log_p, teacher_log_p, learned, term.discount)
         if term.reward is not None and inputs.advantages is not None:
             advantage = advantage + inputs.advantages.to(log_p.dtype)

@@ -28,7 +28,7 @@ class ReadingTeacher(WrappingTeacher):
     """A teacher whose inner teacher reads the columns named `teacher_...` of a batch.
 
     Args:
-        teacher: whatever computes the outputs; a causal language model too.
+        teacher: the inner teacher, or a causal language model.
 
     Attributes:
         needed: columns without which a batch cannot be compared: the teacher's ids, and what aligns both readings.
@@ -42,7 +42,7 @@ class ReadingTeacher(WrappingTeacher):
 
     @property
     def pad_token_id(self) -> int:
-        """Token id that pads the teacher's rows; any will do."""
+        """Token id that pads the teacher's rows; any id does."""
         model: Any = next(iter(self.models.values()), None)
         return (0 if model is None else getattr(model.config, "pad_token_id", None)) or 0
 
@@ -60,17 +60,17 @@ class ReadingTeacher(WrappingTeacher):
         return {name: value for name, value in batch.items() if name not in own and not name.startswith(PREFIX)}
 
     def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
-        """The student is not compared on the teacher's rows."""
+        """Check the inner teacher alone: the student is not compared on the teacher's rows."""
         return self.inner.prove(self.inner_batch(batch), None, pairing)
 
 
 class SecondReading:
-    """Makes batches of rows that hold `teacher_input_ids` and `teacher_position_ids` beside the student's columns.
+    """A collator of rows that hold `teacher_input_ids` and `teacher_position_ids` beside the student's columns.
 
     Args:
-        plain: makes the student's batch.
+        plain: collator of the student's batch.
         pad_token_id: the teacher's; any id does.
-        inner: makes the teacher's collator of a plain one; None for a plain one.
+        inner: wraps a plain collator into the teacher's; None for a plain one.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class SecondReading:
 
     @staticmethod
     def teacher_row(row: Row) -> Row:
-        """The teacher's row of a row: `input_ids`, `labels` at the tokens that are compared, `position_ids`."""
+        """Return the teacher's reading of a row: `input_ids`, `labels` at the compared tokens, `position_ids`."""
         raise NotImplementedError
 
     def both(self, rows: Sequence[Row]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """The student's batch, and the teacher's under names with the prefix.
+        """Return the student's batch, and the teacher's under names with the prefix.
 
         Raises:
             ValueError: rows without the teacher's reading.
@@ -103,5 +103,5 @@ class SecondReading:
         return batch, {PREFIX + name: value for name, value in teacher.items()}
 
     def begin(self, width: int, length: int) -> int:
-        """Where a row of so many tokens begins in a batch of this width."""
+        """Return the column at which a row of `length` tokens begins in a batch of this width."""
         return (width - length) * (self.padding_side == "left")

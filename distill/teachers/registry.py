@@ -1,8 +1,8 @@
-"""The teacher that a recipe asks for, put together of a backend, a store, its rows and a combination.
+"""Construction of a recipe's teacher from a backend, a store, its rows and a combination.
 
     source_of(recipe)   =   routes or a mixture ( rows ( store ( backend ) ) , ... )
 
-Each layer is there where the recipe names it: `teacher.keep` a store, `teacher.context` or `student.vocabulary: cross`
+Each layer exists where the recipe names it: `teacher.keep` a store, `teacher.context` or `student.vocabulary: cross`
 other rows than the student's, `teachers` several teachers.
 """
 
@@ -30,7 +30,7 @@ from distill.teachers.student import AverageSource
 
 ENTRY_POINTS = "distill.backends"  # group of backends in other packages
 Maker = Callable[[Recipe, TeacherSection, str], TeacherSource]
-# by what computes the outputs: of a recipe with this teacher alone, its section and the field that holds it
+# by backend; a maker takes a recipe with this teacher alone, the teacher's section and the field that holds it
 BACKENDS: dict[str, Maker] = {
     "local": ModelSource,
     "average": AverageSource,
@@ -96,5 +96,5 @@ def backend_of(recipe: Recipe, section: TeacherSection) -> str:
 
 
 def measure_of(recipe: Recipe, stored: Mapping[str, Any] | None = None) -> Measure:
-    """The measure of a run, by what its result.json or before.json keeps of it, else by its recipe."""
+    """Return the measure of a run from its result.json or before.json, else from its recipe."""
     return Measure(**stored) if stored else source_of(recipe).measure()

@@ -1,10 +1,10 @@
-"""The reverse KL over K tokens, with all others estimated from the token that the student drew: without bias.
+"""The reverse KL over K tokens, with an unbiased estimate of all others from the token that the student sampled.
 
     g(a, b) = a log(a / b) - a + b                     >= 0; its sum over all tokens is KL(p_s || p_t)
-    loss    = sum of g(p_s, p_t) over the K tokens  +  g(p_s(y), p_t(y)) / q(y) where the drawn token y is none of them
+    loss    = sum of g(p_s, p_t) over the K tokens  +  g(p_s(y), p_t(y)) / q(y) where y is none of them
 
-q(y) is the probability that y was drawn with, a constant. The expectation over y is the sum over all tokens, whatever K
-and q, and so is that of the gradient, through all probabilities of p_s. The first sum alone is the generalised KL of
+q(y) is the probability that y was sampled with, a constant. The expectation over y is the sum over all tokens, whatever
+K and q, and so is that of the gradient, through all probabilities of p_s. The first sum alone is the generalised KL of
 MOPD (arXiv 2606.30406, equation 5), which is blind to the teacher's other tokens; the second is an estimate by
 importance sampling of what it leaves out.
 """
@@ -27,7 +27,7 @@ class TailTargets:
     Args:
         ids: int64 [N, K], tokens of each position.
         log_p: [N, K], theirs.
-        label_log_p: [N], of the drawn token.
+        label_log_p: [N], of the sampled token.
     """
 
     def __init__(self, ids: torch.Tensor, log_p: torch.Tensor, label_log_p: torch.Tensor) -> None:
@@ -36,7 +36,7 @@ class TailTargets:
 
 
 class SampledTail:
-    """The loss of a call, weighted, in plain PyTorch chunk by chunk: no logits of a batch.
+    """The weighted loss of a call in plain PyTorch, chunk by chunk, so that a batch's logits never exist together.
 
     Args:
         term: its settings.
@@ -55,7 +55,7 @@ class SampledTail:
         self.workspace: int | None = None
 
     def of(self, call: HeadCall, targets: TailTargets) -> torch.Tensor:
-        """Return the loss inside the student head's own call; inf where the teacher rules out one of the K or y."""
+        """Return the loss inside the student head's own call; inf where the teacher gives one of them probability 0."""
         labels, drawn = call.labels.flatten(), call.inputs.drawn_log_p
         drawn = None if drawn is None else drawn.flatten()
         numbers = torch.arange(len(labels), device=labels.device).masked_fill(labels == IGNORE_INDEX, IGNORE_INDEX)

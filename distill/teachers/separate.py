@@ -1,4 +1,4 @@
-"""Terms that are no divergence of whole distributions, each with a pass of its own, beside a loss's fused terms."""
+"""Auxiliary loss terms, no divergences of whole distributions, each with a pass of its own beside the fused terms."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from distill.teachers.policy_gradient import SampledTokenLoss
 
 
 class TermLoss(Protocol):
-    """The loss of one such term, weighted.
+    """The loss of one auxiliary term, weighted.
 
     Attributes:
         reduction: "mean" over the tokens of the step, or "none".
-        workspace: bytes of the logits' buffers, where it obeys; None to choose.
+        workspace: bytes of the logits' buffers, where it can be set; None to choose.
     """
 
     reduction: str
     workspace: int | None
 
     def __call__(self, call: HeadCall, teacher: HeadWeights) -> torch.Tensor:
-        """A scalar, or each token's; inside the student head's own call."""
+        """Return the loss inside the student head's own call, a scalar or each token's."""
         ...
 
 
@@ -37,17 +37,17 @@ LOSSES: Makers = {"policy_gradient": SampledTokenLoss, "top_k_reverse_kl": own_t
 
 
 class SeparateTermsLoss:
-    """A recipe's loss that has such terms.
+    """A recipe's loss that has auxiliary terms.
 
     Args:
         section: the recipe's.
         pairing: how the student's logits meet the teacher's.
         transform: scale and soft cap of the teacher.
-        makers: of the losses of such terms.
+        makers: of the losses of auxiliary terms.
 
     Attributes:
-        fused: the loss of the other terms, if there are others; and, where that compares with no teacher, the forward
-            KL, for the figures alone. Each with whether it counts.
+        fused: the loss of the other terms, if there are any; and, where that does not compare with the teacher, the
+            forward KL, for metrics only. Each with whether it counts.
         measured: the last of them.
     """
 
@@ -65,7 +65,7 @@ class SeparateTermsLoss:
         self.objective, self.reduction, self.workspace = self.measured.objective, "mean", None
 
     def __call__(self, call: HeadCall, teacher: HeadWeights) -> LossResult:
-        """The loss inside the student head's own call."""
+        """Return the loss inside the student head's own call."""
         both = (call.hidden, call.head.weight, call.inputs.targets, teacher.weight, call.labels)
         arguments, statistics = self.pairing.arguments(call) | {"teacher_bias": teacher.bias}, None
         for loss in (*self.own, *(loss for loss, _ in self.fused)):

@@ -1,12 +1,12 @@
-"""A teacher that no device holds: built without memory, cut into shards, then filled shard by shard.
+"""A sharded teacher: built on the meta device, sharded by FSDP2, then filled shard by shard.
 
-Each process makes the model on the meta device, patches it, and cuts it by FSDP2; only then do its shards get memory.
-The first process alone reads the weights, whole, into host memory, and hands every other its part of one parameter
-after the other, so that a device never holds more than its shards and one whole parameter, and what can be loaded at
-all (any checkpoint format, GGUF, a merged adapter) can be sharded. Random weights are drawn in the shards.
+Each process makes the model on the meta device, patches it, and shards it; only then do its shards get memory. The
+first process alone reads the weights, whole, into host memory, and sends every other its part, parameter by parameter,
+so that a device never holds more than its shards and one whole parameter, and whatever can be loaded (any checkpoint
+format, GGUF, a merged adapter) can be sharded. Random weights are initialised in the shards.
 
-Kernels are swapped in by verdicts reached on a model of the same configuration with two layers: a module without
-weights cannot be tried out.
+Kernels are chosen by trying them on a model of the same configuration with two layers, since a module without weights
+cannot be run.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def load_sharded_teacher(
     dtype: torch.dtype,
     attention: Callable[[nn.Module], str | None] | None = None,
 ) -> tuple[PreTrainedModel, PatchReport | None]:
-    """The teacher as shards over all processes; every process must call this.
+    """Load the teacher sharded over all processes; every process must call this.
 
     Args:
-        section: The recipe's `teacher`.
-        device: Of this process.
-        dtype: Of the weights.
-        attention: Chooses the attention back end by looking at a model of the same heads on `device`; the kernels are
-            put in with it. None leaves the model as it is.
+        section: the recipe's `teacher`.
+        device: of this process.
+        dtype: of the weights.
+        attention: chooses the attention back end from a model of the same heads on `device`; the kernels are installed
+            with it. None leaves the model as it is.
 
     Returns:
-        The teacher, frozen and in eval mode, its parameters DTensors, and what was patched.
+        The teacher, frozen and in eval mode, its parameters DTensors, and the report of what was patched.
 
     Raises:
         ValueError: naming the field, the same on every process.
@@ -86,7 +86,7 @@ def load_sharded_teacher(
 
 
 def _draw(model: Any, seed: int) -> None:
-    """Random weights as the architecture draws them, in the shards."""
+    """Initialise the shards with random weights, as the architecture does."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for module in model.modules():
@@ -95,7 +95,7 @@ def _draw(model: Any, seed: int) -> None:
 
 @torch.no_grad()
 def _fill(model: nn.Module, source: nn.Module | None, device: torch.device) -> None:
-    """Give every process its part of the first one's weights."""
+    """Send every process its part of the first one's weights."""
     weights = dict(source.named_parameters()) if source is not None else {}
     shapes = [{name: tuple(p.shape) for name, p in weights.items()}]
     dist.broadcast_object_list(shapes)
@@ -116,7 +116,7 @@ def _fill(model: nn.Module, source: nn.Module | None, device: torch.device) -> N
         if source is not None:
             buffer.copy_(buffers[name])
         dist.broadcast(buffer, 0)
-    # where an answer ends, which must be the same everywhere
+    # the end of a response must be the same on all processes
     generation_config = [getattr(source, "generation_config", None)]
     dist.broadcast_object_list(generation_config)
     if generation_config[0] is not None:

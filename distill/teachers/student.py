@@ -1,4 +1,4 @@
-"""The student's own checkpoint as a teacher: frozen, or following the student as a running average of its weights."""
+"""The student's own checkpoint as a teacher: frozen, or as an exponential moving average (EMA) of the weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from distill.teachers.vocabulary import Vocabulary
 
 
 class AveragedTeacher(LoadedTeacher):
-    """A copy of the student that follows it: after each step `share` times itself plus the rest of the student.
+    """An EMA of the student: after each step, `share` times itself plus (1 - `share`) times the student.
 
     Args:
         model: the student's checkpoint; other arguments as of `LoadedTeacher`.
-        share: of itself, above 0 and below 1.
+        share: decay of the average, above 0 and below 1.
     """
 
     def __init__(self, model: nn.Module, share: float, *, field: str = "teacher", tokenizer: Any = None) -> None:
@@ -41,10 +41,10 @@ class AveragedTeacher(LoadedTeacher):
 
 
 class AverageSource(ModelSource):
-    """The student's checkpoint, which follows the student; arguments as of `ModelSource`."""
+    """The source of an `AveragedTeacher`; arguments as of `ModelSource`."""
 
     def footprint(self, context: FootprintContext) -> Footprint:
-        """The model's, and the average in float32 where its weights are narrower."""
+        """Return the model's footprint, with the average in float32 where its weights are narrower."""
         plain, size = super().footprint(context), context.precision.teacher.itemsize
         return plain._replace(weights=plain.weights + (4 * self.meta().shape.parameters if size < 4 else 0))
 

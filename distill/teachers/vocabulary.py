@@ -13,11 +13,11 @@ from distill.recipe import Data, ModelSection, Recipe
 
 
 class Match(NamedTuple):
-    """How two models' vocabularies meet.
+    """Alignment of two models' vocabularies.
 
     Attributes:
-        columns: of the vocabulary that are compared; None for what the teacher's format says.
-        verdict: in words.
+        columns: of the vocabulary that are compared; None for those of the teacher's format.
+        verdict: the comparison in words.
     """
 
     columns: int | None
@@ -25,16 +25,16 @@ class Match(NamedTuple):
 
 
 def is_synthetic(data: Data) -> bool:
-    """Whether the data are random tokens."""
+    """Return whether the data are random tokens."""
     return data.source.partition(":")[0] == "synthetic"
 
 
 class Vocabulary:
-    """Token by token: both models read the same ids.
+    """The vocabulary of two models that read the same ids.
 
     Attributes:
         tokenizer: makes the data, with the chat template that the recipe names; None for random tokens.
-        teacher_tokenizer: puts questions to the teacher.
+        teacher_tokenizer: for the teacher's prompts.
     """
 
     top_k = False
@@ -45,8 +45,8 @@ class Vocabulary:
         Args:
             recipe: the run's.
             teacher: whose tokenizer is read.
-            id_bound: random ids stay below it; None for the smaller of the two vocabularies.
-            top_k: the teacher says K tokens of a position, and its format holds that the student has their columns.
+            id_bound: exclusive upper bound of random ids; None for the smaller of the two vocabularies.
+            top_k: whether the teacher gives K tokens a position; its format checks that the student has their columns.
         """
         self.top_k = top_k
         self.recipe, self._teacher, self._id_bound = recipe, teacher, id_bound
@@ -58,7 +58,7 @@ class Vocabulary:
 
     @property
     def id_bound(self) -> int | None:
-        """Ids of random tokens stay below it; None for text."""
+        """Exclusive upper bound of random token ids; None for text."""
         if self.tokenizer is not None:
             return None
         if self._id_bound is not None:
@@ -69,18 +69,18 @@ class Vocabulary:
         return min(load_config(section, field).get_text_config().vocab_size for section, field in sections)
 
     def tokenizers(self) -> list[Any] | None:
-        """Of every teacher and, last, of the student, as they were read; None for random tokens."""
+        """Return the tokenizers of every teacher and, last, of the student, as read; None for random tokens."""
         return None if self.tokenizer is None else [self.tokenizer, self.student_tokenizer]
 
     def read(self, data: Data, seed: int) -> Splits:
-        """Rows to learn and rows held out."""
+        """Return training and held-out rows."""
         return load_data(data, self.tokenizer, seed=seed, vocab_size=self.id_bound)
 
     def prepare(self) -> None:
-        """Compare the tokenizers, before gigabytes are read.
+        """Compare the tokenizers, before weights are read.
 
         Raises:
-            ValueError: ids that do not mean the same to both.
+            ValueError: ids that stand for different tokens.
         """
         student = self.recipe.student
         if not student.has_tokenizer or self.tokenizer is None:
@@ -90,13 +90,13 @@ class Vocabulary:
             compare(self.tokenizer, self.student_tokenizer).require()
 
     def fit(self, student: Any) -> None:
-        """Give a loaded student the tokens that only the teacher has, where the recipe says so."""
+        """Extend a loaded student by the tokens that only the teacher has, where the recipe says so."""
         if self.student_tokenizer is not self.tokenizer and self.recipe.student.vocabulary == "extend":
             extend_student(student, self.student_tokenizer, self.tokenizer)
             self.student_tokenizer = self.tokenizer
 
     def match(self, teacher_rows: list[int], student_rows: int) -> Match:
-        """How the heads meet.
+        """Return the alignment of the heads.
 
         Args:
             teacher_rows: of each teacher's head.
@@ -106,8 +106,8 @@ class Vocabulary:
         return Match(None if self.top_k else min(shared, *teacher_rows), verdict + self.other_prompt())
 
     def other_prompt(self) -> str:
-        """Where the student's own chat template writes a prompt in another way than the data's; empty where it does
-        not. The student is trained, and answers, after the data's."""
+        """Return where the student's own chat template renders a prompt differently from the data's; empty where it
+        does not. The student is trained, and generates, with the data's."""
         if self.tokenizer is None or self.student_tokenizer is self.tokenizer:
             return ""
         templates = (

@@ -1,4 +1,4 @@
-"""Teachers around teachers: one that reads other rows, or stores outputs, and has the rest done by the one inside.
+"""Teachers around teachers: the outer one reads other rows, or stores outputs, and delegates the rest to the inner.
 
     routes  ->  rows (a context, another tokenizer)  ->  store  ->  backend (a model here, a server)
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class WrappingTeacher(Teacher):
-    """A teacher that hands on to another one what it does not do itself.
+    """A teacher that delegates what it does not do itself to an inner teacher.
 
     Args:
         inner: the teacher inside; its format is this one's unless a subclass has another.
@@ -40,7 +40,7 @@ class WrappingTeacher(Teacher):
         self.ahead = inner.ahead
 
     def inner_batch(self, batch: Batch) -> Batch:
-        """The batch that the inner teacher reads."""
+        """Return the batch that the inner teacher reads."""
         return batch
 
     def collate(self, plain: Collate) -> Collate:
@@ -109,7 +109,7 @@ class WrappingTeacher(Teacher):
 
 
 class WrappingSource(TeacherSource):
-    """The source of a `WrappingTeacher`; hands on to the inner one's source what it does not do itself."""
+    """The source of a `WrappingTeacher`; it delegates what it does not do itself to the inner teacher's source."""
 
     def __init__(self, inner: TeacherSource) -> None:
         self.inner, self.recipe, self.sections = inner, inner.recipe, inner.sections
@@ -117,6 +117,7 @@ class WrappingSource(TeacherSource):
 
     @property
     def is_to_be_made(self) -> bool:
+        """True where a command has to make the inner teacher's cache first."""
         return self.inner.is_to_be_made
 
     @property
@@ -163,11 +164,11 @@ class WrappingSource(TeacherSource):
 
 
 class WrappingVocabulary(Vocabulary):
-    """The vocabulary of a `WrappingSource`: another's, with data that are read in another way.
+    """The vocabulary of a `WrappingSource`: the inner one, with data that are read in another way.
 
     Args:
-        inner: the vocabulary inside.
-        read: makes the data: of a recipe's `data` section and a seed.
+        inner: the inner source's vocabulary.
+        read: makes the data of a recipe's `data` section and a seed.
     """
 
     def __init__(self, inner: Vocabulary, read: Callable[[Data, int], Splits]) -> None:
@@ -176,14 +177,17 @@ class WrappingVocabulary(Vocabulary):
 
     @property
     def tokenizer(self) -> Any:
+        """Tokenizer that makes the data; None for random tokens."""
         return self.inner.tokenizer
 
     @property
     def teacher_tokenizer(self) -> Any:
+        """Tokenizer of the teacher's prompts."""
         return self.inner.teacher_tokenizer
 
     @property
     def student_tokenizer(self) -> Any:
+        """Tokenizer of the student."""
         return self.inner.student_tokenizer
 
     @property
@@ -211,14 +215,14 @@ def readings_of(splits: Splits, row: Callable[[Mapping[str, Any]], Mapping[str, 
 
     Args:
         splits: as the student reads them.
-        row: of a student's row the teacher's: `input_ids`, `labels`, `position_ids`.
+        row: maps a student's row to the teacher's: `input_ids`, `labels`, `position_ids`.
     """
     train, validation = (TeacherRows(rows, row) for rows in (splits.train, splits.validation))
     return splits._replace(train=train, validation=validation)
 
 
 class TeacherRows(Sequence[Mapping[str, Any]]):
-    """Rows as a teacher reads them, made of the student's when they are needed."""
+    """Rows as a teacher reads them, made from the student's when they are accessed."""
 
     def __init__(self, rows: Any, row: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
         self.rows, self.row = rows, row

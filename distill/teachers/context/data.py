@@ -1,7 +1,7 @@
-"""Data for a teacher that sees more: each answer after the student's prompt, and after the teacher's.
+"""Data of context distillation: each response after the student's prompt, and after the teacher's.
 
 A row holds the student's `input_ids`, `labels`, `position_ids` and what the teacher reads in their place,
-`teacher_input_ids` and `teacher_position_ids`, document by document. From the first token that is learned on, both
+`teacher_input_ids` and `teacher_position_ids`, document by document. From the first trained token on, both
 readings of a document are the same tokens: they are aligned from their ends. `data.max_length` bounds both, and what
 exceeds it is cut off both.
 """
@@ -37,19 +37,19 @@ class TwoPrompts(NamedTuple):
     origin: int
 
     def columns(self) -> dict[str, np.ndarray]:
-        """As `ContextEncoder.columns`."""
+        """Return the columns of `ContextEncoder.columns`."""
         return {"input_ids": self.ids, "labels": self.labels, "teacher_input_ids": self.teacher_ids}
 
 
 class ContextEncoder(Encoder):
-    """The rows as the student reads them, and as the teacher does. Arguments as of `Encoder`, and the recipe's
-    `teacher.context`, set by `after`."""
+    """An encoder of both readings of a row, the student's and the teacher's. Arguments as of `Encoder`, and the
+    recipe's `teacher.context`, set by `after`."""
 
     columns: Mapping[str, tuple[str, ...]] = {"input_ids": (), "labels": (), "teacher_input_ids": ()}
     context: Context
 
     def after(self, context: Context) -> ContextEncoder:
-        """This encoder, with the context.
+        """Return this encoder, with the context set.
 
         Raises:
             ValueError: the rows are running text.
@@ -104,14 +104,14 @@ class ContextEncoder(Encoder):
         self.count_faults(kept, faults, tally)
 
     def _readings(self, parts: Sequence[Partly]) -> Iterator[np.ndarray]:
-        """The teacher's ids of each text, int32; a template writes what begins and ends a text itself."""
+        """Yield the teacher's ids of each text, int32; templates include the tokens that begin and end a text."""
         texts = [part.text for part in parts]
         for part, ids in zip(parts, self.ids_of(texts) if texts else [], strict=True):
             before, last = ([], []) if part.templated else self.around(ids)
             yield np.array([*before, *ids, *last], dtype=np.int32)
 
     def _both(self, ids: np.ndarray, labels: np.ndarray, other: np.ndarray, origin: int, tally: Tally) -> TwoPrompts:
-        """Both readings, as long as both have room."""
+        """Return both readings, cut where one of them has no more room."""
         answer = ids[int((labels != IGNORE_INDEX).argmax()) :]
         if len(other) <= len(answer) or not np.array_equal(other[len(other) - len(answer) :], answer):
             raise RowFault("the answer's tokens are others after the teacher's context", f"{len(answer)} tokens")
@@ -123,7 +123,7 @@ class ContextEncoder(Encoder):
         return TwoPrompts(ids[:keep], labels[:keep], other[:other_keep], origin)
 
     def _for_teacher(self, sample: Sample, text: str) -> Sample:
-        """The sample with the context in its place."""
+        """Return the sample with the context in its place."""
         text, place = clean(text), self.context.place
         if sample.messages is None:
             prompt = sample.prompt or ""
@@ -151,7 +151,7 @@ class ContextEncoder(Encoder):
 
 
 def filled(context: Context, row: DataRow) -> str:
-    """The template with a row's columns in it.
+    """Return the context's template, filled with a row's columns.
 
     Raises:
         RowFault: a column is missing, empty or no text.
@@ -169,12 +169,12 @@ def _value(row: DataRow, column: str) -> str:
 
 
 def _secrets(context: Context, row: DataRow, private: str) -> list[str]:
-    """What no prompt of the student's may hold: the columns' texts; of a template without columns all of it."""
+    """Return texts that no student prompt may contain: the columns'; all of a template without columns."""
     return [_value(row, column).strip() for column in context.columns] or [private.strip()]
 
 
 class ContextReport(DataReport):
-    """What became of the data, with what the teacher reads more."""
+    """Report on the data, with the tokens that the teacher reads in addition."""
 
     def __str__(self) -> str:
         more = (self.teacher_tokens - self.tokens) / max(self.documents, 1)
@@ -182,11 +182,11 @@ class ContextReport(DataReport):
 
 
 class ContextCollator(SecondReading):
-    """Adds to a plain collator's batch the teacher's reading, in which the learned tokens have labels too."""
+    """A collator that adds the teacher's reading to a plain batch; trained tokens have labels in it too."""
 
     def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-        """As `Collator`, and the teacher's columns; `teacher_rows` int64 [M] are the flat positions of the teacher's
-        that `valid_rows` correspond to.
+        """Collate rows, with the teacher's columns; `teacher_rows` int64 [M] are the teacher's flat positions that
+        correspond to `valid_rows`.
 
         Raises:
             ValueError: rows without the teacher's reading, or with another answer in it.
@@ -196,7 +196,7 @@ class ContextCollator(SecondReading):
 
     @staticmethod
     def teacher_row(row: Row) -> dict[str, Any]:
-        """The teacher's row, with the student's labels at the same tokens of each document.
+        """Return the teacher's row, with the student's labels at the same tokens of each document.
 
         Raises:
             ValueError: they are other tokens.

@@ -1,8 +1,8 @@
 """Context distillation: a teacher that reads the student's answers after a prompt of its own.
 
 The teacher may be any other, loaded, served or stored, or the student's own checkpoint, which then differs from the
-student by what it reads alone (self-distillation). Its outputs are moved to the positions of the student's that predict
-the same tokens, so that every loss takes them as they are.
+student only by what it reads (self-distillation). Its outputs are moved to the student's positions that predict the
+same tokens, so that every loss takes them as they are.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ContextTeacher(ReadingTeacher):
     """A teacher with a prompt of its own; its batches come from `ContextCollator`.
 
     Args:
-        teacher: as it is by itself; a causal language model too.
-        context: what it reads, for its samples; None where none are made.
+        teacher: the inner teacher, or a causal language model.
+        context: its prompt, for `respond`; None where that is not used.
     """
 
     reading = "context"
@@ -45,7 +45,7 @@ class ContextTeacher(ReadingTeacher):
         return ContextCollator(plain, self.pad_token_id, self.inner.collate)
 
     def targets(self, batch: Batch) -> Targets:
-        """The inner teacher's targets at the student's positions; 0 where nothing is learned."""
+        """Return the inner teacher's targets at the student's positions; 0 where no token is trained."""
         targets = self.inner.targets(self.inner_batch(batch))
         places = batch["teacher_rows"], batch["valid_rows"], batch["input_ids"].shape
         if isinstance(targets, TopKTargets):
@@ -54,7 +54,7 @@ class ContextTeacher(ReadingTeacher):
         return moved(targets, *places)
 
     def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
-        """What the inner teacher proves, on the student's rows, and how much more the teacher reads."""
+        """Check the inner teacher on the student's rows, and report how much more the teacher reads."""
         own, other = (batch[name].numel() for name in ("input_ids", "teacher_input_ids"))
         line = (
             f"the teacher reads {other:,} tokens where the student reads {own:,} (first held-out batch, with padding); "
@@ -65,7 +65,7 @@ class ContextTeacher(ReadingTeacher):
         return [*super().prove(batch, student, pairing), f"{'context':<12}{line}"]
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
-        """After a context that is the same for all; None where it depends on a row, which no prompt here has."""
+        """Return responses after a context that is the same for all; None where it depends on a row of the data."""
         tokenizer = getattr(self.inner, "tokenizer", None)
         if self.context is None or self.context.columns or getattr(tokenizer, "chat_template", None) is None:
             return None
@@ -80,7 +80,7 @@ class ContextTeacher(ReadingTeacher):
 
 
 def moved(values: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Values at flat positions of one batch put at those of another.
+    """Return values at flat positions of one batch, moved to those of another.
 
     Args:
         values: [B, S', ...], or [B * S'].
@@ -99,7 +99,7 @@ class ContextSource(WrappingSource):
     """The source of a teacher that reads after a context.
 
     Args:
-        inner: of the teacher by itself.
+        inner: of the inner teacher.
         context: of the recipe.
     """
 
@@ -132,7 +132,7 @@ class ContextSource(WrappingSource):
         return self.inner.data_problems(readings_of(splits, ContextCollator.teacher_row))
 
     def footprint(self, context: FootprintContext) -> Footprint:
-        """The inner teacher's, its outputs over both readings."""
+        """Return the inner teacher's footprint, with its outputs over both readings."""
         plain = self.inner.footprint(context)
         return plain._replace(token_bytes=2 * plain.token_bytes)
 

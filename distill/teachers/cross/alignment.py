@@ -1,4 +1,4 @@
-"""Two tokenizers' readings of one text, held side by side by the bytes they cover.
+"""Alignment of two tokenizers' readings of one text, by the bytes that their tokens cover.
 
 A token is the bytes it stands for: byte-level BPE spells them in its own alphabet, SentencePiece writes a space as
 U+2581 and a byte as `<0xE2>`, an added token is its text. Two readings meet wherever a token of each ends at the same
@@ -36,14 +36,14 @@ class Shared(NamedTuple):
 
 
 def token_bytes(tokenizer: Any, field: str = "tokenizer") -> list[bytes | None]:
-    """What every id stands for, in order of id; None where there is no such token.
+    """Return the bytes of every token, in order of id; None where there is no such token.
 
     Args:
         tokenizer: a transformers tokenizer, byte-level BPE or of SentencePiece's kind.
         field: whose it is, for the error.
 
     Raises:
-        ValueError: its tokens do not say which bytes they are (WordPiece, for one).
+        ValueError: its tokens do not determine bytes (WordPiece, for one).
     """
     pieces = {number: token for token, number in tokenizer.get_vocab().items()}
     added = {number: str(getattr(token, "content", token)) for number, token in tokenizer.added_tokens_decoder.items()}
@@ -77,7 +77,7 @@ def token_bytes(tokenizer: Any, field: str = "tokenizer") -> list[bytes | None]:
 
 
 def _decoders(tokenizer: Any) -> set[str]:
-    """The types of a fast tokenizer's decoder, those inside a sequence too; empty for a slow one."""
+    """Return the types of a fast tokenizer's decoder, those inside a sequence too; empty for a slow one."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return set()
@@ -86,18 +86,18 @@ def _decoders(tokenizer: Any) -> set[str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The letters byte-level BPE writes bytes with (Radford et al., 2019): printable Latin-1 bytes are themselves, the
-    others are the letters from U+0100 on, in order."""
+    """Return the letters that byte-level BPE writes bytes with (Radford et al., 2019): printable Latin-1 bytes are
+    themselves, the others are the letters from U+0100 on, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def token_ends(ids: Iterable[int], spelled: list[bytes | None], text: bytes) -> np.ndarray | None:
-    """Where each token ends in `text`, int64 [n], in bytes; None where the tokens do not spell the text.
+    """Return where each token ends in `text`, int64 [n], in bytes; None where the tokens do not spell the text.
 
-    A space that a tokenizer puts before a word of its own accord (SentencePiece at the beginning of a text) is no part
-    of the text and has no width.
+    A space that a tokenizer adds before a word (SentencePiece at the beginning of a text) is not part of the text and
+    has no width.
     """
     tokens = [spelled[number] for number in ids]
     whole = [token for token in tokens if token is not None]
@@ -117,7 +117,7 @@ def token_ends(ids: Iterable[int], spelled: list[bytes | None], text: bytes) -> 
 
 
 def common_boundaries(student_ends: np.ndarray, teacher_ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where both readings of one text have a token end, its beginning included.
+    """Return where both readings of one text have a token end, its beginning included.
 
     Args:
         student_ends: int64 [n], where each token ends, ascending; likewise `teacher_ends` [m], from the same byte.
@@ -135,14 +135,14 @@ def common_boundaries(student_ends: np.ndarray, teacher_ends: np.ndarray) -> tup
 def shared_tokens(
     student: list[bytes | None], teacher: list[bytes | None], pairs: tuple[tuple[int, int], ...] = ()
 ) -> Shared:
-    """Ids of both vocabularies that stand for the same bytes.
+    """Return the ids of both vocabularies that stand for the same bytes.
 
     Several ids of one vocabulary may have the same bytes (`<0x41>` and `A`); then the last ones of both, those used for
     text, are a pair, the ones before them another, and so on.
 
     Args:
-        student: what each id stands for, from `token_bytes`; likewise `teacher`.
-        pairs: ids that mean the same though their texts differ, as the tokens that end a turn do; they go first.
+        student: bytes of each id, from `token_bytes`; likewise `teacher`.
+        pairs: ids that mean the same though their texts differ, such as tokens that end a turn; they are paired first.
     """
     of_student, of_teacher = (
         _by_bytes(spelled, {pair[side] for pair in pairs}) for side, spelled in enumerate((student, teacher))
@@ -155,7 +155,7 @@ def shared_tokens(
 
 
 def _by_bytes(spelled: list[bytes | None], taken: set[int]) -> dict[bytes, list[int]]:
-    """Ids by what they stand for, but those that are taken."""
+    """Return the ids by their bytes, without those in `taken`."""
     found: dict[bytes, list[int]] = {}
     for number, token in enumerate(spelled):
         if token and number not in taken:

@@ -31,11 +31,11 @@ NAMES = ("input_ids", "labels", "position_ids", "teacher_input_ids", "teacher_po
 
 @dataclass
 class CrossReport(DataReport):
-    """What became of the data, for two tokenizers. Tokens are the student's, and so are rows.
+    """Report on the data of two tokenizers. Tokens and rows are the student's.
 
     Attributes:
         spans: aligned spans to train on.
-        single: of these the ones that are one token of each model.
+        single: spans among them that are one token of each model.
         span_tokens, teacher_span_tokens: tokens in them.
     """
 
@@ -45,7 +45,7 @@ class CrossReport(DataReport):
     teacher_span_tokens: int = 0
 
     def count(self, documents: Documents, chosen: np.ndarray, held_out_of: Documents, held_out: np.ndarray) -> None:
-        """Tokens are trained that lie in spans."""
+        """Count the documents; the trained tokens are those in spans."""
         super().count(documents, chosen, held_out_of, held_out)
         spans = documents.columns["spans"].take(chosen)[0].reshape(-1, 2, 2)
         widths = spans[:, :, 1] - spans[:, :, 0]
@@ -65,7 +65,7 @@ class CrossReport(DataReport):
 def load_cross_data(
     data: Data, student_tokenizer: PreTrainedTokenizerBase, teacher_tokenizer: PreTrainedTokenizerBase, *, seed: int
 ) -> Splits:
-    """`load_data` for a student and a teacher whose tokenizers differ.
+    """Load data for a student and a teacher whose tokenizers differ, as `load_data` does for one tokenizer.
 
     Args:
         data: the recipe's `data` section; `max_length` bounds both readings, `chat_template: tokenizer` means each its
@@ -90,10 +90,10 @@ def load_cross_data(
 
 
 class CrossCollator(SecondReading):
-    """Adds to a plain collator's batch the teacher's reading and the spans in flat positions."""
+    """A collator that adds the teacher's reading, and the spans in flat positions, to a plain batch."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """As `Collator`, and the teacher's columns, whose labels are the tokens of spans; `spans` int64 [M, 4]."""
+        """Collate rows, with the teacher's columns, whose labels are the tokens of spans; `spans` int64 [M, 4]."""
         batch, teacher = self.both(rows)
         spans = [torch.zeros(0, 4, dtype=torch.int64)]
         for number, row in enumerate(rows):
@@ -106,7 +106,7 @@ class CrossCollator(SecondReading):
 
     @staticmethod
     def teacher_row(row: Mapping[str, Any]) -> dict[str, Any]:
-        """The teacher's row, with labels at the tokens of spans."""
+        """Return the teacher's row, with labels at the tokens of spans."""
         ids = np.asarray(row["teacher_input_ids"])
         labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
         for _, _, start, stop in np.asarray(row["spans"]).reshape(-1, 4).tolist():

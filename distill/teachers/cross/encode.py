@@ -1,8 +1,8 @@
-"""Rows into pairs of readings: one text by the student's tokenizer and by the teacher's, and the spans they share.
+"""Encoding of rows as pairs of readings: a text by the student's tokenizer and the teacher's, and their shared spans.
 
-Running text is read by both and cut, where both have a token end, into pieces that neither exceeds. Of a chat each
-model reads what its own template makes; compared is what the assistant says, found in both texts, and the token that
-ends its turn. A span is learned only where something of the same document stands before it in both readings.
+Running text is read by both and cut, where both have a token end, into pieces that fit both. A chat is rendered by each
+model's own template; the assistant's turns, found in both texts, are compared, and the token that ends each of them. A
+span is trained only where both readings have a token of the same document before it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Pair(NamedTuple):
     origin: int
 
     def columns(self) -> dict[str, np.ndarray]:
-        """As `PairEncoder.columns`; a label at each span's first token."""
+        """Return the columns of `PairEncoder.columns`, with a label at each span's first token."""
         labels = np.full(len(self.student), IGNORE_INDEX, dtype=np.int32)
         labels[self.spans[:, 0]] = self.student[self.spans[:, 0]]
         columns = (self.student, labels, self.teacher, self.spans)
@@ -49,7 +49,7 @@ class Pair(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What is compared of a text, as characters from `start` to `stop`, and the special token right after it."""
+    """Part of a text that is compared: characters `start` to `stop`, and the special token right after it."""
 
     start: int
     stop: int
@@ -57,7 +57,7 @@ class Part(NamedTuple):
 
 
 class Reader:
-    """One model's way to read: its tokenizer, what its tokens stand for, its chat template.
+    """One model's reading of text: its tokenizer, the bytes of its tokens, its chat template.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -75,7 +75,7 @@ class Reader:
         self._special = re.compile(alternatives)
 
     def read(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids of a text, int32 [n], and where each ends in it, in bytes, int64 [n].
+        """Return the token ids of a text, int32 [n], and where each ends in it, in bytes, int64 [n].
 
         Raises:
             RowFault: the tokens do not spell the text.
@@ -94,7 +94,7 @@ class Reader:
         return np.concatenate(ids), np.concatenate(ends)
 
     def chat(self, sample: Sample, options: ChatOptions, max_length: int) -> TrainingChat:
-        """A chat as this model's template writes it, with prompts of fewer than `max_length` tokens."""
+        """Return a chat as this model's template renders it, with prompts of fewer than `max_length` tokens."""
         assert self.template is not None and sample.messages is not None
 
         def fits(prompt: str) -> bool:
@@ -108,11 +108,11 @@ class Reader:
         return made
 
     def parts(self, example: RenderedChat) -> list[Part]:
-        """What the assistant says in an example."""
+        """Return the assistant's turns in an example."""
         return [self._part(example.text, *span) for span in example.spans]
 
     def _part(self, text: str, start: int, stop: int) -> Part:
-        """A turn without the spaces around it and the tokens that close it."""
+        """Return a turn without the spaces around it and the tokens that close it."""
         for match in reversed(list(self._special.finditer(text, start, stop))):
             if text[match.end() : stop].strip():
                 break
@@ -124,7 +124,7 @@ class Reader:
         return Part(start, stop, closing[0] if closing else None)
 
     def closes(self, part: Part, ids: np.ndarray, at: int) -> bool:
-        """Whether token `at` is the special one that closes `part`."""
+        """Return whether token `at` is the special one that closes `part`."""
         if part.closing is None or at >= len(ids):
             return False
         return ids[at] == self.tokenizer.convert_tokens_to_ids(part.closing)
@@ -139,7 +139,7 @@ class Reader:
 
 
 def end_pairs(student: Reader, teacher: Reader) -> tuple[tuple[int, int], ...]:
-    """Tokens that mean the same whatever their texts: those that end a turn, and those that end a text."""
+    """Return the pairs of tokens that mean the same whatever their texts: the ends of a turn, and of a text."""
     pairs: list[tuple[int, int]] = []
     for one, other in ((student.closing(), teacher.closing()), (student.end, teacher.end)):
         if one is not None and other is not None and all(one != a and other != b for a, b in pairs):
@@ -148,7 +148,7 @@ def end_pairs(student: Reader, teacher: Reader) -> tuple[tuple[int, int], ...]:
 
 
 class PairEncoder(RowEncoder):
-    """The rows as both models read them; a row of data holds both readings and `spans`, four numbers each (`Pair`)."""
+    """An encoder of both models' readings; a row of data holds both and `spans`, four numbers each (`Pair`)."""
 
     columns: Mapping[str, tuple[str, ...]] = {
         "input_ids": (), "labels": (), "teacher_input_ids": (), "spans": ("input_ids",) * 2 + ("teacher_input_ids",) * 2
@@ -182,7 +182,7 @@ class PairEncoder(RowEncoder):
                 yield from pairs
 
     def _pieces(self, text: str) -> list[Pair]:
-        """Running text, cut where both readings have a token end."""
+        """Return the pairs of running text, cut where both readings have a token end."""
         readings, boundaries, before = self._common(text)
         by_side = np.ascontiguousarray(boundaries.T)  # searchsorted copies what has strides
         pairs, starts, first, last, origin = [], [0, 0], 0, len(boundaries) - 1, hash_of(text)
@@ -202,8 +202,8 @@ class PairEncoder(RowEncoder):
         return pairs
 
     def _common(self, text: str) -> tuple[list[np.ndarray], np.ndarray, list[list[int]]]:
-        """Both readings of a text with the token that ends it, the tokens up to each common boundary, [k, 2], and what
-        each is to begin with."""
+        """Return both readings of a text with the token that ends it, the tokens up to each common boundary, [k, 2],
+        and the tokens to put before each reading."""
         (ids_s, ends_s), (ids_t, ends_t) = (side.read(text) for side in self.sides)
         _, *cuts = common_boundaries(ends_s, ends_t)
         boundaries = np.stack(cuts, 1)
@@ -213,15 +213,15 @@ class PairEncoder(RowEncoder):
         return [_joined(ids_s, after[0]), _joined(ids_t, after[1])], boundaries, before
 
     def _around(self, *readings: np.ndarray) -> tuple[list[list[int]], list[list[int]]]:
-        """The tokens that begin both readings, each unless the text says it itself (`<s>[INST] ... </s>`), and those
-        that end them, unless the text says one of them: then they could not be compared."""
+        """Return the tokens that begin both readings, each unless the text has it itself (`<s>[INST] ... </s>`), and
+        those that end them, unless the text has one of them: then they could not be compared."""
         both = list(zip(self.sides, readings, strict=True))
         before = [[] if ids[:1].tolist() == side.beginning else side.beginning for side, ids in both]
         ended = any(ids[-1:].tolist() == [side.end] for side, ids in both)
         return before, [[], []] if ended else self.ends
 
     def _cut(self, ids: list[np.ndarray], runs: list[np.ndarray], origin: int) -> Pair | None:
-        """The pair within `max_length`; `runs` of boundaries, [k, 2] each, with the spans between them."""
+        """Return the pair within `max_length`; `runs` of boundaries, [k, 2] each, with the spans between them."""
         parts = [np.stack([run[:-1, 0], run[1:, 0], run[:-1, 1], run[1:, 1]], 1) for run in runs]
         spans = np.concatenate(parts) if parts else np.zeros((0, 4), dtype=np.int64)
         learned = (spans[:, 0] > 0) & (spans[:, 2] > 0) & (spans[:, [1, 3]] <= self.max_length).all(1)
@@ -232,7 +232,7 @@ class PairEncoder(RowEncoder):
         return Pair(student, teacher, spans[learned].astype(np.int32), origin)
 
     def _completion(self, prompt: str, completion: str, tally: Tally) -> Pair:
-        """A prompt, not learned, and its completion."""
+        """Return the pair of a prompt, masked from the loss, and its completion."""
         text = prompt + completion
         (ids_s, ends_s), (ids_t, ends_t) = (side.read(text) for side in self.sides)
         start, stop = len(prompt.encode()), len(text.encode())
@@ -244,7 +244,7 @@ class PairEncoder(RowEncoder):
         return self._partly(ids, [run + [len(own) for own in before]], text, tally)
 
     def _chat(self, sample: Sample, tally: Tally) -> list[Pair]:
-        """A chat by both templates; an example a turn where one of them needs that."""
+        """Return the pairs of a chat by both templates; one example per turn where one of them needs that."""
         made = [side.chat(sample, self.options, self.max_length) for side in self.sides]
         if any(chat.rewritten for chat in made):
             each = self.options._replace(train_on="each")
@@ -300,7 +300,7 @@ def _joined(*parts: np.ndarray | list[int]) -> np.ndarray:
 
 
 def _run(ends_s: np.ndarray, ends_t: np.ndarray, start_s: int, start_t: int, length: int) -> np.ndarray:
-    """Tokens up to each common boundary of one part of two texts, [k, 2]; the part begins at `start_s`, `start_t`."""
+    """Return token counts up to each common boundary of a part of two texts, [k, 2], from `start_s`, `start_t` on."""
     places = ((ends_s, start_s), (ends_t, start_t))
     own, others = (ends[(ends >= start) & (ends <= start + length)] - start for ends, start in places)
     common = np.intersect1d(own, others)

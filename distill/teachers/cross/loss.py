@@ -1,4 +1,4 @@
-"""The loss of cross_spans.py from hidden states and heads: a chunk of spans at a time, gradients in the forward pass.
+"""The loss of spans.py from hidden states and heads: a chunk of spans at a time, gradients in the forward pass.
 
 Per chunk: both models' logits of the rows that predict the spans' tokens, the losses and their gradient, then
 `dx = G W` and `dW += G^T x`. Logits of the whole batch never exist.
@@ -23,8 +23,8 @@ from distill.models.head import HeadWeights
 from distill.teachers.cross.spans import Outcomes, Side, compare_spans, span_figures
 
 CHUNK_ELEMENTS = 8 << 20  # logits of both models in one chunk
-ELEMENT_BYTES = 24  # about six fp32 copies of them exist at a time
-CHUNK_SHARE = 24 * ELEMENT_BYTES  # of a GPU's memory: what those copies may take
+ELEMENT_BYTES = 24  # bytes per logit: about six fp32 copies exist at a time
+CHUNK_SHARE = 24 * ELEMENT_BYTES  # those copies may take one part in 24 of a GPU's memory
 
 
 class Spans(NamedTuple):
@@ -41,7 +41,7 @@ class Spans(NamedTuple):
 
 
 class SpanTargets(NamedTuple):
-    """The teacher's last hidden states over its own reading, and where they are compared.
+    """The teacher's last hidden states over its own reading, and the spans that are compared.
 
     Attributes:
         hidden: [B, S', hidden].
@@ -56,7 +56,7 @@ class SpanTargets(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """One model in the driver: its head, and for all spans end to end the rows, what they predict, and their span."""
+    """One model's inputs: its head, and for all spans end to end the rows, the tokens they predict, and their span."""
 
     head: Head
     scale: float
@@ -67,12 +67,12 @@ class _Part(NamedTuple):
     ends: list[int]  # rows up to each span's end, on the host
 
     def logits(self, start: int, stop: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [n, H] and transformed logits [n, V] of the rows of the spans `start` to `stop`."""
+        """Return hidden states [n, H] and transformed logits [n, V] of the rows of the spans `start` to `stop`."""
         hidden = self.head.hidden[self.rows[self._slice(start, stop)]].to(dtype)
         return hidden, transform_logits(raw_logits(self.head, hidden), self.scale, self.softcap)
 
     def side(self, z: torch.Tensor, temperature: float, start: int, stop: int) -> Side:
-        """The rows' log-probabilities at a temperature."""
+        """Return the rows' log-probabilities at a temperature."""
         here = self._slice(start, stop)
         span = self.span[here] - start
         first = torch.searchsorted(span, torch.arange(stop - start, device=span.device))
@@ -83,7 +83,7 @@ class _Part(NamedTuple):
 
 
 class _CrossFunction(torch.autograd.Function):
-    """The sum over spans; gradients are made in the forward pass and handed out once."""
+    """The sum over spans; gradients are computed in the forward pass and returned once by the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[Head], Any], *leaves: Any) -> Any:
@@ -104,11 +104,11 @@ class CrossTokenizerLoss(nn.Module):
     a time; its cross-entropy is minus the log-probability of a span's text, at T = 1.
 
     Args:
-        plain: whose terms, temperature, scales and soft caps are taken.
+        plain: loss whose terms, temperature, scales and soft caps are taken.
         shared: the ids of shared tokens, int64 [C] of the student's and of the teacher's.
 
     Attributes:
-        workspace: bytes that a chunk's logits and what is made of them may take, about; None for what suits.
+        workspace: bytes that a chunk's logits and their temporaries may take, about; None to choose.
     """
 
     workspace: int | None = None
@@ -119,7 +119,7 @@ class CrossTokenizerLoss(nn.Module):
         self._outcomes: dict[tuple[int, int, torch.device], Outcomes] = {}
 
     def outcomes(self, student_rows: int, teacher_rows: int, device: torch.device) -> Outcomes:
-        """The vocabularies for two heads of that many rows, made once."""
+        """Return the outcomes of two heads with that many rows, made once."""
         key = (student_rows, teacher_rows, device)
         if key not in self._outcomes:
             student, teacher = (ids.to(device) for ids in self.shared)
@@ -135,7 +135,7 @@ class CrossTokenizerLoss(nn.Module):
         num_items: torch.Tensor | int | None = None,
         return_stats: bool = False,
     ) -> Any:
-        """The mean over spans, and its gradient for the student's tensors if autograd asks for it. One host sync.
+        """Return the mean over spans, with a gradient for the student's tensors if autograd needs it. One host sync.
 
         Args:
             student_hidden: [B, S, Hs]; gets a gradient, as all of `student` does.
@@ -194,7 +194,7 @@ class CrossTokenizerLoss(nn.Module):
         return (loss, TokenStats(*stats.unbind(0))) if return_stats else loss
 
     def matched(self, targets: SpanTargets, head: HeadWeights, rows: int) -> torch.Tensor:
-        """Where spans begin, the teacher's probability of the shared tokens, at T = 1: its mean, a scalar.
+        """Return the teacher's mean probability of the shared tokens where spans begin, at T = 1, a scalar.
 
         Args:
             targets: as of `forward`.
@@ -221,14 +221,14 @@ class CrossTokenizerLoss(nn.Module):
 
 
 def _logit_gradient(slope: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
-    """The gradient for logits from that for their log-probabilities; overwrites nothing."""
+    """Return the gradient for logits from that for their log-probabilities, which is not overwritten."""
     return slope - log_p.exp() * slope.sum(-1, keepdim=True)
 
 
 def _span_rows(
     spans: torch.Tensor, widths: torch.Tensor, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
-    """The last four fields of a `_Part`, from spans [M, 2] and the tokens; `widths` int64 [M] lie on the host."""
+    """Return the last four fields of a `_Part` from spans [M, 2] and tokens; `widths` int64 [M] are on the host."""
     ends = widths.cumsum(0)
     rows = int(ends[-1]) if len(ends) else 0
     counts = spans[:, 1] - spans[:, 0]
@@ -241,7 +241,7 @@ def _span_rows(
 def _chunks(
     widths: torch.Tensor, student_columns: int, teacher_columns: int, device: torch.device, workspace: int | None = None
 ) -> list[tuple[int, int]]:
-    """Runs of spans whose logits fit a chunk; at least one span each."""
+    """Return runs of spans whose logits fit a chunk; at least one span each."""
     elements = CHUNK_ELEMENTS
     if workspace is not None:
         elements = workspace // ELEMENT_BYTES

@@ -12,7 +12,7 @@ compared as distributions over three kinds of outcomes:
 
 Where the span is an outcome of its own, the tokens it begins with, u of the student and w of the teacher, are no shared
 outcomes at this place: S and P are taken out of them, and `p_s(u) - S`, `p_t(w) - P` and what would have been their
-partners belong to the rest. A student is not told to begin "hello" by the "hel" that only the teacher's reading has.
+partners belong to the rest. So no student is trained to begin "hello" by the "hel" that only the teacher's reading has.
 Each model's probabilities of all outcomes still add up to 1. With `f` of the table in
 `distill_kernels.losses.divergence`, whose terms are zero where equal and never negative, also for parts of
 distributions, the loss of a span is
@@ -25,7 +25,7 @@ tokens compared directly beside sorted ones are also what GOLD (Patino et al., 2
 whole distribution by the probability of the tokens that follow, here only the outcome that continues with them.
 
 The gradient, by `A = dL/dlog p` for each row of the student's: `g` of the table at shared tokens; `g(S, P)` at every
-token of the span; `sign p_s` at the rest; then `dL/dz = (A - p_s sum(A)) / T` (cross_loss.py).
+token of the span; `sign p_s` at the rest; then `dL/dz = (A - p_s sum(A)) / T` (loss.py).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Side(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What is fixed of one vocabulary, on the device.
+    """Constants of one vocabulary, on the device.
 
     Attributes:
         shared: int64 [C], ids of the shared tokens, in the order of both vocabularies' outcomes.
@@ -76,17 +76,17 @@ class Tokens(NamedTuple):
 
     @staticmethod
     def of(shared: torch.Tensor, rows: int) -> Tokens:
-        """From the shared ids and the rows of the head."""
+        """Return the constants for the shared ids and the rows of a head."""
         place = torch.full((rows,), len(shared), dtype=torch.int64, device=shared.device)
         place[shared] = torch.arange(len(shared), device=shared.device)
         return Tokens(shared, (place == len(shared)).nonzero()[:, 0], place)
 
 
 class Outcomes(NamedTuple):
-    """What is fixed of the two vocabularies, on the device.
+    """Constants of the two vocabularies, on the device.
 
     Attributes:
-        student, teacher: of each.
+        student, teacher: constants of each.
         partner: int64 [V_s], the teacher's id of each of the student's tokens, -1 where it has none.
     """
 
@@ -96,7 +96,7 @@ class Outcomes(NamedTuple):
 
     @staticmethod
     def of(student: torch.Tensor, teacher: torch.Tensor, student_rows: int, teacher_rows: int) -> Outcomes:
-        """From the shared ids, [C] each, and the rows of both heads; ids without a row are left out."""
+        """Return the constants for the shared ids, [C] each, and both heads' rows; ids without a row are dropped."""
         known = (student < student_rows) & (teacher < teacher_rows)
         student, teacher = student[known], teacher[known]
         partner = torch.full((student_rows,), -1, dtype=torch.int64, device=student.device)
@@ -105,7 +105,7 @@ class Outcomes(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """Where the spans of one side begin.
+    """First tokens of one side's spans.
 
     Attributes:
         log_p: [m, V], of the rows that predict the spans' first tokens.
@@ -123,7 +123,7 @@ class Beginning(NamedTuple):
 
     @staticmethod
     def of(side: Side, tokens: Tokens) -> Beginning:
-        """From all rows of a side."""
+        """Return the first tokens of a side's spans."""
         first = side.tokens[side.first]
         return Beginning(side.log_p[side.first], first, tokens.place[first], side.whole(), tokens)
 
@@ -145,7 +145,7 @@ class Rest(NamedTuple):
 
     @staticmethod
     def of(own: Beginning, other: Beginning, apart: torch.Tensor) -> Rest:
-        """Of one side; the shared tokens set apart are its first ones, and the partners of the other side's."""
+        """Return one side's rest; the shared tokens set apart are its first ones, and partners of the other side's."""
         tokens, first, count = own.tokens, own.first, len(own.tokens.shared)
         partner = tokens.shared[other.place.clamp_max(count - 1)] if count else torch.zeros_like(first)
         ids = torch.cat([tokens.rest.expand(len(first), -1), first[:, None], partner[:, None]], 1)
@@ -161,14 +161,14 @@ class Rest(NamedTuple):
 def compare_spans(
     student: Side, teacher: Side, outcomes: Outcomes, objective: Objective, weights: Sequence[float], *, slope: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The weighted divergences of a chunk's spans, by the formula above.
+    """Return the weighted divergences of a chunk's spans, by the formula above.
 
     Args:
         student, teacher: both models' rows, at one temperature.
         outcomes: the vocabularies.
         objective: kinds and parameters of the divergences.
         weights: of the divergences, T^2 included.
-        slope: also make the gradient.
+        slope: whether to compute the gradient.
 
     Returns:
         The losses of the spans, [m], and the gradient `A` of their sum for the student's log-probabilities, [n, V].
@@ -177,7 +177,7 @@ def compare_spans(
     s, t = Beginning.of(student, outcomes.student), Beginning.of(teacher, outcomes.teacher)
     several = (torch.bincount(side.span, minlength=m) > 1 for side in (student, teacher))
     apart = next(several) | next(several) | (outcomes.partner[s.first] != t.first)  # the span is an outcome of its own
-    hidden = torch.zeros(m, shared + 1, dtype=torch.bool, device=s.log_p.device)  # the last column is for nothing
+    hidden = torch.zeros(m, shared + 1, dtype=torch.bool, device=s.log_p.device)  # the last column is dropped below
     for place in (s.place, t.place):
         hidden.scatter_(1, torch.where(apart, place, shared)[:, None], True)
     hidden = hidden[:, :shared]
@@ -215,7 +215,7 @@ def compare_spans(
 def span_figures(
     student: Side, teacher: Side, outcomes: Outcomes, objective: Objective, label_logprobs: tuple[torch.Tensor, ...]
 ) -> TokenStats:
-    """`TokenStats` of a chunk's spans, [m] each, at temperature 1: labels are the spans' texts."""
+    """Return `TokenStats` of a chunk's spans, [m] each, at temperature 1: labels are the spans' texts."""
     divergence, _ = compare_spans(student, teacher, outcomes, objective, objective.divergence_weights, slope=False)
     log_s, log_t = student.log_p[student.first], teacher.log_p[teacher.first]
     entropies = [-torch.where(log_p > -torch.inf, log_p.exp() * log_p, 0.0).sum(-1) for log_p in (log_s, log_t)]

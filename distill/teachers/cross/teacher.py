@@ -2,8 +2,8 @@
 
 Each model reads the text by its own tokenizer; they are compared wherever both have read the same bytes (spans.py).
 Figures are means over aligned spans: the divergence of spans.py at T = 1 in place of a KL, cross-entropies and
-perplexities of the spans' texts, so that both models' are over the same bytes, and agreement where both find the same
-token, by its bytes, likeliest.
+perplexities of the spans' texts, so that both models' are over the same bytes, and top-1 agreement: both models' most
+probable tokens have the same bytes.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class SpansFormat(TargetFormat):
     """Hidden states over another reading of the text, compared by aligned spans.
 
     Args:
-        inner: of the teacher by itself.
+        inner: format of the inner teacher.
         shared: the ids of the same tokens in both vocabularies.
     """
 
-    measure = SPANS  # of no KL: a part of it is by size
+    measure = SPANS  # no KL: one part compares sorted probabilities
     reads_valid_rows = False  # a span's tokens need not all have labels
 
     def __init__(self, inner: HiddenFormat, shared: Shared) -> None:
@@ -52,7 +52,7 @@ class SpansFormat(TargetFormat):
         self.shared = tuple(torch.as_tensor(ids) for ids in shared)
 
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> Pairing:
-        """Every token of both heads counts."""
+        """Return a pairing over every token of both heads."""
         return Pairing(student, rows, None)
 
     def loss(self, section: LossSpec, pairing: Pairing) -> CrossTokenizerLoss:
@@ -62,7 +62,7 @@ class SpansFormat(TargetFormat):
         return HeldOutLoss(lambda term: self.loss([term], pairing))
 
     def apply(self, loss: TargetLoss, pairing: Pairing, call: HeadCall) -> LossResult:
-        """The statistics are a span's each, [M]."""
+        """Return the loss; statistics have an entry per span, [M]."""
         with self.inner.head.open() as teacher:
             return loss(
                 call.hidden, call.head, teacher, call.inputs.targets,
@@ -70,7 +70,7 @@ class SpansFormat(TargetFormat):
             )  # fmt: skip
 
     def needs_targets(self, loss: TargetLoss) -> bool:
-        """Always: hard labels too are over spans."""
+        """Return True: hard labels too are over spans."""
         return True
 
 
@@ -78,7 +78,7 @@ class CrossTeacher(ReadingTeacher):
     """A teacher that reads by its own tokenizer; its batches come from `CrossCollator`.
 
     Args:
-        teacher: as it is by itself, with hidden states and a head; a causal language model too.
+        teacher: the inner teacher, with hidden states and a head, or a causal language model.
         shared: the ids of the same tokens in both vocabularies.
 
     Raises:
@@ -110,7 +110,7 @@ class CrossTeacher(ReadingTeacher):
 
     @torch.no_grad()
     def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
-        """What the inner teacher proves, and the share of its probability on tokens that the student has."""
+        """Check the inner teacher, and report the share of its probability on tokens that the student has."""
         lines = super().prove(batch, student, pairing)
         targets, loss = self.targets(batch), self.spans.loss([LossTerm("forward_kl", 1.0)], pairing)
         with self.hidden.head.open() as head:
@@ -126,7 +126,7 @@ class CrossTeacher(ReadingTeacher):
 
 
 class CrossSource(WrappingSource):
-    """The source of a teacher beside a student with `vocabulary: cross`."""
+    """The source of a teacher for a student with `vocabulary: cross`."""
 
     def vocabulary(self) -> CrossVocabulary:
         return CrossVocabulary(self)
@@ -141,7 +141,7 @@ class CrossSource(WrappingSource):
         return self.inner.data_problems(readings_of(splits, CrossCollator.teacher_row))
 
     def footprint(self, context: FootprintContext) -> Footprint:
-        """The inner teacher's; the loss's chunks are cut by the device's memory."""
+        """Return the inner teacher's footprint; the loss's chunks depend on the device's memory."""
         workspace = context.memory_bytes / CHUNK_SHARE * ELEMENT_BYTES
         return self.inner.footprint(context)._replace(workspace=workspace, wide_head_gradient=True)
 
@@ -167,16 +167,16 @@ class CrossVocabulary(Vocabulary):
 
     @functools.cached_property
     def readers(self) -> tuple[Reader, Reader]:
-        """How student and teacher read."""
+        """Readers of student and teacher."""
         return readers_of(self.tokenizer, self.teacher_tokenizer, self.recipe.data.chat_template)
 
     @functools.cached_property
     def vocabularies(self) -> Vocabularies:
-        """What the two share."""
+        """Shared tokens of the two vocabularies."""
         return compare_by_bytes(*self.readers)
 
     def tokenizers(self) -> list[Any]:
-        """`Reader`s: the teacher's and the student's."""
+        """Return the `Reader`s of the teacher and the student."""
         return list(reversed(self.readers))
 
     @property
@@ -189,14 +189,14 @@ class CrossVocabulary(Vocabulary):
         return splits
 
     def prepare(self) -> None:
-        """Both tokenizers must be of bytes."""
+        """Check that both tokenizers' tokens are bytes; ValueError otherwise."""
         _ = self.readers
 
     def fit(self, student: Any) -> None:
-        """The student keeps its tokens."""
+        """Leave the student's tokens as they are."""
 
     def match(self, teacher_rows: list[int], student_rows: int) -> Match:
-        """By the bytes of tokens."""
+        """Return the alignment by the bytes of tokens."""
         for reader, rows in zip(self.readers, (student_rows, teacher_rows[0]), strict=True):
             require_rows(reader, rows)
         return Match(None, str(self.vocabularies))

@@ -1,4 +1,4 @@
-"""What two tokenizers' vocabularies share, by the bytes of their tokens."""
+"""Shared tokens of two tokenizers' vocabularies, by their bytes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from distill.teachers.cross.encode import Reader, end_pairs
 
 
 class Vocabularies(NamedTuple):
-    """What two vocabularies share.
+    """Shared tokens of two vocabularies.
 
     Attributes:
         shared: the ids of the same tokens.
-        ends: of these the pairs that end a turn or a text, whatever their texts.
+        ends: the pairs among them that end a turn or a text, whatever their texts.
         student_tokens, teacher_tokens: how many there are of each.
     """
 
@@ -35,7 +35,7 @@ class Vocabularies(NamedTuple):
 
 
 def compare_by_bytes(student: Reader, teacher: Reader) -> Vocabularies:
-    """What the vocabularies of two readers share."""
+    """Return the shared tokens of two readers' vocabularies."""
     ends = end_pairs(student, teacher)
     return Vocabularies(
         shared_tokens(student.spelled, teacher.spelled, ends),
@@ -48,10 +48,10 @@ def compare_by_bytes(student: Reader, teacher: Reader) -> Vocabularies:
 def readers_of(
     student_tokenizer: PreTrainedTokenizerBase, teacher_tokenizer: PreTrainedTokenizerBase, chat_template: str
 ) -> tuple[Reader, Reader]:
-    """How both models read; `chat_template` as of the recipe's data section, `tokenizer` meaning each its own.
+    """Return both models' readers; `chat_template` as of the recipe's data section, `tokenizer` meaning each its own.
 
     Raises:
-        ValueError: a tokenizer whose tokens are not bytes, or a template that is none.
+        ValueError: a tokenizer whose tokens are not bytes, or an invalid template.
     """
 
     def reader(tokenizer: PreTrainedTokenizerBase, side: str) -> Reader:
@@ -63,7 +63,7 @@ def readers_of(
 
 
 def require_rows(reader: Reader, rows: int) -> None:
-    """Hold that each id of a tokenizer has a row in its model's head. Added tokens that no text needs may lack one.
+    """Check that each id of a tokenizer has a row in its model's head. Added tokens that no text needs may lack one.
 
     Raises:
         ValueError: one has none.

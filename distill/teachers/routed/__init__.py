@@ -1,1 +1,1 @@
-"""Several teachers of which each teaches rows of its own, such as one a domain."""
+"""Per-domain teachers with routing: each row has its own teacher."""

@@ -1,13 +1,13 @@
-"""Data for routed teachers: every document knows its teacher, and each teacher gets a batch of its own documents.
+"""Data for routed teachers: every document has a route, and each route's teachers get a batch of its documents.
 
-A row holds one number a document more, `route`: of the route in the order in which the recipe first names it. A batch
-holds `routes` int64 [B, S], that of each position (-1 in padding), and for each route that occurs, by its number r,
-the batch of its teachers (`route{r}_input_ids` and all else that their collator makes: the documents of a row one after
-the other) and the flat positions there that predict what is learned, with those of the student (`route{r}_at`,
-`route{r}_rows`).
+A row holds one more number per document, `route`: the route's number, in the order in which the recipe first names the
+routes. A batch holds `routes` int64 [B, S], the number at each position (-1 in padding), and for each route r that
+occurs the batch of its teachers (`route{r}_input_ids` and all else that their collator makes; the documents of a row
+follow each other), the flat positions there that predict trained tokens (`route{r}_at`), and the student's flat
+positions of the same tokens (`route{r}_rows`).
 
 Where the teacher of a route has a context, every document has the teacher's reading beside its own, as in
-`distill.teachers.context.data`; those of other routes are the same twice.
+`distill.teachers.context.data`; for other routes both readings are the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Places = dict[str, list[int]]  # of a row, by reading
 
 
 class OfRoute(NamedTuple):
-    """A document with the number of its route; `twice`: with the teacher's reading, else its own."""
+    """A document with the number of its route; `twice` adds a teacher's reading, its own if it has no other."""
 
     document: Document
     route: int
@@ -41,18 +41,18 @@ class OfRoute(NamedTuple):
 
     @property
     def origin(self) -> int:
-        """The hash of its text."""
+        """Hash of the text."""
         return self.document.origin
 
     def columns(self) -> dict[str, np.ndarray]:
-        """As `RoutedEncoder.columns`."""
+        """Return the columns of `RoutedEncoder.columns`."""
         own = self.document.columns()
         again = {"teacher_input_ids": own["input_ids"]} if self.twice else {}
         return {**again, **own, "route": np.array([self.route], dtype=np.int32)}
 
 
 class RoutedEncoder(Encoder):
-    """The rows as one tokenizer reads them, each with its route; `by` says which."""
+    """An encoder of rows by one tokenizer, each with its route, as set by `by`."""
 
     columns: Mapping[str, tuple[str, ...]] = {"input_ids": (), "labels": (), "route": ()}
     column: str | None
@@ -61,12 +61,12 @@ class RoutedEncoder(Encoder):
     readers: Mapping[int, ContextEncoder] | None = None
 
     def by(self, column: str | None, routes: Sequence[str], route: str | None = None) -> RoutedEncoder:
-        """This encoder, with the column that names a row's route or the route of all, and all routes."""
+        """Return this encoder, with the column that names a row's route or the route of all, and all routes."""
         self.column, self.routes, self.route = column, routes, route
         return self
 
     def with_readers(self, readers: Mapping[int, ContextEncoder]) -> RoutedEncoder:
-        """This encoder, with those of the routes, by number, whose teacher reads after a context."""
+        """Return this encoder, with the encoders of routes, by number, whose teacher has a context."""
         self.readers, self.columns = readers, {"teacher_input_ids": (), **self.columns}
         return self
 
@@ -78,7 +78,7 @@ class RoutedEncoder(Encoder):
         groups: list[Batch] = [[] for _ in self.routes]
         for number, row in batch:
             with tally.row(number):
-                name: object = self.route or self.routes[0]  # of a row that is a fault any: it is counted below
+                name: object = self.route or self.routes[0]  # any route for a faulty row, which is counted below
                 if self.column is not None and isinstance(row, dict):
                     name = row.get(self.column)
                 if name not in self.routes:
@@ -93,7 +93,7 @@ class RoutedEncoder(Encoder):
 
 
 class RouteRows(Sequence[Mapping[str, np.ndarray]]):
-    """Of some rows the documents of one route; a row without any has no tokens."""
+    """Documents of one route in some rows; a row without any has no tokens."""
 
     def __init__(self, rows: Sequence[Mapping[str, Sequence[int]]], route: int) -> None:
         self.rows, self.route = rows, route
@@ -112,12 +112,12 @@ class RouteRows(Sequence[Mapping[str, np.ndarray]]):
 
 
 class RoutedCollator:
-    """Adds to a plain collator's batch what each route's teachers read.
+    """A collator that adds the batch of each route's teachers to a plain collator's batch.
 
     Args:
-        plain: makes the student's batch.
-        pad_token_id: of the teachers'; any id does.
-        members: of each route, what wraps the collator of its teachers' batches; none for plain ones.
+        plain: collator of the student's batch.
+        pad_token_id: of the teachers' batches; any id does.
+        members: for each route the function that wraps the collator of its teachers' batches; empty for plain ones.
     """
 
     def __init__(self, plain: Collate, pad_token_id: int, members: Sequence[Callable[[Collate], Collate]] = ()) -> None:
@@ -128,7 +128,7 @@ class RoutedCollator:
         self.members = [member(self.teacher) for member in members]
 
     def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-        """See the head of this file.
+        """Collate rows; see the head of this file.
 
         Raises:
             ValueError: rows without a route.

@@ -1,7 +1,7 @@
-"""Several teachers over one vocabulary, of which each row has its own: `teachers` with routes.
+"""Routed teachers over one vocabulary: each row has its own teacher (`teachers` with routes).
 
 A route is one teacher, loaded, served or cached, or a mixture of such. Each gets a batch of its own documents, packed
-as they are in the student's rows; its hidden states are spread to the student's positions, and the losses of the
+as they are in the student's rows; its hidden states are scattered to the student's positions, and the losses of the
 routes, each over its own tokens and divided by the tokens of all, are added up.
 """
 
@@ -59,18 +59,18 @@ E = TypeVar("E", bound=Encoder)
 
 
 class RouteTargets(NamedTuple):
-    """What the teachers of a route say: hidden states at the student's positions, and its flat positions, int64 [M]."""
+    """Targets of a route: its teachers' hidden states at the student's positions, and its flat positions, int64 [M]."""
 
     hidden: torch.Tensor | tuple[torch.Tensor, ...]
     rows: torch.Tensor
 
 
 class RoutedLoss(TargetLoss):
-    """The same loss of every route, each with its teachers' scales and caps.
+    """The same loss for every route, each with its teachers' scales and soft caps.
 
     Attributes:
         members: the losses by route.
-        counts: whether the figures of each route follow the statistics.
+        counts: whether the sums of each route follow the statistics.
     """
 
     def __init__(self, members: Sequence[TargetLoss], counts: bool) -> None:
@@ -79,15 +79,15 @@ class RoutedLoss(TargetLoss):
 
     @property
     def terms(self) -> Sequence[LossTerm]:
-        """The same of all."""
+        """Terms of the loss, the same for all routes."""
         return self.members[0].terms
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Not called itself: the format calls each member with its own targets."""
+        """Raise NotImplementedError: the format calls each member with its own targets."""
         raise NotImplementedError
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Settings such as `reduction` and `workspace` are those of all members."""
+        """Set an attribute; `reduction` and `workspace` are set on all members too."""
         super().__setattr__(name, value)
         if name in ("reduction", "workspace"):
             for member in self.members:
@@ -95,7 +95,7 @@ class RoutedLoss(TargetLoss):
 
 
 class RoutedFormat(TargetFormat):
-    """`RouteTargets` by the number of the route.
+    """Format of targets that are `RouteTargets` by the number of the route.
 
     Args:
         members: the formats of the routes.
@@ -137,11 +137,11 @@ class RoutedFormat(TargetFormat):
         return shares
 
     def needs_targets(self, loss: TargetLoss) -> bool:
-        """Always: which tokens are whose."""
+        """Return True: the targets determine which tokens are of which route."""
         return True
 
     def apply(self, loss: TargetLoss, pairing: Pairing, call: HeadCall) -> LossResult:
-        """The sum over the routes; of the statistics too, followed by those of `PER_ROUTE` for each."""
+        """Return the sums of losses and of statistics over the routes, then those of `PER_ROUTE` for each route."""
         assert isinstance(loss, RoutedLoss) and isinstance(call.inputs.targets, dict)
         results: list[LossResult | None] = []
         items = call.inputs.num_items
@@ -199,11 +199,11 @@ class RoutedTeacher(SeveralTeachers):
         if "routes" not in batch:
             raise ValueError(f"batch: expected routes too, as RoutedCollator gives them; got {sorted(batch)}")
         for _, member, own in self.batches(batch):
-            member.student_batch(own, needs_targets)  # which holds that nothing is missing
+            member.student_batch(own, needs_targets)  # raises where a column is missing
         return {name: value for name, value in batch.items() if not name.startswith(("route", PREFIX))}
 
     def batches(self, batch: Batch) -> Iterator[tuple[int, AnyTeacher, Batch]]:
-        """Of each route that occurs its number, its teacher and that teacher's batch."""
+        """Yield number, teacher and the teacher's batch of each route that occurs."""
         for number, member in enumerate(self.members):
             own = f"route{number}_"
             if f"{own}rows" in batch:
@@ -215,7 +215,7 @@ class RoutedTeacher(SeveralTeachers):
         return {f"route{n}_{prefix}": work for n, prefix, work in works}
 
     def targets(self, batch: Batch) -> dict[int, RouteTargets]:
-        """Of each route that occurs, [B, S, hidden] of each teacher; 0 elsewhere."""
+        """Return hidden states [B, S, hidden] by route that occurs, for each of its teachers; 0 elsewhere."""
         shape, targets = batch["input_ids"].shape, {}
         for number, member, own in self.batches(batch):
             at, rows, hidden = own["at"], own["rows"], member.targets(own)
@@ -234,16 +234,16 @@ class RoutedTeacher(SeveralTeachers):
         return ", ".join(f"{name} {member.parameters_text()}" for name, member in self._named())
 
     def head_widths(self, route: int) -> list[tuple[int, torch.dtype]]:
-        """Hidden size and dtype of a route's heads."""
+        """Return hidden size and dtype of a route's heads."""
         weights = [tensor for name, tensor in self.members[route].head_tensors() if tensor.dim() == 2]
         return [(weight.shape[1], weight.dtype) for weight in weights]
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
-        """None: a prompt names no teacher."""
+        """Return None: a prompt names no teacher."""
         return None
 
     def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
-        """How many tokens of the first held-out batch are whose; and what each teacher that occurs has to prove."""
+        """Check the first held-out batch: report each route's number of tokens, and check each teacher that occurs."""
         counts = {name: len(batch.get(f"route{n}_rows", ())) for n, name in enumerate(self.routes)}
         shares = ", ".join(f"{count:,} by {name}" for name, count in counts.items())
         line = f"{'routes':<12}of the first held-out batch's learned tokens {shares}"
@@ -295,7 +295,7 @@ class RoutedSource(MixtureSource):
         return [of_member(*each) for each in texts]
 
     def _of(self, number: int, splits: Splits) -> Splits:
-        """The documents of a member's route."""
+        """Return the documents of a member's route."""
         route = list(dict.fromkeys(self.routes)).index(self.routes[number])
         train, validation = (RouteRows(rows, route) for rows in splits[:2])
         return splits._replace(train=train, validation=validation)
@@ -304,7 +304,7 @@ class RoutedSource(MixtureSource):
         return RoutedVocabulary(self)
 
     def footprint(self, context: FootprintContext) -> Footprint:
-        """All are held; each token goes through the teachers of one route, at most the costliest."""
+        """All teachers are held; each token goes through the teachers of one route, at most the costliest."""
         parts = [member.footprint(context) for member in self.members]
         owned = list(zip(self.routes, parts, strict=True))
         works = [[part.work for own, part in owned if own == route] for route in set(self.routes)]
@@ -331,7 +331,7 @@ class RoutedSource(MixtureSource):
 
 
 class RoutedVocabulary(MixtureVocabulary):
-    """One tokenizer for all; rows know their route."""
+    """One tokenizer for all teachers and the student; each row has its route."""
 
     def read(self, data: Data, seed: int) -> Splits:
         template = load_template(data.chat_template, self.tokenizer)

@@ -1,1 +1,1 @@
-"""A teacher in another process: what is asked of it and answered, the servers, and the kind of teacher."""
+"""Remote teachers: the wire protocol, the clients of servers, and the teacher that queries them."""

@@ -1,11 +1,11 @@
-"""The servers of one teacher: requests go to whichever is least busy, and to another where one is gone.
+"""HTTP client of one teacher's servers: requests go to the least busy one, and to another where one is gone.
 
     servers = Servers(place)
     identity = servers.identity()                  # of all of them the same, or the run is refused
     future = servers.submit("/v1/targets", body, params)
 
-A server that does not answer, or says that it is full, is left alone for a while (twice as long each time, or as long
-as it says), and its requests go to the others. Where none has answered for `place.wait` seconds, or one answers as
+A server that does not answer, or reports that it is full, gets no requests for a while (exponential backoff, or its
+`Retry-After`), and its requests go to the others. Where none has answered for `place.wait` seconds, or one answers as
 another teacher than the run began with, `TeacherUnavailableError` ends the run in one line.
 """
 
@@ -34,22 +34,22 @@ from distill.teachers.server.wire import BINARY, TEACHER, Identity, WireError
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds that a server is left alone
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds of backoff
 CONNECT_SECONDS, HEALTH_SECONDS = 10.0, 5.0
-LARGE = 1 << 16  # bytes of an answer that is worth pinned memory
+LARGE = 1 << 16  # bytes from which on an answer is read into pinned memory
 RETRIED = (408, 425, 429, 500, 502, 503, 504)
 T = TypeVar("T")
 
 
 class Place(NamedTuple):
-    """Where servers are, and how they are asked.
+    """Addresses of the servers, and settings of requests to them.
 
     Attributes:
         urls: of the servers, without a path.
         token: bearer token; None for none.
-        wait: seconds that all of them may be silent.
-        at_once: requests under way.
-        sums: whether answers bear checksums, as those of `distill serve` do.
+        wait: seconds without an answer of any of them before a request fails.
+        at_once: concurrent requests per server.
+        sums: whether answers carry checksums, as those of `distill serve` do.
     """
 
     urls: tuple[str, ...]
@@ -60,7 +60,7 @@ class Place(NamedTuple):
 
 
 def token_of(path: str | None) -> str | None:
-    """The bearer token in a file, else in DISTILL_SERVE_TOKEN.
+    """Return the bearer token in a file, else in DISTILL_SERVE_TOKEN.
 
     Raises:
         ValueError: the file cannot be read.
@@ -74,7 +74,7 @@ def token_of(path: str | None) -> str | None:
 
 
 class _Server:
-    """One server: how busy it is with us, and since when it is left alone."""
+    """One server: our open requests to it, its failures, and the end of its backoff."""
 
     def __init__(self, url: str) -> None:
         self.url, self.busy, self.failures, self.until = url, 0, 0, 0.0
@@ -82,15 +82,15 @@ class _Server:
 
 
 class Servers:
-    """Asks servers of the same teacher over HTTP, from threads of its own.
+    """HTTP client of servers of the same teacher, with threads of its own.
 
     Args:
-        place: where they are.
+        place: their addresses.
 
     Attributes:
         received: bytes of answers so far, and `positions` that they were for, for the figure of bytes a token.
-        expected: hash of the identity that every answer must bear; None before it is known.
-        ended: returns why no answer will come any more, of servers that this run started; None while one may.
+        expected: hash of the identity that every answer must carry; None before it is known.
+        ended: returns why servers that this run started will not answer any more; None while one may.
     """
 
     def __init__(self, place: Place) -> None:
@@ -108,7 +108,7 @@ class Servers:
         self.received = self.positions = 0
 
     def close(self) -> None:
-        """Ask no more; what is under way is not waited for: its threads end with the answer."""
+        """Close without waiting for open requests, whose threads end with the answer."""
         self._closed.set()
         for _ in self._threads:
             self._work.put(None)
@@ -122,17 +122,17 @@ class Servers:
     def submit(
         self, path: str, body: bytes, positions: int, read: Callable[[torch.Tensor], T], kind: str = BINARY
     ) -> Future[T]:
-        """Ask in a thread; what is read there of the answer, or what `ask` raises.
+        """Send a request in a thread; return the future of `read`'s result, or of what `fetch` raises.
 
         Args:
             path: of the request, with its query.
-            body: of it.
+            body: of the request.
             positions: that the answer will be for.
-            read: of the answer's body, as `fetch` gives it.
-            kind: of the body.
+            read: called with the answer's body, as `fetch` returns it.
+            kind: content type of the body.
         """
         future: Future[T] = Future()
-        if not self._threads:  # daemons: a run that ends does not wait for what nobody needs any more
+        if not self._threads:  # daemons: a run that ends does not wait for open requests
             names = range(self.place.at_once * len(self.place.urls))
             self._threads = [threading.Thread(target=self._answer_all, daemon=True, name="asking") for _ in names]
             for thread in self._threads:
@@ -157,20 +157,20 @@ class Servers:
                 future.set_exception(error)
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        """As `fetch`."""
+        """Return an answer's body as bytes; see `fetch`."""
         return self.fetch(method, path, body).numpy().tobytes()
 
     def fetch(self, method: str, path: str, body: bytes | None = None, kind: str = BINARY) -> torch.Tensor:
-        """The body of an answer of any of the servers, uint8; in pinned memory where a GPU is in use.
+        """Return the body of an answer of any server, uint8; in pinned memory where a GPU is in use.
 
         Args:
             method: of HTTP.
             path: with its query.
             body: of the request.
-            kind: of that.
+            kind: content type of the body.
 
         Raises:
-            TeacherUnavailableError: none answered in time, one is another teacher now, or refuses what it is asked.
+            TeacherUnavailableError: none answered in time, one is another teacher now, or refuses the request.
         """
         silent_since, values = time.monotonic(), ""
         while True:
@@ -189,7 +189,7 @@ class Servers:
             self._closed.wait(0.05)
 
     def _least_busy(self) -> _Server | None:
-        """A server that is not left alone just now, its place taken; None where there is none."""
+        """Return the least busy server outside backoff, its count of requests raised; None where there is none."""
         with self._lock:
             ready = [server for server in self._servers if server.until <= time.monotonic()]
             if not ready:
@@ -231,7 +231,7 @@ class Servers:
     def _sound(
         self, url: str, method: str, path: str, body: bytes | None, kind: str
     ) -> tuple[http.client.HTTPResponse, torch.Tensor]:
-        """A request and its answer as it was sent; one that was damaged is asked for once more, on a new connection."""
+        """Return an intact answer; a damaged one is requested once more, on a new connection."""
         try:
             return self._exchanged(url, method, path, body, kind)
         except _Damaged as damage:
@@ -244,7 +244,7 @@ class Servers:
     def _exchanged(
         self, url: str, method: str, path: str, body: bytes | None, kind: str, anew: bool = False
     ) -> tuple[http.client.HTTPResponse, torch.Tensor]:
-        """A request and its answer, whole; over a connection that is kept, or a new one."""
+        """Send a request over a kept connection or a new one; return the response and its whole body."""
         headers = self._headers | ({} if body is None else {"content-type": kind})
         while True:
             with self._lock:
@@ -317,7 +317,7 @@ class Servers:
     def of_each(
         self, path: str, method: str = "GET", body: bytes | None = None, kind: str = BINARY
     ) -> dict[str, bytes]:
-        """The answer of every server, by its address; of those that answer, where others do not.
+        """Return the answer of every server by its address; only of those that answer, where others do not.
 
         Raises:
             TeacherUnavailableError: none does.
@@ -334,7 +334,7 @@ class Servers:
         return answers
 
     def identity(self) -> Identity:
-        """Of all servers that answer, which must be the same; from then on every answer is held to it.
+        """Return the identity of all servers that answer, which must be the same; later answers are checked against it.
 
         Raises:
             ValueError: they differ, or one is no `distill serve`.
@@ -354,11 +354,11 @@ class Servers:
 
 
 class _TryAgain(Exception):
-    """This server could not answer; another may."""
+    """Failure of one server to answer, where another may."""
 
 
 class _Damaged(Exception):
-    """An answer is not what the server sent, or is to another request."""
+    """Answer that is not what the server sent, or is to another request."""
 
 
 def _require_sound(response: http.client.HTTPResponse, content: torch.Tensor, question: str) -> None:
@@ -375,7 +375,7 @@ def _identity(url: str, body: bytes) -> Identity:
 
 
 def _content(response: http.client.HTTPResponse) -> torch.Tensor:
-    """An answer's body, uint8, read into the memory that the GPU copies from."""
+    """Return an answer's body, uint8, read into pinned memory where the GPU will copy from it."""
     if response.length is None:  # in chunks, as other servers send
         return torch.frombuffer(bytearray(response.read() or b"\0"), dtype=torch.uint8)
     pinned = torch.cuda.is_initialized() and response.length > LARGE
@@ -390,12 +390,12 @@ def _content(response: http.client.HTTPResponse) -> torch.Tensor:
 
 
 def with_query(path: str, **params: object) -> str:
-    """A path and the query of a request."""
+    """Return a path with the query of a request."""
     return f"{path}?{urlencode(params)}"
 
 
 def _line(content: torch.Tensor) -> str:
-    """What an error's body says, in one line."""
+    """Return the text of an error's body, in one line."""
     text = content[:2000].numpy().tobytes().decode(errors="replace")
     with contextlib.suppress(ValueError, TypeError):
         tree = json.loads(text)
@@ -405,7 +405,7 @@ def _line(content: torch.Tensor) -> str:
 
 
 def refusal(url: str, status: int, text: str) -> str:
-    """A line for an answer that would be the same the next time."""
+    """Return a message for a refusal that repeating the request would not change."""
     if status in (401, 403):
         return f"teacher.token_file: {url} refuses the token ({text})"
     if "logprobs" in text and "max" in text.lower():  # vLLM's own limit

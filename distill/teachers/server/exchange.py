@@ -1,4 +1,4 @@
-"""How rows of tokens become a question to servers, and their answer tensors; one exchange a protocol."""
+"""Conversion of token rows into queries to servers, and of the answers into tensors; one exchange per protocol."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TargetTensors = dict[str, torch.Tensor]
 
 
 class TargetSpec(NamedTuple):
-    """What is to be said of each position.
+    """Outputs that are requested for each position.
 
     Attributes:
         top_k: tokens of its distribution; None for hidden states.
@@ -27,7 +27,7 @@ class TargetSpec(NamedTuple):
         dtype: of states and head.
         tail: how K tokens are chosen and read.
         temperature: of their probabilities.
-        send: what states travel in.
+        send: dtype that states are sent in.
         deterministic: whether each request is computed alone.
     """
 
@@ -42,7 +42,7 @@ class TargetSpec(NamedTuple):
 
     @staticmethod
     def by(recipe: Recipe, columns: int, hidden: int, dtype: torch.dtype) -> TargetSpec:
-        """What a recipe asks for."""
+        """Return the outputs that a recipe requests."""
         section: Teacher = recipe.teacher
         return TargetSpec(
             section.top_k, columns, hidden, dtype, default_tail(recipe.loss), recipe.loss.temperature,
@@ -50,7 +50,7 @@ class TargetSpec(NamedTuple):
         )  # fmt: skip
 
     def nothing(self) -> TargetTensors:
-        """An answer of no positions."""
+        """Return the answer for no positions."""
         if self.top_k is None:
             return {"hidden": torch.zeros(0, self.hidden, dtype=self.dtype)}
         empty = torch.zeros(0)
@@ -58,7 +58,7 @@ class TargetSpec(NamedTuple):
                 "tail": empty, "entropy": empty, "label_logprob": empty}  # fmt: skip
 
     def manifest(self, scale: float, softcap: float | None) -> dict[str, object]:
-        """As a cache's manifest says it, for the format of K tokens."""
+        """Return these settings as a cache's manifest has them, for the format of K tokens."""
         return {
             "kind": "top_k", "k": self.top_k, "tail": self.tail, "temperature": self.temperature, "scale": scale,
             "softcap": softcap, "vocabulary": self.columns, "hidden": self.hidden, "dtype": "float16",
@@ -66,25 +66,25 @@ class TargetSpec(NamedTuple):
 
 
 class Answer(Protocol):
-    """What is under way."""
+    """Pending answer."""
 
     def result(self) -> TargetTensors:
-        """`hidden` [M, H]; or `ids` int32 [M, K], `logprobs`, `tail`, `entropy`, `label_logprob`, as a cache's: waited
-        for.
+        """Wait for `hidden` [M, H]; or `ids` int32 [M, K], `logprobs`, `tail`, `entropy`, `label_logprob`, as in a
+        cache.
 
         Raises:
-            TeacherUnavailableError: it will not come, or is not that.
+            TeacherUnavailableError: the answer will not come, or has other contents.
         """
         ...
 
 
 class Exchange(Protocol):
-    """Asks.
+    """Client of one server protocol.
 
     Attributes:
         spec: of each position.
-        most_logits: positions whose own logits it gives at a time; 0 where it gives none.
-        field: of the recipe that names who is asked.
+        most_logits: positions whose logits the server sends at a time; 0 where it sends none.
+        field: of the recipe that names the servers.
     """
 
     spec: TargetSpec
@@ -92,19 +92,19 @@ class Exchange(Protocol):
     field: str = "teacher.url"
 
     def ask(self, query: TargetRequest) -> Answer:
-        """Ask, and go on."""
+        """Send a query; return without waiting for its answer."""
         ...
 
     def exact(self, query: TargetRequest) -> TargetTensors:
-        """`hidden` as it is, whatever `spec` says of sending it."""
+        """Return `hidden` unrounded, whatever dtype `spec` has for sending it."""
         return self.ask(query).result()
 
     def logits(self, query: TargetRequest) -> torch.Tensor:
-        """fp32 [M, V] as the model makes them by its own forward; of at most `most_logits` rows."""
+        """Return fp32 logits [M, V] of the model's own forward, for at most `most_logits` rows."""
         ...
 
     def proof(self, query: TargetRequest) -> str | None:
-        """What is compared with the server's own numbers where it sends no logits, in words; None where nothing is.
+        """Compare with the server's own numbers where it sends no logits; return a summary, None without a comparison.
 
         Raises:
             ValueError: they differ.
@@ -112,19 +112,19 @@ class Exchange(Protocol):
         return None
 
     def cost(self) -> float:
-        """Bytes that have come for a learned token."""
+        """Return the bytes received per trained token."""
         ...
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop sending queries."""
         return
 
 
 class ServerExchange(Exchange):
-    """Over HTTP.
+    """An exchange over HTTP.
 
     Attributes:
-        servers: that are asked.
+        servers: that are queried.
     """
 
     servers: Servers
@@ -140,7 +140,7 @@ class ServerExchange(Exchange):
 
 
 class DistillExchange(ServerExchange):
-    """With `distill serve`."""
+    """The exchange with `distill serve`."""
 
     def __init__(self, servers: Servers, spec: TargetSpec, most_logits: int) -> None:
         self.servers, self.spec, self.most_logits = servers, spec, most_logits
@@ -157,10 +157,10 @@ class DistillExchange(ServerExchange):
         return self.servers.submit(path, query.body(), len(query.rows), lambda body: self.read(body, query))
 
     def read(self, body: torch.Tensor, query: TargetRequest) -> TargetTensors:
-        """The tensors in an answer's body.
+        """Return the tensors in an answer's body.
 
         Raises:
-            TeacherUnavailableError: they are not what was asked for.
+            TeacherUnavailableError: they are not what was requested.
         """
         spec = self.spec
         try:
@@ -181,7 +181,7 @@ class DistillExchange(ServerExchange):
 def require_sound(
     values: TargetTensors, positions: int, spec: TargetSpec, field: str = Exchange.field
 ) -> TargetTensors:
-    """An answer that has the shapes that were asked for, and is finite where it must be.
+    """Return an answer, once its shapes are the requested ones and it is finite where it must be.
 
     Raises:
         TeacherUnavailableError: naming what is not.
@@ -199,7 +199,7 @@ def require_sound(
                 f"{field}: an answer's {name}: expected {shape}, got {tuple(values[name].shape)}"
             )
         value = values[name]
-        # one pass over the memory tells of most answers that they are fine
+        # most answers pass this check, which reads the memory once
         if not value.is_floating_point() or bool(value.sum().isfinite()):
             continue
         # a probability may be 0, and its logarithm -inf

@@ -39,8 +39,8 @@ def damage_of(sums: tuple[str | None, str | None], status: int, question: str, b
     """Return how an answer was damaged on the way, or that it answers another request; None where it is sound.
 
     Args:
-        sums: question and checksum, as its headers say them.
-        status: of HTTP. Only answers of 200 must bear both sums: others may come from a proxy.
+        sums: question and checksum, from the answer's headers.
+        status: of HTTP. Only answers of 200 must carry both sums: others may come from a proxy.
         question: hash of the request that was sent.
         body: of the answer.
     """

@@ -6,7 +6,7 @@
 The first process of the run starts one server a GPU, each with a copy, or one over all of them that holds shards; they
 load while the run reads its data. All processes of the run query them over loopback, with a token made for the run. The
 servers are killed when the context ends, and end at once when the process that started them is gone; where one of them
-ends, what it wrote last to standard error is the reason that the run gives.
+ends, the last line of its standard error is the reason that the run reports.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Child(NamedTuple):
 
 
 class LaunchedServers:
-    """The teacher servers of this run, as any of its processes sees them.
+    """The teacher servers of this run, in any of its processes.
 
     Args:
         children: their processes.
@@ -99,7 +99,7 @@ class LaunchedServers:
         """Return the addresses of all servers, once each of them answers; called by every process of the run.
 
         Raises:
-            ValueError: the input of the user's that a server could not use.
+            ValueError: the user's input that a server could not use.
             TeacherUnavailableError: a server has ended.
         """
         found, fault, by_user = broadcast_from_rank0(self._wait)
@@ -119,7 +119,7 @@ class LaunchedServers:
 
 
 def _last_line(child: Child) -> str:
-    """What a server wrote last to standard error."""
+    """Return the last line that a server wrote to standard error."""
     with contextlib.suppress(OSError):
         text = Path(child.errors).read_text(encoding="utf-8", errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -129,7 +129,7 @@ def _last_line(child: Child) -> str:
 
 @contextlib.contextmanager
 def launched_servers(recipe: Recipe, device: torch.device, *, sharded: bool) -> Iterator[None]:
-    """Have teacher servers run while the context lasts, where the recipe asks for them; entered by every process.
+    """Run teacher servers while the context lasts, where the recipe names them; every process enters it.
 
     Args:
         recipe: of the run.
@@ -145,7 +145,7 @@ def launched_servers(recipe: Recipe, device: torch.device, *, sharded: bool) -> 
         return
     with contextlib.ExitStack() as stack:
         processes: dict[int, subprocess.Popen[bytes]] = {}
-        stores = list[torch.distributed.TCPStore]()  # by which servers that hold shards find each other
+        stores = list[torch.distributed.TCPStore]()  # rendezvous of servers that hold shards
 
         def start() -> tuple[list[Child], str]:
             visible = _visible_to(count, device, sharded)
@@ -174,7 +174,7 @@ def launched_servers(recipe: Recipe, device: torch.device, *, sharded: bool) -> 
 
 
 def _visible_to(count: int, device: torch.device, sharded: bool) -> list[dict[str, str]]:
-    """The environment by which each server sees its GPUs, the last ones of this machine; nothing on a CPU."""
+    """Return the environment of each server that selects its GPUs, the last ones of this machine; empty on a CPU."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
     if here != world_size():
         raise ValueError(
@@ -196,7 +196,7 @@ def _visible_to(count: int, device: torch.device, sharded: bool) -> list[dict[st
 
 
 def _launch(rank: int, world: int, port: int) -> dict[str, str]:
-    """The environment by which servers that hold shards find each other."""
+    """Return the environment of the process group of servers that hold shards."""
     return {
         "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -204,7 +204,7 @@ def _launch(rank: int, world: int, port: int) -> dict[str, str]:
 
 
 def _started(recipe: Recipe, folder: Path, number: int, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start one server; it hears no signal of this process's terminal."""
+    """Start one server, in a session of its own: it gets no signals of this process's terminal."""
     file = folder / "teacher.yaml"
     if not file.exists():
         held = Parallel(teacher="sharded" if "RANK" in more else "copied")
@@ -225,7 +225,7 @@ def _started(recipe: Recipe, folder: Path, number: int, more: Mapping[str, str])
 
 
 def _kill(processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
-    """A server has nothing to save."""
+    """Kill the servers, which have nothing to save."""
     for process in processes.values():
         process.kill()
     for process in processes.values():
@@ -241,7 +241,7 @@ class LaunchedTeacher(ServerTeacher):
         context: where the head is held, and in what dtype a student is cut from the teacher.
 
     Raises:
-        ValueError: the input of the user's that a server could not use.
+        ValueError: the user's input that a server could not use.
         TeacherUnavailableError: a server has ended.
     """
 
@@ -285,8 +285,8 @@ class LaunchedSource(ModelSource):
         return LaunchedTeacher(self, LaunchedServers.current, context)
 
     def footprint(self, context: FootprintContext) -> Footprint:
-        """On a GPU that trains: the head, and the hidden states of a step's micro-batches and the next one's, spread
-        out for the one that is trained."""
+        """Return the footprint on a training GPU: the head, the hidden states of a step's micro-batches and of the next
+        one's, and those of the current one scattered to their positions."""
         meta, train = self.meta(), self.recipe.train
         size, micro = context.precision.teacher.itemsize, train.batch_size * self.recipe.data.max_length * context.world
         ahead = 2 * max((train.tokens_per_step or micro) // micro, self.section.prefetch)
@@ -295,5 +295,5 @@ class LaunchedSource(ModelSource):
         )
 
     def smaller(self, family: str | None = None) -> list[SmallerTeacher]:
-        """None that a GPU which trains would gain by."""
+        """Return nothing: no other way saves memory on a training GPU."""
         return []

@@ -1,9 +1,9 @@
-"""Once, on the first batch: do the logits that the loss will make here equal those that the server's model makes there?
+"""Parity check on the first batch: the logits that the loss will compute here against those of the server's model.
 
-What a server gets wrong trains silently: hidden states from before the final norm, a soft cap or a scale that is not
-told, log-probabilities that belong to the token before. The server runs its model whole, head and all, over a few rows;
-here the same rows' targets are made into log-probabilities as the loss makes them, and the two are compared. Where they
-differ, readings that would explain it are tried, so that the fault has a name.
+A server's faults would otherwise be trained on silently: hidden states from before the final norm, a soft cap or scale
+that is not reported, log-probabilities of the token before. The server runs its whole model over a few rows; here the
+same rows' targets are turned into log-probabilities as the loss does it, and the two are compared. Where they differ,
+known causes are tried, so that the error names one.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from distill.teachers.server.wire import TargetRequest
 
 TOKENS = 64
 CAPS = (5.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0)
-# of the mean size of logits: what rounding moves them by on average, with products added up in another order
+# mean rounding error over the mean size of logits, in eps, for GEMMs that add in another order
 ROUNDING = {torch.float32: 64.0, torch.float64: 64.0, torch.bfloat16: 2.0, torch.float16: 2.0}
-SPARSE = 0.02  # what half precision may move a log-probability by
+SPARSE = 0.02  # nats by which half precision may change a log-probability
 
 
 class LogitReading(NamedTuple):
-    """How targets are made into logits here.
+    """Conversion of targets into logits on this side.
 
     Attributes:
-        exchange: that asks for them.
+        exchange: that requests them.
         head: on any device; None where K tokens are sent.
-        transform: what the server says of scale and soft cap.
+        transform: scale and soft cap, as the server reports them.
     """
 
     exchange: Exchange
@@ -40,10 +40,10 @@ class LogitReading(NamedTuple):
 
 
 def prove(teacher: LogitReading, query: TargetRequest) -> str:
-    """Compare up to 64 of the positions that are asked for; a line that says how near they are.
+    """Compare up to 64 of the query's positions; return a line on how close they are.
 
     Raises:
-        ValueError: they differ, with the fault's name where it can be told.
+        ValueError: they differ, with the cause where it is found.
         TeacherUnavailableError: the server does not answer.
     """
     query = replace(query, rows=query.rows[:TOKENS])
@@ -65,13 +65,13 @@ def prove(teacher: LogitReading, query: TargetRequest) -> str:
 
 
 def own_logits(exchange: Exchange, query: TargetRequest) -> torch.Tensor:
-    """fp32 [M, V] of the rows, as the server's model makes them, in as many requests as it wants."""
+    """Return fp32 logits [M, V] of the rows by the server's model, in as many requests as it needs."""
     parts = np.array_split(query.rows, max(-(-len(query.rows) // exchange.most_logits), 1))
     return torch.cat([exchange.logits(replace(query, rows=rows)) for rows in parts])
 
 
 def _dense(teacher: LogitReading, query: TargetRequest, expected: torch.Tensor) -> tuple[float, float]:
-    """Mean distance of all log-probabilities, and what is rounding."""
+    """Return the mean distance of all log-probabilities, and its bound by rounding."""
     hidden, dtype = _plain_hidden(teacher, query), teacher.exchange.spec.dtype
     if hidden.shape[-1] != _head(teacher).weight.shape[1] or expected.shape[-1] != len(_head(teacher).weight):
         return float("inf"), 0.0
@@ -85,12 +85,12 @@ def _head(teacher: LogitReading) -> HeadWeights:
 
 
 def _plain_hidden(teacher: LogitReading, query: TargetRequest) -> torch.Tensor:
-    """Hidden states as they are, also where the run takes them in fp8."""
+    """Return unrounded hidden states, also where the run receives them in fp8."""
     return teacher.exchange.exact(query)["hidden"]
 
 
 def _logits(teacher: LogitReading, hidden: torch.Tensor, transform: LogitTransform) -> torch.Tensor:
-    """fp32 [M, V] on the CPU."""
+    """Return fp32 logits [M, V] on the CPU."""
     weight, bias, _ = _head(teacher)
     z = torch.nn.functional.linear(hidden.to(weight), weight, bias).float().cpu() * transform.scale
     return z if transform.softcap is None else transform.softcap * torch.tanh(z / transform.softcap)
@@ -101,7 +101,7 @@ def _distance(z: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _sparse(teacher: LogitReading, query: TargetRequest, expected: torch.Tensor) -> tuple[float, float]:
-    """The worst of the labels' log-probabilities, and of the K tokens' where they are the likeliest."""
+    """Return the largest distance of the labels' log-probabilities, and of the top K tokens' too, and its bound."""
     exchange, spec = teacher.exchange, teacher.exchange.spec
     values = exchange.ask(query).result()
     logp = expected[:, : spec.columns].log_softmax(-1)
@@ -115,7 +115,7 @@ def _sparse(teacher: LogitReading, query: TargetRequest, expected: torch.Tensor)
 
 
 def _reason(teacher: LogitReading, query: TargetRequest, expected: torch.Tensor, allowed: float) -> str:
-    """Which reading of the hidden states explains the server's own logits."""
+    """Return the cause that explains the server's own logits."""
     hidden = _plain_hidden(teacher, query)
     if hidden.shape[-1] != _head(teacher).weight.shape[1]:
         return "the hidden states do not fit the head"

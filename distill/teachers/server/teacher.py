@@ -1,4 +1,4 @@
-"""A teacher in another process: on other GPUs, on another host; what it says is asked for ahead of time."""
+"""A remote teacher, on other GPUs or another host, whose outputs are prefetched."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ from distill.teachers.server.wire import FILES, Identity, TargetRequest, head_ha
 from distill.teachers.vocabulary import Vocabulary, is_synthetic
 
 CONFIG = "config.json"
-SERVED = "served"  # of a batch: what is to be asked of it
-MOST_PENDING = 4096  # answers that nobody came for
+SERVED = "served"  # column of a batch: the query to the servers
+MOST_PENDING = 4096  # answers that were not collected
 
 
 class ServedRows:
-    """A collator that puts beside a batch what is to be asked of it, where its tensors still lie in host memory."""
+    """A collator that adds the query to the servers to a batch, while its tensors are in host memory."""
 
     def __init__(self, collate: Collate) -> None:
         self.collate = collate
@@ -67,15 +67,15 @@ class ServedRows:
 
 
 class ServerTeacher(Teacher):
-    """What servers say of the rows of a batch, asked for by `submit` and waited for by `targets`.
+    """Outputs of servers for the rows of a batch, requested by `submit` and awaited by `targets`.
 
     Args:
-        exchange: of the protocol that they speak.
+        exchange: of the servers' protocol.
         identity: of the teacher, for the lock file.
         transform: how its logits follow from its head's product; an attribute too.
         head: its weights; None where K tokens are sent.
         section: of the recipe.
-        dtype: that a student is cut in from the model named there, as it would be from that model loaded.
+        dtype: of a student that is cut from the model named there, as if that model were loaded.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ServerTeacher(Teacher):
         return self.small(())
 
     def small(self, layers: Sequence[int]) -> ServerTeacher:
-        """The same: its layers are elsewhere."""
+        """Return a copy: the layers are in another process."""
         return copy.copy(self)
 
     def collate(self, plain: Collate) -> Collate:
@@ -124,7 +124,7 @@ class ServerTeacher(Teacher):
         return None
 
     def targets(self, batch: Batch) -> torch.Tensor | TopKTargets:
-        """Each at its position; 0 where nothing is learned."""
+        """Return the targets at their positions; 0 where no token is trained."""
         values, shape, device = self.sent(batch), batch["input_ids"].shape, batch["input_ids"].device
         if device.type != "cpu":
             values = {name: to_device(value, device) for name, value in values.items()}
@@ -134,14 +134,14 @@ class ServerTeacher(Teacher):
         return top_k_targets(values, rows, shape, self.exchange.spec.tail)
 
     def sent(self, batch: Batch) -> TargetTensors:
-        """Return the answers for a batch's learned positions as they came, on the CPU."""
+        """Return the answers for a batch's trained positions as received, on the CPU."""
         return self.values(self._asked(batch))
 
     def values(self, query: TargetRequest) -> TargetTensors:
-        """What the servers say of some rows, on the CPU.
+        """Return the servers' outputs for some rows, on the CPU.
 
         Raises:
-            TeacherUnavailableError: nothing came in time, or nothing sound.
+            TeacherUnavailableError: no answer came in time, or none that is valid.
         """
         if not len(query.rows):
             return self.exchange.spec.nothing()
@@ -171,7 +171,7 @@ class ServerTeacher(Teacher):
             self.head.weights = HeadWeights(weight.to(device), None if bias is None else bias.to(device), None)
 
     def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
-        """Of the model that the recipe names beside the server, which is read for that and let go."""
+        """Return a student cut from the model that the recipe names beside the server, which is loaded for that."""
         model = load_teacher(self.section.loaded(), device="cpu", dtype=self.dtype)
         student = load_student(section, teacher=model, device=device, dtype=dtype)
         return CutStudent(student, layer_indices(section.from_teacher, layers_of(model.config)))
@@ -184,13 +184,13 @@ class ServerTeacher(Teacher):
         return [f"{'served':<12}{each:,.0f} bytes a learned token; {proof}"]
 
     def fingerprint(self) -> dict[str, object]:
-        """Who the servers say they are, and what is asked of them."""
+        """Return the servers' identity, and the outputs that are requested."""
         spec = self.exchange.spec
         query = {"top_k": spec.top_k, "tail": spec.tail} if self.head is None else {"send": spec.send}
         return {**self.identity, **query}
 
     def place(self) -> dict[str, object]:
-        """Plain values from which `reconnected` makes the same teacher in another process."""
+        """Return plain values from which `reconnected` makes the same teacher in another process."""
         spec = self.exchange.spec._asdict() | {"dtype": str(self.exchange.spec.dtype).removeprefix("torch.")}
         return {"section": self.section.model_dump(mode="json"), "wanted": spec}
 
@@ -203,7 +203,7 @@ def _rows(batch: Batch) -> torch.Tensor:
 
 
 class ServerSource(TeacherSource):
-    """The servers that the recipe's `teacher.url` names, asked who they are when somebody needs to know."""
+    """The source of the servers that the recipe's `teacher.url` names; their identity is queried on first use."""
 
     shardable = False
 
@@ -213,22 +213,22 @@ class ServerSource(TeacherSource):
 
     @functools.cached_property
     def servers(self) -> Servers:
-        """Connected when they are first asked."""
+        """Client of the servers, made on first use."""
         return connect(self.section)
 
     @functools.cached_property
     def identity(self) -> Identity:
-        """Of a `distill serve`."""
+        """Identity of a `distill serve`."""
         return self.servers.identity()
 
     @functools.cached_property
     def vllm_model(self) -> dict[str, object]:
-        """Of vLLM: id, root and max_model_len."""
+        """Model that vLLM serves: id, root and max_model_len."""
         return served_model(self.servers)
 
     @functools.cached_property
     def folder(self) -> str:
-        """Where tokenizer and, in `teacher/`, configuration of a `distill serve` lie here; written once."""
+        """Local folder with tokenizer and, in `teacher/`, configuration of a `distill serve`; written once."""
         return str(keep(f"served-{self.identity.files[:32]}", self._write_files, cache=self.recipe.data.cache)[0])
 
     def _write_files(self, folder: Path) -> None:
@@ -239,7 +239,7 @@ class ServerSource(TeacherSource):
                 (folder / TEACHER / name if name == CONFIG else folder / name).write_text(text, encoding="utf-8")
 
     def maker(self) -> dict[str, object]:
-        """Return who is served, as `teacher_identity` does, and the dtype of its layers."""
+        """Return the served teacher's identity, as `teacher_identity` does, and the dtype of its layers."""
         if self.is_vllm:
             unnamed = dict.fromkeys(("revision", "adapter", "config", "files_sha256"))
             return {**unnamed, "model": self.vllm_model["id"], "init": "pretrained"}
@@ -249,7 +249,7 @@ class ServerSource(TeacherSource):
 
     @property
     def stored_dtype(self) -> str:
-        """The dtype that loses nothing of what is sent."""
+        """Dtype that stores what is sent without loss."""
         k_tokens, hidden = ("float32", "bfloat16") if self.is_vllm else ("float16", self.identity.dtype)
         return hidden if self.section.top_k is None else k_tokens
 
@@ -285,12 +285,12 @@ class ServerSource(TeacherSource):
                             "temperature": loss.temperature})  # fmt: skip
 
     def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
-        """What is asked for is more than the servers take, or they serve another model than is named."""
+        """Return problems: requests that exceed the servers' limits, or another model than the recipe names."""
         recipe = self.recipe
         if self.is_vllm:
             if recipe.loss.temperature != 1.0 and self.section.top_k is not None:
                 return ["loss.temperature: expected 1 with vLLM's top_k, which has no other probabilities"]
-            # a document's last token is not sent where only states are read, which makes room for the one that is made
+            # a document's last token is not sent where only states are read, which makes room for the generated one
             extra = int(self.section.folder is None)
             return length_problems(self.vllm_model, recipe.data.max_length, extra)
         identity, problems = self.identity, []
@@ -312,7 +312,7 @@ class ServerSource(TeacherSource):
         return problems
 
     def data_problems(self, splits: Splits) -> list[str]:
-        """A chat template that is not the server's; of running text there is none."""
+        """Return a problem where the chat template is not the server's; running text has none."""
         if self.is_vllm or splits.report.format.startswith("text") or is_synthetic(self.recipe.data):
             return []
         here = text_hashes(self.recipe, self.vocabulary().tokenizer)["template"]
@@ -321,7 +321,7 @@ class ServerSource(TeacherSource):
         return ["data.chat_template: the template differs from the server's; start distill serve with this recipe"]
 
     def footprint(self, context: FootprintContext) -> Footprint:
-        """The head, and what is said of each token; no weights."""
+        """Return the footprint of the head and of each token's targets; no weights are loaded."""
         shape, k = self.shapes()[0], self.section.top_k
         if k is not None:
             return Footprint(token_bytes=k * (6 + 8), logits=False)
@@ -329,12 +329,12 @@ class ServerSource(TeacherSource):
         return Footprint(float(shape.head * number), token_bytes=2 * number * shape.hidden, work=head_work(shape))
 
     def title(self) -> str:
-        known: Identity | None = self.__dict__.get("identity")  # a report is written where no server runs any more
+        known: Identity | None = self.__dict__.get("identity")  # reports are written after the server has ended, too
         own = model_name(self.section) if self.section.model else ", ".join(self.section.urls)
         return f"{known.model if known else own} (served)"
 
     def size_text(self) -> str:
-        """What travels of it, in place of its weights."""
+        """Return the bytes received per token as readable text, in place of the weights."""
         shape = self.shapes()[0]
         plan = {"kind": "hidden", "hidden": shape.hidden, "dtype": "bfloat16" if self.is_vllm else self.identity.dtype}
         if self.section.top_k is not None:
@@ -343,7 +343,7 @@ class ServerSource(TeacherSource):
         return f"not loaded: {', '.join(self.section.urls)}; {each:,} bytes a learned token come from there"
 
     def open(self, context: OpenContext, vocabulary: Vocabulary) -> ServerTeacher:
-        """Fetch the head, once for all runs here, and begin to ask.
+        """Fetch the head, once for all runs on this machine, and return the teacher.
 
         Raises:
             ValueError: the servers are not one teacher.
@@ -371,7 +371,7 @@ class ServerSource(TeacherSource):
 
 
 def reconnected(place: Mapping[str, Any]) -> ServerTeacher:
-    """The teacher of `ServerTeacher.place`, of a `distill serve`."""
+    """Return the teacher of a `distill serve` from the values of `ServerTeacher.place`."""
     section = TeacherSection.model_validate(place["section"])
     servers = connect(section)
     identity = servers.identity()
@@ -381,14 +381,14 @@ def reconnected(place: Mapping[str, Any]) -> ServerTeacher:
 
 
 def connect(section: TeacherSection) -> Servers:
-    """To the servers of a recipe's teacher; nothing is sent yet."""
+    """Return a client of the servers of a recipe's teacher; nothing is sent yet."""
     token = token_of(section.token_file)
     sums = section.protocol != "vllm"
     return Servers(Place(section.urls, token, section.wait, max(section.prefetch, 1), sums))
 
 
 class OpenedAt(NamedTuple):
-    """Where a head is held, and what a student is cut in."""
+    """Device of the head, and dtype of a student that is cut."""
 
     device: torch.device
     cut: torch.dtype
@@ -405,7 +405,7 @@ def _opened(
 
 
 def _head(servers: Servers, identity: Identity, device: torch.device) -> HeadWeights:
-    """The head, from this machine's cache where it was fetched before."""
+    """Return the head, from this machine's cache where it was fetched before."""
 
     def fetch(folder: Path) -> None:
         (folder / "head.safetensors").write_bytes(servers.ask("GET", "/v1/head"))

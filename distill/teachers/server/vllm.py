@@ -2,15 +2,14 @@
 
     POST /v1/completions {"model": ..., "prompt": [[ids], ...], "max_tokens": 1, "prompt_logprobs": K, "temperature": 0}
 
-Of each prompt comes a list with an entry a token: null for the first, which nothing predicts, then a mapping of token
-ids (as text) to `{"logprob": ..., "rank": ...}`: the K likeliest, and the prompt's own token where it is none of them.
-So entry i is what the token at i - 1 predicts. They are of the whole distribution at temperature 1; what the K leave of
-it is the tail. No endpoint says how many it gives: more than `--max-logprobs` (20 unless it is
-raised) is refused with a 400, so one token's are asked of each server before a run begins.
+The answer has a list for each prompt, with an entry per token: null for the first, which nothing predicts, then a
+mapping of token ids (as text) to `{"logprob": ..., "rank": ...}`: the K most probable, and the prompt's own token where
+it is none of them. So entry i is predicted at token i - 1. They are of the whole distribution at temperature 1; the
+probability beyond the K is the tail. No endpoint reports the largest K: more than `--max-logprobs` (20 unless raised)
+is refused with a 400, so each server is queried for one token before a run begins.
 
-Its forwards hold whatever else it computes just then, so that two answers to the same question may differ in their last
-bits: a run is resumed, but not to the bit. Its hidden states are read by `vllm_hidden.py`. Tests run it
-against vLLM 0.32.0 on CPUs.
+vLLM batches whatever requests are open, so that two answers to the same query may differ in their last bits: a resumed
+run is not identical to the bit. Hidden states are read by `vllm_hidden.py`. Tests run it against vLLM 0.32.0 on CPUs.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from distill.teachers.server.client import Servers
 from distill.teachers.server.exchange import ServerExchange, TargetSpec, TargetTensors, require_sound
 from distill.teachers.server.wire import JSON, TargetRequest, documents
 
-HEALTH_SECONDS, DEAD_SECONDS = 1.0, 15.0  # between two looks; of silence after which servers are taken for dead
-LEAST = -1e4  # logprobs that stand for minus infinity come as -9999
-MOST_LOGPROB, MOST_SUM = 1e-4, 1 + 1e-3  # of one token; of the probabilities of some: above is no rounding
+HEALTH_SECONDS, DEAD_SECONDS = 1.0, 15.0  # seconds between two checks; of silence until servers count as dead
+LEAST = -1e4  # vLLM sends -9999 for a logprob of minus infinity
+MOST_LOGPROB, MOST_SUM = 1e-4, 1 + 1e-3  # of one token; of a sum of probabilities: above is no rounding
 
 
 def served_model(servers: Servers) -> dict[str, object]:
@@ -57,12 +56,12 @@ def served_model(servers: Servers) -> dict[str, object]:
 
 
 def length_problems(model: Mapping[str, object], max_length: int, extra: int) -> list[str]:
-    """Return the fault of documents that may be longer than a served model takes, if they may.
+    """Return a problem where documents may be longer than a served model takes.
 
     Args:
         model: as `served_model` gives it.
         max_length: of documents, in tokens.
-        extra: tokens that a request has beyond its document, for the one that vLLM insists on making.
+        extra: tokens that a request has beyond its document, for the one that vLLM always generates.
     """
     most = model["max_model_len"]
     if not isinstance(most, int) or max_length + extra <= most:
@@ -74,11 +73,11 @@ def length_problems(model: Mapping[str, object], max_length: int, extra: int) ->
 
 
 class DeathWatch:
-    """Reports servers that are gone: a vLLM that died does not come back by itself, and `teacher.wait` is for one that
-    is slow.
+    """Detection of dead servers: a vLLM that died does not restart by itself, and `teacher.wait` is for one that is
+    slow.
 
     Args:
-        servers: asked at /health, while none of them takes a request.
+        servers: queried at /health, while none of them takes a request.
     """
 
     def __init__(self, servers: Servers) -> None:
@@ -106,11 +105,11 @@ class DeathWatch:
 
 
 class VllmExchange(ServerExchange):
-    """With the completions of vLLM.
+    """The exchange with the completions endpoint of vLLM.
 
     Args:
         servers: of the same model.
-        spec: of each position; of sampled tokens it knows nothing: the K likeliest are read as a bucket.
+        spec: of each position; vLLM samples no tokens for it: the top K are read as a bucket.
     """
 
     def __init__(self, servers: Servers, spec: TargetSpec) -> None:
@@ -120,11 +119,11 @@ class VllmExchange(ServerExchange):
         self.model = ""
 
     def identity(self) -> dict[str, object]:
-        """What it says that it serves; of all servers the same.
+        """Return the identity of the served model, which must be the same on all servers.
 
         Raises:
-            ValueError: it is none, or they differ.
-            TeacherUnavailableError: one gives fewer log-probabilities than are wanted.
+            ValueError: a server is no vLLM, or they differ.
+            TeacherUnavailableError: one gives fewer log-probabilities than are requested.
         """
         identity = served_model(self.servers)
         self.model = str(identity["id"])
@@ -148,10 +147,10 @@ class VllmExchange(ServerExchange):
         return self.servers.submit("/v1/completions", self._question(query), len(query.rows), read, JSON)
 
     def read(self, body: bytes, query: TargetRequest) -> TargetTensors:
-        """The tensors in an answer's body.
+        """Return the tensors in an answer's body.
 
         Raises:
-            TeacherUnavailableError: they are not what was asked for.
+            TeacherUnavailableError: they are not what was requested.
         """
         pieces, k = _prompts(query), self.spec.top_k or 0
         try:
@@ -173,7 +172,7 @@ class VllmExchange(ServerExchange):
 
 
 def _require_log_probabilities(logprobs: np.ndarray, label: np.ndarray) -> None:
-    """Hold numbers [M, K] and [M] to what log-probabilities can be: a server may be started to send logits for them."""
+    """Check that numbers [M, K] and [M] can be log-probabilities: vLLM may be configured to send logits instead."""
     most, total = float(max(logprobs.max(), label.max())), float(np.exp(logprobs.astype(np.float64)).sum(-1).max())
     if most > MOST_LOGPROB or total > MOST_SUM:
         got = f"one of {most:.4g}" if most > MOST_LOGPROB else f"probabilities that sum to {total:.4g}"
@@ -184,12 +183,12 @@ def _require_log_probabilities(logprobs: np.ndarray, label: np.ndarray) -> None:
 
 
 def _prompts(query: TargetRequest) -> list[Any]:
-    """Documents as far as the last token that is learned: its log-probability is asked for."""
+    """Return the documents up to the last trained token, whose log-probability is requested."""
     return documents(query, 0, beyond=1)
 
 
 def _checked(choice: Mapping[str, Any], piece: Any) -> Any:
-    """The piece, where the answer has an entry for each of its tokens, the first of them empty."""
+    """Return the piece, once the answer has an entry for each of its tokens, the first of them empty."""
     entries = choice["prompt_logprobs"]
     if len(entries) != len(piece.ids) or entries[0] is not None:
         raise TeacherUnavailableError(
@@ -200,7 +199,7 @@ def _checked(choice: Mapping[str, Any], piece: Any) -> Any:
 
 
 def _entry(entry: Mapping[str, Any], label: int, k: int, columns: int) -> tuple[list[int], list[float], float]:
-    """K ids and their log-probabilities, the likeliest first, and the label's own, of one token's mapping."""
+    """Return the top K ids and log-probabilities in order, and the label's log-probability, of a token's mapping."""
     known = {int(token): max(float(value["logprob"]), LEAST) for token, value in entry.items()}
     if label not in known:
         raise TeacherUnavailableError(
@@ -215,7 +214,7 @@ def _entry(entry: Mapping[str, Any], label: int, k: int, columns: int) -> tuple[
 
 
 def _completed(ids: torch.Tensor, logprobs: torch.Tensor, label: torch.Tensor) -> TargetTensors:
-    """With the tail, and an entropy over the K and the tail, which is the least that it can be."""
+    """Return the answer with the tail and the entropy over the K and the tail, a lower bound of the full entropy."""
     tail = torch.log1p(-logprobs.double().exp().sum(-1).clamp_max(1 - 1e-6)).float()
     outcomes = torch.cat([logprobs, tail[:, None]], -1).double()
     entropy = -(outcomes.exp() * outcomes).sum(-1).float()

@@ -48,16 +48,16 @@ from distill.teachers.server.vllm import VllmExchange
 from distill.teachers.server.wire import JSON, TargetRequest, documents
 
 LOOKS_S = 0.002
-HEALTH_S = 2.0  # between two looks at the servers while a file is awaited
-DEAD_S = 15.0  # that a server may be silent before it counts as dead
+HEALTH_S = 2.0  # seconds between two checks of the servers while a file is awaited
+DEAD_S = 15.0  # seconds without an answer after which a server counts as dead
 
 
 class Ends(NamedTuple):
-    """What of a model stands after its layers.
+    """Modules of a model after its layers: final norm and head.
 
     Attributes:
         norm: the final one.
-        head: its weights, and `transform`: how logits follow from its product.
+        head: its weights; `transform`: scale and soft cap of the logits.
         fingerprint: of embedding, norm and head.
     """
 
@@ -71,12 +71,12 @@ def load_ends(section: TeacherSection, dtype: torch.dtype) -> Ends:
     """Read a model without its layers, in host memory.
 
     Raises:
-        ValueError: it cannot be read, or has no final norm that can be told.
+        ValueError: it cannot be read, or has no final norm that can be identified.
     """
     assert section.model is not None
     source, config = resolve_model_source(section.model, "teacher.model"), load_config(section, "teacher")
     before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # of the layers, which are not wanted
+    transformers.logging.set_verbosity_error()  # it would warn of the layers, which are left out
     try:
         with loading(section.model, source, "teacher.model"):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -100,34 +100,34 @@ def load_ends(section: TeacherSection, dtype: torch.dtype) -> Ends:
 
 
 class Parts(NamedTuple):
-    """The answers to a query's documents, under way."""
+    """Pending answers to a query's documents."""
 
     parts: Sequence[Future[torch.Tensor]]
     positions: int
     spec: TargetSpec
 
     def result(self) -> TargetTensors:
-        """Hidden states of all positions, in order.
+        """Wait for the hidden states of all positions, in order.
 
         Raises:
-            TeacherUnavailableError: one will not come, or is not that.
+            TeacherUnavailableError: one will not come, or has other contents.
         """
         hidden = torch.cat([part.result() for part in self.parts])
         return require_sound({"hidden": hidden}, self.positions, self.spec)
 
 
 class VllmHiddenExchange(VllmExchange):
-    """With vLLM's completions and the folder that its connector writes to.
+    """The exchange with vLLM's completions endpoint and the folder that its connector writes to.
 
     Args:
         servers: of the same model.
         spec: of each position: hidden states.
-        folder: as it is reached here; of the paths that a server names, the last part counts.
-        ends: of the model.
+        folder: its path on this machine; only the file names of the paths that a server reports are used.
+        ends: final norm and head of the model.
     """
 
     def __init__(self, servers: Servers, spec: TargetSpec, folder: Path, ends: Ends) -> None:
-        super().__init__(servers, spec._replace(top_k=1))  # of the proof
+        super().__init__(servers, spec._replace(top_k=1))  # for `proof`
         self.logprobs, self.spec = self.spec, spec._replace(deterministic=False)
         self.folder, self.ends, self.read_bytes = folder, ends, 0
         if not folder.is_dir():
@@ -138,7 +138,7 @@ class VllmHiddenExchange(VllmExchange):
         return json.dumps({n: v for n, v in question.items() if n != "prompt_logprobs"}).encode()
 
     def read(self, body: bytes, query: TargetRequest) -> TargetTensors:
-        """Of one document, of which all is wanted."""
+        """Return the hidden states of one document, all of whose positions are requested."""
         return {"hidden": self._hidden(body, query.ids[0])}
 
     def ask(self, query: TargetRequest) -> Parts:  # type: ignore[override]
@@ -155,7 +155,7 @@ class VllmHiddenExchange(VllmExchange):
 
     @torch.no_grad()
     def _hidden(self, body: bytes, ids: np.ndarray) -> torch.Tensor:
-        """Hidden states [tokens, H] of a document, after the final norm, from the file that an answer names."""
+        """Return hidden states [tokens, H] of a document, after the final norm, from the file that an answer names."""
         found = self._loaded(self._file_of(body))
         states, tokens = found.get("hidden_states"), found.get("token_ids")
         if states is None or tokens is None or states.dim() != 3 or states.shape[2] != self.spec.hidden:
@@ -168,7 +168,7 @@ class VllmHiddenExchange(VllmExchange):
         return self.ends.norm(states[: len(ids), -1].to(self.spec.dtype))
 
     def _file_of(self, body: bytes) -> Path:
-        """Return the path of the file that an answer names, as it is reached here."""
+        """Return the path of the file that an answer names, on this machine."""
         try:
             return self.folder / Path(json.loads(body)["kv_transfer_params"]["hidden_states_path"]).name
         except (ValueError, KeyError, TypeError):
@@ -178,7 +178,7 @@ class VllmHiddenExchange(VllmExchange):
             ) from None
 
     def _loaded(self, path: Path) -> dict[str, torch.Tensor]:
-        """The tensors of a file once it is written; it is deleted.
+        """Return the tensors of a file once it is written, and delete it.
 
         Raises:
             TeacherUnavailableError: it does not come, or a server has died meanwhile.
@@ -208,7 +208,7 @@ class VllmHiddenExchange(VllmExchange):
         return (self.servers.received + self.read_bytes) / max(self.servers.positions, 1)
 
     def proof(self, query: TargetRequest) -> str:
-        """Compare the server's own log-probabilities of the tokens that follow with those that follow from its states.
+        """Compare the server's own log-probabilities of the next tokens with those computed from its hidden states.
 
         Raises:
             ValueError: they differ: layers, norm, head or soft cap are not the server's.
@@ -232,9 +232,9 @@ class VllmHiddenExchange(VllmExchange):
         return f"log-probabilities of {len(own)} tokens are the server's own, to {off:.1g} nats"
 
     def _label_log_probs(self, query: TargetRequest) -> torch.Tensor:
-        """Return the server's own log-probabilities of the tokens that follow, float32 [rows].
+        """Return the server's own log-probabilities of the next tokens, float32 [rows].
 
-        A document is a request: for each the connector writes a file, which nobody else would delete.
+        A document is a request: for each the connector writes a file, which nothing else would delete.
         """
         asker = VllmExchange(self.servers, self.logprobs)
         asker.model = self.model
@@ -257,7 +257,7 @@ MOST_OFF = 0.1  # nats a token: half precision moves them by a tenth of that
 
 @contextlib.contextmanager
 def _shared(lock: Path) -> Iterator[None]:
-    """Under a shared flock, where there is a file to be locked; OSError while its writer holds it."""
+    """Hold a shared flock, where there is a file to lock; OSError while its writer holds it."""
     if not lock.exists():
         yield
         return

@@ -1,18 +1,18 @@
-"""What goes between a trainer and a server of a teacher: requests, answers and who the teacher is.
+"""Wire protocol between a trainer and a teacher server: requests, answers and the teacher's identity.
 
     POST /v1/targets?dtype=...   body: safetensors, `input_ids` int32 [B, S], `rows` int32 [M], and `position_ids` int32
                                  [B, S] that restart with each document (left out: each row is one)
-                                 answer: safetensors, a value of each tensor a row asked for
+                                 answer: safetensors, each tensor with an entry per requested row
     POST /v1/logits              the same body; answer: `logits` float32 [M, V] by the model's own forward
-    GET  /v1/identity /v1/head /v1/files    who it is; `weight` and `bias`; configuration and tokenizer as text
+    GET  /v1/identity /v1/head /v1/files    the identity; `weight` and `bias`; configuration and tokenizer as text
 
-Every answer of 200 bears checksums (`integrity.py`).
+Every answer of 200 carries checksums (`integrity.py`).
 
-`rows` are the flat positions b * S + i whose next token is learned, ascending. Safetensors hold numbers and nothing
-else: no code, no paths. Bodies may be JSON of the same names, for people; then the answer is JSON too.
+`rows` are the flat positions b * S + i whose next token is trained, ascending. Safetensors hold numbers and nothing
+else: no code, no paths. Bodies may be JSON of the same names, for use by hand; then the answer is JSON too.
 
 Hidden states of H take 2 H bytes a row in bf16; `dtype=fp8` H + 4: e4m3 of 1 sign, 4 exponent and 3 mantissa bits, each
-row divided by its largest size over 448 first. K tokens take what `teachers/cache/format.py` says.
+row divided by its largest absolute value over 448 first. K tokens take the bytes given in `teachers/cache/format.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from distill.teachers.cache.format import join_ids, split_ids
 PROTOCOL = 2
 BINARY, JSON = "application/octet-stream", "application/json"
 TEACHER = "x-distill-teacher"  # header of every answer: the identity's `hash`
-FP8_MOST = 448.0  # of float8_e4m3fn
+FP8_MOST = 448.0  # largest value of float8_e4m3fn
 FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt",
@@ -46,10 +46,10 @@ SAFETENSORS = {
 
 
 class WireError(ValueError):
-    """A body that is not what the protocol has; the message says what was expected.
+    """A body that violates the protocol; the message names what was expected.
 
     Attributes:
-        status: of HTTP: 400 where it cannot be read, 422 where it cannot be meant.
+        status: of HTTP: 400 where it cannot be parsed, 422 where its values are invalid.
     """
 
     def __init__(self, message: str, status: int = 422) -> None:
@@ -59,7 +59,7 @@ class WireError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class TargetRequest:
-    """Rows of tokens, and which positions are to be answered. No tuple: in a batch those are taken apart.
+    """Rows of tokens, and the positions that are requested. No tuple: in a batch those are taken apart.
 
     Attributes:
         ids: int32 [B, S].
@@ -72,28 +72,28 @@ class TargetRequest:
     rows: np.ndarray
 
     def to(self, *_: object, **__: object) -> TargetRequest:
-        """Itself: it travels in a batch whose tensors are moved to a device, and stays where it is."""
+        """Return itself: it stays in host memory when the tensors of its batch are moved to a device."""
         return self
 
     @staticmethod
     def of(batch: Mapping[str, torch.Tensor], rows: torch.Tensor) -> TargetRequest:
-        """Of a collated batch and the flat positions int64 [M] that are learned."""
+        """Return the request for a collated batch and the flat positions int64 [M] that are trained."""
         narrow = {name: batch[name].cpu().numpy().astype(np.int32) for name in ("input_ids", "position_ids")
                   if batch.get(name) is not None}  # fmt: skip
         return TargetRequest(narrow["input_ids"], narrow.get("position_ids"), rows.cpu().numpy().astype(np.int32))
 
     @property
     def labels(self) -> np.ndarray:
-        """int32 [M], the token after each of the rows."""
+        """Token after each of the rows, int32 [M]."""
         return self.ids.reshape(-1)[self.rows + 1]
 
     def body(self) -> bytes:
-        """As safetensors."""
+        """Return the request as safetensors bytes."""
         arrays = {"input_ids": self.ids, "position_ids": self.positions, "rows": self.rows}
         return b"".join(parts_of({name: torch.from_numpy(a) for name, a in arrays.items() if a is not None}))
 
     def checked(self, vocabulary: int, most_tokens: int, longest: int | None) -> TargetRequest:
-        """Itself, where it can be meant.
+        """Return itself, once its values are valid.
 
         Args:
             vocabulary: ids are below it.
@@ -127,10 +127,10 @@ class TargetRequest:
 
 
 def read_body(body: bytes, json_body: bool) -> TargetRequest:
-    """The request in a body.
+    """Return the request in a body.
 
     Raises:
-        WireError: it is none.
+        WireError: the body is no request.
     """
     if not json_body:
         arrays = {name: _array(name, tensor) for name, tensor in tensors_of(body).items()}
@@ -156,7 +156,7 @@ def read_body(body: bytes, json_body: bool) -> TargetRequest:
 
 
 def _array(name: str, tensor: torch.Tensor) -> np.ndarray:
-    """A tensor of a request in NumPy, which has no float8, fewer dimensions than PyTorch, and smaller empty arrays."""
+    """Return a request's tensor in NumPy, which has no float8, fewer dimensions and smaller empty arrays."""
     if tensor.is_floating_point() or tensor.dim() > 2 or max(tensor.shape, default=0) >= 2**31:
         got = f"{str(tensor.dtype).removeprefix('torch.')} of {tensor.dim()} dimensions"
         raise WireError(f"{name[:40]!r}: expected whole numbers in at most 2 dimensions, got {got}", 400)
@@ -164,10 +164,10 @@ def _array(name: str, tensor: torch.Tensor) -> np.ndarray:
 
 
 def tensors_of(body: bytes | torch.Tensor) -> dict[str, torch.Tensor]:
-    """Tensors of safetensors bytes; of a uint8 tensor over its memory, which the library would copy twice.
+    """Return the tensors of safetensors bytes; views of a uint8 tensor, which the library would copy twice.
 
     Raises:
-        WireError: they are none.
+        WireError: the bytes are no safetensors.
     """
     whole = body if isinstance(body, torch.Tensor) else torch.frombuffer(bytearray(body or b"?"), dtype=torch.uint8)
     try:
@@ -195,9 +195,9 @@ def _tensor(data: torch.Tensor, dtype: torch.dtype, shape: list[int], offsets: l
 
 
 def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
-    """Safetensors bytes of CPU tensors, one after the other: the header, then each tensor's own memory, not copied."""
+    """Return safetensors bytes of CPU tensors in parts: the header, then each tensor's own memory, not copied."""
     names, header, end = {dtype: name for name, dtype in SAFETENSORS.items()}, {}, 0
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)  # so that all are aligned
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)  # the widest first, so that all are aligned
     for name, tensor in ordered:
         header[name] = {
             "dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end := end + tensor.nbytes]
@@ -214,12 +214,12 @@ def _require(holds: bool, message: str) -> None:
 
 
 class Piece(NamedTuple):
-    """A document of a request, as far as it is needed: its ids, and which of them are asked for.
+    """A document of a request, up to the last position needed: its ids, and the requested positions.
 
     Attributes:
         job: number of the request.
         ids: int32 [n].
-        query: int64 [m], places in it.
+        query: int64 [m], requested positions in it.
     """
 
     job: int
@@ -228,12 +228,12 @@ class Piece(NamedTuple):
 
 
 def documents(query: TargetRequest, job: int = 0, beyond: int = 0) -> list[Piece]:
-    """The documents of a request in which something is asked for, in order.
+    """Return the documents of a request that have requested positions, in order.
 
     Args:
         query: the request.
         job: its number.
-        beyond: tokens that are kept after the last that is asked for.
+        beyond: tokens that are kept after the last requested position.
     """
     begins = np.zeros(query.ids.shape, bool)
     begins[:, 0] = True
@@ -252,27 +252,27 @@ def documents(query: TargetRequest, job: int = 0, beyond: int = 0) -> list[Piece
 
 
 def fp8_rows(hidden: torch.Tensor) -> dict[str, torch.Tensor]:
-    """`hidden` float8_e4m3fn [M, H] and `scale` fp32 [M] of hidden states [M, H]."""
+    """Return `hidden` float8_e4m3fn [M, H] and `scale` fp32 [M] of hidden states [M, H]."""
     wide = hidden.float()
     scale = (wide.abs().amax(-1) / FP8_MOST).clamp_min(torch.finfo(torch.float32).tiny)
     return {"hidden": (wide / scale[:, None]).to(torch.float8_e4m3fn), "scale": scale}
 
 
 def hidden_of(answer: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Hidden states [M, H] in `dtype` of an answer, whatever it was sent in."""
+    """Return the hidden states [M, H] of an answer in `dtype`, whatever dtype they were sent in."""
     hidden, scale = answer["hidden"], answer.get("scale")
     return hidden.to(dtype) if scale is None else (hidden.float() * scale[:, None]).to(dtype)
 
 
 def pack_ids(ids: torch.Tensor, columns: int) -> dict[str, torch.Tensor]:
-    """int32 [M, K] as a cache keeps them: 16 bits each, and the bits beyond."""
+    """Pack ids int32 [M, K] as a cache stores them: 16 bits each, and the bits beyond."""
     low, high = split_ids(ids.numpy(), columns)
     packed = {"ids": torch.from_numpy(low)}
     return packed if high is None else packed | {"ids_high": torch.from_numpy(high)}
 
 
 def unpack_ids(answer: Mapping[str, torch.Tensor], columns: int) -> torch.Tensor:
-    """int32 [M, K] again."""
+    """Return the ids int32 [M, K] of `pack_ids`."""
     high = answer.get("ids_high")
     return torch.from_numpy(join_ids(answer["ids"].numpy(), None if high is None else high.numpy(), columns))
 
@@ -281,21 +281,21 @@ def unpack_ids(answer: Mapping[str, torch.Tensor], columns: int) -> torch.Tensor
 
 
 class Identity(NamedTuple):
-    """Who a served teacher is. All but `hash`, `protocol`, `notes` and `limits` is what targets depend on.
+    """Identity of a served teacher. Targets depend on all but `hash`, `protocol`, `notes` and `limits`.
 
     Attributes:
-        protocol: of the wire.
-        model: what it is called.
+        protocol: version of the wire protocol.
+        model: its name.
         source: `teacher_identity` of its section: name, revision, adapter, hash of the files.
         fingerprint: of its weights as they are held (fp8 and int8 differ from bf16).
         dtype: of hidden states and head; likewise `held`, of the linear layers, with those that fp8 leaves out.
         rows, hidden: of its head.
         head: SHA-256 of weight and bias.
-        scale, softcap: how logits follow from the head's product.
+        scale, softcap: of the logits.
         tokenizer, template: hashes; None where there is none.
         files: hash of what /v1/files has.
         limits: tokens and positions of a request, documents' length.
-        notes: for people: device, versions, what fp8 on the wire costs.
+        notes: not compared: device, versions, cost of fp8 on the wire.
     """
 
     protocol: int
@@ -317,18 +317,18 @@ class Identity(NamedTuple):
 
     @property
     def hash(self) -> str:
-        """32 hex digits of all that targets depend on."""
+        """Hash of all that targets depend on, 32 hex digits."""
         others = "protocol", "limits", "notes"
         telling = {name: value for name, value in self._asdict().items() if name not in others}
         return hashlib.sha256(json.dumps(telling, sort_keys=True).encode()).hexdigest()[:32]
 
     def written(self) -> dict[str, object]:
-        """As /v1/identity says it."""
+        """Return the identity as /v1/identity sends it."""
         return self._asdict() | {"hash": self.hash}
 
     @staticmethod
     def read(tree: Mapping[str, object]) -> Identity:
-        """From /v1/identity.
+        """Parse the identity that /v1/identity sends.
 
         Raises:
             WireError: it is not one of this protocol.
@@ -349,7 +349,7 @@ class Identity(NamedTuple):
 
 
 def head_hash(tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 of the head's tensors on the CPU: names, shapes, dtypes, bytes."""
+    """Return the SHA-256 of the head's tensors on the CPU: names, shapes, dtypes, bytes."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
