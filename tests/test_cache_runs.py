@@ -219,7 +219,7 @@ def test_what_needs_weights_takes_the_model_that_made_the_cache(here, capsys):
     made, teacher = load_teacher(maker_section(cached("exact"))), load_teacher(recipe().teacher)
     for (name, a), b in zip(made.state_dict().items(), teacher.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
-    with pytest.raises(ValueError, match=r"teacher\.model: expected the teacher to run"):
+    with pytest.raises(ValueError, match=r"requires a model to run over the data; got teacher\.type: cache"):
         load_for_cache(cached("exact"))
     Path("cached.yaml").write_text(dump(cached("exact")))
     for command, expected in (

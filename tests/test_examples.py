@@ -55,7 +55,7 @@ def test_graphed_loop_replays_to_the_same_losses():
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
 def test_examples_are_short(name):
-    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 80
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 85
 
 
 @pytest.mark.full

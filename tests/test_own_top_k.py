@@ -355,7 +355,7 @@ def test_recipes_with_this_loss():
         (TERM.replace("_kl}", "_kl, k: 1, tail: renormalize}"), [], "2 or more with tail: renormalize"),
         (TERM, ["teacher=null", "teachers=[{model: t}, {model: u}]"], "one teacher a token"),
         (TERM, ["teacher=null", two.replace(": [", "=["), "data.fields.teacher=c"], "one teacher a token"),
-        (TERM, ["teacher.keep=there", "teacher.keep_as=top_k"], "not its top k"),
+        (TERM, ["teacher.keep=there", "teacher.keep_as=top_k"], "requires the whole distribution of a teacher"),
         (TERM, ["student.vocabulary=cross"], "the student's tokenizer"),
     ):
         with pytest.raises(RecipeError) as refused:

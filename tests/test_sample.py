@@ -202,7 +202,7 @@ def test_the_command(workplace, capsys):
     ]
     assert run_command(arguments) == 0
     out, err = capsys.readouterr()
-    assert "7 answers" in out and "data.source=answers.jsonl" in out and "7 of 7 prompts" in err
+    assert "7 responses" in out and "data.source=answers.jsonl" in out and "7 of 7 prompts" in err
     assert run_command([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["found"] == 7
     assert run_command([*arguments, "--temperature", "1"]) == 2

@@ -274,7 +274,7 @@ def test_what_a_recipe_may_say_of_servers(place):
         (["teacher.url=[http://x, http://x/]"], "each server once"),
         (["teacher.url=http://x", "teacher.dtype=fp8"], "give it to distill serve"),
         (["teacher.url=http://x", "teacher.offload=cpu"], "no teacher is loaded"),
-        (["teacher.url=http://x", "parallel.teacher=sharded"], "no meaning with teacher.type: server"),
+        (["teacher.url=http://x", "parallel.teacher=sharded"], "requires a teacher whose weights are loaded"),
         (["teacher.url=http://x", "teacher.protocol=vllm"], "protocol: vllm needs top_k"),
         (["teacher.url=http://x", "teacher.protocol=vllm", "teacher.top_k=3", "teacher.folder=f"], "vllm needs top_k"),
         (["teacher.url=http://x", "teacher.folder=f"], "is for the hidden states of protocol: vllm"),

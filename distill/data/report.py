@@ -107,7 +107,7 @@ class DataReport(Tally):
             f"{self.source}: {self.format}, {counted(self.rows_read, 'row')} read"
             + (" (cached)" if self.from_cache else ""),
             f"train: {counted(self.documents, 'document')}, {counted(self.tokens, 'token')} "
-            f"({self.trained_share:.0%} trained on) in {counted(self.rows, 'row')} of {self.max_length:,} "
+            f"({self.trained_share:.0%} trained) in {counted(self.rows, 'row')} of {self.max_length:,} "
             f"({self.packing_efficiency:.1%} full"
             + (f", with room for rollouts of {counted(self.answer_room, 'token')})" if self.answer_room else ")"),
             f"held out: {counted(self.validation_documents, 'document')}, {counted(self.validation_tokens, 'token')}",
