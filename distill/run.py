@@ -225,7 +225,7 @@ def _run(
         patch_models(pair, attention)
     first_rows = list(itertools.islice(splits.validation, arguments.per_device_eval_batch_size))
     first = trainer._prepare_inputs(trainer.data_collator(first_rows))
-    first_batch_lines = pair.teacher.prove(first, trainer.objective.student, trainer.objective.pairing)
+    first_batch_lines = pair.teacher.validate_first_batch(first, trainer.objective.student, trainer.objective.pairing)
     first_batch_lines += first_look(trainer, first, splits.train, recipe)
     prepare_models(pair, joins=has_kernels and not sharing.student_sharded, compiles=recipe.train.compile)
     trainer.on_policy = on_policy_of(

@@ -184,7 +184,7 @@ def test_equal_models_have_nothing_to_learn(folders):
     output = student(**objective.compare(batch))
     output["loss"].backward()
     assert output["loss"] < 1e-6 and max(p.grad.abs().max() for p in student.parameters()) < 1e-6
-    (line,) = objective.teacher.prove(batch, student, objective.pairing)
+    (line,) = objective.teacher.validate_first_batch(batch, student, objective.pairing)
     assert line.split(maxsplit=1)[1].startswith("100.0% of the teacher's probability")
     # and it is the plain objective of one tokenizer
     objective.detach()

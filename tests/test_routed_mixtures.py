@@ -175,7 +175,7 @@ def test_a_mixture_in_a_route_is_the_mixture_without_one(place, url):
         objective.detach()
     for other in figures[1:]:
         torch.testing.assert_close(other, figures[0], rtol=1e-5, atol=1e-6)
-    assert sum("log-probabilities of" in line for line in served.prove(batch, None, None)) == 1
+    assert sum("log-probabilities of" in line for line in served.validate_first_batch(batch, None, None)) == 1
     served.close()
 
 
@@ -256,7 +256,7 @@ def test_a_context_in_a_route_is_the_context_without_one():
         figures.append((output["loss"].detach(), *(p.grad.clone() for p in student.parameters())))
         student.zero_grad()
         objective.detach()
-        assert list(teacher.works()) == ["route0_teacher_" if is_routed else "teacher_"]
+        assert list(teacher.flops_per_token()) == ["route0_teacher_" if is_routed else "teacher_"]
     torch.testing.assert_close(figures[1], figures[0], rtol=1e-5, atol=1e-7)
 
 
@@ -346,7 +346,7 @@ def test_check_counts_what_each_model_reads(place):
     from distill.models.work import work_of
 
     student = work_of(load_student(recipe.student, device="cpu", dtype=torch.float32), trains=True)
-    (work,) = teacher.works().values()
+    (work,) = teacher.flops_per_token().values()
     own, read = ([row[f"{who}position_ids"] for row in splits.train] for who in ("", "teacher_"))
     learned = sum(label != -100 for row in splits.train for label in row["labels"])
     sizes = [(sum(map(len, rows)), learned, sum(at + 1 for row in rows for at in row)) for rows in (own, read)]

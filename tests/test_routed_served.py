@@ -195,10 +195,10 @@ def test_a_served_route_is_asked_ahead_and_proves_itself(place, urls):
     assert all(after > before for before, after in zip(counts, asked, strict=True))
     assert set(teacher.targets(batch)) == {0, 1}
     assert [member.exchange.servers.positions for member in teacher.members] == asked
-    assert sum("log-probabilities of" in line for line in teacher.prove(batch, None, None)) == 2
+    assert sum("log-probabilities of" in line for line in teacher.validate_first_batch(batch, None, None)) == 2
     teacher.members[1].head.weights.weight.mul_(1.5)
     with pytest.raises(ValueError, match="log-probabilities made here are off by"):
-        teacher.prove(batch, None, None)
+        teacher.validate_first_batch(batch, None, None)
     teacher.close()
 
 

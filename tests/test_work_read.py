@@ -40,7 +40,7 @@ def test_tokens_and_pairs_are_those_that_its_models_got(kind):
         for call in each
     )
     assert len(calls) == len(teacher.models) and expected > 0
-    without_heads = {p: w and w._replace(trained=0.0) for p, w in teacher.works().items()}
+    without_heads = {p: w and w._replace(trained=0.0) for p, w in teacher.flops_per_token().items()}
     meter = Meter(torch.device("cpu"), without_heads, Work(1.0, 0.0, 0.0), objective.divergence, objective.routes)
     meter.peak = 1e6
     meter.add(batch, output["statistics"].detach())
@@ -52,7 +52,7 @@ def test_tokens_and_pairs_are_those_that_its_models_got(kind):
 def test_heads_are_counted_for_the_tokens_of_their_routes():
     subject = routed()
     batch = subject.batch()
-    heads = {prefix: Work(0.0, 10.0**n, 0.0) for n, prefix in enumerate(subject.teacher.works())}
+    heads = {prefix: Work(0.0, 10.0**n, 0.0) for n, prefix in enumerate(subject.teacher.flops_per_token())}
     objective = subject.objective()
     meter = Meter(torch.device("cpu"), heads, Work(1.0, 0.0, 0.0), objective.divergence, objective.routes)
     meter.peak = 1e6
@@ -64,4 +64,4 @@ def test_heads_are_counted_for_the_tokens_of_their_routes():
 
 
 def test_what_is_asked_now_and_then_has_no_mfu():
-    assert kept().teacher.works() == {"": None}
+    assert kept().teacher.flops_per_token() == {"": None}

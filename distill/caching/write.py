@@ -172,7 +172,7 @@ def fill(
         look()
         time.sleep(0.2 if others else 0)
     if kept.is_collective or rank == 0:
-        store.settle()
+        store.flush()
 
 
 def calls_left(work: Work, missing: Sequence[int], batch_size: int, rank: int, world: int) -> int:

@@ -182,7 +182,7 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
     # different layers for each: a student cut from the teacher must not become equal to it
     layers = [model.config.get_text_config().num_hidden_layers for model in teacher.models.values()][:1]  # type: ignore[union-attr,operator]
     ends = pair.layer_indices == [0, *(count - 1 for count in layers)]
-    small_student, small_teacher = shortened(student, [0, 1]), teacher.small([0, 1 if ends else -1])
+    small_student, small_teacher = shortened(student, [0, 1]), teacher.truncated_copy([0, 1 if ends else -1])
     if small:
         student, teacher = copy.deepcopy(small_student), small_teacher
 

@@ -122,7 +122,7 @@ def evaluate(
     try:
         with torch.no_grad(), eval_mode(student), autocast_context(device, autocast):
             sums = _sums(student, objective, rows, collator, batch_size, device)
-        objective.teacher.settle()
+        objective.teacher.flush()
     finally:
         objective.loss = loss
         if not borrowed:

@@ -41,7 +41,7 @@ def teacher_agreement_line(objective: DistillationObjective, batch: Batch) -> li
         batch: Batch collated by it, on the device; equal on all processes.
     """
     teacher = objective.teacher
-    answers = teacher.models and teacher.judges_new_rows and not teacher.ahead
+    answers = teacher.models and teacher.supports_new_rows and not teacher.ahead
     if not (answers and teacher.format.needs_targets(objective.loss)):
         return []
     labels = shift_labels(mask_document_starts(batch["labels"], batch.get("position_ids"))).flatten()

@@ -184,7 +184,7 @@ class Teacher(Protocol):
     Attributes:
         format: what `targets` returns.
         models: by the field of the recipe that names each: to patch, compile, diagnose; empty for a cache.
-        judges_new_rows: whether it can be queried for rows that it has not seen (on-policy).
+        supports_new_rows: whether it can be queried for rows that it has not seen (on-policy).
         whole_documents: whether rows must hold whole documents, as its outputs were stored: doctor may not cut them.
         ahead: micro-batches that may be submitted before their targets are needed.
         prefix: of the names of `input_ids` and `position_ids` among the columns that it reads of a batch.
@@ -196,7 +196,7 @@ class Teacher(Protocol):
     reading: Literal["same", "context", "retokenised"] = "same"
     format: TargetFormat
     models: Mapping[str, nn.Module]
-    judges_new_rows: bool = True
+    supports_new_rows: bool = True
     whole_documents: bool = False
     ahead: int = 0
 
@@ -231,7 +231,7 @@ class Teacher(Protocol):
                 if isinstance(tensor, torch.Tensor):
                     yield f"the weights of the {name}'s head", tensor
 
-    def works(self) -> dict[str, Work | None]:
+    def flops_per_token(self) -> dict[str, Work | None]:
         """Return FLOPs per token of one forward pass by the prefix of what is read; None where they are not known."""
         return {self.prefix: total_work(work_of(model, trains=False) for model in self.models.values())}
 
@@ -253,7 +253,7 @@ class Teacher(Protocol):
         """Quantise layers that the recipe has in 8 bits and loading has not: after patching, before any query."""
         return
 
-    def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
         """Check the first held-out batch: quantise, and return lines on what that costs, or what share is matched."""
         return []
 
@@ -267,7 +267,7 @@ class Teacher(Protocol):
         """True where all processes must call `respond` and `fingerprint`, since the models are sharded."""
         return any(map(is_sharded, self.models.values()))
 
-    def small(self, layers: Sequence[int]) -> Teacher:
+    def truncated_copy(self, layers: Sequence[int]) -> Teacher:
         """Return a copy with only these layers (negative indices count from the end), for doctor's training runs."""
         ...
 
@@ -287,7 +287,7 @@ class Teacher(Protocol):
         """Restore what `save` wrote into a checkpoint; called on all processes."""
         return
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Flush pending outputs; called on all processes, at checkpoints and the ends of epochs and evaluations."""
         return
 

@@ -104,7 +104,7 @@ class SeveralTeachers(Teacher):
         ]
         self.models = {name: model for member in self.members for name, model in member.models.items()}
         self.ahead = max(member.ahead for member in self.members)
-        self.judges_new_rows = all(member.judges_new_rows for member in self.members)
+        self.supports_new_rows = all(member.supports_new_rows for member in self.members)
         self.whole_documents = any(member.whole_documents for member in self.members)
         if not all(isinstance(member.format, FusedFormat) for member in self.members):
             raise ValueError("teachers: expected several teachers that give hidden states, got one that gives top k")
@@ -152,12 +152,16 @@ class SeveralTeachers(Teacher):
         for member in self.members:
             member.restore(checkpoint)
 
-    def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
-        return [line for _, member, own in self.batches(batch) for line in member.prove(own, student, pairing)]
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
+        return [
+            line
+            for _, member, own in self.batches(batch)
+            for line in member.validate_first_batch(own, student, pairing)
+        ]
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         for member in self.members:
-            member.settle()
+            member.flush()
 
     def elsewhere(self) -> dict[str, object]:
         """Return the fingerprints of the members whose weights are not in this process."""
@@ -212,8 +216,8 @@ class MixtureTeacher(SeveralTeachers):
         group = MixtureModel(list(self.models.values()), self.weights)
         return first.tokenizer and generate(group, first.tokenizer, prompts, settings.max_new_tokens)
 
-    def small(self, layers: Sequence[int]) -> MixtureTeacher:
-        return MixtureTeacher([member.small(layers) for member in self.members], self.weights)
+    def truncated_copy(self, layers: Sequence[int]) -> MixtureTeacher:
+        return MixtureTeacher([member.truncated_copy(layers) for member in self.members], self.weights)
 
     def fingerprint(self) -> dict[str, object]:
         here = model_identity(MixtureModel(list(self.models.values()), self.weights)) if self.models else {}

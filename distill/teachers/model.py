@@ -92,7 +92,7 @@ class LoadedTeacher(Teacher):
         if self.fp8 and not is_quantised(self.model):
             quantise(self.model, self.skip)
 
-    def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
         if not self.fp8:
             return []
         if is_quantised(self.model):
@@ -110,7 +110,7 @@ class LoadedTeacher(Teacher):
             return None
         return generate(self.model, self.tokenizer, prompts, settings.max_new_tokens)
 
-    def small(self, layers: Sequence[int]) -> LoadedTeacher:
+    def truncated_copy(self, layers: Sequence[int]) -> LoadedTeacher:
         return LoadedTeacher(shortened(self.model, layers), field=next(iter(self.models)))
 
     def fingerprint(self) -> dict[str, object]:

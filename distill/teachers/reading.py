@@ -59,9 +59,9 @@ class ReadingTeacher(WrappingTeacher):
         own = set(self.needed)
         return {name: value for name, value in batch.items() if name not in own and not name.startswith(PREFIX)}
 
-    def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
         """Check the inner teacher alone: the student is not compared on the teacher's rows."""
-        return self.inner.prove(self.inner_batch(batch), None, pairing)
+        return self.inner.validate_first_batch(self.inner_batch(batch), None, pairing)
 
 
 class SecondReading:

@@ -27,7 +27,7 @@ class AveragedTeacher(LoadedTeacher):
         super().__init__(model, field=field, tokenizer=tokenizer)
         self.share, self.average = share, RunningAverage(self.model, share)
 
-    def small(self, layers: Sequence[int]) -> AveragedTeacher:
+    def truncated_copy(self, layers: Sequence[int]) -> AveragedTeacher:
         return AveragedTeacher(shortened(self.model, layers), self.share, field=next(iter(self.models)))
 
     def follow(self, student: nn.Module) -> None:

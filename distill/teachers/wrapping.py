@@ -36,7 +36,7 @@ class WrappingTeacher(Teacher):
 
     def __init__(self, inner: Teacher) -> None:
         self.inner, self.format, self.models = inner, inner.format, inner.models
-        self.judges_new_rows, self.whole_documents = inner.judges_new_rows, inner.whole_documents
+        self.supports_new_rows, self.whole_documents = inner.supports_new_rows, inner.whole_documents
         self.ahead = inner.ahead
 
     def inner_batch(self, batch: Batch) -> Batch:
@@ -64,8 +64,8 @@ class WrappingTeacher(Teacher):
     def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.inner.head_tensors()
 
-    def works(self) -> dict[str, Work | None]:
-        return {f"{self.prefix}{name}": work for name, work in self.inner.works().items()}
+    def flops_per_token(self) -> dict[str, Work | None]:
+        return {f"{self.prefix}{name}": work for name, work in self.inner.flops_per_token().items()}
 
     def parameters_text(self) -> str:
         return self.inner.parameters_text()
@@ -79,8 +79,8 @@ class WrappingTeacher(Teacher):
     def quantise(self) -> None:
         self.inner.quantise()
 
-    def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
-        return self.inner.prove(self.inner_batch(batch), student, pairing)
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
+        return self.inner.validate_first_batch(self.inner_batch(batch), student, pairing)
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
         return self.inner.respond(prompts, settings)
@@ -101,8 +101,8 @@ class WrappingTeacher(Teacher):
     def restore(self, checkpoint: Path) -> None:
         self.inner.restore(checkpoint)
 
-    def settle(self) -> None:
-        self.inner.settle()
+    def flush(self) -> None:
+        self.inner.flush()
 
     def close(self) -> None:
         self.inner.close()

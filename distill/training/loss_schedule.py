@@ -32,7 +32,7 @@ class LossSchedule:
         self.now: Loss | None = None
         if self.section is not None:
             teacher = objective.teacher
-            asks_ahead = teacher.ahead and teacher.judges_new_rows  # stored outputs may stay unread
+            asks_ahead = teacher.ahead and teacher.supports_new_rows  # stored outputs may stay unread
             if asks_ahead and self.section.leaves_the_teacher_out:
                 raise ValueError(
                     "loss.schedule: expected a divergence of weight above 0 in every step, since this teacher's "

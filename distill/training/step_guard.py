@@ -287,7 +287,7 @@ class StepCallback(TrainerCallback):
 
     def on_epoch_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Flush teacher outputs that were cached in this epoch, so that all processes can read them."""
-        self.trainer.objective.teacher.settle()
+        self.trainer.objective.teacher.flush()
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Update a moving-average teacher; log, save and stop where that was requested."""

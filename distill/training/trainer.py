@@ -120,7 +120,7 @@ class DistillationTrainer(Trainer):
             model.to(args.device)
         self.objective: DistillationObjective = DistillationObjective(teacher, model, loss, vocab_size=vocab_size)
         self.data_collator = self.objective.collator(self.data_collator)  # type: ignore[arg-type]
-        work = self.objective.teacher.works(), work_of(model, trains=True)
+        work = self.objective.teacher.flops_per_token(), work_of(model, trains=True)
         self.meter = Meter(args.device, *work, self.objective.divergence, self.objective.routes)
         self.schedule = LossSchedule(self.objective, loss)
         section = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
@@ -384,7 +384,7 @@ class DistillationTrainer(Trainer):
         folder = Path(super()._get_output_dir(trial))
         unfinished, name = folder / UNFINISHED, f"{CHECKPOINT}{self.state.global_step}"
         with self.meter.paused(), without_rotation(self.args) as limit:
-            self.objective.teacher.settle()
+            self.objective.teacher.flush()
             if self.args.should_save:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 unfinished.mkdir(parents=True)

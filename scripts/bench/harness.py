@@ -48,7 +48,7 @@ def time_in_turn(
 ) -> dict[str, float]:
     """Median milliseconds a call of each candidate; `rounds` rounds of `calls` calls each, all candidates in turn.
 
-    Before each timed group the candidate itself runs `settle` times, so that a group starts with its own clocks and
+    Before each timed group the candidate itself runs `flush` times, so that a group starts with its own clocks and
     caches rather than its neighbour's.
     """
     for run in candidates.values():

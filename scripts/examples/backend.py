@@ -45,7 +45,7 @@ class BigramTeacher(Teacher):
     def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "the bigram head", self.head.weights.weight
 
-    def small(self, layers: Sequence[int]) -> BigramTeacher:
+    def truncated_copy(self, layers: Sequence[int]) -> BigramTeacher:
         return self
 
     def fingerprint(self) -> dict[str, object]:

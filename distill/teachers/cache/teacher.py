@@ -64,7 +64,7 @@ class CachedTeacher(Teacher):
         device: where the stored head is held.
     """
 
-    judges_new_rows = False
+    supports_new_rows = False
     whole_documents = True
 
     def __init__(self, cache: TeacherCache | str | Path, device: torch.device | str = "cpu") -> None:
@@ -118,7 +118,7 @@ class CachedTeacher(Teacher):
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
         return self.cache.answers(prompts, settings)
 
-    def small(self, layers: Sequence[int]) -> CachedTeacher:
+    def truncated_copy(self, layers: Sequence[int]) -> CachedTeacher:
         return copy.copy(self)
 
     def fingerprint(self) -> dict[str, object]:

@@ -53,7 +53,7 @@ class ContextTeacher(ReadingTeacher):
         assert isinstance(targets, torch.Tensor)
         return moved(targets, *places)
 
-    def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
         """Check the inner teacher on the student's rows, and report how much more the teacher reads."""
         own, other = (batch[name].numel() for name in ("input_ids", "teacher_input_ids"))
         line = (
@@ -61,8 +61,11 @@ class ContextTeacher(ReadingTeacher):
             f"the {len(batch['valid_rows']):,} that are learned are the same to both"
         )
         if self.models:
-            return [*self.inner.prove(self.student_batch(batch, True), student, pairing), f"{'context':<12}{line}"]
-        return [*super().prove(batch, student, pairing), f"{'context':<12}{line}"]
+            return [
+                *self.inner.validate_first_batch(self.student_batch(batch, True), student, pairing),
+                f"{'context':<12}{line}",
+            ]
+        return [*super().validate_first_batch(batch, student, pairing), f"{'context':<12}{line}"]
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
         """Return responses after a context that is the same for all; None where it depends on a row of the data."""
@@ -75,8 +78,8 @@ class ContextTeacher(ReadingTeacher):
         turns = [[*system, {"role": "user", "content": wrap.format(text, prompt)}] for prompt in prompts]
         return self.inner.respond(turns, settings)
 
-    def small(self, layers: Sequence[int]) -> ContextTeacher:
-        return ContextTeacher(self.inner.small(layers), self.context)
+    def truncated_copy(self, layers: Sequence[int]) -> ContextTeacher:
+        return ContextTeacher(self.inner.truncated_copy(layers), self.context)
 
 
 def moved(values: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, shape: torch.Size) -> torch.Tensor:

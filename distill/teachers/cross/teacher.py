@@ -86,7 +86,7 @@ class CrossTeacher(ReadingTeacher):
     """
 
     reading = "retokenised"
-    judges_new_rows = False
+    supports_new_rows = False
     needed = ("teacher_input_ids", "spans")
 
     def __init__(self, teacher: Teacher | nn.Module, shared: Shared) -> None:
@@ -95,7 +95,7 @@ class CrossTeacher(ReadingTeacher):
             raise ValueError(
                 "student.vocabulary: cross compares whole distributions; expected hidden states, got top k"
             )
-        self.judges_new_rows, self.hidden, self.shared = False, self.inner.format, shared
+        self.supports_new_rows, self.hidden, self.shared = False, self.inner.format, shared
         self.format = self.spans = SpansFormat(self.hidden, shared)
 
     def collate(self, plain: Collate) -> Collate:
@@ -109,9 +109,9 @@ class CrossTeacher(ReadingTeacher):
         )  # fmt: skip
 
     @torch.no_grad()
-    def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
         """Check the inner teacher, and report the share of its probability on tokens that the student has."""
-        lines = super().prove(batch, student, pairing)
+        lines = super().validate_first_batch(batch, student, pairing)
         targets, loss = self.targets(batch), self.spans.loss([LossTerm("forward_kl", 1.0)], pairing)
         with self.hidden.head.open() as head:
             share = loss.matched(targets, head, pairing.columns).item()
@@ -121,8 +121,8 @@ class CrossTeacher(ReadingTeacher):
         )
         return [*lines, f"{'matched':<12}{matched}"]
 
-    def small(self, layers: Sequence[int]) -> CrossTeacher:
-        return CrossTeacher(self.inner.small(layers), self.shared)
+    def truncated_copy(self, layers: Sequence[int]) -> CrossTeacher:
+        return CrossTeacher(self.inner.truncated_copy(layers), self.shared)
 
 
 class CrossSource(WrappingSource):

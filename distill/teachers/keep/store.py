@@ -6,7 +6,7 @@
         settled.json                                   the parts that all processes read
         shard-00000.safetensors ..., manifest.json     once every document is there: the parts renamed, a complete cache
 
-A process reads what it has stored itself, written yet or not, and the parts of others from the next `settle` on: at
+A process reads what it has stored itself, written yet or not, and the parts of others from the next `flush` on: at
 checkpoints and at the ends of epochs and evaluations. Who reads what then follows from the run alone, not from the
 speed of its processes and disks, and of a document that two have stored the one of the lower number is read. A run that
 is resumed from a checkpoint finds all that was stored before it, and nothing that the other processes had not seen.
@@ -76,7 +76,7 @@ class Store(Shards):
         all_parts: read those too that the processes have not agreed on.
 
     Attributes:
-        missing: keys of the run's documents that nobody has stored, as of the last `settle`.
+        missing: keys of the run's documents that nobody has stored, as of the last `flush`.
         most_waiting: bytes that wait before a part is written; infinite where the caller decides.
     """
 
@@ -107,7 +107,7 @@ class Store(Shards):
         return key in self._pending or self.find(key) is not None
 
     def gather(self, documents: Iterable[Document]) -> Callable[[], dict[str, torch.Tensor]]:
-        """Find stored documents; what reads them, in any thread until the next `settle`, gives what `Shards.look_up`
+        """Find stored documents; what reads them, in any thread until the next `flush`, gives what `Shards.look_up`
         does. It raises ValueError where a file is damaged."""
         places = [(document, self._pending.get(document.key), self.find(document.key)) for document in documents]
         return lambda: self.joined([empty_piece(self.manifest), *(self._piece(*place) for place in places)])
@@ -209,7 +209,7 @@ class Store(Shards):
         if self._writing is not None:
             self._writing[2].exception()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Write all there is, see what the others have stored, and close the cache once it is complete. Every process
         must call this.
 

@@ -99,7 +99,7 @@ class KeptTeacher(WrappingTeacher):
         self, inner: Teacher, store: Store, device: torch.device | None = None, head: LogitHead | None = None
     ) -> None:
         super().__init__(inner)
-        self.store, self.judges_new_rows = store, False
+        self.store, self.supports_new_rows = store, False
         self.ahead = max(inner.ahead, 1)  # read
         self.head = head or head_of(inner)
         self.device = device or (torch.device("cpu") if self.head is None else self.head.weights.weight.device)
@@ -203,12 +203,12 @@ class KeptTeacher(WrappingTeacher):
             generator = torch.Generator(hidden.device).manual_seed(seed ^ int(plan["seed"]))
         return stored_tensors(plan, hidden.flatten(0, 1)[place], labels, self.head, generator)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Of what is stored twice, another may be read from now on: nothing is read before."""
         for reading in self._reading.values():
             reading.cancel()
         self._reading.clear()
-        self.store.settle()
+        self.store.flush()
 
     def close(self) -> None:
         """A part that is being written is whole when this returns; nothing more is read."""
@@ -220,7 +220,7 @@ class KeptTeacher(WrappingTeacher):
         """Rows of the head, or the columns that K tokens were taken of."""
         return super().head_rows() if self.store.is_hidden else [self.store.columns]
 
-    def works(self) -> dict[str, Work | None]:
+    def flops_per_token(self) -> dict[str, Work | None]:
         """Not known: as often as it is asked."""
         return {"": None}
 
@@ -228,10 +228,10 @@ class KeptTeacher(WrappingTeacher):
         self.device = device
         self.inner.to(device)
 
-    def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
         """What quantising the teacher costs, and what storing its hidden states in fp8 does."""
         plain = _without_documents(batch)
-        lines = self.inner.prove(plain, student, pairing)
+        lines = self.inner.validate_first_batch(plain, student, pairing)
         dtype = DTYPES[self.store.manifest["dtype"]]
         if dtype.itemsize == 1 and self.head is not None:
             hidden = self.inner.targets(plain)
@@ -249,9 +249,9 @@ class KeptTeacher(WrappingTeacher):
             write_signed(folder / ANSWERS, {"max_new_tokens": settings.max_new_tokens, "answers": paired})
         return answers
 
-    def small(self, layers: Sequence[int]) -> KeptTeacher:
+    def truncated_copy(self, layers: Sequence[int]) -> KeptTeacher:
         """A small teacher whose words are not kept."""
-        return KeptTeacher(self.inner.small(layers), Store(self.store.manifest, None, {}))
+        return KeptTeacher(self.inner.truncated_copy(layers), Store(self.store.manifest, None, {}))
 
     def __deepcopy__(self, memo: dict[int, object]) -> KeptTeacher:
         """A copy that stores nothing: its model may be changed."""

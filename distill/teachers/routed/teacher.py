@@ -210,8 +210,8 @@ class RoutedTeacher(SeveralTeachers):
                 named = {name.removeprefix(own): value for name, value in batch.items() if name.startswith(own)}
                 yield number, member, named
 
-    def works(self) -> dict[str, Work | None]:
-        works = [(n, *each) for n, member in enumerate(self.members) for each in member.works().items()]
+    def flops_per_token(self) -> dict[str, Work | None]:
+        works = [(n, *each) for n, member in enumerate(self.members) for each in member.flops_per_token().items()]
         return {f"route{n}_{prefix}": work for n, prefix, work in works}
 
     def targets(self, batch: Batch) -> dict[int, RouteTargets]:
@@ -242,15 +242,15 @@ class RoutedTeacher(SeveralTeachers):
         """Return None: a prompt names no teacher."""
         return None
 
-    def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
         """Check the first held-out batch: report each route's number of tokens, and check each teacher that occurs."""
         counts = {name: len(batch.get(f"route{n}_rows", ())) for n, name in enumerate(self.routes)}
         shares = ", ".join(f"{count:,} by {name}" for name, count in counts.items())
         line = f"{'routes':<12}of the first held-out batch's learned tokens {shares}"
-        return [line, *super().prove(batch, student, pairing)]
+        return [line, *super().validate_first_batch(batch, student, pairing)]
 
-    def small(self, layers: Sequence[int]) -> RoutedTeacher:
-        return RoutedTeacher([member.small(layers) for member in self.members], self.routes)
+    def truncated_copy(self, layers: Sequence[int]) -> RoutedTeacher:
+        return RoutedTeacher([member.truncated_copy(layers) for member in self.members], self.routes)
 
     def fingerprint(self) -> dict[str, object]:
         loaded: dict[str, object] = {name: model_identity(model) for name, model in self.models.items()}

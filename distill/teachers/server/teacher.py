@@ -95,9 +95,9 @@ class ServerTeacher(Teacher):
         self._pending: OrderedDict[int, tuple[TargetRequest, Answer]] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, object]) -> ServerTeacher:
-        return self.small(())
+        return self.truncated_copy(())
 
-    def small(self, layers: Sequence[int]) -> ServerTeacher:
+    def truncated_copy(self, layers: Sequence[int]) -> ServerTeacher:
         """Return a copy: the layers are in another process."""
         return copy.copy(self)
 
@@ -176,7 +176,7 @@ class ServerTeacher(Teacher):
         student = load_student(section, teacher=model, device=device, dtype=dtype)
         return CutStudent(student, layer_indices(section.from_teacher, layers_of(model.config)))
 
-    def prove(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
         self.targets(batch)
         weights = None if self.head is None else self.head.weights
         each = self.exchange.cost()
