@@ -66,9 +66,9 @@ from distill.reports.first_batch_report import first_look
 from distill.reports.model_card import hub_ids, licence_of, write_model_card
 from distill.reports.run_manifest import BEFORE_FILE, note_beginning, note_end, read_before
 from distill.reports.run_summary import Plan, preamble, result_table, show_samples
-from distill.teachers.base import OpenContext, TeacherSource
+from distill.teachers.base import LoadContext, TeacherSource
 from distill.teachers.identity import model_name
-from distill.teachers.opening import Pair, opened_pair, patch_models, prepare_models, use_plugin
+from distill.teachers.opening import ModelPair, opened_pair, patch_models, prepare_models, use_plugin
 from distill.teachers.plugin import allowed_plugin
 from distill.teachers.registry import source_of
 from distill.teachers.server.launched import launched_servers
@@ -181,7 +181,7 @@ def _run(
         splits = vocabulary.read(recipe.data, recipe.train.seed)
     require_prompts(recipe, vocabulary.tokenizer, splits.report.format)
     with console.spinner("loading teacher and student"):
-        context = OpenContext(device, precision, sharing, attention)
+        context = LoadContext(device, precision, sharing, attention)
         pair = resources.enter_context(opened_pair(source, vocabulary, context))
     if problems := source.data_problems(splits):
         raise ValueError(problems[0])
@@ -193,8 +193,7 @@ def _run(
             recipe, teacher=pair.teacher, student=pair.student, tokenizer=pair.tokenizer, rows=splits.train,
             processes=world_size(), source=splits.report.digest,
         )  # fmt: skip
-    if not is_main_process():
-        locked = None
+    locked = locked if is_main_process() else None
     if required is not None and locked is not None:
         check_same(required, locked, f"--lock {lock}")
     if resume and locked is not None and (folder / LOCK_FILE).exists():
@@ -313,7 +312,7 @@ def _is_finished(folder: Path, last: Path | None) -> bool:
 
 
 def _held_out(
-    recipe: Recipe, pair: Pair, trainer: DistillationTrainer, splits: Splits, precision: Precision
+    recipe: Recipe, pair: ModelPair, trainer: DistillationTrainer, splits: Splits, precision: Precision
 ) -> HeldOut:
     """Return metrics on the held-out rows; a student sharded by FSDP is called through its wrapper."""
     return evaluate(
@@ -327,7 +326,12 @@ def _held_out(
 
 
 def _before(
-    recipe: Recipe, pair: Pair, trainer: DistillationTrainer, splits: Splits, precision: Precision, run_lock: RunLock
+    recipe: Recipe,
+    pair: ModelPair,
+    trainer: DistillationTrainer,
+    splits: Splits,
+    precision: Precision,
+    run_lock: RunLock,
 ) -> tuple[HeldOut, dict[str, list[str]]]:
     """Return metrics and samples from before training; a resumed run reuses those of its first start."""
     if (found := read_before(run_lock.folder, trainer.objective.measure)) is not None:
@@ -338,8 +342,8 @@ def _before(
     if recipe.generate.prompts:
         _announce("answering", "the prompts of the samples, teacher and student")
         with uncompiled():
-            if (texts := pair.teacher.respond(recipe.generate.prompts, recipe.generate)) is not None:
-                answers["teacher"] = texts
+            texts = pair.teacher.respond(recipe.generate.prompts, recipe.generate)
+        answers |= {} if texts is None else {"teacher": texts}
         if pair.tokenizer is not None and (is_main_process() or is_sharded(pair.student)):
             answers["before"] = _generate(recipe, pair, pair.student)
     if is_main_process():
@@ -355,14 +359,14 @@ def _before(
     return before, answers
 
 
-def _generate(recipe: Recipe, pair: Pair, student: Any) -> list[str]:
+def _generate(recipe: Recipe, pair: ModelPair, student: Any) -> list[str]:
     # greedy: no random numbers are used, so training is the same with and without samples
     with uncompiled():
         return generate(student, pair.tokenizer, recipe.generate.prompts, recipe.generate.max_new_tokens)
 
 
 def _save(
-    source: TeacherSource, pair: Pair, trainer: DistillationTrainer, splits: Splits, result: RunResult,
+    source: TeacherSource, pair: ModelPair, trainer: DistillationTrainer, splits: Splits, result: RunResult,
     answers: dict[str, list[str]],
 ) -> None:  # fmt: skip
     """Save the student with its model card, samples, curves and the result; print the table."""

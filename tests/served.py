@@ -16,7 +16,7 @@ from distill.recipe import parse
 from distill.serving.app import Limits, make_app
 from distill.serving.connections import DEFAULT_PATIENCE
 from distill.serving.open import open_engine, running
-from distill.teachers.base import open_context
+from distill.teachers.base import load_context
 from distill.teachers.registry import source_of
 from distill.teachers.server.wire import TargetRequest
 
@@ -71,7 +71,7 @@ def opened(recipe):
     """The recipe's teacher, opened, and its vocabulary."""
     source = source_of(recipe)
     vocabulary = source.vocabulary()
-    return source.open(open_context(recipe), vocabulary), vocabulary
+    return source.open(load_context(recipe), vocabulary), vocabulary
 
 
 def question(seed=0, rows=2, length=20, packed=True):

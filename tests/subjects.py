@@ -20,7 +20,7 @@ from distill.doctor.rows import Rows, SpanRows, nearest
 from distill.generation.sampling import Sampling
 from distill.recipe import parse
 from distill.recipe.loss import Loss
-from distill.teachers.base import open_context
+from distill.teachers.base import load_context
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import Settings
 from distill.teachers.cache.teacher import CachedTeacher
@@ -188,7 +188,7 @@ class Served:
         servers = LaunchedServers([Child(os.getpid(), str(address), os.devnull)], "any", sharded=False)
         recipe = recipe_in(self.folder, "parallel={teacher: served, teacher_gpus: 1}")
         OUTPUT_READERS[LaunchedTeacher] = OUTPUT_READERS[ServerTeacher]  # doctor itself, one process, loads it
-        return LaunchedTeacher(LaunchedSource(recipe), servers, open_context(recipe))
+        return LaunchedTeacher(LaunchedSource(recipe), servers, load_context(recipe))
 
     def subject(self, kind):
         """One of SERVED, or `launched`."""

@@ -10,7 +10,7 @@ from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 from distill.cli import run_command
 from distill.evaluation.targets import find_target
 from distill.recipe import parse
-from distill.recipe.same_step import FREE, settings_of_steps
+from distill.recipe.resume_policy import FREE, settings_of_steps
 from distill.recipe.yaml_text import to_yaml
 from distill.reports.compare_runs import over_seeds, welch
 from distill.teachers.measure import KL, SPANS

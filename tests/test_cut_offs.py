@@ -154,7 +154,7 @@ def test_values_that_mean_nothing_are_refused(wrong):
 
 def test_another_sampling_is_another_run(tmp_path, monkeypatch):
     """A run is not resumed with other sampling settings, as with another temperature."""
-    from distill.recipe.same_step import settings_of_steps
+    from distill.recipe.resume_policy import settings_of_steps
 
     before = settings_of_steps(parse(RECIPE), 1)
     for change in ("temperature=0.5", "top_k=5", "top_p=0.5", "min_p=0.1", "stop=[a]", "samples=1"):

@@ -187,7 +187,7 @@ def test_layerwise_loading_only_where_the_teacher_does_not_fit(monkeypatch, gib,
     from distill.models.precision import resolve_precision
     from distill.models.sharding import ALONE
     from distill.teachers import model
-    from distill.teachers.base import OpenContext
+    from distill.teachers.base import LoadContext
 
     ways = []
     for name in ("load_a_layer_at_a_time", "load_teacher"):
@@ -203,7 +203,7 @@ def test_layerwise_loading_only_where_the_teacher_does_not_fit(monkeypatch, gib,
         """
     )
     for device in (torch.device("cuda", 0), torch.device("cpu")):
-        context = OpenContext(device, resolve_precision(recipe, device), ALONE, AttentionChoices(recipe))
+        context = LoadContext(device, resolve_precision(recipe, device), ALONE, AttentionChoices(recipe))
         model.ModelSource(recipe).load(context)
     assert ways == ["load_a_layer_at_a_time" if alone else "load_teacher", "load_teacher"]
 

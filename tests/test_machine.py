@@ -22,7 +22,7 @@ from distill.planning.devices import find_device
 from distill.planning.preflight import check, planned_precision
 from distill.recipe import load, parse
 from distill.teachers import opening
-from distill.teachers.base import open_context
+from distill.teachers.base import load_context
 from distill.teachers.registry import source_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -220,7 +220,7 @@ def test_an_fp8_teacher_is_refused_before_it_is_read(gpu, workplace, monkeypatch
     device, recipe = gpu(capability), parse(RECIPE)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     monkeypatch.setattr("distill.teachers.model.load_teacher", lambda *_, **__: pytest.fail("its weights are read"))
-    source, context = source_of(recipe), open_context(recipe)
+    source, context = source_of(recipe), load_context(recipe)
     assert context.device == device
     with pytest.raises(ValueError, match=rf"^teacher\.dtype: fp8 needs a GPU .*\({family}\) {ADVICE}$"):
         opening.open_pair(source, source.vocabulary(), context)

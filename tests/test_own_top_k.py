@@ -15,7 +15,7 @@ from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe import RecipeError, dump, parse
 from distill.recipe.loss import SEPARATE, Loss
 from distill.teachers import own_top_k, separate
-from distill.teachers.base import HeadCall, LossInputs, Pairing
+from distill.teachers.base import HeadForward, LossInputs, VocabularyAlignment
 from distill.teachers.own_top_k import OwnTopKLoss
 from distill.training.loss_schedule import LossSchedule
 
@@ -66,13 +66,13 @@ def loss_of(k=K, tail="bucket", pairing=None, transform=PLAIN, temperature=1.0, 
     section = Loss.model_validate(
         {"temperature": temperature, "terms": [{"type": "top_k_reverse_kl", "k": k, "tail": tail, "weight": weight}]}
     )
-    return OwnTopKLoss(section.terms[0], section, pairing or Pairing(LogitTransform(), V, None), transform)
+    return OwnTopKLoss(section.terms[0], section, pairing or VocabularyAlignment(LogitTransform(), V, None), transform)
 
 
 def called(loss, student, teacher, labels, rows=None, items=None):
     lora = (student["a"], student["b"], 0.5) if "a" in student else None
     head = HeadWeights(student["weight"], student.get("bias"), lora)
-    call = HeadCall(student["hidden"], head, LossInputs(teacher["hidden"], items, False), labels, rows)
+    call = HeadForward(student["hidden"], head, LossInputs(teacher["hidden"], items, False), labels, rows)
     return loss(call, HeadWeights(teacher["weight"], teacher.get("bias"), None))
 
 
@@ -101,7 +101,7 @@ def test_loss_and_gradients_are_those_of_the_definition(tail, told, extra):
     own, theirs, t = LogitTransform(), LogitTransform(), 1.0
     if extra:
         own, theirs, t = LogitTransform(0.7, 3.0), LogitTransform(1.3, 4.0), 2.0
-    pairing = Pairing(own, V, V if extra else None)
+    pairing = VocabularyAlignment(own, V, V if extra else None)
     each = dense(logits_of(student, own), logits_of(teacher, theirs), tail, temperature=t)
     expected = 0.6 * each[labels != IGNORE_INDEX].sum() / 11
     loss = loss_of(tail=tail, pairing=pairing, transform=theirs, temperature=t, weight=0.6)
@@ -256,7 +256,7 @@ def test_under_autocast_the_products_are_in_16_bits():
     student, teacher, _ = operands(torch.float32)
     many = {"hidden": torch.randn(4, 100, H, generator=torch.Generator().manual_seed(4)), "weight": student["weight"]}
     targets = torch.randn(4, 100, HT, generator=torch.Generator().manual_seed(5))
-    call = HeadCall(
+    call = HeadForward(
         many["hidden"],
         HeadWeights(many["weight"], None, None),
         LossInputs(targets, None, False),
@@ -376,7 +376,10 @@ def test_full_size(device, tail):
     labels = torch.randint(0, shape[1], (1, shape[0]), device=device)
     labels[:, ::5] = IGNORE_INDEX
     rows, teacher = valid(labels), {"hidden": x_t[None], "weight": w_t}
-    loss, items = loss_of(k, tail, Pairing(LogitTransform(), shape[1], None)), torch.tensor(len(rows), device=device)
+    loss, items = (
+        loss_of(k, tail, VocabularyAlignment(LogitTransform(), shape[1], None)),
+        torch.tensor(len(rows), device=device),
+    )
     torch.autograd.grad(called(loss, student, teacher, labels, rows, items), list(student.values()))  # kernels compile
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -15,7 +15,7 @@ from tiny import save_models
 
 from distill.doctor.examine import examine
 from distill.recipe import RecipeError, load
-from distill.recipe.same_step import why_batch_size_stays
+from distill.recipe.resume_policy import why_batch_size_stays
 from distill.run import run
 
 STEPS = 5

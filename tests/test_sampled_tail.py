@@ -10,7 +10,7 @@ from distill.doctor.invariants import CHECKS
 from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe import RecipeError, parse
 from distill.recipe.loss import Loss
-from distill.teachers.base import HeadCall, LossInputs, Pairing
+from distill.teachers.base import HeadForward, LossInputs, VocabularyAlignment
 from distill.teachers.cache.top_k import TopKFormat, TopKTargets
 from distill.teachers.own_top_k import OwnTopKTailLoss
 from distill.teachers.sampled_tail import generalised_kl
@@ -21,7 +21,9 @@ DRAWS, K = 10_000, 5
 def tail_loss(k=K, temperature=1.0, weight=1.0, pairing=None, transform=LogitTransform()):  # noqa: B008
     term = {"type": "top_k_reverse_kl", "tail": "sampled", "k": k, "weight": weight}
     section = Loss.model_validate({"temperature": temperature, "terms": [term]})
-    return OwnTopKTailLoss(section.terms[0], section, pairing or Pairing(LogitTransform(), V, None), transform)
+    return OwnTopKTailLoss(
+        section.terms[0], section, pairing or VocabularyAlignment(LogitTransform(), V, None), transform
+    )
 
 
 def exact(z_s, z_t, temperature=1.0):
@@ -52,7 +54,7 @@ def test_value_and_gradient_have_no_bias(stale, temperature):
     y = torch.multinomial(log_q.exp(), DRAWS, replacement=True, generator=generator)
     inputs = LossInputs(teacher["hidden"].expand(1, DRAWS, HT), None, False, log_q[y][None])
     own = HeadWeights(student["weight"], None, None)
-    many = HeadCall(student["hidden"].expand(1, DRAWS, H), own, inputs, y[None], None)
+    many = HeadForward(student["hidden"].expand(1, DRAWS, H), own, inputs, y[None], None)
     head = HeadWeights(teacher["weight"], None, None)
     loss = tail_loss(temperature=temperature)
     loss.reduction = "none"
@@ -112,7 +114,9 @@ def test_loss_and_gradients_are_those_of_the_definition(told, extra):
     each = t**2 * (g.gather(-1, top).sum(-1) + tail)
     learned = labels != IGNORE_INDEX
     assert 0 < outside[learned].sum() < learned.sum()
-    loss = tail_loss(temperature=t, weight=0.6, pairing=Pairing(own, V, V if extra else None), transform=theirs)
+    loss = tail_loss(
+        temperature=t, weight=0.6, pairing=VocabularyAlignment(own, V, V if extra else None), transform=theirs
+    )
     got = called(loss, student, teacher, labels, valid(labels) if told else None, torch.tensor(11))
     assert_same(got, 0.6 * each[learned].sum() / 11, student)
 
@@ -161,7 +165,7 @@ def stored(tail="bucket", temperature=1.0, **section):
             "kind": "top_k",
         }
     )
-    pairing = Pairing(LogitTransform(), V, None)
+    pairing = VocabularyAlignment(LogitTransform(), V, None)
     terms = [{"type": "top_k_reverse_kl", "tail": "sampled", "weight": 0.6}]
     return format, pairing, format.loss(Loss.model_validate({"terms": terms} | section), pairing)
 
@@ -184,7 +188,7 @@ def test_over_the_teachers_tokens(told):
     inputs = LossInputs(targets, torch.tensor(11), True, drawn.masked_fill(~learned, torch.nan))
     head = HeadWeights(student["weight"], None, None)
     got, statistics = format.apply(
-        loss, pairing, HeadCall(student["hidden"], head, inputs, labels, valid(labels) if told else None)
+        loss, pairing, HeadForward(student["hidden"], head, inputs, labels, valid(labels) if told else None)
     )
     log_s = z_s.log_softmax(-1)
     g = log_s.exp() * (log_s - log_t) - log_s.exp() + log_t.exp()

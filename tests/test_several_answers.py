@@ -29,7 +29,7 @@ from distill.generation.sampling import Sampling
 from distill.models.head import decoder_of
 from distill.planning.steps import loaded_rows
 from distill.recipe import RecipeError, parse
-from distill.recipe.same_step import why_batch_size_stays
+from distill.recipe.resume_policy import why_batch_size_stays
 from distill.training.arguments import training_arguments
 
 

@@ -24,7 +24,7 @@ from distill.models.sharding import ALONE
 from distill.planning.caching import plan_caching
 from distill.recipe import Recipe
 from distill.recipe.compatibility import require_command
-from distill.teachers.base import OpenContext, Teacher
+from distill.teachers.base import LoadContext, Teacher
 from distill.teachers.cache.format import KEY_BYTES, MANIFEST, Plan, bytes_a_token, read_json, rows_of
 from distill.teachers.cache.plan import LogitHead, head_of
 from distill.teachers.cache.settings import Settings
@@ -32,7 +32,7 @@ from distill.teachers.cache.teacher import section_to_load
 from distill.teachers.keep.source import KeepSource
 from distill.teachers.keep.store import Store
 from distill.teachers.keep.teacher import KeptTeacher
-from distill.teachers.opening import Pair, open_pair, patch_models
+from distill.teachers.opening import ModelPair, open_pair, patch_models
 from distill.teachers.registry import source_of
 from distill.teachers.vocabulary import Vocabulary
 from distill.teachers.wrapping import WrappingSource, WrappingTeacher
@@ -54,10 +54,10 @@ class Loaded(NamedTuple):
 
     recipe: Recipe
     splits: Splits
-    pair: Pair
+    pair: ModelPair
     keep: KeepSource
     backend: Teacher
-    context: OpenContext
+    context: LoadContext
     vocabulary: Vocabulary
     head: LogitHead | None
     student_transform: LogitTransform
@@ -111,7 +111,7 @@ def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
     sharing, choices = plan_caching(recipe, device, world_size(), batch_size), AttentionChoices(recipe)
     if sharing.teacher_sharded:
         PartialState(cpu=device.type == "cpu")
-    context = OpenContext(device, precision, sharing, choices)
+    context = LoadContext(device, precision, sharing, choices)
     pair = open_pair(source_of(recipe), vocabulary, context)
     keep, backend, inside = stored, pair.teacher, vocabulary
     while isinstance(keep, WrappingSource) and not isinstance(keep, KeepSource):

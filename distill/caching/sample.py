@@ -24,7 +24,7 @@ from accelerate import PartialState
 from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
 from distill.data.chat import load_template
 from distill.generation.decode_loop import Engine
-from distill.generation.engines import AnswersTogether, TransformersEngine, engine_for, settings_for
+from distill.generation.engines import CollectiveEngine, TransformersEngine, engine_for, settings_for
 from distill.generation.prompts import Prompt, read_prompts
 from distill.generation.sampling import Sampling
 from distill.models.gpu_specs import runs_our_kernels
@@ -136,7 +136,7 @@ def sample(
     )
     engine: Engine
     if processes > 1:
-        engine = AnswersTogether(TransformersEngine(model, made_for, together=True))
+        engine = CollectiveEngine(TransformersEngine(model, made_for, together=True))
     else:
         engine = engine_for(settings.engine, model, made_for, tokenizer=tokenizer, field="--engine")
     start = time.perf_counter()

@@ -224,7 +224,7 @@ def inspect(
     if shade is not None:
         require_command(resolved, "inspect --shade")
     from distill.planning.inspect_batches import shade_rows, tokens_of
-    from distill.teachers.base import open_context
+    from distill.teachers.base import load_context
     from distill.teachers.opening import opened_pair
     from distill.teachers.registry import source_of
 
@@ -237,7 +237,7 @@ def inspect(
         chosen = [split[number] for number in range(min(rows, len(split)))]
         shades = None
         if shade is not None:
-            with opened_pair(source, vocabulary, open_context(resolved)) as pair:
+            with opened_pair(source, vocabulary, load_context(resolved)) as pair:
                 pair.student.eval()
                 (teacher,) = pair.teacher.models.values()
                 shades = shade_rows(chosen, shade, teacher, pair.student)

@@ -19,7 +19,7 @@ from distill.models.gpu_specs import family_in, runs_our_kernels
 from distill.models.patching import patch
 from distill.models.precision import resolve_device
 from distill.recipe import Recipe
-from distill.teachers.base import open_context
+from distill.teachers.base import load_context
 from distill.teachers.fp8_cost import Offer
 from distill.teachers.model import LoadedTeacher
 from distill.teachers.registry import source_of
@@ -57,7 +57,7 @@ def probe(recipe: Recipe) -> ProbeResult:
     recipe = recipe.model_copy(update={"train": train, "data": data})
     with contextlib.ExitStack() as opened:
         with spinner("loading both models"):
-            context, source = open_context(recipe), source_of(recipe)
+            context, source = load_context(recipe), source_of(recipe)
             vocabulary = source.vocabulary()
             pair = opened.enter_context(opened_pair(source, vocabulary, context))
             splits = vocabulary.read(data, 0)
@@ -103,7 +103,7 @@ def probe_fp8(recipe: Recipe) -> list[Offer]:
     """
     if recipe.teacher.dtype != "fp8":
         return []
-    context, source = open_context(recipe), source_of(recipe)
+    context, source = load_context(recipe), source_of(recipe)
     device = context.device
     for problem in source.problems(cuda=device.type == "cuda", sharded=False, family=family_in(device)):
         raise ValueError(problem)

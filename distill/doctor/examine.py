@@ -39,9 +39,9 @@ from distill.models.quantised import quantised_by_transformers
 from distill.models.sharding import ALONE
 from distill.recipe import Recipe
 from distill.recipe.teachers import describe_teacher
-from distill.teachers.base import OpenContext, Teacher
+from distill.teachers.base import LoadContext, Teacher
 from distill.teachers.model import shortened
-from distill.teachers.opening import Pair, opened_pair
+from distill.teachers.opening import ModelPair, opened_pair
 from distill.teachers.registry import source_of
 
 ROWS, TOKENS = 6, 64
@@ -168,7 +168,7 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
     vocabulary = source.vocabulary()
     splits = vocabulary.read(plain.data, plain.train.seed)
     alone = vocabulary.read(plain.data.model_copy(update={"packing": False}), plain.train.seed)
-    context = OpenContext(resolve_device(plain.train), WIDE, ALONE, AttentionChoices(plain))
+    context = LoadContext(resolve_device(plain.train), WIDE, ALONE, AttentionChoices(plain))
     pair = opened.enter_context(opened_pair(source, vocabulary, context))
     student, teacher = pair.student, pair.teacher
     for field, model in teacher.models.items():
@@ -227,7 +227,7 @@ def _in_float32(recipe: Recipe) -> Recipe:
     )
 
 
-def _with_rollouts(subject: CheckSetup, recipe: Recipe, pair: Pair, format: str) -> CheckSetup:
+def _with_rollouts(subject: CheckSetup, recipe: Recipe, pair: ModelPair, format: str) -> CheckSetup:
     """Return the subject with the student's rollouts as rows, where the recipe trains on-policy."""
     if recipe.data.own_answers is None:
         return subject

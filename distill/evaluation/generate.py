@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from distill.generation.answers import Turn, encode_prompt
 from distill.generation.decode_loop import DecodeLoop
-from distill.generation.engines import as_asked, end_tokens, settings_for
+from distill.generation.engines import end_tokens, override_generation_config, settings_for
 from distill.generation.sampling import Sampling
 from distill.generation.trial import why_not
 from distill.models.triton_only import use_triton_only
@@ -65,7 +65,9 @@ def stream(
     ids = encode_prompt(tokenizer, prompt).to(device)
     streamer = Stream(tokenizer, write)
     ends = end_tokens(tokenizer, model, None)
-    with as_asked(model, most=max_new_tokens, temperature=temperature, pad=tokenizer.pad_token_id, ends=ends):
+    with override_generation_config(
+        model, most=max_new_tokens, temperature=temperature, pad=tokenizer.pad_token_id, ends=ends
+    ):
         model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, streamer=streamer)
     return tokenizer.decode(streamer.ids, skip_special_tokens=True)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from distill.core.eval_mode import eval_mode
-from distill.generation.engines import as_asked, end_tokens
+from distill.generation.engines import end_tokens, override_generation_config
 
 Turn = dict[str, str]  # role and content
 
@@ -29,7 +29,7 @@ def generate(
     """
     device, ends, answers = next(model.parameters()).device, end_tokens(tokenizer, model, None), []
     pad: Any = tokenizer.pad_token_id
-    with eval_mode(model), as_asked(model, most=max_new_tokens, pad=pad, ends=ends):
+    with eval_mode(model), override_generation_config(model, most=max_new_tokens, pad=pad, ends=ends):
         for prompt in prompts:
             ids = encode_prompt(tokenizer, prompt).to(device)
             output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)

@@ -90,7 +90,7 @@ def end_tokens(tokenizer: Any, model: nn.Module, template: ChatTemplate | None) 
 
 
 @contextlib.contextmanager
-def as_asked(
+def override_generation_config(
     model: Any, *, most: int, pad: int | None, ends: Sequence[int], temperature: float = 0.0
 ) -> Iterator[None]:  # fmt: skip
     """Make `model.generate` sample at this temperature, without other logits processors, inside the context.
@@ -147,7 +147,7 @@ class TransformersEngine(Engine):
         # finished rows continue with the others, beyond their own limits
         if not self.together and not unsupported_layers(self.inner.config):
             cache = PreallocatedCache(self.inner.config, width + most)
-        with as_asked(self.inner, most=most, pad=self.pad, ends=self.ends):
+        with override_generation_config(self.inner, most=most, pad=self.pad, ends=self.ends):
             out = self.inner.generate(
                 input_ids=ids.to(self.device), attention_mask=mask.to(self.device), use_cache=True,
                 logits_processor=LogitsProcessorList([draws]), past_key_values=cache,
@@ -182,7 +182,7 @@ class _Draws:
         return found
 
 
-class AnswersTogether(Engine):
+class CollectiveEngine(Engine):
     """Engine of a model that is sharded over all processes: each generates its part, and returns all responses.
 
     Every process must call it with the same arguments. The batches are those of one process: with the same logits the

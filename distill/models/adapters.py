@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from distill.models.guard import read_json
+from distill.models.config_validation import read_json
 from distill.models.head import find_head
 from distill.recipe import Lora
 

@@ -34,8 +34,8 @@ from distill.core.files import replacing_folder
 from distill.core.tokenizer_limits import check_tokenizer_limits
 from distill.models.adapters import add_lora, load_and_merge, merged, save_adapter
 from distill.models.attention import keep_soft_cap
+from distill.models.config_validation import check_config, check_index, read_json
 from distill.models.document_rope import rope_by_document
-from distill.models.guard import check_config, check_index, read_json
 from distill.models.offload import offload_layers
 from distill.models.pruning import cut_layers, layer_indices, layers_of
 from distill.models.quantised import (

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from distill.models.adapters import add_lora
-from distill.models.guard import check_gguf, read_json
+from distill.models.config_validation import check_gguf, read_json
 from distill.models.load import load_config
 from distill.models.pruning import layer_indices, layers_of, student_config
 from distill.models.quantised import quantisation_of

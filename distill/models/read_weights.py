@@ -23,7 +23,7 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from distill.models.guard import gguf_tensors
+from distill.models.config_validation import gguf_tensors
 
 log = logging.getLogger(__name__)
 

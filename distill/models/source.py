@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from distill.core.errors import first_line
 from distill.core.files import suggest_path
-from distill.models.guard import check_folder, check_gguf
+from distill.models.config_validation import check_folder, check_gguf
 from distill.recipe import ModelSection
 
 log = logging.getLogger(__name__)

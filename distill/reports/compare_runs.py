@@ -1,8 +1,8 @@
 """`distill compare`: runs in one table, with a test of whether differences exceed the variation over seeds.
 
 Runs whose recipes differ only in `name`, `train.seed` and settings that do not change an optimizer step (micro-batches,
-checkpointing, intervals: `recipe/same_step.py`) form one group. Groups are compared with the first by Welch's t-test
-(1947) on the held-out divergence, one value per run. A group of a single run has no spread and no test; nor is there
+checkpointing, intervals: `recipe/resume_policy.py`) form one group. Groups are compared with the first by Welch's
+t-test (1947) on the held-out divergence, one value per run. A group of a single run has no spread and no test; nor is there
 one between different measures, such as KL and the divergence of aligned spans. Runs with another teacher or other
 held-out rows are refused unless requested.
 """
@@ -19,7 +19,7 @@ import numpy as np
 
 from distill.core.errors import show
 from distill.recipe import parse
-from distill.recipe.same_step import settings_of_steps
+from distill.recipe.resume_policy import settings_of_steps
 from distill.reports.curves import points
 from distill.reports.report import AGREEMENT, Run, legend
 from distill.reports.style import document

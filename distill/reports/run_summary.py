@@ -19,7 +19,7 @@ from distill.teachers.base import TeacherSource
 from distill.teachers.identity import model_name
 from distill.teachers.measure import KL, Measure
 from distill.teachers.objective import DistillationObjective
-from distill.teachers.opening import Pair
+from distill.teachers.opening import ModelPair
 
 
 class Plan(NamedTuple):
@@ -37,7 +37,7 @@ class Plan(NamedTuple):
 
 def preamble(
     source: TeacherSource,
-    pair: Pair,
+    pair: ModelPair,
     objective: DistillationObjective,
     *,
     plan: Plan,

@@ -29,7 +29,7 @@ from distill.serving.connections import DEFAULT_PATIENCE, Patience, Server, list
 from distill.serving.engine import Engine
 from distill.serving.peers import Peers
 from distill.serving.sharded import ShardedEngine
-from distill.teachers.base import open_context
+from distill.teachers.base import load_context
 from distill.teachers.cache.identity import text_hashes
 from distill.teachers.model import LoadedTeacher
 from distill.teachers.opening import patch_model
@@ -89,7 +89,7 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Engin
     if recipe.train.deterministic:  # before the first GEMM, as in a run, since it changes cuBLAS's algorithms
         transformers.enable_full_determinism(recipe.train.seed)
     source, sharded = source_of(recipe), world_size() > 1
-    context = open_context(recipe)
+    context = load_context(recipe)
     context = context._replace(sharing=Sharing("ddp", True, True)) if sharded else context
     vocabulary = source.vocabulary()
     device = context.device

@@ -71,7 +71,7 @@ class LossInputs:
         self.advantages = advantages
 
 
-class HeadCall(NamedTuple):
+class HeadForward(NamedTuple):
     """Inputs of a loss inside the student head's own call.
 
     Attributes:
@@ -89,7 +89,7 @@ class HeadCall(NamedTuple):
     valid_rows: torch.Tensor | None
 
 
-class Pairing(NamedTuple):
+class VocabularyAlignment(NamedTuple):
     """Alignment of a student's logits with a teacher's.
 
     Attributes:
@@ -102,7 +102,7 @@ class Pairing(NamedTuple):
     columns: int
     vocab_size: int | None
 
-    def arguments(self, call: HeadCall) -> dict[str, object]:
+    def arguments(self, call: HeadForward) -> dict[str, object]:
         """Return the arguments of every fused loss beside hidden states, weights and labels, for any teacher."""
         return {
             "student_bias": call.head.bias, "student_lora": call.head.lora, "num_items": call.inputs.num_items,
@@ -127,7 +127,7 @@ class TargetFormat(Protocol):
     routes: tuple[str, ...] = ()
     reads_valid_rows: bool = True
 
-    def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> Pairing:
+    def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
         """Return how a student's logits are aligned with these targets.
 
         Args:
@@ -140,7 +140,7 @@ class TargetFormat(Protocol):
         """
         ...
 
-    def loss(self, section: LossSpec, pairing: Pairing) -> TargetLoss:
+    def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> TargetLoss:
         """Return the loss module for a recipe's `loss` section.
 
         Raises:
@@ -148,11 +148,11 @@ class TargetFormat(Protocol):
         """
         ...
 
-    def held_out(self, pairing: Pairing) -> TargetLoss:
+    def held_out(self, pairing: VocabularyAlignment) -> TargetLoss:
         """Return the loss of evaluations: the forward divergence with statistics, and the reverse divergence."""
         ...
 
-    def apply(self, loss: TargetLoss, pairing: Pairing, call: HeadCall) -> LossResult:
+    def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Return the loss of a batch, a scalar; with `call.inputs.statistics`, it and the token statistics [N]."""
         ...
 
@@ -167,7 +167,7 @@ class TargetFormat(Protocol):
         a tie), both int64; by route, "" where there are none. Empty where these targets do not give it directly."""
         return {}
 
-    def overlap(self, pairing: Pairing, call: HeadCall, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    def overlap(self, pairing: VocabularyAlignment, call: HeadForward, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return for flat `rows` [n] the share of the student's `TOP` most probable tokens that are among the
         teacher's, float32 [n], by route, NaN in the rows of others; "" where there are no routes. Empty where these
         targets do not give it directly."""
@@ -253,7 +253,7 @@ class Teacher(Protocol):
         """Quantise layers that the recipe has in 8 bits and loading has not: after patching, before any query."""
         return
 
-    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         """Check the first held-out batch: quantise, and return lines on what that costs, or what share is matched."""
         return []
 
@@ -303,7 +303,7 @@ class CutStudent(NamedTuple):
     layer_indices: list[int]
 
 
-class OpenContext(NamedTuple):
+class LoadContext(NamedTuple):
     """Device, dtypes and sharing with which a source is opened.
 
     Attributes:
@@ -319,10 +319,10 @@ class OpenContext(NamedTuple):
     attention: AttentionChoices
 
 
-def open_context(recipe: Recipe) -> OpenContext:
+def load_context(recipe: Recipe) -> LoadContext:
     """Return the context of a single process for a recipe: its device and precision, nothing shared."""
     device = resolve_device(recipe.train)
-    return OpenContext(device, resolve_precision(recipe, device), ALONE, AttentionChoices(recipe))
+    return LoadContext(device, resolve_precision(recipe, device), ALONE, AttentionChoices(recipe))
 
 
 class TeacherSource(Protocol):
@@ -401,7 +401,7 @@ class TeacherSource(Protocol):
         """Return its size as readable text, before it is loaded."""
         return f"{sum(shape.parameters for shape in self.shapes()) / 1e6:,.2f} M parameters"
 
-    def open(self, context: OpenContext, vocabulary: Vocabulary) -> Teacher:
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> Teacher:
         """Load the teacher.
 
         Raises:

@@ -20,7 +20,7 @@ from distill.core.labels import shift_labels
 from distill.models.fp8_teacher import Part, in_fp8, parts_of, quantise, quantise_part
 from distill.models.head import HeadWeights, LogitTransform, bare, decoder_of, find_head, last_hidden, read_head
 from distill.recipe.models import in_order
-from distill.teachers.base import Batch, Pairing
+from distill.teachers.base import Batch, VocabularyAlignment
 from distill.teachers.hidden import HiddenFormat
 from distill.teachers.losses import LogitTransforms
 
@@ -83,7 +83,7 @@ class Before:
 
 @torch.no_grad()
 def quantise_and_measure(
-    teacher: nn.Module, format: HiddenFormat, batch: Batch, student: nn.Module | None, pairing: Pairing,
+    teacher: nn.Module, format: HiddenFormat, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment,
     skip: Sequence[str] = (),
 ) -> Fp8Cost:  # fmt: skip
     """Quantise the teacher in place and measure the divergence from before.

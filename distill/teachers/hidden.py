@@ -13,7 +13,7 @@ from torch import nn
 
 from distill.models.head import HeadWeights, LogitTransform, aligned, find_head, whole
 from distill.recipe.loss import Loss
-from distill.teachers.base import TOP, HeadCall, LossResult, Pairing, TargetFormat, Targets
+from distill.teachers.base import TOP, HeadForward, LossResult, TargetFormat, Targets, VocabularyAlignment
 from distill.teachers.losses import HeldOutLoss, LogitTransforms, LossSpec, TargetLoss, build_loss
 from distill.teachers.separate import LOSSES, SeparateTermsLoss
 
@@ -67,14 +67,14 @@ class FusedFormat(TargetFormat):
 
     transform = LogitTransform()
 
-    def transforms(self, pairing: Pairing) -> LogitTransforms:
+    def transforms(self, pairing: VocabularyAlignment) -> LogitTransforms:
         """Return scale and soft cap of both models."""
         return LogitTransforms(pairing.student, self.transform)
 
-    def loss(self, section: LossSpec, pairing: Pairing) -> TargetLoss:
+    def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> TargetLoss:
         return build_loss(section, self.transforms(pairing))
 
-    def held_out(self, pairing: Pairing) -> TargetLoss:
+    def held_out(self, pairing: VocabularyAlignment) -> TargetLoss:
         return HeldOutLoss(lambda term: FusedDistillationLoss([term], **self.transforms(pairing)))
 
     def scores(self, targets: Targets, rows: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class FusedFormat(TargetFormat):
         return {"": (rows[:most], unique_argmax(self.scores(targets, rows[:most])))}
 
     @torch.no_grad()
-    def overlap(self, pairing: Pairing, call: HeadCall, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    def overlap(self, pairing: VocabularyAlignment, call: HeadForward, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the overlap from the student head's GEMM alone: scale and soft cap do not change the order."""
         hidden, head = call.hidden.flatten(0, 1)[rows], call.head
         # autocast would keep its copy of the head's weight for the rest of the forward, and this one has no gradient
@@ -118,10 +118,10 @@ class HiddenFormat(FusedFormat):
     def __init__(self, head: TeacherHead, transform: LogitTransform) -> None:
         self.head, self.transform = head, transform
 
-    def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> Pairing:
+    def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
         return pairing_of(student, {"student": rows, "teacher": self.head.rows}, vocab_size)
 
-    def loss(self, section: LossSpec, pairing: Pairing) -> TargetLoss:
+    def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> TargetLoss:
         if isinstance(section, Loss) and section.has(*self.separate):
             return SeparateTermsLoss(section, pairing, self.transform, self.separate)
         return super().loss(section, pairing)
@@ -129,7 +129,7 @@ class HiddenFormat(FusedFormat):
     def measured_terms(self, loss: TargetLoss) -> Sequence[LossTerm]:
         return loss.measured.terms if isinstance(loss, SeparateTermsLoss) else loss.terms
 
-    def apply(self, loss: TargetLoss, pairing: Pairing, call: HeadCall) -> LossResult:
+    def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Return the loss; the teacher's head is not used where the loss has no divergence."""
         with self.head.open() as teacher:
             if isinstance(loss, SeparateTermsLoss):
@@ -148,7 +148,7 @@ class HiddenFormat(FusedFormat):
         return self.transform.applied(z)
 
 
-def pairing_of(student: LogitTransform, rows: dict[str, int], vocab_size: int | None) -> Pairing:
+def pairing_of(student: LogitTransform, rows: dict[str, int], vocab_size: int | None) -> VocabularyAlignment:
     """Return a pairing over `vocab_size` columns, or as many as the smallest head has.
 
     Args:
@@ -163,4 +163,4 @@ def pairing_of(student: LogitTransform, rows: dict[str, int], vocab_size: int | 
     if vocab_size is not None and not 0 < vocab_size <= smallest:
         raise ValueError(f"vocab_size: expected 1 to {smallest} (heads: {rows}), got {vocab_size}")
     columns = vocab_size or smallest
-    return Pairing(student, columns, None if columns == max(rows.values()) else columns)
+    return VocabularyAlignment(student, columns, None if columns == max(rows.values()) else columns)

@@ -35,13 +35,13 @@ from distill.teachers.base import (
     Batch,
     Collate,
     CutStudent,
-    HeadCall,
+    HeadForward,
+    LoadContext,
     LossResult,
-    OpenContext,
-    Pairing,
     Prompt,
     Teacher,
     TeacherSource,
+    VocabularyAlignment,
 )
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.hidden import FusedFormat, HiddenFormat, pairing_of
@@ -64,11 +64,11 @@ class MixtureFormat(FusedFormat):
     def __init__(self, members: Sequence[HiddenFormat], weights: Sequence[float]) -> None:
         self.members, self.weights = list(members), tuple(weights)
 
-    def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> Pairing:
+    def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
         heads = {f"teachers.{number}": member.head.rows for number, member in enumerate(self.members)}
         return pairing_of(student, {"student": rows, **heads}, vocab_size)
 
-    def apply(self, loss: TargetLoss, pairing: Pairing, call: HeadCall) -> LossResult:
+    def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
         targets: Any = call.inputs.targets
         with contextlib.ExitStack() as opened:
             heads = None
@@ -152,7 +152,7 @@ class SeveralTeachers(Teacher):
         for member in self.members:
             member.restore(checkpoint)
 
-    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         return [
             line
             for _, member, own in self.batches(batch)
@@ -349,7 +349,7 @@ class MixtureSource(TeacherSource):
             for weight, member, section in zip(self.weights, self.members, self.all_sections.values(), strict=True)
         )
 
-    def open(self, context: OpenContext, vocabulary: Vocabulary) -> MixtureTeacher:
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> MixtureTeacher:
         sections = list(self.all_sections.values())
         for number, section in enumerate(sections):
             same = [

@@ -36,13 +36,13 @@ from distill.recipe.models import EIGHT_BITS
 from distill.teachers.base import (
     Batch,
     CutStudent,
-    OpenContext,
-    Pairing,
+    LoadContext,
     Prompt,
     TargetFormat,
     Targets,
     Teacher,
     TeacherSource,
+    VocabularyAlignment,
 )
 from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 from distill.teachers.fp8_cost import Offer, fp8_offers, quantise_and_measure
@@ -92,7 +92,7 @@ class LoadedTeacher(Teacher):
         if self.fp8 and not is_quantised(self.model):
             quantise(self.model, self.skip)
 
-    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         if not self.fp8:
             return []
         if is_quantised(self.model):
@@ -236,12 +236,12 @@ class ModelSource(TeacherSource):
     def title(self) -> str:
         return model_name(self.section)
 
-    def open(self, context: OpenContext, vocabulary: Vocabulary) -> LoadedTeacher:
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> LoadedTeacher:
         section, tokenizer = self.section, vocabulary.teacher_tokenizer
         fp8 = section.dtype == "fp8"
         return LoadedTeacher(self.load(context), field=self.field, tokenizer=tokenizer, fp8=fp8, skip=section.fp8_skip)
 
-    def load(self, context: OpenContext) -> Any:
+    def load(self, context: LoadContext) -> Any:
         """Return the model by its section and the sharing; a sharded one is patched already, before its shards."""
         device, dtype = context.device, context.precision.teacher
         if context.sharing.teacher_sharded:

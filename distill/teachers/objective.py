@@ -27,7 +27,16 @@ from torch import nn
 from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
 from distill.models.head import HeadWeights, bare, call_head, decoder_of, find_head, probe_logits
 from distill.models.output_rows import output_rows
-from distill.teachers.base import Batch, Collate, HeadCall, LossInputs, LossResult, Pairing, Targets, Teacher
+from distill.teachers.base import (
+    Batch,
+    Collate,
+    HeadForward,
+    LossInputs,
+    LossResult,
+    Targets,
+    Teacher,
+    VocabularyAlignment,
+)
 from distill.teachers.losses import KL, STATISTICS, LossSpec, TargetLoss, soft_terms
 from distill.teachers.measure import Measure
 from distill.teachers.model import LoadedTeacher
@@ -67,7 +76,7 @@ class DistillationObjective:
     ) -> None:
         self.teacher = as_teacher(teacher)
         rows = len(find_head(student).linear.weight)  # type: ignore[arg-type]
-        self.pairing: Pairing = self.teacher.format.pair(probe_logits(student, "student"), rows, vocab_size)
+        self.pairing: VocabularyAlignment = self.teacher.format.pair(probe_logits(student, "student"), rows, vocab_size)
         self.loss: TargetLoss = self.teacher.format.loss(loss, self.pairing)
         self._student: nn.Module | None = None
         self.attach(student)
@@ -161,8 +170,8 @@ class DistillationObjective:
         labels: torch.Tensor,
         valid_rows: torch.Tensor | None,
     ) -> LossResult:
-        """Return the loss inside the student head's own call; arguments as of `HeadCall`."""
-        call = HeadCall(hidden, head, inputs, labels, valid_rows)
+        """Return the loss inside the student head's own call; arguments as of `HeadForward`."""
+        call = HeadForward(hidden, head, inputs, labels, valid_rows)
         return self.teacher.format.apply(self.loss, self.pairing, call)
 
     def held_out_loss(self) -> TargetLoss:
@@ -234,7 +243,7 @@ class DistillationObjective:
                 shares: dict[str, torch.Tensor] = {}
                 if valid_rows is not None:
                     sample = valid_rows[:: -(-len(valid_rows) // COMPARED) or 1]
-                    call = HeadCall(hidden, head, loss_inputs, shifted, valid_rows)
+                    call = HeadForward(hidden, head, loss_inputs, shifted, valid_rows)
                     shares = self.teacher.format.overlap(self.pairing, call, sample)
                 total, nothing = gap.abs().masked_fill(~known, 0.0).sum(), gap.new_zeros(0)
                 each = [shares.get(route, nothing) for route in self.routes or ("",)]

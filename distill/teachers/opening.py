@@ -23,12 +23,12 @@ from distill.models.patching import PatchReport, Role, patch
 from distill.models.sharding import is_sharded
 from distill.models.teacher_layout import interleave
 from distill.recipe import Recipe
-from distill.teachers.base import OpenContext, Teacher, TeacherSource
+from distill.teachers.base import LoadContext, Teacher, TeacherSource
 from distill.teachers.plugin import Plugin, PluginFormat
 from distill.teachers.vocabulary import Vocabulary
 
 
-class Pair(NamedTuple):
+class ModelPair(NamedTuple):
     """Teacher and student, ready for training, with their vocabularies.
 
     Attributes:
@@ -57,7 +57,7 @@ class Pair(NamedTuple):
 
 
 @contextlib.contextmanager
-def opened_pair(source: TeacherSource, vocabulary: Vocabulary, context: OpenContext) -> Iterator[Pair]:
+def opened_pair(source: TeacherSource, vocabulary: Vocabulary, context: LoadContext) -> Iterator[ModelPair]:
     """Yield the pair of `open_pair`, and close its teacher at the end, also after an error."""
     pair = open_pair(source, vocabulary, context)
     try:
@@ -66,7 +66,7 @@ def opened_pair(source: TeacherSource, vocabulary: Vocabulary, context: OpenCont
         pair.teacher.close()
 
 
-def open_pair(source: TeacherSource, vocabulary: Vocabulary, context: OpenContext) -> Pair:
+def open_pair(source: TeacherSource, vocabulary: Vocabulary, context: LoadContext) -> ModelPair:
     """Load teacher and student, and check that they can be compared.
 
     Args:
@@ -100,7 +100,7 @@ def open_pair(source: TeacherSource, vocabulary: Vocabulary, context: OpenContex
     vocab_size, verdict = vocabulary.match(teacher.head_rows(), rows)
     if section.lora is not None:
         student = add_lora(student, section.lora, seed=recipe.train.seed)
-    return Pair(teacher, student, vocabulary, vocab_size, verdict, layer_indices)
+    return ModelPair(teacher, student, vocabulary, vocab_size, verdict, layer_indices)
 
 
 def use_plugin(teacher: Teacher, plugin: Plugin) -> None:
@@ -168,7 +168,7 @@ def patch_model(model: nn.Module, role: Role, attention: str | None, *, compiles
     return report
 
 
-def patch_models(pair: Pair, choices: AttentionChoices) -> None:
+def patch_models(pair: ModelPair, choices: AttentionChoices) -> None:
     """Install our kernels in all models (a sharded teacher has them already), where this device runs them."""
     if not runs_our_kernels(device := next(pair.student.parameters()).device):
         if is_main_process():
@@ -186,7 +186,7 @@ def patch_models(pair: Pair, choices: AttentionChoices) -> None:
             console.print_lines(f"{'kernels':<12}{role}: {report}")
 
 
-def prepare_models(pair: Pair, *, joins: bool, compiles: bool) -> None:
+def prepare_models(pair: ModelPair, *, joins: bool, compiles: bool) -> None:
     """Join weights of projections that read the same activations, and have the decoder layers compiled when training
     first calls them; called once a teacher's layers are in fp8, if they are to be."""
     from distill.models.compiling import compile_layers

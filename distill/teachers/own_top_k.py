@@ -23,7 +23,7 @@ from distill_kernels.losses.operands import Head
 from distill.core.labels import IGNORE_INDEX
 from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe.loss import Loss, TopKTerm
-from distill.teachers.base import HeadCall, Pairing
+from distill.teachers.base import HeadForward, VocabularyAlignment
 from distill.teachers.cache.encode import log_probabilities, rows_at_once
 from distill.teachers.cache.top_k import spread
 from distill.teachers.sampled_tail import IMPOSSIBLE, SampledTail, TailTargets
@@ -39,7 +39,7 @@ class OwnTopKLoss(FusedTopKKLLoss):
         transform: scale and soft cap of the teacher.
     """
 
-    def __init__(self, term: TopKTerm, section: Loss, pairing: Pairing, transform: LogitTransform) -> None:
+    def __init__(self, term: TopKTerm, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform) -> None:
         student = pairing.student
         super().__init__(
             "reverse", term.tail, section.temperature, section.scale_by_temperature_squared, term.weight,
@@ -47,7 +47,7 @@ class OwnTopKLoss(FusedTopKKLLoss):
         )  # fmt: skip
         self.k, self.pairing, self.transform = min(term.k, pairing.columns), pairing, transform
 
-    def forward(self, call: HeadCall, teacher: HeadWeights) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, call: HeadForward, teacher: HeadWeights) -> torch.Tensor:  # type: ignore[override]
         """Return the loss inside the student head's own call; inf where one of the K has teacher probability 0."""
         ids, log_p = self.own_tokens(call, teacher)
         arguments = self.pairing.arguments(call) | {"return_stats": False}
@@ -58,7 +58,7 @@ class OwnTopKLoss(FusedTopKKLLoss):
         return loss + (more if self.reduction == "none" else more.sum())
 
     @torch.no_grad()
-    def own_tokens(self, call: HeadCall, teacher: HeadWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    def own_tokens(self, call: HeadForward, teacher: HeadWeights) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the student's K most probable tokens, int64 [B, S, K], and their log-probabilities under the teacher
         at the temperature, fp32 (fp64 for fp64); zeros in rows that are not computed.
 
@@ -85,11 +85,11 @@ class OwnTopKTailLoss(SampledTail):
         transform: scale and soft cap of the teacher.
     """
 
-    def __init__(self, term: TopKTerm, section: Loss, pairing: Pairing, transform: LogitTransform) -> None:
+    def __init__(self, term: TopKTerm, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform) -> None:
         super().__init__(term, section, pairing)
         self.k, self.transform = min(term.k, pairing.columns), transform
 
-    def __call__(self, call: HeadCall, teacher: HeadWeights) -> torch.Tensor:
+    def __call__(self, call: HeadForward, teacher: HeadWeights) -> torch.Tensor:
         """Return the loss inside the student head's own call."""
         parts, labels = [], call.labels.flatten().clamp_min(0)
         with torch.no_grad():
@@ -102,7 +102,7 @@ class OwnTopKTailLoss(SampledTail):
 
 
 def own_top_k_loss(
-    term: TopKTerm, section: Loss, pairing: Pairing, transform: LogitTransform
+    term: TopKTerm, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform
 ) -> OwnTopKLoss | OwnTopKTailLoss:
     """Return the loss of the term `top_k_reverse_kl`, by how it treats the tail."""
     kind = OwnTopKTailLoss if term.tail == "sampled" else OwnTopKLoss
@@ -110,7 +110,11 @@ def own_top_k_loss(
 
 
 def top_k_chunks(
-    call: HeadCall, teacher: HeadWeights, transform: LogitTransform, pairing: Pairing, settings: tuple[int, float]
+    call: HeadForward,
+    teacher: HeadWeights,
+    transform: LogitTransform,
+    pairing: VocabularyAlignment,
+    settings: tuple[int, float],
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield the student's most probable tokens and the teacher's log-probabilities, chunk by chunk, without a graph.
 

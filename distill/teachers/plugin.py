@@ -35,7 +35,7 @@ from distill_kernels import ChunkedLoss
 from distill.core.labels import IGNORE_INDEX
 from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe.loss import Loss, PluginTerm
-from distill.teachers.base import HeadCall, Pairing, TargetFormat
+from distill.teachers.base import HeadForward, TargetFormat, VocabularyAlignment
 from distill.teachers.hidden import HiddenFormat
 
 RowLosses = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -169,14 +169,14 @@ class PluginTermLoss:
     """
 
     def __init__(
-        self, functions: Mapping[str, RowLosses], term: PluginTerm, section: Loss, pairing: Pairing,
+        self, functions: Mapping[str, RowLosses], term: PluginTerm, section: Loss, pairing: VocabularyAlignment,
         transform: LogitTransform,
     ) -> None:  # fmt: skip
         self.term, self.pairing, self.reduction = term, pairing, "mean"
         self.workspace: int | None = None
         self.chunked = ChunkedLoss(_with_transforms(functions[term.function], pairing.student, transform))
 
-    def __call__(self, call: HeadCall, teacher: HeadWeights) -> torch.Tensor:
+    def __call__(self, call: HeadForward, teacher: HeadWeights) -> torch.Tensor:
         """Return the loss inside the student head's own call."""
         arguments = self.pairing.arguments(call) | {"teacher_bias": teacher.bias}
         del arguments["return_stats"]

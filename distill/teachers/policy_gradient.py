@@ -20,7 +20,7 @@ from distill_kernels import fused_log_probs
 from distill.core.labels import IGNORE_INDEX
 from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe.loss import Loss, PolicyGradientTerm
-from distill.teachers.base import HeadCall, Pairing
+from distill.teachers.base import HeadForward, VocabularyAlignment
 
 
 def policy_gradient_loss(
@@ -104,12 +104,14 @@ class SampledTokenLoss:
         workspace: not used.
     """
 
-    def __init__(self, term: PolicyGradientTerm, section: Loss, pairing: Pairing, transform: LogitTransform) -> None:
+    def __init__(
+        self, term: PolicyGradientTerm, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform
+    ) -> None:
         self.term, self.pairing, self.transform = term, pairing, transform
         self.reduction = "mean"
         self.workspace: int | None = None
 
-    def __call__(self, call: HeadCall, teacher: HeadWeights) -> torch.Tensor:
+    def __call__(self, call: HeadForward, teacher: HeadWeights) -> torch.Tensor:
         """Return the loss inside the student head's own call."""
         targets, inputs, learned = call.inputs.targets, call.inputs, call.labels != IGNORE_INDEX
         assert isinstance(targets, torch.Tensor)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from distill.data.collator import Collator
-from distill.teachers.base import Batch, Collate, Pairing, Teacher
+from distill.teachers.base import Batch, Collate, Teacher, VocabularyAlignment
 from distill.teachers.model import LoadedTeacher
 from distill.teachers.wrapping import WrappingTeacher
 
@@ -59,7 +59,7 @@ class ReadingTeacher(WrappingTeacher):
         own = set(self.needed)
         return {name: value for name, value in batch.items() if name not in own and not name.startswith(PREFIX)}
 
-    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         """Check the inner teacher alone: the student is not compared on the teacher's rows."""
         return self.inner.validate_first_batch(self.inner_batch(batch), None, pairing)
 

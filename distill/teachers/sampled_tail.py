@@ -16,7 +16,7 @@ from distill_kernels import ChunkedLoss
 
 from distill.core.labels import IGNORE_INDEX
 from distill.recipe.loss import Loss, TopKTerm
-from distill.teachers.base import HeadCall, Pairing
+from distill.teachers.base import HeadForward, VocabularyAlignment
 
 IMPOSSIBLE = -1e30  # stands for log 0: its products are no NaN
 
@@ -48,13 +48,13 @@ class SampledTail:
         workspace: not used.
     """
 
-    def __init__(self, term: TopKTerm, section: Loss, pairing: Pairing) -> None:
+    def __init__(self, term: TopKTerm, section: Loss, pairing: VocabularyAlignment) -> None:
         self.pairing, self.temperature = pairing, section.temperature
         squared = self.temperature**2 if section.scale_by_temperature_squared else 1.0
         self.weight, self.reduction = term.weight * squared, "mean"
         self.workspace: int | None = None
 
-    def of(self, call: HeadCall, targets: TailTargets) -> torch.Tensor:
+    def of(self, call: HeadForward, targets: TailTargets) -> torch.Tensor:
         """Return the loss inside the student head's own call; inf where the teacher gives one of them probability 0."""
         labels, drawn = call.labels.flatten(), call.inputs.drawn_log_p
         drawn = None if drawn is None else drawn.flatten()

@@ -10,7 +10,7 @@ from distill_kernels import LossTerm
 
 from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe.loss import Loss
-from distill.teachers.base import HeadCall, LossResult, Pairing
+from distill.teachers.base import HeadForward, LossResult, VocabularyAlignment
 from distill.teachers.losses import LogitTransforms, build_loss
 from distill.teachers.own_top_k import own_top_k_loss
 from distill.teachers.policy_gradient import SampledTokenLoss
@@ -27,7 +27,7 @@ class TermLoss(Protocol):
     reduction: str
     workspace: int | None
 
-    def __call__(self, call: HeadCall, teacher: HeadWeights) -> torch.Tensor:
+    def __call__(self, call: HeadForward, teacher: HeadWeights) -> torch.Tensor:
         """Return the loss inside the student head's own call, a scalar or each token's."""
         ...
 
@@ -51,7 +51,7 @@ class SeparateTermsLoss:
         measured: the last of them.
     """
 
-    def __init__(self, section: Loss, pairing: Pairing, transform: LogitTransform, makers: Makers) -> None:
+    def __init__(self, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform, makers: Makers) -> None:
         weighted = [term for term in section.terms if term.weight > 0]
         own, rest = ([term for term in weighted if (term.type in makers) is which] for which in (True, False))
         self.own = [makers[term.type](term, section, pairing, transform) for term in own]
@@ -64,7 +64,7 @@ class SeparateTermsLoss:
         self.measured = self.fused[-1][0]
         self.objective, self.reduction, self.workspace = self.measured.objective, "mean", None
 
-    def __call__(self, call: HeadCall, teacher: HeadWeights) -> LossResult:
+    def __call__(self, call: HeadForward, teacher: HeadWeights) -> LossResult:
         """Return the loss inside the student head's own call."""
         both = (call.hidden, call.head.weight, call.inputs.targets, teacher.weight, call.labels)
         arguments, statistics = self.pairing.arguments(call) | {"teacher_bias": teacher.bias}, None

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from distill.models.average import RunningAverage
-from distill.teachers.base import OpenContext
+from distill.teachers.base import LoadContext
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.model import LoadedTeacher, ModelSource, shortened
 from distill.teachers.vocabulary import Vocabulary
@@ -48,7 +48,7 @@ class AverageSource(ModelSource):
         plain, size = super().footprint(context), context.precision.teacher.itemsize
         return plain._replace(weights=plain.weights + (4 * self.meta().shape.parameters if size < 4 else 0))
 
-    def open(self, context: OpenContext, vocabulary: Vocabulary) -> AveragedTeacher:
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> AveragedTeacher:
         if context.sharing.student_sharded:
             raise ValueError(f"{self.field}.ema: a running average needs the student whole; set parallel.strategy: ddp")
         assert self.section.ema is not None

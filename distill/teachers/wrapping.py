@@ -18,7 +18,16 @@ from torch import nn
 from distill.models.shape import Shape
 from distill.models.work import Work
 from distill.recipe import Data, Generate, ModelSection, Student
-from distill.teachers.base import Batch, Collate, CutStudent, Pairing, Prompt, Targets, Teacher, TeacherSource
+from distill.teachers.base import (
+    Batch,
+    Collate,
+    CutStudent,
+    Prompt,
+    Targets,
+    Teacher,
+    TeacherSource,
+    VocabularyAlignment,
+)
 from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 from distill.teachers.measure import Measure
 from distill.teachers.vocabulary import Match, Vocabulary
@@ -79,7 +88,7 @@ class WrappingTeacher(Teacher):
     def quantise(self) -> None:
         self.inner.quantise()
 
-    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         return self.inner.validate_first_batch(self.inner_batch(batch), student, pairing)
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:

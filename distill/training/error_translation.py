@@ -20,7 +20,7 @@ from distill.data.token_cache import cache_root
 from distill.models.gpu_specs import family_in
 from distill.models.precision import resolve_device
 from distill.recipe import Recipe
-from distill.recipe.same_step import why_batch_size_stays
+from distill.recipe.resume_policy import why_batch_size_stays
 from distill.teachers.footprint import SmallerTeacher
 from distill.teachers.registry import source_of
 from distill.training.checkpoints import checkpoints

@@ -5,7 +5,7 @@
     plan.recipe_text(last)                             # recipe.yaml, with a comment for each change and its step
 
 The order of rows depends on the seed alone, each comes once per epoch for any number of processes, and a step keeps its
-rows (`recipe/same_step.py`). `Trainer` counts skipped micro-batches with the present settings, not those in the
+rows (`recipe/resume_policy.py`). `Trainer` counts skipped micro-batches with the present settings, not those in the
 checkpoint (transformers 5.17 and 5.23): the next rows are those of an uninterrupted run.
 """
 
@@ -24,7 +24,7 @@ from distill.core.errors import differences, show
 from distill.core.folders import RECIPE_FILE
 from distill.models.head import bare
 from distill.recipe import Recipe, dump, load
-from distill.recipe.same_step import FREE, STEP, rows_of_step, tokens_of_step, why_batch_size_stays
+from distill.recipe.resume_policy import FREE, STEP, rows_of_step, tokens_of_step, why_batch_size_stays
 from distill.recipe.yaml_text import parse_yaml
 from distill.training.checkpoints import CHECKPOINT, checkpoints
 from distill.training.lock_file import LOCK_FILE, read_lock

@@ -23,7 +23,7 @@ from distill_kernels.losses.operands import Batch, Head, RequiredGrads
 
 from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe.loss import Loss
-from distill.teachers.base import HeadCall, LossInputs, Pairing
+from distill.teachers.base import HeadForward, LossInputs, VocabularyAlignment
 from distill.teachers.own_top_k import OwnTopKLoss
 from scripts.bench.harness import Row, peak_above_inputs, time_in_turn
 
@@ -375,13 +375,13 @@ def own_top_k(inputs: Inputs, quick: bool) -> list[Row]:
     rows, losses = torch.arange(MAIN.rows, device="cuda"), {"full reverse KL": ours(REVERSE)}
     for tail in ("bucket", "renormalize"):
         section = Loss.model_validate({"terms": [{"type": "top_k_reverse_kl", "tail": tail}]})
-        pairing = Pairing(LogitTransform(), MAIN.vocab, None)
+        pairing = VocabularyAlignment(LogitTransform(), MAIN.vocab, None)
         module = OwnTopKLoss(section.terms[0], section, pairing, LogitTransform())  # type: ignore[arg-type]
 
         def loss(i: Inputs, module: OwnTopKLoss = module) -> torch.Tensor:
             head, teacher = (HeadWeights(weight, None, None) for weight in (i.w, i.w_teacher))
             given = LossInputs(i.x_teacher[None], None, False)
-            return module(HeadCall(i.x[None], head, given, i.labels[None], rows), teacher)
+            return module(HeadForward(i.x[None], head, given, i.labels[None], rows), teacher)
 
         losses[f"top_k_reverse_kl, K = 64, {tail}"] = loss
     bare = "floor: bare products", floor(inputs)

@@ -21,7 +21,7 @@ from distill.models.meta import meta_config, meta_model
 from distill.models.shape import Shape
 from distill.recipe import ModelSection, Recipe
 from distill.recipe import Teacher as TeacherSection
-from distill.teachers.base import Batch, OpenContext, Teacher, TeacherSource
+from distill.teachers.base import Batch, LoadContext, Teacher, TeacherSource
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.hidden import HiddenFormat, StoredHead
 from distill.teachers.vocabulary import Vocabulary
@@ -78,5 +78,5 @@ class BigramSource(TeacherSource):
     def title(self) -> str:
         return "a bigram table"
 
-    def open(self, context: OpenContext, vocabulary: Vocabulary) -> BigramTeacher:
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> BigramTeacher:
         return BigramTeacher(self.shapes()[0].vocabulary)

@@ -29,7 +29,7 @@ from distill.models.attention_choice import AttentionChoices
 from distill.models.head import find_head, probe_logits
 from distill.models.sharding import ALONE
 from distill.recipe import Recipe
-from distill.teachers.base import OpenContext
+from distill.teachers.base import LoadContext
 from distill.teachers.cache.plan import head_of
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import Settings
@@ -73,7 +73,7 @@ class TeacherBench(Bench):
                 Pair(teacher, student, vocabulary, rows, "", None),
                 keep,
                 teacher,
-                OpenContext(self.device, self.precision, ALONE, AttentionChoices(recipe)),
+                LoadContext(self.device, self.precision, ALONE, AttentionChoices(recipe)),
                 vocabulary,
                 head_of(teacher),
                 probe_logits(student, "student"),

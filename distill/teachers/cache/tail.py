@@ -8,7 +8,7 @@ import torch
 from distill_kernels import FusedTopKKLLoss, LossTerm
 
 from distill.recipe.loss import Loss
-from distill.teachers.base import HeadCall, LossResult, Pairing
+from distill.teachers.base import HeadForward, LossResult, VocabularyAlignment
 from distill.teachers.sampled_tail import SampledTail, TailTargets
 
 
@@ -28,7 +28,7 @@ class StoredTailLoss(SampledTail):
         ValueError: other terms, tokens that were drawn, or a temperature that the drawn token's probability is not at.
     """
 
-    def __init__(self, section: Loss, pairing: Pairing, tail: str, temperature: float) -> None:
+    def __init__(self, section: Loss, pairing: VocabularyAlignment, tail: str, temperature: float) -> None:
         term = section.tailed
         assert term is not None
         others = [other.type for other in section.terms if other.weight > 0 and other is not term]
@@ -54,7 +54,7 @@ class StoredTailLoss(SampledTail):
         self.objective = self.measured.objective
         self.terms = [LossTerm(term.type, term.weight)]
 
-    def __call__(self, call: HeadCall) -> LossResult:
+    def __call__(self, call: HeadForward) -> LossResult:
         """Return the loss inside the student head's own call, with the statistics if they were asked for."""
         targets: Any = call.inputs.targets
         value = self.of(call, TailTargets(targets.ids, targets.logprobs, targets.label_logprob))

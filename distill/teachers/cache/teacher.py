@@ -24,7 +24,7 @@ from distill.teachers.base import (
     Batch,
     Collate,
     CutStudent,
-    OpenContext,
+    LoadContext,
     Prompt,
     TargetFormat,
     Teacher,
@@ -249,7 +249,7 @@ class CacheSource(TeacherSource):
             f"token (k = {Settings().k}), {each * 1e8 / GIB:.1f} GiB for each 100 M"
         )
 
-    def open(self, context: OpenContext, vocabulary: Vocabulary) -> CachedTeacher:
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> CachedTeacher:
         """Open the cache and hold that it is this recipe's.
 
         Raises:

@@ -10,7 +10,7 @@ from distill_kernels import FusedDistillationLoss, FusedTopKKLLoss, LossTerm, To
 
 from distill.models.head import LogitTransform
 from distill.recipe.loss import SEPARATE, Loss
-from distill.teachers.base import HeadCall, LossResult, Pairing, TargetFormat
+from distill.teachers.base import HeadForward, LossResult, TargetFormat, VocabularyAlignment
 from distill.teachers.cache.encode import normalised, surplus_of
 from distill.teachers.cache.format import Plan
 from distill.teachers.cache.tail import StoredTailLoss
@@ -98,7 +98,7 @@ class TopKFormat(TargetFormat):
             "agreement is with a drawn token of most weight, where probabilities are flat not always the likeliest",
         }[self.tail]
 
-    def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> Pairing:
+    def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
         """Over the columns that the stored tokens were taken from, all of which the student must have."""
         if vocab_size is None and rows < self.columns:
             raise ValueError(
@@ -106,9 +106,9 @@ class TopKFormat(TargetFormat):
                 f"{rows:,} rows; make the cache with this student in the recipe"
             )
         columns = vocab_size or self.columns
-        return Pairing(student, columns, None if columns == max(rows, self.columns) else columns)
+        return VocabularyAlignment(student, columns, None if columns == max(rows, self.columns) else columns)
 
-    def loss(self, section: LossSpec, pairing: Pairing) -> TargetLoss:
+    def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> TargetLoss:
         """`FusedTopKKLLoss`, or the plain loss of hard labels alone."""
         if isinstance(section, Loss) and section.tailed is not None:
             return StoredTailLoss(section, pairing, self.tail, self.temperature)
@@ -122,7 +122,7 @@ class TopKFormat(TargetFormat):
     def measured_terms(self, loss: TargetLoss) -> Sequence[LossTerm]:
         return loss.measured.terms if isinstance(loss, StoredTailLoss) else loss.terms
 
-    def held_out(self, pairing: Pairing) -> TargetLoss:
+    def held_out(self, pairing: VocabularyAlignment) -> TargetLoss:
         """Over the stored outcomes; sampled tokens do not tell the reverse KL."""
         student = pairing.student
 
@@ -134,7 +134,7 @@ class TopKFormat(TargetFormat):
 
         return HeldOutLoss(of, reverse="reverse_kl" in self.terms)
 
-    def apply(self, loss: TargetLoss, pairing: Pairing, call: HeadCall) -> LossResult:
+    def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Its statistics are completed by what was stored."""
         targets: Any = call.inputs.targets
         if isinstance(loss, StoredTailLoss):

@@ -17,7 +17,16 @@ from distill.data.formats import Format
 from distill.data.load import Splits, load_rows
 from distill.recipe import Data, Generate, Part
 from distill.recipe.models import Context
-from distill.teachers.base import Batch, Collate, OpenContext, Pairing, Prompt, Targets, Teacher, TeacherSource
+from distill.teachers.base import (
+    Batch,
+    Collate,
+    LoadContext,
+    Prompt,
+    Targets,
+    Teacher,
+    TeacherSource,
+    VocabularyAlignment,
+)
 from distill.teachers.cache.top_k import TopKTargets, spread
 from distill.teachers.context.data import ContextCollator, ContextEncoder, ContextReport, filled
 from distill.teachers.footprint import Footprint, FootprintContext
@@ -53,7 +62,7 @@ class ContextTeacher(ReadingTeacher):
         assert isinstance(targets, torch.Tensor)
         return moved(targets, *places)
 
-    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         """Check the inner teacher on the student's rows, and report how much more the teacher reads."""
         own, other = (batch[name].numel() for name in ("input_ids", "teacher_input_ids"))
         line = (
@@ -142,7 +151,7 @@ class ContextSource(WrappingSource):
     def title(self) -> str:
         return f"{self.inner.title()} with a context of its own"
 
-    def open(self, context: OpenContext, vocabulary: Vocabulary) -> ContextTeacher:
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> ContextTeacher:
         return ContextTeacher(self.inner.open(context, _inside(vocabulary)), self.context)
 
 

@@ -1,8 +1,8 @@
 """Data for two tokenizers: rows that both models can hold, and their batches.
 
 A row holds the student's `input_ids`, `labels`, `position_ids`, the teacher's `teacher_input_ids`,
-`teacher_position_ids`, and `spans`, four numbers each (encode.Pair). Labels stand at the first token of each span, so
-that the trained tokens of a batch are its spans: what the loss is a mean over.
+`teacher_position_ids`, and `spans`, four numbers each (encode.TokenizedPair). Labels stand at the first token of each
+span, so that the trained tokens of a batch are its spans: what the loss is a mean over.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from distill.teachers.cross.alignment import common_boundaries, token_bytes, tok
 SMALLEST_CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
-class Pair(NamedTuple):
+class TokenizedPair(NamedTuple):
     """One document as both models read it.
 
     Attributes:
@@ -148,7 +148,7 @@ def end_pairs(student: Reader, teacher: Reader) -> tuple[tuple[int, int], ...]:
 
 
 class PairEncoder(RowEncoder):
-    """An encoder of both models' readings; a row of data holds both and `spans`, four numbers each (`Pair`)."""
+    """Encoder of both models' readings; a row of data holds both and `spans`, four numbers each (`TokenizedPair`)."""
 
     columns: Mapping[str, tuple[str, ...]] = {
         "input_ids": (), "labels": (), "teacher_input_ids": (), "spans": ("input_ids",) * 2 + ("teacher_input_ids",) * 2
@@ -167,7 +167,7 @@ class PairEncoder(RowEncoder):
         tokenizers = [tokenizer_hash(side.tokenizer) for side in self.sides]
         return ["pairs", tokenizers, templates, asdict(self.format), self.max_length, *self.options]
 
-    def documents(self, batch: Batch, tally: Tally) -> Iterator[Pair]:
+    def documents(self, batch: Batch, tally: Tally) -> Iterator[TokenizedPair]:
         for number, row in batch:
             with tally.row(number):
                 sample = self.sample(row, tally)
@@ -181,7 +181,7 @@ class PairEncoder(RowEncoder):
                     raise RowFault("too short", "no span with something before it")
                 yield from pairs
 
-    def _pieces(self, text: str) -> list[Pair]:
+    def _pieces(self, text: str) -> list[TokenizedPair]:
         """Return the pairs of running text, cut where both readings have a token end."""
         readings, boundaries, before = self._common(text)
         by_side = np.ascontiguousarray(boundaries.T)  # searchsorted copies what has strides
@@ -220,7 +220,7 @@ class PairEncoder(RowEncoder):
         ended = any(ids[-1:].tolist() == [side.end] for side, ids in both)
         return before, [[], []] if ended else self.ends
 
-    def _cut(self, ids: list[np.ndarray], runs: list[np.ndarray], origin: int) -> Pair | None:
+    def _cut(self, ids: list[np.ndarray], runs: list[np.ndarray], origin: int) -> TokenizedPair | None:
         """Return the pair within `max_length`; `runs` of boundaries, [k, 2] each, with the spans between them."""
         parts = [np.stack([run[:-1, 0], run[1:, 0], run[:-1, 1], run[1:, 1]], 1) for run in runs]
         spans = np.concatenate(parts) if parts else np.zeros((0, 4), dtype=np.int64)
@@ -229,9 +229,9 @@ class PairEncoder(RowEncoder):
         if not learned.any():
             return None
         student, teacher = (own[: self.max_length] for own in ids)
-        return Pair(student, teacher, spans[learned].astype(np.int32), origin)
+        return TokenizedPair(student, teacher, spans[learned].astype(np.int32), origin)
 
-    def _completion(self, prompt: str, completion: str, tally: Tally) -> Pair:
+    def _completion(self, prompt: str, completion: str, tally: Tally) -> TokenizedPair:
         """Return the pair of a prompt, masked from the loss, and its completion."""
         text = prompt + completion
         (ids_s, ends_s), (ids_t, ends_t) = (side.read(text) for side in self.sides)
@@ -243,7 +243,7 @@ class PairEncoder(RowEncoder):
         ids = [_joined(before[0], ids_s, after[0]), _joined(before[1], ids_t, after[1])]
         return self._partly(ids, [run + [len(own) for own in before]], text, tally)
 
-    def _chat(self, sample: Sample, tally: Tally) -> list[Pair]:
+    def _chat(self, sample: Sample, tally: Tally) -> list[TokenizedPair]:
         """Return the pairs of a chat by both templates; one example per turn where one of them needs that."""
         made = [side.chat(sample, self.options, self.max_length) for side in self.sides]
         if any(chat.rewritten for chat in made):
@@ -254,7 +254,7 @@ class PairEncoder(RowEncoder):
         tally.see_chat(student._replace(
             rewritten=student.rewritten or teacher.rewritten, named=tuple({*student.named, *teacher.named})
         ))  # fmt: skip
-        pairs, faults, origin = list[Pair](), list[RowFault](), hash_of(clean(student.examples[-1].text))
+        pairs, faults, origin = list[TokenizedPair](), list[RowFault](), hash_of(clean(student.examples[-1].text))
         for own, other in zip(student.examples, teacher.examples, strict=False):  # of each as many as have room
             try:
                 pairs.append(self._example(own, other, tally)._replace(origin=origin))
@@ -265,7 +265,7 @@ class PairEncoder(RowEncoder):
         tally.left_out += len(student.examples) - len(pairs)
         return pairs
 
-    def _example(self, example: RenderedChat, other_example: RenderedChat, tally: Tally) -> Pair:
+    def _example(self, example: RenderedChat, other_example: RenderedChat, tally: Tally) -> TokenizedPair:
         text, other_text = clean(example.text), clean(other_example.text)
         parts, other_parts = self.sides[0].parts(example), self.sides[1].parts(other_example)
         if len(parts) != len(other_parts):
@@ -287,7 +287,7 @@ class PairEncoder(RowEncoder):
             runs.append(run)
         return self._partly([ids_s, ids_t], runs, text, tally)
 
-    def _partly(self, ids: list[np.ndarray], runs: list[np.ndarray], text: str, tally: Tally) -> Pair:
+    def _partly(self, ids: list[np.ndarray], runs: list[np.ndarray], text: str, tally: Tally) -> TokenizedPair:
         pair = self._cut(ids, runs, hash_of(text))
         if pair is None:
             raise RowFault("nothing to compare", "no aligned span of the answer lies within data.max_length")

@@ -21,7 +21,16 @@ from distill.data.load import Splits
 from distill.models.head import LogitTransform
 from distill.models.load import load_tokenizer
 from distill.recipe import Data
-from distill.teachers.base import Batch, Collate, HeadCall, LossResult, OpenContext, Pairing, TargetFormat, Teacher
+from distill.teachers.base import (
+    Batch,
+    Collate,
+    HeadForward,
+    LoadContext,
+    LossResult,
+    TargetFormat,
+    Teacher,
+    VocabularyAlignment,
+)
 from distill.teachers.cross.alignment import Shared
 from distill.teachers.cross.data import CrossCollator, load_cross_data
 from distill.teachers.cross.encode import Reader
@@ -51,17 +60,17 @@ class SpansFormat(TargetFormat):
         self.inner = inner
         self.shared = tuple(torch.as_tensor(ids) for ids in shared)
 
-    def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> Pairing:
+    def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
         """Return a pairing over every token of both heads."""
-        return Pairing(student, rows, None)
+        return VocabularyAlignment(student, rows, None)
 
-    def loss(self, section: LossSpec, pairing: Pairing) -> CrossTokenizerLoss:
+    def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> CrossTokenizerLoss:
         return CrossTokenizerLoss(build_loss(section, self.inner.transforms(pairing)), self.shared)
 
-    def held_out(self, pairing: Pairing) -> TargetLoss:
+    def held_out(self, pairing: VocabularyAlignment) -> TargetLoss:
         return HeldOutLoss(lambda term: self.loss([term], pairing))
 
-    def apply(self, loss: TargetLoss, pairing: Pairing, call: HeadCall) -> LossResult:
+    def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Return the loss; statistics have an entry per span, [M]."""
         with self.inner.head.open() as teacher:
             return loss(
@@ -109,7 +118,7 @@ class CrossTeacher(ReadingTeacher):
         )  # fmt: skip
 
     @torch.no_grad()
-    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         """Check the inner teacher, and report the share of its probability on tokens that the student has."""
         lines = super().validate_first_batch(batch, student, pairing)
         targets, loss = self.targets(batch), self.spans.loss([LossTerm("forward_kl", 1.0)], pairing)
@@ -145,7 +154,7 @@ class CrossSource(WrappingSource):
         workspace = context.memory_bytes / CHUNK_SHARE * ELEMENT_BYTES
         return self.inner.footprint(context)._replace(workspace=workspace, wide_head_gradient=True)
 
-    def open(self, context: OpenContext, vocabulary: Vocabulary) -> CrossTeacher:
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> CrossTeacher:
         assert isinstance(vocabulary, CrossVocabulary)
         return CrossTeacher(self.inner.open(context, vocabulary.inner), vocabulary.vocabularies.shared)
 

@@ -29,7 +29,7 @@ from distill.models.vocabulary import shared_columns
 from distill.recipe import Data, Student
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.models import EIGHT_BITS
-from distill.teachers.base import OpenContext, Teacher, TeacherSource
+from distill.teachers.base import LoadContext, Teacher, TeacherSource
 from distill.teachers.cache.format import (
     HEAD,
     MANIFEST,
@@ -196,7 +196,7 @@ class KeepSource(WrappingSource):
             return self.inner.maker()
         return teacher_identity(self.section)
 
-    def open(self, context: OpenContext, vocabulary: Vocabulary) -> KeptTeacher | StoredTeacher:
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> KeptTeacher | StoredTeacher:
         """Open what is stored, and the teacher where anything is missing.
 
         Raises:
@@ -210,7 +210,7 @@ class KeepSource(WrappingSource):
         return self.around(inner, context, vocabulary, head_of(inner))
 
     def around(
-        self, inner: Teacher, context: OpenContext, vocabulary: Vocabulary, head: LogitHead | None
+        self, inner: Teacher, context: LoadContext, vocabulary: Vocabulary, head: LogitHead | None
     ) -> KeptTeacher:
         """Return the store around a teacher that is open, and whose head is `head`; its folder is begun.
 
@@ -279,7 +279,7 @@ class KeepSource(WrappingSource):
             store.close()
         return (self.folder / MANIFEST).is_file()
 
-    def _begin(self, plan: Plan, kept: KeptTeacher, context: OpenContext, tokenizer: object) -> Plan:
+    def _begin(self, plan: Plan, kept: KeptTeacher, context: LoadContext, tokenizer: object) -> Plan:
         """Begin a cache in the folder, or go on with the one that is there; returns its plan."""
         assert self.folder is not None
         if (begun := self.plan) is not None:

@@ -26,7 +26,7 @@ from distill.data.collator import valid_rows
 from distill.models.host_copy import for_transfer, to_device
 from distill.models.work import Work
 from distill.recipe import Generate, Student
-from distill.teachers.base import Batch, Collate, CutStudent, Pairing, Prompt, Targets, Teacher
+from distill.teachers.base import Batch, Collate, CutStudent, Prompt, Targets, Teacher, VocabularyAlignment
 from distill.teachers.cache.encode import rounding_cost
 from distill.teachers.cache.format import ANSWERS, DTYPES, MANIFEST, Document, Plan, documents_of, write_signed
 from distill.teachers.cache.plan import LogitHead, head_of, stored_tensors, stored_top_k
@@ -228,7 +228,7 @@ class KeptTeacher(WrappingTeacher):
         self.device = device
         self.inner.to(device)
 
-    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         """What quantising the teacher costs, and what storing its hidden states in fp8 does."""
         plain = _without_documents(batch)
         lines = self.inner.validate_first_batch(plain, student, pairing)

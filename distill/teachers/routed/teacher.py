@@ -28,14 +28,14 @@ from distill.recipe.teachers import TeacherDescription
 from distill.teachers.base import (
     Batch,
     Collate,
-    HeadCall,
+    HeadForward,
+    LoadContext,
     LossInputs,
     LossResult,
-    OpenContext,
-    Pairing,
     Prompt,
     TargetFormat,
     TeacherSource,
+    VocabularyAlignment,
 )
 from distill.teachers.base import Teacher as AnyTeacher
 from distill.teachers.cache.teacher import CacheSource
@@ -105,15 +105,15 @@ class RoutedFormat(TargetFormat):
     def __init__(self, members: Sequence[HiddenFormat | MixtureFormat], routes: Sequence[str]) -> None:
         self.members, self.routes = list(members), tuple(routes)
 
-    def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> Pairing:
+    def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
         own = [member.members if isinstance(member, MixtureFormat) else [member] for member in self.members]
         heads = [each.head.rows for group in own for each in group]
         return pairing_of(student, {"student": rows} | {f"teachers.{n}": h for n, h in enumerate(heads)}, vocab_size)
 
-    def loss(self, section: LossSpec, pairing: Pairing) -> RoutedLoss:
+    def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> RoutedLoss:
         return RoutedLoss([member.loss(section, pairing) for member in self.members], counts=True)
 
-    def held_out(self, pairing: Pairing) -> RoutedLoss:
+    def held_out(self, pairing: VocabularyAlignment) -> RoutedLoss:
         return RoutedLoss([member.held_out(pairing) for member in self.members], counts=False)
 
     def measured_terms(self, loss: TargetLoss) -> Sequence[LossTerm]:
@@ -127,7 +127,7 @@ class RoutedFormat(TargetFormat):
         likeliest = {n: self.members[n].likeliest(own.hidden, own.rows, most) for n, own in targets.items()}
         return {self.routes[number]: each for number, of_one in likeliest.items() for each in of_one.values()}
 
-    def overlap(self, pairing: Pairing, call: HeadCall, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    def overlap(self, pairing: VocabularyAlignment, call: HeadForward, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         assert isinstance(call.inputs.targets, dict)
         shares = {}
         for number, own in call.inputs.targets.items():
@@ -140,7 +140,7 @@ class RoutedFormat(TargetFormat):
         """Return True: the targets determine which tokens are of which route."""
         return True
 
-    def apply(self, loss: TargetLoss, pairing: Pairing, call: HeadCall) -> LossResult:
+    def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Return the sums of losses and of statistics over the routes, then those of `PER_ROUTE` for each route."""
         assert isinstance(loss, RoutedLoss) and isinstance(call.inputs.targets, dict)
         results: list[LossResult | None] = []
@@ -242,7 +242,7 @@ class RoutedTeacher(SeveralTeachers):
         """Return None: a prompt names no teacher."""
         return None
 
-    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         """Check the first held-out batch: report each route's number of tokens, and check each teacher that occurs."""
         counts = {name: len(batch.get(f"route{n}_rows", ())) for n, name in enumerate(self.routes)}
         shares = ", ".join(f"{count:,} by {name}" for name, count in counts.items())
@@ -317,7 +317,7 @@ class RoutedSource(MixtureSource):
         named = zip(self.routes, self.members, strict=True)
         return ", ".join(f"{route}: {member.title()}" for route, member in named)
 
-    def open(self, context: OpenContext, vocabulary: MixtureVocabulary) -> RoutedTeacher:  # type: ignore[override]
+    def open(self, context: LoadContext, vocabulary: MixtureVocabulary) -> RoutedTeacher:  # type: ignore[override]
         opened = [member.open(context, vocabulary) for member in self.members]
         groups = {route: [n for n, own in enumerate(self.routes) if own == route] for route in self.routes}
         return RoutedTeacher(

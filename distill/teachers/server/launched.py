@@ -35,7 +35,7 @@ from distill.models.work import count_text
 from distill.recipe import Parallel, Recipe, dump
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.loss import Loss
-from distill.teachers.base import OpenContext, Teacher
+from distill.teachers.base import LoadContext, Teacher
 from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 from distill.teachers.model import ModelSource
 from distill.teachers.server.client import Place, Servers
@@ -245,7 +245,7 @@ class LaunchedTeacher(ServerTeacher):
         TeacherUnavailableError: a server has ended.
     """
 
-    def __init__(self, source: ModelSource, servers: LaunchedServers, context: OpenContext) -> None:
+    def __init__(self, source: ModelSource, servers: LaunchedServers, context: LoadContext) -> None:
         section = source.section
         client = Servers(Place(servers.urls(), servers.token, section.wait, max(section.prefetch, 1)))
         client.ended = servers.fault
@@ -279,7 +279,7 @@ class LaunchedSource(ModelSource):
         super().__init__(recipe, section, field)
         self.shardable = False  # over the processes that train
 
-    def open(self, context: OpenContext, vocabulary: Vocabulary) -> Teacher:  # type: ignore[override]
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> Teacher:  # type: ignore[override]
         if LaunchedServers.current is None:  # a command in one process
             return super().open(context, vocabulary)
         return LaunchedTeacher(self, LaunchedServers.current, context)

@@ -29,7 +29,16 @@ from distill.models.work import head_work
 from distill.recipe import ModelSection, Recipe, Student
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.models import EIGHT_BITS
-from distill.teachers.base import Batch, Collate, CutStudent, OpenContext, Pairing, TargetFormat, Teacher, TeacherSource
+from distill.teachers.base import (
+    Batch,
+    Collate,
+    CutStudent,
+    LoadContext,
+    TargetFormat,
+    Teacher,
+    TeacherSource,
+    VocabularyAlignment,
+)
 from distill.teachers.cache.format import TEACHER, bytes_a_token
 from distill.teachers.cache.identity import text_hashes
 from distill.teachers.cache.settings import default_tail
@@ -176,7 +185,7 @@ class ServerTeacher(Teacher):
         student = load_student(section, teacher=model, device=device, dtype=dtype)
         return CutStudent(student, layer_indices(section.from_teacher, layers_of(model.config)))
 
-    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: Pairing) -> list[str]:
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         self.targets(batch)
         weights = None if self.head is None else self.head.weights
         each = self.exchange.cost()
@@ -342,7 +351,7 @@ class ServerSource(TeacherSource):
         each = shape.hidden + 4 if self.section.send == "fp8" else bytes_a_token(plan)
         return f"not loaded: {', '.join(self.section.urls)}; {each:,} bytes a learned token come from there"
 
-    def open(self, context: OpenContext, vocabulary: Vocabulary) -> ServerTeacher:
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> ServerTeacher:
         """Fetch the head, once for all runs on this machine, and return the teacher.
 
         Raises:
