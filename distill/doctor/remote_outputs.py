@@ -21,7 +21,8 @@ from distill.teachers.cache.read import PREFIX
 from distill.teachers.cache.teacher import CachedTeacher
 from distill.teachers.keep.teacher import KeptTeacher
 from distill.teachers.server.proof import own_logits
-from distill.teachers.server.teacher import ServerTeacher, reconnected
+from distill.teachers.server.source import reconnected
+from distill.teachers.server.teacher import ServerTeacher
 from distill.teachers.server.wire import TargetRequest
 
 Stored = dict[str, torch.Tensor]

@@ -2,8 +2,8 @@
 
 Runs whose recipes differ only in `name`, `train.seed` and settings that do not change an optimizer step (micro-batches,
 checkpointing, intervals: `recipe/resume_policy.py`) form one group. Groups are compared with the first by Welch's
-t-test (1947) on the held-out divergence, one value per run. A group of a single run has no spread and no test; nor is there
-one between different measures, such as KL and the divergence of aligned spans. Runs with another teacher or other
+t-test (1947) on the held-out divergence, one value per run. A group of a single run has no spread and no test; nor is
+there one between different measures, such as KL and the divergence of aligned spans. Runs with another teacher or other
 held-out rows are refused unless requested.
 """
 

@@ -25,7 +25,7 @@ from distill.teachers.mixture import MixtureSource
 from distill.teachers.model import ModelSource
 from distill.teachers.routed.teacher import RoutedSource
 from distill.teachers.server.launched import LaunchedSource
-from distill.teachers.server.teacher import ServerSource
+from distill.teachers.server.source import ServerSource
 from distill.teachers.student import AverageSource
 
 ENTRY_POINTS = "distill.backends"  # group of backends in other packages

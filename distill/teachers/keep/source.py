@@ -53,7 +53,7 @@ from distill.teachers.identity import teacher_identity
 from distill.teachers.keep.store import Store
 from distill.teachers.keep.teacher import KeptTeacher, StoredTeacher
 from distill.teachers.measure import KL, Measure, over_stored
-from distill.teachers.server.teacher import ServerSource
+from distill.teachers.server.source import ServerSource
 from distill.teachers.vocabulary import Match, Vocabulary
 from distill.teachers.wrapping import WrappingSource, WrappingVocabulary
 
