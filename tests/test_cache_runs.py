@@ -259,7 +259,7 @@ def test_hidden_states_in_fp8_say_what_they_cost(here, capsys):
     assert run_command(["cache", "tiny.yaml", "--hidden", "--dtype", "fp8", "--out", "fp8"]) == 0
     out = capsys.readouterr().out
     assert "36 bytes each" in out, "a byte for each of 32 numbers and a scale of 4 bytes"
-    said = float(re.search(r"hidden states in fp8: KL\(teacher, what is stored\) (\S+) nats", out)[1])
+    said = float(re.search(r"hidden states in fp8: KL\(teacher, stored\) (\S+) nats", out)[1])
     teacher, cache = load_teacher(recipe().teacher), TeacherCache("fp8")
     rows = load_for_cache(recipe()).splits.validation
     batch = CachedRows(Collator(0), cache)([rows[number] for number in range(len(rows))])

@@ -261,7 +261,10 @@ def test_the_doctor_of_a_cpu_checks_every_kernel_and_ends_well(workplace, monkey
     text = capsys.readouterr().out
     found = json.loads(text)
     lines = {line["name"]: line["detail"] for line in found["environment"]}
-    assert lines["path"].startswith("PyTorch computes") and {"torch", "libraries", "models", "runs"} <= lines.keys()
+    assert (
+        lines["path"].startswith("PyTorch references of the kernels run on the CPU")
+        and {"torch", "libraries", "models", "runs"} <= lines.keys()
+    )
     assert lines["HF_TOKEN"] == "(set)" and lines["HF_ENDPOINT"] == "https://...@mirror.example/x"
     assert "hf_abc" not in text and "word@" not in text and "SHELLS_OWN" not in lines
     results = {finding["name"]: finding for finding in found["kernels"]}

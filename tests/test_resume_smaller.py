@@ -258,7 +258,10 @@ def test_what_is_said_when_memory_runs_out_goes_on(finished, tmp_path, monkeypat
         (["train.max_grad_norm=2"], "train.gradient_checkpointing, train.cuda_graph, train.save_every"),
         (["train.steps=7"], "recipe.yaml: expected 6, got 7"),
         (["data.max_length=16"], "recipe.yaml: expected 32, got 16"),
-        (["student.lora={r: 2}"], "there student.lora is null, now a section of 6"),
+        (
+            ["student.lora={r: 2}"],
+            "student.lora differs from runs/whole/recipe.yaml: expected null, got a section of 6",
+        ),
         (["train.batch_size=3", "train.tokens_per_step=192"], "8 rows on 1 device(s), so expected one of 4, 2, 1"),
         (["train.batch_size=2", "train.tokens_per_step=128"], "8 rows x data.max_length 32, so expected 256; got 128"),
         (["train.batch_size=2", "train.tokens_per_step=null"], "expected 256; got null"),
