@@ -36,7 +36,7 @@ from distill.teachers.cache.settings import Settings
 from distill.teachers.cache.teacher import CachedTeacher
 from distill.teachers.keep.source import KeepSource
 from distill.teachers.model import LoadedTeacher, ModelSource
-from distill.teachers.opening import Pair
+from distill.teachers.opening import ModelPair
 from distill.teachers.vocabulary import Vocabulary
 from scripts.study.runs import Bench, Judged, free, row_of, train
 from scripts.study.teachers import OWN, K, TeacherSetup
@@ -70,7 +70,7 @@ class TeacherBench(Bench):
             loaded = Loaded(
                 recipe,
                 splits,
-                Pair(teacher, student, vocabulary, rows, "", None),
+                ModelPair(teacher, student, vocabulary, rows, "", None),
                 keep,
                 teacher,
                 LoadContext(self.device, self.precision, ALONE, AttentionChoices(recipe)),
