@@ -1,1 +1,1 @@
-"""What a teacher says, written to disk: caches, their error, sampled answers."""
+"""Teacher outputs written to disk: caches, their error, sampled responses."""

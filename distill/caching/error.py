@@ -1,14 +1,14 @@
-"""What a cache loses: the error of K stored tokens against the whole distribution, on a sample, before a run trusts it.
+"""Error of a cache: K stored tokens against the whole distribution, on a sample, before a run uses it.
 
 For every K and reading, over sampled positions, with p the teacher's distribution and c what is stored of it:
 
     kept        the teacher's probability on the K tokens
     KL(p, c)    nats; `bucket` spreads the other tokens' probability evenly; without it c is 0 somewhere: infinite
-    seen        the divergence that is reported over the full forward KL, teacher to student: what share of it is seen
+    seen        the reported divergence over the full forward KL, teacher to student: the share of it that is seen
     gradient    |g_c - g| / |g| of the student's last hidden states, every position for itself
     head        the same of the head's weight, summed over all positions: noise averages out there, bias does not
 
-Numbers are rounded to what is stored before they are compared.
+Numbers are rounded as in storage before they are compared.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class Lossiness(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Positions of some rows through both models.
+    """Outputs of both models at positions of some rows.
 
     Attributes:
         teacher_hidden, student_hidden: [M, H] of each.
         teacher_head, student_head: weights.
         teacher_transform, student_transform: scales and soft caps.
         labels: int64 [M].
-        columns: that count.
+        columns: of the vocabulary that are compared.
     """
 
     teacher_hidden: torch.Tensor
@@ -75,7 +75,7 @@ class Sample(NamedTuple):
 
 @torch.no_grad()
 def take_sample(loaded: Loaded, positions: int = 512) -> Sample:
-    """Run both models over held-out rows until that many positions are had."""
+    """Run both models over held-out rows until there are that many positions."""
     teacher, student, device = loaded.pair.teacher, loaded.pair.student, loaded.context.device
     head, collate = loaded.head, teacher.collate(Collator(0, omit_plain_positions=True))
     assert head is not None
@@ -101,7 +101,7 @@ def take_sample(loaded: Loaded, positions: int = 512) -> Sample:
 
 
 def rounding(sample: Sample, dtype: str) -> float:
-    """KL(teacher || what is stored), nats a position, of hidden states stored in `dtype`."""
+    """Return KL(teacher || stored), nats a position, of hidden states stored in `dtype`."""
     s = sample
     return rounding_cost(s.teacher_hidden, s.teacher_head, s.teacher_transform, s.columns, DTYPES[dtype])
 
@@ -110,12 +110,12 @@ def measure(
     sample: Sample, *, temperature: float = 1.0, dtype: torch.dtype = torch.float16, ks: Sequence[int] = KS,
     seed: int = 0, advance: Callable[[], None] = lambda: None,
 ) -> list[Lossiness]:  # fmt: skip
-    """The table: every K up to the vocabulary, every reading.
+    """Return the table of errors: every K up to the vocabulary, every reading.
 
     Args:
         sample: from `take_sample`.
         temperature: of the divergence.
-        dtype: that numbers are stored in.
+        dtype: of stored numbers.
         ks: numbers of tokens.
         seed: of the sampled reading.
         advance: called after each row.
@@ -159,7 +159,7 @@ def measure(
 
 
 def divergence(p: torch.Tensor, stored: TopK, given: torch.Tensor, tail: str) -> float:
-    """KL of log-probabilities p [M, V] from what is stored, as the reading spreads it over all tokens."""
+    """Return the KL of log-probabilities p [M, V] from what is stored, as the reading spreads it over all tokens."""
     others = p.shape[1] - given.shape[1]
     if tail == "bucket" and others:
         rest = torch.log1p(-given.exp().sum(-1, keepdim=True).clamp_max(1 - 1e-7))
@@ -173,7 +173,7 @@ def divergence(p: torch.Tensor, stored: TopK, given: torch.Tensor, tail: str) ->
 
 
 def _differentiated(sample: Sample, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-    """Loss and gradients for the student's hidden states and head, at its present state."""
+    """Return the loss and its gradients for the student's hidden states and head."""
     weight = sample.student_head.weight.detach().clone().requires_grad_()
     hidden = sample.student_hidden.detach().to(weight.dtype).requires_grad_()
     value = loss(hidden, weight)

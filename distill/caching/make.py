@@ -1,4 +1,4 @@
-"""`distill cache`, from a recipe to a folder: load, plan, say the size, run the teacher, close."""
+"""`distill cache`, from a recipe to a folder: load, plan, report the size, run the teacher, close."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from distill.teachers.wrapping import WrappingSource, WrappingTeacher
 
 
 class Loaded(NamedTuple):
-    """The recipe's parts, loaded and ready to be asked.
+    """The recipe's parts, loaded and ready to be queried.
 
     Attributes:
         recipe, splits, pair: as a run has them.
         keep: the store's source, which has noted the rows as the teacher reads them.
         backend: the teacher without other rows.
-        context: where and how it was opened.
+        context: device, dtypes and sharing that it was opened with.
         vocabulary: of the recipe.
         head: of the backend; None where a server sends K tokens.
-        student_transform: how the student makes logits.
+        student_transform: scale and soft cap of the student's logits.
         is_ready: whether both models are patched, and the teacher is quantised, already.
     """
 
@@ -65,22 +65,22 @@ class Loaded(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Of the vocabulary that teacher and student share."""
+        """Columns of the vocabulary that teacher and student share."""
         return self.pair.vocab_size or self.backend.head_rows()[0]
 
     @property
     def retokenises(self) -> bool:
-        """Whether the teacher reads the text by a tokenizer of its own."""
+        """True where the teacher reads the text by a tokenizer of its own."""
         return self.recipe.student.vocabulary == "cross"
 
     @property
     def measures(self) -> bool:
-        """Whether the error of what is stored can be measured: hidden states, and one tokenizer."""
+        """True where the error of what is stored can be measured: for hidden states, and one tokenizer."""
         return self.head is not None and not self.retokenises
 
 
 def recipe_to_store(recipe: Recipe) -> Recipe:
-    """The recipe with the teacher that is asked: of one that reads a cache, the model that it names beside it.
+    """Return the recipe with the teacher to query: of one that reads a cache, the model that it names beside it.
 
     Raises:
         ValueError: a teacher whose outputs cannot be stored, or that is not named.
@@ -138,7 +138,7 @@ def make_cache(
         folder: where to.
         settings: checked.
         say: prints a line; called by the first process only.
-        progress: makes a context manager for the number of positions; entered, it is told of those that are stored.
+        progress: makes a context manager for the number of positions; its value is called with those that are stored.
 
     Every process must call this.
 
@@ -185,7 +185,7 @@ def make_cache(
 
 
 def ready(loaded: Loaded) -> None:
-    """Put our kernels into the models and quantise the teacher, where that has not been done."""
+    """Install our kernels in the models and quantise the teacher, where that has not been done."""
     if loaded.is_ready:
         return
     if loaded.context.device.type == "cuda":
@@ -194,7 +194,7 @@ def ready(loaded: Loaded) -> None:
 
 
 def with_store(teacher: Teacher, kept: KeptTeacher) -> Teacher:
-    """The teacher with the store around its backend."""
+    """Return the teacher with the store around its backend."""
     if not isinstance(teacher, WrappingTeacher):
         return kept
     twin = copy.copy(teacher)
@@ -203,7 +203,7 @@ def with_store(teacher: Teacher, kept: KeptTeacher) -> Teacher:
 
 
 def longest_of(splits: Sequence[Any], loaded: Loaded) -> int:
-    """Tokens of a row that the teacher reads: as many as of the student's, of another tokenizer the longest one's."""
+    """Return the tokens of a row that the teacher reads: the student's bound, by another tokenizer the longest row."""
     if not loaded.retokenises:
         return loaded.recipe.data.max_length
     return max(len(row["input_ids"]) for rows in splits for row in rows_of(rows))
@@ -228,7 +228,7 @@ def _announce(loaded: Loaded, store: Store, work: Work, missing: Sequence[int], 
 
 
 def fewer_rows(recipe: Recipe, report: DataReport) -> str | None:
-    """A run of few steps sees a part of the data: how to cache no more than that; None where it sees all."""
+    """Return advice on caching only the data that a run of few steps sees; None where it sees all."""
     train = recipe.train
     if train.steps is None or report.tokens == 0:
         return None

@@ -1,9 +1,10 @@
-"""`distill sample`: a model's answers to a file of prompts, written line by line, so that a run that broke off goes on.
+"""`distill sample`: a model's responses to a file of prompts, written line by line, so that it can be resumed.
 
-Each line is a row of `data.source`: `prompt` and `completion`, or `messages`; beside them `truncated` (the answer was
-cut off) and `sampled` (by what it was made). What is drawn for a prompt follows from the seed and the prompt's number.
+Each line is a row of `data.source`: `prompt` and `completion`, or `messages`; beside them `truncated` (the response
+was cut off) and `sampled` (its model and settings). The tokens sampled for a prompt follow from the seed and the
+prompt's number.
 
-A teacher that fits no GPU is held in shards by several processes, which answer together; the first of them writes.
+A teacher that fits no GPU is sharded over several processes, which generate together; the first of them writes.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Sampled:
-    """What came of it.
+    """Result of `sample`.
 
     Attributes:
         found: lines that were there already.
         made: lines written now.
-        tokens: of the answers made now.
-        truncated: answers made now that were cut off.
-        seconds: that took.
+        tokens: of the responses made now.
+        truncated: responses made now that were cut off.
+        seconds: of generation.
         dropped: reason to number of rows of the prompts that cannot be used.
     """
 
@@ -64,15 +65,15 @@ class Sampled:
 
 
 class AnswerSettings(NamedTuple):
-    """How answers are made.
+    """Settings of the generation of responses.
 
     Attributes:
         engine: See `engine_for`.
         batch_size: Prompts at once.
-        max_new_tokens: The most an answer may have.
-        sampling: What tokens are drawn from.
-        seed: Of what is drawn.
-        stop: Texts that end an answer.
+        max_new_tokens: The most a response may have.
+        sampling: Temperature and truncation of the distribution that is sampled.
+        seed: Of the sampled tokens.
+        stop: Texts that end a response.
     """
 
     engine: str = "distill"
@@ -91,17 +92,17 @@ def sample(
     settings: AnswerSettings,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Sampled:
-    """Let the recipe's teacher or student answer every prompt.
+    """Generate a response of the recipe's teacher or student to every prompt.
 
     Args:
         recipe: Names the models, the chat template and the columns.
         prompts: See `read_prompts`.
         out: A .jsonl file; if it exists, its complete lines are kept and the rest is added.
-        who: Which of the two answers.
-        settings: How.
+        who: The model that generates.
+        settings: Of the generation.
         progress: Called with the lines done and their number in all.
 
-    Several processes, which must all call this, hold the teacher in shards.
+    With several processes, which must all call this, the teacher is sharded.
 
     Raises:
         ValueError: prompts or model cannot be read, or `out` holds something else.
@@ -170,7 +171,7 @@ def _seed(seed: int, number: int) -> int:
 
 
 def _finished(out: Path, prompts: list[Prompt], settings: dict[str, Any]) -> int:
-    """How many lines of `out` are done, if they answer these prompts; a last one that was cut short is taken away."""
+    """Count the lines of `out`, which must answer these prompts; an incomplete last line is removed."""
     if out.suffix != ".jsonl":
         raise ValueError(f"--out: expected a file that ends in .jsonl, got {str(out)!r}")
     if not out.absolute().parent.is_dir():
@@ -201,7 +202,7 @@ def _finished(out: Path, prompts: list[Prompt], settings: dict[str, Any]) -> int
 
 
 def _positions(recipe: Recipe, who: str) -> int:
-    """Positions that the model knows."""
+    """Return the number of positions that the model supports."""
     of_teacher = who == "teacher" or recipe.student.is_cut
     section = source_of(recipe).config_section if of_teacher else recipe.student
     config = load_config(section, "teacher" if of_teacher else "student").get_text_config()
@@ -209,14 +210,14 @@ def _positions(recipe: Recipe, who: str) -> int:
 
 
 def answers_in_shards(recipe: Recipe, processes: int, batch_size: int, max_new_tokens: int) -> bool:
-    """Whether that many processes answer with the teacher in shards; prompts count as `data.max_length` tokens."""
+    """Return whether that many processes generate with a sharded teacher; prompts count as `data.max_length`."""
     cached_tokens = batch_size * (recipe.data.max_length + max_new_tokens)
     device = resolve_device(recipe.train)
     return asked_in_shards(recipe, device, processes, batch_size=batch_size, cached_tokens=cached_tokens, alone=True)
 
 
 def _processes(recipe: Recipe, who: str, settings: AnswerSettings) -> int:
-    """How many processes answer: one, or those that hold the teacher in shards, which have found each other then."""
+    """Return how many processes generate: one, or those that the teacher is sharded over, once they are connected."""
     world = world_size()
     if world == 1:
         return 1
@@ -236,7 +237,7 @@ def _processes(recipe: Recipe, who: str, settings: AnswerSettings) -> int:
 
 
 def _load(recipe: Recipe, who: str, *, in_shards: bool = False) -> Any:
-    """The model, in what a run would compute in; with our layers on a GPU, if it is whole."""
+    """Return the model in a run's compute dtype; with our layers on a GPU, unless it is sharded."""
     device = resolve_device(recipe.train)
     dtype = resolve_precision(recipe, device).compute
     if in_shards:

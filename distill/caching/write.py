@@ -1,11 +1,10 @@
 """One pass of a stored teacher over a recipe's data, shard by shard.
 
 The documents of training and held-out rows, equal ones once, are packed and cut into shards by a plan that follows from
-the data alone. Each process has the teacher asked for every n-th shard, and its file is written whole or not at all; a
-later call makes only those that are missing, on as many processes as it likes. Process 0 waits until all is there and
-closes the store. Copies of a teacher have nothing to tell each other. Where the processes hold shards of one, each of
-its layers is gathered from all of them when it is called, so that all make the same number of calls: one that has
-nothing left to write passes padding through it.
+the data alone. Each process queries the teacher for every n-th shard, whose file is written whole or not at all; a
+later call makes only those that are missing, on any number of processes. Process 0 waits until all are stored and
+closes the store. Copies of a teacher do not communicate. A sharded teacher gathers each layer from all processes when
+it is called, so that all make the same number of calls: one with nothing left to write passes padding through it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ PAD = 0  # any token
 
 
 class Entry(NamedTuple):
-    """A document to be cached: where its tokens are, and what it will take."""
+    """A document to be cached: where its tokens are, and how many positions are stored."""
 
     key: bytes
     split: int
@@ -43,7 +42,7 @@ class Entry(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What is to be written.
+    """Documents to write, and their shards.
 
     Attributes:
         entries: the documents, each once.
@@ -55,28 +54,28 @@ class Work(NamedTuple):
 
     @property
     def learned(self) -> int:
-        """Positions to store."""
+        """Number of positions to store."""
         return sum(entry.learned for entry in self.entries)
 
     def learned_in(self, shard: int) -> int:
-        """Positions of one shard."""
+        """Return the number of positions of one shard."""
         return sum(self.entries[number].learned for row in self.shards[shard] for number in row)
 
     def keys_in(self, shard: int) -> Iterator[bytes]:
-        """Keys of the documents of one shard."""
+        """Yield the keys of the documents of one shard."""
         return (self.entries[number].key for row in self.shards[shard] for number in row)
 
 
 def plan_work(splits: Sequence[Any], *, width: int, max_length: int, packing: bool, shard_bytes: int) -> Work:
-    """Which documents go into which shard.
+    """Assign the documents to shards.
 
     Args:
         splits: data sets of rows.
         width: bytes of a stored position.
         max_length: tokens of a row that is given to the teacher.
         packing: several documents may share one; else they are sorted by length, to save padding.
-        shard_bytes: about how large a shard is at most. Few data make `SHARDS`, that many processes have some to write,
-            unless these had fewer than `LEAST_ROWS` of full length, which fill the teacher's batches.
+        shard_bytes: about how large a shard is at most. Few data make `SHARDS`, so that every process has some to
+            write, unless these had fewer than `LEAST_ROWS` of full length, which fill the teacher's batches.
     """
     entries, seen = [], set()
     for split, rows in enumerate(splits):
@@ -105,7 +104,7 @@ def plan_work(splits: Sequence[Any], *, width: int, max_length: int, packing: bo
 
 
 def missing_shards(store: Store, work: Work) -> list[int]:
-    """Numbers of the shards of which a document is not stored."""
+    """Return the numbers of the shards of which a document is not stored."""
     return [n for n in range(len(work.shards)) if not all(map(store.has, work.keys_in(n)))]
 
 
@@ -118,7 +117,7 @@ def fill(
     missing: Sequence[int] | None = None,
     advance: Callable[[int], None] = lambda positions: None,
 ) -> None:
-    """Have this process's missing shards stored; process 0 then waits for those of the others and closes the store.
+    """Store this process's missing shards; process 0 then waits for those of the others and closes the store.
 
     Args:
         kept: the teacher, whose store is filled.
@@ -126,7 +125,7 @@ def fill(
         splits: the data sets of rows, as the teacher reads them.
         batch_size: rows given to the teacher at once.
         missing: from `missing_shards`, of a sharded teacher the same on all processes; None to look here.
-        advance: told how many positions were stored, as they are; process 0 hears of all processes.
+        advance: called with the number of positions after they are stored; on process 0 for those of all processes.
 
     Raises:
         ValueError: another run stores into the folder.
@@ -176,7 +175,7 @@ def fill(
 
 
 def calls_left(work: Work, missing: Sequence[int], batch_size: int, rank: int, world: int) -> int:
-    """By how many calls of the teacher another process has more to write than this one."""
+    """Return how many more calls of the teacher the busiest process makes than this one."""
     calls = [0] * world
     for number in missing:
         calls[number % world] += -(-len(work.shards[number]) // batch_size)

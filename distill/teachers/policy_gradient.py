@@ -53,7 +53,7 @@ def policy_gradient_loss(
 def teacher_advantage(
     log_p: torch.Tensor, teacher_log_p: torch.Tensor, learned: torch.Tensor, discount: float = 0.0
 ) -> torch.Tensor:
-    """Return log p_t - log p_s of each learned token, [B, S] without a graph, with discounted later ones of its answer.
+    """Return log p_t - log p_s of each trained token, [B, S] without a graph, with discounted later ones of the answer.
 
     Arguments as of `policy_gradient_loss`; 0 where not `learned`.
     """
@@ -68,7 +68,7 @@ def surrogate_loss(
     drawn_log_p: torch.Tensor | None = None,
     clip: float | None = None,
 ) -> torch.Tensor:
-    """Return -min(r A, clip(r) A) of each learned token, [B, S]; arguments as of `policy_gradient_loss`."""
+    """Return -min(r A, clip(r) A) of each trained token, [B, S]; arguments as of `policy_gradient_loss`."""
     ratio = (log_p - (log_p if drawn_log_p is None else drawn_log_p).detach()).exp()
     gain = ratio * advantage
     if clip is not None:

@@ -1,1 +1,1 @@
-"""A teacher on disk: what it said of each document, written once, found again by content."""
+"""Offline distillation: a teacher's outputs for each document, written to disk once and found by content."""

@@ -1,9 +1,9 @@
-"""What a teacher says of a token, made small: K tokens of its distribution, without the logits of a batch.
+"""Compression of a teacher's distributions: K tokens of each, without the logits of a batch.
 
-Two choices of the K. The likeliest, with their log-probabilities (`bucket` and `renormalize` read them). Or `sampled`:
+The K tokens are the most probable, with their log-probabilities (for `bucket` and `renormalize`), or `sampled`, with
 weights w whose expectation is the whole distribution, E[w] = p, so that the gradient's expectation is the full forward
 KL's (Sparse Logit Sampling, Anshumann et al. 2025, arXiv 2503.16870, which draws K times with replacement). Here the K
-tokens are chosen to make the least noise that an unbiased estimate can: with the threshold c for which
+tokens are chosen to give the unbiased estimate of least variance: with the threshold c for which
 
     sum_v min(1, p(v) / c) = K
 
@@ -28,14 +28,14 @@ from torch.nn import functional as F
 from distill.models.head import HeadWeights, LogitTransform
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 25}
-LEAST_TAIL = -13.8  # log of 1e-6: what float32 sums of K probabilities still tell from 1
+LEAST_TAIL = -13.8  # log of 1e-6, the least that float32 sums of K probabilities resolve
 
 
 class Encoding(NamedTuple):
-    """How distributions are made small.
+    """Settings of the compression of distributions.
 
     Attributes:
-        columns: of the vocabulary that count.
+        columns: of the vocabulary that are compared.
         k: how many tokens are taken of each.
         tail: `bucket`, `renormalize` or `sampled`.
         temperature: of the stored probabilities.
@@ -51,7 +51,7 @@ class TopK(NamedTuple):
     """K tokens of a teacher's distribution at M positions.
 
     Attributes:
-        ids: int32 [M, K], distinct, the likeliest (or the most often drawn) first.
+        ids: int32 [M, K], distinct, the most probable first.
         logprobs: [M, K], natural logarithms at the temperature; of sampled tokens that of their weight, -inf for
             places that were not used.
         tail: [M], log of the probability of all other tokens, -inf where nothing is left; of sampled tokens the
@@ -67,12 +67,12 @@ class TopK(NamedTuple):
     label_logprob: torch.Tensor
 
     def to(self, dtype: torch.dtype) -> TopK:
-        """The numbers in `dtype`."""
+        """Return the same tokens, with all numbers in `dtype`."""
         return TopK(self.ids, *(value.to(dtype) for value in self[1:]))
 
 
 def rows_at_once(device: torch.device, columns: int) -> int:
-    """Rows of a chunk whose logits over so many columns are held together."""
+    """Return the rows of a chunk, whose logits over this many columns are held at once."""
     return max(CHUNK_ELEMENTS.get(device.type, 1 << 25) // columns, 1)
 
 
@@ -80,7 +80,7 @@ def rows_at_once(device: torch.device, columns: int) -> int:
 def log_probabilities(
     hidden: torch.Tensor, head: HeadWeights, transform: LogitTransform, columns: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [n, columns] and log-probabilities at the temperature, fp32 (fp64 for fp64), of hidden states [n, H]."""
+    """Return logits [n, columns] and log-probabilities at the temperature, fp32 (fp64 for fp64), of states [n, H]."""
     narrow = Head(hidden, head.weight, head.bias).cut(columns, head.weight.dtype)
     raw = raw_logits(narrow, narrow.hidden.to(head.weight.dtype))
     logits = transform_logits(raw, transform.scale, transform.softcap or 0.0)
@@ -96,7 +96,7 @@ def encode(
     encoding: Encoding,
     generator: torch.Generator | None = None,
 ) -> TopK:
-    """K tokens of each position's distribution, chunk by chunk.
+    """Return K tokens of each position's distribution, computed chunk by chunk.
 
     Args:
         hidden: last hidden states, [M, H].
@@ -132,7 +132,7 @@ def _sampled(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     p = logp.exp()
     top, ids = p.topk(k, -1)
-    # tokens are certain, the likeliest first, as long as they reach the threshold: what is left over the places left
+    # a token is certain while its probability reaches the threshold: the probability left over the places left
     before = F.pad(top.double().cumsum(-1)[:, :-1], (1, 0))
     left = (p.sum(-1, keepdim=True, dtype=torch.float64) - before).clamp_min(0)
     places = torch.arange(k, 0, -1, device=p.device)
@@ -153,10 +153,10 @@ def _sampled(
 
 
 def normalised(logprobs: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
-    """Stored log-probabilities [M, K] in fp32, scaled so that they and the tail [M] add up to 1.
+    """Return stored log-probabilities [M, K] in fp32, scaled so that their probabilities and the tail [M] add up to 1.
 
-    Rounding moved their sum by more than a small tail holds; the tail is stored on its own and is what counts. One
-    below 1e-6 counts as 1e-6: float32 sums tell no less apart, and with none the reverse KL would be infinite.
+    Rounding changes their sum by more than a small tail; the tail is stored on its own, and takes precedence. One
+    below 1e-6 counts as 1e-6: float32 sums resolve no less, and without a tail the reverse KL would be infinite.
     """
     wide = logprobs.float()
     stored = torch.log1p(-tail.float().clamp_min(LEAST_TAIL).exp())
@@ -164,13 +164,13 @@ def normalised(logprobs: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
 
 
 def surplus_of(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-    """By how much the loss of sampled log-weights [M, K] is above that of the whole distribution, on average, [M]."""
+    """Return by how much the loss on sampled log-weights [M, K] exceeds that on the whole distribution, on average."""
     wide = logprobs.float()
     return torch.where(wide > -torch.inf, wide.exp() * wide, 0.0).sum(-1) + entropy.float()
 
 
 def pack_hidden(hidden: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Hidden states [M, H] as they are stored; in fp8 each row is scaled so that its largest number is fp8's."""
+    """Return hidden states [M, H] as stored; in fp8 each row is scaled so that its largest number is fp8's largest."""
     if dtype.itemsize > 1:
         return {"hidden": hidden.to(dtype)}
     wide = hidden.float()
@@ -179,14 +179,14 @@ def pack_hidden(hidden: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Ten
 
 
 def unpack_hidden(hidden: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Hidden states [M, H] in `dtype` from what `pack_hidden` made."""
+    """Return hidden states [M, H] in `dtype` from the output of `pack_hidden`."""
     return hidden.to(dtype) if scale is None else (hidden.float() * scale[:, None]).to(dtype)
 
 
 def rounding_cost(
     hidden: torch.Tensor, head: HeadWeights, transform: LogitTransform, columns: int, dtype: torch.dtype
 ) -> float:
-    """KL(as it is || as it is stored), nats a position at temperature 1, of hidden states [M, H] stored in `dtype`."""
+    """Return KL(exact || stored), nats a position at temperature 1, of hidden states [M, H] stored in `dtype`."""
     packed = pack_hidden(hidden, dtype)
     stored = unpack_hidden(packed["hidden"], packed.get("hidden_scale"), hidden.dtype)
     rows, total = rows_at_once(hidden.device, columns), 0.0

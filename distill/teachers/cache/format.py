@@ -1,20 +1,20 @@
-"""A teacher on disk: how documents are named, how what it said of them is stored, what that takes.
+"""Cache format: how documents are named, how a teacher's outputs for them are stored, and in how many bytes.
 
     caches/chat/
-        plan.json                  what is cached, of what and by whom; the first file written
+        plan.json                  what is cached, of which data and teacher; the first file written
         shard-00000.safetensors    documents; a shard is whole or absent
-        manifest.json              the plan and what was found; the last file written: the cache is complete
+        manifest.json              the plan and the counts; the last file written: the cache is complete
         tokenizer/ teacher/        the tokenizer and the configuration of the teacher
         head.safetensors           the teacher's head, where hidden states are stored
         student/                   where the recipe cuts its student from the teacher
         answers.json               the teacher's answers to the recipe's prompts
 
-A document is found by the hash of its tokens and of which of them are learned, so that shuffling, packing, accumulation
-and ranks cannot misalign it. Stored are the positions whose next token is learned, in order. Of each, with K tokens:
+A document is found by the hash of its tokens and of which of them are trained, so that shuffling, packing, accumulation
+and ranks cannot misalign it. The positions whose next token is trained are stored, in order. For each, with K tokens:
 
     ids             uint16 [K], and what exceeds 16 bits in `ids_high`, 1, 2, 4 or 8 bits an id
     logprobs        float16 [K], at the temperature; of sampled tokens the logarithm of their weight
-    tail            float16, log of the probability of all other tokens, whose digits the K would not give back; of
+    tail            float16, log of the probability of all other tokens, which the rounded K cannot reproduce; of
                     sampled tokens the entropy at the temperature
     entropy, label_logprob    float16, exact, of the whole distribution at temperature 1, for the figures
 
@@ -23,8 +23,8 @@ of float16 moves a probability by at most 0.4 % where it is above 1e-7 (log-prob
 apart). With hidden states: `hidden` [teacher's width] in bfloat16 alone, or in fp8 (E4M3) with `hidden_scale`, float32.
 
 Beside them a shard has, for each document, its key, where its positions begin, and a checksum (XXH3, 64 bits) of key
-and positions, held whenever the document is read: hashing what is copied anyway costs about 0.1 s a GiB. The manifest
-has the checksum of each shard's checksums, held when the cache is opened.
+and positions, checked whenever the document is read: hashing what is copied anyway costs about 0.1 s a GiB. The
+manifest has the checksum of each shard's checksums, checked when the cache is opened.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ VERSION = 1
 PLAN, MANIFEST, ANSWERS, HEAD = "plan.json", "manifest.json", "answers.json", "head.safetensors"
 TOKENIZER, TEACHER, STUDENT = "tokenizer", "teacher", "student"  # folders
 KEY_BYTES = 16
-SHARD = "shard-"  # the names of shards begin so
+SHARD = "shard-"  # prefix of the names of shards
 FP8 = torch.float8_e4m3fn
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "fp8": FP8}
 BITS = {torch.bfloat16: torch.uint16, FP8: torch.uint8}  # dtypes that numpy does not know, and what holds their bits
 FIGURES = ("tail", "entropy", "label_logprob")
-Plan = Mapping[str, Any]  # what a cache is: see `distill.teachers.cache.plan`
-DOCUMENTS = ("keys", "offsets", "sums")  # tensors of a shard that hold a value a document, not a position
+Plan = Mapping[str, Any]  # description of a cache: see `distill.teachers.cache.plan`
+DOCUMENTS = ("keys", "offsets", "sums")  # tensors of a shard with a value per document, not per position
 
 
 class Document(NamedTuple):
     """One document of a row.
 
     Attributes:
-        key: 16 bytes, the hash of the tokens and of which are learned.
+        key: 16 bytes, the hash of the tokens and of which are trained.
         start, stop: its tokens in the row.
-        predicting: int64 [n], positions in the row whose next token is learned.
+        predicting: int64 [n], positions in the row whose next token is trained.
     """
 
     key: bytes
@@ -79,10 +79,10 @@ class Document(NamedTuple):
 
 
 def documents_of(row: Mapping[str, Any]) -> Iterator[Document]:
-    """The documents of a row with something to learn, in order; position ids start again at 0 with each.
+    """Yield the documents of a row that have trained tokens, in order; position ids restart at 0 with each.
 
     Args:
-        row: `input_ids`; `labels` (every token is learned without them) and `position_ids` (one document without).
+        row: `input_ids`; `labels` (every token is trained without them) and `position_ids` (one document without).
     """
     ids = np.asarray(row["input_ids"], dtype=np.int32)
     labels = np.asarray(row.get("labels", ids), dtype=np.int32)
@@ -99,7 +99,7 @@ def documents_of(row: Mapping[str, Any]) -> Iterator[Document]:
 
 
 def rows_of(rows: Any, at_once: int = 256) -> Iterator[Mapping[str, np.ndarray]]:
-    """Rows of a data set one by one, read some at a time."""
+    """Yield the rows of a data set one by one, read in batches."""
     table = rows.with_format("numpy") if hasattr(rows, "with_format") else None
     for start in range(0, len(rows), at_once):
         if table is None:
@@ -114,7 +114,7 @@ def rows_of(rows: Any, at_once: int = 256) -> Iterator[Mapping[str, np.ndarray]]
 
 
 def high_bits(vocabulary: int) -> int:
-    """Bits of an id beyond 16, rounded up to 0, 1, 2, 4 or 8."""
+    """Return the bits of an id beyond 16, rounded up to 0, 1, 2, 4 or 8."""
     needed = max((vocabulary - 1).bit_length() - 16, 0)
     if needed > 8:
         raise ValueError(f"vocabulary: expected at most {1 << 24:,} tokens, got {vocabulary:,}")
@@ -122,7 +122,7 @@ def high_bits(vocabulary: int) -> int:
 
 
 def split_ids(ids: np.ndarray, vocabulary: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Ids [n, K] as uint16 [n, K] and their higher bits, packed: uint8 [n, ceil(K * bits / 8)], None without any."""
+    """Split ids [n, K] into uint16 [n, K] and packed higher bits, uint8 [n, ceil(K * bits / 8)], None without any."""
     bits = high_bits(vocabulary)
     low = (ids & 0xFFFF).astype(np.uint16)
     if not bits:
@@ -135,7 +135,7 @@ def split_ids(ids: np.ndarray, vocabulary: int) -> tuple[np.ndarray, np.ndarray 
 
 
 def join_ids(low: np.ndarray, high: np.ndarray | None, vocabulary: int) -> np.ndarray:
-    """int32 [n, K] from `split_ids`."""
+    """Return the ids int32 [n, K] from the parts of `split_ids`."""
     ids = low.astype(np.int32)
     if high is None:
         return ids
@@ -146,7 +146,7 @@ def join_ids(low: np.ndarray, high: np.ndarray | None, vocabulary: int) -> np.nd
 
 
 def bytes_a_token(plan: Plan) -> int:
-    """Bytes of one stored position under this plan."""
+    """Return the bytes of one stored position under this plan."""
     width = DTYPES[plan["dtype"]].itemsize
     if plan["kind"] == "hidden":
         return int(width * plan["hidden"] + 4 * (plan["dtype"] == "fp8"))
@@ -158,7 +158,7 @@ def bytes_a_token(plan: Plan) -> int:
 
 
 def read_json(path: Path) -> Plan | None:
-    """A JSON file's content, a dictionary; None where there is no such file.
+    """Return a JSON file's content, a dictionary; None where there is no such file.
 
     Raises:
         ValueError: it holds something else.
@@ -184,23 +184,23 @@ def write_signed(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def shard_path(folder: Path, number: int) -> Path:
-    """The file of a shard."""
+    """Return the file of a shard."""
     return folder / f"{SHARD}{number:05d}.safetensors"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """A safetensors file that is whole, and on the disk, or absent."""
+    """Write a safetensors file atomically: it is whole, and on the disk, or absent."""
     with replacing(path) as beside:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside)
 
 
 def as_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """numpy arrays over the same memory; dtypes that numpy does not know as their bits."""
+    """Return numpy arrays over the same memory; dtypes that numpy does not know as their bits."""
     return {name: tensor.view(BITS.get(tensor.dtype, tensor.dtype)).numpy() for name, tensor in tensors.items()}
 
 
 def map_tensors(path: Path, cure: str = "delete it") -> dict[str, np.ndarray]:
-    """The tensors of a safetensors file as `as_arrays`, mapped: read from disk as they are used.
+    """Return the arrays of a safetensors file, as of `as_arrays`, mapped: read from disk as they are used.
 
     Raises:
         ValueError: the file is damaged.
@@ -212,7 +212,7 @@ def map_tensors(path: Path, cure: str = "delete it") -> dict[str, np.ndarray]:
 
 
 def document_sums(arrays: Mapping[str, np.ndarray], documents: Iterable[int]) -> list[int]:
-    """Checksums of some documents of a shard, int64: of the key and of all that is stored of its positions.
+    """Return checksums of some documents of a shard, int64, over the key and all that is stored of its positions.
 
     Args:
         arrays: of the shard: `keys`, `offsets`, and those with a value a position.
@@ -230,7 +230,7 @@ def document_sums(arrays: Mapping[str, np.ndarray], documents: Iterable[int]) ->
 
 
 def sum_of_sums(path: Path, cure: str = "delete it") -> str:
-    """XXH3 of what a shard holds for its documents: `keys`, `offsets` and `sums`."""
+    """Return the XXH3 of a shard's tensors of documents: `keys`, `offsets` and `sums`."""
     arrays, digest = map_tensors(path, cure), xxhash.xxh3_128()
     for name in DOCUMENTS:
         digest.update(arrays[name].tobytes())
@@ -238,10 +238,10 @@ def sum_of_sums(path: Path, cure: str = "delete it") -> str:
 
 
 def sizes_of(folder: Path, count: int, cure: str) -> Sequence[int]:
-    """Bytes of the shards, in order.
+    """Return the bytes of the shards, in order.
 
     Raises:
-        ValueError: one is missing; with what brings it back.
+        ValueError: one is missing; the message has the cure.
     """
     sizes = []
     for number in range(count):
@@ -253,7 +253,7 @@ def sizes_of(folder: Path, count: int, cure: str) -> Sequence[int]:
 
 
 def manifest_of(folder: Path) -> Plan:
-    """The manifest of a complete cache.
+    """Return the manifest of a complete cache.
 
     Raises:
         ValueError: there is none.
@@ -270,7 +270,7 @@ def manifest_of(folder: Path) -> Plan:
 
 
 def stored_folder(cache: Path, name: str) -> str:
-    """The folder of the tokenizer or of the teacher's configuration inside a complete cache.
+    """Return the folder of the tokenizer or of the teacher's configuration inside a complete cache.
 
     Raises:
         ValueError: there is no cache, or it has none.
@@ -282,7 +282,7 @@ def stored_folder(cache: Path, name: str) -> str:
 
 
 def maker_of(section: Teacher) -> Teacher:
-    """The model that a cached teacher was, as a section of its own, for those who need its weights.
+    """Return the section of the model that made a cache, for uses that need its weights.
 
     Raises:
         ValueError: there is no complete cache.

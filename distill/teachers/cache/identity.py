@@ -1,4 +1,4 @@
-"""Who a cache's teacher was, and whether a recipe means the same one."""
+"""Identity of a cache's teacher, and the check that a recipe has the same one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distill.teachers.cache.format import Plan
 
 
 def text_hashes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str | None]:
-    """Hashes of the tokenizer and of the chat template that the data are made with; None where there is none."""
+    """Return hashes of the tokenizer and the chat template that the data are made with; None where there is none."""
     if tokenizer is None:
         return {"tokenizer": None, "template": None}
     template = load_template(recipe.data.chat_template, tokenizer)
@@ -30,7 +30,7 @@ def require_same_teacher(
     manifest: Plan,
     path: Path,
 ) -> None:
-    """Hold a recipe against the cache it names: the teacher, if it names one, the tokenizer and the template.
+    """Compare a recipe with the cache it names: the teacher, if it names one, the tokenizer and the template.
 
     Args:
         here: the recipe's teacher, as `teacher_identity` names it; None to take the cache as it is.
@@ -60,7 +60,7 @@ def require_same_teacher(
 
 
 def description(manifest: Plan) -> str:
-    """What a cache holds, in words."""
+    """Return a cache's contents in words."""
     if manifest["kind"] == "hidden":
         held = f"hidden states of {manifest['hidden']:,} and its head"
     else:

@@ -1,4 +1,4 @@
-"""What a cache is made of, whoever writes it: `distill cache`, or a run whose teacher's answers are kept."""
+"""Plan and contents of a cache, written by `distill cache` or by a run with `teacher.keep` (online caching)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from distill.teachers.hidden import HiddenFormat
 
 
 class LogitHead(NamedTuple):
-    """A teacher's head: how logits follow from its hidden states.
+    """A teacher's head, which computes logits from its hidden states.
 
     Attributes:
         weights: weight [V, H] and bias.
@@ -71,7 +71,7 @@ def head_of(teacher: Teacher) -> LogitHead | None:
 
 
 class Origin(NamedTuple):
-    """What a cache is made of beside the teacher.
+    """Inputs of a cache beside the teacher.
 
     Attributes:
         recipe: whose data are cached.
@@ -89,10 +89,10 @@ class Origin(NamedTuple):
 
 
 def plan_of(origin: Origin, content: Mapping[str, Any], maker: Mapping[str, object]) -> dict[str, Any]:
-    """Return what a cache will be, all but the documents.
+    """Return the plan of a cache: everything but the documents.
 
     Args:
-        origin: what it is made of.
+        origin: its inputs beside the teacher.
         content: what is stored of a position: `hidden_content`, or the manifest of a format of K tokens.
         maker: the teacher, as `teacher_identity` names it, and the dtype that it is held in.
     """
@@ -130,7 +130,7 @@ def hidden_content(settings: Settings, head: LogitHead, columns: int, temperatur
 def stored_tensors(
     plan: Plan, hidden: torch.Tensor, labels: torch.Tensor, head: LogitHead, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
-    """What is stored of hidden states [M, H] and labels [M]: hidden states where they are, K tokens on the CPU."""
+    """Return the tensors to store for states [M, H] and labels [M]: states on their device, or K tokens on the CPU."""
     dtype = DTYPES[plan["dtype"]]
     if plan["kind"] == "hidden":
         return pack_hidden(hidden, dtype)
@@ -139,7 +139,7 @@ def stored_tensors(
 
 
 def stored_top_k(top: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
-    """What is stored of K tokens of M positions, named as `TopK` names them, on the CPU."""
+    """Return the tensors to store for K tokens of M positions, named as in `TopK`, on the CPU."""
     dtype = DTYPES[plan["dtype"]]
     low, high = split_ids(top["ids"].cpu().numpy(), plan["vocabulary"])
     tensors = {"ids": torch.from_numpy(low)}
@@ -148,12 +148,12 @@ def stored_top_k(top: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch
 
 
 def shard_of(keys: Sequence[bytes], counts: Sequence[int], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A shard: what is stored of documents, by position, with their keys, where their positions begin, and checksums.
+    """Return a shard: documents' tensors by position, with their keys, where their positions begin, and checksums.
 
     Args:
         keys: of the documents.
         counts: positions of each.
-        tensors: what is stored of them, in that order.
+        tensors: stored of them, in that order.
     """
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     assert all(len(tensor) == offsets[-1] for tensor in tensors.values()), "a position was lost"

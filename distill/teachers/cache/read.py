@@ -1,4 +1,4 @@
-"""Reading a teacher from disk: documents found by hash, their data mapped, not loaded.
+"""Reading of a cache: documents are found by hash, and their data are mapped, not loaded.
 
     cache = TeacherCache("caches/chat")
     batch = CachedRows(Collator(0), cache)(rows)   # cached_ids [M, K], cached_logprobs, ... beside the collator's
@@ -72,12 +72,12 @@ class Shards:
 
     @property
     def is_hidden(self) -> bool:
-        """Hidden states are stored, not K tokens."""
+        """True where hidden states are stored, not K tokens."""
         return self.manifest["kind"] == "hidden"
 
     @property
     def columns(self) -> int:
-        """Of the vocabulary that the stored probabilities are over; rows of the stored head."""
+        """Columns of the vocabulary that the stored probabilities are over; rows of the stored head."""
         return int(self.manifest["vocabulary"])
 
     def _index(self) -> None:
@@ -93,7 +93,7 @@ class Shards:
         self.stored = sum(int(shard["offsets"][-1]) for shard in self.shards)
 
     def find(self, key: bytes) -> tuple[int, int] | None:
-        """Shard and number in it of a document; None where it is not in the cache."""
+        """Return shard and number in it of a document; None where it is not in the cache."""
         first, second = np.frombuffer(key, np.uint64)
         place = int(np.searchsorted(self._first, first))
         while place < len(self._first) and self._first[place] == first:
@@ -104,10 +104,10 @@ class Shards:
         return None
 
     def look_up(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """What is stored of the learned positions of some rows, in their order.
+        """Return what is stored of the trained positions of some rows, in their order.
 
         Returns:
-            Tensors named as the batch calls them: `cached_ids` int32 [M, K], `cached_logprobs` [M, K], `cached_tail`,
+            Tensors named as in the batch: `cached_ids` int32 [M, K], `cached_logprobs` [M, K], `cached_tail`,
             `cached_entropy`, `cached_label_logprob` [M]; or `cached_hidden` [M, H],
             in fp8 with `cached_hidden_scale` [M].
 
@@ -115,7 +115,7 @@ class Shards:
             ValueError: a document is not in the cache.
         """
         names = self.shards[0].keys() - set(DOCUMENTS)
-        pieces = [{name: self.shards[0][name][:0] for name in names}]  # nothing may be learned
+        pieces = [{name: self.shards[0][name][:0] for name in names}]  # there may be no trained position
         for number, row in enumerate(rows):
             for document in documents_of(row):
                 shard, start, stop = self._place(document, number, row)
@@ -123,7 +123,7 @@ class Shards:
         return self.joined(pieces)
 
     def joined(self, pieces: Sequence[Mapping[str, np.ndarray]]) -> dict[str, torch.Tensor]:
-        """What is stored of some documents, as one; named as the batch calls it."""
+        """Return what is stored of some documents, concatenated; named as in the batch."""
         whole = {name: _joined([piece[name] for piece in pieces]) for name in pieces[0]}
         if self.is_hidden:
             bits, dtype = torch.from_numpy(whole.pop("hidden")), DTYPES[self.manifest["dtype"]]
@@ -147,11 +147,11 @@ class Shards:
         return place[0], *self.read_back(*place, len(document.predicting))
 
     def file_of(self, shard: int) -> Path:
-        """Where a shard was read from."""
+        """Return the file that a shard was read from."""
         return shard_path(self.path, shard)
 
     def read_back(self, shard: int, number: int, length: int | None = None) -> tuple[int, int]:
-        """The positions of a document in its shard, once its checksum holds; `length` of them where that is known.
+        """Return a document's positions in its shard, once its checksum is right; `length` of them where that is known.
 
         Raises:
             ValueError: it does not.
@@ -169,7 +169,7 @@ class Shards:
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Arrays [n, ...] one after another; in pinned memory where a GPU is in use."""
+    """Concatenate arrays [n, ...]; in pinned memory where a GPU is in use."""
     rows, *shape = sum(map(len, parts)), *parts[0].shape[1:]
     size = rows * math.prod(shape) * parts[0].itemsize
     memory = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
@@ -217,12 +217,12 @@ class TeacherCache(Shards):
         return TeacherCache, (self.path,)  # a worker maps the files itself
 
     def require(self, rows: Any, name: str, hint: str = "") -> None:
-        """Hold that every document of a data set is in the cache.
+        """Check that every document of a data set is in the cache.
 
         Args:
             rows: the data set.
-            name: what the error calls it.
-            hint: what is known to differ, for the error.
+            name: of the data set, for the error.
+            hint: a known difference, for the error.
 
         Raises:
             ValueError: how many are missing, and the first of them.
@@ -241,7 +241,7 @@ class TeacherCache(Shards):
             )
 
     def require_data(self, recipe: Recipe, splits: Splits) -> None:
-        """Hold that every document of a run is in the cache.
+        """Check that every document of a run is in the cache.
 
         Raises:
             ValueError: how many are missing and the first of them, with the first setting that differs.
@@ -251,7 +251,7 @@ class TeacherCache(Shards):
         self.require(splits.validation, "held-out data", hint)
 
     def answers(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
-        """The teacher's answers to prompts; None where others were asked when the cache was made."""
+        """Return the teacher's responses to prompts; None where the cache was made with other prompts."""
         stored = read_json(self.path / ANSWERS)
         if not prompts or not stored or stored["max_new_tokens"] != settings.max_new_tokens:
             return None
@@ -260,12 +260,12 @@ class TeacherCache(Shards):
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """What an answer is found by: the prompt, or its turns as JSON."""
+    """Return the key of a stored response: the prompt, or its turns as JSON."""
     return prompt if isinstance(prompt, str) else json.dumps(prompt)
 
 
 class CachedRows:
-    """A collator that puts what is stored of the rows beside what another collator makes of them."""
+    """A collator that adds what is stored of the rows to another collator's batch."""
 
     def __init__(self, collate: Callable[[Any], dict[str, torch.Tensor]], cache: TeacherCache) -> None:
         self.collate, self.cache = collate, cache
@@ -282,14 +282,14 @@ class CachedRows:
 
 
 def data_settings(recipe: Recipe, digest: str) -> dict[str, Any]:
-    """What decides the documents: the recipe's data section without what only arranges them, and the source's hash."""
+    """Return the settings that documents depend on: the data section without their arrangement, the source's hash."""
     section = recipe.data.model_dump(mode="json", exclude={"packing", "workers", "cache"})
     section["validation"] = {"source": section["validation"]["source"]}
     return section | {"digest": digest}
 
 
 def what_differs(cached: Mapping[str, object], now: Mapping[str, object]) -> str:
-    """The first data setting that is not as it was when the cache was made, in words; empty if all are."""
+    """Return the first data setting that differs from when the cache was made, in words; empty if none does."""
     for name, value in cached.items():
         if now.get(name) != value:
             return f"data.{name} was {value!r} when the cache was made and is {now.get(name)!r} here"

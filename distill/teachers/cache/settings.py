@@ -1,4 +1,4 @@
-"""What `distill cache` stores; imports nothing heavy, so that a wrong option is told at once."""
+"""Settings of `distill cache`; imports nothing heavy, so that a wrong option is reported at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TAILS = ("bucket", "renormalize", "sampled")
 
 
 def default_tail(loss: Loss) -> str:
-    """`sampled` where the loss's divergence is the forward KL, whose gradient it estimates without bias; else `bucket`.
+    """Return `sampled` for a loss of forward KL, whose gradient it estimates without bias; else `bucket`.
 
     On SmolLM2-135M with K = 64 the gradient's error was 4 % a position, unbiased, against 11 %, biased, of the bucket.
     """
@@ -21,12 +21,12 @@ def default_tail(loss: Loss) -> str:
 
 
 class Settings(NamedTuple):
-    """What is stored.
+    """Settings of what is stored.
 
     Attributes:
         k: tokens of each distribution.
         hidden: hidden states instead.
-        tail: which tokens, and how they are read: one of `TAILS`.
+        tail: choice of the tokens and reading of the others: one of `TAILS`.
         dtype: of the numbers; None for float16, hidden states bfloat16.
         batch_size: rows given to the teacher at once; None for the recipe's.
         shard_bytes: about how large a file is.
@@ -40,7 +40,7 @@ class Settings(NamedTuple):
     shard_bytes: int = SHARD_BYTES
 
     def checked(self) -> Settings:
-        """Itself with the dtype filled in.
+        """Return itself with the dtype filled in.
 
         Raises:
             ValueError: naming the option.

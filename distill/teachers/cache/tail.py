@@ -1,4 +1,4 @@
-"""The term `top_k_reverse_kl` with `tail: sampled` over a teacher's K tokens, and the drawn token's own probability."""
+"""The term `top_k_reverse_kl` with `tail: sampled` over a teacher's K tokens and the sampled token's probability."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from distill.teachers.sampled_tail import SampledTail, TailTargets
 
 
 class StoredTailLoss(SampledTail):
-    """Loss over the teacher's K tokens, others by the drawn one, whose log-probability comes with them.
+    """Loss over the teacher's K tokens; others are estimated from the sampled token, whose log-probability is stored.
 
     Args:
         section: the recipe's loss, which has no other term.
         pairing: how the student's logits meet the teacher's.
         tail: how the K were chosen.
-        temperature: at which their log-probabilities are.
+        temperature: of their log-probabilities.
 
     Attributes:
-        measured: the forward KL over the K tokens, for the figures alone.
+        measured: the forward KL over the K tokens, for metrics only.
 
     Raises:
-        ValueError: other terms, tokens that were drawn, or a temperature that the drawn token's probability is not at.
+        ValueError: other terms, K tokens that were sampled, or a temperature other than 1, that of the stored label.
     """
 
     def __init__(self, section: Loss, pairing: VocabularyAlignment, tail: str, temperature: float) -> None:
@@ -55,7 +55,7 @@ class StoredTailLoss(SampledTail):
         self.terms = [LossTerm(term.type, term.weight)]
 
     def __call__(self, call: HeadForward) -> LossResult:
-        """Return the loss inside the student head's own call, with the statistics if they were asked for."""
+        """Return the loss inside the student head's own call, with the statistics if requested."""
         targets: Any = call.inputs.targets
         value = self.of(call, TailTargets(targets.ids, targets.logprobs, targets.label_logprob))
         if not call.inputs.statistics:

@@ -1,4 +1,4 @@
-"""A teacher on disk: what it said is read, and no weights are loaded."""
+"""An offline teacher: its outputs are read from a cache, and no weights are loaded."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from distill.teachers.vocabulary import Vocabulary, is_synthetic
 
 
 class CachedTeacher(Teacher):
-    """What a teacher said, read from disk in the place of running it.
+    """A teacher whose outputs are read from disk, in place of running it.
 
     Args:
         cache: open, or its folder.
@@ -88,12 +88,12 @@ class CachedTeacher(Teacher):
         return {name: value for name, value in batch.items() if not name.startswith(PREFIX)}
 
     def targets(self, batch: Batch) -> torch.Tensor | TopKTargets:
-        """What was stored, each at its position; 0 where nothing is learned."""
+        """Return the stored targets at their positions; 0 where no token is trained."""
         dtype = torch.float32 if self.head is None else self.head.weights.weight.dtype
         return targets_of(self.cache.manifest, batch, dtype)
 
     def head_rows(self) -> list[int]:
-        """Columns that the stored probabilities are over."""
+        """Return the columns that the stored probabilities are over."""
         return [self.cache.columns]
 
     def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -109,7 +109,7 @@ class CachedTeacher(Teacher):
             self.head.weights = HeadWeights(weight.to(device), None if bias is None else bias.to(device), None)
 
     def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
-        """The student that lies in the cache."""
+        """Return the student that is stored in the cache."""
         assert section.from_teacher is not None
         indices = stored_layer_indices(section.from_teacher, self.cache)
         stored = section.model_copy(update={"from_teacher": None, "model": str(self.cache.path / STUDENT)})
@@ -122,16 +122,16 @@ class CachedTeacher(Teacher):
         return copy.copy(self)
 
     def fingerprint(self) -> dict[str, object]:
-        """The hash of the manifest, which names teacher and documents, and the size and checksums of every shard."""
+        """Return the hash of the manifest, which has teacher, documents, and size and checksums of every shard."""
         return {"cache_sha256": hashlib.sha256((self.cache.path / MANIFEST).read_bytes()).hexdigest()}
 
 
 def targets_of(plan: Plan, batch: Batch, dtype: torch.dtype) -> torch.Tensor | TopKTargets:
-    """What was stored of a batch, each at its position; 0 where nothing is learned.
+    """Return the stored targets of a batch at their positions; 0 where no token is trained.
 
     Args:
         plan: of the cache.
-        batch: collated, with what was stored beside.
+        batch: collated, with the stored tensors.
         dtype: of hidden states.
     """
     shape, rows = batch["input_ids"].shape, batch["valid_rows"]
@@ -142,7 +142,7 @@ def targets_of(plan: Plan, batch: Batch, dtype: torch.dtype) -> torch.Tensor | T
 
 
 def stored_layer_indices(cut: FromTeacher, cache: TeacherCache) -> list[int]:
-    """The layers of the student that lies in the cache, which must be those that the recipe asks for.
+    """Return the layers of the student that is stored in the cache, which must be those of the recipe.
 
     Raises:
         ValueError: it holds no student, or one of other layers.
@@ -162,7 +162,7 @@ def stored_layer_indices(cut: FromTeacher, cache: TeacherCache) -> list[int]:
 
 
 def stored_footprint(stored: Plan, shape: Shape) -> Footprint:
-    """Of what a plan says is stored, by a model of this shape: its head, and what is said of each token."""
+    """Return the footprint of a plan's targets, of a model of this shape: its head, and what is stored per token."""
     number = DTYPES[stored["dtype"]].itemsize
     if stored.get("kind") == "hidden":
         read = max(number, 2)
@@ -172,7 +172,7 @@ def stored_footprint(stored: Plan, shape: Shape) -> Footprint:
 
 
 class CacheSource(TeacherSource):
-    """The cache that the recipe's `teacher.path` names, complete or still to be made by the model beside it."""
+    """The source of the cache at `teacher.path`, complete or still to be made by the model that the recipe names."""
 
     shardable = False
 
@@ -182,18 +182,18 @@ class CacheSource(TeacherSource):
 
     @property
     def manifest(self) -> Plan | None:
-        """Of a complete cache; None where there is none yet."""
+        """Manifest of a complete cache; None where there is none yet."""
         return read_json(self.folder / MANIFEST)
 
     @property
     def is_to_be_made(self) -> bool:
-        """Whether the recipe names the model that will make it, and it is not there."""
+        """True where the recipe names the model that will make the cache, and the cache does not exist."""
         named = self.section.model is not None or self.section.init == "random"
         return named and not (self.folder / MANIFEST).is_file()
 
     @property
     def config_section(self) -> ModelSection:
-        """The configuration that the recipe names, else the one that lies in the cache."""
+        """The configuration that the recipe names, else the one in the cache."""
         if self.is_to_be_made or self.section.config is not None:
             return self.section.loaded()
         return ModelSection(init="random", config=stored_folder(self.folder, TEACHER))
@@ -205,11 +205,11 @@ class CacheSource(TeacherSource):
         return ModelSection(model=stored_folder(self.folder, TOKENIZER))
 
     def shapes(self) -> list[Shape]:
-        """Of the model that made it, though its weights are not loaded."""
+        """Return the shape of the model that made it, though its weights are not loaded."""
         return [meta_model(meta_config(self.config_section, "teacher"), "teacher").shape]
 
     def vocabulary(self) -> Vocabulary:
-        """The cache's tokenizer makes the data, which must be those that it was made of."""
+        """Return the vocabulary of the cache's tokenizer, which makes the data; they must be the cached ones."""
         manifest = self.manifest or {}
         section = self.section if is_synthetic(self.recipe.data) else self.tokenizer_section
         top_k = bool(manifest) and manifest.get("kind") != "hidden"
@@ -227,17 +227,17 @@ class CacheSource(TeacherSource):
         return []
 
     def footprint(self, context: FootprintContext) -> Footprint:
-        """What is stored there of a token, or will be by default."""
+        """Return the footprint of what is stored per token, or will be by default."""
         return stored_footprint(self.manifest or Settings().checked()._asdict(), self.shapes()[0])
 
     def title(self) -> str:
-        """What the model that made it is called; the cache's folder where that cannot be read any more."""
+        """Return the name of the model that made the cache; the cache's folder where that is not known."""
         maker = (self.manifest or {}).get("teacher", {})
         name = self.section.model or maker.get("model") or maker.get("config")
         return f"{name or f'the cache {self.section.path}'} (cached)"
 
     def size_text(self) -> str:
-        """What is stored; of a cache that is still to be made, what it will take."""
+        """Return what is stored, in words; of a cache that is still to be made, what it will take."""
         if not self.is_to_be_made:
             manifest = manifest_of(self.folder)
             size = sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
@@ -250,7 +250,7 @@ class CacheSource(TeacherSource):
         )
 
     def open(self, context: LoadContext, vocabulary: Vocabulary) -> CachedTeacher:
-        """Open the cache and hold that it is this recipe's.
+        """Open the cache, and check that it fits the recipe.
 
         Raises:
             ValueError: with the first difference between the cache and the recipe.
@@ -263,10 +263,10 @@ class CacheSource(TeacherSource):
 
 
 def section_to_load(recipe: Recipe) -> TeacherSection:
-    """The section of the recipe's teacher as one to load: of a cache, the model that makes it.
+    """Return the section of the recipe's teacher as one to load: for a cache, the model that makes it.
 
     Raises:
-        ValueError: it does not say whose words the cache holds.
+        ValueError: the section does not name that model.
     """
     section = recipe.teacher
     if section.is_loaded:
@@ -279,7 +279,7 @@ def section_to_load(recipe: Recipe) -> TeacherSection:
 
 
 def maker_section(recipe: Recipe) -> TeacherSection:
-    """The section of the recipe's teacher as one to load: of a complete cache, the model that made it.
+    """Return the section of the recipe's teacher as one to load: for a complete cache, the model that made it.
 
     Raises:
         ValueError: there is no complete cache.

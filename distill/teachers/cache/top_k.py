@@ -27,13 +27,13 @@ from distill.teachers.measure import over_stored
 
 
 class TopKTargets(NamedTuple):
-    """K tokens of each position of a batch, and figures of the whole distribution.
+    """K tokens of each position of a batch, and statistics of the whole distribution.
 
     Attributes:
         ids: int32 [B, S, K].
         logprobs: fp32 [B, S, K].
-        entropy, label_logprob: fp32 [B * S], 0 where nothing is learned.
-        surplus: fp32 [B * S], by how much a loss of sampled weights is above the full one on average; None otherwise.
+        entropy, label_logprob: fp32 [B * S], 0 where no token is trained.
+        surplus: fp32 [B * S], by how much the loss on sampled weights exceeds the full one on average; else None.
     """
 
     ids: torch.Tensor
@@ -44,16 +44,16 @@ class TopKTargets(NamedTuple):
 
 
 def spread(values: torch.Tensor, rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """`values` [M, ...] put at the flat positions `rows` int64 [M] of [*shape, ...], 0 elsewhere."""
+    """Return `values` [M, ...] scattered to the flat positions `rows` int64 [M] of [*shape, ...], 0 elsewhere."""
     full = values.new_zeros(shape.numel(), *values.shape[1:])
     return full.index_copy_(0, rows, values).view(*shape, *values.shape[1:])
 
 
 def top_k_targets(stored: Mapping[str, torch.Tensor], rows: torch.Tensor, shape: torch.Size, tail: str) -> TopKTargets:
-    """What was said of `rows` of a batch, each at its position; 0 where nothing is learned.
+    """Return the targets of `rows` of a batch at their positions; 0 where no token is trained.
 
     Args:
-        stored: as `encode.TopK` has it, by its names, of M positions.
+        stored: fields of `encode.TopK` by name, for M positions.
         rows: int64 [M], flat positions.
         shape: of the batch, [B, S].
         tail: how the K were chosen.
@@ -99,7 +99,7 @@ class TopKFormat(TargetFormat):
         }[self.tail]
 
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
-        """Over the columns that the stored tokens were taken from, all of which the student must have."""
+        """Return a pairing over the columns that the stored tokens were taken from; the student must have them all."""
         if vocab_size is None and rows < self.columns:
             raise ValueError(
                 f"teacher.path: the cache's probabilities are over {self.columns:,} tokens, and the student's head has "
@@ -109,7 +109,7 @@ class TopKFormat(TargetFormat):
         return VocabularyAlignment(student, columns, None if columns == max(rows, self.columns) else columns)
 
     def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> TargetLoss:
-        """`FusedTopKKLLoss`, or the plain loss of hard labels alone."""
+        """Return `FusedTopKKLLoss`, or the plain loss of hard labels alone."""
         if isinstance(section, Loss) and section.tailed is not None:
             return StoredTailLoss(section, pairing, self.tail, self.temperature)
         if isinstance(section, Loss) and section.has(*SEPARATE):
@@ -123,7 +123,7 @@ class TopKFormat(TargetFormat):
         return loss.measured.terms if isinstance(loss, StoredTailLoss) else loss.terms
 
     def held_out(self, pairing: VocabularyAlignment) -> TargetLoss:
-        """Over the stored outcomes; sampled tokens do not tell the reverse KL."""
+        """Return the loss over the stored outcomes; sampled tokens do not determine the reverse KL."""
         student = pairing.student
 
         def of(term: LossTerm) -> FusedTopKKLLoss:
@@ -135,7 +135,7 @@ class TopKFormat(TargetFormat):
         return HeldOutLoss(of, reverse="reverse_kl" in self.terms)
 
     def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
-        """Its statistics are completed by what was stored."""
+        """Return the loss; its statistics are completed with stored ones."""
         targets: Any = call.inputs.targets
         if isinstance(loss, StoredTailLoss):
             result = loss(call)
@@ -151,7 +151,7 @@ class TopKFormat(TargetFormat):
 
 
 def completed(statistics: Any, targets: TopKTargets, weight: float) -> Any:
-    """The statistics with the teacher's stored figures in the places that K tokens cannot fill.
+    """Return the statistics, with the teacher's stored ones in the places that K tokens cannot fill.
 
     Args:
         statistics: `TokenStats`, or those of a held-out loss.
@@ -168,10 +168,10 @@ def completed(statistics: Any, targets: TopKTargets, weight: float) -> Any:
 
 
 def top_k_loss(loss: FusedDistillationLoss, format: TopKFormat) -> FusedDistillationLoss:
-    """The loss over K stored tokens that stands for `loss`; one without a divergence stays as it is.
+    """Return the loss over K stored tokens in place of `loss`; one without a divergence stays as it is.
 
     Raises:
-        ValueError: a term that K tokens cannot give, or a temperature at which they were not taken.
+        ValueError: a term that cannot be computed from K tokens, or a temperature at which they were not taken.
     """
     soft = soft_terms(loss.terms)
     hard = sum(term.weight for term in loss.terms if term.type == "cross_entropy")

@@ -7,7 +7,7 @@ compared as distributions over three kinds of outcomes:
     shared   a token of the same bytes in both vocabularies: p_s(v) against p_t(v);
     span     the text that follows up to the next common boundary, where the models cut it differently (else it is one
              shared token): S = prod p_s(token | before) against P = prod p_t(token | before), by the chain rule;
-    rest     everything else, by size: the k-th likeliest of the student's against the k-th likeliest of the teacher's
+    rest     everything else, by size: the k-th most probable of the student's against the k-th of the teacher's
              (ULD, universal logit distillation: Boizard et al., 2024, arXiv 2402.12030).
 
 Where the span is an outcome of its own, the tokens it begins with, u of the student and w of the teacher, are no shared

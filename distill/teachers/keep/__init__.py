@@ -1,1 +1,1 @@
-"""A teacher whose answers are stored as they are first given, and read from then on."""
+"""Online caching: a teacher's outputs are stored when they are first computed, and read from then on."""

@@ -1,6 +1,6 @@
-"""A teacher whose outputs are kept, before it is opened: its folder, whose they are, what is missing there.
+"""The source of a teacher with online caching: its folder, the identity of the stored outputs, what is missing.
 
-Any source may be kept: of a loaded model, sharded or not, or of servers. It is opened where a document of the run's
+Any source may be cached: of a loaded model, sharded or not, or of servers. It is opened where a document of the run's
 data is not stored, or a student is cut that is not. A folder may have been begun by another run, with other data,
 losses and students, by `distill cache`, or by a run that was killed: what is there is used. It must be of the same
 teacher, as it is computed here.
@@ -57,22 +57,22 @@ from distill.teachers.server.source import ServerSource
 from distill.teachers.vocabulary import Match, Vocabulary
 from distill.teachers.wrapping import WrappingSource, WrappingVocabulary
 
-BEGINS_WITHIN_S = 1800.0  # machines load a teacher at different speeds
+BEGINS_WITHIN_S = 1800.0  # seconds; machines load a teacher at different speeds
 
 
 class KeepSource(WrappingSource):
-    """A teacher that will be opened if anything is missing in its folder.
+    """The source of a teacher that is opened if anything is missing in its folder.
 
     Args:
-        inner: the teacher.
+        inner: source of the teacher.
         section: of the recipe, whose `keep` names the folder.
         field: of that section.
 
     Attributes:
-        folder: where outputs are kept; None for nowhere, which `keep: /dev/null` asks for, as doctor does.
+        folder: where outputs are stored; None for nowhere, by `keep: /dev/null`, as doctor uses it.
         required: positions to store of every document of the data, by its key; empty until these are read.
-        noted: the rows that these are of; None until they are read.
-        chosen: what is stored, where a command decides; None for what the recipe says.
+        noted: the rows of these documents; None until they are read.
+        chosen: settings of what is stored, where a command decides; None for the recipe's.
         option: of the command that names the folder; None for the recipe's `keep`.
     """
 
@@ -89,7 +89,7 @@ class KeepSource(WrappingSource):
 
     @property
     def plan(self) -> Plan | None:
-        """Of what is stored; None where nothing is."""
+        """Plan of what is stored; None where nothing is."""
         return read_json(self.folder / PLAN) if self.folder else None
 
     def vocabulary(self) -> Vocabulary:
@@ -97,12 +97,11 @@ class KeepSource(WrappingSource):
 
     @property
     def sent_top_k(self) -> bool:
-        """Whether servers send K tokens, which are stored as they come."""
+        """True where servers send K tokens, which are stored as received."""
         return bool(self.section.urls) and self.section.top_k is not None
 
     def settings(self) -> Settings:
-        """Return what the recipe stores; hidden states in the dtype that they have, which is known once the teacher is
-        open."""
+        """Return what the recipe stores; hidden states in their own dtype, which is known once the teacher is open."""
         if self.chosen is not None and not self.sent_top_k:
             return self.chosen
         section = self.section
@@ -131,12 +130,12 @@ class KeepSource(WrappingSource):
         self.noted = splits
 
     def missing(self) -> list[bytes]:
-        """Documents of the data that are not stored."""
+        """Return the documents of the data that are not stored."""
         plan = self.plan
         return list(self.required) if plan is None else Store(plan, self.folder, self.required, all_parts=True).missing
 
     def data_problems(self, splits: Splits) -> list[str]:
-        """Those of the teacher, and that the disk is too small for the data that were noted last."""
+        """Return the teacher's problems, and one where the disk is too small for the data that were noted last."""
         return [*self.inner.data_problems(splits), *self.room_problems()]
 
     def room_problems(self) -> list[str]:
@@ -160,8 +159,8 @@ class KeepSource(WrappingSource):
         return self.option or f"{self.field}.keep"
 
     def footprint(self, context: FootprintContext) -> Footprint:
-        """As of the teacher, and what is read; the head of a sharded one stays whole beside the shards. Of one whose
-        outputs on these data are all stored, as of a cache: it is not opened."""
+        """Return the teacher's footprint and that of what is read; the head of a sharded one stays whole beside the
+        shards. Where all outputs for these data are stored, it is a cache's: the teacher is not opened."""
         shape = self.shapes()[0]
         if self.required and not self.missing() and (plan := self.plan) is not None:
             return stored_footprint(plan, shape)
@@ -170,7 +169,7 @@ class KeepSource(WrappingSource):
         return opened._replace(weights=opened.weights + head, token_bytes=2 * opened.token_bytes)
 
     def size_text(self) -> str:
-        """The teacher's size, and bytes on disk."""
+        """Return the teacher's size and the bytes on disk, in words."""
         width, count = self._width(), sum(self.required.values())
         amount = f"{width * count / GIB:,.2f} GiB for the {count:,} of these data"
         if not count:
@@ -191,7 +190,7 @@ class KeepSource(WrappingSource):
         return bytes_a_token({**kind, "hidden": shape.hidden, "vocabulary": shape.vocabulary})
 
     def maker(self) -> dict[str, object] | None:
-        """Return who the recipe's teacher is, as `teacher_identity` does; None where it does not say."""
+        """Return the identity of the recipe's teacher, as `teacher_identity` does; None where that is not known."""
         if isinstance(self.inner, ServerSource):
             return self.inner.maker()
         return teacher_identity(self.section)
@@ -250,7 +249,7 @@ class KeepSource(WrappingSource):
         return KeptTeacher(inner, store, context.device, head)
 
     def _begin_apart(self, begin: Callable[[], Plan], plan: Plan) -> Plan:
-        """Begin, or wait for the first of processes that have not found each other to do so."""
+        """Begin the cache, or wait for the first process to do so, in processes that are not connected."""
         if is_main_process():
             return begin()
         assert self.folder is not None
@@ -310,7 +309,7 @@ class KeepSource(WrappingSource):
             raise ValueError(f"{self.place}: {self.folder} is not empty and holds no cache; name another folder")
 
     def _require_same(self, begun: Plan, now: Plan) -> None:
-        """Hold that what is stored is what this run would store; ValueError with the first difference."""
+        """Check that what is stored is what this run would store; ValueError with the first difference."""
         of_top_k = ["k", *(["tail", "temperature"] if self.option else [])] if begun["kind"] == "top_k" else []
         same = ("kind", "dtype", "hidden", "scale", "softcap", "weights", *of_top_k)
         flat = [{**plan, "teacher.dtype": plan.get("teacher", {}).get("dtype")} for plan in (begun, now)]
@@ -323,7 +322,7 @@ class KeepSource(WrappingSource):
             )
 
     def _columns(self, vocabulary: Vocabulary, rows: int) -> int:
-        """Return the columns that K tokens are taken of: those that the recipe's student has too."""
+        """Return the columns that K tokens are taken from: those that the recipe's student has too."""
         student: Student = self.recipe.student.model_copy(update={"lora": None})
         if student.vocabulary == "cross":
             return rows
@@ -349,10 +348,10 @@ class KeepVocabulary(WrappingVocabulary):
 
     @property
     def id_bound(self) -> int | None:
-        """Ids of random tokens stay below it, as when the store was begun; None for text."""
+        """Exclusive upper bound of random token ids, as when the store was begun; None for text."""
         return self.inner.id_bound if self.tokenizer is not None or self._stored_bound is None else self._stored_bound
 
     def match(self, teacher_rows: list[int], student_rows: int) -> Match:
-        """The format of K tokens holds that the student has the columns that they were taken of."""
+        """Return the alignment; the format of K tokens checks that the student has the columns they were taken from."""
         match = super().match(teacher_rows, student_rows)
         return match._replace(columns=None) if self.top_k else match

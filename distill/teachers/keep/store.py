@@ -1,4 +1,4 @@
-"""What a teacher says, on its way to disk and back: a cache that fills while it is read.
+"""Store of a teacher's outputs: a cache that is filled while it is read.
 
     caches/chat/
         plan.json, tokenizer/, ...                     as `distill cache` writes them
@@ -7,9 +7,9 @@
         shard-00000.safetensors ..., manifest.json     once every document is there: the parts renamed, a complete cache
 
 A process reads what it has stored itself, written yet or not, and the parts of others from the next `flush` on: at
-checkpoints and at the ends of epochs and evaluations. Who reads what then follows from the run alone, not from the
-speed of its processes and disks, and of a document that two have stored the one of the lower number is read. A run that
-is resumed from a checkpoint finds all that was stored before it, and nothing that the other processes had not seen.
+checkpoints and at the ends of epochs and evaluations. What each process reads then follows from the run alone, not
+from the speed of processes and disks, and of a document that two have stored the one of the lower rank is read. A run
+that is resumed from a checkpoint finds all that was stored before it, and nothing that other processes had not seen.
 """
 
 from __future__ import annotations
@@ -54,29 +54,29 @@ _locks: dict[Path, int | None] = {}  # held until this process ends
 
 
 class Piece(NamedTuple):
-    """A document's positions in an answer."""
+    """Positions of one document in an answer of the teacher."""
 
     answer: HostCopy
     start: int
     stop: int
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What was said of them."""
+        """Return the outputs at these positions."""
         tensors = self.answer.wait().items()
         return as_arrays({name: tensor[self.start : self.stop] for name, tensor in tensors})
 
 
 class Store(Shards):
-    """What is stored in a folder, and what comes to it.
+    """Outputs that are stored in a folder, and those still to be written.
 
     Args:
         plan: of the cache that it becomes.
-        folder: where it is; None for nowhere: what was said of a batch is forgotten with it.
+        folder: where it is; None for nowhere: a batch's outputs are dropped with it.
         required: positions of every document of the run, by its key.
-        all_parts: read those too that the processes have not agreed on.
+        all_parts: whether to read parts too that the processes have not agreed on.
 
     Attributes:
-        missing: keys of the run's documents that nobody has stored, as of the last `flush`.
+        missing: keys of the run's documents that no process has stored, as of the last `flush`.
         most_waiting: bytes that wait before a part is written; infinite where the caller decides.
     """
 
@@ -103,12 +103,12 @@ class Store(Shards):
     # --------------------------------------------------------------- reading
 
     def has(self, key: bytes) -> bool:
-        """Whether this process can read a document."""
+        """Return whether this process can read a document."""
         return key in self._pending or self.find(key) is not None
 
     def gather(self, documents: Iterable[Document]) -> Callable[[], dict[str, torch.Tensor]]:
-        """Find stored documents; what reads them, in any thread until the next `flush`, gives what `Shards.look_up`
-        does. It raises ValueError where a file is damaged."""
+        """Find stored documents; return a function that reads them, in any thread until the next `flush`, as
+        `Shards.look_up` does. It raises ValueError where a file is damaged."""
         places = [(document, self._pending.get(document.key), self.find(document.key)) for document in documents]
         return lambda: self.joined([empty_piece(self.manifest), *(self._piece(*place) for place in places)])
 
@@ -124,7 +124,7 @@ class Store(Shards):
         return self.path / self._names[shard]
 
     def _listed(self) -> list[str]:
-        """Names of all shards: numbered ones, then the parts of each process in order."""
+        """Return the names of all shards: numbered ones, then the parts of each process in order."""
         names = sorted(path.name for path in self.folder.glob(f"{SHARD}*.safetensors")) if self.folder else []
         return sorted(names, key=lambda name: name.startswith(PART))
 
@@ -137,7 +137,7 @@ class Store(Shards):
 
     @property
     def writes(self) -> bool:
-        """Whether this process stores what it hears: one run at a time does, others read what is there."""
+        """True where this process stores outputs: one run at a time does, others only read."""
         if self.folder is None:
             return False
         lock = self.folder.resolve() / f".keep-{self._rank:04d}.lock"
@@ -152,7 +152,7 @@ class Store(Shards):
         return _locks[lock] is not None
 
     def add(self, documents: Iterable[Document], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take what the teacher said of documents, in their order; of those that are there already nothing changes."""
+        """Add the teacher's outputs for documents, in their order; documents that are stored already do not change."""
         answer, start = HostCopy(tensors), 0
         for document in documents:
             stop = start + len(document.predicting)
@@ -165,15 +165,15 @@ class Store(Shards):
             self.write()
 
     def forget(self) -> None:
-        """Let go of what will not be written: without a folder, or where another run stores."""
+        """Drop outputs that will not be written: without a folder, or where another run stores."""
         if not self.writes:
             self._pending, self._unwritten, self._waiting = {}, [], 0
 
     def write(self, shard: int | None = None) -> None:
-        """Begin a part of what is not written yet, beside the training.
+        """Begin to write a part of all pending outputs, in a thread.
 
         Args:
-            shard: number that its file gets, where there is none of it yet; None for a part of this process.
+            shard: number of its file; None for a part of this process, which it also is where that file exists.
         """
         self.land()
         if not self._unwritten:
@@ -205,13 +205,13 @@ class Store(Shards):
             self._map(names)
 
     def finish_writing(self) -> None:
-        """Wait for the part that is being written, whatever comes of it."""
+        """Wait for the part that is being written, whether or not that fails."""
         if self._writing is not None:
             self._writing[2].exception()
 
     def flush(self) -> None:
-        """Write all there is, see what the others have stored, and close the cache once it is complete. Every process
-        must call this.
+        """Write all pending outputs, map what the others have stored, and close the cache once it is complete. Every
+        process must call this.
 
         Raises:
             OSError: the disk is full.
@@ -235,7 +235,7 @@ class Store(Shards):
         self.missing = [key for key in self.missing if self.find(key) is None]
 
     def close(self) -> None:
-        """Make a complete cache of the folder, whose every document is there: all shards that are mapped."""
+        """Make a complete cache of the folder, of all mapped shards, once every document is stored."""
         assert self.folder is not None
         parts = [name for name in self._names if name.startswith(PART)]
         manifest = read_json(self.folder / MANIFEST)
@@ -255,7 +255,7 @@ def _wait() -> None:
 
 
 def write_part(path: Path, keys: Sequence[bytes], pieces: Sequence[Piece]) -> None:
-    """A shard of pieces of answers, in their order."""
+    """Write a shard of pieces of answers, in their order."""
     answers = [piece.answer.wait() for piece in pieces]
     tensors = {
         name: torch.cat([answer[name][piece.start : piece.stop] for answer, piece in zip(answers, pieces, strict=True)])
@@ -265,7 +265,7 @@ def write_part(path: Path, keys: Sequence[bytes], pieces: Sequence[Piece]) -> No
 
 
 def empty_piece(plan: Plan) -> dict[str, np.ndarray]:
-    """What is stored of no positions."""
+    """Return the stored tensors of no positions."""
     dtype = DTYPES[plan["dtype"]]
     if plan["kind"] == "hidden":
         tensors = {"hidden": torch.empty(0, plan["hidden"], dtype=dtype)}

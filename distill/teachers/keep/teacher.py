@@ -1,11 +1,11 @@
-"""A teacher that is asked once for each document: its outputs are stored, and read from then on.
+"""A teacher that is queried once for each document: its outputs are stored, and read from then on.
 
-The teacher may be loaded here, in shards, or served. A micro-batch trains on what was stored of it, also where the
-teacher was asked just now. Hidden states, stored in the dtype that they are computed in, and the K tokens that a server
-sends are the teacher's to the bit; of hidden states that are stored in fp8 or as K tokens, the first epoch is the same
-as later ones. Rows whose documents are all there are read. The others are put to the teacher, together and in their
-order: all of a micro-batch where it is new, so that the numbers are those of a run without `keep`. Rounding depends on
-which rows share a batch, so a document has the numbers that it got when it was first met.
+The teacher may be loaded here, sharded, or served. A micro-batch trains on what was stored of it, also where the
+teacher was queried just now. Hidden states, stored in the dtype that they are computed in, and the K tokens that a
+server sends are the teacher's to the bit; of hidden states that are stored in fp8 or as K tokens, the first epoch is
+the same as later ones. Rows whose documents are all stored are read. The teacher is queried for the others, together
+and in their order: for a whole micro-batch where it is new, so that the numbers are those of a run without `keep`.
+Rounding depends on which rows share a batch, so a document keeps the numbers of its first query.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from distill.teachers.keep.store import Store
 from distill.teachers.wrapping import WrappingTeacher
 
 DOCUMENTS = f"{PREFIX}documents"
-MOST_READ = 64  # micro-batches that nobody came for
+MOST_READ = 64  # micro-batches that were not collected
 
 
 class RowDocuments:
@@ -47,7 +47,7 @@ class RowDocuments:
         self.rows = rows
 
     def to(self, *_: object, **__: object) -> RowDocuments:
-        """Itself."""
+        """Return itself."""
         return self
 
 
@@ -62,13 +62,13 @@ def _without_documents(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 class WithDocuments:
-    """A collator that puts the rows' documents beside what another collator makes of the rows."""
+    """A collator that adds the rows' documents to another collator's batch."""
 
     def __init__(self, collate: Collate) -> None:
         self.collate = collate
 
     def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-        """Collate rows, and name their documents."""
+        """Collate rows, and add their documents."""
         batch = self.collate(rows)
         if "valid_rows" not in batch:
             batch["valid_rows"] = valid_rows(mask_document_starts(batch["labels"], batch.get("position_ids")))
@@ -81,7 +81,7 @@ class TopKSender(Protocol):
     """A teacher whose outputs are K tokens of each position."""
 
     def sent(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """K tokens of a batch's learned positions [M, ...] on the CPU, by the names of `cache.encode.TopK`."""
+        """Return K tokens of a batch's trained positions [M, ...] on the CPU, by the names of `cache.encode.TopK`."""
         ...
 
 
@@ -89,10 +89,10 @@ class KeptTeacher(WrappingTeacher):
     """A teacher, and the store of its outputs.
 
     Args:
-        inner: asked for what is not stored; it gives hidden states, or K tokens as a `TopKSender`.
+        inner: queried for what is not stored; it gives hidden states, or K tokens as a `TopKSender`.
         store: what is stored.
         device: of this process; None for that of the teacher's head.
-        head: of `inner`, where that is at hand; None to gather it here.
+        head: of `inner`, where that is known; None to gather it here.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class KeptTeacher(WrappingTeacher):
         return self.inner.student_batch(_without_documents(batch), needs_targets)
 
     def submit(self, batch: Batch) -> None:
-        """Begin to read a batch all of which is stored; have the teacher begin with one of which nothing is."""
+        """Begin to read a batch that is stored entirely; submit one of which nothing is stored to the teacher."""
         batched = _documents(batch)
         if batched in self._reading or batched in self._asked or len(self._reading) > MOST_READ:
             return
@@ -135,7 +135,7 @@ class KeptTeacher(WrappingTeacher):
         return self.inner.fault_of([_without_documents(batch) for batch in batches if _documents(batch) in self._asked])
 
     def targets(self, batch: Batch) -> Targets:
-        """What is stored of a batch, after the teacher was asked for what is not."""
+        """Return the stored targets of a batch, after querying the teacher for those that are not stored."""
         fresh, reading = self.fill(batch), self._reading.pop(_documents(batch), None)
         if fresh is None:
             documents = [document for row in _documents(batch).rows for document in row]
@@ -146,11 +146,11 @@ class KeptTeacher(WrappingTeacher):
         return targets_of(self.store.manifest, {**batch, **fresh}, dtype)
 
     def fill(self, batch: Batch, generator: torch.Generator | None = None) -> dict[str, torch.Tensor] | None:
-        """Ask the teacher for the rows of a batch that are not stored, and store its outputs.
+        """Query the teacher for the rows of a batch that are not stored, and store its outputs.
 
         Args:
             batch: from `collate`.
-            generator: by which tokens are drawn; None for one that follows from the first document.
+            generator: for sampled tokens; None for one that is seeded by the first document.
 
         Returns:
             What is stored of a batch that was all new, in its order, by the names of the batch; None of any other.
@@ -158,13 +158,13 @@ class KeptTeacher(WrappingTeacher):
         batched = _documents(batch)
         rows = batched.rows
         new_rows = [n for n, row in enumerate(rows) if not all(self.store.has(document.key) for document in row)]
-        if batched in self._asked:  # its answer comes, whatever has been stored meanwhile
+        if batched in self._asked:  # its answer is pending, whatever has been stored meanwhile
             del self._asked[batched]
             new_rows = [n for n, row in enumerate(rows) if row]
         if not self._any_process(bool(new_rows)):
             return None
         repeats = sum(map(len, rows)) - len({d.key for row in rows for d in row if not self.store.has(d.key)})
-        indices = list(new_rows) or list(range(len(batch["input_ids"])))  # a process with nothing to ask goes along
+        indices = list(new_rows) or list(range(len(batch["input_ids"])))  # a process without new rows takes part
         if any(row and n not in set(indices) for n, row in enumerate(rows)):
             asked = {name: batch[name][indices] for name in ("input_ids", "position_ids", "labels") if name in batch}
             asked["valid_rows"] = valid_rows(mask_document_starts(asked["labels"], asked.get("position_ids")))
@@ -190,7 +190,7 @@ class KeptTeacher(WrappingTeacher):
     def _outputs(
         self, asked: Batch, documents: Sequence[Document], generator: torch.Generator | None
     ) -> dict[str, torch.Tensor]:
-        """Ask the teacher; returns what is stored of the learned positions, in their order."""
+        """Query the teacher; return what is stored of the trained positions, in their order."""
         plan, place = self.store.manifest, asked["valid_rows"]
         if self.head is None:
             assert isinstance(self.inner, TopKSender)
@@ -204,24 +204,24 @@ class KeptTeacher(WrappingTeacher):
         return stored_tensors(plan, hidden.flatten(0, 1)[place], labels, self.head, generator)
 
     def flush(self) -> None:
-        """Of what is stored twice, another may be read from now on: nothing is read before."""
+        """Cancel pending reads and flush the store; of a document stored twice, another copy may be read afterwards."""
         for reading in self._reading.values():
             reading.cancel()
         self._reading.clear()
         self.store.flush()
 
     def close(self) -> None:
-        """A part that is being written is whole when this returns; nothing more is read."""
+        """Stop reading, wait for the part that is being written, and close the teacher."""
         self._pool.shutdown(cancel_futures=True)
         self.store.finish_writing()
         self.inner.close()
 
     def head_rows(self) -> list[int]:
-        """Rows of the head, or the columns that K tokens were taken of."""
+        """Return the rows of the head, or the columns that K tokens were taken from."""
         return super().head_rows() if self.store.is_hidden else [self.store.columns]
 
     def flops_per_token(self) -> dict[str, Work | None]:
-        """Not known: as often as it is asked."""
+        """Return None for the FLOPs, which depend on how often the teacher is queried."""
         return {"": None}
 
     def to(self, device: torch.device) -> None:
@@ -229,7 +229,7 @@ class KeptTeacher(WrappingTeacher):
         self.inner.to(device)
 
     def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
-        """What quantising the teacher costs, and what storing its hidden states in fp8 does."""
+        """Check the teacher, and report the cost of quantising it and of storing its hidden states in fp8."""
         plain = _without_documents(batch)
         lines = self.inner.validate_first_batch(plain, student, pairing)
         dtype = DTYPES[self.store.manifest["dtype"]]
@@ -241,7 +241,7 @@ class KeptTeacher(WrappingTeacher):
         return lines
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
-        """Its answers, which are stored for runs that will not load it."""
+        """Return the teacher's responses, and store them for runs that will not load it."""
         answers, folder = self.inner.respond(prompts, settings), self.store.folder
         fills = folder is not None and self.store.writes and not (folder / MANIFEST).is_file()
         if answers is not None and folder is not None and fills and is_main_process():
@@ -250,11 +250,11 @@ class KeptTeacher(WrappingTeacher):
         return answers
 
     def truncated_copy(self, layers: Sequence[int]) -> KeptTeacher:
-        """A small teacher whose words are not kept."""
+        """Return a small teacher whose outputs are not stored."""
         return KeptTeacher(self.inner.truncated_copy(layers), Store(self.store.manifest, None, {}))
 
     def __deepcopy__(self, memo: dict[int, object]) -> KeptTeacher:
-        """A copy that stores nothing: its model may be changed."""
+        """Return a copy that stores nothing, since its model may be changed."""
         return KeptTeacher(copy.deepcopy(self.inner, memo), Store(self.store.manifest, None, {}))
 
     def fingerprint(self) -> dict[str, object]:
@@ -262,7 +262,7 @@ class KeptTeacher(WrappingTeacher):
 
 
 class StoredTeacher(CachedTeacher):
-    """The same teacher once all that a run needs is stored: a cache, without weights.
+    """A `KeptTeacher` once all that a run needs is stored: a cache, without weights.
 
     Args:
         cache: complete.
@@ -275,7 +275,7 @@ class StoredTeacher(CachedTeacher):
         self.load = load
 
     def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
-        """The student that lies in the cache; one of other layers is cut from the model, which is let go again."""
+        """Return the student in the cache; one of other layers is cut from the model, which is loaded for that."""
         try:
             return super().cut_student(section, device, dtype)
         except ValueError:
@@ -289,6 +289,6 @@ IDENTITY = ("kind", "k", "tail", "temperature", "dtype", "vocabulary", "hidden",
 
 
 def fingerprint_of(plan: Plan) -> dict[str, object]:
-    """Of what is stored and by whom: the same whether the weights are loaded or not."""
+    """Return a fingerprint of the stored outputs and their teacher, whether its weights are loaded or not."""
     identity = {name: plan.get(name) for name in (*IDENTITY, "weights")}
     return {"kept_sha256": hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()}
