@@ -230,7 +230,12 @@ def test_a_server_that_dies_ends_the_run_with_a_checkpoint(place, alone):
     assert ") has ended by SIGKILL; continue from step " in lines[0], lines
     step = int(lines[0].rpartition("from step ")[2].split()[0])
     assert step in (3, 4) and (place / "runs" / "killed" / f"checkpoint-{step}" / "manifest.json").is_file()
-    assert_same(run_here("killed", *CASES["plain"], *served(), resume=True), alone("plain"))
+    weights, rows, *figures = outcome(run_here("killed", *CASES["plain"], *served(), resume=True))
+    others, expected, *metrics = outcome(alone("plain"))
+    if step == 4:  # the run ended in the evaluation after step 4, which resuming from that step does not repeat
+        expected = [{k: v for k, v in row.items() if k != "eval_loss" or row["step"] != 4} for row in expected]
+    assert rows == expected and figures == metrics
+    assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
