@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from transformers import TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
 CHECKPOINT, UNFINISHED, STATE = "checkpoint-", ".unfinished", "trainer_state.json"
 
@@ -47,3 +47,17 @@ def without_rotation(arguments: TrainingArguments) -> Iterator[int | None]:
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
     names = [(path.name.removeprefix(CHECKPOINT), path) for path in folder.glob(CHECKPOINT + "*")]
     return [(int(number), path) for number, path in names if number.isascii() and number.isdecimal()]
+
+
+def lacks_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
+    """Return whether a run ended in the evaluation that was due after the step it resumes from.
+
+    Args:
+        args: `TrainingArguments`.
+        state: `TrainerState` of the checkpoint; its log has no held-out metrics of that step then.
+    """
+    step, every = state.global_step, state.eval_steps
+    if args.eval_strategy != "steps" or not step or not every or step % every:
+        return False
+    here = [row for row in state.log_history if row.get("step") == step]
+    return bool(here) and not any(key.startswith("eval_") for row in here for key in row)

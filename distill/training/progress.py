@@ -48,7 +48,8 @@ class MetricsFile(TrainerCallback):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         remove_from_manifest(self.path.parent, self.path.name)
         write_text(self.path, text)
-        self._last, self._offset = {}, len(text.encode())
+        last = json.dumps(rows[-1]) + "\n" if rows else ""  # which an evaluation of the same step extends
+        self._last, self._offset = (rows[-1] if rows else {}), len(text.encode()) - len(last.encode())
 
     def on_log(self, args: object, state: TrainerState, control: object, logs: Any = None, **kwargs: object) -> None:
         """Append a row, or extend the last one if it is of the same step."""

@@ -40,7 +40,7 @@ from distill.teachers.objective import DistillationObjective
 from distill.training.arguments import overwrite_arguments
 from distill.training.block_sampler import BlockSampler, begin_epoch, block_sampler
 from distill.training.checkpoint_weights import load_weights
-from distill.training.checkpoints import CHECKPOINT, UNFINISHED, rotate_checkpoints, without_rotation
+from distill.training.checkpoints import CHECKPOINT, UNFINISHED, lacks_evaluation, rotate_checkpoints, without_rotation
 from distill.training.loss_schedule import LossSchedule
 from distill.training.metrics import Meter, named_means, number_of_sums
 from distill.training.module_cache import cached_parameters, clear_module_cache
@@ -302,6 +302,8 @@ class DistillationTrainer(Trainer):
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return None
+        if lacks_evaluation(self.args, self.state):
+            self.evaluate()
         return super()._run_epoch(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

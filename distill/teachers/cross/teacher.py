@@ -95,7 +95,6 @@ class CrossTeacher(ReadingTeacher):
     """
 
     reading = "retokenised"
-    supports_new_rows = False
     needed = ("teacher_input_ids", "spans")
 
     def __init__(self, teacher: Teacher | nn.Module, shared: Shared) -> None:
