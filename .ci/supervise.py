@@ -60,6 +60,18 @@ def end_descendants() -> None:
         time.sleep(0.1)
 
 
+def wait_for(process: int) -> int:
+    """Return the status of `process`, waiting meanwhile for the orphans that this process was made the parent of.
+
+    An orphan that nobody waits for stays a zombie when it has ended, and those who watch it take it for a running one.
+    """
+    while True:
+        ended, status = os.wait()
+        if ended == process:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
 def supervise(command: list[str], parent: int) -> int:
     """Run the command and end what it leaves behind; return its status. `parent`: the process to end with."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -70,8 +82,7 @@ def supervise(command: list[str], parent: int) -> int:
     for number in ENDING:
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
-        status = subprocess.Popen(command).wait()
-        return status if status >= 0 else 128 - status
+        return wait_for(subprocess.Popen(command).pid)
     finally:
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN)

@@ -65,5 +65,11 @@ def test_the_status_is_the_commands_and_what_it_left_running_is_ended(ending, st
     assert sleeping(tmp_path) == set()
 
 
+def test_an_orphan_that_ends_does_not_stay_a_zombie(tmp_path):
+    lines = "bash -c 'sleep 0.2 & echo $! > orphan; kill -9 $$'; sleep 1; test ! -e /proc/$(cat orphan)"
+    command = [sys.executable, ROOT / ".ci" / "supervise.py", "bash", "-c", lines]
+    assert subprocess.run(command, cwd=tmp_path, timeout=60).returncode == 0
+
+
 def test_ci_runs_below_the_supervisor():
     assert 'exec "${PYTHON:-python3}" .ci/supervise.py bash .ci/run stages' in (ROOT / ".ci" / "run").read_text()
