@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from test_patching import assert_same, make
 from tiny import save_tiny, tiny_model
 from torch import nn
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import distill
 from distill.models.fused_loss import LazyLogits
+from distill.models.read_weights import UnfitWeightsError
 
 TWISTS = {
     "llama": {},
@@ -266,6 +268,22 @@ def test_saved_and_loaded_again(tmp_path, caplog):
     assert_same_step(model, plain, **batch())
     teacher = distill.AutoFusedModelForCausalLM.from_pretrained(tmp_path / "model", role="teacher")
     assert type(teacher(**batch()).logits) is torch.Tensor
+
+
+def test_files_that_lack_a_weight_are_refused(tmp_path):
+    save_tiny(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({key: value for key, value in weights.items() if key != name}, file, {"format": "pt"})
+    with pytest.raises(UnfitWeightsError, match=f"its files lack {name}, which would be drawn at random"):
+        distill.AutoFusedModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
+def test_loading_info_comes_beside_the_model(tmp_path):
+    save_tiny(tmp_path / "model")
+    model, info = distill.AutoFusedModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not info["missing_keys"] and model.get_output_embeddings() is not None
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])

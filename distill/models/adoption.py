@@ -28,6 +28,7 @@ from distill.models.head import attention_sizes, bare
 from distill.models.kv_cache import PreallocatedCache, unsupported_layers
 from distill.models.patching import UNDO, PatchReport, Role
 from distill.models.patching import patch as patch_parts
+from distill.models.read_weights import refuse_incomplete
 
 log = logging.getLogger(__name__)
 
@@ -98,11 +99,27 @@ class AutoFusedModelForCausalLM:
         keep_logits: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Load with `AutoModelForCausalLM.from_pretrained`, then `patch(model, role, ...)`."""
-        model = AutoModelForCausalLM.from_pretrained(*args, **kwargs)
+        """Load with `AutoModelForCausalLM.from_pretrained`, then `patch(model, role, ...)`.
+
+        Args:
+            args: As of `AutoModelForCausalLM.from_pretrained`.
+            role: As of `patch`, like `attention` and `keep_logits`.
+            attention: See there.
+            keep_logits: See there.
+            kwargs: As of `AutoModelForCausalLM.from_pretrained`; with `output_loading_info=True` the result is the
+                model and a dictionary, as there.
+
+        Raises:
+            UnfitWeightsError: Files that lack tensors of the model, which transformers alone draws at random with a
+                warning.
+        """
+        with_info = kwargs.pop("output_loading_info", False)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(*args, output_loading_info=True, **kwargs)
+        model, info = loaded  # a model alone by its annotation
+        refuse_incomplete(info["missing_keys"], ())  # transformers refuses other shapes unless told to ignore them
         keep_soft_cap(model, kwargs.get("attn_implementation") or "auto")
         patch(model, role, attention=attention, keep_logits=keep_logits)
-        return model
+        return (model, info) if with_info else model
 
 
 def _use_our_cache(model: PreTrainedModel, undo: list[Callable[[], None]]) -> str | None:

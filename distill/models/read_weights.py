@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,19 +114,32 @@ def read_weights(
                 f"{_named(wrong)}: the tensors in its files do not make it up (one is absent, or of another shape)",
                 wrong,
             ) from error
-    if missing := found["missing_keys"]:
-        raise UnfitWeightsError(
-            f"its files lack {_named(missing)}, which would be drawn at random; fetch or make them again", missing
-        )
-    if mismatched := sorted(found["mismatched_keys"]):
-        (_, there, here), names = mismatched[0], [name for name, _, _ in mismatched]
-        raise UnfitWeightsError(
-            f"{_named(names)}: expected the shape {list(here)} of config.json, got {list(there)} in its files", names
-        )
+    refuse_incomplete(found["missing_keys"], found["mismatched_keys"])
     _hold_unread(model, found["unexpected_keys"], field, file_config)
     if (file := arguments.get("gguf_file")) is not None:
         _hold_gguf(model, Path(str(location), file), field, knows_rope="config" in arguments)
     return model
+
+
+def refuse_incomplete(missing: Iterable[str], mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    """Refuse a model of which transformers drew tensors at random, since its files do not give them.
+
+    Args:
+        missing: Names of the tensors that the files lack.
+        mismatched: Name, shape in the files and shape in the model of those that do not fit.
+
+    Raises:
+        UnfitWeightsError: There is one; names the first few, and how many there are.
+    """
+    if absent := list(missing):
+        raise UnfitWeightsError(
+            f"its files lack {_named(absent)}, which would be drawn at random; fetch or make them again", absent
+        )
+    if wrong := sorted(mismatched):
+        (_, there, here), names = wrong[0], [name for name, _, _ in wrong]
+        raise UnfitWeightsError(
+            f"{_named(names)}: expected the shape {list(here)} of config.json, got {list(there)} in its files", names
+        )
 
 
 def _hold_unread(model: PreTrainedModel, names: Iterable[str], field: str, config: Any) -> None:
