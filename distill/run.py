@@ -210,8 +210,7 @@ def _run(
     progress = ProgressReport()
     trainer = DistillationTrainer(
         pair.student, pair.teacher, arguments, loss=recipe.loss, vocab_size=pair.vocab_size,
-        train_dataset=splits.epochs,
-        eval_dataset=splits.validation,
+        train_dataset=splits.epochs, eval_dataset=splits.validation,
         processing_class=pair.tokenizer,
         callbacks=[MetricsFile(folder / "metrics.jsonl", run_lock.check), progress],
         optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
@@ -229,7 +228,8 @@ def _run(
     prepare_models(pair, joins=has_kernels and not sharing.student_sharded, compiles=recipe.train.compile)
     trainer.on_policy = on_policy_of(
         recipe, pair.student, pair.tokenizer, report=splits.report, vocab_size=trainer.objective.columns,
-        autocast=precision.autocast, sharded=sharing.student_sharded, models=[model for _, model in pair.models()],
+        autocast=precision.autocast, sharded=sharing.student_sharded,
+        models=[model for _, model in pair.models()], reader=pair.vocabulary.answer_reader(),
     )  # fmt: skip
     if trainer.on_policy is not None and own_terms is not None:
         trainer.on_policy.rewards = rewards_of(recipe, pair.tokenizer, own_terms.code)

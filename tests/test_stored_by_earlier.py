@@ -36,7 +36,8 @@ DRAWN = [3.637294292449951, 3.6123905181884766, 3.593228340148926, 3.60523176193
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     with tarfile.open(Path(__file__).with_name("stored_by_0_1.tar.xz")) as archive:
-        archive.extractall(tmp_path, filter="data")
+        safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 or later
+        archive.extractall(tmp_path, **safe)
     tokenizer = tiny_tokenizer(chat_template=None)
     save_tiny(tmp_path / "student", tiny_model(tokenizer, layers=1, hidden=16, seed=2), tokenizer)
     monkeypatch.chdir(tmp_path)

@@ -63,6 +63,8 @@ class Documents(NamedTuple):
         begins = learned & ~np.concatenate([[False], learned[:-1]])  # begins of responses; no document begins with one
         last = np.maximum.reduceat(np.arange(len(begins)) * begins, labels.offsets[:-1])
         prompts = lengths - (labels.offsets[1:] - last)
+        if (starts := self.columns.get("answer_starts")) is not None:  # labels of aligned spans have gaps
+            prompts = np.maximum.reduceat(starts.values, starts.offsets[:-1]).astype(np.int64)
         return np.maximum(lengths, np.minimum(prompts + new, most))
 
     def tokens(self, chosen: np.ndarray, column: str = IDS) -> int:

@@ -9,13 +9,53 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import torch
 
 from distill.core.labels import IGNORE_INDEX, document_bounds
 
 Row = dict[str, list[int]]
+Span = tuple[int, int, int, int]
+
+
+class AnswerPair(NamedTuple):
+    """A generated response as a teacher with another tokenizer reads it.
+
+    Attributes:
+        teacher: token ids of the teacher's prompt and of the response, up to the last span.
+        spans: first token and the one after the last, of the student's document and of `teacher`; empty where nothing
+            is aligned.
+    """
+
+    teacher: list[int]
+    spans: list[Span]
+
+
+class AnswerReader(Protocol):
+    """Reader of generated responses by a teacher's own tokenizer."""
+
+    def read(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        teacher_prompt: Sequence[int],
+        *,
+        given: Sequence[int] = (),
+        teacher_given: Sequence[int] = (),
+        most: int,
+    ) -> AnswerPair:
+        """Return the teacher's reading of a response.
+
+        Args:
+            prompt: the student's tokens before the response.
+            answer: the student's tokens of the response, with the one that ends it unless it was cut off.
+            teacher_prompt: the teacher's tokens before the response.
+            given: the student's tokens of the data's response; likewise `teacher_given`.
+            most: bound on the number of the teacher's tokens, its prompt included.
+        """
+        ...
 
 
 @dataclass
@@ -31,6 +71,9 @@ class Document:
         sample: index of its response, where several are generated for a document.
         drawn_log_p: log-probabilities of a rollout's tokens when they were sampled; None for responses of the data.
         advantage: advantage of a rollout with a reward, within the responses to its prompt.
+        spans: where `teacher_ids` are of another tokenizer, the aligned spans: first token and the one after the last,
+            of `ids` and of `teacher_ids`.
+        starts: where they are, the first token of the last answer in `ids` and in `teacher_ids`.
     """
 
     ids: list[int]
@@ -41,6 +84,8 @@ class Document:
     sample: int = 0
     drawn_log_p: Sequence[float] | None = None
     advantage: float | None = None
+    spans: Sequence[Span] | None = None
+    starts: tuple[int, int] | None = None
 
     @property
     def length(self) -> int:
@@ -50,11 +95,15 @@ class Document:
     @property
     def prompt_length(self) -> int:
         """Tokens before the last span that is trained on, in the longer of the student's and the teacher's input."""
+        if self.starts is not None:
+            return max(self.starts)
         return self.length - (len(self.ids) - len(self.prompt))
 
     @functools.cached_property
     def prompt(self) -> list[int]:
         """Tokens before the last span that is trained on: of a chat's several responses the last is generated anew."""
+        if self.starts is not None:
+            return self.ids[: self.starts[0]]
         learned = self.labels[::-1].index(IGNORE_INDEX) if IGNORE_INDEX in self.labels else len(self.labels)
         return self.ids[: len(self.labels) - learned]
 
@@ -77,9 +126,49 @@ class Document:
         """Return the document with another response, which alone is trained on."""
         other = self.teacher_ids
         if other is not None:
+            assert self.spans is None, "its response is read by another tokenizer: reread"
             other = [*other[: len(other) - (len(self.ids) - len(prompt))], *answer]
         labels = [IGNORE_INDEX] * len(prompt) + list(answer)
         return Document([*prompt, *answer], labels, self.row, other, self.route, self.sample, drawn_log_p, advantage)
+
+    def reread(
+        self,
+        reader: AnswerReader,
+        answer: Sequence[int],
+        most: int,
+        drawn_log_p: Sequence[float] | None = None,
+    ) -> Document:
+        """Return the document with another response, which the teacher reads by another tokenizer.
+
+        Args:
+            reader: reads the response by the teacher's tokenizer.
+            answer: the student's tokens.
+            most: bound on the number of the teacher's tokens, those of its prompt included.
+            drawn_log_p: log-probability of each token of `answer` when it was sampled.
+        """
+        assert self.starts is not None and self.teacher_ids is not None
+        own, other = self.starts
+        pair = reader.read(
+            self.prompt,
+            answer,
+            self.teacher_ids[:other],
+            given=self.ids[own:],
+            teacher_given=self.teacher_ids[other:],
+            most=most,
+        )
+        ids = [*self.prompt, *answer]
+        labels = _labels_at(ids, pair.spans)
+        return replace(
+            self, ids=ids, labels=labels, teacher_ids=pair.teacher, drawn_log_p=drawn_log_p, spans=pair.spans
+        )
+
+
+def _labels_at(ids: Sequence[int], spans: Sequence[Span]) -> list[int]:
+    """Return labels that are set at the first token of each span."""
+    labels = [IGNORE_INDEX] * len(ids)
+    for first, *_ in spans:
+        labels[first] = ids[first]
+    return labels
 
 
 def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
@@ -87,8 +176,11 @@ def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
 
     Args:
         batch: `input_ids` and `labels` [B, S]; `position_ids` [B, S] if rows hold several documents; padded on the
-            right. With `teacher_input_ids`, the teacher's input too, which `teacher_rows` aligns with `valid_rows`.
+            right. With `teacher_input_ids`, the teacher's input too, which `teacher_rows` aligns with `valid_rows`, or
+            `spans` where it is of another tokenizer.
     """
+    if "spans" in batch:
+        return _pairs_of(batch)
     ids, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
     own, others, found = _bounds(batch, ""), _bounds(batch, "teacher_"), []
     if others:
@@ -109,6 +201,29 @@ def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
     return found
 
 
+def _pairs_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
+    """Return the documents of a batch of two tokenizers that have spans, row by row."""
+    ids, others = batch["input_ids"].tolist(), batch["teacher_input_ids"].tolist()
+    width, other_width = len(ids[0]), len(others[0])
+    spans, starts = batch["spans"].tolist(), batch["answer_starts"].tolist()
+    found = []
+    for row, bounds in enumerate(zip(_bounds(batch, ""), _bounds(batch, "teacher_"), strict=True)):
+        for (begin, end), (other_begin, _) in zip(*bounds, strict=False):  # each may have padding at the end
+            first, shift = row * width + begin, row * other_width + other_begin
+            mine = [
+                (a - first, b - first, c - shift, d - shift) for a, b, c, d in spans if first <= a < row * width + end
+            ]
+            if not mine:
+                continue
+            own = ids[row][begin : begin + mine[-1][1]]
+            other = others[row][other_begin : other_begin + mine[-1][3]]
+            answer = [(a - first, c - shift) for a, c in starts if first <= a < row * width + end]
+            if not answer:
+                raise ValueError("batch: expected answer_starts of each document, which rows of prompts and chats have")
+            found.append(Document(own, _labels_at(own, mine), row, other, spans=mine, starts=answer[-1]))
+    return found
+
+
 def _bounds(batch: Mapping[str, torch.Tensor], prefix: str) -> list[list[tuple[int, int]]]:
     """Return each row's (start, end) of its documents, and of the padding after them; nothing without such input."""
     ids, positions = batch.get(f"{prefix}input_ids"), batch.get(f"{prefix}position_ids")
@@ -118,15 +233,25 @@ def _bounds(batch: Mapping[str, torch.Tensor], prefix: str) -> list[list[tuple[i
 
 
 def drawn_log_probs(rows: Sequence[Sequence[Document]], shape: torch.Size) -> torch.Tensor:
-    """Return each token's log-probability when it was sampled, [B, S] as `input_ids`; NaN for tokens of the data."""
+    """Return each label's log-probability when it was sampled, [B, S] as `input_ids`; NaN for labels of the data.
+
+    Of aligned spans, a span's label has the sum over the span's tokens.
+    """
     precision = torch.float32 if torch.backends.mps.is_available() else torch.float64
     tokens = torch.full(shape, torch.nan, dtype=precision)
     for row, documents in enumerate(rows):
         end = 0
         for document in documents:
-            end += len(document.ids)
-            if document.drawn_log_p:
-                tokens[row, end - len(document.drawn_log_p) : end] = torch.tensor(document.drawn_log_p, dtype=precision)
+            begin, end = end, end + len(document.ids)
+            if not document.drawn_log_p:
+                continue
+            drawn = torch.tensor(document.drawn_log_p, dtype=precision)
+            answer = len(document.ids) - len(drawn)
+            if document.spans is None:
+                tokens[row, begin + answer : end] = drawn
+                continue
+            for first, after, *_ in document.spans:
+                tokens[row, begin + first] = drawn[first - answer : after - answer].sum()
     return tokens
 
 
@@ -142,6 +267,20 @@ def token_advantages(rows: Sequence[Sequence[Document]], shape: torch.Size) -> t
     return tokens
 
 
+def _placed(documents: Sequence[Document], each: int) -> list[int]:
+    """Return spans (`each` 2) or starts of answers (1) as places in the row that the documents make."""
+    placed: list[int] = []
+    begin = other_begin = 0
+    for document in documents:
+        assert document.spans is not None and document.starts is not None and document.teacher_ids is not None
+        for numbers in document.spans if each == 2 else [document.starts]:
+            placed += [number + begin for number in numbers[:each]] + [
+                number + other_begin for number in numbers[each:]
+            ]
+        begin, other_begin = begin + len(document.ids), other_begin + len(document.teacher_ids)
+    return placed
+
+
 def as_row(documents: Sequence[Document]) -> Row:
     """Concatenate documents into one row, in the form that `distill.data` makes."""
     row = {
@@ -153,6 +292,8 @@ def as_row(documents: Sequence[Document]) -> Row:
     if readings:
         row["teacher_input_ids"] = [token for ids in readings for token in ids]
         row["teacher_position_ids"] = [position for ids in readings for position in range(len(ids))]
+    if all(document.spans is not None for document in documents):
+        row |= {"spans": _placed(documents, 2), "answer_starts": _placed(documents, 1)}
     if routes := [document.route for document in documents if document.route is not None]:
         row["route"] = routes
     return row

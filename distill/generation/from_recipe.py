@@ -10,6 +10,7 @@ from torch import nn
 
 from distill.data.chat import load_template
 from distill.data.report import DataReport
+from distill.generation.documents import AnswerReader
 from distill.generation.engines import engine_for, settings_for
 from distill.generation.on_policy import OnPolicy
 from distill.generation.sampling import sampling_of
@@ -72,6 +73,7 @@ def on_policy_of(
     autocast: torch.dtype | None = None,
     sharded: bool = False,
     models: Sequence[nn.Module] = (),
+    reader: AnswerReader | None = None,
 ) -> OnPolicy | None:
     """Return the rollouts that the recipe's `data.on_policy` configures; None without it, or if its fraction is 0.
 
@@ -85,6 +87,7 @@ def on_policy_of(
         sharded: The student will be sharded over the processes.
         models: All models that read the rows of rollouts: of packed data these become one row where attention allows
             it.
+        reader: Of the vocabulary of two tokenizers (`answer_reader`).
 
     Raises:
         ValueError: data without prompts, vLLM absent.
@@ -109,5 +112,5 @@ def on_policy_of(
         engine, fraction=section.fraction, max_new_tokens=section.max_new_tokens, sampling=sampling_of(section),
         seed=recipe.train.seed, max_length=recipe.data.max_length, batch_size=section.batch_size,
         samples=section.samples, ahead=section.ahead, student=student, snapshot=snapshot, log_probs=True,
-        multiple=multiple, one_row=one_row,
+        multiple=multiple, one_row=one_row, reader=reader,
     )  # fmt: skip

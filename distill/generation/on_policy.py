@@ -35,7 +35,15 @@ from distill.core.files import write_text
 from distill.core.labels import IGNORE_INDEX
 from distill.data.packing import best_fit
 from distill.generation.decode_loop import Engine
-from distill.generation.documents import Document, Row, as_row, documents_of, drawn_log_probs, token_advantages
+from distill.generation.documents import (
+    AnswerReader,
+    Document,
+    Row,
+    as_row,
+    documents_of,
+    drawn_log_probs,
+    token_advantages,
+)
 from distill.generation.rewards import NO_REWARDS, Rewards, reward_figures
 from distill.generation.sampling import Sampling
 from distill.models.snapshot import Snapshot
@@ -70,6 +78,7 @@ class OnPolicy:
         one_row: Put a micro-batch's documents into one row, however long, so that nothing is padding: for models whose
             attention does not cross documents (`attends_within_documents`).
         rewards: Rewards of the responses; the batches then have `advantages` [B, S]. None for no reward.
+        reader: Reads responses by the teacher's tokenizer, where that is another one than the student's.
     """
 
     engine: Engine
@@ -87,6 +96,7 @@ class OnPolicy:
     multiple: int = 1
     one_row: bool = False
     rewards: Rewards | None = None
+    reader: AnswerReader | None = None
     # responses, their tokens, truncated ones, documents left out, responses that repeat themselves, seconds, staleness
     # in steps, and sums of `rewards`
     _sums: np.ndarray = field(init=False, default_factory=lambda: np.zeros(7 + len(NO_REWARDS)))
@@ -210,7 +220,7 @@ class OnPolicy:
         judged = [(document, answer.tokens) for (_, document), answer in zip(asked, answers, strict=True)]
         advantages, rewards = ([None] * len(judged), NO_REWARDS) if self.rewards is None else self.rewards.judge(judged)
         new = iter(
-            document.answered(document.prompt, answer.tokens, answer.log_probs if self.log_probs else None, advantage)
+            self._answered(document, answer, advantage)
             for (_, document), answer, advantage in zip(asked, answers, advantages, strict=True)
         )
         made: list[Collated] = []
@@ -230,6 +240,14 @@ class OnPolicy:
             *rewards,
         )  # fmt: skip
         return _StepBatches(made, np.array(figures))
+
+    def _answered(self, document: Document, answer: _Answer, advantage: float | None) -> Document:
+        """Return a document with a generated response in place of its own."""
+        log_probs = answer.log_probs if self.log_probs else None
+        if self.reader is None:
+            return document.answered(document.prompt, answer.tokens, log_probs, advantage)
+        most = document.prompt_length + self._limit(document)
+        return document.reread(self.reader, answer.tokens, most, log_probs)
 
     def read(self, reduce: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> dict[str, float]:
         """Return the metrics of the interval since the last call, over all ranks.

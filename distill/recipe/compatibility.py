@@ -216,7 +216,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         "data.on_policy",
         lambda recipe: recipe.data.own_answers is not None,
-        ("new rows", "prompts", "student's tokens"),
+        ("new rows", "prompts"),
     ),
     Requirement(
         f"loss.terms: {' and '.join(SEPARATE)}",

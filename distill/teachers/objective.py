@@ -238,8 +238,13 @@ class DistillationObjective:
             loss, stats = result
             output = {"loss": loss, "statistics": torch.stack(tuple(stats)).sum(dim=1)}
             if (drawn := loss_inputs.drawn_log_p) is not None:
-                gap = stats[STATISTICS.index("student_label_logprob")].detach() - drawn.flatten()
-                known = (shifted.flatten() != IGNORE_INDEX) & ~gap.isnan()
+                log_p, drawn = stats[STATISTICS.index("student_label_logprob")].detach(), drawn.flatten()
+                learned = shifted.flatten() != IGNORE_INDEX
+                if len(log_p) != len(drawn):  # of aligned spans, each with its label at its first token
+                    rows = learned.nonzero()[:, 0] if valid_rows is None else valid_rows
+                    drawn, learned = drawn[rows], learned[rows]
+                gap = log_p - drawn
+                known = learned & ~gap.isnan()
                 shares: dict[str, torch.Tensor] = {}
                 if valid_rows is not None:
                     sample = valid_rows[:: -(-len(valid_rows) // COMPARED) or 1]

@@ -32,10 +32,12 @@ class ReadingTeacher(WrappingTeacher):
 
     Attributes:
         needed: columns without which a batch cannot be compared: the teacher's ids, and what aligns both readings.
+        only_for_rollouts: columns by which answers of the batch can be replaced, and that nothing else reads.
     """
 
     prefix = PREFIX
     needed: tuple[str, ...]
+    only_for_rollouts: tuple[str, ...] = ()
 
     def __init__(self, teacher: Teacher | nn.Module) -> None:
         super().__init__(LoadedTeacher(teacher) if isinstance(teacher, nn.Module) else teacher)
@@ -56,7 +58,7 @@ class ReadingTeacher(WrappingTeacher):
                 f"batch: expected {', '.join(missing)} too, as {type(self).__name__}.collate gives them; got "
                 f"{sorted(batch)}"
             )
-        own = set(self.needed)
+        own = {*self.needed, *self.only_for_rollouts}
         return {name: value for name, value in batch.items() if name not in own and not name.startswith(PREFIX)}
 
     def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from distill.data.chat import load_template, with_template
 from distill.data.load import Splits, load_data
 from distill.data.sources import RowFault
+from distill.generation.documents import AnswerReader
 from distill.models.load import load_config, load_tokenizer
 from distill.models.vocabulary import compare, extend_student, shared_columns
 from distill.recipe import Data, ModelSection, Recipe
@@ -88,6 +89,10 @@ class Vocabulary:
         self.student_tokenizer = load_tokenizer(student, "student")
         if student.vocabulary != "extend":
             compare(self.tokenizer, self.student_tokenizer).require()
+
+    def answer_reader(self) -> AnswerReader | None:
+        """Return the reader of rollouts by another tokenizer of the teacher's; None where it reads the same ids."""
+        return None
 
     def fit(self, student: Any) -> None:
         """Extend a loaded student by the tokens that only the teacher has, where the recipe says so."""

@@ -73,13 +73,16 @@ class StoredRollouts(TrainerCallback):
 
         Args:
             batch: Collated batch; `drawn_log_p` holds log-probabilities of sampled tokens, NaN elsewhere.
-            statistics: [K, B * S], statistics of each position's next token, in the order of `STATISTICS`.
+            statistics: Statistics in the order of `STATISTICS`: [K, B * S], of each position's next token, or [K, M],
+                of each aligned span.
         """
         if "drawn_log_p" not in batch:
             return
         at = batch["valid_rows"]
-        named = dict(zip(STATISTICS, statistics[:, at].tolist(), strict=False))
         drawn = batch["drawn_log_p"].flatten()[at + 1].tolist()
+        if statistics.shape[1] != len(at):
+            statistics = statistics[:, at]
+        named = dict(zip(STATISTICS, statistics.tolist(), strict=False))
         begin = 0
         for document in documents_of(batch):
             begin, mine = (end := begin + len(document.labels) - document.labels.count(IGNORE_INDEX)), slice(begin, end)

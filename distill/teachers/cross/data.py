@@ -1,8 +1,9 @@
 """Data for two tokenizers: rows that both models can hold, and their batches.
 
 A row holds the student's `input_ids`, `labels`, `position_ids`, the teacher's `teacher_input_ids`,
-`teacher_position_ids`, and `spans`, four numbers each (encode.TokenizedPair). Labels stand at the first token of each
-span, so that the trained tokens of a batch are its spans: what the loss is a mean over.
+`teacher_position_ids`, `spans`, four numbers each, and `answer_starts`, two numbers each (encode.TokenizedPair). Labels
+stand at the first token of each span, so that the trained tokens of a batch are its spans: what the loss is a mean
+over.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from distill.teachers.cross.encode import PairEncoder
 from distill.teachers.cross.vocabularies import readers_of
 from distill.teachers.reading import SecondReading
 
-NAMES = ("input_ids", "labels", "position_ids", "teacher_input_ids", "teacher_position_ids", "spans")
+NAMES = ("input_ids", "labels", "position_ids", "teacher_input_ids", "teacher_position_ids", "spans", "answer_starts")
 
 
 @dataclass
@@ -90,19 +91,29 @@ def load_cross_data(
 
 
 class CrossCollator(SecondReading):
-    """A collator that adds the teacher's reading, and the spans in flat positions, to a plain batch."""
+    """A collator that adds the teacher's reading, and in flat positions `spans` [M, 4] and `answer_starts` [D, 2]."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Collate rows, with the teacher's columns, whose labels are the tokens of spans; `spans` int64 [M, 4]."""
+        """Collate rows, with the teacher's columns, whose labels are the tokens of spans.
+
+        Returns:
+            The student's batch, the teacher's, and in flat positions `spans` int64 [M, 4] and `answer_starts` int64
+            [D, 2], of the documents that are prompts with answers.
+        """
         batch, teacher = self.both(rows)
-        spans = [torch.zeros(0, 4, dtype=torch.int64)]
-        for number, row in enumerate(rows):
-            own = torch.as_tensor(row["spans"], dtype=torch.int64).view(-1, 2, 2)
-            for side, (made, name) in enumerate(((batch, "input_ids"), (teacher, "teacher_input_ids"))):
-                width = made[name].shape[1]
-                own[:, side] += number * width + self.begin(width, len(row[name]))
-            spans.append(own.view(-1, 4))
-        return batch | teacher | {"spans": torch.cat(spans)}
+        widths = batch["input_ids"].shape[1], teacher["teacher_input_ids"].shape[1]
+
+        def flat(column: str, each: int) -> torch.Tensor:
+            """Return a column of places in rows, `each` of them in one of both readings, as places in the batch."""
+            found = [torch.zeros(0, 2 * each, dtype=torch.int64)]
+            for number, row in enumerate(rows):
+                own = torch.as_tensor(row.get(column, ()), dtype=torch.int64).reshape(-1, 2, each).clone()
+                for side, name in enumerate(("input_ids", "teacher_input_ids")):
+                    own[:, side] += number * widths[side] + self.begin(widths[side], len(row[name]))
+                found.append(own.reshape(-1, 2 * each))
+            return torch.cat(found)
+
+        return batch | teacher | {"spans": flat("spans", 2), "answer_starts": flat("answer_starts", 1)}
 
     @staticmethod
     def teacher_row(row: Mapping[str, Any]) -> dict[str, Any]:

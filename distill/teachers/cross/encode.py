@@ -8,7 +8,7 @@ span is trained only where both readings have a token of the same document befor
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -32,19 +32,22 @@ class TokenizedPair(NamedTuple):
     Attributes:
         student: int32 [n], token ids; likewise `teacher` [m].
         spans: int32 [k, 4], first token and the one after the last of the student's, then of the teacher's.
+        answer: int32 [2], first token of the last answer, of the student's and of the teacher's: where a rollout
+            begins; [0] for running text.
         origin: hash of the text.
     """
 
     student: np.ndarray
     teacher: np.ndarray
     spans: np.ndarray
+    answer: np.ndarray
     origin: int
 
     def columns(self) -> dict[str, np.ndarray]:
         """Return the columns of `PairEncoder.columns`, with a label at each span's first token."""
         labels = np.full(len(self.student), IGNORE_INDEX, dtype=np.int32)
         labels[self.spans[:, 0]] = self.student[self.spans[:, 0]]
-        columns = (self.student, labels, self.teacher, self.spans)
+        columns = (self.student, labels, self.teacher, self.spans, self.answer)
         return dict(zip(PairEncoder.columns, columns, strict=True))
 
 
@@ -151,8 +154,12 @@ class PairEncoder(RowEncoder):
     """Encoder of both models' readings; a row of data holds both and `spans`, four numbers each (`TokenizedPair`)."""
 
     columns: Mapping[str, tuple[str, ...]] = {
-        "input_ids": (), "labels": (), "teacher_input_ids": (), "spans": ("input_ids",) * 2 + ("teacher_input_ids",) * 2
-    }  # fmt: skip
+        "input_ids": (),
+        "labels": (),
+        "teacher_input_ids": (),
+        "spans": ("input_ids",) * 2 + ("teacher_input_ids",) * 2,
+        "answer_starts": ("input_ids", "teacher_input_ids"),
+    }
 
     def __init__(
         self, student: Reader, teacher: Reader, format: Format, *, max_length: int,
@@ -165,13 +172,22 @@ class PairEncoder(RowEncoder):
     def settings(self) -> list[object]:
         templates = [side.template and side.template.settings() for side in self.sides]
         tokenizers = [tokenizer_hash(side.tokenizer) for side in self.sides]
-        return ["pairs", tokenizers, templates, asdict(self.format), self.max_length, *self.options]
+        return [
+            "pairs with the starts of answers",
+            tokenizers,
+            templates,
+            asdict(self.format),
+            self.max_length,
+            *self.options,
+        ]
 
     def documents(self, batch: Batch, tally: Tally) -> Iterator[TokenizedPair]:
         for number, row in batch:
             with tally.row(number):
                 sample = self.sample(row, tally)
-                if sample.messages is not None:
+                if self.format.kind == "prompts":
+                    pairs = [self._prompt(sample, tally)]
+                elif sample.messages is not None:
                     pairs = self._chat(sample, tally)
                 elif sample.prompt is not None:
                     pairs = [self._completion(clean(sample.prompt), clean(sample.text or ""), tally)]
@@ -220,8 +236,17 @@ class PairEncoder(RowEncoder):
         ended = any(ids[-1:].tolist() == [side.end] for side, ids in both)
         return before, [[], []] if ended else self.ends
 
-    def _cut(self, ids: list[np.ndarray], runs: list[np.ndarray], origin: int) -> TokenizedPair | None:
-        """Return the pair within `max_length`; `runs` of boundaries, [k, 2] each, with the spans between them."""
+    def _cut(
+        self, ids: list[np.ndarray], runs: list[np.ndarray], origin: int, starts: Sequence[tuple[int, int]] = ()
+    ) -> TokenizedPair | None:
+        """Return the pair within `max_length`; None where it has no span.
+
+        Args:
+            ids: both readings.
+            runs: boundaries, [k, 2] each, with the spans between them.
+            origin: hash of the text.
+            starts: for each run the first token of the answer that it is a part of; none for running text.
+        """
         parts = [np.stack([run[:-1, 0], run[1:, 0], run[:-1, 1], run[1:, 1]], 1) for run in runs]
         spans = np.concatenate(parts) if parts else np.zeros((0, 4), dtype=np.int64)
         learned = (spans[:, 0] > 0) & (spans[:, 2] > 0) & (spans[:, [1, 3]] <= self.max_length).all(1)
@@ -229,19 +254,23 @@ class PairEncoder(RowEncoder):
         if not learned.any():
             return None
         student, teacher = (own[: self.max_length] for own in ids)
-        return TokenizedPair(student, teacher, spans[learned].astype(np.int32), origin)
+        begun = [start for start in starts if start[0] <= spans[learned][-1, 0]]
+        answer = np.array(begun[-1:], dtype=np.int32).reshape(-1)
+        return TokenizedPair(student, teacher, spans[learned].astype(np.int32), answer, origin)
 
     def _completion(self, prompt: str, completion: str, tally: Tally) -> TokenizedPair:
         """Return the pair of a prompt, masked from the loss, and its completion."""
         text = prompt + completion
         (ids_s, ends_s), (ids_t, ends_t) = (side.read(text) for side in self.sides)
         start, stop = len(prompt.encode()), len(text.encode())
-        run = _run(ends_s, ends_t, start, start, stop - start)
+        run = boundaries_of(ends_s, ends_t, start, start, stop - start)
         before, after = self._around(ids_s, ids_t)
         if after[0]:
             run = np.concatenate([run, run[-1:] + 1])
         ids = [_joined(before[0], ids_s, after[0]), _joined(before[1], ids_t, after[1])]
-        return self._partly(ids, [run + [len(own) for own in before]], text, tally)
+        first, other = _answer_start(ends_s, ends_t, start, start)
+        starts = [(first + len(before[0]), other + len(before[1]))]
+        return self._partly(ids, [run + [len(own) for own in before]], text, tally, starts)
 
     def _chat(self, sample: Sample, tally: Tally) -> list[TokenizedPair]:
         """Return the pairs of a chat by both templates; one example per turn where one of them needs that."""
@@ -271,13 +300,16 @@ class PairEncoder(RowEncoder):
         if len(parts) != len(other_parts):
             raise RowFault("the two chat templates mark different turns", f"{len(parts)} and {len(other_parts)}")
         (ids_s, ends_s), (ids_t, ends_t) = self.sides[0].read(text), self.sides[1].read(other_text)
-        runs = []
-        for own, other in zip(parts, other_parts, strict=True):
+        runs, begins = [], []
+        turns = zip(example.spans, other_example.spans, strict=True)
+        for own, other, ((start, _), (other_start, _)) in zip(parts, other_parts, turns, strict=True):
+            bytes_before = len(text[:start].encode()), len(other_text[:other_start].encode())
+            begins.append(_answer_start(ends_s, ends_t, *bytes_before))
             answer = text[own.start : own.stop]
             if answer != other_text[other.start : other.stop]:
                 raise RowFault("the two chat templates write what the assistant says differently", repr(answer[:80]))
             starts = len(text[: own.start].encode()), len(other_text[: other.start].encode())
-            run = _run(ends_s, ends_t, *starts, len(answer.encode()))
+            run = boundaries_of(ends_s, ends_t, *starts, len(answer.encode()))
             to_its_end = len(run) and ends_s[run[-1, 0] - 1] == starts[0] + len(answer.encode())
             if to_its_end and all(
                 side.closes(part, ids, at)
@@ -285,21 +317,57 @@ class PairEncoder(RowEncoder):
             ):
                 run = np.concatenate([run, run[-1:] + 1])
             runs.append(run)
-        return self._partly([ids_s, ids_t], runs, text, tally)
+        return self._partly([ids_s, ids_t], runs, text, tally, begins)
 
-    def _partly(self, ids: list[np.ndarray], runs: list[np.ndarray], text: str, tally: Tally) -> TokenizedPair:
-        pair = self._cut(ids, runs, hash_of(text))
+    def _prompt(self, sample: Sample, tally: Tally) -> TokenizedPair:
+        """Return the pair of a prompt and, in place of the answer, the token that ends a text."""
+        made = []
+        for side in self.sides:
+            if sample.messages is not None:
+                assert side.template is not None
+                text, before = side.template.prompt(sample.messages, sample.tools), list[int]()
+            else:
+                text, before = sample.prompt or "", side.beginning
+            ids, _ = side.read(clean(text))
+            made.append(_joined([] if ids[:1].tolist() == before else before, ids))
+        starts = np.array([[len(ids) for ids in made]])
+        both = [_joined(ids, ends) for ids, ends in zip(made, self.ends, strict=True)]
+        if not self.ends[0]:
+            raise ValueError("data.format: prompts need tokenizers with an end-of-text token")
+        run = np.concatenate([starts, starts + 1])
+        return self._partly(both, [run], sample.prompt or str(sample.messages), tally, [tuple(starts[0].tolist())])
+
+    def _partly(
+        self, ids: list[np.ndarray], runs: list[np.ndarray], text: str, tally: Tally, starts: Sequence[tuple[int, int]]
+    ) -> TokenizedPair:
+        pair = self._cut(ids, runs, hash_of(text), starts)
         if pair is None:
             raise RowFault("nothing to compare", "no aligned span of the answer lies within data.max_length")
         tally.truncated += any(len(own) > self.max_length for own in ids)
         return pair
 
 
+def tokens_before(ends: np.ndarray, start: int) -> int:
+    """Return how many tokens end at byte `start` of a text or before it; `ends` int64 [n], in bytes, ascending."""
+    return int(np.searchsorted(ends, start, side="right"))
+
+
+def _answer_start(ends_s: np.ndarray, ends_t: np.ndarray, start_s: int, start_t: int) -> tuple[int, int]:
+    """Return the index of an answer's first token in both readings, from where the tokens end and the answer starts.
+
+    A token may reach over the start. The student's then belongs to its prompt, as in data of one tokenizer; the
+    teacher's to the answer, which it reads anew.
+    """
+    first = tokens_before(ends_s, start_s)
+    reaches_over = first < len(ends_s) and start_s > (ends_s[first - 1] if first else 0)
+    return first + int(reaches_over), tokens_before(ends_t, start_t)
+
+
 def _joined(*parts: np.ndarray | list[int]) -> np.ndarray:
     return np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])
 
 
-def _run(ends_s: np.ndarray, ends_t: np.ndarray, start_s: int, start_t: int, length: int) -> np.ndarray:
+def boundaries_of(ends_s: np.ndarray, ends_t: np.ndarray, start_s: int, start_t: int, length: int) -> np.ndarray:
     """Return token counts up to each common boundary of a part of two texts, [k, 2], from `start_s`, `start_t` on."""
     places = ((ends_s, start_s), (ends_t, start_t))
     own, others = (ends[(ends >= start) & (ends <= start + length)] - start for ends, start in places)

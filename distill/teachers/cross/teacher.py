@@ -32,6 +32,7 @@ from distill.teachers.base import (
     VocabularyAlignment,
 )
 from distill.teachers.cross.alignment import Shared
+from distill.teachers.cross.answers import TeacherReader
 from distill.teachers.cross.data import CrossCollator, load_cross_data
 from distill.teachers.cross.encode import Reader
 from distill.teachers.cross.loss import CHUNK_SHARE, ELEMENT_BYTES, CrossTokenizerLoss, Spans, SpanTargets
@@ -96,6 +97,7 @@ class CrossTeacher(ReadingTeacher):
 
     reading = "retokenised"
     needed = ("teacher_input_ids", "spans")
+    only_for_rollouts = ("answer_starts",)
 
     def __init__(self, teacher: Teacher | nn.Module, shared: Shared) -> None:
         super().__init__(teacher)
@@ -103,7 +105,7 @@ class CrossTeacher(ReadingTeacher):
             raise ValueError(
                 "student.vocabulary: cross compares whole distributions; expected hidden states, got top k"
             )
-        self.supports_new_rows, self.hidden, self.shared = False, self.inner.format, shared
+        self.hidden, self.shared = self.inner.format, shared
         self.format = self.spans = SpansFormat(self.hidden, shared)
 
     def collate(self, plain: Collate) -> Collate:
@@ -199,6 +201,10 @@ class CrossVocabulary(Vocabulary):
     def prepare(self) -> None:
         """Check that both tokenizers' tokens are bytes; ValueError otherwise."""
         _ = self.readers
+
+    def answer_reader(self) -> TeacherReader:
+        """Return the reader of rollouts by the teacher's tokenizer."""
+        return TeacherReader(*self.readers)
 
     def fit(self, student: Any) -> None:
         """Leave the student's tokens as they are."""
