@@ -34,6 +34,7 @@ from distill.teachers.mixture import MixtureTeacher
 from distill.teachers.registry import source_of
 
 CROSS = "student: {model: pieces, vocabulary: cross, lora: {r: 2, head: true}}\n" + TWO_TERMS + TEXT
+CROSS_OWN = "student: {model: pieces, vocabulary: cross, lora: {r: 2, head: true}}\n" + REVERSE + PAIRS % ("", ROLLOUTS)
 TOLD = STUDENT + TWO_TERMS + PAIRS % ("", "")
 OWN = STUDENT + REVERSE + PAIRS % ("", ROLLOUTS)
 ROUTED = STUDENT + TWO_TERMS + PAIRS % (", teacher: domain", "")
@@ -42,6 +43,7 @@ BASES = {
     "context": f"teacher: {{model: teacher, {INFORMED}}}\n{TOLD}",
     "context, on-policy": f"teacher: {{model: teacher, {INFORMED}}}\n{OWN}",
     "retokenised": f"teacher: {{model: merged}}\n{CROSS}",
+    "retokenised, on-policy": f"teacher: {{model: merged}}\n{CROSS_OWN}",
     "routed": f"teachers: [{{model: other, {INFORMED}, route: even}}, {{model: teacher, route: odd}}]\n{ROUTED}",
     "mixture": f"teachers: [{{model: teacher, weight: 3}}, {{model: other}}]\n{MIXED}",
 }
@@ -53,6 +55,7 @@ COMPOSITIONS = {
     "served and filled, context": ("context", f"teacher: {{{SERVED}, keep: kept, {INFORMED}}}\n{TOLD}"),
     "served, context, on-policy": ("context, on-policy", f"teacher: {{{SERVED}, {INFORMED}}}\n{OWN}"),
     "served, retokenised": ("retokenised", f"teacher: {{{MERGED}}}\n{CROSS}"),
+    "served, retokenised, on-policy": ("retokenised, on-policy", f"teacher: {{{MERGED}}}\n{CROSS_OWN}"),
     "filled, retokenised": ("retokenised", f"teacher: {{model: merged, keep: kept}}\n{CROSS}"),
     "served and filled, retokenised": ("retokenised", f"teacher: {{{MERGED}, keep: kept}}\n{CROSS}"),
     "routed: filled with a context, served and filled": (
@@ -162,7 +165,7 @@ DOCTORED = {
     "served top k, context": f"teacher: {{{SERVED}, top_k: 8, {INFORMED}}}\n{STUDENT}{REVERSE}{PAIRS % ('', '')}",
     **{name: text for name, (_, text) in COMPOSITIONS.items() if "mixture" not in name},
 }
-IN_PLAIN = ("served top k, context", "served, retokenised")
+IN_PLAIN = ("served top k, context", "served, retokenised", "served, retokenised, on-policy")
 
 
 @pytest.mark.parametrize(

@@ -158,8 +158,8 @@ def figures(place):
         return figures_of(Golden(BASE), None)
 
 
-@pytest.mark.parametrize("more", ["", ", ahead: 1", ", samples: 2"])
-def test_a_served_teacher_changes_no_bit(more, place, addressed, figures):
+@pytest.mark.parametrize("more", [", ahead: 1", ", samples: 2"])
+def test_a_served_teacher_changes_no_bit(more, place, addressed):
     def recipe(teacher):
         return f"teacher: {{{teacher}}}\n" + STUDENT + REVERSE + PAIRS % ("", ON_POLICY.replace("}", more + "}"))
 
@@ -167,8 +167,6 @@ def test_a_served_teacher_changes_no_bit(more, place, addressed, figures):
         own = figures_of(Golden(recipe("model: merged")), None)
     with alone(place):
         assert figures_of(Golden(addressed(recipe("type: server, url: '{merged}'"))), None) == own
-    if not more:
-        assert own == figures
 
 
 def test_the_student_learns_from_its_own_answers(figures):

@@ -19,6 +19,7 @@ from distill.doctor.reference import Reference
 from distill.doctor.references import reference_of
 from distill.doctor.rollouts import StudentRollouts
 from distill.doctor.rows import Row, Rows
+from distill.generation.documents import AnswerReader
 from distill.models.packed import keeps_apart
 from distill.recipe.loss import Loss
 from distill.teachers.base import Teacher
@@ -54,6 +55,7 @@ class CheckSetup:
             data are random tokens.
         small: Function that makes truncated copies (student, teacher) for training runs; None copies the models.
         rollouts: Rollout settings, where the recipe trains on-policy; then `rows` are rollouts.
+        reader: Reader of rollouts by the teacher's tokenizer, where that is another one than the student's.
         prompts: Prompts of these rollouts, in the order of the rows' documents.
         last_tokens: Last trained token of each complete response in the data.
         packs: Whether the recipe packs several documents into a row (`data.packing`).
@@ -72,6 +74,7 @@ class CheckSetup:
     tokenizers: Sequence[Any] | None = None
     small: Callable[[], tuple[nn.Module, Teacher]] | None = None
     rollouts: StudentRollouts | None = None
+    reader: AnswerReader | None = None
     prompts: list[list[int]] | None = None
     last_tokens: Sequence[int] = ()
     packs: bool = True

@@ -61,6 +61,8 @@ def rollouts_end(subject: CheckSetup) -> CheckResult:
     open_ended, documents = 0, [part for row in subject.rows for part in subject.form.documents(row)]
     for document in documents:
         learned = [label for label in document["labels"] if label != IGNORE_INDEX]
+        if starts := document.get("answer_starts"):  # labels at the begins of spans alone
+            learned = document["input_ids"][starts[-2] :]
         longest = max(len(document[name]) for name in ("input_ids", "teacher_input_ids") if name in document)
         cut = len(learned) == rollouts.max_new_tokens or longest == rollouts.max_length
         open_ended += not (cut or (learned[-1:] and learned[-1] in rollouts.ends))

@@ -219,7 +219,7 @@ def _trainer(
         vocab_size=subject.vocab_size,
         train_dataset=rows,
     )
-    if subject.rollouts is not None:
+    if subject.rollouts is not None and "spans" not in subject.rows[0]:  # their rows hold rollouts already
         trainer.on_policy = subject.rollouts.by(subject.student)
     trainer.remove_callback(PrinterCallback)
     return trainer

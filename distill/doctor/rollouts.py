@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -12,12 +12,13 @@ from distill.core.eval_mode import eval_mode
 from distill.data.chat import load_template
 from distill.data.collator import Collator
 from distill.generation.decode_loop import EngineSettings
-from distill.generation.documents import documents_of
+from distill.generation.documents import AnswerReader, documents_of
 from distill.generation.engines import engine_for, settings_for
 from distill.generation.on_policy import OnPolicy
 from distill.generation.sampling import Sampling, sampling_of
 from distill.recipe import Recipe
 from distill.teachers.context.data import ContextCollator
+from distill.teachers.cross.data import CrossCollator
 from distill.teachers.routed.data import RoutedCollator
 
 MOST_NEW_TOKENS = 16
@@ -50,8 +51,8 @@ class StudentRollouts:
         """Return the settings of a recipe's `data.on_policy`, with short responses and without stop strings.
 
         One response per prompt, and at least half of the documents. vLLM is replaced by our engine: starting it for
-        truncated
-        copies is not worth its time, and rollouts are checked, not the engine.
+        truncated copies
+        is not worth its time, and rollouts are checked, not the engine.
         """
         section = recipe.data.on_policy
         assert section is not None
@@ -86,22 +87,34 @@ class StudentRollouts:
             log_probs=log_probs,
         )
 
-    def answered(self, student: nn.Module, rows: Sequence[Any], at_once: int) -> list[dict[str, list[int]]]:
+    def answered(
+        self, student: nn.Module, rows: Sequence[Any], at_once: int, reader: AnswerReader | None = None
+    ) -> list[dict[str, list[int]]]:
         """Return rows of one document each with the student's response, `at_once` rows per micro-batch.
 
         Responses depend on weights, seed and document, not on `at_once`.
+
+        Args:
+            student: Generates the responses.
+            rows: Rows of one document each.
+            at_once: Rows per micro-batch.
+            reader: Reads responses by the teacher's tokenizer, where that is another one.
         """
-        collate: Any = Collator(self.pad)
-        for name, collator in (("route", RoutedCollator), ("teacher_input_ids", ContextCollator)):
-            if name in rows[0]:
-                collate = collator(collate, self.pad)
-                break
+        collate = _collator_of(rows[0], self.pad)
         batches = [collate(rows[start : start + at_once]) for start in range(0, len(rows), at_once)]
         with eval_mode(student):
-            batches = self.by(student, fraction=1.0).replace(batches, 0, lambda rows: {"rows": rows})
+            own = replace(self.by(student, fraction=1.0), reader=reader)
+            batches = own.replace(batches, 0, lambda rows: {"rows": rows})
         return [row for batch in batches for row in batch["rows"]]
 
 
 def prompts_of(rows: Sequence[Any]) -> list[list[int]]:
     """Return the prompt of each document's last response."""
-    return [document.prompt for document in documents_of(Collator(0)(rows))]
+    return [document.prompt for document in documents_of(_collator_of(rows[0], 0)(rows))]
+
+
+def _collator_of(row: Any, pad: int) -> Any:
+    """Return the collator of rows like this one."""
+    plain: Any = Collator(pad)
+    kinds = (("route", RoutedCollator), ("spans", CrossCollator), ("teacher_input_ids", ContextCollator))
+    return next((kind(plain, pad) for name, kind in kinds if name in row), plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -89,25 +90,32 @@ class RoutedRows(Rows):
 
 
 class SpanRows(Rows):
-    """Rows that hold each text in two tokenisations, and their `spans` (`distill.teachers.cross.data`)."""
+    """Rows that hold each text in two tokenisations, their `spans` and where answers start (`teachers.cross.data`)."""
+
+    # which tokenisation each number is an index into
+    POINTERS: ClassVar = {"spans": (0, 0, 1, 1), "answer_starts": (0, 1)}
 
     @staticmethod
     def documents(row: Row) -> list[Document]:
         """Split where the positions of both tokenisations restart, with the spans inside of each."""
-        spans, documents = _spans(row), []
+        documents = []
         for (a, b), (c, d) in zip(bounds(row["position_ids"]), bounds(row["teacher_position_ids"]), strict=True):
-            inside = spans[(spans[:, 0] >= a) & (spans[:, 1] <= b)] - np.array([a, a, c, c])
             document = {name: list(row[name][a:b]) for name in OWN} | {name: list(row[name][c:d]) for name in OTHERS}
-            documents.append(document | {"spans": inside.ravel().tolist()})
+            for name, sides in SpanRows.POINTERS.items():
+                places = _pointers(row, name)
+                inside = places[(places[:, 0] >= a) & (places[:, 0] < b)] - np.array([a, c])[list(sides)]
+                document[name] = inside.ravel().tolist()
+            documents.append(document)
         return documents
 
     @staticmethod
     def joined(parts: Sequence[Row]) -> Document:
         """Join rows and shift their spans."""
-        row: Document = {name: [] for name in (*OWN, *OTHERS, "spans")}
+        row: Document = {name: [] for name in (*OWN, *OTHERS, *SpanRows.POINTERS)}
         for part in parts:
-            at, teacher_at = len(row["input_ids"]), len(row["teacher_input_ids"])
-            row["spans"] += (_spans(part) + np.array([at, at, teacher_at, teacher_at])).ravel().tolist()
+            begins = np.array([len(row["input_ids"]), len(row["teacher_input_ids"])])
+            for name, sides in SpanRows.POINTERS.items():
+                row[name] += (_pointers(part, name) + begins[list(sides)]).ravel().tolist()
             for name in (*OWN, *OTHERS):
                 row[name] += list(part[name])
         return row
@@ -115,13 +123,14 @@ class SpanRows(Rows):
     @staticmethod
     def shortened(document: Row, tokens: int) -> Document | None:
         """Cut after the last span that ends before the limit."""
-        spans = _spans(document)
+        spans, starts = _pointers(document, "spans"), _pointers(document, "answer_starts")
         if len(spans) == 0:
             return None
         spans = spans[spans[:, 1] <= max(cut_at(int(spans[0, 0]), tokens), int(spans[0, 1]))]
+        starts = starts[starts[:, 0] <= spans[-1, 0]]
         own = {name: list(document[name][: spans[-1, 1]]) for name in OWN}
         others = {name: list(document[name][: spans[-1, 3]]) for name in OTHERS}
-        return own | others | {"spans": spans.ravel().tolist()}
+        return own | others | {"spans": spans.ravel().tolist(), "answer_starts": starts.ravel().tolist()}
 
 
 def some_rows(rows: Iterable[Row], form: type[Rows], *, whole: bool, count: int, tokens: int) -> list[Row]:
@@ -205,8 +214,9 @@ def cut_at(first: int, tokens: int) -> int:
     return max(tokens // 2, min(first + tokens // 4, 8 * tokens))
 
 
-def _spans(row: Row) -> np.ndarray:
-    return np.asarray(row["spans"], dtype=np.int64).reshape(-1, 4)
+def _pointers(row: Row, name: str) -> np.ndarray:
+    """Return a column of indices into both tokenisations, int64 [n, 4] or [n, 2]."""
+    return np.asarray(row.get(name, ()), dtype=np.int64).reshape(-1, len(SpanRows.POINTERS[name]))
 
 
 def _key(row: Row) -> tuple[tuple[int, ...], ...]:
