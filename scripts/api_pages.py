@@ -271,7 +271,7 @@ def _names(title: str, file: str) -> str:
 
 def _target(name: str) -> str:
     """The path by which mkdocstrings finds a name."""
-    return f"{distill._HERE.get(name, 'distill_kernels')}.{name}"
+    return f"{'distill' if name in distill.__all__ else 'distill_kernels'}.{name}"
 
 
 def _figure(entry: Entry, rows: list[dict[str, Any]]) -> str:

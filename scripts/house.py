@@ -13,6 +13,7 @@ import argparse
 import ast
 import functools
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,15 @@ BRANCH = re.compile(r"\b(if|elif|while|and|or|not|isinstance|getattr|for)\b|==|!
 TEXT = re.compile(r"""f?"[^"]{12,}"|f?"[^"]*$""")
 PASSED = re.compile(r"\w+=[\w.]*teacher_sharded\b")
 HOME = ("distill/teachers/", "distill/recipe/")
+# module that is imported, package whose modules are counted, most of them
+LOADED = (
+    ("distill", "distill", 1),
+    ("distill.cli", "distill", 48),
+    ("distill.models.head", "distill", 30),
+    ("distill.run", "distill", 222),
+    ("distill_kernels", "distill_kernels", 2),
+    ("distill_kernels.losses.fused", "distill_kernels", 25),
+)
 
 
 class InternalImport(NamedTuple):
@@ -194,6 +204,15 @@ def branches_on_kind(line: str) -> bool:
     return bool(KIND.search(code) and BRANCH.search(code))
 
 
+def loaded_modules(statement: str, package: str, root: Path = ROOT) -> list[str]:
+    """Return the modules of `package` that a fresh interpreter has loaded after a statement, sorted."""
+    code = f"{statement}\nimport sys\nprint(*sorted(sys.modules), sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{statement}: {done.stderr.strip().splitlines()[-1]}")
+    return [name for name in done.stdout.splitlines() if name.partition(".")[0] == package]
+
+
 def code_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield number and text of a file's lines that are neither comment nor docstring."""
     text = path.read_text(encoding="utf-8")
@@ -305,6 +324,9 @@ def print_structure() -> None:
     print(f"{'branches on the kind of teacher outside':<44}{len(asked):>6}")
     for place, line in asked:
         print(f"    {place:<44}{line}")
+    for module, package, most in LOADED:
+        loaded = len(loaded_modules(f"import {module}", package))
+        print(f"files of {package} that {module} loads: {loaded}, at most {most}")
     print(f"{'pairs of settings refused by hand':<44}{pairs_refused_by_hand():>6}")
     for name, count in sorted(protocol_members().items(), key=lambda item: -item[1])[:8]:
         print(f"members of {name:<33}{count:>6}")

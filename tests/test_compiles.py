@@ -75,8 +75,9 @@ for objective in (plain, everything):
     ),
     "linear layer of tiles": (
         """
-for tile in ours.matmul.tiled.TILES:
-    ours.matmul.tiled._launch(x.detach(), w.detach(), w[:, 0].detach(), tile)
+from distill_kernels.primitives import tiled
+for tile in tiled.TILES:
+    tiled._launch(x.detach(), w.detach(), w[:, 0].detach(), tile)
 """,
         {"_tiled_kernel"},
     ),

@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from distill_kernels.attention import decode
-from distill_kernels.attention.decode import (
+from distill_kernels.attention.flash import flash_attention
+from distill_kernels.attention.operands import Masking
+from distill_kernels.launch import DeviceFacts
+from distill_kernels.primitives import decode
+from distill_kernels.primitives.decode import (
     DecodeConfig,
     choose_decode_config,
     chunk_count,
     decode_attention,
     reference_decode_attention,
 )
-from distill_kernels.attention.flash import flash_attention
-from distill_kernels.attention.operands import Masking
-from distill_kernels.launch import DeviceFacts
 from grids import pairwise
 from helpers import assert_as_good_as_torch, relative_error
 

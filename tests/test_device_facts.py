@@ -6,7 +6,7 @@ import pytest
 import torch
 from distill_kernels import flash_attention, launch
 from distill_kernels.launch import FAMILIES, INTERPRETER, OLDER, UNKNOWN, DeviceFacts, family_of
-from distill_kernels.matmul.tiled import TILES, choose_tile
+from distill_kernels.primitives.tiled import TILES, choose_tile
 
 
 @pytest.fixture

@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from distill_kernels import launch
 from distill_kernels.launch import DeviceFacts
 from distill_kernels.layers.glu import reference_glu
-from distill_kernels.matmul import gated, tiled
+from distill_kernels.matmul import gated
 from distill_kernels.matmul.gated import choose_gated_tile, gated_linear, interleave_rows, joined_weight
-from distill_kernels.matmul.tiled import DEPTH, Tile
+from distill_kernels.primitives import tiled
+from distill_kernels.primitives.tiled import DEPTH, Tile
 from grids import pairwise
 from helpers import assert_as_good_as_torch
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from distill_kernels.attention.kv_cache import KVCache, write_newest
 from distill_kernels.attention.operands import Masking
 from distill_kernels.attention.reference import reference_attention
+from distill_kernels.primitives.kv_cache import KVCache, write_newest
 from helpers import relative_error
 from tiny import tiny_model, tiny_tokenizer
 

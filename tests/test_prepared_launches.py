@@ -6,10 +6,11 @@ import random
 
 import pytest
 import torch
-from distill_kernels.attention import decode, flash, flash_backward
+from distill_kernels.attention import flash, flash_backward
 from distill_kernels.attention.flash import flash_attention
 from distill_kernels.attention.operands import tiles_of
 from distill_kernels.launch import FAMILIES, CachedLauncher, DeviceFacts, interpreted
+from distill_kernels.primitives import decode
 
 KERNELS = {
     flash: ["_forward_kernel"],

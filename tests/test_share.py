@@ -57,7 +57,7 @@ def test_a_student_answers_beside_its_teacher(folder, capsys):
 
 @pytest.mark.full
 def test_triton_alone_answers_the_same_tokens(folder, capsys, kernel_device, monkeypatch):
-    from distill_kernels.matmul import split_k
+    from distill_kernels.primitives import split_k
 
     from distill.evaluation import targets
 

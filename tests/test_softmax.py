@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from distill_kernels.layers import softmax as module
-from distill_kernels.layers.softmax import Plan, plan, reference_softmax, softmax
+from distill_kernels.primitives import row_softmax as module
+from distill_kernels.primitives.row_softmax import Plan, plan, reference_softmax, softmax
 from helpers import realistic_logits
 from layer_checks import DTYPES, check_compiles, check_layer, draw
 

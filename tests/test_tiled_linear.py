@@ -4,8 +4,8 @@ import pytest
 import torch
 from distill_kernels import launch, triton_linear
 from distill_kernels.launch import DeviceFacts
-from distill_kernels.matmul import tiled
-from distill_kernels.matmul.tiled import TILES, Tile, choose_tile
+from distill_kernels.primitives import tiled
+from distill_kernels.primitives.tiled import TILES, Tile, choose_tile
 from grids import pairwise
 from test_split_k import check, draw
 

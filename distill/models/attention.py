@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from distill_kernels.attention.decode import decode_attention
 from distill_kernels.attention.flash import flash_attention
 from distill_kernels.attention.ranges import cu_seqlens_from_position_ids
 from distill_kernels.launch import runs_on_triton
+from distill_kernels.primitives.decode import decode_attention
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 
 import torch
-from distill_kernels.attention.kv_cache import KVCache
+from distill_kernels.primitives.kv_cache import KVCache
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
-from distill_kernels.attention.decode import decode_attention, reference_decode_attention
 from distill_kernels.attention.operands import Masking
+from distill_kernels.primitives.decode import decode_attention, reference_decode_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from scripts.bench.harness import Row, copy_bandwidth, graphed, host_microseconds, time_in_turn

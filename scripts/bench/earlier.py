@@ -19,10 +19,10 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from distill_kernels.attention.decode import decode_attention, reference_decode_attention
 from distill_kernels.attention.flash import flash_attention
 from distill_kernels.attention.operands import Masking
 from distill_kernels.attention.reference import reference_attention
+from distill_kernels.primitives.decode import decode_attention, reference_decode_attention
 
 from scripts.bench import adamw, attention, decode, layers
 from scripts.bench.harness import Row, copy_bandwidth, graphed, host_microseconds, time_in_turn

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 from distill_kernels.layers.glu import swiglu
 from distill_kernels.matmul import gated
-from distill_kernels.matmul.tiled import Tile
+from distill_kernels.primitives.tiled import Tile
 from torch.nn import functional as F
 
 from distill.commands.bench import total_joules

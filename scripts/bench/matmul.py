@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from distill_kernels.matmul import split_k
 from distill_kernels.matmul.fp8 import Fp8Linear, quantize_rows
+from distill_kernels.primitives import split_k
 
 from scripts.bench.harness import Row, copy_bandwidth, graphed, host_microseconds, time_in_turn
 

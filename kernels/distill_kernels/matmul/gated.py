@@ -23,8 +23,8 @@ import torch
 from distill_kernels.kernel_op import KernelOp, check_no_gradients, check_tensors
 from distill_kernels.launch import DeviceFacts, device_facts, runs_on_triton
 from distill_kernels.layers.glu import Activation, check_activation, reference_glu
-from distill_kernels.matmul.split_k import check_linear, reference_split_k_linear
-from distill_kernels.matmul.tiled import Tile, launch_tiles, steps_in_flight
+from distill_kernels.primitives.split_k import check_linear, reference_split_k_linear
+from distill_kernels.primitives.tiled import Tile, launch_tiles, steps_in_flight
 
 
 class MinSize(NamedTuple):

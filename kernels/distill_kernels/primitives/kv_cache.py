@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from distill_kernels.attention.decode import decode_attention
 from distill_kernels.kernel_op import check_tensors
 from distill_kernels.launch import next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.operands import contiguous_rows
+from distill_kernels.primitives.decode import decode_attention
 
 
 class KVCache:

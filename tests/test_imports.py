@@ -1,0 +1,66 @@
+"""Imports: how many of our files each entry point loads, and public names that are found when first used."""
+
+import ast
+import importlib
+import pickle
+from pathlib import Path
+
+import pytest
+
+from scripts import house
+
+ROOT = Path(__file__).resolve().parents[1]
+LAZY = {
+    "distill": ROOT / "distill" / "__init__.py",
+    "distill_kernels": ROOT / "kernels" / "distill_kernels" / "__init__.py",
+    "distill_kernels.primitives": ROOT / "kernels" / "distill_kernels" / "primitives" / "__init__.py",
+}
+
+
+@pytest.mark.parametrize("module, package, most", house.LOADED)
+def test_entry_points_load_few_files(module, package, most):
+    loaded = house.loaded_modules(f"import {module}", package)
+    assert module in loaded or not module.startswith(f"{package}.")
+    assert len(loaded) <= most, "\n".join(loaded)
+
+
+def test_the_default_import_of_the_kernels_loads_no_primitive():
+    from_losses = house.loaded_modules(
+        "from distill_kernels import FusedKLLoss, FusedAdamW, rms_norm", "distill_kernels"
+    )
+    assert "distill_kernels.losses.modules" in from_losses
+    assert not [name for name in from_losses if name.startswith("distill_kernels.primitives")]
+    from_primitive = house.loaded_modules("from distill_kernels.primitives import softmax", "distill_kernels")
+    assert [name for name in from_primitive if "primitives." in name] == ["distill_kernels.primitives.row_softmax"]
+
+
+@pytest.mark.parametrize("package", LAZY)
+def test_lazy_names_are_those_that_type_checkers_see(package):
+    """Names in `__all__`, imports under TYPE_CHECKING and the table that is read at run time agree."""
+    module = importlib.import_module(package)
+    seen = {"__version__"} if package == "distill" else set()
+    for block in ast.parse(LAZY[package].read_text()).body:
+        if isinstance(block, ast.If):
+            for node in block.body:
+                assert isinstance(node, ast.ImportFrom)
+                names = {alias.name for alias in node.names}
+                for name in names - {"*"}:
+                    assert getattr(module, name) is getattr(importlib.import_module(node.module), name)
+                seen |= names - {"*"}
+    assert seen == set(module.__all__)
+    assert set(module.__all__) <= set(dir(module))
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'softmaxx'"):
+        module.softmaxx  # noqa: B018
+
+
+def test_names_of_the_kernels_pickle_and_are_the_same_everywhere():
+    import distill_kernels
+    from distill_kernels import primitives
+
+    import distill
+
+    for name in distill_kernels.__all__:
+        found = getattr(distill_kernels, name)
+        assert getattr(distill, name) is found
+        assert pickle.loads(pickle.dumps(found)) is found
+    assert all(getattr(primitives, name) is getattr(distill_kernels, name) for name in primitives.__all__)
