@@ -13,7 +13,7 @@ from test_golden_runs import COMMON, PAIRS, Golden, alone, figures_of, hash_of
 from test_golden_runs import place as place
 from test_golden_runs import url as url
 from tiny import CHAT_TEMPLATE, save_tiny, tiny_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from two_tokenizers import WORDS
 
@@ -22,6 +22,7 @@ from distill.recipe import parse
 from distill.run import run
 from distill.teachers.cross.answers import TeacherReader
 from distill.teachers.cross.data import CrossCollator
+from distill.teachers.cross.encode import Reader
 from distill.training.progress import read_metrics
 
 SIDES = [("bytes", "merged"), ("merged", "bytes"), ("pieces", "bytes"), ("bytes", "pieces"), ("plain pieces", "pieces")]
@@ -143,6 +144,27 @@ def test_what_the_teacher_has_no_room_for_is_not_compared():
     cut = own.reread(reader, answer, own.starts[1] + 5)
     assert 0 < len(cut.spans) < len(whole.spans) and len(cut.teacher_ids) <= own.starts[1] + 5
     assert list(cut.spans) == list(whole.spans)[: len(cut.spans)] and cut.ids == whole.ids
+
+
+def test_an_answer_is_compared_up_to_a_character_that_the_teacher_s_tokenizer_changes():
+    own, sides = chat_document((CHAT_TEMPLATE, CLOSED))
+    changing = with_normalizer(sides[1].tokenizer, normalizers.Replace("q", "k"))
+    reader = TeacherReader(sides[0], Reader(changing, sides[1].template, "teacher.model"))
+    end = sides[0].closing()
+    whole, cut = (
+        own.reread(reader, [*sides[0].tokenizer(text, add_special_tokens=False)["input_ids"], end], 400)
+        for text in ("The teacher is kuite small.", "The teacher is quite small.")
+    )
+    assert said(sides[0], [whole.ids[a] for a, *_ in whole.spans[-1:]]) == said(sides[0], [end])
+    assert said(sides[0], cut.ids[cut.spans[0][0] : cut.spans[-1][1]]) == b"The teacher is "
+    assert said(sides[1], cut.teacher_ids[cut.spans[0][2] :]) == b"The teacher is "
+
+
+def with_normalizer(tokenizer, normalizer):
+    """Return the tokenizer with a normalizer."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.normalizer = normalizer
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>")
 
 
 ON_POLICY = ", on_policy: {fraction: 1.0, max_new_tokens: 12}"

@@ -101,19 +101,28 @@ def token_ends(ids: Iterable[int], spelled: list[bytes | None], text: bytes) -> 
     """
     tokens = [spelled[number] for number in ids]
     whole = [token for token in tokens if token is not None]
-    if len(whole) < len(tokens):
-        return None
-    if b"".join(whole) == text:
+    if len(whole) == len(tokens) and b"".join(whole) == text:
         return np.cumsum([len(token) for token in whole], dtype=np.int64)
-    ends, position = [], 0
-    for token in whole:
+    ends = matching_ends(tokens, text)
+    return ends if len(ends) == len(tokens) and (ends[-1] if len(ends) else 0) == len(text) else None
+
+
+def matching_ends(tokens: Iterable[bytes | None], text: bytes) -> np.ndarray:
+    """Return where each of the first tokens ends in `text`, int64 [k], in bytes, up to one that does not continue it.
+
+    Spaces as in `token_ends`.
+    """
+    ends, position = list[int](), 0
+    for token in tokens:
+        if token is None:
+            break
         if not text.startswith(token, position):
             if not token.startswith(b" ") or not text.startswith(token[1:], position):
-                return None
+                break
             position -= 1
         position += len(token)
         ends.append(position)
-    return np.array(ends, dtype=np.int64) if position == len(text) else None
+    return np.array(ends, dtype=np.int64)
 
 
 def common_boundaries(student_ends: np.ndarray, teacher_ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

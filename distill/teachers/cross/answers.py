@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distill.data.sources import RowFault
 from distill.generation.documents import AnswerPair
 from distill.teachers.cross.encode import Reader, boundaries_of, end_pairs, tokens_before
 
@@ -47,7 +46,8 @@ class TeacherReader:
 
         Templates may differ in what they write between the prompt and an answer, such as a space or a line break: the
         data's answer in both readings tells, and the same is done to the drawn one. Tokens that are not compared: those
-        after bytes that are no text (a character that was cut off), and those that the teacher has no room for.
+        after bytes that are no text (a character that was cut off), after a character that the teacher's tokenizer
+        changes, and those that the teacher has no room for.
         """
         text = list(answer)
         end = self.ends.get(text[-1]) if text else None
@@ -60,10 +60,7 @@ class TeacherReader:
         if before.strip() and not skipped:  # words of the data's answer are in the teacher's prompt
             return AnswerPair(list(teacher_prompt), [])
         said = _text_of(raw[skipped:])
-        try:
-            ids, others = self._after(list(teacher_prompt), others_before, said)
-        except RowFault:  # the teacher's tokenizer changes this text
-            return AnswerPair(list(teacher_prompt), [])
+        ids, others = self._after(list(teacher_prompt), others_before, said)
         shift = len(others_before)
         run = boundaries_of(np.array([0, *ends]), np.array([0, *others]), skipped, shift, len(said.encode())) - 1
         complete = len(run) > 0 and run[-1].tolist() == [len(text), len(ids)]
@@ -122,11 +119,11 @@ class TeacherReader:
         with contextlib.suppress(UnicodeDecodeError):  # a prompt that was cut within a character
             heads = [special.decode() + rest for rest in (context.decode(), context.decode().removeprefix(" "))]
         for head in heads:
-            ids, ends = self.teacher.read(head + text)
+            ids, ends = self.teacher.read(head + text, partly=True)
             count = tokens_before(ends, len(head.encode()))
             if ids[:count].tolist() == prompt[begin:]:
                 return ids[count:].tolist(), (ends[count:] - len(head.encode())).tolist()
-        ids, ends = self.teacher.read(text)
+        ids, ends = self.teacher.read(text, partly=True)
         return ids.tolist(), ends.tolist()
 
 

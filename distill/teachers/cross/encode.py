@@ -21,7 +21,7 @@ from distill.data.sources import RowFault
 from distill.data.tally import Tally
 from distill.data.token_cache import tokenizer_hash
 from distill.data.tokenise import TOO_LONG, Batch, RowEncoder, beginning_of, blocks, clean, hash_of
-from distill.teachers.cross.alignment import common_boundaries, token_bytes, token_ends
+from distill.teachers.cross.alignment import common_boundaries, matching_ends, token_bytes, token_ends
 
 SMALLEST_CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
@@ -77,8 +77,12 @@ class Reader:
         alternatives = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)) or r"(?!)"
         self._special = re.compile(alternatives)
 
-    def read(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, text: str, *, partly: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """Return the token ids of a text, int32 [n], and where each ends in it, in bytes, int64 [n].
+
+        Args:
+            text: any text.
+            partly: return the tokens up to the first one that does not spell the text, instead of raising.
 
         Raises:
             RowFault: the tokens do not spell the text.
@@ -86,13 +90,16 @@ class Reader:
         ids, ends, before = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.int64)], 0
         for block in blocks(text):
             here, raw = self.tokenizer(block, add_special_tokens=False, verbose=False)["input_ids"], block.encode()
-            here_ends = token_ends(here, self.spelled, raw)
-            if here_ends is None:
+            found = token_ends(here, self.spelled, raw)
+            if found is None and not partly:
                 raise RowFault(
                     "tokens do not spell the text", f"the {self.side}'s tokenizer changes it: {block[:80]!r}"
                 )
-            ids.append(np.array(here, dtype=np.int32))
+            here_ends = matching_ends([self.spelled[number] for number in here], raw) if found is None else found
+            ids.append(np.array(here[: len(here_ends)], dtype=np.int32))
             ends.append(here_ends + before)
+            if found is None:
+                break
             before += len(raw)
         return np.concatenate(ids), np.concatenate(ends)
 
