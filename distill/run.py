@@ -46,7 +46,6 @@ from distill.evaluation.evaluate import HeldOut, evaluate, gap_closed
 from distill.evaluation.samples import write_samples
 from distill.generation.answers import generate
 from distill.generation.from_recipe import on_policy_of, require_prompts, stop_where_turns_end
-from distill.generation.reward_rows import rewards_of
 from distill.models.attention_choice import AttentionChoices, read_choices
 from distill.models.compiling import uncompiled
 from distill.models.gpu_specs import runs_our_kernels
@@ -55,7 +54,6 @@ from distill.models.meta import follows_model
 from distill.models.precision import Precision, resolve_device, resolve_precision
 from distill.models.sharding import is_sharded, whole_student
 from distill.models.trial_save import mend_generation_config, try_saving
-from distill.planning.served import is_sharded_where_served
 from distill.planning.sharing import plan_sharing
 from distill.planning.steps import accumulation_steps
 from distill.recipe import Recipe, dump
@@ -71,11 +69,9 @@ from distill.teachers.identity import model_name
 from distill.teachers.opening import ModelPair, opened_pair, patch_models, prepare_models, use_plugin
 from distill.teachers.plugin import allowed_plugin
 from distill.teachers.registry import source_of
-from distill.teachers.server.launched import launched_servers
 from distill.training.arguments import fused_optimizer, require_optimizer, training_arguments
 from distill.training.checkpoint_validation import find_valid_checkpoint
 from distill.training.checkpoints import unfinished_checkpoints
-from distill.training.cuda_graphs import CudaGraphCallback
 from distill.training.divergence_monitor import DivergenceMonitor
 from distill.training.error_translation import translate_errors
 from distill.training.failure_checkpoint import checkpoint_on_failure
@@ -138,6 +134,9 @@ def run(
     folder = broadcast_from_rank0(lambda: run_folder(recipe.name, name=name, resume=bool(resume), runs=runs))
     with translate_errors(recipe, folder), RunLock(folder) as run_lock, contextlib.ExitStack() as resources:
         if recipe.parallel.teacher == "served":
+            from distill.planning.served import is_sharded_where_served
+            from distill.teachers.server.launched import launched_servers
+
             sharded = is_sharded_where_served(recipe, device, world_size())
             resources.enter_context(launched_servers(recipe, device, sharded=sharded))
         return _run(recipe, run_lock, resources, process, resume, lock, own_terms)
@@ -232,9 +231,13 @@ def _run(
         models=[model for _, model in pair.models()], reader=pair.vocabulary.answer_reader(),
     )  # fmt: skip
     if trainer.on_policy is not None and own_terms is not None:
+        from distill.generation.reward_rows import rewards_of
+
         trainer.on_policy.rewards = rewards_of(recipe, pair.tokenizer, own_terms.code)
     store_rollouts(trainer, recipe.data.on_policy, folder)
     if device.type == "cuda" and (recipe.train.cuda_graph is True or (recipe.train.cuda_graph and has_kernels)):
+        from distill.training.cuda_graphs import CudaGraphCallback
+
         trainer.add_callback(
             CudaGraphCallback(pair.models(), always=recipe.train.cuda_graph is True, mean=trainer.mean)
         )

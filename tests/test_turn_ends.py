@@ -12,7 +12,7 @@ from test_chat_coverage import (
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.data.chat import load_template
-from distill.generation.engines import end_tokens
+from distill.generation.stopping import end_tokens
 
 # no turn is closed: the next one's header ends it, as GLM's
 HEADERS = (

@@ -11,8 +11,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from distill.generation.answers import Turn, encode_prompt
 from distill.generation.decode_loop import DecodeLoop
-from distill.generation.engines import end_tokens, override_generation_config, settings_for
+from distill.generation.engines import settings_for
 from distill.generation.sampling import Sampling
+from distill.generation.stopping import end_tokens, override_generation_config
 from distill.generation.trial import why_not
 from distill.models.triton_only import use_triton_only
 

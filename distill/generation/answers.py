@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from distill.core.eval_mode import eval_mode
-from distill.generation.engines import end_tokens, override_generation_config
+from distill.generation.stopping import end_tokens, override_generation_config
 
 Turn = dict[str, str]  # role and content
 

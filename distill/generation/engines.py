@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from distill.core.eval_mode import eval_mode
 from distill.data.chat import ChatTemplate
 from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated, Request
 from distill.generation.sampling import Sampling, as_wide
-from distill.generation.stopping import StopStrings, ended
+from distill.generation.stopping import StopStrings, end_tokens, ended, override_generation_config
 from distill.generation.trial import why_not
 from distill.models.head import bare
 from distill.models.kv_cache import PreallocatedCache, unsupported_layers
@@ -75,39 +74,6 @@ def settings_for(
     more["stop"] = StopStrings(tokenizer, stop) if stop else None
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return EngineSettings(pad, end_tokens(tokenizer, model, template), **more)
-
-
-def end_tokens(tokenizer: Any, model: nn.Module, template: ChatTemplate | None) -> list[int]:
-    """Return the tokens that end a response: the tokenizer's, the model's, and those that close a template's turn.
-
-    A turn may be a plain one or one with tool calls.
-    """
-    configured = getattr(getattr(bare(model), "generation_config", None), "eos_token_id", None)
-    ends = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
-    if template is not None:
-        ends |= {tokenizer.convert_tokens_to_ids(token) for token in template.closings()}
-    return sorted(token for token in ends if token is not None)
-
-
-@contextlib.contextmanager
-def override_generation_config(
-    model: Any, *, most: int, pad: int | None, ends: Sequence[int], temperature: float = 0.0
-) -> Iterator[None]:  # fmt: skip
-    """Make `model.generate` sample at this temperature, without other logits processors, inside the context.
-
-    A chat model's own generation config would add penalties and cut-offs, and that of transformers a top-k of 50.
-    """
-    inner: Any = bare(model)
-    own = inner.generation_config
-    drawn: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    inner.generation_config = GenerationConfig(
-        max_new_tokens=most, pad_token_id=pad, eos_token_id=sorted(set(ends)) or None,
-        **(drawn if temperature > 0 else {"do_sample": False}),
-    )  # fmt: skip
-    try:
-        yield
-    finally:
-        inner.generation_config = own
 
 
 class TransformersEngine(Engine):

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from distill.data.chat import load_template
-from distill.data.report import DataReport
-from distill.generation.documents import AnswerReader
-from distill.generation.engines import engine_for, settings_for
-from distill.generation.on_policy import OnPolicy
-from distill.generation.sampling import sampling_of
-from distill.models.attention import attends_within_documents
 from distill.models.head import bare
-from distill.models.snapshot import Snapshot
 from distill.recipe import Recipe
+
+if TYPE_CHECKING:
+    from distill.data.report import DataReport
+    from distill.generation.documents import AnswerReader
+    from distill.generation.on_policy import OnPolicy
 
 
 def require_prompts(recipe: Recipe, tokenizer: Any, format: str) -> None:
@@ -94,6 +92,12 @@ def on_policy_of(
     """
     if (section := recipe.data.own_answers) is None:
         return None
+    from distill.generation.engines import engine_for, settings_for
+    from distill.generation.on_policy import OnPolicy
+    from distill.generation.sampling import sampling_of
+    from distill.models.attention import attends_within_documents
+    from distill.models.snapshot import Snapshot
+
     require_prompts(recipe, tokenizer, report.format)
     snapshot = Snapshot(student) if sharded else None
     settings = settings_for(

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from distill.models.head import bare
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from distill.data.chat import ChatTemplate
 
 
 class StopStrings:
@@ -53,3 +60,36 @@ def ended(tokens: Sequence[int], limit: int, ends: Sequence[int], stop: StopStri
     end = next((number for number, token in enumerate(whole, 1) if token in ends), None)
     at = None if stop is None else stop.end(whole[:end])
     return whole[: at or end], end is None and at is None
+
+
+def end_tokens(tokenizer: Any, model: nn.Module, template: ChatTemplate | None) -> list[int]:
+    """Return the tokens that end a response: the tokenizer's, the model's, and those that close a template's turn.
+
+    A turn may be a plain one or one with tool calls.
+    """
+    configured = getattr(getattr(bare(model), "generation_config", None), "eos_token_id", None)
+    ends = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
+    if template is not None:
+        ends |= {tokenizer.convert_tokens_to_ids(token) for token in template.closings()}
+    return sorted(token for token in ends if token is not None)
+
+
+@contextlib.contextmanager
+def override_generation_config(
+    model: Any, *, most: int, pad: int | None, ends: Sequence[int], temperature: float = 0.0
+) -> Iterator[None]:  # fmt: skip
+    """Make `model.generate` sample at this temperature, without other logits processors, inside the context.
+
+    A chat model's own generation config would add penalties and cut-offs, and that of transformers a top-k of 50.
+    """
+    inner: Any = bare(model)
+    own = inner.generation_config
+    drawn: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    inner.generation_config = GenerationConfig(
+        max_new_tokens=most, pad_token_id=pad, eos_token_id=sorted(set(ends)) or None,
+        **(drawn if temperature > 0 else {"do_sample": False}),
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        inner.generation_config = own

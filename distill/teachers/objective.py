@@ -39,7 +39,6 @@ from distill.teachers.base import (
 )
 from distill.teachers.losses import KL, STATISTICS, LossSpec, TargetLoss, soft_terms
 from distill.teachers.measure import Measure
-from distill.teachers.model import LoadedTeacher
 
 COMPARED = 32  # tokens of an on-policy micro-batch whose most probable tokens are compared
 B = TypeVar("B", bound=Mapping[str, Any])
@@ -47,7 +46,11 @@ B = TypeVar("B", bound=Mapping[str, Any])
 
 def as_teacher(teacher: nn.Module | Teacher) -> Teacher:
     """Return a `Teacher`: a causal language model becomes a `LoadedTeacher`, frozen and in eval mode."""
-    return LoadedTeacher(teacher) if isinstance(teacher, nn.Module) else teacher
+    if not isinstance(teacher, nn.Module):
+        return teacher
+    from distill.teachers.model import LoadedTeacher
+
+    return LoadedTeacher(teacher)
 
 
 class DistillationObjective:

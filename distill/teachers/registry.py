@@ -3,7 +3,7 @@
     source_of(recipe)   =   routes or a mixture ( rows ( store ( backend ) ) , ... )
 
 Each layer exists where the recipe names it: `teacher.keep` a store, `teacher.context` or `student.vocabulary: cross`
-other rows than the student's, `teachers` several teachers.
+other rows than the student's, `teachers` several teachers. Its module is imported then.
 """
 
 from __future__ import annotations
@@ -12,31 +12,30 @@ import importlib.metadata
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from distill.core.named import load_named
 from distill.recipe import Recipe
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.teachers import describe_teacher
 from distill.teachers.base import TeacherSource
-from distill.teachers.cache.teacher import CacheSource
-from distill.teachers.context.teacher import ContextSource
-from distill.teachers.cross.teacher import CrossSource
-from distill.teachers.keep.source import KeepSource
 from distill.teachers.measure import Measure
-from distill.teachers.mixture import MixtureSource
-from distill.teachers.model import ModelSource
-from distill.teachers.routed.teacher import RoutedSource
-from distill.teachers.server.launched import LaunchedSource
-from distill.teachers.server.source import ServerSource
-from distill.teachers.student import AverageSource
 
 ENTRY_POINTS = "distill.backends"  # group of backends in other packages
 Maker = Callable[[Recipe, TeacherSection, str], TeacherSource]
 # by backend; a maker takes a recipe with this teacher alone, the teacher's section and the field that holds it
-BACKENDS: dict[str, Maker] = {
-    "local": ModelSource,
-    "average": AverageSource,
-    "launched": LaunchedSource,
-    "server": ServerSource,
-    "cache": CacheSource,
+BACKENDS = {
+    "local": "distill.teachers.model:ModelSource",
+    "average": "distill.teachers.student:AverageSource",
+    "launched": "distill.teachers.server.launched:LaunchedSource",
+    "server": "distill.teachers.server.source:ServerSource",
+    "cache": "distill.teachers.cache.teacher:CacheSource",
+}
+# sources around others
+LAYERS = {
+    "keep": "distill.teachers.keep.source:KeepSource",
+    "context": "distill.teachers.context.teacher:ContextSource",
+    "cross": "distill.teachers.cross.teacher:CrossSource",
+    "mixture": "distill.teachers.mixture:MixtureSource",
+    "routes": "distill.teachers.routed.teacher:RoutedSource",
 }
 
 
@@ -46,7 +45,10 @@ def source_of(recipe: Recipe) -> TeacherSource:
     members = [source_for(recipe, section, field) for field, section in description.members.items()]
     if not recipe.teachers:
         return members[0]
-    return (RoutedSource if description.routes else MixtureSource)(recipe, description, members)
+    together: TeacherSource = load_named(LAYERS["routes" if description.routes else "mixture"])(
+        recipe, description, members
+    )
+    return together
 
 
 def source_for(recipe: Recipe, section: TeacherSection, field: str) -> TeacherSource:
@@ -60,11 +62,11 @@ def source_for(recipe: Recipe, section: TeacherSection, field: str) -> TeacherSo
     alone = recipe.model_copy(update={"teacher": section, "teachers": []}) if recipe.teachers else recipe
     source = backend_maker(recipe, section, field)(alone, section, field)
     if section.keep is not None:
-        source = KeepSource(source, section, field)
+        source = load_named(LAYERS["keep"])(source, section, field)
     if section.context is not None:
-        source = ContextSource(source, section.context)
+        source = load_named(LAYERS["context"])(source, section.context)
     if recipe.student.vocabulary == "cross":
-        source = CrossSource(source)
+        source = load_named(LAYERS["cross"])(source)
     return source
 
 
@@ -75,7 +77,8 @@ def backend_maker(recipe: Recipe, section: TeacherSection, field: str) -> Maker:
         ValueError: no installed package registers it.
     """
     if section.backend is None:
-        return BACKENDS[backend_of(recipe, section)]
+        own: Maker = load_named(BACKENDS[backend_of(recipe, section)])
+        return own
     found = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     if section.backend not in found:
         known = ", ".join(sorted(found)) or "none"

@@ -8,12 +8,11 @@ from typing import Protocol
 import torch
 from distill_kernels import LossTerm
 
+from distill.core.named import load_named
 from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe.loss import Loss
 from distill.teachers.base import HeadForward, LossResult, VocabularyAlignment
 from distill.teachers.losses import LogitTransforms, build_loss
-from distill.teachers.own_top_k import own_top_k_loss
-from distill.teachers.policy_gradient import SampledTokenLoss
 
 
 class TermLoss(Protocol):
@@ -32,8 +31,12 @@ class TermLoss(Protocol):
         ...
 
 
-Makers = Mapping[str, Callable[..., TermLoss]]  # by the term's type: of the term, the section, the pairing, transform
-LOSSES: Makers = {"policy_gradient": SampledTokenLoss, "top_k_reverse_kl": own_top_k_loss}
+Maker = Callable[..., TermLoss]  # of the term, the section, the pairing, transform
+Makers = Mapping[str, Maker | str]  # by the term's type; a string names one that is imported where a recipe has it
+LOSSES: Makers = {
+    "policy_gradient": "distill.teachers.policy_gradient:SampledTokenLoss",
+    "top_k_reverse_kl": "distill.teachers.own_top_k:own_top_k_loss",
+}
 
 
 class SeparateTermsLoss:
@@ -54,7 +57,7 @@ class SeparateTermsLoss:
     def __init__(self, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform, makers: Makers) -> None:
         weighted = [term for term in section.terms if term.weight > 0]
         own, rest = ([term for term in weighted if (term.type in makers) is which] for which in (True, False))
-        self.own = [makers[term.type](term, section, pairing, transform) for term in own]
+        self.own = [_maker(makers[term.type])(term, section, pairing, transform) for term in own]
         self.pairing, transforms = pairing, LogitTransforms(pairing.student, transform)
         self.fused = [(build_loss(section.model_copy(update={"terms": rest}), transforms), True)] if rest else []
         self.terms = [term for loss, _ in self.fused for term in loss.terms]
@@ -79,3 +82,8 @@ class SeparateTermsLoss:
                 values += [value] * counts
         total = sum(values, first)
         return total if statistics is None else (total, statistics)
+
+
+def _maker(maker: Maker | str) -> Maker:
+    found: Maker = load_named(maker) if isinstance(maker, str) else maker
+    return found

@@ -21,7 +21,6 @@ from distill.planning.steps import (
     total_steps,
 )
 from distill.recipe import Recipe
-from distill.teachers.server.launched import LaunchedServers
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +165,8 @@ def overwrite_arguments(args: TrainingArguments) -> None:
     args.average_tokens_across_devices = True
     args.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]
     if args.n_gpu > 1:
+        from distill.teachers.server.launched import LaunchedServers
+
         if LaunchedServers.current is None:  # else a teacher server uses the others
             log.warning("%d GPUs are visible to one process; using one. Use torchrun for all.", args.n_gpu)
         args._n_gpu = 1

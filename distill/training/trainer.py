@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,7 +26,6 @@ from distill.core.files import sync
 from distill.core.labels import count_trained_tokens
 from distill.core.manifest import write_manifest
 from distill.data.collator import Collator, DefaultColumns, padding_token
-from distill.generation.on_policy import OnPolicy
 from distill.models.attention import keep_soft_cap
 from distill.models.compiling import uncompiled
 from distill.models.document_rope import follows_length, rope_by_document
@@ -49,6 +48,9 @@ from distill.training.rank_batches import EmptyBatchCollator, without_repeated_r
 from distill.training.step_guard import IgnoreSignalsWorkerInit, StepCallback, StepGuard, clip_in_optimizer
 from distill.training.warmup import begin_above_zero, restore_warmup
 from distill.training.watchdog import watch_ranks
+
+if TYPE_CHECKING:
+    from distill.generation.on_policy import OnPolicy
 
 
 class DistillationTrainer(Trainer):
