@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from test_cache_sharded import said_by
 from test_compositions import addressed as addressed
 from test_compositions import merged as merged
 from test_cross_tokenizer_rows import CHAT, CLOSED, encode
@@ -249,9 +250,13 @@ def test_rollouts_are_written_by_span(place):
         text = "teacher: {model: merged}\n" + STUDENT + REVERSE
         text += PAIRS % ("", ", on_policy: {fraction: 1.0, max_new_tokens: 12, store_every: 2}")
         run(parse(text), name="a")
-        (rows,) = (parquet.read_table(file).to_pylist() for file in sorted((folder / "runs/a/rollouts").glob("*2*")))
-    assert rows
+        (rows,) = (parquet.read_table(file).to_pylist() for file in sorted((folder / "runs/a/rollouts").glob("*4*")))
+        shown = said_by(["inspect", "a", "--rollouts", "--json", "--rows", "1"])
+    assert rows and shown["code"] == 0, shown
+    figures = [token["shade"] for token in json.loads(shown["out"])["rows"][-1] if token["state"] == "learned"]
+    assert figures == pytest.approx(rows[0]["divergence"])
     for row in rows:
+        assert [turn["by_student"] for turn in row["turns"]] == [True] and row["turns"][0]["text"] == row["answer"]
         assert 0 < len(row["divergence"]) == len(row["drawn_log_p"]) <= len(row["answer_ids"])
         # of one model at two times, in two ways: its own draw, and the loss's view of the same spans
         assert row["student_log_p"] == pytest.approx(row["drawn_log_p"], abs=1e-3)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from subjects import answering, routed_answering
 from test_on_policy import COLLATE, packed, pairs, same_run
 from test_trainer import arguments, weights
-from tiny import save_models, tiny_model
+from tiny import save_models, tiny_model, tiny_tokenizer
 from two_ranks import run_as_two
 
 from distill.commands.arguments import plugin_override
@@ -32,6 +32,7 @@ from distill.teachers.base import HeadForward, LossInputs, VocabularyAlignment
 from distill.teachers.plugin import allowed_plugin
 from distill.teachers.policy_gradient import SampledTokenLoss
 from distill.training.progress import read_metrics
+from distill.training.rollout_files import files, read
 from distill.training.trainer import DistillationTrainer
 
 REWARD = "mine.py:even"
@@ -304,7 +305,8 @@ def recipe_of(*overrides):
 
 
 def test_a_resumed_run_is_the_same_to_the_bit(workplace):
-    whole = run(recipe_of(), name="whole", plugin=Path("mine.py")).folder
+    storing = "data.on_policy.store_every=1"
+    whole = run(recipe_of(storing), name="whole", plugin=Path("mine.py")).folder
     rows = [row for row in read_metrics(whole / "metrics.jsonl") if "reward" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(0 <= row["reward_zero_std"] <= 1 and row["reward_std"] >= 0 for row in rows)
@@ -314,11 +316,30 @@ def test_a_resumed_run_is_the_same_to_the_bit(workplace):
     for path in (again / "checkpoint-4", again / "student"):
         shutil.rmtree(path)
     (again / "result.json").unlink()
-    run(recipe_of(), name="again", resume=True, plugin=Path("mine.py"))
+    run(recipe_of(storing), name="again", resume=True, plugin=Path("mine.py"))
+    rewards_are_stored(rows, [row for file in files(whole) for row in read(file)])
+    assert [read(file) for file in files(whole)] == [read(file) for file in files(again)]
     metrics = [list(map(same, read_metrics(folder / "metrics.jsonl"))) for folder in (whole, again)]
     assert metrics[0] == metrics[1]
     both = [load_file(folder / "student" / "model.safetensors") for folder in (whole, again)]
     assert all(torch.equal(value, both[1][name]) for name, value in both[0].items())
+
+
+def rewards_are_stored(logged, stored):
+    """Each answer's own reward and its advantage within its group; the log has their means."""
+    tokenizer, groups = tiny_tokenizer(), {}
+    for row in stored:
+        said = tokenizer.decode(row["answer_ids"], skip_special_tokens=True)
+        assert row["reward"] == pytest.approx(sum(letter in "aeiou" for letter in said) / 10)
+        groups.setdefault((row["step"], *row["prompt_ids"]), []).append(row)
+    for group in groups.values():
+        values = [row["reward"] for row in group]
+        assert len(group) == 2
+        assert [row["advantage"] for row in group] == pytest.approx(group_advantages(values), abs=1e-6)
+    for entry in logged:
+        found = [row["reward"] for row in stored if row["step"] == entry["step"]]
+        assert statistics.fmean(found) == pytest.approx(entry["reward"], abs=1e-6)
+    assert len({row["reward"] for row in stored}) > 1
 
 
 def same(row):

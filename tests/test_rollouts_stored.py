@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from two_ranks import run_as_two
 
 from distill.core.ranks import exit_process
 from distill.recipe import RecipeError, parse
+from distill.teachers.losses import STATISTICS
 from distill.training.progress import read_metrics
-from distill.training.rollout_files import files, read
+from distill.training.rollout_files import StoredRollouts, files, read, shades_of
 
 RECIPE = """
 name: tiny
@@ -208,6 +210,31 @@ def test_stored_answers_are_shown(workplace, monkeypatch):
     shutil.copy("runs/plain/recipe.yaml", "runs/none/recipe.yaml")
     none = said_by(["inspect", "none", "--rollouts"])
     assert none["code"] == 2 and "data.on_policy.store_every" in none["errors"]
+
+
+def test_a_conversation_is_stored_with_its_turns():
+    """Tokens of an environment stand in the answer, between those that the student sampled, which have figures."""
+    tokenizer = tiny_tokenizer()
+    texts = [(False, "Add 2 and 3."), (True, "add(2, 3)"), (False, "result: 5; now?"), (True, "It is 5.")]
+    parts = [(own, tokenizer(text)["input_ids"]) for own, text in texts]
+    ids = [token for _, part in parts for token in part]
+    labels = [token if own else -100 for own, part in parts for token in part]
+    batch = {"input_ids": torch.tensor([ids]), "labels": torch.tensor([labels])}
+    at = torch.tensor([place - 1 for place, label in enumerate(labels) if label != -100])
+    batch |= {"valid_rows": at, "drawn_log_p": torch.where(batch["labels"] != -100, -1.5, torch.nan)}
+    batch |= {"rewards": torch.full((1, len(ids)), 0.25), "advantages": torch.full((1, len(ids)), -0.5)}
+    made = StoredRollouts(Path("run"), 1, tokenizer, SimpleNamespace(routes=None, compare=None, loss_of=None))
+    made.add(batch, torch.arange(len(STATISTICS) * len(ids), dtype=torch.float64).view(len(STATISTICS), -1))
+    (row,) = made._rows
+    assert row["prompt"] == "Add 2 and 3." and row["prompt_ids"] == parts[0][1]
+    assert row["answer_ids"] == ids[len(parts[0][1]) :]
+    assert row["turns"] == [{"by_student": own, "text": text} for own, text in texts[1:]]
+    assert [row["answer_ids"][place] for place in row["positions"]] == parts[1][1] + parts[3][1]
+    assert (row["reward"], row["advantage"]) == (0.25, -0.5) and set(row["drawn_log_p"]) == {-1.5}
+    shades = shades_of(row)
+    assert [shade is None for shade in shades] == [not own for own, part in parts[1:] for _ in part]
+    divergence = STATISTICS.index("divergence") * len(ids)
+    assert [shade for shade in shades if shade is not None] == [divergence + place for place in at.tolist()]
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,7 @@ def _stored_rollouts(name: str, rows: int) -> tuple[list[list[Token]], list[str]
     from distill.planning.inspect_batches import tokens_of
     from distill.reports.report import find_run
     from distill.teachers.registry import source_of
-    from distill.training.rollout_files import files, read
+    from distill.training.rollout_files import files, read, shades_of
 
     run = find_run(name)
     if not (stored := files(run)):
@@ -269,11 +269,12 @@ def _stored_rollouts(name: str, rows: int) -> tuple[list[list[Token]], list[str]
     made, titles = [], []
     for number, row in enumerate(answers[:rows], 1):
         prompt, answer = row["prompt_ids"], row["answer_ids"]
-        labels, ids = [IGNORE_INDEX] * len(prompt) + answer, [*prompt, *answer]
-        whole = {"input_ids": ids, "labels": labels, "position_ids": range(len(ids))}
-        made.append(tokens_of(whole, tokenizer, [*[None] * len(prompt), *row["divergence"]]))
-        route = f", {row['route']}" if row["route"] else ""
-        titles.append(f"rollout {number} of {len(answers)}, step {row['step']}{route}")
+        ids, shades = [*prompt, *answer], [*[None] * len(prompt), *shades_of(row)]
+        labels = [IGNORE_INDEX if shade is None else token for token, shade in zip(ids, shades, strict=True)]
+        made.append(tokens_of({"input_ids": ids, "labels": labels, "position_ids": range(len(ids))}, tokenizer, shades))
+        more = [row["route"]] if row["route"] else []
+        more += [f"reward {row['reward']:g}"] if row.get("reward") is not None else []
+        titles.append(", ".join([f"rollout {number} of {len(answers)}", f"step {row['step']}", *more]))
     return made, titles, {"file": str(stored[-1])}
 
 

@@ -33,6 +33,13 @@ class AnswerPair(NamedTuple):
     spans: list[Span]
 
 
+class Score(NamedTuple):
+    """Reward of a generated response, and its advantage within the responses to the same prompt."""
+
+    reward: float
+    advantage: float
+
+
 class AnswerReader(Protocol):
     """Reader of generated responses by a teacher's own tokenizer."""
 
@@ -70,7 +77,7 @@ class Document:
         route: index of its teacher's route; None where there is one teacher.
         sample: index of its response, where several are generated for a document.
         drawn_log_p: log-probabilities of a rollout's tokens when they were sampled; None for responses of the data.
-        advantage: advantage of a rollout with a reward, within the responses to its prompt.
+        score: reward and advantage of a rollout; None without a reward function.
         spans: where `teacher_ids` are of another tokenizer, the aligned spans: first token and the one after the last,
             of `ids` and of `teacher_ids`.
         starts: where they are, the first token of the last answer in `ids` and in `teacher_ids`.
@@ -83,7 +90,7 @@ class Document:
     route: int | None = None
     sample: int = 0
     drawn_log_p: Sequence[float] | None = None
-    advantage: float | None = None
+    score: Score | None = None
     spans: Sequence[Span] | None = None
     starts: tuple[int, int] | None = None
 
@@ -121,7 +128,7 @@ class Document:
         prompt: Sequence[int],
         answer: Sequence[int],
         drawn_log_p: Sequence[float] | None = None,
-        advantage: float | None = None,
+        score: Score | None = None,
     ) -> Document:
         """Return the document with another response, which alone is trained on."""
         other = self.teacher_ids
@@ -129,7 +136,7 @@ class Document:
             assert self.spans is None, "its response is read by another tokenizer: reread"
             other = [*other[: len(other) - (len(self.ids) - len(prompt))], *answer]
         labels = [IGNORE_INDEX] * len(prompt) + list(answer)
-        return Document([*prompt, *answer], labels, self.row, other, self.route, self.sample, drawn_log_p, advantage)
+        return Document([*prompt, *answer], labels, self.row, other, self.route, self.sample, drawn_log_p, score)
 
     def reread(
         self,
@@ -255,16 +262,20 @@ def drawn_log_probs(rows: Sequence[Sequence[Document]], shape: torch.Size) -> to
     return tokens
 
 
-def token_advantages(rows: Sequence[Sequence[Document]], shape: torch.Size) -> torch.Tensor:
-    """Return the advantage of the response that each token belongs to, float32 [B, S] as `input_ids`; 0 elsewhere."""
-    tokens = torch.zeros(shape)
+def score_columns(rows: Sequence[Sequence[Document]], shape: torch.Size) -> dict[str, torch.Tensor]:
+    """Return `rewards` and `advantages` of the response that each token belongs to.
+
+    Both are float32 [B, S] as `input_ids`; elsewhere rewards are NaN and advantages 0.
+    """
+    rewards, advantages = torch.full(shape, torch.nan), torch.zeros(shape)
     for row, documents in enumerate(rows):
         end = 0
         for document in documents:
             end += len(document.ids)
-            if document.advantage is not None:
-                tokens[row, end - (len(document.ids) - len(document.prompt)) : end] = document.advantage
-    return tokens
+            if document.score is not None:
+                own = slice(end - (len(document.ids) - len(document.prompt)), end)
+                rewards[row, own], advantages[row, own] = document.score
+    return {"rewards": rewards, "advantages": advantages}
 
 
 def _placed(documents: Sequence[Document], each: int) -> list[int]:

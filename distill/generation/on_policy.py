@@ -39,10 +39,11 @@ from distill.generation.documents import (
     AnswerReader,
     Document,
     Row,
+    Score,
     as_row,
     documents_of,
     drawn_log_probs,
-    token_advantages,
+    score_columns,
 )
 from distill.generation.rewards import NO_REWARDS, Rewards, reward_figures
 from distill.generation.sampling import Sampling
@@ -77,7 +78,7 @@ class OnPolicy:
             replayed from CUDA graphs, and kernels are specialised for lengths that 16 divides.
         one_row: Put a micro-batch's documents into one row, however long, so that nothing is padding: for models whose
             attention does not cross documents (`attends_within_documents`).
-        rewards: Rewards of the responses; the batches then have `advantages` [B, S]. None for no reward.
+        rewards: Rewards of the responses; the batches then have `rewards` and `advantages` [B, S]. None for no reward.
         reader: Reads responses by the teacher's tokenizer, where that is another one than the student's.
     """
 
@@ -218,10 +219,10 @@ class OnPolicy:
         asked = list(self._asked(plans, step))
         answers = [self._answers[step][seed] for seed, _ in asked]
         judged = [(document, answer.tokens) for (_, document), answer in zip(asked, answers, strict=True)]
-        advantages, rewards = ([None] * len(judged), NO_REWARDS) if self.rewards is None else self.rewards.judge(judged)
+        scores, rewards = ([None] * len(judged), NO_REWARDS) if self.rewards is None else self.rewards.judge(judged)
         new = iter(
-            self._answered(document, answer, advantage)
-            for (_, document), answer, advantage in zip(asked, answers, advantages, strict=True)
+            self._answered(document, answer, score)
+            for (_, document), answer, score in zip(asked, answers, scores, strict=True)
         )
         made: list[Collated] = []
         for plan, batch in zip(plans, batches, strict=True):
@@ -232,7 +233,7 @@ class OnPolicy:
             if self.log_probs:
                 made[-1]["drawn_log_p"] = drawn_log_probs(rows if plan.changes else [], made[-1]["input_ids"].shape)
             if self.rewards is not None:
-                made[-1]["advantages"] = token_advantages(rows if plan.changes else [], made[-1]["input_ids"].shape)
+                made[-1] |= score_columns(rows if plan.changes else [], made[-1]["input_ids"].shape)
         figures = (
             len(asked), sum(len(answer.tokens) for answer in answers), sum(answer.truncated for answer in answers),
             sum(plan.left_out for plan in plans), sum(repeats_itself(answer.tokens) for answer in answers),
@@ -241,11 +242,11 @@ class OnPolicy:
         )  # fmt: skip
         return _StepBatches(made, np.array(figures))
 
-    def _answered(self, document: Document, answer: _Answer, advantage: float | None) -> Document:
+    def _answered(self, document: Document, answer: _Answer, score: Score | None) -> Document:
         """Return a document with a generated response in place of its own."""
         log_probs = answer.log_probs if self.log_probs else None
         if self.reader is None:
-            return document.answered(document.prompt, answer.tokens, log_probs, advantage)
+            return document.answered(document.prompt, answer.tokens, log_probs, score)
         most = document.prompt_length + self._limit(document)
         return document.reread(self.reader, answer.tokens, most, log_probs)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from distill.generation.documents import Document
+from distill.generation.documents import Document, Score
 from distill.generation.reward_calls import Question
 
 EPSILON = 1e-4
@@ -37,8 +37,8 @@ class Rewards:
     ) -> None:
         self.function, self.question, self.scale = function, question, scale
 
-    def judge(self, answers: Judged) -> tuple[list[float], tuple[float, ...]]:
-        """Return the advantage of each response, and the sums that `reward_figures` reads.
+    def judge(self, answers: Judged) -> tuple[list[Score], tuple[float, ...]]:
+        """Return the reward and advantage of each response, and the sums that `reward_figures` reads.
 
         Args:
             answers: documents and the tokens of their responses, those to one prompt next to each other, the one of
@@ -49,8 +49,8 @@ class Rewards:
         groups = [values[begin:end] for begin, end in zip(begins, [*begins[1:], len(values)], strict=True)]
         spreads = [statistics.stdev(group) if len(group) > 1 else 0.0 for group in groups]
         flat = sum(max(group) == min(group) for group in groups)
-        found = [a for group in groups for a in group_advantages(group, self.scale)]
-        return found, (sum(values), sum(spreads), float(len(groups)), float(flat))
+        advantages = [a for group in groups for a in group_advantages(group, self.scale)]
+        return list(map(Score, values, advantages)), (sum(values), sum(spreads), float(len(groups)), float(flat))
 
 
 def group_advantages(rewards: Sequence[float], scale: str = "group") -> list[float]:

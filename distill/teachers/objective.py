@@ -151,7 +151,7 @@ class DistillationObjective:
             inputs: A collated batch: `input_ids`, `labels` [B, S] int64, not shifted, -100 where masked
                 from the loss; `position_ids` and `valid_rows` if the collator gives them. Where positions restart, the
                 label of a document's first token is ignored. `drawn_log_p` and `advantages` [B, S], of tokens that the
-                student sampled.
+                student sampled; `rewards` are not used.
             num_items: What the summed loss is divided by; None for the valid tokens of this batch.
             statistics: Also return sums of the token statistics.
         """
@@ -161,6 +161,7 @@ class DistillationObjective:
         drawn = inputs.pop("drawn_log_p", None)
         drawn = drawn if drawn is None else nn.functional.pad(drawn, (0, 1), value=torch.nan)[:, 1:]
         advantages = inputs.pop("advantages", None)
+        inputs.pop("rewards", None)
         advantages = advantages if advantages is None else nn.functional.pad(advantages, (0, 1))[:, 1:]
         own = self.teacher.student_batch(inputs, self.teacher.format.needs_targets(self.loss))
         return {**own, "loss_inputs": LossInputs(self.targets(inputs), num_items, statistics, drawn, advantages)}

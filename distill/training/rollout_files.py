@@ -1,4 +1,4 @@
-"""Files of on-policy rollouts of some steps, with student and teacher log-probabilities per token.
+"""Files of on-policy rollouts of some steps, with their rewards and log-probabilities per token.
 
 `<run>/rollouts/step-00000100.parquet`, one row per rollout. Files are written atomically, and a resumed run overwrites
 the file of a step.
@@ -6,6 +6,7 @@ the file of a step.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from distill.core.files import replacing
 from distill.core.labels import IGNORE_INDEX
 from distill.core.manifest import add_to_manifest
 from distill.core.ranks import is_main_process
-from distill.generation.documents import documents_of
+from distill.generation.documents import Document, documents_of
 from distill.recipe.data import OnPolicy
 from distill.teachers.base import LossResult
 from distill.teachers.losses import STATISTICS
@@ -72,7 +73,8 @@ class StoredRollouts(TrainerCallback):
         """Record the rollouts of a micro-batch.
 
         Args:
-            batch: Collated batch; `drawn_log_p` holds log-probabilities of sampled tokens, NaN elsewhere.
+            batch: Collated batch; `drawn_log_p` holds log-probabilities of sampled tokens, NaN elsewhere. With a reward
+                function `rewards` and `advantages` hold those of each token's response.
             statistics: Statistics in the order of `STATISTICS`: [K, B * S], of each position's next token, or [K, M],
                 of each aligned span.
         """
@@ -83,20 +85,21 @@ class StoredRollouts(TrainerCallback):
         if statistics.shape[1] != len(at):
             statistics = statistics[:, at]
         named = dict(zip(STATISTICS, statistics.tolist(), strict=False))
+        scores = [
+            batch[name].flatten()[at + 1].tolist() if name in batch else None for name in ("rewards", "advantages")
+        ]
         begin = 0
         for document in documents_of(batch):
             begin, mine = (end := begin + len(document.labels) - document.labels.count(IGNORE_INDEX)), slice(begin, end)
             if drawn[mine.start] != drawn[mine.start]:  # NaN: a response of the data set, not sampled
                 continue
-            prompt = document.prompt
-            answer = document.ids[len(prompt) :]
+            reward, advantage = (None if each is None else each[mine.start] for each in scores)
             self._rows.append(
                 {
                     "route": None if document.route is None else self.routes[document.route],
-                    "prompt": self.tokenizer.decode(prompt),
-                    "answer": self.tokenizer.decode(answer),
-                    "prompt_ids": prompt,
-                    "answer_ids": answer,
+                    "reward": reward,
+                    "advantage": advantage,
+                    **self._read(document),
                     "drawn_log_p": drawn[mine],
                     "student_log_p": named["student_label_logprob"][mine],
                     "teacher_log_p": named["teacher_label_logprob"][mine],
@@ -104,6 +107,23 @@ class StoredRollouts(TrainerCallback):
                 }
             )
         assert begin == len(drawn)
+
+    def _read(self, document: Document) -> dict[str, object]:
+        """Return a rollout's prompt, which ends before the first token that the student sampled, and its answer."""
+        begin = next(at for at, label in enumerate(document.labels) if label != IGNORE_INDEX)
+        if document.starts is not None:  # labels at the first token of each aligned span alone
+            begin = document.starts[0]
+        prompt, answer, labels = document.ids[:begin], document.ids[begin:], document.labels[begin:]
+        positions = [at for at, label in enumerate(labels) if label != IGNORE_INDEX]
+        is_own = [document.starts is not None or label != IGNORE_INDEX for label in labels]
+        stretches = [
+            [at for at, _ in group] for _, group in itertools.groupby(enumerate(is_own), key=lambda own: own[1])
+        ]
+        turns = [
+            {"by_student": is_own[at[0]], "text": self.tokenizer.decode(answer[at[0] : at[-1] + 1])} for at in stretches
+        ]
+        texts = {"prompt": self.tokenizer.decode(prompt), "answer": self.tokenizer.decode(answer)}
+        return texts | {"turns": turns, "prompt_ids": prompt, "answer_ids": answer, "positions": positions}
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Write the recorded rollouts of all processes, sorted."""
@@ -122,7 +142,9 @@ def write(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
 
     ids, figures = pyarrow.list_(pyarrow.int32()), pyarrow.list_(pyarrow.float32())
     text = dict.fromkeys(("route", "prompt", "answer"), pyarrow.string())
-    schema = {"step": pyarrow.int64(), **text, "prompt_ids": ids, "answer_ids": ids}
+    schema = {"step": pyarrow.int64(), "reward": pyarrow.float32(), "advantage": pyarrow.float32(), **text}
+    turn = pyarrow.struct({"by_student": pyarrow.bool_(), "text": pyarrow.string()})
+    schema |= {"turns": pyarrow.list_(turn), "prompt_ids": ids, "answer_ids": ids, "positions": ids}
     schema |= dict.fromkeys(("drawn_log_p", "student_log_p", "teacher_log_p", "divergence"), figures)
     rows = sorted(({"step": step, **row} for row in rows), key=lambda row: (row["prompt_ids"], row["answer_ids"]))
     folder.mkdir(exist_ok=True)
@@ -145,3 +167,15 @@ def read(file: Path) -> list[dict[str, Any]]:
     from pyarrow import parquet
 
     return parquet.read_table(file).to_pylist()
+
+
+def shades_of(row: Mapping[str, Any]) -> list[float | None]:
+    """Return the divergence at each token of a stored answer, in nats; None at tokens that are not trained on.
+
+    Files of earlier versions have no `positions`: the student sampled all of their tokens.
+    """
+    positions = row.get("positions") or range(len(row["answer_ids"]))
+    found: list[float | None] = [None] * len(row["answer_ids"])
+    for at, value in zip(positions, row["divergence"], strict=True):
+        found[at] = value
+    return found
