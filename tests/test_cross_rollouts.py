@@ -16,14 +16,15 @@ from test_golden_runs import url as url
 from tiny import CHAT_TEMPLATE, save_tiny, tiny_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from two_tokenizers import WORDS
+from two_tokenizers import WORDS, readers
 
+from distill.data.formats import Format
 from distill.generation.documents import Document, as_row, documents_of
 from distill.recipe import parse
 from distill.run import run
 from distill.teachers.cross.answers import TeacherReader
 from distill.teachers.cross.data import CrossCollator
-from distill.teachers.cross.encode import Reader
+from distill.teachers.cross.encode import PairEncoder, Reader
 from distill.training.progress import read_metrics
 
 SIDES = [("bytes", "merged"), ("merged", "bytes"), ("pieces", "bytes"), ("bytes", "pieces"), ("plain pieces", "pieces")]
@@ -123,13 +124,37 @@ def vars_of(document):
     return {name: getattr(document, name) for name in document.__dataclass_fields__}
 
 
-def test_a_line_break_of_one_template_is_put_before_a_drawn_answer():
-    own, sides = chat_document((CHAT_TEMPLATE, CLOSED.replace("[{{ m['role'] }}] ", "[{{ m['role'] }}]\n")))
-    answer = sides[0].tokenizer("Twelve of them.", add_special_tokens=False)["input_ids"]
-    again = own.reread(TeacherReader(*sides), [*answer, sides[0].closing()], 400)
-    text = said(sides[1], again.teacher_ids).decode()
-    assert text.endswith("[assistant]\nTwelve of them.<eos>") or text.endswith("[assistant] Twelve of them.<eos>")
-    assert again.spans[-1][1] == len(again.ids)
+SPACED = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}[Q] {{ m['content'] }} [/Q]"
+    "{% else %} {{ m['content'] }}<eos>{% endif %}{% endfor %}"
+)
+CLOSE = CHAT_TEMPLATE  # a line break ends its generation prompt, and the answer follows
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["prompt alone", "with an answer"])
+@pytest.mark.parametrize(
+    ("templates", "drawn", "read"),
+    [
+        ((CLOSE, SPACED), "Twelve.", b"[/Q] Twelve."),
+        (
+            (SPACED.replace("<eos>", "<|end|>"), CLOSED.replace("] {{", "]\n{{").replace("t] {", "t]\n{")),
+            " Twelve.",
+            b"\nTwelve.",
+        ),
+        ((SPACED.replace("<eos>", "<|end|>"), SPACED), " Twelve.", b"[/Q] Twelve."),
+    ],
+    ids=["the teacher's has a space", "the student's has a space", "both have one"],
+)
+def test_each_template_has_its_own_space_before_an_answer(templates, drawn, read, alone):
+    messages = CHAT[:1] if alone else CHAT[:2]
+    sides = readers(templates=templates)
+    encoder = PairEncoder(*sides, Format("prompts" if alone else "chat", {"messages": "messages"}), max_length=400)
+    (pair,), _ = encoder([(0, {"messages": messages})])
+    own = document_of(pair)
+    answer = [*sides[0].tokenizer(drawn, add_special_tokens=False)["input_ids"], sides[0].closing()]
+    again = own.reread(TeacherReader(*sides), answer, 400)
+    assert said(sides[1], again.teacher_ids).endswith(read + b"<eos>")
+    assert (again.spans[-1][1], again.teacher_ids[-1]) == (len(again.ids), sides[1].closing())
 
 
 def chat_document(templates):

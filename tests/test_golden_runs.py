@@ -56,6 +56,7 @@ PAIRS = (
 ROLLOUTS = ", on_policy: {fraction: 0.5, max_new_tokens: 6}"
 TWO_TERMS = "loss: {temperature: 2.0, terms: [{type: jsd, beta: 0.3}, {type: cross_entropy, weight: 0.5}]}\n"
 REVERSE = "loss: {terms: [{type: reverse_kl}]}\n"
+OTHER_TOKENIZER = "teacher: {model: merged}\nstudent: {model: pieces, vocabulary: cross, lora: {r: 2, head: true}}\n"
 TEACHER, STUDENT = "teacher: {model: teacher}\n", "student: {model: student}\n"
 INFORMED = "context: {template: 'A hint. {hint}', place: before}"
 
@@ -80,11 +81,9 @@ RUNS = {
     "lora": Golden(TEACHER + "student: {model: student, lora: {r: 4, head: true}}\n" + TWO_TERMS + TEXT),
     "top k of the student": Golden(TEACHER + STUDENT + "loss: {terms: [{type: top_k_reverse_kl, k: 8}]}\n" + TEXT),
     "mixture": Golden("teachers: [{model: teacher, weight: 3}, {model: other}]\n" + STUDENT + TWO_TERMS + TEXT),
-    "retokenised": Golden(
-        "teacher: {model: merged}\nstudent: {model: pieces, vocabulary: cross, lora: {r: 2, head: true}}\n"
-        + TWO_TERMS
-        + TEXT
-    ),
+    "retokenised": Golden(OTHER_TOKENIZER + TWO_TERMS + TEXT),
+    "retokenised, on-policy": Golden(OTHER_TOKENIZER + REVERSE + PAIRS % ("", ROLLOUTS)),
+    "retokenised, on-policy, copies": Golden(OTHER_TOKENIZER + REVERSE + PAIRS % ("", ROLLOUTS), processes=2),
     "served": Golden("teacher: {type: server, url: '{url}'}\n" + STUDENT + TWO_TERMS + TEXT),
     "served top k": Golden("teacher: {type: server, url: '{url}', top_k: 8}\n" + STUDENT + REVERSE + TEXT),
     "filled while read": Golden("teacher: {model: teacher, keep: kept}\n" + STUDENT + TWO_TERMS + TEXT),
@@ -310,9 +309,10 @@ def test_where_hidden_states_come_from_changes_nothing(recorded):
     runs = recorded["runs"]
     local = runs["local"]
     assert all(runs[name] == local for name in ("served", "filled while read", "copies"))
+    assert runs["retokenised, on-policy, copies"] == runs["retokenised, on-policy"]
     assert dict(flat(runs["stored"])) == pytest.approx(dict(flat(local)), rel=1e-5)
     weights = [run["weights"] for run in runs.values()]
-    assert len(set(weights)) == len(weights) - 3, "no other two runs are alike"
+    assert len(set(weights)) == len(weights) - 4, "no other two runs are alike"
 
 
 def test_a_run_of_other_figures_is_noticed(place, recorded, monkeypatch):

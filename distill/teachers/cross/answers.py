@@ -30,6 +30,7 @@ class TeacherReader:
     def __init__(self, student: Reader, teacher: Reader) -> None:
         self.student, self.teacher = student, teacher
         self.ends = dict(end_pairs(student, teacher))
+        self.spaces = tuple(reader.space_before_answers().encode() for reader in (student, teacher))
         self._special = {number for number, token in teacher.tokenizer.added_tokens_decoder.items() if token.special}
 
     def read(
@@ -45,9 +46,9 @@ class TeacherReader:
         """Return the teacher's reading of an answer, as `AnswerReader.read` describes it.
 
         Templates may differ in what they write between the prompt and an answer, such as a space or a line break: the
-        data's answer in both readings tells, and the same is done to the drawn one. Tokens that are not compared: those
-        after bytes that are no text (a character that was cut off), after a character that the teacher's tokenizer
-        changes, and those that the teacher has no room for.
+        data's answer in both readings tells, or the templates where the data are prompts alone, and the same is done to
+        the drawn one. Tokens that are not compared: those after bytes that are no text (a character that was cut off),
+        after a character that the teacher's tokenizer changes, and those that the teacher has no room for.
         """
         text = list(answer)
         end = self.ends.get(text[-1]) if text else None
@@ -95,6 +96,8 @@ class TeacherReader:
         if given and teacher_given and self.ends.get(given[-1]) == teacher_given[-1]:
             given, teacher_given = given[:-1], teacher_given[:-1]
         own, other = self._bytes(self.student, given), self._bytes(self.teacher, teacher_given)
+        if not own and not other:  # a prompt alone
+            own, other = self.spaces
         same = 0
         while same < min(len(own), len(other)) and own[-1 - same] == other[-1 - same]:
             same += 1

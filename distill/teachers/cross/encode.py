@@ -147,6 +147,13 @@ class Reader:
         closing = self.parts(example)[-1].closing
         return None if closing is None else self.tokenizer.convert_tokens_to_ids(closing)
 
+    def space_before_answers(self) -> str:
+        """The white space that the template writes between its generation prompt and an answer."""
+        if self.template is None:
+            return ""
+        (example,) = self.template.for_training(SMALLEST_CHAT).examples
+        return example.text[example.spans[-1][0] : self.parts(example)[-1].start]
+
 
 def end_pairs(student: Reader, teacher: Reader) -> tuple[tuple[int, int], ...]:
     """Return the pairs of tokens that mean the same whatever their texts: the ends of a turn, and of a text."""
