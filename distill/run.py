@@ -126,7 +126,7 @@ def run(
         SystemExit: Code 0, after SIGTERM and a checkpoint, or where a finished run has nothing left to do.
     """
     transformers.utils.logging.disable_progress_bar()
-    own_terms = allowed_plugin(recipe.loss, plugin)
+    own_terms = allowed_plugin(recipe.loss, plugin, recipe.data.own_answers)
     device = resolve_device(recipe.train)
     drop_accelerate_settings(os.environ)
     runs = runs_folder(recipe.output_dir)
@@ -229,11 +229,8 @@ def _run(
         recipe, pair.student, pair.tokenizer, report=splits.report, vocab_size=trainer.objective.columns,
         autocast=precision.autocast, sharded=sharing.student_sharded,
         models=[model for _, model in pair.models()], reader=pair.vocabulary.answer_reader(),
+        code=None if own_terms is None else own_terms.code, folder=folder,
     )  # fmt: skip
-    if trainer.on_policy is not None and own_terms is not None:
-        from distill.generation.reward_rows import rewards_of
-
-        trainer.on_policy.rewards = rewards_of(recipe, pair.tokenizer, own_terms.code)
     store_rollouts(trainer, recipe.data.on_policy, folder)
     if device.type == "cuda" and (recipe.train.cuda_graph is True or (recipe.train.cuda_graph and has_kernels)):
         from distill.training.cuda_graphs import CudaGraphCallback

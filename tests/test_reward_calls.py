@@ -8,7 +8,7 @@ from tiny import tiny_tokenizer
 
 from distill.data.load import load_data
 from distill.generation.documents import documents_of
-from distill.generation.reward_calls import Question, RewardFunction
+from distill.generation.function_calls import Question, RewardFunction
 from distill.generation.reward_rows import rewards_of
 from distill.recipe import parse
 

@@ -20,8 +20,8 @@ from distill.commands.arguments import plugin_override
 from distill.core.ranks import exit_process
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.documents import documents_of
+from distill.generation.function_calls import Question
 from distill.generation.on_policy import OnPolicy
-from distill.generation.reward_calls import Question
 from distill.generation.rewards import Rewards, group_advantages
 from distill.generation.sampling import Sampling
 from distill.models.head import HeadWeights, LogitTransform

@@ -114,6 +114,13 @@ class Document:
         learned = self.labels[::-1].index(IGNORE_INDEX) if IGNORE_INDEX in self.labels else len(self.labels)
         return self.ids[: len(self.labels) - learned]
 
+    @property
+    def rollout_start(self) -> int:
+        """Index of the first token that is trained on: where a generated response begins."""
+        if self.starts is not None:
+            return self.starts[0]
+        return next((at for at, label in enumerate(self.labels) if label != IGNORE_INDEX), len(self.labels))
+
     @functools.cached_property
     def _text(self) -> str:
         return ",".join(map(str, self.ids))
@@ -129,13 +136,24 @@ class Document:
         answer: Sequence[int],
         drawn_log_p: Sequence[float] | None = None,
         score: Score | None = None,
+        replies: Sequence[Sequence[int]] = (),
     ) -> Document:
-        """Return the document with another response, which alone is trained on."""
+        """Return the document with another response, which alone is trained on.
+
+        Args:
+            prompt: tokens before the response.
+            answer: tokens of the response.
+            drawn_log_p: log-probability of each token of `answer` when it was sampled.
+            advantage: of the response.
+            replies: (start, stop) of the tokens in `answer` that are not the student's.
+        """
         other = self.teacher_ids
         if other is not None:
             assert self.spans is None, "its response is read by another tokenizer: reread"
             other = [*other[: len(other) - (len(self.ids) - len(prompt))], *answer]
         labels = [IGNORE_INDEX] * len(prompt) + list(answer)
+        for start, stop in replies:
+            labels[len(prompt) + start : len(prompt) + stop] = [IGNORE_INDEX] * (stop - start)
         return Document([*prompt, *answer], labels, self.row, other, self.route, self.sample, drawn_log_p, score)
 
     def reread(
@@ -273,7 +291,7 @@ def score_columns(rows: Sequence[Sequence[Document]], shape: torch.Size) -> dict
         for document in documents:
             end += len(document.ids)
             if document.score is not None:
-                own = slice(end - (len(document.ids) - len(document.prompt)), end)
+                own = slice(end - (len(document.ids) - document.rollout_start), end)
                 rewards[row, own], advantages[row, own] = document.score
     return {"rewards": rewards, "advantages": advantages}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,6 +73,8 @@ def on_policy_of(
     sharded: bool = False,
     models: Sequence[nn.Module] = (),
     reader: AnswerReader | None = None,
+    code: bytes | None = None,
+    folder: Path | None = None,
 ) -> OnPolicy | None:
     """Return the rollouts that the recipe's `data.on_policy` configures; None without it, or if its fraction is 0.
 
@@ -86,6 +89,8 @@ def on_policy_of(
         models: All models that read the rows of rollouts: of packed data these become one row where attention allows
             it.
         reader: Of the vocabulary of two tokenizers (`answer_reader`).
+        code: Content of the file of reward and environment, which `--plugin` has allowed.
+        folder: The run's, to which an environment's replies are written.
 
     Raises:
         ValueError: data without prompts, vLLM absent.
@@ -100,8 +105,9 @@ def on_policy_of(
 
     require_prompts(recipe, tokenizer, report.format)
     snapshot = Snapshot(student) if sharded else None
+    template = load_template(recipe.data.chat_template, tokenizer)
     settings = settings_for(
-        student, tokenizer, load_template(recipe.data.chat_template, tokenizer), section.stop, autocast=autocast,
+        student, tokenizer, template, section.stop, autocast=autocast,
         vocab_size=vocab_size, max_length=min(recipe.data.max_length, report.longest + section.max_new_tokens),
         log_probs=True,
     )  # fmt: skip
@@ -112,9 +118,32 @@ def on_policy_of(
     # a row then has one of 16 lengths, so that few shapes are captured
     room = recipe.train.batch_size * recipe.data.max_length if one_row and graphed else 0
     multiple = max(64, room // 1024 * 64) if one_row or graphed else 1
+    environment = None
+    if section.environment is not None:
+        from accelerate import PartialState
+
+        from distill.generation.environment import ChatFormat, Environment, EnvironmentFunction, EnvironmentLog
+        from distill.generation.reward_rows import row_table_of
+
+        assert code is not None, "--plugin was checked"
+        if template is None:
+            raise ValueError("data.on_policy.environment: needs chats, and a chat template to render its replies by")
+        name = section.environment.rpartition(":")[2]
+        function = EnvironmentFunction(Path(section.environment_file), code, name, section.environment_timeout)
+        chat = ChatFormat(template, tokenizer, frozenset(settings.ends))
+        log = EnvironmentLog(folder, PartialState().process_index)
+        question = row_table_of(recipe, tokenizer).question
+        environment = Environment(function, question, chat, section.max_turns, log)
+    rewards = None
+    if recipe.loss.rewarded is not None:
+        from distill.generation.reward_rows import rewards_of
+
+        assert code is not None, "--plugin was checked"
+        rewards = rewards_of(recipe, tokenizer, code)
     return OnPolicy(
         engine, fraction=section.fraction, max_new_tokens=section.max_new_tokens, sampling=sampling_of(section),
         seed=recipe.train.seed, max_length=recipe.data.max_length, batch_size=section.batch_size,
         samples=section.samples, ahead=section.ahead, student=student, snapshot=snapshot, log_probs=True,
         multiple=multiple, one_row=one_row, reader=reader,
+        environment=environment, rewards=rewards,
     )  # fmt: skip

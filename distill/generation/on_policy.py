@@ -21,11 +21,10 @@ import json
 import logging
 import operator
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +32,6 @@ from torch import nn
 
 from distill.core.files import write_text
 from distill.core.labels import IGNORE_INDEX
-from distill.data.packing import best_fit
 from distill.generation.decode_loop import Engine
 from distill.generation.documents import (
     AnswerReader,
@@ -45,14 +43,24 @@ from distill.generation.documents import (
     drawn_log_probs,
     score_columns,
 )
+from distill.generation.environment import Environment, Rollout
 from distill.generation.rewards import NO_REWARDS, Rewards, reward_figures
+from distill.generation.rollout_steps import (
+    Answer,
+    Batches,
+    Collated,
+    Epoch,
+    Plan,
+    Step,
+    StepBatches,
+    length_of,
+    repeats_itself,
+)
 from distill.generation.sampling import Sampling
 from distill.models.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
-Collated = dict[str, Any]
-Batches = Sequence[Collated]
 FILE = "answers-{:05d}.json"  # in a checkpoint: responses of future steps
 
 
@@ -63,7 +71,7 @@ class OnPolicy:
     Attributes:
         engine: Generates with the student's current weights.
         fraction: Fraction of the documents that is replaced.
-        max_new_tokens: Maximum length of a response.
+        max_new_tokens: Maximum length of a response; of a rollout of several turns, with the replies in it.
         sampling: Sampling parameters.
         seed: Determines the replaced documents and the sampled tokens.
         max_length: Maximum number of tokens in a row.
@@ -79,6 +87,7 @@ class OnPolicy:
         one_row: Put a micro-batch's documents into one row, however long, so that nothing is padding: for models whose
             attention does not cross documents (`attends_within_documents`).
         rewards: Rewards of the responses; the batches then have `rewards` and `advantages` [B, S]. None for no reward.
+        environment: Replies to responses, so that rollouts have several turns; None for one response each.
         reader: Reads responses by the teacher's tokenizer, where that is another one than the student's.
     """
 
@@ -97,15 +106,16 @@ class OnPolicy:
     multiple: int = 1
     one_row: bool = False
     rewards: Rewards | None = None
+    environment: Environment | None = None
     reader: AnswerReader | None = None
-    # responses, their tokens, truncated ones, documents left out, responses that repeat themselves, seconds, staleness
-    # in steps, and sums of `rewards`
-    _sums: np.ndarray = field(init=False, default_factory=lambda: np.zeros(7 + len(NO_REWARDS)))
+    # rollouts, their generated tokens, truncated ones, documents left out, rollouts that repeat themselves, seconds,
+    # staleness in steps, responses, and sums of `rewards`
+    _sums: np.ndarray = field(init=False, default_factory=lambda: np.zeros(8 + len(NO_REWARDS)))
     # by step, the responses generated for it, by `_seed_of` their documents
-    _answers: dict[int, dict[int, _Answer]] = field(init=False, default_factory=dict)
+    _answers: dict[int, dict[int, Answer]] = field(init=False, default_factory=dict)
     # of the same steps, as far as this process generated them: their micro-batches, plans and results
-    _coming: dict[int, _Step] = field(init=False, default_factory=dict)
-    _epoch: _Epoch | None = field(init=False, default=None)
+    _coming: dict[int, Step] = field(init=False, default_factory=dict)
+    _epoch: Epoch | None = field(init=False, default=None)
 
     def replace(
         self, batches: Batches, step: int, collate: Callable[[list[Row]], Collated], following: int = 0
@@ -124,7 +134,7 @@ class OnPolicy:
         """
         now = self._coming.pop(step, None)
         if now is None or not (len(now.batches) == len(batches) and all(map(operator.is_, now.batches, batches))):
-            now = _Step(batches, self._plans(batches, step))
+            now = Step(batches, self._plans(batches, step))
         known = self._answers.get(step)
         if known is None or any(seed not in known for seed, _ in self._asked(now.plans, step)):
             self._coming = self._steps_to_come(len(batches), step, following)
@@ -152,7 +162,7 @@ class OnPolicy:
             batches: The same object for all of an epoch's calls.
         """
         if self._epoch is None or self._epoch.batches is not batches:
-            self._epoch = _Epoch(batches)
+            self._epoch = Epoch(batches)
         return self._epoch
 
     def save(self, checkpoint: Path, rank: int) -> None:
@@ -168,12 +178,12 @@ class OnPolicy:
         for file in sorted(checkpoint.glob(FILE.replace("{:05d}", "*"))):
             for step, answers in json.loads(file.read_text()).items():
                 own = self._answers.setdefault(int(step), {})
-                own.update((int(seed), _Answer(*answer)) for seed, answer in answers.items())
+                own.update((int(seed), Answer(*answer)) for seed, answer in answers.items())
 
-    def _plans(self, batches: Iterable[Collated], step: int) -> list[_Plan]:
+    def _plans(self, batches: Iterable[Collated], step: int) -> list[Plan]:
         return [self._plan(documents_of(batch), len(batch["labels"]), step) for batch in batches]
 
-    def _steps_to_come(self, count: int, step: int, most: int) -> dict[int, _Step]:
+    def _steps_to_come(self, count: int, step: int, most: int) -> dict[int, Step]:
         """Return the steps after `step`, of `count` micro-batches each, whose responses are generated with its own.
 
         They are chosen by their number, so that a resumed run forms the same groups.
@@ -183,13 +193,13 @@ class OnPolicy:
         more = min(self.ahead - step % (self.ahead + 1), most)
         batches = iter(self._epoch.look(count * more))
         groups = enumerate((list(itertools.islice(batches, count)) for _ in range(more)), step + 1)
-        return {number: _Step(group, self._plans(group, number)) for number, group in groups if group}
+        return {number: Step(group, self._plans(group, number)) for number, group in groups if group}
 
-    def _asked(self, plans: Iterable[_Plan], step: int) -> Iterator[tuple[int, Document]]:
+    def _asked(self, plans: Iterable[Plan], step: int) -> Iterator[tuple[int, Document]]:
         """Return the documents whose responses a step generates, with the seed of each."""
         return ((self._seed_of(document, step), document) for plan in plans for document in plan.asked)
 
-    def _draw(self, steps: dict[int, _Step]) -> None:
+    def _draw(self, steps: dict[int, Step]) -> None:
         """Generate the responses of some steps, the current one first, by the current weights."""
         start = time.perf_counter()
         at = next(iter(steps))
@@ -197,29 +207,49 @@ class OnPolicy:
             assert self.student is not None
             self.snapshot.take(self.student)
         asked = [(step, *each) for step, own in steps.items() for each in self._asked(own.plans, step)]
+        rollouts = [Rollout(document, seed) for _, seed, document in asked]
+        going = self._respond(rollouts)
+        while going and self.environment is not None and (going := self.environment.reply(going, self._room)):
+            self._respond(going)
+        self._answers |= {step: {} for step in steps}
+        seconds = (time.perf_counter() - start) / max(len(asked), 1)
+        for (step, seed, _), own in zip(asked, rollouts, strict=True):
+            self._answers[step][seed] = Answer(
+                own.tokens, own.truncated, own.log_probs, at, seconds, own.replies, own.messages, own.last
+            )
+
+    def _respond(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """Generate the next response of each rollout; return them."""
         answers = self.engine.generate(
-            [document.prompt for _, _, document in asked],
-            max_new_tokens=[self._limit(document) for _, _, document in asked],
+            [rollout.prompt for rollout in rollouts],
+            max_new_tokens=[self._room(rollout) for rollout in rollouts],
             sampling=self.sampling,
-            seeds=[seed for _, seed, _ in asked],
+            seeds=[rollout.turn_seed for rollout in rollouts],
             batch_size=self.batch_size * (self.ahead + 1),
         )
-        self._answers |= {step: {} for step in steps}
-        log_probs = answers.log_probs if self.log_probs else [[]] * len(asked)
-        drawn = zip(asked, answers.tokens, answers.truncated, log_probs, strict=True)
-        seconds = (time.perf_counter() - start) / max(len(asked), 1)
-        for (step, seed, _), tokens, truncated, log_p in drawn:
-            self._answers[step][seed] = _Answer(tokens, truncated, log_p, at, seconds)
+        log_probs = answers.log_probs if self.log_probs else [[]] * len(rollouts)
+        for rollout, tokens, log_p, cut in zip(rollouts, answers.tokens, log_probs, answers.truncated, strict=True):
+            rollout.say(tokens, log_p, cut)
+        return rollouts
 
-    def _put_in(self, own: _Step, step: int, collate: Callable[[list[Row]], Collated]) -> _StepBatches:
+    def _room(self, rollout: Rollout) -> int:
+        """Return the number of tokens that a rollout may still have."""
+        return self._limit(rollout.document) - len(rollout.tokens)
+
+    def _put_in(self, own: Step, step: int, collate: Callable[[list[Row]], Collated]) -> StepBatches:
         """Return a step's micro-batches with the generated responses."""
         batches, plans, _ = own
         if not any(plan.changes for plan in plans):
-            return _StepBatches(list(batches), np.zeros_like(self._sums))
+            return StepBatches(list(batches), np.zeros_like(self._sums))
         asked = list(self._asked(plans, step))
         answers = [self._answers[step][seed] for seed, _ in asked]
-        judged = [(document, answer.tokens) for (_, document), answer in zip(asked, answers, strict=True)]
-        scores, rewards = ([None] * len(judged), NO_REWARDS) if self.rewards is None else self.rewards.judge(judged)
+        judged = [
+            (document, answer.tokens[answer.last :]) for (_, document), answer in zip(asked, answers, strict=True)
+        ]
+        scores: Sequence[Score | None] = [None] * len(judged)
+        rewards: tuple[float, ...] = NO_REWARDS
+        if self.rewards is not None:
+            scores, rewards = self.rewards.judge(judged, [answer.messages for answer in answers])
         new = iter(
             self._answered(document, answer, score)
             for (_, document), answer, score in zip(asked, answers, scores, strict=True)
@@ -228,25 +258,25 @@ class OnPolicy:
         for plan, batch in zip(plans, batches, strict=True):
             rows = plan.rows(new, self.max_length, self.one_row)
             if plan.limit is not None and rows:
-                self._lengthen(max(rows, key=_length), self.max_length * (plan.limit if self.one_row else 1))
+                self._lengthen(max(rows, key=length_of), self.max_length * (plan.limit if self.one_row else 1))
             made.append(collate(list(map(as_row, rows))) if plan.changes else dict(batch))
             if self.log_probs:
                 made[-1]["drawn_log_p"] = drawn_log_probs(rows if plan.changes else [], made[-1]["input_ids"].shape)
             if self.rewards is not None:
                 made[-1] |= score_columns(rows if plan.changes else [], made[-1]["input_ids"].shape)
         figures = (
-            len(asked), sum(len(answer.tokens) for answer in answers), sum(answer.truncated for answer in answers),
+            len(asked), sum(answer.generated for answer in answers), sum(answer.truncated for answer in answers),
             sum(plan.left_out for plan in plans), sum(repeats_itself(answer.tokens) for answer in answers),
             sum(answer.seconds for answer in answers), sum(step - answer.step for answer in answers),
-            *rewards,
+            sum(1 + len(answer.replies) for answer in answers), *rewards,
         )  # fmt: skip
-        return _StepBatches(made, np.array(figures))
+        return StepBatches(made, np.array(figures))
 
-    def _answered(self, document: Document, answer: _Answer, score: Score | None) -> Document:
+    def _answered(self, document: Document, answer: Answer, score: Score | None) -> Document:
         """Return a document with a generated response in place of its own."""
         log_probs = answer.log_probs if self.log_probs else None
         if self.reader is None:
-            return document.answered(document.prompt, answer.tokens, log_probs, score)
+            return document.answered(document.prompt, answer.tokens, log_probs, score, answer.replies)
         most = document.prompt_length + self._limit(document)
         return document.reread(self.reader, answer.tokens, most, log_probs)
 
@@ -261,13 +291,15 @@ class OnPolicy:
             rollouts, rollouts_per_second (over the time spent generating, ranks in parallel), rollout_length (mean,
                 tokens), rollout_truncated (fraction cut off at max_new_tokens), rollout_repeated (fraction that repeat
                 themselves), rollouts_left_out (documents that no longer fit); with `ahead` rollout_lag (mean, optimizer
-                steps); with `rewards` those of `reward_figures`.
+                steps); with `environment` rollout_turns (mean number of responses in a rollout); with `rewards` those
+                of `reward_figures`.
         """
         precision = torch.float32 if device.type == "mps" else torch.float64
         here = torch.tensor([*self._sums, 1.0], dtype=precision, device=device)
-        count, tokens, truncated, dropped, repeated, seconds, lag, *rewards, ranks = reduce(here).tolist()
+        count, tokens, truncated, dropped, repeated, seconds, lag, turns, *rewards, ranks = reduce(here).tolist()
         self._sums[:] = 0
         more = {"rollout_lag": lag / max(count, 1)} if self.ahead else {}
+        more |= {} if self.environment is None else {"rollout_turns": turns / max(count, 1)}
         more |= {} if self.rewards is None else reward_figures(rewards, count)
         return more | {
             "rollouts": count,
@@ -278,17 +310,17 @@ class OnPolicy:
             "rollouts_left_out": dropped,
         }
 
-    def _plan(self, documents: list[Document], rows: int, step: int) -> _Plan:
+    def _plan(self, documents: list[Document], rows: int, step: int) -> Plan:
         """Choose the documents of a micro-batch whose responses are generated, and those that stay in it."""
         asked = [self._drawn(document, step) for document in documents]
         if not any(asked):
-            return _Plan(documents, asked, rows)
+            return Plan(documents, asked, rows)
         packed = len({document.row for document in documents}) < len(documents)
         pairs = list(self._that_fit(documents, asked, step) if packed else zip(documents, asked, strict=True))
         each = [(own, drawn, n) for own, drawn in pairs for n in range(self.samples if drawn else 1)]
         left_out = len(documents) + (self.samples - 1) * sum(asked) - len(each)
         documents = [replace(own, sample=n) if n else own for own, _, n in each]
-        return _Plan(documents, [drawn for _, drawn, _ in each], rows * self.samples if packed else None, left_out)
+        return Plan(documents, [drawn for _, drawn, _ in each], rows * self.samples if packed else None, left_out)
 
     def _that_fit(self, documents: list[Document], asked: list[bool], step: int) -> Iterator[tuple[Document, bool]]:
         """Select at random documents whose longest responses fit, row by row, independently of micro-batches."""
@@ -305,7 +337,7 @@ class OnPolicy:
 
     def _lengthen(self, row: list[Document], most: int) -> None:
         """Pad the longest row to a multiple of `multiple`, or to `most`, by a document of padding."""
-        missing = min(-_length(row) % self.multiple, most - _length(row))
+        missing = min(-length_of(row) % self.multiple, most - length_of(row))
         if missing > 0 and all(document.teacher_ids is None and document.route is None for document in row):
             row.append(Document([0] * missing, [IGNORE_INDEX] * missing, row[0].row))
 
@@ -317,83 +349,3 @@ class OnPolicy:
 
     def _seed_of(self, document: Document, step: int) -> int:
         return int.from_bytes(document.hash(self.seed, step, 1)[:8], "little", signed=True)
-
-
-def _length(row: Sequence[Document]) -> int:
-    return sum(document.length for document in row)
-
-
-def repeats_itself(tokens: Sequence[int], length: int = 4) -> bool:
-    """Return whether more than half of a response's n-grams (n = `length`) occurred in it before."""
-    runs = list(zip(*(tokens[at:] for at in range(length)), strict=False))
-    return 2 * len(set(runs)) < len(runs)
-
-
-class _Plan(NamedTuple):
-    """A micro-batch's documents, those to generate, the number of rows to pack into, and how many did not fit."""
-
-    documents: list[Document]
-    drawn: list[bool]
-    limit: int | None
-    left_out: int = 0
-
-    @property
-    def asked(self) -> list[Document]:
-        return [document for document, drawn in zip(self.documents, self.drawn, strict=True) if drawn]
-
-    @property
-    def changes(self) -> bool:
-        return any(self.drawn) or self.left_out > 0
-
-    def rows(self, answers: Any, max_length: int, one_row: bool) -> list[list[Document]]:
-        """Return the documents, with `answers` for those to generate: in one row, or packed if they were before."""
-        documents = [next(answers) if drawn else own for own, drawn in zip(self.documents, self.drawn, strict=True)]
-        if one_row:
-            return [documents] * bool(documents)
-        if self.limit is None:
-            return [[document] for document in documents]
-        groups = best_fit(np.array([document.length for document in documents]), max_length)
-        if len(groups) > self.limit:  # the responses of one row and sample fit into one row
-            order = sorted(documents, key=lambda own: (own.row, own.sample))
-            return [list(group) for _, group in itertools.groupby(order, key=lambda own: (own.row, own.sample))]
-        return [[documents[number] for number in group] for group in groups]
-
-
-class _Epoch(Iterator[Collated]):
-    """An epoch's micro-batches, with look-ahead."""
-
-    def __init__(self, batches: Iterator[Collated]) -> None:
-        self.batches, self._coming = batches, deque[Collated]()
-
-    def __next__(self) -> Collated:
-        return self._coming.popleft() if self._coming else next(self.batches)
-
-    def look(self, count: int) -> list[Collated]:
-        """Return the next `count` micro-batches without consuming them, or as many as there are."""
-        self._coming.extend(itertools.islice(self.batches, max(0, count - len(self._coming))))
-        return list(self._coming)[:count]
-
-
-class _StepBatches(NamedTuple):
-    """A step's micro-batches with generated responses, and their contribution to `OnPolicy._sums`."""
-
-    batches: list[Collated]
-    figures: np.ndarray
-
-
-class _Step(NamedTuple):
-    """The micro-batches of a step, the plan of each, and the result once it is made."""
-
-    batches: Batches
-    plans: list[_Plan]
-    result: _StepBatches | None = None
-
-
-class _Answer(NamedTuple):
-    """A generated response; `step`: optimizer steps done when it was generated, `seconds`: its part of the time."""
-
-    tokens: list[int]
-    truncated: bool
-    log_probs: list[float]
-    step: int
-    seconds: float

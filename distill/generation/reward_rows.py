@@ -28,7 +28,7 @@ from distill.data.tally import Tally
 from distill.data.tokenise import Batch, Encoder, RowEncoder
 from distill.data.tokenise import Document as Encoded
 from distill.generation.documents import Document
-from distill.generation.reward_calls import Question, RewardFunction
+from distill.generation.function_calls import Question, RewardFunction
 from distill.generation.rewards import Rewards
 from distill.recipe import Recipe
 
@@ -170,12 +170,13 @@ class RowTable:
                     exact.setdefault(key, entry)
         chosen = found if len(found) == 1 else exact
         if not found:
-            raise ValueError("loss.terms: reward: a prompt of the training data is of none of its rows")
+            raise ValueError("data.on_policy: a prompt of the training data is of none of its rows")
         if len(chosen) != 1:
             rows = " and ".join(self._place(*entry[:2]) for entry in [*found.values()][:2])
             raise ValueError(
-                f"loss.terms: reward: {rows} have the same prompt and other columns, and nothing tells which of them "
-                "an answer belongs to; expected one row a prompt, or other completions"
+                f"data.on_policy: {rows} have the same prompt and other columns, and nothing tells which of them is "
+                "the row of an answer, which a reward or an environment is given; expected one row a prompt, or other "
+                "completions"
             )
         ((text, (source, number, stretch)),) = chosen.items()
         return self._question(json.loads(text), source, number, stretch, answer)
@@ -186,7 +187,7 @@ class RowTable:
         sample, turn = source.format.sample(row), int(source.of("turns", number)[stretch])
         prompt = sample.prompt or "" if sample.messages is None else sample.messages[:turn]
         said = self.tokenizer.decode(list(answer), skip_special_tokens=True)
-        return Question(self._place(source, number), prompt, said, row)
+        return Question(self._place(source, number), prompt, said, row, sample.tools)
 
     @staticmethod
     def _place(source: SourceRows, number: int) -> str:
@@ -203,6 +204,13 @@ def rewards_of(recipe: Recipe, tokenizer: Any, code: bytes) -> Rewards | None:
     """
     if (term := recipe.loss.rewarded) is None:
         return None
+    file, _, name = (term.reward or "").rpartition(":")
+    function = RewardFunction(Path(file), code, name, term.reward_timeout)
+    return Rewards(function, row_table_of(recipe, tokenizer).question, term.reward_scale)
+
+
+def row_table_of(recipe: Recipe, tokenizer: Any) -> RowTable:
+    """Return the index of a recipe's training rows by their prompts; `tokenizer` of the data."""
     sources = []
     for part in recipe.data.parts:
         data = part.data
@@ -216,6 +224,4 @@ def rewards_of(recipe: Recipe, tokenizer: Any, code: bytes) -> Rewards | None:
             source, RowNotes(encoder), max_rows=data.max_rows, workers=data.workers, cache=data.cache
         )
         sources.append(SourceRows(source.name, format, notes))
-    file, _, name = (term.reward or "").rpartition(":")
-    function = RewardFunction(Path(file), code, name, term.reward_timeout)
-    return Rewards(function, RowTable(sources, tokenizer).question, term.reward_scale)
+    return RowTable(sources, tokenizer)

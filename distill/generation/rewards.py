@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from distill.generation.documents import Document, Score
-from distill.generation.reward_calls import Question
+from distill.generation.function_calls import Question
 
 EPSILON = 1e-4
 NO_REWARDS = (0.0, 0.0, 0.0, 0.0)  # sums of rewards and of the groups' std; number of groups, and of those with std 0
@@ -37,14 +37,24 @@ class Rewards:
     ) -> None:
         self.function, self.question, self.scale = function, question, scale
 
-    def judge(self, answers: Judged) -> tuple[list[Score], tuple[float, ...]]:
+    def judge(
+        self, answers: Judged, conversations: Sequence[Sequence[dict[str, object]]] = ()
+    ) -> tuple[list[Score], tuple[float, ...]]:
         """Return the reward and advantage of each response, and the sums that `reward_figures` reads.
 
         Args:
             answers: documents and the tokens of their responses, those to one prompt next to each other, the one of
-                `sample` 0 first.
+                `sample` 0 first; of a rollout of several turns the last response.
+            conversations: of rollouts of several turns, the messages after the data's prompt and before the last
+                response.
         """
-        values = self.function([self.question(document, tokens) for document, tokens in answers])
+        questions = [self.question(document, tokens) for document, tokens in answers]
+        for number, messages in enumerate(conversations):
+            if messages:
+                given = questions[number].prompt
+                assert isinstance(given, list), "an environment needs chats"
+                questions[number] = questions[number]._replace(prompt=[*given, *messages])
+        values = self.function(questions)
         begins = [number for number, (document, _) in enumerate(answers) if document.sample == 0]
         groups = [values[begin:end] for begin, end in zip(begins, [*begins[1:], len(values)], strict=True)]
         spreads = [statistics.stdev(group) if len(group) > 1 else 0.0 for group in groups]

@@ -219,6 +219,11 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         ("new rows", "prompts"),
     ),
     Requirement(
+        "data.on_policy.environment",
+        lambda recipe: recipe.data.own_answers is not None and recipe.data.own_answers.environment is not None,
+        ("text", "student's tokens"),
+    ),
+    Requirement(
         f"loss.terms: {' and '.join(SEPARATE)}",
         lambda recipe: recipe.loss.has(*SEPARATE),
         ("one teacher a token", "student's tokens"),
@@ -380,6 +385,11 @@ def _values(recipe: Sections) -> Iterator[str]:
         yield f"data.on_policy.samples: {samples} answers at data.on_policy.temperature 0 would be the same"
     if any(part.data.format == "prompts" for part in recipe.data.parts) and (own is None or own.fraction < 1):
         yield "data.format: prompts have no answers to train on: expected data.on_policy with fraction 1"
+    if own is not None and own.environment is not None and own.turns == "all":
+        yield (
+            "data.on_policy.turns: all replays the replies of logged chats: expected last with "
+            "data.on_policy.environment, got all"
+        )
     if recipe.data.answers_every_turn and any(part.data.train_on == "last" for part in recipe.data.parts):
         yield "data.on_policy.turns: all answers every turn: expected data.train_on all or each, got last"
     if recipe.teacher.urls and recipe.student.is_cut and recipe.teacher.model is None:

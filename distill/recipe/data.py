@@ -74,6 +74,12 @@ class OnPolicy(Section):
         ahead: asynchronous rollouts: number of further steps whose responses are generated together with those of a
             step, by the same weights, which are up to this many optimizer steps old in training (staleness); 0 to
             generate by the current weights in every step.
+        environment: `FILE.py:function`, called as function(messages, tools, row) after each response of a chat; it
+            returns the next message or messages, such as a tool's result, to which the student responds again, or None
+            at the end. `max_new_tokens` then bounds all responses and replies of a rollout. The run needs
+            `--plugin FILE.py`. null for one response per rollout.
+        environment_timeout: time limit of one call of the function, in seconds.
+        max_turns: maximum number of responses in a rollout with an environment.
         store_every: interval in steps at which a step's responses are written to the run's folder, one parquet file per
             step; 0 for never.
     """
@@ -90,7 +96,15 @@ class OnPolicy(Section):
     engine: Literal["distill", "transformers", "vllm"] = "distill"
     batch_size: Annotated[int, Field(ge=1, le=2**16)] = 64
     ahead: Annotated[int, Field(ge=0, le=64)] = 0
+    environment: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")] | None = None
+    environment_timeout: Annotated[float, Field(gt=0, le=86400)] = 10.0
+    max_turns: Annotated[int, Field(ge=2, le=1024)] = 8
     store_every: Annotated[int, Field(ge=0, lt=2**31)] = 0
+
+    @property
+    def environment_file(self) -> str:
+        """Path of the Python file that `environment` names."""
+        return (self.environment or "").rpartition(":")[0]
 
 
 class MixedSource(Section):

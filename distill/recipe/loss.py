@@ -321,8 +321,8 @@ class Loss(Section):
 
     @property
     def runs_terms(self) -> bool:
-        """Return whether terms come from the plugin's file, rather than a reward alone."""
-        return self.plugin is not None and (self.has("plugin") or self.rewarded is None)
+        """Return whether terms come from the plugin's file, rather than a reward or an environment alone."""
+        return self.plugin is not None and self.has("plugin")
 
     def has(self, *types: str) -> bool:
         """Return whether a term of one of these types has a weight above 0."""

@@ -34,6 +34,7 @@ from distill_kernels import ChunkedLoss
 
 from distill.core.labels import IGNORE_INDEX
 from distill.models.head import HeadWeights, LogitTransform
+from distill.recipe.data import OnPolicy
 from distill.recipe.loss import Loss, PluginTerm
 from distill.teachers.base import HeadForward, TargetFormat, VocabularyAlignment
 from distill.teachers.hidden import HiddenFormat
@@ -111,23 +112,31 @@ def _explained(function: RowLosses, name: str, path: Path) -> RowLosses:
     return call
 
 
-def allowed_plugin(loss: Loss, path: Path | None) -> Plugin | None:
-    """Return the plugin that a recipe's loss needs, read only where `--plugin` allows it. Its file is run where a term
-    comes from it, and for a reward by the processes that call the function.
+def allowed_plugin(loss: Loss, path: Path | None, on_policy: OnPolicy | None = None) -> Plugin | None:
+    """Return the plugin that a recipe needs, read only where `--plugin` allows it. Its file is run where a term comes
+    from it, and for a reward or an environment by the processes that call the function.
 
     Args:
         loss: the recipe's, whose `plugin` is the file that it was resolved with.
         path: the file that `--plugin` names.
+        on_policy: the recipe's `data.on_policy`, which may have an environment.
 
     Raises:
         ValueError: a recipe with code in it and no `--plugin`, another file, or a term that the file does not define.
     """
-    rewarded = loss.rewarded
-    if rewarded is not None and (path is None or Path(path).resolve() != Path(rewarded.reward_file).resolve()):
-        raise ValueError(
-            f"loss.terms: the reward {rewarded.reward} runs code; allow it with --plugin {rewarded.reward_file}"
-            + ("" if path is None else f", got --plugin {path}")
-        )
+    named = (
+        []
+        if (rewarded := loss.rewarded) is None
+        else [(f"loss.terms: the reward {rewarded.reward}", rewarded.reward_file)]
+    )
+    if on_policy is not None and on_policy.environment is not None:
+        named.append((f"data.on_policy.environment: {on_policy.environment}", on_policy.environment_file))
+    for function, file in named:
+        if path is None or Path(path).resolve() != Path(file).resolve():
+            raise ValueError(
+                f"{function} runs code; allow it with --plugin {file}"
+                + ("" if path is None else f", got --plugin {path}")
+            )
     if loss.plugin is None:
         if path is not None:
             raise ValueError(f"--plugin {path}: the recipe was not resolved with it")
@@ -136,7 +145,7 @@ def allowed_plugin(loss: Loss, path: Path | None) -> Plugin | None:
         raise ValueError(
             f"loss.plugin: this recipe runs code, from {loss.plugin.file}; allow it with --plugin {loss.plugin.file}"
         )
-    plugin = load_plugin(path) if loss.runs_terms else _unused(path)
+    plugin = load_plugin(path) if loss.runs_terms or not named else _unused(path)
     if plugin.sha256 != loss.plugin.sha256:
         raise ValueError(f"--plugin {path}: expected the file with SHA-256 {loss.plugin.sha256}, got {plugin.sha256}")
     for term in loss.terms:
@@ -149,7 +158,7 @@ def allowed_plugin(loss: Loss, path: Path | None) -> Plugin | None:
 
 
 def _unused(path: Path) -> Plugin:
-    """Return the plugin of a reward alone, without running its file."""
+    """Return the plugin of a reward or an environment alone, without running its file."""
     try:
         code = Path(path).read_bytes()
     except OSError as error:

@@ -110,9 +110,7 @@ class StoredRollouts(TrainerCallback):
 
     def _read(self, document: Document) -> dict[str, object]:
         """Return a rollout's prompt, which ends before the first token that the student sampled, and its answer."""
-        begin = next(at for at, label in enumerate(document.labels) if label != IGNORE_INDEX)
-        if document.starts is not None:  # labels at the first token of each aligned span alone
-            begin = document.starts[0]
+        begin = document.rollout_start
         prompt, answer, labels = document.ids[:begin], document.ids[begin:], document.labels[begin:]
         positions = [at for at, label in enumerate(labels) if label != IGNORE_INDEX]
         is_own = [document.starts is not None or label != IGNORE_INDEX for label in labels]

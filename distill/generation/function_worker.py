@@ -1,8 +1,9 @@
-"""Process that calls a user's reward function: `python reward_worker.py`, with JSON lines as its protocol.
+"""Process that calls a user's function: `python function_worker.py`, with JSON lines as its protocol.
 
-The first line it reads names the file, its code and the function; it replies `{"ready": true}`. Each later line holds
-`prompt`, `answer` and `row`; it replies `{"reward": number}`. Any failure is `{"error": text}`. Output of the function
-goes to standard error. It imports the standard library alone, and ends with its standard input.
+The first line it reads names the file, its code, the function and what it returns (`number` or `messages`); it replies
+`{"ready": true}`. Each later line holds the `arguments` of a call; it replies `{"value": ...}`. Any failure is
+`{"error": text}`. Output of the function goes to standard error. It imports the standard library alone, and ends with
+its standard input.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import traceback
 import types
 from collections.abc import Callable
 from typing import IO
+
+MOST_BYTES = 1 << 20  # of the messages that one call returns, as JSON
 
 
 def main() -> None:
@@ -28,10 +31,10 @@ def main() -> None:
         _say(out, {"error": _told(error, given["file"])})
         return
     _say(out, {"ready": True})
+    read = _messages if given["returns"] == "messages" else _number
     for line in lines:
-        question = json.loads(line)
         try:
-            _say(out, {"reward": _number(function(question["prompt"], question["answer"], question["row"]))})
+            _say(out, {"value": read(function(*json.loads(line)["arguments"]))})
         except BaseException as error:
             _say(out, {"error": _told(error, given["file"])})
 
@@ -39,7 +42,7 @@ def main() -> None:
 def _load(file: str, code: str, name: str) -> Callable[[object, str, object], object]:
     folder = os.path.dirname(os.path.abspath(file))
     sys.path[0] = folder  # imports come from the file's folder instead of this module's
-    module = types.ModuleType("distill_reward")
+    module = types.ModuleType("distill_function")
     module.__file__ = file
     sys.modules[module.__name__] = module
     exec(compile(code, file, "exec"), module.__dict__)
@@ -56,6 +59,25 @@ def _number(value: object) -> float:
     if not isinstance(value, int | float):
         raise TypeError(f"expected a number, got {type(value).__name__}")
     return float(value)
+
+
+def _messages(value: object) -> list[dict[str, object]] | None:
+    """Return messages as a list of dictionaries; None for None and for no messages."""
+    if value is None or value == []:
+        return None
+    messages: list[dict[str, object]] = value if isinstance(value, list) else [value]  # type: ignore[list-item]
+    for message in messages:
+        if not isinstance(message, dict):
+            raise TypeError(f"expected a message, messages or None, got {type(message).__name__}")
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or role == "assistant":
+            raise ValueError(f"expected a message of a role other than assistant, got {role!r}")
+        if not isinstance(content, str):
+            raise TypeError(f"expected a text as content of a message, got {type(content).__name__}")
+    size = len(json.dumps(messages))
+    if size > MOST_BYTES:
+        raise ValueError(f"expected messages of at most {MOST_BYTES:,} bytes, got {size:,}")
+    return messages
 
 
 def _told(error: BaseException, file: str) -> str:

@@ -1,4 +1,4 @@
-"""Calls of a user's reward function in separate processes, so that it may hang, crash or print.
+"""Calls of a user's function in separate processes, so that it may hang, crash or print.
 
     with RewardFunction(Path("right.py"), code, "exact", timeout=10.0) as reward:
         reward(questions)                     # one number per question, finite
@@ -19,12 +19,24 @@ import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
-from distill.generation import reward_worker
+from distill.generation import function_worker
 
 LOADING = 120.0  # time limit of the file's imports, in seconds
 MOST_WORKERS = 4
+
+
+class Call(NamedTuple):
+    """One call of a user's function.
+
+    Attributes:
+        place: the data's row, as error messages name it.
+        arguments: the function's arguments, as JSON has them.
+    """
+
+    place: str
+    arguments: list[object]
 
 
 class Question(NamedTuple):
@@ -35,16 +47,18 @@ class Question(NamedTuple):
         prompt: the messages before the response, or the text.
         answer: the student's response, without special tokens.
         row: all columns of the data's row.
+        tools: JSON schemas of the tools that the row declares; None for none.
     """
 
     place: str
     prompt: list[dict[str, object]] | str
     answer: str
     row: dict[str, object]
+    tools: list[object] | None = None
 
 
-class RewardFunction:
-    """The function `name` of a file, called for several responses in parallel.
+class UserFunction:
+    """The function `name` of a file, called several times in parallel.
 
     Args:
         file: path of the code; modules in its folder can be imported.
@@ -52,7 +66,16 @@ class RewardFunction:
         name: name of the function.
         timeout: time limit of a call, in seconds.
         workers: maximum number of processes; None for the number of processors, up to four.
+
+    Attributes:
+        field: the recipe's field that names the function, as messages begin.
+        limit: its field that gives the time limit.
+        returns: `number` or `messages`.
     """
+
+    field: str
+    limit: str
+    returns: Literal["number", "messages"]
 
     def __init__(self, file: Path, code: bytes, name: str, timeout: float, workers: int | None = None) -> None:
         self.file, self.code, self.name, self.timeout = file, code, name, timeout
@@ -60,18 +83,18 @@ class RewardFunction:
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._workers: list[_Worker] = []
 
-    def __call__(self, questions: Sequence[Question]) -> list[float]:
-        """Return the reward of each response.
+    def call(self, calls: Sequence[Call]) -> list[Any]:
+        """Return what the function returns for each of some calls.
 
         Raises:
-            ValueError: the function raised, hung, died, or returned something other than a finite number.
+            ValueError: the function raised, hung, died, or returned something else than it should.
         """
-        while len(self._workers) < min(self.count, len(questions)):
+        while len(self._workers) < min(self.count, len(calls)):
             self._workers.append(worker := _Worker(self))
             self._idle.put(worker)
         try:
             with ThreadPoolExecutor(max(len(self._workers), 1)) as pool:
-                return list(pool.map(self._ask, questions))
+                return list(pool.map(self._ask, calls))
         except BaseException:
             self.close()
             raise
@@ -82,34 +105,50 @@ class RewardFunction:
             self._workers.pop().end()
         self._idle = queue.SimpleQueue()
 
-    def __enter__(self) -> RewardFunction:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *failure: object) -> None:
         self.close()
 
-    def _ask(self, question: Question) -> float:
+    def _ask(self, call: Call) -> Any:
         worker = self._idle.get()
         try:
-            value = worker.ask(question)
+            return worker.ask(call)
         finally:
             self._idle.put(worker)
-        if not math.isfinite(value):
-            raise ValueError(f"{self.called(question.place)}: expected a finite number, got {value}")
-        return value
 
     def called(self, place: str = "") -> str:
         """Return the beginning of an error message."""
-        return f"loss.terms: reward {self.file}:{self.name}{f', {place}' if place else ''}"
+        return f"{self.field} {self.file}:{self.name}{f', {place}' if place else ''}"
+
+
+class RewardFunction(UserFunction):
+    """A reward: the function is called as function(prompt, answer, row) and returns a finite number."""
+
+    field, limit, returns = "loss.terms: reward", "loss.terms reward_timeout", "number"
+
+    def __call__(self, questions: Sequence[Question]) -> list[float]:
+        """Return the reward of each response.
+
+        Raises:
+            ValueError: the function raised, hung, died, or returned something other than a finite number.
+        """
+        values = self.call([Call(each.place, [each.prompt, each.answer, each.row]) for each in questions])
+        for question, value in zip(questions, values, strict=True):
+            if not math.isfinite(value):
+                self.close()
+                raise ValueError(f"{self.called(question.place)}: expected a finite number, got {value}")
+        return values
 
 
 class _Worker:
-    """One process of a reward function."""
+    """One process of a user's function."""
 
-    def __init__(self, of: RewardFunction) -> None:
+    def __init__(self, of: UserFunction) -> None:
         self.of = of
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(reward_worker.__file__))],
+            [sys.executable, str(Path(function_worker.__file__))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -120,13 +159,13 @@ class _Worker:
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=_listen, args=(self.process, self.lines), daemon=True).start()
         begin: dict[str, object] = {"file": str(of.file), "code": of.code.decode(), "function": of.name}
+        begin["returns"] = of.returns
         self._exchange(begin, LOADING, "")
 
-    def ask(self, question: Question) -> float:
-        sent: dict[str, object] = {"prompt": question.prompt, "answer": question.answer, "row": question.row}
-        return float(self._exchange(sent, self.of.timeout, question.place)["reward"])
+    def ask(self, call: Call) -> Any:
+        return self._exchange({"arguments": call.arguments}, self.of.timeout, call.place)["value"]
 
-    def _exchange(self, sent: dict[str, object], seconds: float, place: str) -> dict[str, float]:
+    def _exchange(self, sent: dict[str, object], seconds: float, place: str) -> dict[str, Any]:
         called = self.of.called(place)
         try:
             assert self.process.stdin is not None
@@ -135,14 +174,14 @@ class _Worker:
             line = self.lines.get(timeout=seconds)
         except queue.Empty:
             self.end()
-            limit = "loss.terms reward_timeout" if place else "the limit for its imports"
+            limit = self.of.limit if place else "the limit for its imports"
             raise ValueError(f"{called}: no answer within {seconds:g} s ({limit})") from None
         except OSError:
             line = ""
         if not line:
             code = self.process.wait()
             raise ValueError(f"{called}: its process ended with exit code {code}")
-        found: dict[str, float] = json.loads(line)
+        found: dict[str, Any] = json.loads(line)
         if "error" in found:
             raise ValueError(f"{called}: {found['error']}")
         return found

@@ -1,0 +1,113 @@
+"""Plans and results of the steps whose documents are replaced by rollouts: what `OnPolicy` remembers of each."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distill.data.packing import best_fit
+from distill.generation.documents import Document
+
+Collated = dict[str, Any]
+Batches = Sequence[Collated]
+
+
+def length_of(row: Sequence[Document]) -> int:
+    """Return the number of tokens of a row of documents."""
+    return sum(document.length for document in row)
+
+
+def repeats_itself(tokens: Sequence[int], length: int = 4) -> bool:
+    """Return whether more than half of a response's n-grams (n = `length`) occurred in it before."""
+    runs = list(zip(*(tokens[at:] for at in range(length)), strict=False))
+    return 2 * len(set(runs)) < len(runs)
+
+
+class Plan(NamedTuple):
+    """A micro-batch's documents, those to generate, the number of rows to pack into, and how many did not fit."""
+
+    documents: list[Document]
+    drawn: list[bool]
+    limit: int | None
+    left_out: int = 0
+
+    @property
+    def asked(self) -> list[Document]:
+        """Return the documents whose responses are generated."""
+        return [document for document, drawn in zip(self.documents, self.drawn, strict=True) if drawn]
+
+    @property
+    def changes(self) -> bool:
+        """Return whether the micro-batch becomes another one."""
+        return any(self.drawn) or self.left_out > 0
+
+    def rows(self, answers: Any, max_length: int, one_row: bool) -> list[list[Document]]:
+        """Return the documents, with `answers` for those to generate: in one row, or packed if they were before."""
+        documents = [next(answers) if drawn else own for own, drawn in zip(self.documents, self.drawn, strict=True)]
+        if one_row:
+            return [documents] * bool(documents)
+        if self.limit is None:
+            return [[document] for document in documents]
+        groups = best_fit(np.array([document.length for document in documents]), max_length)
+        if len(groups) > self.limit:  # the responses of one row and sample fit into one row
+            order = sorted(documents, key=lambda own: (own.row, own.sample))
+            return [list(group) for _, group in itertools.groupby(order, key=lambda own: (own.row, own.sample))]
+        return [[documents[number] for number in group] for group in groups]
+
+
+class Epoch(Iterator[Collated]):
+    """An epoch's micro-batches, with look-ahead."""
+
+    def __init__(self, batches: Iterator[Collated]) -> None:
+        self.batches, self._coming = batches, deque[Collated]()
+
+    def __next__(self) -> Collated:
+        return self._coming.popleft() if self._coming else next(self.batches)
+
+    def look(self, count: int) -> list[Collated]:
+        """Return the next `count` micro-batches without consuming them, or as many as there are."""
+        self._coming.extend(itertools.islice(self.batches, max(0, count - len(self._coming))))
+        return list(self._coming)[:count]
+
+
+class StepBatches(NamedTuple):
+    """A step's micro-batches with generated responses, and their contribution to `OnPolicy._sums`."""
+
+    batches: list[Collated]
+    figures: np.ndarray
+
+
+class Step(NamedTuple):
+    """The micro-batches of a step, the plan of each, and the result once it is made."""
+
+    batches: Batches
+    plans: list[Plan]
+    result: StepBatches | None = None
+
+
+class Answer(NamedTuple):
+    """A generated response, or several with an environment's replies between them.
+
+    Attributes:
+        tokens, truncated, log_probs, replies, messages, last: See `Rollout`.
+        step: Optimizer steps done when it was generated.
+        seconds: Its part of the time.
+    """
+
+    tokens: list[int]
+    truncated: bool
+    log_probs: list[float]
+    step: int
+    seconds: float
+    replies: Sequence[Sequence[int]] = ()
+    messages: Sequence[dict[str, object]] = ()
+    last: int = 0
+
+    @property
+    def generated(self) -> int:
+        """Number of tokens that the student generated."""
+        return len(self.tokens) - sum(stop - start for start, stop in self.replies)
