@@ -61,7 +61,7 @@ def answers(model, fused, sampling=GREEDY, new=4, **more):
     return loop.generate(PROMPTS, max_new_tokens=new, sampling=sampling, seeds=[5, 6, 7])
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "sampling", [GREEDY, Sampling(1.0), Sampling(0.9, 20, 0.9, 0.02)], ids=["greedy", "all", "cut"]
 )
@@ -100,6 +100,7 @@ def test_log_probs_in_16_bits_are_as_good_as_without(kernel_device, autocast):
     assert ours <= 1.5 * own + 1e-3, (ours, own)
 
 
+@pytest.mark.full
 def test_weights_are_read_without_a_copy(kernel_device):
     """Joined, patched, on Triton alone or checkpointed, and after they changed."""
     for put in (join_siblings, patch, use_triton_only, PreTrainedModel.gradient_checkpointing_enable):

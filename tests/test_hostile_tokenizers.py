@@ -40,6 +40,7 @@ def growing(pattern, times=8):
     return {"type": "Sequence", "normalizers": [first, *[more] * times]}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pattern", ["n", "a word that no other text holds"])
 def test_a_normalizer_that_makes_endless_text_is_refused_before_it_is_used_here(saved, pattern):
     with_normalizer(saved, growing(pattern))
@@ -60,6 +61,7 @@ def test_a_tokenizer_that_takes_too_long_is_ended(saved, monkeypatch):
         load_tokenizer(Teacher(model=str(saved)))
 
 
+@pytest.mark.full
 def test_a_normalizer_that_grows_only_with_the_data_is_refused_in_a_process_of_its_own(saved):
     grown = growing("", times=8)
     grown["normalizers"][0] = {"type": "Replace", "pattern": {"Regex": "[\u1200-\u1210]"}, "content": "a" * 90}

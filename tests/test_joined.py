@@ -138,6 +138,7 @@ def assert_same(got, right, tolerance):
         assert (a - b).abs().max() <= tolerance * b.abs().max()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_student_has_the_gradients_of_separate_weights(autocast, bias):
@@ -154,6 +155,7 @@ def test_a_student_has_the_gradients_of_separate_weights(autocast, bias):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.full
 def test_a_teacher_computes_sibling_layers_by_one_gemm():
     """And none of stale weights where they have been moved."""
     with interpreted(), torch.no_grad():
@@ -247,6 +249,7 @@ def adapted(join, **more):
     return model
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scales", ["one", "two"])
 def test_adapters_of_siblings_are_one_node(scales):
     more = {} if scales == "one" else {"alpha_pattern": {"k_proj": 2, "up_proj": 9}}

@@ -76,7 +76,7 @@ def hold_same(a, b):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sent", SENT)
 def test_a_run_is_the_one_without_keep_and_asks_once(place, url, here, asked, sent):
     """Over two epochs, to the bit; then a run from the full folder asks nothing at all."""
@@ -95,6 +95,7 @@ def test_a_run_is_the_one_without_keep_and_asks_once(place, url, here, asked, se
     assert not asked and run_command(["verify", "kept"]) == 0
 
 
+@pytest.mark.full
 def test_drawn_tokens_are_those_of_the_first_question(place, url, here, asked):
     """Sampled tokens depend on the rows that share a request."""
     drawn = ["teacher.top_k=8", "teacher.keep=kept"]
@@ -104,6 +105,7 @@ def test_drawn_tokens_are_those_of_the_first_question(place, url, here, asked):
     assert not asked
 
 
+@pytest.mark.full
 def test_the_second_epoch_asks_nothing(place, url, here, asked, monkeypatch):
     counts, targets = [], KeptTeacher.targets
 
@@ -118,6 +120,7 @@ def test_the_second_epoch_asks_nothing(place, url, here, asked, monkeypatch):
     assert len(counts) > rows and counts[-rows] == counts[-1] > 0, "what the first epoch asked is all that is asked"
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @pytest.mark.parametrize("sent", ["hidden states", "top k"])
 def test_a_run_that_is_killed_and_resumed_is_the_whole_one(place, url, here, monkeypatch, sent):
@@ -169,6 +172,7 @@ def test_a_damaged_part_is_refused_and_asked_for_again_without_it(place, url, he
     assert 0 < len(asked) < count and losses(again) == losses(whole)
 
 
+@pytest.mark.full
 def test_the_folder_of_a_loaded_teacher_is_that_of_its_server(place, url, here, asked):
     """Weights and files are the same: what one has stored, the other reads."""
     run(recipe_in(place, *TWO_EPOCHS, "output_dir=runs", "teacher.keep=kept"), name="loaded")
@@ -204,6 +208,7 @@ def test_another_teacher_behind_the_address_is_refused(place, url, here, tmp_pat
         run(recipe(place, address, "teacher.model=null", "teacher.keep=kept"), name="refused")
 
 
+@pytest.mark.full
 def test_hidden_states_of_a_server_may_be_stored_as_fewer(place, url, here, asked, capsys):
     for name in ("hidden_fp8", "top_k"):
         stored = ["teacher.keep=" + name, f"teacher.keep_as={name}"]

@@ -217,7 +217,8 @@ def test_it_is_the_same_to_the_bit(alone, capsys, case):
     assert LaunchedServers.current is None and not servers()
 
 
-@pytest.mark.parametrize("layout", ["sharded", pytest.param("copied", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["sharded", "copied"])
 def test_two_servers_teach_one(alone, capsys, layout):
     folder = run_here(f"by-two-{layout}", *CASES["plain"], *served(2, layout))
     assert_same(folder, alone("plain"))
@@ -237,6 +238,7 @@ def program(what, place):
     return Forked([__file__, what, str(place)], cwd=place, env=clean_environment(), stdout=PIPE, stderr=PIPE)
 
 
+@pytest.mark.full
 def test_a_server_that_dies_ends_the_run_with_a_checkpoint(place, alone):
     with program("killed", place) as process:
         _, written = process.communicate(timeout=140)
@@ -278,6 +280,7 @@ def test_a_run_that_is_killed_takes_its_server_along(place, how):
     shutil.rmtree(place / "runs" / "waits")
 
 
+@pytest.mark.full
 def test_what_a_server_cannot_load_is_the_users_line(place, monkeypatch):
     """Weights that are no weights, which the process that trains never reads."""
     spoiled = place / "spoiled"

@@ -245,6 +245,7 @@ def test_one_row_of_few_lengths_is_no_longer_than_the_rows_were():
     assert lengths[32] == -(-lengths[1] // 32) * 32 and lengths[64] == 64 and lengths[256] == 2 * 60, lengths
 
 
+@pytest.mark.full
 def test_rows_and_buffers_follow_from_attention_and_data(kernel_device):
     """One row where both models' attention is ours, of lengths for which kernels are compiled once."""
     student, teacher = tiny_model().to(kernel_device), tiny_model(seed=1).to(kernel_device)

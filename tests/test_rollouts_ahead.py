@@ -82,6 +82,7 @@ def test_other_micro_batches_than_were_looked_at_are_answered_too():
     assert torch.equal(got["input_ids"], expected["input_ids"]) and not own._answers
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("fraction", [1.0, 0.3])
 def test_a_run_goes_on_in_the_middle_of_a_group(tmp_path, device, fraction):

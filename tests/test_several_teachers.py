@@ -179,7 +179,7 @@ def test_chunks_and_chosen_rows(kernel_device):
             assert_as_good_as_torch(one, right, right, torch.float32)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernel"])
 def test_one_graph_of_several_teachers(kernels, reduction, request):

@@ -139,6 +139,7 @@ def test_greedy_tokens_are_those_of_generate(kind, patched, kernel_device):
     assert why_not(model) is None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_generate_with_our_cache(kind, kernel_device):
     model = make(kind, hidden=64).to(kernel_device)

@@ -67,6 +67,7 @@ def test_an_undamaged_run_is_as_written(place, capsys):
     assert len(files(place)) == 2
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", COVERED)
 def test_a_flipped_bit_of_any_file_of_a_run_is_seen(place, name, capsys):
     path, draw = place / name, random.Random(name)
@@ -183,6 +184,7 @@ def apply_cure(line):
         Path("kept", MANIFEST).unlink(missing_ok=True)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("complete", [True, False], ids=["complete", "filling"])
 @pytest.mark.parametrize(
     ("name", "at"),
