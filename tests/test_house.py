@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "kernels" / "distill_kernels"
 MOST_BRANCHES = 19
 MOST_MEMBERS = {"Teacher": 29, "TeacherSource": 18, "TargetFormat": 13}
-MOST_LINES = {"distill": 48_500, "kernels": 16_750}
+MOST_LINES = {"distill": 48_500, "kernels": 16_850}
 MOST_ANY = {"distill/recipe": 0, "distill/core": 0, "distill": 695}
 # over six today; the list only gets shorter
 LONG_SIGNATURES = {
