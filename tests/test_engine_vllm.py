@@ -7,6 +7,7 @@ import json
 import subprocess
 from pathlib import Path
 
+import doc_blocks
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,8 @@ from distill.recipe import dump, parse
 from distill.run import run
 from distill.teachers.cache.encode import Encoding, encode
 from distill.teachers.cache.top_k import top_k_targets
+from distill.training.progress import read_metrics
+from distill.training.rollout_files import files, read
 from scripts.engines import vllm
 
 pytestmark = [
@@ -96,6 +99,45 @@ def test_a_run_learns_from_its_rollouts_with_answers_drawn_ahead(place, tmp_path
     steps = [row for row in rows if "loss" in row]
     assert len(steps) == 4 and all(row["rollouts"] > 0 for row in steps)
     assert [row["rollout_lag"] for row in steps] == [0, 1, 0, 1]
+
+
+def test_every_turn_of_a_chat_is_answered_as_by_our_loop(smollm2, tmp_path):
+    """The recipe of the on-policy page, two steps long, with greedy answers."""
+    (text,) = [
+        block.text
+        for block in doc_blocks.blocks("yaml")
+        if block.page.name == "on-policy.md" and "engine: vllm" in block.text
+    ]
+    chats = [
+        [
+            {"role": "user", "content": f"I have {number} apples. How many are that?"},
+            {"role": "assistant", "content": f"You have {number} apples."},
+            {"role": "user", "content": "I buy three more. How many now?"},
+            {"role": "assistant", "content": f"You have {number + 3} apples now."},
+        ]
+        for number in range(2, 14)
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in chats))
+    made = {}
+    for engine in ("vllm", "distill"):
+        overrides = [
+            f"teacher.model={smollm2}",
+            f"data.source={tmp_path}/chats.jsonl",
+            "data.on_policy.temperature=0",
+            f"data.on_policy.engine={engine}",
+            "train.steps=2",
+            "train.batch_size=1",
+            f"output_dir={tmp_path}/{engine}",
+        ]
+        (tmp_path / f"{engine}.yaml").write_text(dump(parse(text, overrides, name="turns")))
+        made[engine] = Path(rollouts("run", tmp_path / f"{engine}.yaml", tmp_path / f"{engine}.json")["folder"])
+    theirs, ours = ([row for file in files(folder)[:1] for row in read(file)] for folder in made.values())
+    assert len(ours) >= 4 and len({len(row["prompt_ids"]) for row in ours}) > 1
+    for row, own in zip(theirs, ours, strict=True):
+        assert row["prompt_ids"] == own["prompt_ids"] and row["answer"] == own["answer"]
+        assert row["drawn_log_p"] == pytest.approx(own["drawn_log_p"], abs=1e-3)
+    rows = read_metrics(made["vllm"] / "metrics.jsonl")
+    assert [row["rollout_gap"] < 1e-3 for row in rows if "rollout_gap" in row] == [True, True]
 
 
 def test_top_k_targets_are_the_loaded_teachers(place, tmp_path):
