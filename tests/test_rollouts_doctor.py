@@ -11,12 +11,20 @@ from tiny import save_models
 
 from distill.doctor import rollouts
 from distill.doctor.examine import prepare
-from distill.doctor.invariants import every_loss_has_a_gradient, fused_equals_reference
+from distill.doctor.invariants import (
+    accumulation_changes_nothing,
+    every_loss_has_a_gradient,
+    fused_equals_reference,
+    packing_changes_nothing,
+    padding_changes_nothing,
+)
 from distill.doctor.invariants_rollouts import ROLLOUT_CHECKS, rollouts_end, rollouts_follow_the_weights
+from distill.doctor.invariants_runs import ranks_of, resume_is_exact
 from distill.generation import engines
 from distill.generation.documents import Document
 from distill.recipe import parse
 from distill.recipe.loss import Loss
+from distill.teachers.objective import DistillationObjective
 
 ALONE = {"terms": [{"type": "policy_gradient"}]}
 MADE = {
@@ -104,18 +112,75 @@ def test_a_template_whose_end_the_engine_does_not_know(place, monkeypatch):
     assert rollouts_end(prepare(place)).passed is False
 
 
-@pytest.mark.parametrize("make", [answering, informed_answering, routed_answering])
-def test_a_discount_is_held_to_its_definition(make, monkeypatch):
-    """Settings of the ratio change nothing for fresh samples."""
+def without_mixture(make):
+    """The subject; of a routed one, each route has one teacher."""
     subject = make()
     if make is routed_answering:
         subject.teacher = type(subject.teacher)(list(subject.teacher.models.values())[:2], subject.teacher.routes)
         subject.weights, subject.tokenizers = (1.0, 1.0), subject.tokenizers[:3]
+    return subject
+
+
+@pytest.mark.parametrize("make", [answering, informed_answering, routed_answering])
+def test_a_discount_is_held_to_its_definition(make, monkeypatch):
+    """Settings of the ratio change nothing for fresh samples."""
+    subject = without_mixture(make)
     term = {"type": "policy_gradient", "weight": 0.7, "discount": 0.5, "importance": True, "clip": 0.2}
     subject.loss = Loss.model_validate({"terms": [term]})
     assert fused_equals_reference(subject).passed
     monkeypatch.setattr("distill.teachers.policy_gradient.discounted", lambda values, learned, discount: values)
     assert fused_equals_reference(subject).passed is False
+
+
+REWARDED = {"type": "policy_gradient", "weight": 0.7, "teacher_weight": 0.5, "discount": 0.5, "reward": "mine.py:right"}
+
+
+def rewarded(make):
+    subject = without_mixture(make)
+    subject.loss = Loss.model_validate({"terms": [{"type": "reverse_kl", "weight": 0.5}, REWARDED]})
+    subject.rollouts = replace(subject.rollouts, reward_scale="group")
+    return subject
+
+
+@pytest.mark.parametrize("make", [answering, informed_answering, routed_answering])
+def test_a_reward_is_held_to_its_definition(make, monkeypatch):
+    """A reward that is dropped, of the wrong sign, or of the token before, shows in the fused loss."""
+    subject = rewarded(make)
+    others = (accumulation_changes_nothing, packing_changes_nothing, padding_changes_nothing)
+    for check in (fused_equals_reference, *others):
+        finding = check(subject)
+        assert finding.passed, finding
+    compare = DistillationObjective.compare
+    for fault in (lambda given: None, lambda given: -given, lambda given: given.roll(1, 1)):
+
+        def faulty(self, *values, fault=fault, **more):
+            made = compare(self, *values, **more)
+            made["loss_inputs"].advantages = fault(made["loss_inputs"].advantages)
+            return made
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DistillationObjective, "compare", faulty)
+            assert fused_equals_reference(subject).passed is False
+
+
+def test_training_runs_of_a_rewarded_loss_resume_and_are_shared(forked_ranks):
+    """They need rewards of their own: the recipe's function is code."""
+    subject = rewarded(answering)
+    for finding in (resume_is_exact(subject), *ranks_of([subject])):
+        assert finding.passed, finding
+
+
+def test_a_recipe_with_a_reward_is_examined_without_its_code(place):
+    terms = json.dumps([REWARDED])
+    recipe = parse(
+        RECIPES["answering"],
+        [f"loss.terms={terms}", "data.on_policy={samples: 2, max_new_tokens: 6}", "train.batch_size=2"],
+    )
+    subject = prepare(recipe)
+    assert subject.rollouts.reward_scale == "group"
+    batch = subject.batch()
+    assert batch["advantages"].shape == batch["labels"].shape and batch["advantages"].unique().numel() > 2
+    assert fused_equals_reference(subject).passed
 
 
 @pytest.mark.parametrize("loss", [None, ALONE])

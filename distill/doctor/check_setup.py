@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from distill.core.labels import IGNORE_INDEX
 from distill.data.collator import Collator
 from distill.doctor.reference import Reference
 from distill.doctor.references import reference_of
+from distill.doctor.rewards import advantages_of
 from distill.doctor.rollouts import StudentRollouts
 from distill.doctor.rows import Row, Rows
 from distill.generation.documents import AnswerReader
@@ -151,7 +152,12 @@ class CheckSetup:
     def batch(self, rows: Sequence[Row] | None = None, pad_token_id: int = 0, **collator: Any) -> dict[str, Any]:
         """Return `rows` (default: all) as one batch on the device."""
         collate = self.teacher.collate(Collator(pad_token_id, **collator))
-        return {name: tensor.to(self.device) for name, tensor in collate(self.rows if rows is None else rows).items()}
+        return self.on_device(collate(self.rows if rows is None else rows))
+
+    def on_device(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Return a collated batch on the device, with advantages of its documents where the loss has a reward."""
+        more = {} if self.loss.rewarded is None else {"advantages": advantages_of(batch)}
+        return {name: tensor.to(self.device) for name, tensor in {**batch, **more}.items()}
 
     @property
     def form(self) -> type[Rows]:

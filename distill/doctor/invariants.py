@@ -371,7 +371,7 @@ def _trainer_gradients(subject: CheckSetup, batch_size: int) -> Gradients:
         trainer.current_gradient_accumulation_steps = count
         collate: Any = trainer.data_collator
         batches = [
-            {name: tensor.to(subject.device) for name, tensor in collate(subject.rows[start:][:batch_size]).items()}
+            subject.on_device(collate(subject.rows[start:][:batch_size]))
             for start in range(0, len(subject.rows), batch_size)
         ]
         items = trainer._get_num_items_in_batch(batches, subject.device)

@@ -220,7 +220,7 @@ def _trainer(
         train_dataset=rows,
     )
     if subject.rollouts is not None and "spans" not in subject.rows[0]:  # their rows hold rollouts already
-        trainer.on_policy = subject.rollouts.by(subject.student)
+        trainer.on_policy = subject.rollouts.in_training(subject.student)
     trainer.remove_callback(PrinterCallback)
     return trainer
 

@@ -16,8 +16,9 @@ from distill_kernels import FusedDistillationLoss, LossTerm, TeacherHead
 from torch.nn import functional as F
 
 from distill.core.labels import IGNORE_INDEX
-from distill.doctor.reference_loss import Mixture, mixed_log_probabilities, shifted, token_loss
+from distill.doctor.reference_loss import Mixture, SampledTokens, mixed_log_probabilities, shifted, token_loss
 from distill.doctor.remote_outputs import place_of, remote_logits, teacher_at
+from distill.doctor.rewards import advantage_of
 from distill.doctor.rows import Row, Rows
 from distill.models.vocabulary import compare
 from distill.recipe.loss import Loss
@@ -71,7 +72,15 @@ class Reference:
             teachers = self.teacher_logits(rows, batch, keep)
         columns = columns or min(z.shape[-1] for z in (z_s, *(z for _, z in teachers)))
         cut = [(share, z[:, :columns]) for share, z in teachers]
-        return token_loss(z_s[:, :columns], cut, labels[keep], loss, keep.flatten().nonzero()[:, 0], self.dtype)
+        sampled = SampledTokens(keep.flatten().nonzero()[:, 0], self.advantages(rows) if loss.rewarded else None)
+        return token_loss(z_s[:, :columns], cut, labels[keep], loss, sampled, self.dtype)
+
+    def advantages(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Return the advantage of each trained token [N] by the reward that doctor uses, document by document."""
+        documents = [document["labels"] for row in rows for document in self.rows.documents(row)]
+        return torch.tensor(
+            [advantage_of(labels) for labels in documents for label in labels[1:] if label != IGNORE_INDEX]
+        )
 
     def teacher_logits(self, rows: Sequence[Row], batch: Batch, keep: torch.Tensor) -> Mixture:
         """Return each model's weight and full logits [N, V] at the trained positions, by its own forward or from a

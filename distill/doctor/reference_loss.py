@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -13,6 +13,18 @@ from distill.recipe.loss import Loss
 
 NO_DIVERGENCE = ("cross_entropy", "policy_gradient", "top_k_reverse_kl")
 Mixture = Sequence[tuple[float, torch.Tensor]]
+
+
+class SampledTokens(NamedTuple):
+    """Tokens of rollouts.
+
+    Attributes:
+        at: Positions [N], ascending; adjacent ones belong to one response.
+        advantages: Advantages [N] by a reward; None without one.
+    """
+
+    at: torch.Tensor
+    advantages: torch.Tensor | None = None
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
@@ -25,13 +37,12 @@ def token_loss(
     teachers: Mixture,
     labels: torch.Tensor,
     loss: Loss,
-    at: torch.Tensor | None = None,
+    sampled: SampledTokens | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """Return the recipe's loss, the mean over trained tokens, from logits [N, V] and labels [N], by definition.
 
-    Computed in `dtype`. Teachers are pairs of a weight and logits; `at` [N] holds the tokens' positions, ascending:
-    adjacent ones belong to one response.
+    Computed in `dtype`. Teachers are pairs of a weight and logits; `sampled` describes the labels of rollouts.
     """
     z_s = student.to(dtype)
     log_s = F.log_softmax(z_s / loss.temperature, dim=-1)
@@ -53,9 +64,12 @@ def token_loss(
             scale = loss.temperature**2 if loss.scale_by_temperature_squared else 1.0
             gains = (p_t.log() - p_s.log()).tolist()
             for place in range(len(gains) - 2, -1, -1):
-                if term.discount and at is not None and at[place + 1] == at[place] + 1:
+                if term.discount and sampled is not None and sampled.at[place + 1] == sampled.at[place] + 1:
                     gains[place] += term.discount * gains[place + 1]
-            soft = soft - term.weight * term.teacher_weight / scale * p_s.new_tensor(gains) * p_s / p_s.detach()
+            gain = term.teacher_weight * p_s.new_tensor(gains)
+            if term.reward is not None and sampled is not None and sampled.advantages is not None:
+                gain = gain + sampled.advantages.to(gain)
+            soft = soft - term.weight / scale * gain * p_s / p_s.detach()
     return _mean(soft, z_s, labels, loss)
 
 

@@ -11,8 +11,9 @@ from torch import nn
 
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor.reference import MixtureReference, Reads, Reference, Verdict
-from distill.doctor.reference_loss import token_loss
+from distill.doctor.reference_loss import SampledTokens, token_loss
 from distill.doctor.remote_outputs import logits_of, place_of, teacher_at
+from distill.doctor.rewards import advantage_of
 from distill.doctor.rows import RoutedRows, Row, bounds
 from distill.recipe.loss import Loss
 from distill.teachers.base import Batch, Teacher
@@ -50,7 +51,8 @@ class RoutedReference(Reference):
                     group = self.groups[document["route"][0]]
                     teachers = [(share, _logits(member, document, device)[:, :columns]) for share, member in group]
                 own = student(input_ids=ids[None], use_cache=False).logits[0, at, :columns]
-                mean = token_loss(own, teachers, labels[at + 1], loss, at, self.dtype)
+                advantages = torch.full((len(at),), advantage_of(document["labels"])) if loss.rewarded else None
+                mean = token_loss(own, teachers, labels[at + 1], loss, SampledTokens(at, advantages), self.dtype)
                 total = total.to(device) + len(at) * mean
                 count += len(at)
         return total / max(count, 1)

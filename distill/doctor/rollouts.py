@@ -11,6 +11,7 @@ from torch import nn
 from distill.core.eval_mode import eval_mode
 from distill.data.chat import load_template
 from distill.data.collator import Collator
+from distill.doctor.rewards import substitute_rewards
 from distill.generation.decode_loop import EngineSettings
 from distill.generation.documents import AnswerReader, documents_of
 from distill.generation.engines import engine_for, settings_for
@@ -33,6 +34,7 @@ class StudentRollouts:
         fraction: Fraction of the documents whose responses are replaced in training.
         sampling, seed, max_length, max_new_tokens, batch_size: See `OnPolicy`.
         pad, ends, vocab_size: See `EngineSettings`.
+        reward_scale: `group` or `none` where the loss has a reward, which training runs replace; None without one.
     """
 
     engine: str
@@ -45,6 +47,7 @@ class StudentRollouts:
     pad: int
     ends: tuple[int, ...]
     vocab_size: int | None
+    reward_scale: str | None = None
 
     @staticmethod
     def of_recipe(recipe: Recipe, student: nn.Module, tokenizer: Any, vocab_size: int | None) -> StudentRollouts:
@@ -68,6 +71,7 @@ class StudentRollouts:
             settings.pad,
             tuple(settings.ends),
             vocab_size,
+            None if recipe.loss.rewarded is None else recipe.loss.rewarded.reward_scale,
         )
 
     def by(self, student: nn.Module, fraction: float | None = None, log_probs: bool = False) -> OnPolicy:
@@ -86,6 +90,13 @@ class StudentRollouts:
             batch_size=self.batch_size,
             log_probs=log_probs,
         )
+
+    def in_training(self, student: nn.Module) -> OnPolicy:
+        """Return an `OnPolicy` for a training run: with two responses per prompt where the loss has a reward."""
+        own = self.by(student)
+        if self.reward_scale is not None:
+            own.samples, own.rewards = 2, substitute_rewards(self.reward_scale)
+        return own
 
     def answered(
         self, student: nn.Module, rows: Sequence[Any], at_once: int, reader: AnswerReader | None = None

@@ -144,7 +144,7 @@ class Document:
             prompt: tokens before the response.
             answer: tokens of the response.
             drawn_log_p: log-probability of each token of `answer` when it was sampled.
-            advantage: of the response.
+            score: reward and advantage of the response.
             replies: (start, stop) of the tokens in `answer` that are not the student's.
         """
         other = self.teacher_ids
