@@ -27,7 +27,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import transformers
 from accelerate import PartialState
@@ -41,7 +41,6 @@ from distill.core.launch import command_line, drop_accelerate_settings
 from distill.core.manifest import file_checksums
 from distill.core.ranks import broadcast_from_rank0, is_main_process, restart_store, world_size
 from distill.core.run_lock import RunLock, now
-from distill.data.load import Splits
 from distill.evaluation.evaluate import HeldOut, evaluate, gap_closed
 from distill.evaluation.samples import write_samples
 from distill.generation.answers import generate
@@ -50,7 +49,6 @@ from distill.models.attention_choice import AttentionChoices, read_choices
 from distill.models.compiling import uncompiled
 from distill.models.gpu_specs import runs_our_kernels
 from distill.models.load import save_student
-from distill.models.meta import follows_model
 from distill.models.precision import Precision, resolve_device, resolve_precision
 from distill.models.sharding import is_sharded, whole_student
 from distill.models.trial_save import mend_generation_config, try_saving
@@ -59,14 +57,12 @@ from distill.planning.steps import accumulation_steps
 from distill.recipe import Recipe, dump
 from distill.recipe.usual import unusual
 from distill.recipe.yaml_text import to_yaml
-from distill.reports.curves import draw_curves
 from distill.reports.first_batch_report import first_look
-from distill.reports.model_card import hub_ids, licence_of, write_model_card
 from distill.reports.run_manifest import BEFORE_FILE, note_beginning, note_end, read_before
 from distill.reports.run_summary import Plan, preamble, result_table, show_samples
 from distill.teachers.base import LoadContext, TeacherSource
 from distill.teachers.identity import model_name
-from distill.teachers.opening import ModelPair, opened_pair, patch_models, prepare_models, use_plugin
+from distill.teachers.opening import ModelPair, opened_pair, use_plugin
 from distill.teachers.plugin import allowed_plugin
 from distill.teachers.registry import source_of
 from distill.training.arguments import fused_optimizer, require_optimizer, training_arguments
@@ -78,8 +74,10 @@ from distill.training.failure_checkpoint import checkpoint_on_failure
 from distill.training.lock_file import LOCK_FILE, build_lock, check_same, check_same_run, locked_attention, read_lock
 from distill.training.progress import MetricsFile, ProgressReport, read_metrics
 from distill.training.resuming import resume_plan, without_known_warnings
-from distill.training.rollout_files import store_rollouts
 from distill.training.trainer import DistillationTrainer
+
+if TYPE_CHECKING:
+    from distill.data.load import Splits
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +164,10 @@ def _run(
         for line in unusual(recipe):
             log.warning(line)
         for field, section in (("teacher", recipe.teacher), ("student", recipe.student)):
-            follows_model(section, field)  # warns if `config` is that of another model
+            if section.config is not None:
+                from distill.models.meta import follows_model
+
+                follows_model(section, field)  # warns if `config` is that of another model
     if not sharing.student_sharded:  # set by a launcher or an earlier run in this process; the recipe decides
         os.environ.pop("ACCELERATE_USE_FSDP", None)
     required = None if lock is None else read_lock(lock)
@@ -219,19 +220,27 @@ def _run(
     trainer.remove_callback(transformers.PrinterCallback)
     has_kernels = runs_our_kernels(device)
     if device.type == "cuda":
+        from distill.teachers.kernels import patch_models
+
         patch_models(pair, attention)
     first_rows = list(itertools.islice(splits.validation, arguments.per_device_eval_batch_size))
     first = trainer._prepare_inputs(trainer.data_collator(first_rows))
     first_batch_lines = pair.teacher.validate_first_batch(first, trainer.objective.student, trainer.objective.pairing)
     first_batch_lines += first_look(trainer, first, splits.train, recipe)
-    prepare_models(pair, joins=has_kernels and not sharing.student_sharded, compiles=recipe.train.compile)
+    if device.type == "cuda" or recipe.train.compile:
+        from distill.teachers.kernels import prepare_models
+
+        prepare_models(pair, joins=has_kernels and not sharing.student_sharded, compiles=recipe.train.compile)
     trainer.on_policy = on_policy_of(
         recipe, pair.student, pair.tokenizer, report=splits.report, vocab_size=trainer.objective.columns,
         autocast=precision.autocast, sharded=sharing.student_sharded,
         models=[model for _, model in pair.models()], reader=pair.vocabulary.answer_reader(),
         code=None if own_terms is None else own_terms.code, folder=folder,
     )  # fmt: skip
-    store_rollouts(trainer, recipe.data.on_policy, folder)
+    if recipe.data.on_policy is not None:
+        from distill.training.rollout_files import store_rollouts
+
+        store_rollouts(trainer, recipe.data.on_policy, folder)
     if device.type == "cuda" and (recipe.train.cuda_graph is True or (recipe.train.cuda_graph and has_kernels)):
         from distill.training.cuda_graphs import CudaGraphCallback
 
@@ -370,6 +379,9 @@ def _save(
     answers: dict[str, list[str]],
 ) -> None:  # fmt: skip
     """Save the student with its model card, samples, curves and the result; print the table."""
+    from distill.reports.curves import draw_curves
+    from distill.reports.model_card import hub_ids, licence_of, write_model_card
+
     recipe, folder, sharded = source.recipe, result.folder, trainer.is_fsdp_enabled
     student: Any = trainer.accelerator.unwrap_model(trainer.model)
     if pair.tokenizer is not None and recipe.generate.prompts and (is_main_process() or sharded):

@@ -162,9 +162,11 @@ def _lines_whole(monkeypatch):
 def _no_curves():
     """A run draws its curves, half of its time, only where a test asks for `curves`."""
     with pytest.MonkeyPatch.context() as patch:
+        own = None
         if "distill.run" in sys.modules:
-            patch.setattr("distill.run.draw_curves", lambda *args, **kwargs: None)
-        yield
+            own = importlib.import_module("distill.reports.curves").draw_curves
+            patch.setattr("distill.reports.curves.draw_curves", lambda *args, **kwargs: None)
+        yield own
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -176,11 +178,10 @@ def _versions_read_once():
 
 
 @pytest.fixture
-def curves(monkeypatch):
+def curves(monkeypatch, _no_curves):
     """Runs draw their curves."""
-    from distill.reports.curves import draw_curves
-
-    monkeypatch.setattr("distill.run.draw_curves", draw_curves)
+    if _no_curves is not None:
+        monkeypatch.setattr("distill.reports.curves.draw_curves", _no_curves)
 
 
 @pytest.fixture

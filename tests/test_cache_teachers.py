@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from distill.caching.make import load, make_cache
 from distill.generation.answers import generate
-from distill.models.fp8_teacher import is_quantised
 from distill.models.load import load_teacher
 from distill.models.offload import is_offloaded
+from distill.models.quantised import is_quantised
 from distill.recipe import Teacher, parse
 from distill.run import run
 from distill.teachers.cache import format as layout

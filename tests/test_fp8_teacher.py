@@ -17,9 +17,10 @@ from distill.cli import run_command
 from distill.data.collator import Collator
 from distill.models import recognition, residual_norms
 from distill.models.fingerprint import fingerprint
-from distill.models.fp8_teacher import is_quantised, load_a_layer_at_a_time, quantise
+from distill.models.fp8_teacher import load_a_layer_at_a_time, quantise
 from distill.models.load import load_teacher
 from distill.models.patching import patch
+from distill.models.quantised import is_quantised
 from distill.recipe import RecipeError, Teacher, parse
 from distill.teachers.fp8_cost import Before, fp8_offers, quantise_and_measure
 from distill.teachers.model import LoadedTeacher

@@ -19,7 +19,7 @@ from tiny import tiny_model
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from distill.models import joined as joined_module
+from distill.models import gpu_specs
 from distill.models.fp8_student import compute_in_fp8
 from distill.models.head import decoder_of
 from distill.models.joined import join_siblings
@@ -279,9 +279,9 @@ def run_frozen(model, off=False):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_runs_join_layers_on_measured_families(monkeypatch, family):
-    monkeypatch.setattr(joined_module, "device_facts", lambda device: types.SimpleNamespace(family=family))
-    assert joined_module.joins_on(torch.device("cuda")) == (family == "sm_90")
-    assert not joined_module.joins_on(torch.device("cpu"))
+    monkeypatch.setattr(gpu_specs, "device_facts", lambda device: types.SimpleNamespace(family=family))
+    assert gpu_specs.joins_on(torch.device("cuda")) == (family == "sm_90")
+    assert not gpu_specs.joins_on(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("scales", [(0.7, 0.7), (0.7, 1.3)])

@@ -21,7 +21,7 @@ from distill.models.shape import USABLE
 from distill.planning.devices import find_device
 from distill.planning.preflight import check, planned_precision
 from distill.recipe import load, parse
-from distill.teachers import opening
+from distill.teachers import kernels, opening
 from distill.teachers.base import load_context
 from distill.teachers.registry import source_of
 
@@ -237,9 +237,9 @@ def test_fp8_is_taken_where_it_is_known_or_emulated(gpu, workplace):
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5), (13, 0)])
 def test_a_gpu_without_kernels_is_named_in_a_line_and_models_stay(gpu, monkeypatch, capsys, capability):
     device, model = gpu(capability, "Tesla T4"), tiny_model()
-    monkeypatch.setattr("distill.teachers.opening.next", lambda _: SimpleNamespace(device=device), raising=False)
+    monkeypatch.setattr("distill.teachers.kernels.next", lambda _: SimpleNamespace(device=device), raising=False)
     before = {name: module.forward for name, module in model.named_modules()}
-    opening.patch_models(SimpleNamespace(student=model, models=lambda: [("student", model)]), None)
+    kernels.patch_models(SimpleNamespace(student=model, models=lambda: [("student", model)]), None)
     assert capsys.readouterr().out.splitlines() == [f"kernels     Tesla T4: {path_of(gpu_specs.family_in(device))}"]
     assert before == {name: module.forward for name, module in model.named_modules()}
 

@@ -32,7 +32,8 @@ from distill.teachers.cache.teacher import section_to_load
 from distill.teachers.keep.source import KeepSource
 from distill.teachers.keep.store import Store
 from distill.teachers.keep.teacher import KeptTeacher
-from distill.teachers.opening import ModelPair, open_pair, patch_models
+from distill.teachers.kernels import patch_models
+from distill.teachers.opening import ModelPair, open_pair
 from distill.teachers.registry import source_of
 from distill.teachers.vocabulary import Vocabulary
 from distill.teachers.wrapping import WrappingSource, WrappingTeacher

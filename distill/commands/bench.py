@@ -37,10 +37,10 @@ from torch.nn import functional as F
 from distill.core.labels import shift_labels
 from distill.models.attention import choose_attention
 from distill.models.compiling import compile_layers
-from distill.models.gpu_specs import peak_flops
+from distill.models.gpu_specs import joins_on, peak_flops
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import bare, decoder_of, find_head, read_head
-from distill.models.joined import join_siblings, joins_on
+from distill.models.joined import join_siblings
 from distill.models.output_rows import MARK
 from distill.models.patching import patch, unpatch
 from distill.models.teacher_layout import interleave

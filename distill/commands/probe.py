@@ -42,7 +42,8 @@ def probe(recipe: Recipe) -> ProbeResult:
         ValueError: This machine has no GPU, or the models cannot be loaded.
     """
     from distill.models.fp8_student import compute_in_fp8
-    from distill.teachers.opening import opened_pair, patch_models
+    from distill.teachers.kernels import patch_models
+    from distill.teachers.opening import opened_pair
     from distill.training.trainer import DistillationTrainer
 
     device = resolve_device(recipe.train)

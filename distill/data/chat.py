@@ -14,7 +14,7 @@ from distill.data import coverage
 from distill.data.coverage import Losses
 from distill.data.messages import Adapter, content_of, without_reasoning
 from distill.data.rendering import FROZEN_DAY, Message, Renderer, Span, TemplateError, Tools, freeze_date
-from distill.data.sources import RowFault
+from distill.data.rows import RowFault
 from distill.data.turns import RenderedChat, Turns
 
 __all__ = [

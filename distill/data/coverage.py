@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from distill.data.messages import REASONING, MessageContent, content_of
 from distill.data.rendering import Message, TemplateError, Tools
-from distill.data.sources import RowFault
+from distill.data.rows import RowFault
 from distill.data.turns import RenderedChat
 
 CALLS, PARALLEL, BESIDE, TEXT, THOUGHT = (

@@ -9,12 +9,14 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from distill.data.chat import Message, Tools
 from distill.data.messages import REASONING
-from distill.data.sources import Row, RowFault
+from distill.data.rows import Row, RowFault
 from distill.data.suggestions import field_settings
+
+if TYPE_CHECKING:
+    from distill.data.chat import Message, Tools
 
 # column names in common use, tried in this order when the recipe maps none
 CHAT_COLUMNS = ("messages", "conversations", "conversation", "chat")

@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from distill.data.rendering import Message, Renderer
-from distill.data.sources import RowFault
+from distill.data.rows import RowFault
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names in use for one field
 THOUGHT = re.compile(r"\s*<think>(?P<thought>.*?)</think>(?P<answer>.*)", re.DOTALL)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from distill.core.errors import first_line
 from distill.data.limits import limited
-from distill.data.sources import RowFault
+from distill.data.rows import RowFault
 
 TEMPLATE_SECONDS = 10.0  # limit of one rendering; the slowest templates in use take milliseconds
 TEMPLATE_BYTES = 1 << 30

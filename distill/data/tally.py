@@ -6,10 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from distill.data.chat import Message, TrainingChat
 from distill.data.formats import KNOWN_ROLES
-from distill.data.sources import RowFault
+from distill.data.rows import RowFault
+
+if TYPE_CHECKING:
+    from distill.data.chat import Message, TrainingChat
 
 MOST_ROLES = 20
 

@@ -12,16 +12,18 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import ChatOptions, ChatTemplate, RenderedChat, Span, TrainingChat
-from distill.data.formats import Format, Sample
-from distill.data.sources import Row, RowFault
+from distill.data.rows import Row, RowFault
 from distill.data.tally import Tally
 from distill.data.token_cache import tokenizer_hash
+
+if TYPE_CHECKING:
+    from distill.data.formats import Format, Sample
 
 BLOCK = 1 << 16  # characters per text for the tokenizer: some take quadratic time over one long word
 CALL = 1 << 19  # characters per call of the tokenizer, whose result takes some 200 bytes per token

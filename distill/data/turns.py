@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from distill.data.messages import CALL_ID, QUESTION, Adapter, content_of
 from distill.data.rendering import Message, Renderer, Span, TemplateError, Tools
-from distill.data.sources import RowFault
+from distill.data.rows import RowFault
 
 WHOLE = 64  # messages up to which turns are compared with the whole conversation before them
 CHUNK = 8  # turns of a longer conversation that are rendered after the same few messages

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from distill.data.chat import load_template
 from distill.models.head import bare
 from distill.recipe import Recipe
 
@@ -47,6 +46,8 @@ def stop_where_turns_end(recipe: Recipe, student: Any, tokenizer: Any, format: s
     config = getattr(bare(student), "generation_config", None)
     if tokenizer is None or config is None or "chat" not in format:
         return []
+    from distill.data.chat import load_template
+
     if (template := load_template(recipe.data.chat_template, tokenizer)) is None:
         return []
     given = config.eos_token_id
@@ -97,6 +98,7 @@ def on_policy_of(
     """
     if (section := recipe.data.own_answers) is None:
         return None
+    from distill.data.chat import load_template
     from distill.generation.engines import engine_for, settings_for
     from distill.generation.on_policy import OnPolicy
     from distill.generation.sampling import sampling_of

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from distill.models.fp8_teacher import is_quantised
 from distill.models.head import bare
-from distill.models.quantised import plain_tensors, quantised_by_transformers
+from distill.models.quantised import is_quantised, plain_tensors, quantised_by_transformers
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -17,26 +17,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from distill.core.eval_mode import eval_mode
-from distill.models.gpu_specs import has_fp8
 from distill.models.head import bare
 from distill.models.patching import UNDO, replace_forward
 from distill.models.pruning import find_layers
 from distill.models.shared_input import FP8_GROUP
 from distill.models.trial import is_close
-from distill.recipe import Student
 
 GAINS_FROM = 512  # N K / (N + K)
 GATED = ("gate_proj", "up_proj", "down_proj")
-
-
-def fp8_problem(student: Student, family: str | None) -> str | None:
-    """Return why a student cannot compute in fp8 on GPUs of `family` (None for a CPU); None where it can."""
-    if student.compute != "fp8" or has_fp8(family):
-        return None
-    return (
-        "student.compute: fp8 needs a GPU with products of e4m3 (Ada, Hopper, Blackwell), and this one "
-        f"({family}) has none; leave compute out"
-    )
 
 
 def compute_in_fp8(model: nn.Module) -> int:

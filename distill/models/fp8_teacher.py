@@ -138,11 +138,6 @@ def _draw(model: Any, part: nn.Module, device: torch.device) -> None:
             model._init_weights(module)
 
 
-def is_quantised(model: nn.Module) -> bool:
-    """Return whether some linear layers of `model` are in fp8 already."""
-    return any(isinstance(module, Fp8Linear) for module in model.modules())
-
-
 def quantise(model: nn.Module, skip: Sequence[str] = ()) -> int:
     """Put the linear layers but the head, and but what `teacher.fp8_skip` names, into fp8, in place; how many.
 

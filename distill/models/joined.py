@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from distill_kernels.launch import device_facts
 from distill_kernels.operands import adjacent_as_one
 from torch import nn
 
@@ -23,15 +22,7 @@ from distill.models.offload import is_offloaded
 from distill.models.patching import UNDO, share_input
 from distill.models.shared_input import FP8_GROUP, GROUP, PLAIN, groups_of
 
-# of GPUs on which training steps take joined projections, LoRA siblings as one node and clipping within the optimizer's
-# step: on an H200 a SmolLM2-135M pair's takes 5 % less; with LoRA its kernels 9 %, the step as long
-FAMILIES = frozenset({"sm_90"})
 WIDEST = 2048  # inputs of layers that a training step gains from; products of wider ones fill a GPU, one by one
-
-
-def joins_on(device: torch.device) -> bool:
-    """Return whether joined projections were measured to be faster on this device; see `FAMILIES`."""
-    return device.type == "cuda" and device_facts(device).family in FAMILIES
 
 
 def join_siblings(model: nn.Module, *, trains: bool = False) -> int:

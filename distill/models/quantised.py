@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from distill_kernels import Fp8Linear
 from torch import nn
 
 from distill.core.errors import first_line
@@ -169,3 +170,8 @@ def plain_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
     for name, value in model.state_dict().items():
         yield from parts(name, value)
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Return whether some linear layers of `model` are in fp8 already."""
+    return any(isinstance(module, Fp8Linear) for module in model.modules())

@@ -22,7 +22,7 @@ from distill.core.folders import runs_folder
 from distill.core.units import GIB
 from distill.data.report import DataReport
 from distill.data.sources import STDLIB, local_path, missing_source
-from distill.models.fp8_student import fp8_problem
+from distill.models.gpu_specs import fp8_problem
 from distill.models.meta import meta_config, sizes_of, weights_problem
 from distill.models.precision import Precision, resolve_precision
 from distill.models.shape import USABLE, Shape

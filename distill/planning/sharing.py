@@ -12,18 +12,19 @@ device, T of the teacher, S(w) of everything else in a step with the student ove
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
 from distill.core.units import GIB
 from distill.models.gpu_specs import family_in
 from distill.models.sharding import ALONE, Sharing, Strategy
-from distill.planning.memory import step_memory
-from distill.planning.situation import Situation
 from distill.recipe import Parallel, Recipe
 from distill.teachers.footprint import Footprint
 from distill.teachers.registry import source_of
+
+if TYPE_CHECKING:
+    from distill.planning.situation import Situation
 
 
 class Needs(NamedTuple):
@@ -72,6 +73,8 @@ def plan_sharing(recipe: Recipe, device: torch.device, world: int) -> Sharing:
         return ALONE
     if device.type != "cuda":
         return as_requested(recipe)
+    from distill.planning.situation import Situation
+
     situation = Situation.here(recipe, device, world)
     sharing = sharing_of(situation)
     for problem in situation.source.problems(cuda=True, sharded=sharing.teacher_sharded, family=family_in(device)):
@@ -87,6 +90,8 @@ def as_requested(recipe: Recipe) -> Sharing:
 
 def sharing_of(situation: Situation) -> Sharing:
     """Return the placement on more than one device, by memory estimates alone."""
+    from distill.planning.memory import step_memory
+
     parallel, usable, world = situation.recipe.parallel, situation.usable, situation.world
     ways = [step_memory(situation, sharded=sharded) for sharded in (False, True)]
     others = [way.peak - way.parts["teacher"] for way in ways]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
 from distill.core.units import counted
-from distill.data.report import DataReport
-from distill.recipe import Data, Recipe, Train
+
+if TYPE_CHECKING:
+    from distill.data.report import DataReport
+    from distill.recipe import Data, Recipe, Train
 
 FUSED = "fused_adamw"
 FEW_STEPS, FEW_HELD_OUT = 20, 2_000  # below these a run's figures are mostly chance

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 
 from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
-from distill.generation.documents import documents_of
-from distill.recipe import Data, Recipe
-from distill.teachers.base import Batch, Collate
-from distill.teachers.fp8_student_cost import compute_and_measure
-from distill.teachers.objective import DistillationObjective
-from distill.training.trainer import DistillationTrainer
+
+if TYPE_CHECKING:
+    from distill.recipe import Data, Recipe
+    from distill.teachers.base import Batch, Collate
+    from distill.teachers.objective import DistillationObjective
+    from distill.training.trainer import DistillationTrainer
 
 TOKENS, ROWS = 256, 256  # tokens checked per route, rows of the training data
 FEW = 0.1  # lower agreement of the teacher with the data's responses hints at a wrong chat template
@@ -25,6 +26,8 @@ def first_look(
     """Return report lines on the first held-out batch and on the training rows."""
     cost = []
     if recipe.student.compute == "fp8":
+        from distill.teachers.fp8_student_cost import compute_and_measure
+
         checkpointed, sharded = recipe.train.gradient_checkpointing, trainer.is_fsdp_enabled
         autocast = trainer.accelerator.autocast
         cost = [compute_and_measure(trainer.objective, batch, autocast, checkpointed=checkpointed, sharded=sharded)]
@@ -63,6 +66,8 @@ def room_for_rollouts_line(rows: Sequence[Mapping[str, Sequence[int]]], collate:
     """Return a line on how many prompts leave room for the longest rollout; none without on-policy data."""
     if (section := data.own_answers) is None:
         return []
+    from distill.generation.documents import documents_of
+
     documents = documents_of(collate(list(islice(rows, ROWS))))
     fitting = sum(document.prompt_length + section.max_new_tokens <= data.max_length for document in documents)
     line = (

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from distill.core import console
 from distill.core.units import GIB, counted
-from distill.data.report import DataReport
 from distill.evaluation.evaluate import HeldOut, gap_in_words
 from distill.evaluation.samples import TITLES
 from distill.models.offload import offloading_of
 from distill.models.quantised import quantised_by
 from distill.models.work import count_text, parameters_of
 from distill.planning.steps import small_data_notes
-from distill.recipe.loss import Schedule
-from distill.teachers.base import TeacherSource
 from distill.teachers.identity import model_name
 from distill.teachers.measure import KL, Measure
-from distill.teachers.objective import DistillationObjective
-from distill.teachers.opening import ModelPair
+
+if TYPE_CHECKING:
+    from distill.data.report import DataReport
+    from distill.recipe.loss import Schedule
+    from distill.teachers.base import TeacherSource
+    from distill.teachers.objective import DistillationObjective
+    from distill.teachers.opening import ModelPair
 
 
 class Plan(NamedTuple):

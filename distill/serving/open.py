@@ -31,8 +31,8 @@ from distill.serving.peers import Peers
 from distill.serving.sharded import ShardedEngine
 from distill.teachers.base import load_context
 from distill.teachers.cache.identity import text_hashes
+from distill.teachers.kernels import patch_model
 from distill.teachers.model import LoadedTeacher
-from distill.teachers.opening import patch_model
 from distill.teachers.registry import source_of
 
 TOKEN_VARIABLE = "DISTILL_SERVE_TOKEN"

@@ -22,13 +22,13 @@ from distill.core import console
 from distill.core.ranks import is_main_process
 from distill.generation.answers import generate
 from distill.models.fingerprint import model_identity
-from distill.models.fp8_teacher import find_skipped, is_quantised, load_a_layer_at_a_time, quantise
+from distill.models.fp8_teacher import find_skipped, load_a_layer_at_a_time, quantise
 from distill.models.gpu_specs import has_fp8, runs_our_kernels
 from distill.models.head import align_head, last_hidden, probe_logits
 from distill.models.load import load_student, load_teacher
 from distill.models.meta import MetaModel, meta_config, meta_model, meta_student
 from distill.models.pruning import cut_layers, layer_indices, layers_of
-from distill.models.quantised import check_quantisation, method_of, quantisation_of
+from distill.models.quantised import check_quantisation, is_quantised, method_of, quantisation_of
 from distill.models.shape import USABLE, Shape
 from distill.recipe import Generate, Recipe, Student
 from distill.recipe import Teacher as TeacherSection

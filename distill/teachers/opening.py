@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import nn
 
-from distill.core import console
-from distill.core.ranks import is_main_process
-from distill.models.adapters import add_lora
 from distill.models.attention import stop_fused_attention, use_fused_attention
-from distill.models.attention_choice import AttentionChoices
-from distill.models.fp8_student import fp8_problem
-from distill.models.gpu_specs import family_in, path_of, runs_our_kernels
+from distill.models.gpu_specs import family_in, fp8_problem, runs_our_kernels
 from distill.models.head import bare, decoder_of, find_head
 from distill.models.load import load_student
 from distill.models.packed import packing_problem
-from distill.models.patching import PatchReport, Role, patch
-from distill.models.sharding import is_sharded
-from distill.models.teacher_layout import interleave
-from distill.recipe import Recipe
-from distill.teachers.base import LoadContext, Teacher, TeacherSource
-from distill.teachers.plugin import Plugin, PluginFormat
-from distill.teachers.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from distill.recipe import Recipe
+    from distill.teachers.base import LoadContext, Teacher, TeacherSource
+    from distill.teachers.plugin import Plugin
+    from distill.teachers.vocabulary import Vocabulary
 
 
 class ModelPair(NamedTuple):
@@ -99,6 +92,8 @@ def open_pair(source: TeacherSource, vocabulary: Vocabulary, context: LoadContex
     rows = len(find_head(student).linear.weight)  # type: ignore[arg-type]
     vocab_size, verdict = vocabulary.match(teacher.head_rows(), rows)
     if section.lora is not None:
+        from distill.models.adapters import add_lora
+
         student = add_lora(student, section.lora, seed=recipe.train.seed)
     return ModelPair(teacher, student, vocabulary, vocab_size, verdict, layer_indices)
 
@@ -109,6 +104,8 @@ def use_plugin(teacher: Teacher, plugin: Plugin) -> None:
     Raises:
         ValueError: a kind of teacher whose logits the functions cannot be given.
     """
+    from distill.teachers.plugin_terms import PluginFormat
+
     teacher.format = PluginFormat(teacher.format, plugin)
 
 
@@ -158,48 +155,3 @@ def keeps_apart_by_ours(model: Any, longest: int | None = None) -> bool:
         return packing_problem(model, longest=longest) is None
     finally:
         stop_fused_attention(bare(model), decoder)
-
-
-def patch_model(model: nn.Module, role: Role, attention: str | None, *, compiles: bool) -> PatchReport:
-    """Install our kernels in a model; rows of a teacher's gate and up weights alternate, unless it is compiled."""
-    report = patch(model, role, attention=attention)
-    if role == "teacher" and not compiles:
-        report.swapped.update(interleave(model))
-    return report
-
-
-def patch_models(pair: ModelPair, choices: AttentionChoices) -> None:
-    """Install our kernels in all models (a sharded teacher has them already), where this device runs them."""
-    if not runs_our_kernels(device := next(pair.student.parameters()).device):
-        if is_main_process():
-            console.print_lines(
-                f"{'kernels':<12}{torch.cuda.get_device_name(device)}: {path_of(family_in(device) or '')}"
-            )
-        return
-    for number, (field, model) in enumerate(pair.models()):
-        if is_sharded(model):
-            continue
-        role: Role = "student" if field == "student" else "teacher"
-        attention = choices.of(model, role, 0 if role == "student" else number)
-        report = patch_model(model, role, attention, compiles=choices.recipe.train.compile)
-        if is_main_process():
-            console.print_lines(f"{'kernels':<12}{role}: {report}")
-
-
-def prepare_models(pair: ModelPair, *, joins: bool, compiles: bool) -> None:
-    """Join weights of projections that read the same activations, and have the decoder layers compiled when training
-    first calls them; called once a teacher's layers are in fp8, if they are to be."""
-    from distill.models.compiling import compile_layers
-    from distill.models.joined import join_siblings, joins_on
-
-    for _, model in pair.models() if joins and joins_on(next(pair.student.parameters()).device) else ():
-        join_siblings(model, trains=True)
-    if not compiles:
-        return
-    counts: dict[str, int] = {}
-    for field, model in pair.models():
-        role = field if field == "student" else "teacher"
-        counts[role] = counts.get(role, 0) + compile_layers(model)
-    if is_main_process():
-        layers = ", ".join(f"{count} layers of the {role}" for role, count in counts.items())
-        console.print_lines(f"{'compile':<12}{layers}, when they are first called")

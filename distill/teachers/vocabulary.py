@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distill.data.chat import load_template, with_template
 from distill.data.load import Splits, load_data
-from distill.data.sources import RowFault
-from distill.generation.documents import AnswerReader
+from distill.data.rows import RowFault
 from distill.models.load import load_config, load_tokenizer
 from distill.models.vocabulary import compare, extend_student, shared_columns
-from distill.recipe import Data, ModelSection, Recipe
+
+if TYPE_CHECKING:
+    from distill.generation.documents import AnswerReader
+    from distill.recipe import Data, ModelSection, Recipe
 
 
 class Match(NamedTuple):

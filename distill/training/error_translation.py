@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,12 +20,14 @@ from distill.core.units import GIB
 from distill.data.token_cache import cache_root
 from distill.models.gpu_specs import family_in
 from distill.models.precision import resolve_device
-from distill.recipe import Recipe
 from distill.recipe.resume_policy import why_batch_size_stays
-from distill.teachers.footprint import SmallerTeacher
 from distill.teachers.registry import source_of
 from distill.training.checkpoints import checkpoints
 from distill.training.resuming import smaller_batch
+
+if TYPE_CHECKING:
+    from distill.recipe import Recipe
+    from distill.teachers.footprint import SmallerTeacher
 
 MOST_WAYS = 4  # ways to save memory named in the message, so that it stays one line; `distill check` lists all
 CUT_SHORT = ("inline_container", "PytorchStreamWriter", "iostream error")  # of torch.save, which gives no reason

@@ -25,7 +25,6 @@ from torch import nn
 
 from distill.core.environment import environment
 from distill.core.errors import RecipeError, differences, show
-from distill.data.chat import load_template
 from distill.models.attention import BACKENDS
 from distill.models.fingerprint import model_identity
 from distill.models.load import STUDENT_SEED, TEACHER_SEED
@@ -103,6 +102,8 @@ def _text_to_tokens(recipe: Recipe, tokenizer: Any) -> Plain:
     """Return hashes of the tokenizer and the chat template in use, with the fixed date that replaces today's."""
     if tokenizer is None:
         return {"tokenizer_sha256": None, "chat_template": None, "chat_template_date": None}
+    from distill.data.chat import load_template  # not where the data are random tokens
+
     words = "\n".join(f"{number} {token}" for token, number in sorted(tokenizer.get_vocab().items()))
     template = load_template(recipe.data.chat_template, tokenizer)
     return {

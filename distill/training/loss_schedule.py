@@ -8,10 +8,13 @@ it had not been interrupted.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from distill.recipe import Loss
-from distill.teachers.losses import LossSpec
-from distill.teachers.objective import DistillationObjective
+
+if TYPE_CHECKING:
+    from distill.teachers.losses import LossSpec
+    from distill.teachers.objective import DistillationObjective
 
 
 class LossSchedule:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Trainer
 
 from distill.core.errors import TeacherUnavailableError
 from distill.core.ranks import world_size
-from distill.teachers.objective import DistillationObjective
 from distill.training.checkpoints import CHECKPOINT
+
+if TYPE_CHECKING:
+    from distill.teachers.objective import DistillationObjective
 
 
 class TeacherPrefetcher:

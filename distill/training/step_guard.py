@@ -31,7 +31,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from distill.core import console
 from distill.core.errors import RunError
 from distill.core.ranks import is_main_process
-from distill.models.joined import joins_on
+from distill.models.gpu_specs import joins_on
 from distill.teachers.base import Batch
 from distill.training.module_cache import cache_modules, cached_parameters
 

@@ -33,7 +33,6 @@ from distill.models.sharding import is_sharded, keeps_nothing, use_fsdp2
 from distill.models.work import work_of
 from distill.recipe import Loss
 from distill.teachers.base import Batch, Teacher
-from distill.teachers.blame import teacher_fault
 from distill.teachers.losses import LossSpec
 from distill.teachers.objective import DistillationObjective
 from distill.training.arguments import overwrite_arguments
@@ -239,6 +238,8 @@ class DistillationTrainer(Trainer):
 
     def _teacher_fault(self, batches: list[Batch]) -> str | None:
         """Return what is not finite in the teacher for a skipped step's batches; every rank calls it."""
+        from distill.teachers.blame import teacher_fault
+
         with self.compute_loss_context_manager():
             fault = teacher_fault(self.objective, [self._prepare_inputs(dict(batch)) for batch in batches])
         anywhere = torch.tensor(float(fault is not None), device=self.args.device)

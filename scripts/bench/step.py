@@ -61,7 +61,8 @@ def use_kernels(teacher: Any, student: Any, *, fp8_teacher: bool = False, fp8_st
 
     from distill.models.attention import choose_attention
     from distill.models.fp8_student import compute_in_fp8
-    from distill.models.joined import join_siblings, joins_on
+    from distill.models.gpu_specs import joins_on
+    from distill.models.joined import join_siblings
     from distill.models.patching import patch
     from distill.models.teacher_layout import interleave
 

@@ -17,8 +17,8 @@ import torch
 from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.data.formats import Sample
 from distill.data.report import DataReport
+from distill.data.rows import RowFault
 from distill.data.sources import Row as DataRow
-from distill.data.sources import RowFault
 from distill.data.tally import Tally
 from distill.data.tokenise import TOO_LONG, Batch, Document, Encoder, Partly, clean
 from distill.recipe.models import Context

@@ -17,7 +17,7 @@ import numpy as np
 from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import ChatOptions, ChatTemplate, RenderedChat, TrainingChat
 from distill.data.formats import Format, Sample
-from distill.data.sources import RowFault
+from distill.data.rows import RowFault
 from distill.data.tally import Tally
 from distill.data.token_cache import tokenizer_hash
 from distill.data.tokenise import TOO_LONG, Batch, RowEncoder, beginning_of, blocks, clean, hash_of

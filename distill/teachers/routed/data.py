@@ -20,7 +20,7 @@ import torch
 
 from distill.core.labels import document_bounds
 from distill.data.collator import Collator
-from distill.data.sources import RowFault
+from distill.data.rows import RowFault
 from distill.data.tally import Tally
 from distill.data.tokenise import Batch, Document, Encoder
 from distill.teachers.base import Collate

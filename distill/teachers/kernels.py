@@ -1,0 +1,63 @@
+"""Installation of our kernels in the models of a pair, and of what replaces whole layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from distill.core import console
+from distill.core.ranks import is_main_process
+from distill.models.compiling import compile_layers
+from distill.models.gpu_specs import family_in, joins_on, path_of, runs_our_kernels
+from distill.models.joined import join_siblings
+from distill.models.patching import PatchReport, Role, patch
+from distill.models.sharding import is_sharded
+from distill.models.teacher_layout import interleave
+
+if TYPE_CHECKING:
+    from distill.models.attention_choice import AttentionChoices
+    from distill.teachers.opening import ModelPair
+
+
+def patch_model(model: nn.Module, role: Role, attention: str | None, *, compiles: bool) -> PatchReport:
+    """Install our kernels in a model; rows of a teacher's gate and up weights alternate, unless it is compiled."""
+    report = patch(model, role, attention=attention)
+    if role == "teacher" and not compiles:
+        report.swapped.update(interleave(model))
+    return report
+
+
+def patch_models(pair: ModelPair, choices: AttentionChoices) -> None:
+    """Install our kernels in all models (a sharded teacher has them already), where this device runs them."""
+    if not runs_our_kernels(device := next(pair.student.parameters()).device):
+        if is_main_process():
+            console.print_lines(
+                f"{'kernels':<12}{torch.cuda.get_device_name(device)}: {path_of(family_in(device) or '')}"
+            )
+        return
+    for number, (field, model) in enumerate(pair.models()):
+        if is_sharded(model):
+            continue
+        role: Role = "student" if field == "student" else "teacher"
+        attention = choices.of(model, role, 0 if role == "student" else number)
+        report = patch_model(model, role, attention, compiles=choices.recipe.train.compile)
+        if is_main_process():
+            console.print_lines(f"{'kernels':<12}{role}: {report}")
+
+
+def prepare_models(pair: ModelPair, *, joins: bool, compiles: bool) -> None:
+    """Join weights of projections that read the same activations, and have the decoder layers compiled when training
+    first calls them; called once a teacher's layers are in fp8, if they are to be."""
+    for _, model in pair.models() if joins and joins_on(next(pair.student.parameters()).device) else ():
+        join_siblings(model, trains=True)
+    if not compiles:
+        return
+    counts: dict[str, int] = {}
+    for field, model in pair.models():
+        role = field if field == "student" else "teacher"
+        counts[role] = counts.get(role, 0) + compile_layers(model)
+    if is_main_process():
+        layers = ", ".join(f"{count} layers of the {role}" for role, count in counts.items())
+        console.print_lines(f"{'compile':<12}{layers}, when they are first called")
