@@ -25,7 +25,6 @@ import itertools
 import logging
 import os
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -67,13 +66,12 @@ from distill.teachers.plugin import allowed_plugin
 from distill.teachers.registry import source_of
 from distill.training.arguments import fused_optimizer, require_optimizer, training_arguments
 from distill.training.checkpoint_validation import find_valid_checkpoint
-from distill.training.checkpoints import unfinished_checkpoints
 from distill.training.divergence_monitor import DivergenceMonitor
 from distill.training.error_translation import translate_errors
 from distill.training.failure_checkpoint import checkpoint_on_failure
 from distill.training.lock_file import LOCK_FILE, build_lock, check_same, check_same_run, locked_attention, read_lock
 from distill.training.progress import MetricsFile, ProgressReport, read_metrics
-from distill.training.resuming import resume_plan, without_known_warnings
+from distill.training.resuming import is_finished, print_resume_point, resume_plan, without_known_warnings
 from distill.training.trainer import DistillationTrainer
 
 if TYPE_CHECKING:
@@ -152,8 +150,8 @@ def _run(
         resumed = resume_plan(recipe, folder, processes=world_size())
         last, refused = broadcast_from_rank0(lambda: find_valid_checkpoint(folder, unverified=resume == "unverified"))
         if is_main_process():
-            _print_resume_point(folder, last, [*refused, *resumed.lines()])
-        if _is_finished(folder, last):
+            print_resume_point(folder, last, [*refused, *resumed.lines()])
+        if is_finished(folder, last):
             raise SystemExit(0)
     precision = resolve_precision(recipe, device)
     accumulation = accumulation_steps(recipe.train, recipe.data, world_size())
@@ -302,22 +300,6 @@ def _announce(activity: str, what: str) -> None:
     """Print an activity that takes a while, before it begins."""
     if is_main_process():
         console.print_lines(f"{activity:<12}{what}")
-
-
-def _print_resume_point(folder: Path, last: Path | None, refused: Sequence[str]) -> None:
-    for path in unfinished_checkpoints(folder):
-        console.print_lines(f"{path} is unfinished and is not used")
-    for line in refused:
-        console.print_lines(line)
-    if _is_finished(folder, last):
-        console.print_lines(f"{folder} is finished and has no checkpoint: nothing to do; --name starts another run")
-    else:
-        console.print_lines(f"continuing from {last}" if last else "no checkpoint yet: starting at step 0")
-
-
-def _is_finished(folder: Path, last: Path | None) -> bool:
-    """Return whether a run is finished and has no checkpoint, so that resuming would repeat all of it."""
-    return last is None and (folder / RESULT_FILE).is_file()
 
 
 def _held_out(

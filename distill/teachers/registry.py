@@ -12,12 +12,12 @@ import importlib.metadata
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from distill.core.named import load_named
 from distill.recipe import Recipe
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.teachers import describe_teacher
 from distill.teachers.base import TeacherSource
 from distill.teachers.measure import Measure
+from distill.teachers.named import load_named
 
 ENTRY_POINTS = "distill.backends"  # group of backends in other packages
 Maker = Callable[[Recipe, TeacherSection, str], TeacherSource]

@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from distill_kernels import LossTerm
 
-from distill.core.named import load_named
 from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe.loss import Loss
 from distill.teachers.base import HeadForward, LossResult, VocabularyAlignment
 from distill.teachers.losses import LogitTransforms, build_loss
+from distill.teachers.named import load_named
 
 
 class TermLoss(Protocol):

@@ -12,7 +12,7 @@ checkpoint (transformers 5.17 and 5.23): the next rows are those of an uninterru
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import TrainingArguments
 
+from distill.core import console
 from distill.core.errors import differences, show
-from distill.core.folders import RECIPE_FILE
+from distill.core.folders import RECIPE_FILE, RESULT_FILE
 from distill.models.head import bare
 from distill.recipe import Recipe, dump, load
 from distill.recipe.resume_policy import FREE, STEP, rows_of_step, tokens_of_step, why_batch_size_stays
 from distill.recipe.yaml_text import parse_yaml
-from distill.training.checkpoints import CHECKPOINT, checkpoints
+from distill.training.checkpoints import CHECKPOINT, checkpoints, unfinished_checkpoints
 from distill.training.lock_file import LOCK_FILE, read_lock
 
 SHARDS = "pytorch_model_fsdp*"  # what accelerate calls a student's weights under FSDP: a file, or a folder of shards
@@ -215,3 +216,20 @@ def _require_same_epochs(sizes: tuple[int, int], arguments: TrainingArguments, r
             f"--resume: train.arguments.dataloader_drop_last keeps {before} of {rows} rows in an epoch with "
             f"train.batch_size {sizes[0]}, and {now} with {sizes[1]}; keep {sizes[0]}"
         )
+
+
+def print_resume_point(folder: Path, last: Path | None, refused: Sequence[str]) -> None:
+    """Print where a resumed run continues, and what is not used."""
+    for path in unfinished_checkpoints(folder):
+        console.print_lines(f"{path} is unfinished and is not used")
+    for line in refused:
+        console.print_lines(line)
+    if is_finished(folder, last):
+        console.print_lines(f"{folder} is finished and has no checkpoint: nothing to do; --name starts another run")
+    else:
+        console.print_lines(f"continuing from {last}" if last else "no checkpoint yet: starting at step 0")
+
+
+def is_finished(folder: Path, last: Path | None) -> bool:
+    """Return whether a run is finished and has no checkpoint, so that resuming would repeat all of it."""
+    return last is None and (folder / RESULT_FILE).is_file()
