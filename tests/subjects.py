@@ -273,6 +273,12 @@ def informed_answering():
     return with_answers(subject)
 
 
+def several_informed():
+    subject = several()
+    first, second = subject.teacher.members
+    return replace(subject, teacher=MixtureTeacher([ContextTeacher(first), second], (3.0, 1.0)), rows=informed().rows)
+
+
 def routed(loss=None):
     """Two routes, one of them a mixture; rows that hold documents of one and of both."""
     subject = several(loss)
@@ -346,9 +352,10 @@ SUBJECTS["own top k"] = lambda: one(OWN_TOP_K)
 SUBJECTS |= {"kept": kept, "informed": informed, "informed answering": informed_answering}
 # by the kind of teacher
 KINDS = {"model": ["one", "answering", "drawing", "own top k"], "mixture": ["several"], "cross": ["across"]}
-SUBJECTS |= {"routed": routed, "routed answering": routed_answering}
+SUBJECTS |= {"routed": routed, "routed answering": routed_answering, "several informed": several_informed}
 KINDS |= {"context": ["informed", "informed answering"], "routed": ["routed", "routed answering"]}
 SUBJECTS |= {"routed informed": routed_informed, "routed informed answering": routed_informed_answering}
+KINDS["mixture"] += ["several informed"]
 KINDS["routed"] += ["routed informed", "routed informed answering"]
 KINDS |= {"keep": ["kept"], "cache": list(CACHED), "server": list(SERVED), "launched": ["launched"]}
 

@@ -79,6 +79,10 @@ WITH = {
         "loss={terms: [{type: cross_entropy}, {type: forward_kl}], "
         "schedule: [{setting: terms.1.weight, steps: [0, 9], values: [0, 1]}]}"
     ],
+    "two contexts": [
+        "teacher=null",
+        "teachers=[{model: t, context: {template: 'Be brief.'}}, {model: u, context: {template: 'Be long.'}}]",
+    ],
     "LoRA": ["student.lora={r: 2}"],
     "fp8 student": ["student.compute=fp8"],
     "compiled layers": ["train.compile=true"],
@@ -95,18 +99,12 @@ REFUSED = {
         for rows in ("same", "context")
         for combination in ("mixture", "routed")
     },
-    **{(backend, "context", "mixture"): "a route of its own" for backend in BACKENDS},
     **{
         (backend, "retokenised", combination): "one teacher"
         for backend in BACKENDS
         for combination in ("mixture", "routed")
     },
-    **{
-        ("launched", rows, combination): "one teacher"
-        for rows in ROWS
-        for combination in ("mixture", "routed")
-        if (rows, combination) != ("context", "mixture")
-    },
+    **{("launched", rows, combination): "one teacher" for rows in ROWS for combination in ("mixture", "routed")},
 }
 
 

@@ -45,6 +45,12 @@ BASES = {
     "retokenised": f"teacher: {{model: merged}}\n{CROSS}",
     "retokenised, on-policy": f"teacher: {{model: merged}}\n{CROSS_OWN}",
     "routed": f"teachers: [{{model: other, {INFORMED}, route: even}}, {{model: teacher, route: odd}}]\n{ROUTED}",
+    "mixture, one with a context": f"teachers: [{{model: teacher, weight: 3, {INFORMED}}}, {{model: other}}]\n{TOLD}",
+    "the same, on-policy": f"teachers: [{{model: teacher, weight: 3, {INFORMED}}}, {{model: other}}]\n{OWN}",
+    "routed, a mixture with a context": (
+        f"teachers: [{{model: other, {INFORMED}, route: even}}, {{model: teacher, route: even}}, "
+        f"{{model: teacher, route: odd}}]\n{ROUTED}"
+    ),
     "mixture": f"teachers: [{{model: teacher, weight: 3}}, {{model: other}}]\n{MIXED}",
 }
 SERVED, MERGED = "type: server, url: '{url}'", "type: server, url: '{merged}'"
@@ -62,6 +68,19 @@ COMPOSITIONS = {
         "routed",
         f"teachers: [{{model: other, keep: one, {INFORMED}, route: even}}, {{{SERVED}, keep: two, route: odd}}]\n"
         + ROUTED,
+    ),
+    "served with a context and filled, in a mixture": (
+        "mixture, one with a context",
+        f"teachers: [{{{SERVED}, weight: 3, {INFORMED}}}, {{model: other, keep: kept}}]\n{TOLD}",
+    ),
+    "served with a context, in a mixture, on-policy": (
+        "the same, on-policy",
+        f"teachers: [{{{SERVED}, weight: 3, {INFORMED}}}, {{model: other}}]\n{OWN}",
+    ),
+    "filled with a context, served, in a routed mixture": (
+        "routed, a mixture with a context",
+        f"teachers: [{{model: other, keep: one, {INFORMED}, route: even}}, {{{SERVED}, route: even}}, "
+        f"{{{SERVED}, route: odd}}]\n{ROUTED}",
     ),
     "mixture: served, filled": (
         "mixture",
@@ -132,6 +151,22 @@ def test_a_resumed_run_of_layers_is_bit_identical(place, addressed, figures_of_b
         assert hash_of(result.folder / "student") == figures_of_base("context")["weights"]
 
 
+@pytest.mark.parametrize("rows", [TOLD, OWN], ids=["data", "on-policy"])
+def test_a_teacher_with_a_context_mixed_with_itself_is_that_teacher(rows, place):
+    """And not the teacher without its context."""
+    found = {}
+    for name, teachers in {
+        "alone": f"teacher: {{model: teacher, {INFORMED}}}",
+        "itself": f"teachers: [{{model: teacher, weight: 3, {INFORMED}}}, {{model: teacher, {INFORMED}}}]",
+        "without": f"teachers: [{{model: teacher, weight: 3, {INFORMED}}}, {{model: teacher}}]",
+    }.items():
+        with alone(place):
+            figures = figures_of(Golden(f"{teachers}\n{rows}"), None)
+        found[name] = {key: value for key, value in flat(figures) if key.startswith(("loss", "before"))}
+    assert found["itself"] == pytest.approx(found["alone"], rel=1e-4)
+    assert found["without"]["before.forward_kl"] != pytest.approx(found["alone"]["before.forward_kl"], rel=1e-3)
+
+
 def test_two_stored_teachers_are_a_mixture(place):
     """Each finds its own outputs in a batch: a mixture of one teacher with itself has that teacher's outputs."""
     from torch import equal
@@ -163,9 +198,16 @@ def test_an_fp8_teacher_reads_by_its_own_tokenizer(place, figures_of_base):
 
 DOCTORED = {
     "served top k, context": f"teacher: {{{SERVED}, top_k: 8, {INFORMED}}}\n{STUDENT}{REVERSE}{PAIRS % ('', '')}",
-    **{name: text for name, (_, text) in COMPOSITIONS.items() if "mixture" not in name},
+    **{name: text for name, (_, text) in COMPOSITIONS.items() if name != "mixture: served, filled"},
 }
-IN_PLAIN = ("served top k, context", "served, retokenised", "served, retokenised, on-policy")
+DOCTORED["mixture, one with a context"] = BASES["mixture, one with a context"]
+DOCTORED["mixture, one with a context, on-policy"] = BASES["the same, on-policy"]
+IN_PLAIN = (
+    "mixture, one with a context",
+    "served top k, context",
+    "served, retokenised",
+    "served, retokenised, on-policy",
+)
 
 
 @pytest.mark.parametrize(

@@ -364,9 +364,9 @@ def test_check_counts_what_each_model_reads(place):
     ("teachers", "override", "told"),
     [
         (
-            ["model: a, route: b", f"model: c, {CONTEXT}, route: b"],
+            [f"model: a, {CONTEXT}, route: b", "model: c, context: {template: 'Be brief.'}, route: b"],
             "",
-            "requires a teacher alone on its route; got teachers.1.context in a mixture",
+            "requires one context for the teachers of a route; got teachers.1.context other than that of another",
         ),
         (
             [f"type: student, {CONTEXT}, ema: 0.9, route: a", f"type: student, {CONTEXT}, ema: 0.5, route: b"],
@@ -385,9 +385,9 @@ def test_check_counts_what_each_model_reads(place):
             "requires a student all of whose weights are trained; got student.lora",
         ),
         (
-            [f"model: a, {CONTEXT}", "model: b"],
+            [f"model: a, {CONTEXT}", "model: b, context: {template: 'Be brief.'}"],
             "data.fields.teacher=null",
-            "requires a teacher alone on its route; got teachers.0.context",
+            "requires one context for the teachers of a route; got teachers.1.context",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distill.doctor.reference import Reads, Reference, Verdict
+from distill.doctor.reference import INPUTS, MixtureReference, Reads, Reference, Verdict
 from distill.doctor.reference_loss import Mixture
 from distill.doctor.reference_top_k import TopKReference
 from distill.doctor.remote_outputs import logits_of, place_of, teacher_at
@@ -17,6 +17,8 @@ from distill.doctor.rows import Row, TwoPromptRows, bounds, first_learned
 from distill.teachers.base import Batch, Teacher
 from distill.teachers.context.data import ContextCollator
 from distill.teachers.context.teacher import ContextTeacher
+from distill.teachers.mixture import MixtureTeacher
+from distill.teachers.model import LoadedTeacher
 
 FEW = 4  # tokens; a shorter context may occur in a prompt by chance
 
@@ -78,6 +80,39 @@ class ContextReference(Reference):
         return ContextTeacher(models[0] if models else teacher_at(description))
 
 
+class ContextMixtureReference(ContextReference, MixtureReference):
+    """Reference of a mixture in which some teachers read another prompt."""
+
+    def teacher_logits(self, rows: Sequence[Row], batch: Batch, keep: torch.Tensor) -> Mixture:
+        """Return each teacher's weight and logits [N, V] for trained tokens, document by document."""
+        documents = [document for row in rows for document in self.rows.documents(row)]
+        return [
+            (share, torch.cat([member_logits(member, document, keep.device) for document in documents]))
+            for share, (_, member, _) in zip(self.weights, self.teacher.batches(batch), strict=True)
+        ]
+
+    def reads(self, student: nn.Module, batch: Batch) -> Reads:
+        """Return each teacher with its own inputs, and the student with the batch's."""
+        calls: Reads = []
+        for _, member, _ in self.teacher.batches(batch):
+            own = {name: batch[f"{member.prefix}{name}"] for name in INPUTS}
+            calls += [(model, own) for model in member.models.values()]
+        return [*calls, (student, {n: batch[n] for n in INPUTS})]
+
+    def description(self) -> Mapping[str, Any]:
+        """Return what each teacher reads, and how to open it."""
+        return {"members": [(place_of(inside(member)), member.prefix) for member in self.teacher.members]}
+
+    @staticmethod
+    def rebuilt(models: list[nn.Module], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
+        """Return the mixture from its models, weights and description."""
+        left, members = iter(models), list[Teacher]()
+        for number, (place, prefix) in enumerate(description["members"]):
+            own = teacher_at(place) if place else LoadedTeacher(next(left), field=f"teachers.{number}")
+            members.append(ContextTeacher(own) if prefix else own)
+        return MixtureTeacher(members, weights)
+
+
 class ContextTopKReference(TopKReference, ContextReference):
     """Reference of K stored tokens over rows with another prompt."""
 
@@ -85,6 +120,17 @@ class ContextTopKReference(TopKReference, ContextReference):
         """Return the stored tokens at the positions of the teacher's input."""
         own = self.teacher.inner_batch(batch)
         return super().stored_by(self.teacher.inner, [ContextCollator.teacher_row(row) for row in rows], own)
+
+
+def inside(member: Any) -> Any:
+    """Return the teacher that computes the outputs of one with a context; any other one as it is."""
+    return member.inner if member.prefix else member
+
+
+def member_logits(member: Any, document: Row, device: torch.device) -> torch.Tensor:
+    """Return one teacher's logits [N, V] for the trained tokens of a document."""
+    row = ContextCollator.teacher_row(document) if member.prefix else document
+    return logits_of(inside(member), row, device)
 
 
 def _only_in(longer: list[int], shorter: list[int]) -> list[int]:

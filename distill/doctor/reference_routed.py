@@ -11,17 +11,16 @@ from torch import nn
 
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor.reference import MixtureReference, Reads, Reference, Verdict
+from distill.doctor.reference_context import inside, member_logits
 from distill.doctor.reference_loss import SampledTokens, token_loss
-from distill.doctor.remote_outputs import logits_of, place_of, teacher_at
+from distill.doctor.remote_outputs import place_of, teacher_at
 from distill.doctor.rewards import advantage_of
 from distill.doctor.rows import RoutedRows, Row, bounds
 from distill.recipe.loss import Loss
 from distill.teachers.base import Batch, Teacher
-from distill.teachers.context.data import ContextCollator
 from distill.teachers.context.teacher import ContextTeacher
 from distill.teachers.mixture import MixtureTeacher
 from distill.teachers.model import LoadedTeacher
-from distill.teachers.reading import PREFIX
 from distill.teachers.routed.teacher import RoutedTeacher
 
 
@@ -49,7 +48,9 @@ class RoutedReference(Reference):
                     continue
                 with torch.no_grad():
                     group = self.groups[document["route"][0]]
-                    teachers = [(share, _logits(member, document, device)[:, :columns]) for share, member in group]
+                    teachers = [
+                        (share, member_logits(member, document, device)[:, :columns]) for share, member in group
+                    ]
                 own = student(input_ids=ids[None], use_cache=False).logits[0, at, :columns]
                 advantages = torch.full((len(at),), advantage_of(document["labels"])) if loss.rewarded else None
                 mean = token_loss(own, teachers, labels[at + 1], loss, SampledTokens(at, advantages), self.dtype)
@@ -69,8 +70,9 @@ class RoutedReference(Reference):
     def reads(self, student: nn.Module, batch: Batch) -> Reads:
         """Return each model with its route's documents, row by row, padded to the longest row."""
         calls: Reads = []
-        for number, group in enumerate(self.groups):
-            lines, reading = [], PREFIX if group[0][1].reading == "context" else ""
+        groups = enumerate(self.groups)
+        for number, reading in [(n, prefix) for n, group in groups for prefix in sorted({m.prefix for _, m in group})]:
+            group, lines = [member for _, member in self.groups[number] if member.prefix == reading], []
             read = (batch[f"{reading}{name}"].tolist() for name in ("input_ids", "position_ids"))
             own = (batch[name].tolist() for name in ("position_ids", "routes"))
             for ids, positions, plain, routes in zip(*read, *own, strict=True):
@@ -83,10 +85,10 @@ class RoutedReference(Reference):
             longest = max(len(ids) for ids, _ in lines)
             for _, positions in lines:
                 positions += range(longest - len(positions))
-            pad = group[0][1].pad_token_id if reading else 0
+            pad = group[0].pad_token_id if reading else 0
             padded = [ids + [pad] * (longest - len(ids)) for ids, _ in lines]
             made = {"input_ids": torch.tensor(padded), "position_ids": torch.tensor([at for _, at in lines])}
-            here = [model for _, member in group for model in member.models.values()]
+            here = [model for member in group for model in member.models.values()]
             calls += [(model, {n: t.to(batch["labels"].device) for n, t in made.items()}) for model in here]
         return [*calls, (student, {name: batch[name] for name in ("input_ids", "position_ids")})]
 
@@ -99,7 +101,7 @@ class RoutedReference(Reference):
 
     def description(self) -> dict[str, Any]:
         """Return the routes and, for each of their teachers, how to open it."""
-        members = [[(place_of(_inside(m)), m.reading) for _, m in group] for group in self.groups]
+        members = [[(place_of(inside(m)), m.prefix) for _, m in group] for group in self.groups]
         return {"routes": list(self.teacher.routes), "members": members}
 
     @staticmethod
@@ -108,20 +110,9 @@ class RoutedReference(Reference):
         left, numbered, members = iter(models), enumerate(weights), []
         for group in description["members"]:
             own, shares = [], []
-            for (place, reading), (number, share) in zip(group, numbered, strict=False):
+            for (place, prefix), (number, share) in zip(group, numbered, strict=False):
                 teacher: Any = teacher_at(place) if place else LoadedTeacher(next(left), field=f"teachers.{number}")
-                own.append(ContextTeacher(teacher) if reading == "context" else teacher)
+                own.append(ContextTeacher(teacher) if prefix else teacher)
                 shares.append(share)
             members.append(own[0] if len(own) == 1 else MixtureTeacher(own, shares))
         return RoutedTeacher(members, description["routes"])
-
-
-def _inside(member: Any) -> Any:
-    """The teacher that computes what one with a context of its own gives."""
-    return member.inner if member.reading == "context" else member
-
-
-def _logits(member: Any, document: Row, device: torch.device) -> torch.Tensor:
-    """Return one teacher's logits after the positions `at` of a document, [N, V]."""
-    row = ContextCollator.teacher_row(document) if member.reading == "context" else document
-    return logits_of(_inside(member), row, device)

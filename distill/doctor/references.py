@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from distill.doctor.reference import MixtureReference, Reference
-from distill.doctor.reference_context import ContextReference, ContextTopKReference
+from distill.doctor.reference_context import ContextMixtureReference, ContextReference, ContextTopKReference
 from distill.doctor.reference_routed import RoutedReference
 from distill.doctor.reference_spans import SpansReference
 from distill.doctor.reference_top_k import TopKReference
@@ -25,6 +25,7 @@ REFERENCES: dict[tuple[type[TargetFormat], str], type[Reference]] = {
     (TopKFormat, "context"): ContextTopKReference,
     (SpansFormat, "retokenised"): SpansReference,
     (MixtureFormat, "same"): MixtureReference,
+    (MixtureFormat, "context"): ContextMixtureReference,
     (RoutedFormat, "same"): RoutedReference,
 }
 BY_NAME = {reference.__name__: reference for reference in REFERENCES.values()}

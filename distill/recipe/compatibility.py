@@ -91,11 +91,12 @@ def _context_without_prompts(recipe: Sections) -> str | None:
     return None
 
 
-def _context_in_a_mixture(recipe: Sections) -> str | None:
-    routes = [teacher.route for teacher in recipe.teachers]
+def _contexts_of_a_route(recipe: Sections) -> str | None:
+    """Return the first context that differs from another one of its route."""
+    found: dict[str | None, object] = {}
     for number, teacher in enumerate(recipe.teachers):
-        if teacher.context is not None and routes.count(teacher.route) > 1:
-            return f"teachers.{number}.context in a mixture, whose teachers read the same"
+        if teacher.context is not None and found.setdefault(teacher.route, teacher.context) != teacher.context:
+            return f"teachers.{number}.context other than that of another teacher of its route"
     return None
 
 
@@ -103,8 +104,8 @@ PROPERTIES: dict[str, Property] = {
     "prompts for the context": Property(
         "prompts with answers", _context_without_prompts, "give chats, or prompts with completions"
     ),
-    "a route of its own": Property(
-        "a teacher alone on its route", _context_in_a_mixture, "give the teacher with a context a route of its own"
+    "one context a route": Property(
+        "one context for the teachers of a route", _contexts_of_a_route, "give them the same, or routes of their own"
     ),
     "frozen weights": Property(
         "a teacher that stays as it is",
@@ -245,7 +246,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         "teacher.context",
         lambda recipe: any(teacher.context is not None for teacher in _teachers(recipe)),
-        ("prompts for the context", "a route of its own"),
+        ("prompts for the context", "one context a route"),
     ),
     Requirement(
         "teacher.keep",

@@ -3,8 +3,9 @@
     p_t = sum_k w_k softmax(z_k / T)
 
 The mixture is made in the fused pass (`distill_kernels.TeacherHead`); held-out figures are against it too. All teachers
-see the same tokens, so they share one vocabulary. Each is loaded for itself, also where two of them are the same model
-with different adapters; of a route some may be served or cached (`distill.teachers.routed`).
+share one vocabulary; those with a context read it before each answer, the same one in a mixture. Each is loaded for
+itself, also where two of them are the same model with different adapters; of a route some may be served or cached
+(`distill.teachers.routed`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from distill.models.head import LogitTransform
 from distill.models.load import load_tokenizer
 from distill.models.shape import Shape
 from distill.models.vocabulary import compare
-from distill.models.work import total_work
+from distill.models.work import Work, total_work
 from distill.recipe import Data, Generate, ModelSection, Recipe, Student
 from distill.recipe.teachers import TeacherDescription
 from distill.teachers.base import (
@@ -43,10 +44,14 @@ from distill.teachers.base import (
     TeacherSource,
     VocabularyAlignment,
 )
+from distill.teachers.context.data import ContextCollator, load_context_data
+from distill.teachers.context.teacher import ContextTeacher
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.hidden import FusedFormat, HiddenFormat, pairing_of
 from distill.teachers.losses import TargetLoss
+from distill.teachers.mixture_model import MixtureModel
 from distill.teachers.model import LoadedTeacher
+from distill.teachers.reading import PREFIX
 from distill.teachers.vocabulary import Vocabulary, is_synthetic
 
 log = logging.getLogger(__name__)
@@ -188,14 +193,22 @@ class MixtureTeacher(SeveralTeachers):
         super().__init__(members)
         self.weights = tuple(weight / sum(weights) for weight in weights)
         self.format = MixtureFormat([cast("HiddenFormat", member.format) for member in self.members], self.weights)
+        self.reading = "context" if any(member.reading == "context" for member in self.members) else "same"
 
     def collate(self, plain: Collate) -> Collate:
+        # answers after the teachers' prompt are replaced with those after the student's (on-policy): columns of all
+        first = next((member for member in self.members if isinstance(member, ContextTeacher)), None)
+        plain = plain if first is None else ContextCollator(plain, first.pad_token_id)
         return MixtureCollator(plain, [member.collate for member in self.members])
 
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
         for _, member, own in self.batches(batch):
             member.student_batch(own, needs_targets)  # raises where a column is missing
-        return {name: value for name, value in batch.items() if not MEMBER.match(name)}
+        return {name: value for name, value in batch.items() if not MEMBER.match(name) and not name.startswith(PREFIX)}
+
+    def flops_per_token(self) -> dict[str, Work | None]:
+        works = [each for member in self.members for each in member.flops_per_token().items()]
+        return {prefix: total_work(work for own, work in works if own == prefix) for prefix, _ in works}
 
     def batches(self, batch: Batch) -> Iterator[tuple[int, Teacher, Batch]]:
         plain = {name: value for name, value in batch.items() if not MEMBER.match(name)}
@@ -209,10 +222,11 @@ class MixtureTeacher(SeveralTeachers):
         return tuple(cast("torch.Tensor", member.targets(own)) for _, member, own in self.batches(batch))
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
-        """Return responses sampled from the mixture; None where one of the teachers is not loaded."""
+        """Return responses sampled from the mixture; None where one of the teachers is not loaded or has a context."""
         first = self.members[0]
-        if len(self.models) < len(self.members) or not isinstance(first, LoadedTeacher) or not is_main_process():
+        if len(self.models) < len(self.members) or self.reading != "same" or not is_main_process():
             return None
+        assert isinstance(first, LoadedTeacher)
         group = MixtureModel(list(self.models.values()), self.weights)
         return first.tokenizer and generate(group, first.tokenizer, prompts, settings.max_new_tokens)
 
@@ -248,49 +262,6 @@ class MixtureCollator:
             batch |= {name: value for name, value in made.items() if name == "valid_rows"}
             more |= {f"member{number}_{name}": value for name, value in made.items() if name not in batch}
         return batch | more
-
-
-class MixtureModel(nn.Module):
-    """Several causal language models that generate together: each token is sampled from the mixture.
-
-    The first one has a KV cache, the others read the whole text for every token: meant for samples, not bulk.
-    """
-
-    def __init__(self, members: Sequence[nn.Module], weights: Sequence[float]) -> None:
-        super().__init__()
-        self.members = nn.ModuleList(members)
-        self.weights = tuple(weights)
-
-    @property
-    def config(self) -> Any:
-        """Configuration of the first model, whose tokenizer makes the data."""
-        return self.members[0].config
-
-    @property
-    def generation_config(self) -> Any:
-        """Generation configuration of the first model."""
-        return self.members[0].generation_config
-
-    @generation_config.setter
-    def generation_config(self, value: Any) -> None:
-        self.members[0].generation_config = value
-
-    def generate(self, **arguments: Any) -> Any:
-        """Return what `generate` of transformers does, with tokens sampled from the mixture."""
-        from transformers import LogitsProcessorList
-
-        first: Any = self.members[0]
-        return first.generate(**arguments, logits_processor=LogitsProcessorList([self._mix_scores]))
-
-    def _mix_scores(self, ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Return the mixture's log-probabilities [B, V] in place of the first model's scores."""
-        rows = [scores]
-        rows += [model(input_ids=ids, use_cache=False).logits[:, -1] for model in self.members[1:]]
-        columns = min(row.shape[-1] for row in rows)
-        mixed = torch.full_like(scores, -torch.inf)
-        parts = [weight * row[:, :columns].float().softmax(-1) for weight, row in zip(self.weights, rows, strict=True)]
-        mixed[:, :columns] = torch.stack(parts).sum(0).log().to(scores.dtype)
-        return mixed  # type: ignore[return-value]
 
 
 class MixtureSource(TeacherSource):
@@ -374,7 +345,11 @@ class MixtureVocabulary(Vocabulary):
         self.source = source
 
     def read(self, data: Data, seed: int) -> Splits:
-        splits = super().read(data, seed)
+        contexts = [own.context for own in self.source.all_sections.values() if own.context is not None]
+        if contexts:  # all the same
+            splits = load_context_data(data, self.tokenizer, contexts[0], seed=seed)
+        else:
+            splits = super().read(data, seed)
         self.source.note_data(splits)
         return splits
 

@@ -15,12 +15,15 @@ import numpy as np
 import torch
 
 from distill.core.labels import IGNORE_INDEX, document_bounds
-from distill.data.formats import Sample
+from distill.data.chat import ChatOptions, load_template
+from distill.data.formats import Format, Sample
+from distill.data.load import Splits, load_rows
 from distill.data.report import DataReport
 from distill.data.rows import RowFault
 from distill.data.sources import Row as DataRow
 from distill.data.tally import Tally
 from distill.data.tokenise import TOO_LONG, Batch, Document, Encoder, Partly, clean
+from distill.recipe import Data, Part
 from distill.recipe.models import Context
 from distill.teachers.reading import PREFIX, Row, SecondReading
 
@@ -171,6 +174,21 @@ def _value(row: DataRow, column: str) -> str:
 def _secrets(context: Context, row: DataRow, private: str) -> list[str]:
     """Return texts that no student prompt may contain: the columns'; all of a template without columns."""
     return [_value(row, column).strip() for column in context.columns] or [private.strip()]
+
+
+def load_context_data(data: Data, tokenizer: Any, context: Context, *, seed: int) -> Splits:
+    """Load data whose answers stand after the student's prompt and after the teacher's; arguments as of `load_data`.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    template = load_template(data.chat_template, tokenizer)
+
+    def encoder(format: Format, part: Part) -> ContextEncoder:
+        options, most = ChatOptions.of(part.data), part.data.max_length
+        return ContextEncoder(tokenizer, format, template, max_length=most, options=options).after(context)
+
+    return load_rows(data, encoder, [template], seed=seed, report_type=ContextReport)
 
 
 class ContextReport(DataReport):

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from distill.data.chat import ChatOptions, load_template
-from distill.data.formats import Format
-from distill.data.load import Splits, load_rows
-from distill.recipe import Data, Generate, Part
+from distill.data.load import Splits
+from distill.recipe import Data, Generate
 from distill.recipe.models import Context
 from distill.teachers.base import (
     Batch,
@@ -28,7 +26,7 @@ from distill.teachers.base import (
     VocabularyAlignment,
 )
 from distill.teachers.cache.top_k import TopKTargets, spread
-from distill.teachers.context.data import ContextCollator, ContextEncoder, ContextReport, filled
+from distill.teachers.context.data import ContextCollator, filled, load_context_data
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.reading import ReadingTeacher
 from distill.teachers.vocabulary import Vocabulary
@@ -123,15 +121,7 @@ class ContextSource(WrappingSource):
         inner = self.inner.vocabulary()
 
         def read(data: Data, seed: int) -> Splits:
-            template = load_template(data.chat_template, inner.tokenizer)
-
-            def encoder(format: Format, part: Part) -> ContextEncoder:
-                own = part.data
-                options = ChatOptions.of(own)
-                made = ContextEncoder(inner.tokenizer, format, template, max_length=own.max_length, options=options)
-                return made.after(self.context)
-
-            splits = load_rows(data, encoder, [template], seed=seed, report_type=ContextReport)
+            splits = load_context_data(data, inner.tokenizer, self.context, seed=seed)
             self.note_data(splits)
             return splits
 
