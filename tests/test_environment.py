@@ -191,6 +191,8 @@ def test_replies_are_read_again(tmp_path):
     again = environment(lambda *given: {"role": "tool", "content": "nonsense"}, folder=tmp_path)
     two, _ = rollouts(own=again)
     assert torch.equal(one["input_ids"], two["input_ids"]) and not again.function.calls
+    again.log.add({"new": None})  # after the incomplete line, not on it
+    assert "new" in EnvironmentLog(tmp_path, 1)
 
 
 # ------------------------------------------------------------------ the user's function

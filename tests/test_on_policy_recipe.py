@@ -71,7 +71,6 @@ def test_memory_is_counted(workplace):
         ("data.on_policy.engine=magic", "engine"),
         ("data.on_policy.max_new_tokens=0", "max_new_tokens"),
         ("teacher={type: cache, path: there}", "rows it has not seen; got teacher.type: cache"),
-        ("student.vocabulary=cross", "requires a teacher of the student.s tokenizer"),
     ],
 )
 def test_recipes_that_cannot_work_are_refused(override, message):

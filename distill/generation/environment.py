@@ -233,6 +233,9 @@ class EnvironmentLog:
     def __init__(self, folder: Path | None, rank: int) -> None:
         self._file = None if folder is None else folder / FOLDER / f"{rank:05d}.jsonl"
         self._said: dict[str, list[Message] | None] = {}
+        if self._file is not None and self._file.is_file() and not self._file.read_bytes().endswith(b"\n"):
+            with self._file.open("a", encoding="utf-8") as file:  # a killed process left a line without its end
+                file.write("\n")
         for file in [] if folder is None else sorted((folder / FOLDER).glob("*.jsonl")):
             self._said.update(_read(file))
 
@@ -254,7 +257,7 @@ class EnvironmentLog:
 
 
 def _read(file: Path) -> Iterator[tuple[str, list[Message] | None]]:
-    """Yield the replies in a file; the last line of a process that was killed may be incomplete."""
+    """Yield the replies in a file; the last line that a killed process wrote may be incomplete."""
     for line in file.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
