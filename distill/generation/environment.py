@@ -234,8 +234,8 @@ class EnvironmentLog:
         self._file = None if folder is None else folder / FOLDER / f"{rank:05d}.jsonl"
         self._said: dict[str, list[Message] | None] = {}
         if self._file is not None and self._file.is_file() and not self._file.read_bytes().endswith(b"\n"):
-            with self._file.open("a", encoding="utf-8") as file:  # a killed process left a line without its end
-                file.write("\n")
+            with self._file.open("a", encoding="utf-8") as own:  # a killed process left a line without its end
+                own.write("\n")
         for file in [] if folder is None else sorted((folder / FOLDER).glob("*.jsonl")):
             self._said.update(_read(file))
 
