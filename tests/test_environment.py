@@ -43,7 +43,7 @@ class Scripted(Engine):
     """An engine that gives the next line of a script, by how many responses the prompt has already."""
 
     def __init__(self, script, ends=True):
-        self.script, self.ends, self.seeds = script, ends, []
+        self.script, self.ends, self.seeds, self.same_weights = script, ends, [], []
 
     def answer(self, request):
         tokens, truncated = [], []
@@ -53,6 +53,7 @@ class Scripted(Engine):
             tokens.append(said[:most])
             truncated.append(len(said) > most)
         self.seeds += request.seeds
+        self.same_weights.append(request.same_weights)
         return Generated(tokens, truncated, [[-0.5] * len(each) for each in tokens])
 
 
@@ -127,6 +128,16 @@ def test_every_response_has_draws_of_its_own():
     alone = Scripted(["It is 13."])
     rollouts(alone)
     assert alone.seeds == engine.seeds[:1]
+
+
+def test_the_weights_are_transferred_once_a_step():
+    engine = Scripted(SCRIPT)
+    _, own = rollouts(engine)
+    assert engine.same_weights == [False, True, True, True]
+    ids = ids_of(TEMPLATE.render(ASKED, prompt=True))
+    row = {"input_ids": [*ids, END], "labels": [-100] * len(ids) + [END], "position_ids": list(range(len(ids) + 1))}
+    own.replace([Collator(2)([row])], 1, Collator(2))
+    assert engine.same_weights[4:] == [False, True, True, True]
 
 
 @pytest.mark.parametrize("max_turns", [2, 3])

@@ -102,6 +102,9 @@ def test_each_call_is_answered_by_the_weights_as_they_are(tie, dtype, vllm):
         )
         change(model)
     assert vllm[0].calls == ["reload_weights", "reset"] * 2
+    made.generate(PROMPTS, max_new_tokens=2)
+    made.generate(PROMPTS, max_new_tokens=2, same_weights=True)
+    assert vllm[0].calls == ["reload_weights", "reset"] * 3
     assert vllm[0].settings["dtype"] == str(dtype).removeprefix("torch.")
 
 

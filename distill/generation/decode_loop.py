@@ -95,13 +95,17 @@ class EngineSettings(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Prompts for an engine, with a limit and a seed each; see `Engine.generate`."""
+    """Prompts for an engine, with a limit and a seed each; see `Engine.generate`.
+
+    `same_weights`: the model's weights are those of the last request.
+    """
 
     prompts: Sequence[Sequence[int]]
     limits: list[int]
     seeds: list[int]
     sampling: Sampling
     batch_size: int
+    same_weights: bool = False
 
     def of(self, numbers: Sequence[int]) -> Request:
         """Return the request with these prompts alone, in this order."""
@@ -122,6 +126,7 @@ class Engine(abc.ABC):
         sampling: Sampling = GREEDY,
         seeds: Sequence[int] | None = None,
         batch_size: int = 64,
+        same_weights: bool = False,
     ) -> Generated:
         """Generate a response to every prompt.
 
@@ -132,6 +137,7 @@ class Engine(abc.ABC):
             seeds: 64-bit integers, one per prompt: the sampled tokens depend on a prompt's own seed, not on its
                 neighbours (up to the rounding of a batched matrix product). None for the prompts' indices.
             batch_size: Maximum number of sequences at once.
+            same_weights: The weights have not changed since the last call: an engine that copies them need not do so.
 
         Raises:
             ValueError: an empty prompt, or arguments of different lengths.
@@ -143,7 +149,7 @@ class Engine(abc.ABC):
             raise ValueError(f"prompts: {count} with {len(limits)} max_new_tokens and {len(own_seeds)} seeds")
         if not all(map(len, prompts)):
             raise ValueError("prompts: an empty prompt has nothing to continue")
-        return self.answer(Request(prompts, limits, own_seeds, sampling, batch_size))
+        return self.answer(Request(prompts, limits, own_seeds, sampling, batch_size, same_weights))
 
     @abc.abstractmethod
     def answer(self, request: Request) -> Generated:
@@ -190,7 +196,7 @@ class DecodeLoop(Engine):
 
     def _answer_in_turn(self, request: Request, seats: Seats) -> Generated:
         """Generate by continuous batching: finished sequences free their sequence slots for waiting prompts."""
-        prompts, limits, _, sampling, _ = request
+        prompts, limits, _, sampling, *_ = request
         answers = Generated([[] for _ in prompts], [True] * len(prompts), [[] for _ in prompts])
         waiting, seated = deque(range(len(prompts))), dict[int, int]()
         at_once, look_every = 1 if seats.graph is None else STEPS, LOOK_EVERY if self.device.type == "cuda" else 1
@@ -238,7 +244,7 @@ class DecodeLoop(Engine):
 
     def _take_seats(self, request: Request, taken: dict[int, int], seats: Seats) -> None:
         """Prefill prompts into free sequence slots: `taken` maps a slot to the index of its prompt."""
-        prompts, limits, seeds, _, _ = request.of(list(taken.values()))
+        prompts, limits, seeds, *_ = request.of(list(taken.values()))
         read_prompts(self.decoder, prompts, list(taken), seats.cache, seats.held)
         seats.held |= dict(zip(taken, prompts, strict=True))
         seats.seat(list(taken), prompts, limits, seeds)
@@ -249,7 +255,7 @@ class DecodeLoop(Engine):
         Their sizes follow from this call alone, never from earlier ones, since a sum's rounding depends on its shape: a
         resumed run must generate the same tokens as an uninterrupted one.
         """
-        prompts, limits, _, sampling, batch_size = request
+        prompts, limits, _, sampling, batch_size, _ = request
         batch = min(len(prompts), batch_size)
         slots = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
         if not self.replays:

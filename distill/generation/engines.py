@@ -90,7 +90,7 @@ class TransformersEngine(Engine):
         self.columns, self.stop = settings.vocab_size, settings.stop
 
     def answer(self, request: Request) -> Generated:
-        prompts, limits, seeds, sampling, batch_size = request
+        prompts, limits, seeds, sampling, batch_size, _ = request
         result = Generated([], [])
         autocast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
         with torch.no_grad(), eval_mode(self.model), autocast:
@@ -161,7 +161,7 @@ class CollectiveEngine(Engine):
         self.engine = engine
 
     def answer(self, request: Request) -> Generated:
-        prompts, limits, seeds, sampling, batch_size = request
+        prompts, limits, seeds, sampling, batch_size, _ = request
         rank, world = dist.get_rank(), dist.get_world_size()
         result = Generated([], [])
         for start in range(0, len(prompts), batch_size * world):

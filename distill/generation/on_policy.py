@@ -210,7 +210,7 @@ class OnPolicy:
         rollouts = [Rollout(document, seed) for _, seed, document in asked]
         going = self._respond(rollouts)
         while going and self.environment is not None and (going := self.environment.reply(going, self._room)):
-            self._respond(going)
+            self._respond(going, same_weights=True)
         self._answers |= {step: {} for step in steps}
         seconds = (time.perf_counter() - start) / max(len(asked), 1)
         for (step, seed, _), own in zip(asked, rollouts, strict=True):
@@ -218,7 +218,7 @@ class OnPolicy:
                 own.tokens, own.truncated, own.log_probs, at, seconds, own.replies, own.messages, own.last
             )
 
-    def _respond(self, rollouts: list[Rollout]) -> list[Rollout]:
+    def _respond(self, rollouts: list[Rollout], same_weights: bool = False) -> list[Rollout]:
         """Generate the next response of each rollout; return them."""
         answers = self.engine.generate(
             [rollout.prompt for rollout in rollouts],
@@ -226,6 +226,7 @@ class OnPolicy:
             sampling=self.sampling,
             seeds=[rollout.turn_seed for rollout in rollouts],
             batch_size=self.batch_size * (self.ahead + 1),
+            same_weights=same_weights,
         )
         log_probs = answers.log_probs if self.log_probs else [[]] * len(rollouts)
         for rollout, tokens, log_p, cut in zip(rollouts, answers.tokens, log_probs, answers.truncated, strict=True):

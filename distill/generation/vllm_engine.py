@@ -49,7 +49,7 @@ class VllmEngine(Engine):
         model: The student, with or without adapters; on its device.
         tokenizer: Written with the weights; None for models that are only given token ids.
         settings: Settings of the engine.
-        trains: The weights change between calls and are transferred before each.
+        trains: The weights change between calls and are transferred before each, unless it has `same_weights`.
 
     Raises:
         RunError: from `answer`, when vLLM's log-probabilities are not the student's.
@@ -88,7 +88,7 @@ class VllmEngine(Engine):
         """
         from vllm import SamplingParams
 
-        if self.trains and not self._is_new:
+        if self.trains and not (self._is_new or request.same_weights):
             save_untied(self.model, self.tokenizer, self.path)
             self.llm.collective_rpc("reload_weights")
             self.llm.reset_prefix_cache()
