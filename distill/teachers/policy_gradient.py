@@ -35,12 +35,12 @@ def policy_gradient_loss(
     """Return each token's loss, by the teacher's advantage alone.
 
     Args:
-        log_p: of the sampled tokens under the student, [B, S], natural logarithms; gets a gradient.
-        teacher_log_p: the same under the teacher; gets none.
-        drawn_log_p: the same when they were sampled; None for the student's present ones.
-        clip: c above; None for no clipping.
-        discount: share of a token's advantage that is added to that of the token before it, 0 to 1.
-        learned: bool [B, S], which tokens are the student's; discounts do not cross gaps between them.
+        log_p: Log-probabilities of the sampled tokens under the student, [B, S], in nats; differentiable.
+        teacher_log_p: Log-probabilities of the same tokens under the teacher, [B, S]; no gradient.
+        drawn_log_p: Log-probabilities by the engine that sampled them, [B, S]; None for `log_p` (ratio 1).
+        clip: The clipping range c; None for no clipping.
+        discount: Factor per token of the later tokens' advantages, 0 to 1; 0 for none.
+        learned: Mask of the student's own tokens, bool [B, S]; discounts do not cross gaps in it.
 
     Returns:
         Like `log_p`, 0 where not `learned`.
@@ -94,14 +94,14 @@ class SampledTokenLoss:
     """The term `policy_gradient`, at temperature 1 whatever the loss's is.
 
     Args:
-        term: its settings.
-        section: the recipe's loss.
-        pairing: how the student's logits meet the teacher's.
-        transform: scale and soft cap of the teacher.
+        term: Settings of the term.
+        section: The recipe's loss section.
+        pairing: Number of logits compared, and the student's scale and soft cap.
+        transform: Scale and soft cap of the teacher's logits.
 
     Attributes:
-        reduction: "mean" or "none", each token's.
-        workspace: not used.
+        reduction: "mean", or "none" for the loss of each token.
+        workspace: Unused; every loss has it (`SeparateTermsLoss` sets it on each of its losses).
     """
 
     def __init__(

@@ -237,7 +237,7 @@ class DistillationTrainer(Trainer):
         return self.accelerator.reduce(count, "sum").clamp_min(1)
 
     def _teacher_fault(self, batches: list[Batch]) -> str | None:
-        """Return what is not finite in the teacher for a skipped step's batches; every rank calls it."""
+        """Return where the teacher is not finite on a skipped step's batches, or None; every rank calls it."""
         from distill.teachers.blame import teacher_fault
 
         with self.compute_loss_context_manager():
@@ -247,7 +247,7 @@ class DistillationTrainer(Trainer):
             return None
         return fault or "on another rank"
 
-    # --------------------------------------------------------------- figures
+    # --------------------------------------------------------------- metrics
 
     def mean(self, value: float) -> float:
         """Return the mean of a number over the ranks."""
@@ -265,7 +265,7 @@ class DistillationTrainer(Trainer):
         super().log(logs, start_time)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Extend `Trainer`'s method: SIGTERM and SIGHUP write a checkpoint and return with `health.stopping` set.
+        """Extend `Trainer`'s method: SIGTERM and SIGHUP write a checkpoint and return with `step_guard.stopping` set.
 
         Raises:
             RunError: Loss or gradients stay NaN or infinite.
