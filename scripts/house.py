@@ -283,6 +283,29 @@ def protocol_members(root: Path = ROOT) -> dict[str, int]:
     return counts
 
 
+def capability_places(root: Path = ROOT) -> dict[str, list[str]]:
+    """Return the places of distill/ that ask for each capability by `isinstance`, by the capability.
+
+    A capability is a Protocol that is decorated with `runtime_checkable`; its name is unique.
+    """
+    trees = {
+        path.relative_to(root).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for path in files("distill", root=root)
+    }
+    nodes = [(name, node) for name, tree in trees.items() for node in ast.walk(tree)]
+    found: dict[str, list[str]] = {
+        node.name: []
+        for _, node in nodes
+        if isinstance(node, ast.ClassDef) and "runtime_checkable" in map(ast.unparse, node.decorator_list)
+    }
+    for name, node in nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            for asked in ast.walk(node.args[1]):
+                if isinstance(asked, ast.Name) and asked.id in found:
+                    found[asked.id].append(f"{name}:{node.lineno}")
+    return found
+
+
 def pairs_refused_by_hand() -> int:
     """Count the pairs of settings that are refused without a property that one requires and the other lacks."""
     from distill.recipe.compatibility import APART
@@ -330,6 +353,8 @@ def print_structure() -> None:
     print(f"{'pairs of settings refused by hand':<44}{pairs_refused_by_hand():>6}")
     for name, count in sorted(protocol_members().items(), key=lambda item: -item[1])[:8]:
         print(f"members of {name:<33}{count:>6}")
+    for name, places in sorted(capability_places().items()):
+        print(f"{f'places that ask for {name}':<44}{len(places):>6}    {', '.join(places)}")
     print(f"{'functions over six arguments':<44}{len(long):>6}")
     for place, number in long:
         print(f"    {place:<64}{number:>4}")

@@ -12,6 +12,7 @@ from distill.recipe import RecipeError, parse
 from distill.recipe.loss import Loss
 from distill.teachers.base import HeadForward, LossInputs, VocabularyAlignment
 from distill.teachers.cache.top_k import TopKFormat, TopKTargets
+from distill.teachers.losses import measured_terms
 from distill.teachers.own_top_k import OwnTopKTailLoss
 from distill.teachers.sampled_tail import generalised_kl
 
@@ -197,7 +198,7 @@ def test_over_the_teachers_tokens(told):
     each = g.gather(-1, top).sum(-1) + outside * g.gather(-1, y)[..., 0] / drawn.exp()
     assert_same(got, 0.6 * each[learned].sum() / 11, student)
     torch.testing.assert_close(statistics.teacher_label_logprob, targets.label_logprob)
-    assert statistics.divergence.sum() > 0 and format.measured_terms(loss)[0].type == "forward_kl"
+    assert statistics.divergence.sum() > 0 and measured_terms(loss)[0].type == "forward_kl"
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ class CheckSetup:
     @property
     def divergences(self) -> list[LossTerm]:
         """Return the divergences that the teacher's targets allow."""
-        return [term for term in DIVERGENCES if term.type in self.teacher.format.terms]
+        return [term for term in DIVERGENCES if term.type in self.teacher.format.properties.divergences]
 
     def token_losses(
         self, rows: Sequence[Row] | None = None, terms: Sequence[LossTerm] = (), **collator: Any

@@ -220,7 +220,7 @@ def models_read_the_same_tokens(subject: CheckSetup) -> CheckResult:
     if subject.data_fault is not None:
         return CheckResult("same tokens", False, subject.data_fault)
     objective, batch, reference = subject.objective(), subject.batch(), subject.reference
-    if not subject.teacher.format.needs_targets(objective.loss):  # hard labels alone: check the teacher's inputs too
+    if not objective.needs_targets:  # hard labels alone: check the teacher's inputs too
         objective.loss = reference.single(objective, subject.divergences[0])
     reads = [(decoder_of(bare(model)), inputs) for model, inputs in reference.reads(subject.student, batch)]
     inputs_seen: list[dict[str, torch.Tensor]] = [{} for _ in reads]

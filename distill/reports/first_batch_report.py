@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
+from distill.teachers.token_comparison import token_comparison
 
 if TYPE_CHECKING:
     from distill.recipe import Data, Recipe
@@ -45,12 +46,13 @@ def teacher_agreement_line(objective: DistillationObjective, batch: Batch) -> li
     """
     teacher = objective.teacher
     answers = teacher.models and teacher.supports_new_rows and not teacher.ahead
-    if not (answers and teacher.format.needs_targets(objective.loss)):
+    comparison = token_comparison(teacher.format)
+    if not (answers and objective.needs_targets) or comparison is None:
         return []
     labels = shift_labels(mask_document_starts(batch["labels"], batch.get("position_ids"))).flatten()
     rows = (labels != IGNORE_INDEX).nonzero()[:, 0]
     shares = {}
-    for route, (own, tokens) in teacher.format.likeliest(objective.targets(batch), rows, TOKENS).items():
+    for route, (own, tokens) in comparison.likeliest(objective.targets(batch), rows, TOKENS).items():
         if len(own):
             shares[route] = (tokens == labels[own]).float().mean().item(), len(own)
     if not shares:

@@ -77,7 +77,7 @@ def preamble(
             lines["quantised"] = f"linear layers of the teacher by {method}, except its head; the error is not measured"
     for note in small_data_notes(recipe, data, plan.accumulation, plan.world):
         lines["few data"] = note if "few data" not in lines else f"{lines['few data']}\n{' ' * 12}{note}"
-    if caveat := pair.teacher.format.caveat:
+    if caveat := pair.teacher.format.properties.caveat:
         lines["divergences"] = caveat
     return [f"{key:<12}{value}" for key, value in lines.items()]
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
-from distill_kernels import LossTerm
 from torch import nn
 
 from distill.models.attention_choice import AttentionChoices
@@ -42,7 +41,6 @@ Collate = Callable[[Sequence[Mapping[str, Sequence[int]]]], dict[str, torch.Tens
 # a teacher's outputs for a batch, opaque to all but its format; None where the loss needs none
 Targets = object
 Prompt = str | list[dict[str, str]]
-TOP = 8  # most probable tokens of each model that `overlap` compares
 LossResult = torch.Tensor | tuple[torch.Tensor, Sequence[torch.Tensor]]
 
 
@@ -110,22 +108,34 @@ class VocabularyAlignment(NamedTuple):
         }  # fmt: skip
 
 
-class TargetFormat(Protocol):
-    """Format of a teacher's targets, and the losses that take them.
+class TargetProperties(NamedTuple):
+    """Properties of targets that reports, metrics and the student's forward depend on.
 
     Attributes:
         measure: name, unit and key of the reported divergences.
         caveat: limitation to report with them; None where they compare two whole distributions.
-        terms: the divergences that these targets can be compared by, as `loss.terms` names them.
+        divergences: those that these targets can be compared by, as `loss.terms` names them.
         routes: names of the routes; each route's sums, `PER_ROUTE` of teachers/losses.py, follow the statistics.
         reads_valid_rows: whether losses read hidden states at a batch's `valid_rows` only.
+        needed_by_hard_labels: whether a loss of hard labels alone needs the targets too, which determine its tokens.
     """
 
     measure: Measure = KL
     caveat: str | None = None
-    terms: frozenset[str] = DIVERGENCES
+    divergences: frozenset[str] = DIVERGENCES
     routes: tuple[str, ...] = ()
     reads_valid_rows: bool = True
+    needed_by_hard_labels: bool = False
+
+
+class TargetFormat(Protocol):
+    """Format of a teacher's targets, and the losses that take them.
+
+    Attributes:
+        properties: what others than the losses use of it.
+    """
+
+    properties: TargetProperties = TargetProperties()
 
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
         """Return how a student's logits are aligned with these targets.
@@ -155,27 +165,6 @@ class TargetFormat(Protocol):
     def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Return the loss of a batch, a scalar; with `call.inputs.statistics`, it and the token statistics [N]."""
         ...
-
-    def measured_terms(self, loss: TargetLoss) -> Sequence[LossTerm]:
-        """Return the terms whose divergence the statistics report."""
-        return loss.terms
-
-    def likeliest(
-        self, targets: Targets, rows: torch.Tensor, most: int
-    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
-        """Return at most the first `most` of each route's flat `rows`, and the teacher's top-1 token after each (-1 in
-        a tie), both int64; by route, "" where there are none. Empty where these targets do not give it directly."""
-        return {}
-
-    def overlap(self, pairing: VocabularyAlignment, call: HeadForward, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return for flat `rows` [n] the share of the student's `TOP` most probable tokens that are among the
-        teacher's, float32 [n], by route, NaN in the rows of others; "" where there are no routes. Empty where these
-        targets do not give it directly."""
-        return {}
-
-    def needs_targets(self, loss: TargetLoss) -> bool:
-        """Return whether this loss needs the teacher's targets."""
-        return bool(loss.objective.needs_teacher)
 
 
 class Teacher(Protocol):

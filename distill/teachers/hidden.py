@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
-from distill_kernels import FusedDistillationLoss, LossTerm
+from distill_kernels import FusedDistillationLoss
 from distill_kernels.losses.divergence import unique_argmax
 from torch import nn
 
 from distill.models.head import HeadWeights, LogitTransform, aligned, find_head, whole
 from distill.recipe.loss import Loss
-from distill.teachers.base import TOP, HeadForward, LossResult, TargetFormat, Targets, VocabularyAlignment
+from distill.teachers.base import HeadForward, LossResult, TargetFormat, Targets, VocabularyAlignment
 from distill.teachers.losses import HeldOutLoss, LogitTransforms, LossSpec, TargetLoss, build_loss
 from distill.teachers.separate import LOSSES, SeparateTermsLoss
+from distill.teachers.token_comparison import TOP, ComparesTokens
 
 
 class TeacherHead(Protocol):
@@ -58,7 +59,7 @@ class StoredHead:
         yield self.weights
 
 
-class FusedFormat(TargetFormat):
+class FusedFormat(TargetFormat, ComparesTokens):
     """Hidden states and heads, in the fused losses of full distributions.
 
     Attributes:
@@ -125,9 +126,6 @@ class HiddenFormat(FusedFormat):
         if isinstance(section, Loss) and section.has(*self.separate):
             return SeparateTermsLoss(section, pairing, self.transform, self.separate)
         return super().loss(section, pairing)
-
-    def measured_terms(self, loss: TargetLoss) -> Sequence[LossTerm]:
-        return loss.measured.terms if isinstance(loss, SeparateTermsLoss) else loss.terms
 
     def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Return the loss; the teacher's head is not used where the loss has no divergence."""

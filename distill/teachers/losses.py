@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from distill_kernels import FusedDistillationLoss, LossTerm, TokenStats
@@ -33,6 +33,24 @@ class TargetLoss(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss; arguments as its format passes them."""
         ...
+
+
+@runtime_checkable
+class MeasuredByPart(Protocol):
+    """A loss whose statistics report the divergence of another loss.
+
+    Attributes:
+        measured: that other loss, a part of this one or computed beside it for the metrics.
+    """
+
+    measured: TargetLoss
+
+
+def measured_terms(loss: TargetLoss) -> Sequence[LossTerm]:
+    """Return the terms whose divergence the statistics of a loss report."""
+    while isinstance(loss, MeasuredByPart):
+        loss = loss.measured
+    return loss.terms
 
 
 class LogitTransforms(dict[str, Any]):

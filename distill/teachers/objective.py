@@ -37,8 +37,9 @@ from distill.teachers.base import (
     Teacher,
     VocabularyAlignment,
 )
-from distill.teachers.losses import KL, STATISTICS, LossSpec, TargetLoss, soft_terms
+from distill.teachers.losses import KL, STATISTICS, LossSpec, TargetLoss, measured_terms, soft_terms
 from distill.teachers.measure import Measure
+from distill.teachers.token_comparison import token_comparison
 
 COMPARED = 32  # tokens of an on-policy micro-batch whose most probable tokens are compared
 B = TypeVar("B", bound=Mapping[str, Any])
@@ -124,7 +125,7 @@ class DistillationObjective:
 
     def targets(self, inputs: Batch) -> Targets | None:
         """Return the teacher's targets of a batch, for the student's forward; None where the loss needs none."""
-        return self.teacher.targets(inputs) if self.teacher.format.needs_targets(self.loss) else None
+        return self.teacher.targets(inputs) if self.needs_targets else None
 
     def ahead(self, batches: Iterable[B], least: int = 0) -> Iterator[B]:
         """Yield the batches in their order, while those that follow are submitted to the teacher, where it prefetches.
@@ -135,7 +136,7 @@ class DistillationObjective:
         """
         count, waiting = max(self.teacher.ahead, least) if self.teacher.ahead else 0, collections.deque[B]()
         for batch in batches:
-            if count and self.teacher.format.needs_targets(self.loss):
+            if count and self.needs_targets:
                 self.teacher.submit(batch)
             waiting.append(batch)
             if len(waiting) > count:
@@ -163,7 +164,7 @@ class DistillationObjective:
         advantages = inputs.pop("advantages", None)
         inputs.pop("rewards", None)
         advantages = advantages if advantages is None else nn.functional.pad(advantages, (0, 1))[:, 1:]
-        own = self.teacher.student_batch(inputs, self.teacher.format.needs_targets(self.loss))
+        own = self.teacher.student_batch(inputs, self.needs_targets)
         return {**own, "loss_inputs": LossInputs(self.targets(inputs), num_items, statistics, drawn, advantages)}
 
     def loss_of(
@@ -183,6 +184,11 @@ class DistillationObjective:
         return self.teacher.format.held_out(self.pairing)
 
     @property
+    def needs_targets(self) -> bool:
+        """True where the present loss needs the teacher's targets; hard labels alone seldom do."""
+        return self.teacher.format.properties.needed_by_hard_labels or bool(self.loss.objective.needs_teacher)
+
+    @property
     def terms(self) -> Sequence[LossTerm]:
         """Terms of the loss, each with its weight."""
         return self.loss.terms
@@ -190,12 +196,12 @@ class DistillationObjective:
     @property
     def measure(self) -> Measure:
         """Name, unit and key of the reported divergences."""
-        return self.teacher.format.measure
+        return self.teacher.format.properties.measure
 
     @property
     def routes(self) -> tuple[str, ...]:
         """Routes of the teacher, whose own sums follow the statistics."""
-        return self.teacher.format.routes
+        return self.teacher.format.properties.routes
 
     @property
     def columns(self) -> int:
@@ -205,7 +211,7 @@ class DistillationObjective:
     @property
     def divergence(self) -> tuple[str | None, float]:
         """Key of the statistics' `divergence`, `kl` or `divergence` (None: there is none), and its weight."""
-        soft = soft_terms(self.teacher.format.measured_terms(self.loss))
+        soft = soft_terms(measured_terms(self.loss))
         if not soft:
             return None, 1.0
         known = {term.type for term in soft} in KL
@@ -223,15 +229,16 @@ class DistillationObjective:
 
         Returns `loss`, a scalar; if requested, `statistics`, fp32 sums over this batch's valid tokens in the order of
         `STATISTICS`; and for tokens that the student sampled `drawn` [4]: the sum of absolute differences between their
-        log-probabilities now and when sampled, their number, the sum of `TargetFormat.overlap` over at most `COMPARED`
-        trained tokens, and their number (0 where the overlap is not known). With several routes, the last two of each.
+        log-probabilities now and when sampled, their number, the sum of `ComparesTokens.overlap` over at most
+        `COMPARED` trained tokens, and their number (0 where the overlap is not known). With several routes, the last
+        two of each.
         """
         inputs = {key: value for key, value in inputs.items() if value is not None}
         # what PEFT passes along for the full forward
         for key in ("output_attentions", "output_hidden_states", "return_dict", "use_cache"):
             inputs.pop(key, None)
-        decoder, rows = decoder_of(student), valid_rows if self.teacher.format.reads_valid_rows else None
-        inputs |= output_rows(decoder, rows, labels.numel())
+        decoder, properties = decoder_of(student), self.teacher.format.properties
+        inputs |= output_rows(decoder, valid_rows if properties.reads_valid_rows else None, labels.numel())
         hidden = decoder(**inputs, use_cache=False).last_hidden_state
         shifted = shift_labels(labels)
 
@@ -250,10 +257,11 @@ class DistillationObjective:
                 gap = log_p - drawn
                 known = learned & ~gap.isnan()
                 shares: dict[str, torch.Tensor] = {}
-                if valid_rows is not None:
+                comparison = token_comparison(self.teacher.format)
+                if valid_rows is not None and comparison is not None:
                     sample = valid_rows[:: -(-len(valid_rows) // COMPARED) or 1]
                     call = HeadForward(hidden, head, loss_inputs, shifted, valid_rows)
-                    shares = self.teacher.format.overlap(self.pairing, call, sample)
+                    shares = comparison.overlap(self.pairing, call, sample)
                 total, nothing = gap.abs().masked_fill(~known, 0.0).sum(), gap.new_zeros(0)
                 each = [shares.get(route, nothing) for route in self.routes or ("",)]
                 sums = [figure for share in each for figure in (share.nansum(), (~share.isnan()).sum())]

@@ -53,8 +53,7 @@ class TeacherPrefetcher:
     @property
     def prefetch_enabled(self) -> bool:
         """Return whether the next step's targets are computed before they are needed."""
-        teacher = self.objective.teacher
-        return teacher.ahead > 0 and teacher.format.needs_targets(self.objective.loss)
+        return self.objective.teacher.ahead > 0 and self.objective.needs_targets
 
     def submit(self, batches: Iterable[Any]) -> None:
         """Submit micro-batches to the teacher, those that were not submitted before, without waiting."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from distill_kernels import FusedDistillationLoss, FusedTopKKLLoss, LossTerm, To
 
 from distill.models.head import LogitTransform
 from distill.recipe.loss import SEPARATE, Loss
-from distill.teachers.base import HeadForward, LossResult, TargetFormat, VocabularyAlignment
+from distill.teachers.base import HeadForward, LossResult, TargetFormat, TargetProperties, VocabularyAlignment
 from distill.teachers.cache.encode import normalised, surplus_of
 from distill.teachers.cache.format import Plan
 from distill.teachers.cache.tail import StoredTailLoss
@@ -87,16 +87,16 @@ class TopKFormat(TargetFormat):
         self.tail, self.temperature = manifest["tail"], float(manifest["temperature"])
         self.transform = LogitTransform(manifest["scale"], manifest["softcap"])
         self.columns = int(manifest["vocabulary"])
-        self.measure = over_stored(manifest)
-        self.terms = frozenset(["forward_kl"] if self.tail == "sampled" else ["forward_kl", "reverse_kl"])
         at = f"at temperature {self.temperature:g}"
         # K tokens are not the whole distribution
-        self.caveat = {
+        caveat = {
             "bucket": f"over the stored tokens and all others as one, {at}: at most the full divergence",
             "renormalize": f"over the stored tokens alone, {at}: blind to what the student does elsewhere",
             "sampled": f"estimates of the full forward KL from sampled tokens, {at}, unbiased; no reverse KL; "
             "agreement is with a drawn token of most weight, where probabilities are flat not always the likeliest",
         }[self.tail]
+        divergences = frozenset(["forward_kl"] if self.tail == "sampled" else ["forward_kl", "reverse_kl"])
+        self.properties = TargetProperties(over_stored(manifest), caveat, divergences)
 
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
         """Return a pairing over the columns that the stored tokens were taken from; the student must have them all."""
@@ -119,9 +119,6 @@ class TopKFormat(TargetFormat):
             )
         return top_k_loss(build_loss(section, LogitTransforms(pairing.student, self.transform)), self)
 
-    def measured_terms(self, loss: TargetLoss) -> Sequence[LossTerm]:
-        return loss.measured.terms if isinstance(loss, StoredTailLoss) else loss.terms
-
     def held_out(self, pairing: VocabularyAlignment) -> TargetLoss:
         """Return the loss over the stored outcomes; sampled tokens do not determine the reverse KL."""
         student = pairing.student
@@ -132,7 +129,7 @@ class TopKFormat(TargetFormat):
                 student_logit_scale=student.scale, student_softcap=student.softcap,
             )  # fmt: skip
 
-        return HeldOutLoss(of, reverse="reverse_kl" in self.terms)
+        return HeldOutLoss(of, reverse="reverse_kl" in self.properties.divergences)
 
     def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Return the loss; its statistics are completed with stored ones."""
@@ -177,11 +174,11 @@ def top_k_loss(loss: FusedDistillationLoss, format: TopKFormat) -> FusedDistilla
     hard = sum(term.weight for term in loss.terms if term.type == "cross_entropy")
     if not soft:
         return loss
-    kinds = {term.type for term in soft}
-    if len(kinds) > 1 or kinds - format.terms:
+    kinds, possible = {term.type for term in soft}, format.properties.divergences
+    if len(kinds) > 1 or kinds - possible:
         got = " + ".join(f"{term.weight:g} {term.type}" for term in soft)
         raise ValueError(
-            f"loss.terms: expected {' or '.join(sorted(format.terms))}, alone or with cross_entropy, since the cache "
+            f"loss.terms: expected {' or '.join(sorted(possible))}, alone or with cross_entropy, since the cache "
             f"holds K tokens of each distribution (tail: {format.tail}); got {got}; a cache made with --hidden takes "
             "every term"
         )

@@ -28,6 +28,7 @@ from distill.teachers.base import (
     LoadContext,
     LossResult,
     TargetFormat,
+    TargetProperties,
     Teacher,
     VocabularyAlignment,
 )
@@ -54,8 +55,9 @@ class SpansFormat(TargetFormat):
         shared: the ids of the same tokens in both vocabularies.
     """
 
-    measure = SPANS  # no KL: one part compares sorted probabilities
-    reads_valid_rows = False  # a span's tokens need not all have labels
+    # no KL: one part compares sorted probabilities; a span's tokens need not all have labels; hard labels too are over
+    # spans
+    properties = TargetProperties(SPANS, reads_valid_rows=False, needed_by_hard_labels=True)
 
     def __init__(self, inner: HiddenFormat, shared: Shared) -> None:
         self.inner = inner
@@ -78,10 +80,6 @@ class SpansFormat(TargetFormat):
                 call.hidden, call.head, teacher, call.inputs.targets,
                 num_items=call.inputs.num_items, return_stats=call.inputs.statistics,
             )  # fmt: skip
-
-    def needs_targets(self, loss: TargetLoss) -> bool:
-        """Return True: hard labels too are over spans."""
-        return True
 
 
 class CrossTeacher(ReadingTeacher):

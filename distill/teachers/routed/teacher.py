@@ -34,6 +34,7 @@ from distill.teachers.base import (
     LossResult,
     Prompt,
     TargetFormat,
+    TargetProperties,
     TeacherSource,
     VocabularyAlignment,
 )
@@ -54,6 +55,7 @@ from distill.teachers.mixture import (
 )
 from distill.teachers.reading import PREFIX
 from distill.teachers.routed.data import RoutedCollator, RoutedEncoder, RouteRows
+from distill.teachers.token_comparison import ComparesTokens
 
 E = TypeVar("E", bound=Encoder)
 
@@ -71,11 +73,13 @@ class RoutedLoss(TargetLoss):
     Attributes:
         members: the losses by route.
         counts: whether the sums of each route follow the statistics.
+        measured: the first route's; all have the same terms.
     """
 
     def __init__(self, members: Sequence[TargetLoss], counts: bool) -> None:
         self.members, self.counts = list(members), counts
-        self.objective = self.members[0].objective
+        self.measured = self.members[0]
+        self.objective = self.measured.objective
 
     @property
     def terms(self) -> Sequence[LossTerm]:
@@ -94,7 +98,7 @@ class RoutedLoss(TargetLoss):
                 setattr(member, name, value)
 
 
-class RoutedFormat(TargetFormat):
+class RoutedFormat(TargetFormat, ComparesTokens):
     """Format of targets that are `RouteTargets` by the number of the route.
 
     Args:
@@ -104,6 +108,8 @@ class RoutedFormat(TargetFormat):
 
     def __init__(self, members: Sequence[HiddenFormat | MixtureFormat], routes: Sequence[str]) -> None:
         self.members, self.routes = list(members), tuple(routes)
+        # the targets determine which tokens are of which route
+        self.properties = TargetProperties(routes=self.routes, needed_by_hard_labels=True)
 
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
         own = [member.members if isinstance(member, MixtureFormat) else [member] for member in self.members]
@@ -115,10 +121,6 @@ class RoutedFormat(TargetFormat):
 
     def held_out(self, pairing: VocabularyAlignment) -> RoutedLoss:
         return RoutedLoss([member.held_out(pairing) for member in self.members], counts=False)
-
-    def measured_terms(self, loss: TargetLoss) -> Sequence[LossTerm]:
-        assert isinstance(loss, RoutedLoss)
-        return self.members[0].measured_terms(loss.members[0])
 
     def likeliest(
         self, targets: object, rows: torch.Tensor, most: int
@@ -135,10 +137,6 @@ class RoutedFormat(TargetFormat):
             (share,) = self.members[number].overlap(pairing, mine, rows).values()
             shares[self.routes[number]] = share.masked_fill(~torch.isin(rows, own.rows), torch.nan)
         return shares
-
-    def needs_targets(self, loss: TargetLoss) -> bool:
-        """Return True: the targets determine which tokens are of which route."""
-        return True
 
     def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Return the sums of losses and of statistics over the routes, then those of `PER_ROUTE` for each route."""
