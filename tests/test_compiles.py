@@ -143,6 +143,17 @@ fp8_train.fp8_swiglu_mlp(x, t(18944, 2048), t(18944, 2048), t(2048, 18944)).sum(
 """,
         {"_quantize_kernel", "_transpose_kernel", "_column_maxima_kernel"},
     ),
+    "fake quantisation": (
+        """
+from distill_kernels.quantisation.fake_quantise import fake_quantise
+for dtype in (torch.float32, torch.bfloat16):
+    for name, columns in (("q4_0", 576), ("q8_0", 576), ("int4_g32", 576), ("int8", 576), ("int8", 18944)):
+        w = t(64, columns, dtype=dtype)
+        fake_quantise(w, name).sum().backward()
+        fake_quantise(w, name, torch.ones(64, 1 if name == "int8" else columns // 32)).sum().backward()
+""",
+        {"_forward_kernel", "_backward_kernel"},
+    ),
     "attention in parts": (
         """
 q, k = t(1, 1, 2048, 128), t(1, 1, 2048, 128)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "kernels" / "distill_kernels"
 MOST_BRANCHES = 19
 MOST_MEMBERS = {"Teacher": 29, "TeacherSource": 18, "TargetFormat": 5}
-MOST_LINES = {"distill": 48_600, "kernels": 16_850}
+MOST_LINES = {"distill": 48_600, "kernels": 17_340}
 MOST_ANY = {"distill/recipe": 0, "distill/core": 0, "distill": 705}
 # over six today; the list only gets shorter
 LONG_SIGNATURES = {
@@ -58,6 +58,7 @@ LANGUAGE_BOUNDS = {
     "distill_kernels/matmul": (0, 0, 0),
     "distill_kernels/optim": (0, 0, 0),
     "distill_kernels/primitives": (0, 0, 0),
+    "distill_kernels/quantisation": (0, 0, 0),
     "scripts": (0, 0, 0),
     "scripts/bench": (0, 0, 0),
     "scripts/engines": (0, 0, 0),

@@ -1,0 +1,1 @@
+"""Number formats of quantised weights: exact references, and fake quantisation for training."""
