@@ -42,8 +42,8 @@ from distill.core.ranks import broadcast_from_rank0, is_main_process, restart_st
 from distill.core.run_lock import RunLock, now
 from distill.evaluation.evaluate import HeldOut, evaluate, gap_closed
 from distill.evaluation.samples import write_samples
-from distill.generation.answers import generate
-from distill.generation.from_recipe import on_policy_of, require_prompts, stop_where_turns_end
+from distill.generation.from_recipe import add_turn_end_tokens, require_prompts, rollouts_from_recipe
+from distill.generation.greedy import generate
 from distill.models.attention_choice import AttentionChoices, read_choices
 from distill.models.compiling import uncompiled
 from distill.models.gpu_specs import runs_our_kernels
@@ -202,7 +202,7 @@ def _run(
     )  # fmt: skip
     require_optimizer(arguments, pair.student)
     notes = mend_generation_config(pair.student, "student.model")
-    notes += stop_where_turns_end(recipe, pair.student, vocabulary.tokenizer, splits.report.format)
+    notes += add_turn_end_tokens(recipe, pair.student, vocabulary.tokenizer, splits.report.format)
     notes += broadcast_from_rank0(lambda: try_saving(pair.student, pair.tokenizer, "student.model"))
     notes += [] if resumed is None else resumed.notes(arguments, pair.student, rows=len(splits.train))
     progress = ProgressReport()
@@ -229,7 +229,7 @@ def _run(
         from distill.teachers.kernels import prepare_models
 
         prepare_models(pair, joins=has_kernels and not sharing.student_sharded, compiles=recipe.train.compile)
-    trainer.on_policy = on_policy_of(
+    trainer.on_policy = rollouts_from_recipe(
         recipe, pair.student, pair.tokenizer, report=splits.report, vocab_size=trainer.objective.columns,
         autocast=precision.autocast, sharded=sharing.student_sharded,
         models=[model for _, model in pair.models()], reader=pair.vocabulary.answer_reader(),

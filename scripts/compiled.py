@@ -117,16 +117,16 @@ ours.sample_tokens(z, n, n, 0.7)
 import transformers
 from distill.generation.fused_step import FusedStep
 from distill.generation.sampling import Sampling
-from distill.generation.seats import Seats
+from distill.generation.sequence_slots import SequenceSlots
 from distill.models.ragged_cache import AttentionCall
 config = transformers.Qwen3Config(
     vocab_size=1000, hidden_size={hidden}, intermediate_size=3 * {hidden}, num_hidden_layers=1,
     num_attention_heads={hidden} // 64, num_key_value_heads={hidden} // 64 // 3, head_dim=64
 )
 model = transformers.Qwen3ForCausalLM(config).to(torch.{dtype}).requires_grad_(False)
-seats = Seats(config, {rows}, 512, 8, torch.device("cpu"))
+slots = SequenceSlots(config, {rows}, 512, 8, torch.device("cpu"))
 calls = {{layer.self_attn: AttentionCall(0.125, None, None) for layer in model.model.layers}}
-step = FusedStep(model, seats, torch.bfloat16, calls, (torch.ones(1, dtype=torch.int64), 0, None))
+step = FusedStep(model, slots, torch.bfloat16, calls, (torch.ones(1, dtype=torch.int64), 0, None))
 step(Sampling(0.7)), step(Sampling(0.0))
 """,
         {"rows": (32, 128), "dtype": ("bfloat16", "float32"), "hidden": (576, 1728)},

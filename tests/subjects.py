@@ -240,7 +240,7 @@ def with_answers(subject, prompts=False):
     documents = subject.documents()
     for number, document in enumerate(documents if prompts else ()):
         document["labels"][: 1 + number % 3] = [-100] * (1 + number % 3)
-    answers = rollouts.answered(subject.student, documents, len(documents))
+    answers = rollouts.with_responses(subject.student, documents, len(documents))
     made = [Rows.joined(answers[at : at + 2]) for at in range(0, len(answers), 2)]
     return replace(subject, rows=made, rollouts=rollouts, prompts=prompts_of(documents))
 

@@ -16,7 +16,7 @@ from tiny import save_models
 from distill.data.packing import Documents, Ragged, best_fit
 from distill.generation.decode_loop import Engine, Generated
 from distill.generation.documents import Document, documents_of
-from distill.generation.on_policy import OnPolicy
+from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.sampling import Sampling
 from distill.recipe import parse
 from distill.run import run
@@ -26,16 +26,16 @@ from distill.training.progress import read_metrics
 class Long(Engine):
     """Answers that are as long as they may be."""
 
-    def answer(self, request):
+    def run(self, request):
         return Generated([[7] * limit for limit in request.limits], [True] * len(request.prompts))
 
 
 def asked(rows, cuts, *, new, max_length, samples=1, fraction=1.0, step=3):
     """The documents of all micro-batches after the student has answered, how many were left out, and the batches."""
-    own = OnPolicy(Long(), fraction, new, Sampling(1.0), seed=1, max_length=max_length, samples=samples)
+    own = OnPolicyRollouts(Long(), fraction, new, Sampling(1.0), seed=1, max_length=max_length, samples=samples)
     batches = own.replace([COLLATE(rows[a:b]) for a, b in itertools.pairwise([0, *cuts, len(rows)])], step, COLLATE)
     found = Counter((tuple(d.ids), tuple(d.labels)) for batch in batches for d in documents_of(batch))
-    return found, own.read(lambda values: values, torch.device("cpu"))["rollouts_left_out"], batches
+    return found, own.pop_metrics(lambda values: values, torch.device("cpu"))["rollouts_left_out"], batches
 
 
 def columns(lists):
@@ -111,7 +111,7 @@ generate: {prompts: []}
 def test_a_run_with_short_answers_in_its_data_leaves_no_prompt_out(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"seed": 2})
-    lines = [json.dumps({"prompt": f"Question {n}?", "completion": "Yes."}) for n in range(60)]
+    lines = [json.dumps({"prompt": f"FunctionInput {n}?", "completion": "Yes."}) for n in range(60)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
     rows = {}
     for new in (0, 1, 30):

@@ -12,7 +12,7 @@ from tiny import save_models, tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 
 from distill.caching.make import load, make_cache
-from distill.generation.answers import generate
+from distill.generation.greedy import generate
 from distill.models.load import load_teacher
 from distill.models.offload import is_offloaded
 from distill.models.quantised import is_quantised

@@ -338,7 +338,7 @@ def test_prompts_of_chats_are_those_of_inference_and_whole(tmp_path):
     tokenizer = tiny_tokenizer(chat_template=DROPS_REASONING)
     template = load_template("tokenizer", tokenizer)
     write(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": [ASKED], "tools": [TOOL]}])
-    found = read_prompts(str(tmp_path / "a.jsonl"), tokenizer, template, Fields(), longest=200)
+    found = read_prompts(str(tmp_path / "a.jsonl"), tokenizer, template, Fields(), max_length=200)
     assert [tokenizer.decode(each.ids) for each in found.prompts] == [template.render(CHAT[:4], prompt=True)]
     assert list(found.dropped) == ["tools: not rendered by this chat template; choose a template with tools"]
 

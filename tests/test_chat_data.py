@@ -12,7 +12,7 @@ from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import FROZEN_DAY
 from distill.data.load import load_data
 from distill.evaluation.targets import find_target, held_out_rows
-from distill.generation.answers import encode_prompt
+from distill.generation.greedy import encode_prompt
 from distill.recipe import Data, parse
 from distill.run import run
 from distill.teachers.registry import source_of

@@ -216,7 +216,7 @@ def calls_of(model, dtype, rows):
 fused_step.try_layers = calls_of  # without the numbers, which are garbage here
 for kind in steps.KINDS:
     step = steps.step_of(steps.lively(torch.device("cpu"), kind, torch.bfloat16))
-    step.seats.cache.lengths.fill_(1)
+    step.slots.cache.lengths.fill_(1)
     step(steps.Sampling(1.0))
     print("step", kind, flush=True)
 """

@@ -13,7 +13,7 @@ from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.data.collator import Collator
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.documents import Document, as_row, documents_of
-from distill.generation.on_policy import OnPolicy
+from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.sampling import Sampling
 from distill.models.average import RunningAverage
 from distill.recipe import RecipeError, dump, load, parse
@@ -216,7 +216,7 @@ def test_new_answers_follow_the_teachers_prompt():
     """Earlier turns of a conversation stay in the teacher's prompt."""
     ids, labels = [5, 6, 7, 8, 9, 10], [-100, -100, 7, 8, -100, 10]
     document = Document(ids, labels, 0, [5, 99, 98, 6, 7, 8, 9, 10])
-    made = document.answered(document.prompt, [50, 51])
+    made = document.with_response(document.prompt, [50, 51])
     assert made.ids == [5, 6, 7, 8, 9, 50, 51] and made.teacher_ids == [5, 99, 98, 6, 7, 8, 9, 50, 51]
     assert (document.length, document.prompt_length) == (8, 7)
 
@@ -225,7 +225,7 @@ def test_rows_hold_the_teachers_longer_answers():
     """Rows are packed by the longer reading: neither exceeds the room."""
     subject = informed()
     batch = subject.batch()
-    rows = OnPolicy(
+    rows = OnPolicyRollouts(
         DecodeLoop(subject.student, EngineSettings(2, [0])),
         fraction=1.0,
         max_new_tokens=9,

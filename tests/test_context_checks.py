@@ -70,12 +70,12 @@ def test_a_teacher_that_reads_the_students_prompt_is_found(monkeypatch):
 
 def test_new_answers_after_another_prompt_are_found(monkeypatch):
     subject = informed_answering()
-    answered = Document.answered
+    answered = Document.with_response
     monkeypatch.setattr(
         Document,
-        "answered",
+        "with_response",
         lambda self, prompt, answer, *more: answered(self, self.teacher_ids[: len(prompt)], answer, *more),
     )
-    fresh = subject.rollouts.answered(subject.student, subject.documents(), 2)
+    fresh = subject.rollouts.with_responses(subject.student, subject.documents(), 2)
     subject.rows = [row for row in fresh if any(label != -100 for label in row["labels"])]
     assert not models_read_the_same_tokens(subject).passed

@@ -64,7 +64,7 @@ def test_the_answer_of_the_data_is_read_as_in_the_data(student, teacher):
         if not pairs:
             continue
         own = document_of(pairs[0])
-        again = own.reread(TeacherReader(*sides), own.ids[len(own.prompt) :], 400)
+        again = own.with_retokenized_response(TeacherReader(*sides), own.ids[len(own.prompt) :], 400)
         prompts = said(sides[0], own.prompt), said(sides[1], own.teacher_ids[: own.starts[1]])
         if all(prompt.removeprefix(b" ") == row["prompt"].encode().removeprefix(b" ") for prompt in prompts):
             # both readings have a token end between prompt and completion
@@ -83,7 +83,7 @@ def test_the_answer_of_a_chat_is_read_as_in_the_data(student, teacher):
     )
     own = document_of(pair)
     answer = own.ids[len(own.prompt) :]
-    again = own.reread(TeacherReader(*sides), answer, 400)
+    again = own.with_retokenized_response(TeacherReader(*sides), answer, 400)
     assert again.teacher_ids == own.teacher_ids
     assert list(again.spans) == [span for span in own.spans if span[0] >= own.starts[0]]
     first, *_, last = again.spans
@@ -104,7 +104,7 @@ def test_any_drawn_tokens_are_compared_where_both_have_read_the_same(student, te
     for _ in range(300):
         answer = draw.choices(draw.choice([ids, words, words]), k=draw.randrange(1, 12))
         answer += [sides[0].end] * draw.randrange(2)
-        again = own.reread(reader, answer, 60, [0.0] * len(answer))
+        again = own.with_retokenized_response(reader, answer, 60, [0.0] * len(answer))
         assert again.ids == [*own.prompt, *answer] and len(again.teacher_ids) <= 60
         place = (len(own.prompt), own.starts[1])
         for a, b, c, d in again.spans:
@@ -152,7 +152,7 @@ def test_each_template_has_its_own_space_before_an_answer(templates, drawn, read
     (pair,), _ = encoder([(0, {"messages": messages})])
     own = document_of(pair)
     answer = [*sides[0].tokenizer(drawn, add_special_tokens=False)["input_ids"], sides[0].closing()]
-    again = own.reread(TeacherReader(*sides), answer, 400)
+    again = own.with_retokenized_response(TeacherReader(*sides), answer, 400)
     assert said(sides[1], again.teacher_ids).endswith(read + b"<eos>")
     assert (again.spans[-1][1], again.teacher_ids[-1]) == (len(again.ids), sides[1].closing())
 
@@ -166,8 +166,8 @@ def test_what_the_teacher_has_no_room_for_is_not_compared():
     own, sides = chat_document((CHAT_TEMPLATE, CLOSED))
     answer = own.ids[len(own.prompt) :]
     reader = TeacherReader(*sides)
-    whole = own.reread(reader, answer, 400)
-    cut = own.reread(reader, answer, own.starts[1] + 5)
+    whole = own.with_retokenized_response(reader, answer, 400)
+    cut = own.with_retokenized_response(reader, answer, own.starts[1] + 5)
     assert 0 < len(cut.spans) < len(whole.spans) and len(cut.teacher_ids) <= own.starts[1] + 5
     assert list(cut.spans) == list(whole.spans)[: len(cut.spans)] and cut.ids == whole.ids
 
@@ -178,7 +178,9 @@ def test_an_answer_is_compared_up_to_a_character_that_the_teacher_s_tokenizer_ch
     reader = TeacherReader(sides[0], Reader(changing, sides[1].template, "teacher.model"))
     end = sides[0].closing()
     whole, cut = (
-        own.reread(reader, [*sides[0].tokenizer(text, add_special_tokens=False)["input_ids"], end], 400)
+        own.with_retokenized_response(
+            reader, [*sides[0].tokenizer(text, add_special_tokens=False)["input_ids"], end], 400
+        )
         for text in ("The teacher is kuite small.", "The teacher is quite small.")
     )
     assert said(sides[0], [whole.ids[a] for a, *_ in whole.spans[-1:]]) == said(sides[0], [end])
@@ -282,9 +284,9 @@ def test_rollouts_are_written_by_span(place):
     assert figures == pytest.approx(rows[0]["divergence"])
     for row in rows:
         assert [turn["by_student"] for turn in row["turns"]] == [True] and row["turns"][0]["text"] == row["answer"]
-        assert 0 < len(row["divergence"]) == len(row["drawn_log_p"]) <= len(row["answer_ids"])
+        assert 0 < len(row["divergence"]) == len(row["sampled_log_p"]) <= len(row["answer_ids"])
         # of one model at two times, in two ways: its own draw, and the loss's view of the same spans
-        assert row["student_log_p"] == pytest.approx(row["drawn_log_p"], abs=1e-3)
+        assert row["student_log_p"] == pytest.approx(row["sampled_log_p"], abs=1e-3)
 
 
 @pytest.mark.parametrize("data", ["prompts", "chats"])

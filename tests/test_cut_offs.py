@@ -17,7 +17,7 @@ from transformers import (
 from distill.data.report import DataReport
 from distill.generation.decode_loop import DecodeLoop, EngineSettings, Request
 from distill.generation.engines import TransformersEngine
-from distill.generation.from_recipe import on_policy_of
+from distill.generation.from_recipe import rollouts_from_recipe
 from distill.generation.sampling import Sampling
 from distill.recipe import RecipeError, parse
 
@@ -51,9 +51,9 @@ def test_cut_offs_leave_what_transformers_leaves(dtype):
     for chosen in itertools.product((0.7, 1.0, 1.9), (0, 1, 20, 900), (1.0, 0.9, 0.3, 1e-9), (0.0, 0.05, 1.0)):
         sampling = Sampling(*chosen)
         wide = logits.to(torch.promote_types(dtype, torch.float32))
-        torch.testing.assert_close(sampling.cut(logits), warpers(sampling)(None, wide), rtol=0, atol=0)
-        assert sampling.cuts == (chosen[1:] != (0, 1.0, 0.0))
-        left.add(int(sampling.cut(logits).isfinite().sum()))
+        torch.testing.assert_close(sampling.restrict(logits), warpers(sampling)(None, wide), rtol=0, atol=0)
+        assert sampling.has_cut_offs == (chosen[1:] != (0, 1.0, 0.0))
+        left.add(int(sampling.restrict(logits).isfinite().sum()))
     assert len(left) > 20
 
 
@@ -70,7 +70,7 @@ def test_cut_offs_on_a_gpu_are_those_of_a_cpu():
             Sampling(1.0, min_p=0.02),
             Sampling(1, 90, 0.9, 0.1),
         ):
-            found, expected = sampling.cut(logits.cuda()).cpu().isfinite(), sampling.cut(logits).isfinite()
+            found, expected = sampling.restrict(logits.cuda()).cpu().isfinite(), sampling.restrict(logits).isfinite()
             assert (found != expected).sum() <= 3, "at most the last one of a row, by rounding"
     finally:
         torch.use_deterministic_algorithms(False)
@@ -121,15 +121,15 @@ def test_without_cut_offs_nothing_is_cut(monkeypatch):
 
 def test_a_step_is_captured_for_one_sampling():
     loop = DecodeLoop(tiny_model(), EngineSettings(2, []))
-    seats = loop._seats_for(Request(PROMPTS, [2] * 4, [1] * 4, Sampling(1.0), 4))
+    slots = loop._slots_for(Request(PROMPTS, [2] * 4, [1] * 4, Sampling(1.0), 4))
     weights = tuple(parameter.data_ptr() for parameter in loop.model.parameters())
     patches = tuple(id(None) for _ in loop.model.modules())
-    seats.graph, seats.captured = "a graph", (Sampling(1.0), weights, patches)
-    loop._capture(seats, Sampling(1.0))
-    assert seats.graph == "a graph"
+    slots.graph, slots.captured_key = "a graph", (Sampling(1.0), weights, patches)
+    loop._capture(slots, Sampling(1.0))
+    assert slots.graph == "a graph"
     with pytest.raises(AssertionError):  # there is no stream to capture on
-        loop._capture(seats, Sampling(1.0, top_p=0.9))
-    assert seats.graph is None
+        loop._capture(slots, Sampling(1.0, top_p=0.9))
+    assert slots.graph is None
 
 
 @pytest.mark.parametrize("engine", ["distill", "transformers"])
@@ -138,12 +138,12 @@ def test_a_recipe_says_what_its_answers_are_drawn_from(engine):
     overrides = [f"data.on_policy.{setting}" for setting in wanted]
     model, tokenizer = tiny_model(tiny_tokenizer()), tiny_tokenizer()
     more = {"report": DataReport(format="chat (messages)"), "vocab_size": 259}
-    own = on_policy_of(parse(RECIPE, overrides), model, tokenizer, **more)
+    own = rollouts_from_recipe(parse(RECIPE, overrides), model, tokenizer, **more)
     assert own.sampling == Sampling(0.9, 4, 0.8, 0.02)
     stop = own.engine.settings.stop if engine == "distill" else own.engine.stop
     assert stop.strings == ("END", "\n") and stop.tokenizer is tokenizer
-    plain = on_policy_of(parse(RECIPE), model, tokenizer, **more)
-    assert plain.sampling == Sampling(1.0) and not plain.sampling.cuts and plain.engine.settings.stop is None
+    plain = rollouts_from_recipe(parse(RECIPE), model, tokenizer, **more)
+    assert plain.sampling == Sampling(1.0) and not plain.sampling.has_cut_offs and plain.engine.settings.stop is None
 
 
 @pytest.mark.parametrize("wrong", ["top_k=-1", "top_p=0", "top_p=1.1", "min_p=1.5", "min_p=-0.1", "stop=['']"])

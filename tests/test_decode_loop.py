@@ -10,7 +10,7 @@ from tiny import tiny_model
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.engines import TransformersEngine
 from distill.generation.sampling import Sampling
-from distill.generation.trial import why_not
+from distill.generation.support_check import unsupported_reason
 from distill.models.attention import keep_soft_cap, use_fused_attention
 from distill.models.head import decoder_of
 from distill.models.patching import patch
@@ -58,7 +58,7 @@ def test_greedy_tokens_are_those_of_generate(kind):
     assert len({tuple(t) for t in tokens}) > 1
     found = ours(model, PROMPTS, 12)
     assert found.tokens == tokens and found.truncated == truncated
-    assert why_not(model) is None
+    assert unsupported_reason(model) is None
 
 
 def test_answers_end_where_the_model_ends_them():
@@ -181,20 +181,20 @@ def test_autocast_computes_in_its_dtype():
 
 def test_a_model_that_the_loop_would_decode_wrongly_is_detected(monkeypatch):
     model = tiny_model()
-    assert why_not(model) is None
+    assert unsupported_reason(model) is None
     rotary = model.model.rotary_emb.forward
 
     def stubborn(x, position_ids):  # positions by index, not as given
         return rotary(x, torch.arange(position_ids.shape[1])[None].expand_as(position_ids))
 
     monkeypatch.setattr(model.model.rotary_emb, "forward", stubborn)
-    assert "different" in why_not(model)
+    assert "different" in unsupported_reason(model)
     plain = tiny_model()
     plain._supports_attention_backend = False
-    assert "attention" in why_not(plain)
+    assert "attention" in unsupported_reason(plain)
     config = tiny_model(layers=1)
     config.config.layer_types = ["linear_attention"]
-    assert "linear_attention" in why_not(config)
+    assert "linear_attention" in unsupported_reason(config)
 
 
 def test_mistakes_are_named():
@@ -209,7 +209,7 @@ def test_mistakes_are_named():
 def test_a_real_model_says_the_same(smollm2_folder):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from distill.generation.answers import encode_prompt
+    from distill.generation.greedy import encode_prompt
 
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(smollm2_folder),

@@ -10,9 +10,9 @@ import torch
 from test_decode_loop import KINDS, PROMPTS, theirs
 from tiny import tiny_model
 
-from distill.generation.decode_loop import STEPS, DecodeLoop, EngineSettings
+from distill.generation.decode_loop import STEPS_PER_REPLAY, DecodeLoop, EngineSettings
 from distill.generation.sampling import GREEDY, Sampling
-from distill.generation.seats import Seats
+from distill.generation.sequence_slots import SequenceSlots
 from distill.models.attention import use_fused_attention
 from distill.models.head import decoder_of
 
@@ -26,15 +26,15 @@ class Replayed(DecodeLoop):
         super().__init__(*args)
         self.replays = True
 
-    def _capture(self, seats, sampling):
+    def _capture(self, slots, sampling):
         def replay():
-            for _ in range(STEPS):
-                self._step(seats, sampling)
+            for _ in range(STEPS_PER_REPLAY):
+                self._step(slots, sampling)
 
-        seats.graph = SimpleNamespace(replay=replay)
+        slots.graph = SimpleNamespace(replay=replay)
 
 
-@pytest.mark.parametrize("limit", [1, STEPS + 1, 4 * STEPS - 1])
+@pytest.mark.parametrize("limit", [1, STEPS_PER_REPLAY + 1, 4 * STEPS_PER_REPLAY - 1])
 def test_replays_of_several_tokens_end_where_single_ones_do(limit):
     """Without a token that ends answers all of them reach their limits, which no replay needs to end at."""
     model = tiny_model(dtype=torch.float64)
@@ -52,18 +52,18 @@ def test_replays_of_several_tokens_end_where_single_ones_do(limit):
 @pytest.fixture
 def steps_and_readings(monkeypatch):
     """Count tokens generated over all sequences, and prompts read while others continued."""
-    counts, step, take = {"steps": 0, "read": 0}, DecodeLoop._step, Seats.seat
+    counts, step, take = {"steps": 0, "read": 0}, DecodeLoop._step, SequenceSlots.assign
 
     def counted_step(self, *args):
         counts["steps"] += 1
         step(self, *args)
 
-    def counted_take(self, seats, *args):
-        counts["read"] += 0 if self.done.all() else len(seats)
-        take(self, seats, *args)
+    def counted_take(self, slots, *args):
+        counts["read"] += 0 if self.done.all() else len(slots)
+        take(self, slots, *args)
 
     monkeypatch.setattr(DecodeLoop, "_step", counted_step)
-    monkeypatch.setattr(Seats, "seat", counted_take)
+    monkeypatch.setattr(SequenceSlots, "assign", counted_take)
     return counts
 
 
@@ -103,7 +103,7 @@ def test_kernels_serve_sequences_in_reused_slots(kernel_device, fused, steps_and
     found = loop.generate(prompts, max_new_tokens=limits, batch_size=2)
     assert steps_and_readings["read"] > 0
     for prompt, limit, tokens, ours in zip(prompts, limits, found.tokens, found.log_probs, strict=True):
-        alone = loop.generate([prompt, prompt], max_new_tokens=limit, batch_size=2)  # on as many seats
+        alone = loop.generate([prompt, prompt], max_new_tokens=limit, batch_size=2)  # on as many slots
         assert tokens == alone.tokens[0]
         assert ours == pytest.approx(alone.log_probs[0], abs=1e-2 if kernel_device.type == "cuda" else 1e-5)
     if kernel_device.type == "cpu":
@@ -139,9 +139,9 @@ def test_the_captured_step_on_the_gpu(kind):
 
 
 class Launched(Replayed):
-    def _capture(self, seats, sampling):
-        super()._capture(seats, sampling)
-        seats.fused = self.fused_steps.step_for(seats, self.ends, self.pad)
+    def _capture(self, slots, sampling):
+        super()._capture(slots, sampling)
+        slots.fused = self.fused_step_factory.step_for(slots, self.ends, self.pad)
 
 
 @pytest.mark.gpu

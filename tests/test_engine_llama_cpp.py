@@ -12,8 +12,8 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from tokenizers import Regex, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from distill.generation.answers import encode_prompt
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
+from distill.generation.greedy import encode_prompt
 from distill.reports.gguf_file import LLAMA_3, TYPES, write_gguf
 from scripts.engines import llama_cpp
 

@@ -135,7 +135,7 @@ def test_every_turn_of_a_chat_is_answered_as_by_our_loop(smollm2, tmp_path):
     assert len(ours) >= 4 and len({len(row["prompt_ids"]) for row in ours}) > 1
     for row, own in zip(theirs, ours, strict=True):
         assert row["prompt_ids"] == own["prompt_ids"] and row["answer"] == own["answer"]
-        assert row["drawn_log_p"] == pytest.approx(own["drawn_log_p"], abs=1e-3)
+        assert row["sampled_log_p"] == pytest.approx(own["sampled_log_p"], abs=1e-3)
     rows = read_metrics(made["vllm"] / "metrics.jsonl")
     assert [row["rollout_gap"] < 1e-3 for row in rows if "rollout_gap" in row] == [True, True]
 

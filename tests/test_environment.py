@@ -17,8 +17,8 @@ from distill.data.collator import Collator
 from distill.generation.decode_loop import Engine, Generated
 from distill.generation.documents import documents_of
 from distill.generation.environment import ChatFormat, Environment, EnvironmentFunction, EnvironmentLog
-from distill.generation.function_calls import Question
-from distill.generation.on_policy import OnPolicy
+from distill.generation.function_calls import FunctionInput
+from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.rewards import Rewards
 from distill.generation.sampling import Sampling
 from distill.recipe import RecipeError, parse
@@ -45,7 +45,7 @@ class Scripted(Engine):
     def __init__(self, script, ends=True):
         self.script, self.ends, self.seeds, self.same_weights = script, ends, [], []
 
-    def answer(self, request):
+    def run(self, request):
         tokens, truncated = [], []
         for prompt, most in zip(request.prompts, request.limits, strict=True):
             turn = TOKENIZER.decode(prompt).count("<|start|>assistant") - 1
@@ -73,7 +73,7 @@ class InProcess:
 
 
 def environment(function=calculator.step, *, max_turns=8, folder=None, tools=None, template=TEMPLATE, ends=(END,)):
-    question = Question("row 0", ASKED, "", {"answer": "13"}, tools)
+    question = FunctionInput("row 0", ASKED, "", {"answer": "13"}, tools)
     log = EnvironmentLog(folder, 0)
     chat = ChatFormat(template, TOKENIZER, frozenset(ends))
     return Environment(InProcess(function), lambda document, tokens: question, chat, max_turns, log)
@@ -81,7 +81,7 @@ def environment(function=calculator.step, *, max_turns=8, folder=None, tools=Non
 
 def rollouts(engine=None, own=None, **settings):
     defaults = {"max_new_tokens": 400, "sampling": Sampling(1.0), "seed": 3, "max_length": 500, "log_probs": True}
-    own = OnPolicy(engine or Scripted(SCRIPT), 1.0, **(defaults | settings), environment=own or environment())
+    own = OnPolicyRollouts(engine or Scripted(SCRIPT), 1.0, **(defaults | settings), environment=own or environment())
     prompt = ids_of(TEMPLATE.render(ASKED, prompt=True))
     row = {"input_ids": [*prompt, 5, END], "labels": [-100] * len(prompt) + [5, END]}
     rows = [row | {"position_ids": list(range(len(prompt) + 2))}]
@@ -104,9 +104,9 @@ def test_only_the_students_own_tokens_are_trained_on():
     runs = "".join("." if token is None else TOKENIZER.decode([token]) for token in learned).split(".")
     assert TOKENIZER.decode([token for token in learned if token is not None]) == "<|end|>".join([*SCRIPT, ""])
     assert [run for run in runs if run] != [] and learned[0] is None
-    drawn = batch["drawn_log_p"][0]
+    drawn = batch["sampled_log_p"][0]
     assert torch.equal(~drawn.isnan(), batch["labels"][0] != -100)
-    figures = own.read(lambda values: values, torch.device("cpu"))
+    figures = own.pop_metrics(lambda values: values, torch.device("cpu"))
     assert figures["rollout_turns"] == 4.0 and figures["rollouts"] == 1
     assert figures["rollout_length"] == sum(len(ids_of(said)) + 1 for said in SCRIPT)
 
@@ -160,7 +160,7 @@ def test_a_rollout_ends_where_there_is_no_room():
         (lengths[0] + reply + lengths[1], 2, 0.0),
     ):
         batch, own = rollouts(max_new_tokens=most)
-        figures = own.read(lambda values: values, torch.device("cpu"))
+        figures = own.pop_metrics(lambda values: values, torch.device("cpu"))
         assert (figures["rollout_turns"], figures["rollout_truncated"]) == (turns, truncated), most
         assert batch["labels"][0, -1] != -100
 
@@ -175,7 +175,7 @@ def test_a_response_that_a_stop_string_ends_is_closed_by_the_template():
 def test_another_end_than_the_templates_ends_the_rollout():
     own = environment(ends=(END, TOKENIZER.pad_token_id))
     engine = Scripted([SCRIPT[0] + "<|pad|>", *SCRIPT[1:]], ends=False)
-    assert rollouts(engine, own)[1].read(lambda values: values, torch.device("cpu"))["rollout_turns"] == 1
+    assert rollouts(engine, own)[1].pop_metrics(lambda values: values, torch.device("cpu"))["rollout_turns"] == 1
 
 
 def test_a_reward_is_given_the_whole_conversation():
@@ -186,7 +186,7 @@ def test_a_reward_is_given_the_whole_conversation():
         return [0.0] * len(questions)
 
     def question(document, tokens):
-        return Question("row 0", ASKED, TOKENIZER.decode(tokens, skip_special_tokens=True), {})
+        return FunctionInput("row 0", ASKED, TOKENIZER.decode(tokens, skip_special_tokens=True), {})
 
     batch, _ = rollouts(samples=2, rewards=Rewards(judge, question))
     assert batch["advantages"].shape == batch["labels"].shape
@@ -334,7 +334,7 @@ def test_it_goes_with_other_settings(folder, more):
         file = sorted((result.folder / "rollouts").glob("*.parquet"))[0]
         for row in parquet.read_table(file).to_pylist():
             assert row["prompt"].count("<|start|>") == 2 and "<|start|>user" in row["answer"]
-            assert row["student_log_p"] == pytest.approx(row["drawn_log_p"], abs=1e-3)
+            assert row["student_log_p"] == pytest.approx(row["sampled_log_p"], abs=1e-3)
 
 
 def test_code_runs_only_where_it_is_allowed(folder):

@@ -44,8 +44,8 @@ def step_of(model, fused=True, **more):
 
 
 def step_in(loop):
-    with loop._ready():
-        return loop._seats_for(Request(PROMPTS, [2, 2, 2], [1, 2, 3], GREEDY, 3)).fused
+    with loop._decoding_mode():
+        return loop._slots_for(Request(PROMPTS, [2, 2, 2], [1, 2, 3], GREEDY, 3)).fused
 
 
 def lively(device, kind="llama", dtype=torch.float32, **more):
@@ -182,16 +182,16 @@ def test_a_model_that_has_changed_is_tried_anew(kernel_device):
     model = lively(kernel_device, layers=1)
     loop = DecodeLoop(model, settings())
     request = Request(PROMPTS, [2, 2, 2], [1, 2, 3], GREEDY, 3)
-    with loop._ready():
-        assert loop._seats_for(request).fused is not None
+    with loop._decoding_mode():
+        assert loop._slots_for(request).fused is not None
         hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: None)
-        assert loop._seats_for(request).fused is None
+        assert loop._slots_for(request).fused is None
         hook.remove()
-        assert loop._seats_for(request).fused is not None
+        assert loop._slots_for(request).fused is not None
         up = model.model.layers[0].mlp.up_proj
         up.forward = lambda x: torch.nn.functional.linear(x, up.weight)
         loop.buffers.clear()
-        assert loop._seats_for(request).fused is None
+        assert loop._slots_for(request).fused is None
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "granite", "gpt2", "phi"])
@@ -224,11 +224,11 @@ def test_what_the_benchmark_compares_is_the_same_step(kernel_device):
         torch.manual_seed(4)  # what the cache is filled with
         fused = name == "fused"
         make = decode_step.fused_step if fused else decode_step.todays_step
-        step, seats = make(model, shape, **({"dtype": model.dtype} if fused else {}))
-        seats.column.zero_()
+        step, slots = make(model, shape, **({"dtype": model.dtype} if fused else {}))
+        slots.column.zero_()
         step(Sampling(1.0))
-        steps[name] = seats.log_probs[:, 0].float()
-        assert int(seats.column) == 1 and bool(seats.done.all())
+        steps[name] = slots.log_probs[:, 0].float()
+        assert int(slots.column) == 1 and bool(slots.done.all())
     torch.testing.assert_close(*steps.values(), rtol=1e-4 if kernel_device.type == "cpu" else 0.05, atol=1e-4)
     plans = list(decode_step.other_plans(decode_step.fused_step(model, shape, dtype=model.dtype)[0].decoder.plan, 3))
     assert {kind for kind, _ in plans} == set(plans[0][1]._fields)

@@ -43,17 +43,17 @@ def test_of_the_layers(kernel_device, monkeypatch, warnings):
 
 
 def test_of_what_comes_after_them(kernel_device, monkeypatch, warnings):
-    """The head's kernel, which fails at the first step: seats are as they were, and no other seats try it."""
+    """The head's kernel, which fails at the first step: slots are as they were, and no other slots try it."""
     loop = loop_of(model_on(kernel_device))
     request = Request(PROMPTS, [2, 2, 2], [1, 2, 3], GREEDY, 3)
     monkeypatch.setattr(fused_step, "score_tokens", fail)
-    with loop._ready():
-        seats = loop._seats_for(request)
+    with loop._decoding_mode():
+        slots = loop._slots_for(request)
         if kernel_device.type == "cpu":  # no graph is captured here, which begins so
-            seats.clear(loop.pad)
-            loop._warm(seats, GREEDY)
-        assert seats.fused is None and int(seats.column) == 0 and bool(seats.done.all())
-        assert loop._seats_for(request).fused is None
+            slots.clear(loop.pad)
+            loop._warm_up(slots, GREEDY)
+        assert slots.fused is None and int(slots.column) == 0 and bool(slots.done.all())
+        assert loop._slots_for(request).fused is None
     assert len(warnings()) == 1
     assert loop.generate(PROMPTS, max_new_tokens=4) == loop_of(loop.model, False).generate(PROMPTS, max_new_tokens=4)
 
@@ -61,6 +61,6 @@ def test_of_what_comes_after_them(kernel_device, monkeypatch, warnings):
 def test_the_own_layers_may_not_fail(kernel_device, monkeypatch):
     loop = loop_of(model_on(kernel_device), fused=False)
     monkeypatch.setattr(type(loop.model), "forward", fail)
-    with loop._ready(), pytest.raises(LAUNCH_ERRORS[0]):
-        seats = loop._seats_for(Request(PROMPTS, [2, 2, 2], [1, 2, 3], GREEDY, 3))
-        loop._warm(seats, GREEDY)
+    with loop._decoding_mode(), pytest.raises(LAUNCH_ERRORS[0]):
+        slots = loop._slots_for(Request(PROMPTS, [2, 2, 2], [1, 2, 3], GREEDY, 3))
+        loop._warm_up(slots, GREEDY)

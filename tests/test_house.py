@@ -22,7 +22,7 @@ LONG_SIGNATURES = {
     "distill/cli.py:run",
     "distill/evaluation/evaluate_documents.py:evaluate_documents",
     "distill/evaluation/targets.py:held_out_rows",
-    "distill/generation/from_recipe.py:on_policy_of",
+    "distill/generation/from_recipe.py:rollouts_from_recipe",
     "distill/models/attention.py:fastest_attention",
     "distill/models/attention.py:fused_attention",
     "distill/models/attention.py:newest_over_cache",

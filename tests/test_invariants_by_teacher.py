@@ -7,7 +7,7 @@ import torch
 from subjects import mean_of_means
 
 from distill.doctor import invariants, invariants_runs
-from distill.generation.on_policy import OnPolicy
+from distill.generation.on_policy import OnPolicyRollouts
 from distill.recipe.loss import Loss
 from distill.teachers import hidden
 from distill.teachers import model as loaded
@@ -245,13 +245,13 @@ def temperature_for_its_square(patch):
 
 
 def answers_depend_on_the_batch(patch):
-    replace = OnPolicy.replace
+    replace = OnPolicyRollouts.replace
 
     def by_place(self, batches, step, collate):
         self.seed += len(batches)
         return replace(self, batches, step, collate)
 
-    patch.setattr(OnPolicy, "replace", by_place)
+    patch.setattr(OnPolicyRollouts, "replace", by_place)
 
 
 # what a run makes of the recipe's models, weights and caches
@@ -325,13 +325,13 @@ RANKS = ["answering", "several", "across", "bucket", "hidden"]
 @pytest.mark.full
 def test_resume_fails_where_other_answers_are_drawn(subject_of, monkeypatch):
     """Answers drawn from a generator that no checkpoint keeps."""
-    replace, calls = OnPolicy.replace, []
+    replace, calls = OnPolicyRollouts.replace, []
 
     def by_calls(self, batches, step, collate, following=0):
         calls.append(step)
         return replace(self, batches, len(calls), collate, following)
 
-    monkeypatch.setattr(OnPolicy, "replace", by_calls)
+    monkeypatch.setattr(OnPolicyRollouts, "replace", by_calls)
     finding = invariants_runs.resume_is_exact(subject_of("answering"))
     assert not finding.passed and "logged losses" in finding.detail, finding
 

@@ -16,8 +16,8 @@ from distill.data.collator import Collator, DefaultColumns
 from distill.data.report import DataReport
 from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated
 from distill.generation.documents import as_row, documents_of
-from distill.generation.from_recipe import on_policy_of
-from distill.generation.on_policy import OnPolicy
+from distill.generation.from_recipe import rollouts_from_recipe
+from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.sampling import GREEDY, Sampling
 from distill.models.patching import patch
 from distill.recipe import parse
@@ -55,7 +55,7 @@ def loop(model):
 
 def on_policy(model, **settings):
     defaults = {"fraction": 1.0, "max_new_tokens": 5, "sampling": Sampling(1.0), "seed": 3, "max_length": 40}
-    return OnPolicy(loop(model), **(defaults | settings))
+    return OnPolicyRollouts(loop(model), **(defaults | settings))
 
 
 def trainer(folder, *, student=None, data=None, own=None, callbacks=None, loss="reverse_kl", **settings):
@@ -163,33 +163,35 @@ def test_the_same_seed_says_the_same_and_a_step_something_new():
 
 def test_the_fraction_is_a_share_of_documents():
     class Echo(Engine):
-        def answer(self, request):
+        def run(self, request):
             return Generated([[7]] * len(request.prompts), [False] * len(request.prompts))
 
-    own = OnPolicy(Echo(), fraction=0.3, max_new_tokens=4, sampling=Sampling(1.0), seed=1, max_length=40)
+    own = OnPolicyRollouts(Echo(), fraction=0.3, max_new_tokens=4, sampling=Sampling(1.0), seed=1, max_length=40)
     batches = [COLLATE(pairs(8, seed=seed)) for seed in range(60)]
     own.replace(batches, 0, COLLATE)
-    figures = own.read(lambda values: values, torch.device("cpu"))
+    figures = own.pop_metrics(lambda values: values, torch.device("cpu"))
     assert abs(figures["rollouts"] - 0.3 * 480) < 4 * (0.21 * 480) ** 0.5
-    none = OnPolicy(Echo(), fraction=0.0, max_new_tokens=4, sampling=Sampling(1.0), seed=1, max_length=40)
+    none = OnPolicyRollouts(Echo(), fraction=0.0, max_new_tokens=4, sampling=Sampling(1.0), seed=1, max_length=40)
     assert none.replace(batches, 0, COLLATE)[5] is batches[5]
-    assert own.read(lambda values: values, torch.device("cpu"))["rollouts"] == 0
+    assert own.pop_metrics(lambda values: values, torch.device("cpu"))["rollouts"] == 0
 
 
 def test_packed_rows_never_grow():
     class Long(Engine):
-        def answer(self, request):
+        def run(self, request):
             return Generated([[7] * limit for limit in request.limits], [True] * len(request.prompts))
 
     rows = packed(pairs(18))
     longest = max(len(row["input_ids"]) for row in rows)
     left_out = set()
     for step in range(6):
-        own = OnPolicy(Long(), fraction=1.0, max_new_tokens=12, sampling=Sampling(1.0), seed=1, max_length=longest)
+        own = OnPolicyRollouts(
+            Long(), fraction=1.0, max_new_tokens=12, sampling=Sampling(1.0), seed=1, max_length=longest
+        )
         (batch,) = own.replace([COLLATE(rows)], step, COLLATE)
         assert batch["input_ids"].shape[0] <= len(rows) and batch["input_ids"].shape[1] <= longest
         kept = documents_of(batch)
-        figures = own.read(lambda values: values, torch.device("cpu"))
+        figures = own.pop_metrics(lambda values: values, torch.device("cpu"))
         assert len(kept) + figures["rollouts_left_out"] == 18 and figures["rollouts_left_out"] > 0
         assert figures["rollout_truncated"] == 1
         left_out.add(frozenset(tuple(document.prompt) for document in kept))
@@ -222,7 +224,7 @@ def test_one_row_holds_all_documents(shape, samples):
         (batch,) = own.replace([COLLATE(rows)], 0, COLLATE)
         documents = documents_of(batch)
         lengths = [len(document.ids) - len(document.prompt) for document in documents]
-        drawn = batch.pop("drawn_log_p").flatten()[batch["valid_rows"] + 1].split(lengths)
+        drawn = batch.pop("sampled_log_p").flatten()[batch["valid_rows"] + 1].split(lengths)
         student, teacher = tiny_model(dtype=torch.float64), tiny_model(seed=1, hidden=64, dtype=torch.float64)
         loss = student(**DistillationObjective(teacher, student, "reverse_kl").compare(batch))["loss"]
         loss.backward()
@@ -253,7 +255,7 @@ def test_rows_and_buffers_follow_from_attention_and_data(kernel_device):
 
     def made(*overrides, models=(student, teacher), **other):
         recipe = parse(RECIPE, ["data.on_policy.max_new_tokens=8", *overrides])
-        own = on_policy_of(recipe, student, tiny_tokenizer(), models=models, **more | other)
+        own = rollouts_from_recipe(recipe, student, tiny_tokenizer(), models=models, **more | other)
         return own.one_row, own.multiple, own.engine.settings.max_length
 
     patch(student, log_it=False)

@@ -8,7 +8,7 @@ from test_on_policy import RECIPE
 from tiny import save_models, tiny_model, tiny_tokenizer
 
 from distill.data.report import DataReport
-from distill.generation.from_recipe import on_policy_of
+from distill.generation.from_recipe import rollouts_from_recipe
 from distill.recipe import RecipeError, parse
 from distill.training.progress import read_metrics
 
@@ -80,7 +80,7 @@ def test_recipes_that_cannot_work_are_refused(override, message):
 
 def test_a_fraction_of_zero_is_the_plain_run():
     recipe = parse(RECIPE, ["data.on_policy.fraction=0", "loss.terms=[{type: cross_entropy}]"])
-    assert on_policy_of(recipe, None, None, report=DataReport(format="text"), vocab_size=1) is None
+    assert rollouts_from_recipe(recipe, None, None, report=DataReport(format="text"), vocab_size=1) is None
     assert parse(RECIPE, ["data.on_policy=null"]).data.on_policy is None
 
 
@@ -88,9 +88,9 @@ def test_what_cannot_be_answered_is_refused():
     recipe, model, tokenizer = parse(RECIPE), tiny_model(), tiny_tokenizer()
     more = {"vocab_size": 259}
     with pytest.raises(ValueError, match="needs prompts"):
-        on_policy_of(recipe, model, tokenizer, report=DataReport(format="text (text)"), **more)
+        rollouts_from_recipe(recipe, model, tokenizer, report=DataReport(format="text (text)"), **more)
     with pytest.raises(ValueError, match="needs prompts"):
-        on_policy_of(recipe, model, None, report=DataReport(), **more)
+        rollouts_from_recipe(recipe, model, None, report=DataReport(), **more)
     with pytest.raises(ValueError, match="vllm is not installed"):
         vllm, chats = parse(RECIPE, ["data.on_policy.engine=vllm"]), DataReport(format="chat (messages)")
-        on_policy_of(vllm, model, tokenizer, report=chats, **more)
+        rollouts_from_recipe(vllm, model, tokenizer, report=chats, **more)

@@ -11,7 +11,7 @@ from tiny import tiny_model, tiny_tokenizer
 from distill.evaluation.evaluate import HeldOut
 from distill.evaluation.generate import stream
 from distill.evaluation.samples import samples_text, write_samples
-from distill.generation.answers import encode_prompt, generate
+from distill.generation.greedy import encode_prompt, generate
 from distill.reports.curves import draw_curves
 from distill.reports.model_card import escape, fenced, write_model_card
 from distill.reports.style import DARK, LIGHT

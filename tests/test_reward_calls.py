@@ -8,7 +8,7 @@ from tiny import tiny_tokenizer
 
 from distill.data.load import load_data
 from distill.generation.documents import documents_of
-from distill.generation.function_calls import Question, RewardFunction
+from distill.generation.function_calls import FunctionInput, RewardFunction
 from distill.generation.reward_rows import rewards_of
 from distill.recipe import parse
 
@@ -16,7 +16,7 @@ TERM = {"type": "policy_gradient", "reward": "mine.py:mine"}
 
 # ------------------------------------------------------------------ calls
 
-ONE = Question("row 17 of x.jsonl", "What is 1 + 1?", "2", {"answer": "2"})
+ONE = FunctionInput("row 17 of x.jsonl", "What is 1 + 1?", "2", {"answer": "2"})
 
 
 def called(tmp_path, body, question=ONE, name="mine", timeout=20.0, count=1):
@@ -87,7 +87,7 @@ def table(tmp_path, rows, template="tokenizer", **data):
     tokenizer = tiny_tokenizer()
     splits = load_data(recipe.data, tokenizer, seed=0)
     documents = documents_of(COLLATE([*splits.train, *splits.validation]))
-    return documents, rewards_of(recipe, tokenizer, b"").question, tokenizer
+    return documents, rewards_of(recipe, tokenizer, b"").function_input, tokenizer
 
 
 @pytest.mark.parametrize("template", ["tokenizer", "none"])
@@ -99,7 +99,7 @@ def test_an_answer_finds_its_row(tmp_path, template):
         found = question(document, tokenizer("yes<|end|>")["input_ids"])
         said = tokenizer.decode(document.ids[len(document.prompt) :], skip_special_tokens=True).strip()
         assert found.row == rows[int(said)] and found.answer == "yes"  # same prompt, told apart by the completion
-        assert found.place == f"row {said} of {tmp_path / 'rows.jsonl'}"
+        assert found.location == f"row {said} of {tmp_path / 'rows.jsonl'}"
         prompt = f"Say {int(said) % 5}."
         assert found.prompt == ([{"role": "user", "content": prompt}] if template == "tokenizer" else f"{prompt}\n")
 

@@ -20,8 +20,8 @@ from distill.commands.arguments import plugin_override
 from distill.core.ranks import exit_process
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.documents import documents_of
-from distill.generation.function_calls import Question
-from distill.generation.on_policy import OnPolicy
+from distill.generation.function_calls import FunctionInput
+from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.rewards import Rewards, group_advantages
 from distill.generation.sampling import Sampling
 from distill.models.head import HeadWeights, LogitTransform
@@ -45,7 +45,7 @@ def even(questions):
 
 
 def spelled(document, tokens):
-    return Question(str(document.row), "", " ".join(map(str, tokens)), {})
+    return FunctionInput(str(document.row), "", " ".join(map(str, tokens)), {})
 
 
 def rewards(scale="group"):
@@ -63,7 +63,7 @@ def on_policy(model, **settings):
         "log_probs": True,
         "rewards": rewards(),
     }
-    return OnPolicy(DecodeLoop(model, EngineSettings(2, [0], log_probs=True)), **(defaults | settings))
+    return OnPolicyRollouts(DecodeLoop(model, EngineSettings(2, [0], log_probs=True)), **(defaults | settings))
 
 
 # ------------------------------------------------------------------ advantages
@@ -114,13 +114,13 @@ def test_figures_are_means_over_answers_and_groups():
         for document in documents_of(batch):
             answer = document.ids[len(document.prompt) :]
             points.setdefault(tuple(document.prompt), []).append(sum(token % 2 == 0 for token in answer))
-    figures = own.read(lambda values: values, torch.device("cpu"))
+    figures = own.pop_metrics(lambda values: values, torch.device("cpu"))
     groups = list(points.values())
     assert figures["reward"] == pytest.approx(statistics.fmean(r for group in groups for r in group))
     assert figures["reward_std"] == pytest.approx(statistics.fmean(statistics.stdev(group) for group in groups))
     flat = sum(len(set(group)) == 1 for group in groups) / len(groups)
     assert 0 < flat < 1 and figures["reward_zero_std"] == pytest.approx(flat)
-    assert "reward" not in on_policy(tiny_model(), rewards=None).read(lambda values: values, torch.device("cpu"))
+    assert "reward" not in on_policy(tiny_model(), rewards=None).pop_metrics(lambda values: values, torch.device("cpu"))
 
 
 # ------------------------------------------------------------------ the loss
@@ -139,7 +139,7 @@ def test_loss_and_gradients_are_those_of_full_logits(make, more):
     objective, batch = subject.objective(), subject.batch()
     generator = torch.Generator().manual_seed(5)
     shape, learned = batch["labels"].shape, batch["labels"] != -100
-    batch["drawn_log_p"] = (-4 - 2 * torch.rand(shape, generator=generator)).masked_fill(~learned, torch.nan)
+    batch["sampled_log_p"] = (-4 - 2 * torch.rand(shape, generator=generator)).masked_fill(~learned, torch.nan)
     batch["advantages"] = torch.randn(shape, generator=generator).masked_fill(~learned, 0.0)
     got = subject.student(**objective.compare(batch))["loss"]
     parameters = list(subject.student.parameters())
@@ -166,7 +166,7 @@ def test_loss_and_gradients_are_those_of_full_logits(make, more):
         gain = term["teacher_weight"] * gain + rewarded[row, column]
         ratio = (log_s[row, column] - log_s[row, column].detach()).exp()
         if term.get("importance"):
-            ratio = (log_s[row, column] - batch["drawn_log_p"][row, column + 1].double()).exp()
+            ratio = (log_s[row, column] - batch["sampled_log_p"][row, column + 1].double()).exp()
         clipped = ratio.clamp(0.9, 1.1) if "clip" in term else ratio
         total = total - torch.minimum(ratio * gain, clipped * gain)
     expected = term["weight"] * total / learned.sum()
@@ -291,7 +291,7 @@ generate: {prompts: []}
 def workplace(tmp_path, monkeypatch):
     save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"seed": 2})
     lines = [
-        json.dumps({"prompt": f"Question {n}?", "completion": f"It is {n * n}.", "id": n, "letters": "aeiou"})
+        json.dumps({"prompt": f"FunctionInput {n}?", "completion": f"It is {n * n}.", "id": n, "letters": "aeiou"})
         for n in range(40)
     ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import save_models
 
-from distill.generation import seats
+from distill.generation import sequence_slots
 from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe import parse
 from distill.reports.curves import charts_of
@@ -76,7 +76,7 @@ def test_overlap_is_that_of_dense_logits():
 
 
 def test_an_engine_that_draws_from_something_else_is_seen(workplace, monkeypatch):
-    monkeypatch.setattr(seats, "as_wide", lambda scores: scores.float() * 1.2)
+    monkeypatch.setattr(sequence_slots, "at_least_float32", lambda scores: scores.float() * 1.2)
     assert all(row["rollout_gap"] > 0.01 for row in rows_of())
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor.invariants import CHECKS, fused_equals_reference
-from distill.generation.on_policy import repeats_itself
+from distill.generation.on_policy import is_repetitive
 from distill.recipe import RecipeError, dump, parse
 from distill.recipe.loss import Loss
 from distill.teachers.policy_gradient import discounted, policy_gradient_loss
@@ -103,8 +103,8 @@ def test_the_recipes_ratio_is_that_of_the_models_that_drew():
     subject = answering(loss)
     objective, batch = subject.objective(), subject.batch()
     generator = torch.Generator().manual_seed(5)
-    batch["drawn_log_p"] = -4 - 2 * torch.rand(batch["labels"].shape, generator=generator)
-    batch["drawn_log_p"][batch["labels"] == IGNORE_INDEX] = torch.nan
+    batch["sampled_log_p"] = -4 - 2 * torch.rand(batch["labels"].shape, generator=generator)
+    batch["sampled_log_p"][batch["labels"] == IGNORE_INDEX] = torch.nan
     got = subject.student(**objective.compare(batch))["loss"]
     gradients = torch.autograd.grad(got, list(subject.student.parameters()))
     objective.detach()
@@ -124,7 +124,7 @@ def test_the_recipes_ratio_is_that_of_the_models_that_drew():
         gain, share, at = 0.0, 1.0, column
         while at < labels.shape[1] and learned[row, at]:
             gain, share, at = gain + share * (log_t - log_s)[row, at].detach(), share * 0.5, at + 1
-        ratio = (log_s[row, column] - batch["drawn_log_p"][row, column + 1]).exp()
+        ratio = (log_s[row, column] - batch["sampled_log_p"][row, column + 1]).exp()
         total = total - torch.minimum(ratio * gain, ratio.clamp(0.9, 1.1) * gain)
     expected = 0.7 * total / learned.sum()
     torch.testing.assert_close(got.double(), expected.double(), rtol=1e-4, atol=1e-5)
@@ -202,9 +202,9 @@ def test_recipes_that_draw():
 
 
 def test_answers_that_repeat_themselves():
-    assert repeats_itself([1, 2, 3] * 6) and repeats_itself([7] * 9)
-    assert not repeats_itself(list(range(20))) and not repeats_itself([]) and not repeats_itself([5, 5, 5])
-    assert not repeats_itself([*range(12), *range(12)]), "half of it is new"
+    assert is_repetitive([1, 2, 3] * 6) and is_repetitive([7] * 9)
+    assert not is_repetitive(list(range(20))) and not is_repetitive([]) and not is_repetitive([5, 5, 5])
+    assert not is_repetitive([*range(12), *range(12)]), "half of it is new"
 
 
 def test_prompts_that_the_students_own_template_writes_otherwise(tmp_path, monkeypatch):

@@ -26,13 +26,13 @@ def ahead(folder, steps=1, *, fraction=1.0, device="cpu", **settings):
 
 def counted(made):
     """Return the number of prompts of each call of the engine, in order."""
-    counts, answer = [], made.on_policy.engine.answer
+    counts, answer = [], made.on_policy.engine.run
 
     def answer_and_count(request):
         counts.append(len(request.prompts))
         return answer(request)
 
-    made.on_policy.engine.answer = answer_and_count
+    made.on_policy.engine.run = answer_and_count
     return counts
 
 
@@ -69,7 +69,7 @@ def test_a_group_is_answered_by_the_weights_of_its_first_step():
             assert not torch.equal(got["input_ids"], now["input_ids"])
         with torch.no_grad():
             model.lm_head.weight.mul_(-1.5)
-    assert step == 5 and own.read(lambda values: values, torch.device("cpu"))["rollout_lag"] == 1
+    assert step == 5 and own.pop_metrics(lambda values: values, torch.device("cpu"))["rollout_lag"] == 1
 
 
 def test_other_micro_batches_than_were_looked_at_are_answered_too():
@@ -79,7 +79,7 @@ def test_other_micro_batches_than_were_looked_at_are_answered_too():
     own.replace([COLLATE(pairs(8))], 0, COLLATE, following=1)
     other = COLLATE(pairs(8, seed=2))
     (got,), (expected,) = (each.replace([other], 1, COLLATE) for each in (own, on_policy(model)))
-    assert torch.equal(got["input_ids"], expected["input_ids"]) and not own._answers
+    assert torch.equal(got["input_ids"], expected["input_ids"]) and not own._responses
 
 
 @pytest.mark.few(2)

@@ -55,8 +55,8 @@ def test_stale_weights_in_the_engine(monkeypatch):
 
 def test_an_engine_that_draws_from_something_else(monkeypatch):
     """Its logits are sharpened: before any weight has changed, its log-probabilities are not the student's."""
-    wide = engines.as_wide
-    monkeypatch.setattr("distill.generation.seats.as_wide", lambda scores: 1.1 * wide(scores))
+    wide = engines.at_least_float32
+    monkeypatch.setattr("distill.generation.sequence_slots.at_least_float32", lambda scores: 1.1 * wide(scores))
     assert rollouts_follow_the_weights(answering()).passed is False
 
 
@@ -87,7 +87,7 @@ def test_an_answer_without_its_end(monkeypatch):
     plain = Document(documents[0]["input_ids"], documents[0]["labels"], 0)
     end, made = subject.rollouts.ends[0], []
     for keep in (True, False):
-        answer = plain.answered(plain.prompt, [5, 6, end] if keep else [5, 6])
+        answer = plain.with_response(plain.prompt, [5, 6, end] if keep else [5, 6])
         made.append({"input_ids": answer.ids, "labels": answer.labels, "position_ids": list(range(answer.length))})
     assert [rollouts_end(replace(subject, rows=[row] * 2)).passed for row in made] == [True, False]
 

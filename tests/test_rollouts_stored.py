@@ -119,7 +119,7 @@ def test_a_file_a_stored_step_and_a_row_an_answer(workplace):
         assert row["route"] is None and "Say" in row["prompt"]
         assert row["answer"] == tokenizer.decode(row["answer_ids"])
         # drawn by the weights that learn: by decoding one by one and in one forward
-        assert row["drawn_log_p"] == pytest.approx(row["student_log_p"], abs=2e-4)
+        assert row["sampled_log_p"] == pytest.approx(row["student_log_p"], abs=2e-4)
 
 
 def test_log_probabilities_are_the_models(workplace):
@@ -171,7 +171,7 @@ def same_answers(one, two):
     for row, other in zip(ours, theirs, strict=True):
         for name in ("step", "route", "prompt_ids", "answer_ids"):
             assert row[name] == other[name]
-        for name in ("drawn_log_p", "student_log_p", "teacher_log_p", "divergence"):
+        for name in ("sampled_log_p", "student_log_p", "teacher_log_p", "divergence"):
             assert row[name] == pytest.approx(other[name], abs=1e-4)
     for name, value in weights(one).items():
         torch.testing.assert_close(weights(two)[name], value, rtol=1e-3, atol=1e-4, msg=name)
@@ -182,7 +182,7 @@ def test_ahead_draws_from_weights_one_step_old(workplace):
     assert [row["rollout_lag"] for row in logged] == [0, 1, 0, 1]
     drawn, learning = (
         [value for row in stored(workplace / "runs/ahead") for value in row[name]]
-        for name in ("drawn_log_p", "student_log_p")
+        for name in ("sampled_log_p", "student_log_p")
     )
     gaps = [abs(a - b) for a, b in zip(drawn, learning, strict=True)]
     assert max(gaps) > 1e-2, "the weights that drew are not those that learn"
@@ -221,7 +221,7 @@ def test_a_conversation_is_stored_with_its_turns():
     labels = [token if own else -100 for own, part in parts for token in part]
     batch = {"input_ids": torch.tensor([ids]), "labels": torch.tensor([labels])}
     at = torch.tensor([place - 1 for place, label in enumerate(labels) if label != -100])
-    batch |= {"valid_rows": at, "drawn_log_p": torch.where(batch["labels"] != -100, -1.5, torch.nan)}
+    batch |= {"valid_rows": at, "sampled_log_p": torch.where(batch["labels"] != -100, -1.5, torch.nan)}
     batch |= {"rewards": torch.full((1, len(ids)), 0.25), "advantages": torch.full((1, len(ids)), -0.5)}
     made = StoredRollouts(Path("run"), 1, tokenizer, SimpleNamespace(routes=None, compare=None, loss_of=None))
     made.add(batch, torch.arange(len(STATISTICS) * len(ids), dtype=torch.float64).view(len(STATISTICS), -1))
@@ -230,7 +230,7 @@ def test_a_conversation_is_stored_with_its_turns():
     assert row["answer_ids"] == ids[len(parts[0][1]) :]
     assert row["turns"] == [{"by_student": own, "text": text} for own, text in texts[1:]]
     assert [row["answer_ids"][place] for place in row["positions"]] == parts[1][1] + parts[3][1]
-    assert (row["reward"], row["advantage"]) == (0.25, -0.5) and set(row["drawn_log_p"]) == {-1.5}
+    assert (row["reward"], row["advantage"]) == (0.25, -0.5) and set(row["sampled_log_p"]) == {-1.5}
     shades = shades_of(row)
     assert [shade is None for shade in shades] == [not own for own, part in parts[1:] for _ in part]
     divergence = STATISTICS.index("divergence") * len(ids)

@@ -11,7 +11,7 @@ from distill.data.collator import Collator, DefaultColumns
 from distill.doctor.invariants import fused_equals_reference, models_read_the_same_tokens
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.documents import as_row, documents_of
-from distill.generation.on_policy import OnPolicy
+from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.sampling import Sampling
 from distill.recipe import RecipeError, dump, parse
 from distill.run import run
@@ -130,7 +130,7 @@ def test_documents_keep_their_teacher():
     subject = routed()
     documents = documents_of(subject.batch())
     assert [[d.route] for d in documents] == [part["route"] for part in subject.documents()]
-    answered = [d.answered(d.prompt, [5, 6]) for d in documents]
+    answered = [d.with_response(d.prompt, [5, 6]) for d in documents]
     assert as_row(answered)["route"] == [d.route for d in documents]
 
 
@@ -243,7 +243,7 @@ def test_answers_in_one_row_are_judged_by_the_same_teachers(kind):
     longest = max(document.length for document in documents_of(batches[0])) + 5
     for one_row in (False, True):
         engine = DecodeLoop(student, EngineSettings(2, [0], vocab_size=objective.columns))
-        own = OnPolicy(
+        own = OnPolicyRollouts(
             engine,
             fraction=1.0,
             max_new_tokens=5,

@@ -121,12 +121,12 @@ def test_files_that_are_not_its_own_are_left_alone(workplace):
     assert (workplace / "answers.jsonl").read_bytes() == before
 
 
-def prompts_of(workplace, rows, tokenizer=None, fields=None, longest=500):
+def prompts_of(workplace, rows, tokenizer=None, fields=None, max_length=500):
     path = workplace / "p.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
     tokenizer = tokenizer or tiny_tokenizer()
     return read_prompts(
-        str(path), tokenizer, load_template("tokenizer", tokenizer), fields or Fields(), longest=longest
+        str(path), tokenizer, load_template("tokenizer", tokenizer), fields or Fields(), max_length=max_length
     )
 
 
@@ -135,7 +135,7 @@ def test_what_counts_as_a_prompt(workplace):
     decode = template.decode
     (asked,) = prompts_of(workplace, [{"question": "Why?", "answer": "Because."}]).prompts
     assert decode(asked.ids) == "<|start|>user\nWhy?<|end|>\n<|start|>assistant\n"
-    assert asked.answered("So.") == {"prompt": "Why?", "completion": "So."}
+    assert asked.with_response("So.") == {"prompt": "Why?", "completion": "So."}
     (asked,) = prompts_of(workplace, [{"prompt": "Why?"}], plain).prompts
     assert decode(asked.ids) == "Why?\n" and asked.row == {"prompt": "Why?\n"}
     (asked,) = prompts_of(workplace, [{"instruction": "Add.", "input": "1 and 2"}]).prompts
@@ -145,13 +145,13 @@ def test_what_counts_as_a_prompt(workplace):
     for messages, expected in ((talk, talk[:1]), (more, more)):
         (asked,) = prompts_of(workplace, [{"messages": messages}]).prompts
         assert asked.row == {"messages": expected}
-        assert asked.answered("X")["messages"] == [*expected, {"role": "assistant", "content": "X"}]
+        assert asked.with_response("X")["messages"] == [*expected, {"role": "assistant", "content": "X"}]
         (asked,) = prompts_of(workplace, [{"prompt": expected, "completion": talk[1:]}]).prompts
         assert asked.row == {"messages": expected}
     (asked,) = prompts_of(workplace, [{"q": "Why?", "text": "x"}], fields=Fields(prompt="q")).prompts
     assert asked.row == {"prompt": "Why?"}
     (workplace / "lines.txt").write_bytes("One \u2028 line?\r\nAnother\x0cone?\n".encode())
-    both = read_prompts(str(workplace / "lines.txt"), template, None, Fields(), longest=99).prompts
+    both = read_prompts(str(workplace / "lines.txt"), template, None, Fields(), max_length=99).prompts
     assert [prompt.row["prompt"] for prompt in both] == ["One \u2028 line?\n", "Another\x0cone?\n"]
 
 
@@ -164,7 +164,7 @@ def test_rows_that_cannot_be_asked_are_counted(workplace):
         {"prompt": "long " * 40},
         {"prompt": "How?"},
     ]
-    found = prompts_of(workplace, rows, longest=60)
+    found = prompts_of(workplace, rows, max_length=60)
     assert [prompt.row["prompt"] for prompt in found.prompts] == ["Why?", "How?"]
     assert sum(found.dropped.values()) == 4 and found.dropped["too long"] == 1
     with pytest.raises(ValueError, match=r"prompt or messages.*'text'"):

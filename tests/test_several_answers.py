@@ -24,7 +24,7 @@ from distill.core.errors import first_line
 from distill.core.ranks import exit_process
 from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated
 from distill.generation.documents import Document, documents_of
-from distill.generation.on_policy import OnPolicy
+from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.sampling import Sampling
 from distill.models.head import decoder_of
 from distill.planning.steps import loaded_rows
@@ -89,7 +89,7 @@ def test_a_prompt_is_read_once():
 
 
 class Long(Engine):
-    def answer(self, request):
+    def run(self, request):
         return Generated([[7] * limit for limit in request.limits], [True] * len(request.prompts))
 
 
@@ -98,19 +98,21 @@ def test_packed_rows_are_as_many_times_more_at_most():
     longest = max(len(row["input_ids"]) for row in data)
     kept = set()
     for step in range(4):
-        own = OnPolicy(Long(), 1.0, 12, Sampling(1.0), seed=1, max_length=longest, samples=3)
+        own = OnPolicyRollouts(Long(), 1.0, 12, Sampling(1.0), seed=1, max_length=longest, samples=3)
         (batch,) = own.replace([COLLATE(data)], step, COLLATE)
         assert len(data) < batch["input_ids"].shape[0] <= 3 * len(data) and batch["input_ids"].shape[1] <= longest
-        figures = own.read(lambda values: values, torch.device("cpu"))
+        figures = own.pop_metrics(lambda values: values, torch.device("cpu"))
         assert len(documents_of(batch)) + figures["rollouts_left_out"] == 54 and figures["rollouts_left_out"] > 0
         kept.add(tuple(tuple(document.prompt) for document in documents_of(batch)))
     assert len(kept) > 1
 
 
 def test_a_few_rows_that_all_fit_are_all_answered():
-    own = OnPolicy(Long(), 1.0, 4, Sampling(1.0), seed=1, max_length=60, samples=4)
+    own = OnPolicyRollouts(Long(), 1.0, 4, Sampling(1.0), seed=1, max_length=60, samples=4)
     (batch,) = own.replace([COLLATE(packed(pairs(3)))], 0, COLLATE)
-    assert len(documents_of(batch)) == 12 and own.read(lambda v: v, torch.device("cpu"))["rollouts_left_out"] == 0
+    assert (
+        len(documents_of(batch)) == 12 and own.pop_metrics(lambda v: v, torch.device("cpu"))["rollouts_left_out"] == 0
+    )
 
 
 def eight_answers(folder, size, accumulation, **own):
@@ -223,7 +225,7 @@ def test_all_answers_of_a_prompt_stay_in_one_micro_batch():
 def test_a_run_that_is_killed_goes_on_to_the_bit(tmp_path, ahead, packing):
     """The run has cut-offs, stop strings and two responses a prompt."""
     save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"seed": 2, "attention_dropout": 0.1})
-    lines = [json.dumps({"prompt": f"Question {n}?", "completion": f"It is {n * n}."}) for n in range(60)]
+    lines = [json.dumps({"prompt": f"FunctionInput {n}?", "completion": f"It is {n * n}."}) for n in range(60)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
     recipe = RECIPE.replace("packing: false", f"packing: {str(packing).lower()}")
     recipe = recipe.replace("{max", f"{{ahead: {ahead}, max")

@@ -12,7 +12,7 @@ from two_tokenizers import TOKENIZERS
 
 from distill.cli import run_command
 from distill.evaluation.generate import Stream
-from distill.generation.answers import generate
+from distill.generation.greedy import generate
 from distill.planning.inspect_batches import plain_text, rich_text, shade_rows, tokens_of
 from distill.reports.export import export
 

@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import distill
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
-from distill.generation.trial import why_not
+from distill.generation.support_check import unsupported_reason
 from distill.models import attention
 from distill.models.attention import choose_attention, fused_attention, newest_over_cache
 from distill.models.kv_cache import PreallocatedCache
@@ -136,7 +136,7 @@ def test_greedy_tokens_are_those_of_generate(kind, patched, kernel_device):
         patch(model)
     found = DecodeLoop(model, EngineSettings(2, [0])).generate(PROMPTS, max_new_tokens=9)
     assert found.tokens == tokens and found.truncated == truncated
-    assert why_not(model) is None
+    assert unsupported_reason(model) is None
 
 
 @pytest.mark.few(1)

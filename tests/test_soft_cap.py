@@ -9,9 +9,9 @@ from datasets import Dataset
 from tiny import save_tiny, tiny_config, tiny_model
 from transformers import Gemma2PreTrainedModel, TrainingArguments, VaultGemmaPreTrainedModel
 
-from distill.generation import trial
+from distill.generation import support_check
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
-from distill.generation.trial import why_not
+from distill.generation.support_check import unsupported_reason
 from distill.models import ragged_cache
 from distill.models.adoption import AutoFusedModelForCausalLM
 from distill.models.attention import keep_soft_cap, soft_cap_kept, stop_fused_attention, use_fused_attention
@@ -157,7 +157,7 @@ def whole_forwards(model, prompt, new):
 def test_decoding_equals_full_forwards(kind):
     prompts = [[5, 6, 7, 8, 9, 10, 11], [40], list(range(30, 52))]
     model = capped(kind)
-    assert why_not(model) is None
+    assert unsupported_reason(model) is None
     found = DecodeLoop(model, EngineSettings(2, [])).generate(prompts, max_new_tokens=6).tokens
     exact, dropped = (capped(kind, cap, torch.float64, "eager") for cap in (1.0, None))
     assert found == [whole_forwards(exact, prompt, 6) for prompt in prompts]
@@ -167,10 +167,10 @@ def test_decoding_equals_full_forwards(kind):
 def test_a_decode_loop_without_the_cap_is_rejected(monkeypatch):
     attend = ragged_cache.ragged_attention
     monkeypatch.setattr(
-        trial, "attention_for_ragged_cache", lambda model: ragged_cache.implementations(model, "careless")
+        support_check, "attention_for_ragged_cache", lambda model: ragged_cache.implementations(model, "careless")
     )
     ragged_cache.AttentionInterface.register(
         "careless", lambda *args, softcap=None, **kwargs: attend(*args, softcap=None, **kwargs)
     )
-    assert "different" in why_not(capped())
-    assert why_not(capped(cap=None)) is None
+    assert "different" in unsupported_reason(capped())
+    assert unsupported_reason(capped(cap=None)) is None

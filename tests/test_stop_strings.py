@@ -13,7 +13,7 @@ from distill.generation import decode_loop
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.engines import TransformersEngine
 from distill.generation.sampling import GREEDY, Sampling
-from distill.generation.stopping import StopStrings, ended
+from distill.generation.stopping import StopStrings, truncate_at_end
 from distill.recipe import parse
 
 TEXT = "Héllo wörld, 日本語 — the end.\n\nUser: 😀😀 END of naïve text END"
@@ -37,15 +37,15 @@ def test_an_answer_ends_where_its_text_contains_one(size):
         start = chance.randrange(len(TEXT))
         strings = [TEXT[start : start + chance.randint(1, 9)], "never there", "<|im_start|>"][: chance.randint(1, 3)]
         stop, expected = StopStrings(tokenizer, strings), by_definition(tokenizer, strings, tokens)
-        assert stop.end(tokens) == expected is not None, strings
+        assert stop.find_end(tokens) == expected is not None, strings
         seen, found, step = 0, None, chance.randint(1, 20)
         while found is None:
-            found = stop.end(tokens[: seen + step], seen)
+            found = stop.find_end(tokens[: seen + step], seen)
             seen += step
         assert found == expected
         ends.add(expected)
-    assert StopStrings(tokenizer, ["nowhere"]).end(tokens) is None
-    assert StopStrings(tokenizer, ["日"]).end([]) is None and len(ends) > 20
+    assert StopStrings(tokenizer, ["nowhere"]).find_end(tokens) is None
+    assert StopStrings(tokenizer, ["日"]).find_end([]) is None and len(ends) > 20
 
 
 def test_half_a_character_ends_nothing():
@@ -53,8 +53,8 @@ def test_half_a_character_ends_nothing():
     ids = tokenizer("aé", add_special_tokens=False)["input_ids"]
     assert len(ids) == 3
     stop = StopStrings(tokenizer, ["é"])
-    assert stop.end(ids[:2]) is None and stop.end(ids) == 3
-    assert StopStrings(tokenizer, ["è"]).end(ids) is None, "the same first byte"
+    assert stop.find_end(ids[:2]) is None and stop.find_end(ids) == 3
+    assert StopStrings(tokenizer, ["è"]).find_end(ids) is None, "the same first byte"
 
 
 def test_what_is_decoded_grows_with_the_answer_and_not_its_square():
@@ -71,7 +71,7 @@ def test_what_is_decoded_grows_with_the_answer_and_not_its_square():
         decoded, tokens = 0, []
         for _ in range(0, length, 10):
             tokens += range(10)
-            assert stop.end(tokens, len(tokens) - 10) is None
+            assert stop.find_end(tokens, len(tokens) - 10) is None
         costs.append(decoded)
     assert costs[1] == pytest.approx(2 * costs[0], rel=0.01) and costs[1] < 2 * 2000
 
@@ -80,11 +80,14 @@ def test_ends_and_limits():
     stop = StopStrings(tiny_tokenizer(), ["b"])
     ids = [tiny_tokenizer()(letter, add_special_tokens=False)["input_ids"][0] for letter in "abc"]
     a, b, c = ids
-    assert ended([a, b, c], 3, [0], stop) == ([a, b], False)
-    assert ended([a, b, c], 2, [0], stop) == ([a, b], False), "the last one allowed completes it"
-    assert ended([a, b, c], 1, [0], stop) == ([a], True)
-    assert ended([a, 0, b], 3, [0], stop) == ([a, 0], False)
-    assert ended([a, b, c], 2, [b], None) == ([a, b], False) and ended([], 0, [b], stop) == ([], True)
+    assert truncate_at_end([a, b, c], 3, [0], stop) == ([a, b], False)
+    assert truncate_at_end([a, b, c], 2, [0], stop) == ([a, b], False), "the last one allowed completes it"
+    assert truncate_at_end([a, b, c], 1, [0], stop) == ([a], True)
+    assert truncate_at_end([a, 0, b], 3, [0], stop) == ([a, 0], False)
+    assert truncate_at_end([a, b, c], 2, [b], None) == ([a, b], False) and truncate_at_end([], 0, [b], stop) == (
+        [],
+        True,
+    )
 
 
 class Pairs:
@@ -95,18 +98,18 @@ class Pairs:
 
 
 class Looks(DecodeLoop):
-    """Looks every `decode_loop.STEPS` tokens, as where a graph is replayed."""
+    """Looks every `decode_loop.STEPS_PER_REPLAY` tokens, as where a graph is replayed."""
 
     def __init__(self, *args):
         super().__init__(*args)
         self.replays, self.steps = True, 0
 
-    def _capture(self, seats, sampling):
+    def _capture(self, slots, sampling):
         def replay():
-            for _ in range(decode_loop.STEPS):
-                self._step(seats, sampling)
+            for _ in range(decode_loop.STEPS_PER_REPLAY):
+                self._step(slots, sampling)
 
-        seats.graph = SimpleNamespace(replay=replay)
+        slots.graph = SimpleNamespace(replay=replay)
 
     def _step(self, *args):
         self.steps += 1
@@ -120,7 +123,7 @@ LIMITS = [60, 50, 1, 46, 57, 0, 80, 2, 70, 41, 1, 55, 8]
 @pytest.mark.few(1)
 @pytest.mark.parametrize("strings", [["éé"], ["ééé", "nothing", "éé\ufffdé"]])
 def test_the_loop_ends_them_whenever_it_looks(monkeypatch, strings):
-    """Every answer is what the model says alone, up to the first token that completes a string; seats become free."""
+    """Every answer is what the model says alone, up to the first token that completes a string; slots become free."""
     model, stop = tiny_model(dtype=torch.float64), StopStrings(Pairs(), strings)
     settings = EngineSettings(2, [*range(0, 259, 97)], log_probs=True)
     seeds = [3 * n + 1 for n in range(13)]
@@ -130,7 +133,7 @@ def test_the_loop_ends_them_whenever_it_looks(monkeypatch, strings):
     assert 4 <= sum(cut is not None for cut in cuts) < 13
     steps = {}
     for looks in (1, 2, 5, 16):
-        monkeypatch.setattr(decode_loop, "STEPS", looks)
+        monkeypatch.setattr(decode_loop, "STEPS_PER_REPLAY", looks)
         for batch_size in (3, 64):
             loop = Looks(model, settings._replace(stop=stop))
             found = loop.generate(MANY, **asked, batch_size=batch_size)
@@ -140,7 +143,7 @@ def test_the_loop_ends_them_whenever_it_looks(monkeypatch, strings):
                 assert ours == pytest.approx(whole[:cut], abs=1e-9)
             steps[looks, batch_size] = loop.steps
     for looks in (1, 5):
-        monkeypatch.setattr(decode_loop, "STEPS", looks)
+        monkeypatch.setattr(decode_loop, "STEPS_PER_REPLAY", looks)
         plain = Looks(model, settings)
         plain.generate(MANY, **asked, batch_size=3)
         assert steps[looks, 3] < 0.9 * plain.steps, (steps, plain.steps)

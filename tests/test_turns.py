@@ -82,7 +82,7 @@ def apart(monkeypatch):
 @pytest.mark.parametrize("batch_size", [64, 5, 1])
 @pytest.mark.parametrize("kind", ["llama", "mistral-window", "gemma2", "gpt2"])
 def test_answers_are_those_of_prompts_computed_alone(kind, batch_size, monkeypatch):
-    """Turns of chats, chats with one opening, the same prompt again; by fewer seats than there are prompts."""
+    """Turns of chats, chats with one opening, the same prompt again; in fewer sequence slots than prompts."""
     model = tiny_model(**KINDS[kind], dtype=torch.float32 if kind == "gemma2" else torch.float64)
     keep_soft_cap(model)
     opening = torch.randint(3, 259, (70,), generator=torch.Generator().manual_seed(9)).tolist()
@@ -115,7 +115,7 @@ def test_a_prefix_that_a_seat_holds_is_not_computed_again():
     model = tiny_model(dtype=torch.float64)
     loop, seen = DecodeLoop(model, EngineSettings(2, [])), counted(model)
     loop.generate(conversations(1, turns=6), max_new_tokens=2, batch_size=2)
-    assert [count for count in seen if count > 1] == [6 * 9 - 1], "the longest; the others stand in its seat"
+    assert [count for count in seen if count > 1] == [6 * 9 - 1], "the longest; the others reuse its sequence slot"
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral-window"])
@@ -210,7 +210,7 @@ def test_every_turn_is_a_place_to_answer(workplace):
 @pytest.mark.parametrize("more", [(), ("data.packing=false",), ("data.on_policy.engine=transformers",)])
 def test_a_run_answers_all_turns_and_computes_what_they_share_once(workplace, more, monkeypatch):
     calls = []
-    whole = DecodeLoop.answer
+    whole = DecodeLoop.run
 
     def noted(self, request):
         seen = counted(self.model)
@@ -218,7 +218,7 @@ def test_a_run_answers_all_turns_and_computes_what_they_share_once(workplace, mo
         calls.append((sum(map(len, request.prompts)), next((count for count in seen if count > 1), 0)))
         return result
 
-    monkeypatch.setattr(DecodeLoop, "answer", noted)
+    monkeypatch.setattr(DecodeLoop, "run", noted)
     result = run(parse(RECIPE, more))
     metrics = read_metrics(result.folder / "metrics.jsonl")
     assert all(row["rollouts"] >= 4 and 0 <= row["rollout_gap"] < 1e-5 for row in metrics)

@@ -19,7 +19,7 @@ from distill.generation.decode_loop import EngineSettings
 from distill.generation.engines import engine_for
 from distill.generation.sampling import Sampling
 from distill.generation.stopping import StopStrings
-from distill.generation.vllm_engine import answer_log_probs, save_untied
+from distill.generation.vllm_engine import response_log_probs, save_untied
 from distill.models.adapters import add_lora
 from distill.recipe import Lora
 
@@ -97,7 +97,7 @@ def test_each_call_is_answered_by_the_weights_as_they_are(tie, dtype, vllm):
         if dtype == torch.float32:
             assert answers.tokens == expected.tokens
         assert torch.tensor(list(itertools.chain(*answers.log_probs))) == pytest.approx(
-            torch.cat([answer_log_probs(model, p, t) for p, t in zip(PROMPTS, answers.tokens, strict=True)]).numpy(),
+            torch.cat([response_log_probs(model, p, t) for p, t in zip(PROMPTS, answers.tokens, strict=True)]).numpy(),
             abs=1e-4 if dtype == torch.float32 else 0.05,
         )
         change(model)

@@ -115,7 +115,7 @@ def sample(
     tokenizer = load_tokenizer(answering, "student" if own else "teacher")
     template = load_template(recipe.data.chat_template, tokenizer)
     longest, most, batch_size = _positions(recipe, who), settings.max_new_tokens, settings.batch_size
-    usable = read_prompts(prompts, tokenizer, template, recipe.data.fields, longest=longest - 1)
+    usable = read_prompts(prompts, tokenizer, template, recipe.data.fields, max_length=longest - 1)
     drawn = settings.sampling._asdict().items()
     made_by = {
         "by": section.model or who, "max_new_tokens": most, "seed": settings.seed,
@@ -137,7 +137,7 @@ def sample(
     )
     engine: Engine
     if processes > 1:
-        engine = CollectiveEngine(TransformersEngine(model, made_for, together=True))
+        engine = CollectiveEngine(TransformersEngine(model, made_for, collective=True))
     else:
         engine = engine_for(settings.engine, model, made_for, tokenizer=tokenizer, field="--engine")
     start = time.perf_counter()
@@ -152,7 +152,7 @@ def sample(
                 batch_size=batch_size,
             )
             for prompt, tokens, cut in zip(group, answers.tokens, answers.truncated, strict=True):
-                row = prompt.answered(str(tokenizer.decode(tokens, skip_special_tokens=True)))
+                row = prompt.with_response(str(tokenizer.decode(tokens, skip_special_tokens=True)))
                 file.write(json.dumps(row | {"truncated": cut, "sampled": made_by}, ensure_ascii=False) + "\n")
                 result.made += 1
                 result.tokens += len(tokens)
@@ -187,7 +187,7 @@ def _finished(out: Path, prompts: list[Prompt], settings: dict[str, Any]) -> int
         row: Any = None
         with contextlib.suppress(ValueError):
             row = json.loads(line)
-        if not prompt.is_asked_by(row):
+        if not prompt.matches(row):
             raise ValueError(f"--out: line {number} of {out} does not answer prompt {number}; give another file")
         if row.get("sampled") != settings:
             raise ValueError(

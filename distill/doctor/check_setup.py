@@ -20,7 +20,7 @@ from distill.doctor.references import reference_of
 from distill.doctor.rewards import advantages_of
 from distill.doctor.rollouts import StudentRollouts
 from distill.doctor.rows import Row, Rows
-from distill.generation.documents import AnswerReader
+from distill.generation.documents import ResponseRetokenizer
 from distill.models.packed import keeps_apart
 from distill.recipe.loss import Loss
 from distill.teachers.base import Teacher
@@ -75,7 +75,7 @@ class CheckSetup:
     tokenizers: Sequence[Any] | None = None
     small: Callable[[], tuple[nn.Module, Teacher]] | None = None
     rollouts: StudentRollouts | None = None
-    reader: AnswerReader | None = None
+    reader: ResponseRetokenizer | None = None
     prompts: list[list[int]] | None = None
     last_tokens: Sequence[int] = ()
     packs: bool = True

@@ -237,7 +237,7 @@ def _with_rollouts(subject: CheckSetup, recipe: Recipe, pair: ModelPair, format:
     rollouts = StudentRollouts.of_recipe(recipe, subject.student, pair.tokenizer, objective.columns)
     documents = subject.documents()
     reader = pair.vocabulary.answer_reader()
-    answers = rollouts.answered(subject.student, documents, len(documents), reader)
+    answers = rollouts.with_responses(subject.student, documents, len(documents), reader)
     learned = [each for each in zip(answers, prompts_of(documents), strict=True) if first_learned(each[0]) is not None]
     if len(learned) < 2:
         raise ValueError(f"data.on_policy: expected at least 2 rollouts to train on, got {len(learned)}")

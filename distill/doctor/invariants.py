@@ -118,7 +118,9 @@ def accumulation_changes_nothing(subject: CheckSetup) -> CheckResult:
     if subject.rollouts is None or not finding.passed:
         return finding
     alone = subject.documents()
-    together, apart = (subject.rollouts.answered(subject.student, alone, n, subject.reader) for n in (len(alone), 1))
+    together, apart = (
+        subject.rollouts.with_responses(subject.student, alone, n, subject.reader) for n in (len(alone), 1)
+    )
     same = sum(one == other for one, other in zip(together, apart, strict=False))
     agreeing = f"{same} of {len(alone)} rollouts are the same together and one by one"
     return finding._replace(passed=same == len(together) == len(apart), detail=f"{finding.detail}; {agreeing}")

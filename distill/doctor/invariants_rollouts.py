@@ -34,7 +34,7 @@ def rollouts_follow_the_weights(subject: CheckSetup) -> CheckResult:
             ids = batch["input_ids"].to(subject.device)
             logits = subject.student(input_ids=ids, use_cache=False).logits[:, :-1, : rollouts.vocab_size]
             log_p = logits.double().cpu().log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
-            differences.append(difference({"": batch["drawn_log_p"][:, 1:][learned]}, {"": log_p[learned]}))
+            differences.append(difference({"": batch["sampled_log_p"][:, 1:][learned]}, {"": log_p[learned]}))
             generator = torch.Generator().manual_seed(1)
             for parameter in subject.student.parameters():
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter)

@@ -9,7 +9,7 @@ import torch
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor.rows import bounds
 from distill.generation.documents import Document
-from distill.generation.function_calls import Question
+from distill.generation.function_calls import FunctionInput
 from distill.generation.rewards import Rewards
 
 
@@ -32,7 +32,7 @@ def advantages_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def substitute_rewards(scale: str) -> Rewards:
     """Return rewards of rollouts by their tokens; `scale` as in `Rewards`."""
 
-    def question(document: Document, answer: Sequence[int]) -> Question:
-        return Question("", "", "", {"tokens": [0, *answer]})
+    def function_input(document: Document, answer: Sequence[int]) -> FunctionInput:
+        return FunctionInput("", "", "", {"tokens": [0, *answer]})
 
-    return Rewards(lambda asked: [advantage_of(each.row["tokens"]) for each in asked], question, scale)  # type: ignore[arg-type]
+    return Rewards(lambda asked: [advantage_of(each.row["tokens"]) for each in asked], function_input, scale)  # type: ignore[arg-type]

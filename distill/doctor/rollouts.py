@@ -13,9 +13,9 @@ from distill.data.chat import load_template
 from distill.data.collator import Collator
 from distill.doctor.rewards import substitute_rewards
 from distill.generation.decode_loop import EngineSettings
-from distill.generation.documents import AnswerReader, documents_of
+from distill.generation.documents import ResponseRetokenizer, documents_of
 from distill.generation.engines import engine_for, settings_for
-from distill.generation.on_policy import OnPolicy
+from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.sampling import Sampling, sampling_of
 from distill.recipe import Recipe
 from distill.teachers.context.data import ContextCollator
@@ -32,7 +32,7 @@ class StudentRollouts:
     Attributes:
         engine: `distill` or `transformers`.
         fraction: Fraction of the documents whose responses are replaced in training.
-        sampling, seed, max_length, max_new_tokens, batch_size: See `OnPolicy`.
+        sampling, seed, max_length, max_new_tokens, batch_size: See `OnPolicyRollouts`.
         pad, ends, vocab_size: See `EngineSettings`.
         reward_scale: `group` or `none` where the loss has a reward, which training runs replace; None without one.
     """
@@ -74,13 +74,13 @@ class StudentRollouts:
             None if recipe.loss.rewarded is None else recipe.loss.rewarded.reward_scale,
         )
 
-    def by(self, student: nn.Module, fraction: float | None = None, log_probs: bool = False) -> OnPolicy:
-        """Return an `OnPolicy` that generates with `student`."""
+    def by(self, student: nn.Module, fraction: float | None = None, log_probs: bool = False) -> OnPolicyRollouts:
+        """Return `OnPolicyRollouts` that generates with `student`."""
         settings = EngineSettings(
             self.pad, self.ends, vocab_size=self.vocab_size, max_length=self.max_length, log_probs=log_probs
         )
         engine = engine_for(self.engine, student, settings, trains=True)
-        return OnPolicy(
+        return OnPolicyRollouts(
             engine,
             fraction=self.fraction if fraction is None else fraction,
             max_new_tokens=self.max_new_tokens,
@@ -91,15 +91,15 @@ class StudentRollouts:
             log_probs=log_probs,
         )
 
-    def in_training(self, student: nn.Module) -> OnPolicy:
-        """Return an `OnPolicy` for a training run: with two responses per prompt where the loss has a reward."""
+    def in_training(self, student: nn.Module) -> OnPolicyRollouts:
+        """Return `OnPolicyRollouts` for a training run: with two responses per prompt where the loss has a reward."""
         own = self.by(student)
         if self.reward_scale is not None:
             own.samples, own.rewards = 2, substitute_rewards(self.reward_scale)
         return own
 
-    def answered(
-        self, student: nn.Module, rows: Sequence[Any], at_once: int, reader: AnswerReader | None = None
+    def with_responses(
+        self, student: nn.Module, rows: Sequence[Any], at_once: int, reader: ResponseRetokenizer | None = None
     ) -> list[dict[str, list[int]]]:
         """Return rows of one document each with the student's response, `at_once` rows per micro-batch.
 

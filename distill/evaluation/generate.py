@@ -9,12 +9,12 @@ import torch
 from distill_kernels.launch import runs_on_triton
 from transformers.generation.streamers import BaseStreamer
 
-from distill.generation.answers import Turn, encode_prompt
 from distill.generation.decode_loop import DecodeLoop
 from distill.generation.engines import settings_for
+from distill.generation.greedy import Turn, encode_prompt
 from distill.generation.sampling import Sampling
 from distill.generation.stopping import end_tokens, override_generation_config
-from distill.generation.trial import why_not
+from distill.generation.support_check import unsupported_reason
 from distill.models.triton_only import use_triton_only
 
 
@@ -67,7 +67,7 @@ def stream(
     streamer = Stream(tokenizer, write)
     ends = end_tokens(tokenizer, model, None)
     with override_generation_config(
-        model, most=max_new_tokens, temperature=temperature, pad=tokenizer.pad_token_id, ends=ends
+        model, max_new_tokens=max_new_tokens, temperature=temperature, pad=tokenizer.pad_token_id, ends=ends
     ):
         model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, streamer=streamer)
     return tokenizer.decode(streamer.ids, skip_special_tokens=True)
@@ -87,7 +87,7 @@ class TritonGenerator:
         weight = next(model.parameters())
         if not runs_on_triton(weight):
             raise ValueError("--kernels: triton needs a CUDA device (sm_90 or later); omit --kernels on a CPU")
-        if (reason := why_not(model)) is not None:
+        if (reason := unsupported_reason(model)) is not None:
             raise ValueError(f"--kernels: triton does not support this model: {reason}; omit --kernels")
         use_triton_only(model)
         self.tokenizer = tokenizer
@@ -95,12 +95,12 @@ class TritonGenerator:
 
     def __call__(self, prompt: str, write: Callable[[str], None], *, max_new_tokens: int, temperature: float) -> str:
         """Return the response, after writing it."""
-        answers = self.loop.generate(
+        responses = self.loop.generate(
             encode_prompt(self.tokenizer, prompt).tolist(),
             max_new_tokens=max_new_tokens,
             sampling=Sampling(temperature),
             seeds=[int(torch.randint(2**62, ()))],
         )
-        text = str(self.tokenizer.decode(answers.tokens[0], skip_special_tokens=True))
+        text = str(self.tokenizer.decode(responses.tokens[0], skip_special_tokens=True))
         write(text)
         return text

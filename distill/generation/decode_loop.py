@@ -1,8 +1,8 @@
 """Batched generation: prompts in one packed call, then a decoding step of fixed shapes, replayed as a CUDA graph.
 
     loop = DecodeLoop(model, EngineSettings(pad=0, ends=[2]))
-    answers = loop.generate([[5, 6, 7], [8]], max_new_tokens=64, sampling=Sampling(1.0, top_p=0.9), seeds=[11, 12])
-    answers.tokens[0], answers.truncated[0]
+    responses = loop.generate([[5, 6, 7], [8]], max_new_tokens=64, sampling=Sampling(1.0, top_p=0.9), seeds=[11, 12])
+    responses.tokens[0], responses.truncated[0]
 
 `generate` of transformers spends most of a token's time in Python: masks, logits processors, stopping criteria and a
 cache that is copied. Here a step has fixed shapes and addresses (`RaggedCache`: every sequence starts at slot 0, so
@@ -15,7 +15,7 @@ prompts (the turns of a chat, several responses to a prompt, one system prompt) 
 values are copied to each.
 
 The last token of a prompt is fed by the first step, so that logits are computed for one position per sequence only, by
-the model's own forward with everything that it does to them.
+the model's own forward with its own scaling and soft cap.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from distill_kernels.launch import LAUNCH_ERRORS, next_power_of_2
 from torch import nn
 
 from distill.core.eval_mode import eval_mode
-from distill.generation.fused_step import FusedSteps
+from distill.generation.fused_step import FusedStepFactory
 from distill.generation.sampling import GREEDY, Sampling
-from distill.generation.seats import Seats, fetched
+from distill.generation.sequence_slots import SequenceSlots, copy_to_host
 from distill.generation.stopping import StopStrings
 from distill.models.graphs import own_workspace
 from distill.models.head import bare, decoder_of
@@ -45,11 +45,11 @@ from distill.models.shared_prefixes import in_families
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY = 16  # tokens between two checks for finished sequences; each check waits for the GPU
-STEPS = 4  # tokens of one replay
-SLOTS_STEP = 128
-WORTH_READING = 0.25  # of the sequence slots must be free before a prefill, which holds up all others
-MOST_BUFFERS = 2  # captured steps, each with its cache
+CHECK_EVERY = 16  # tokens between two checks for finished sequences; each check waits for the GPU
+STEPS_PER_REPLAY = 4  # tokens of one replay
+CACHE_MULTIPLE = 128
+MIN_FREE_FRACTION = 0.25  # of the sequence slots must be free before a prefill, which holds up all others
+MAX_BUFFERS = 2  # captured steps, each with its cache
 
 
 @dataclass
@@ -149,10 +149,10 @@ class Engine(abc.ABC):
             raise ValueError(f"prompts: {count} with {len(limits)} max_new_tokens and {len(own_seeds)} seeds")
         if not all(map(len, prompts)):
             raise ValueError("prompts: an empty prompt has nothing to continue")
-        return self.answer(Request(prompts, limits, own_seeds, sampling, batch_size, same_weights))
+        return self.run(Request(prompts, limits, own_seeds, sampling, batch_size, same_weights))
 
     @abc.abstractmethod
-    def answer(self, request: Request) -> Generated:
+    def run(self, request: Request) -> Generated:
         """Generate the responses to a request whose lists are equally long."""
 
 
@@ -162,7 +162,7 @@ class DecodeLoop(Engine):
     The model's weights may change between calls, as they do in training; the model is in eval mode during a call.
 
     Args:
-        model: A causal language model of transformers, bare or inside PEFT, not sharded; see `trial.why_not`.
+        model: A causal language model of transformers, bare or inside PEFT, not sharded; see `unsupported_reason`.
     """
 
     def __init__(self, model: nn.Module, settings: EngineSettings) -> None:
@@ -173,11 +173,11 @@ class DecodeLoop(Engine):
         self.ends = torch.tensor(sorted(set(settings.ends)), dtype=torch.int64, device=self.device)
         # a graph would go on copying the layers that were streamed when it was captured
         self.replays = self.device.type == "cuda" and not is_offloaded(self.inner)
-        self.buffers: list[Seats] = []  # most recently used last
-        self.fused_steps = FusedSteps(model, settings.autocast, settings.vocab_size, settings.fused)
+        self.buffers: list[SequenceSlots] = []  # most recently used last
+        self.fused_step_factory = FusedStepFactory(model, settings.autocast, settings.vocab_size, settings.fused)
         self.stream = torch.cuda.Stream(self.device) if self.replays else None
 
-    def answer(self, request: Request) -> Generated:
+    def run(self, request: Request) -> Generated:
         prompts, limits = request.prompts, request.limits
         result = Generated([[] for _ in prompts], [limit == 0 for limit in limits], [[] for _ in prompts])
         # prompts that share a prefix are prefilled together; else neighbours of similar length waste least
@@ -187,69 +187,72 @@ class DecodeLoop(Engine):
             return result
         chosen = request.of(order)
         here = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
-        with here, self._ready():
-            answers = self._answer_in_turn(chosen, self._seats_for(chosen))
+        with here, self._decoding_mode():
+            responses = self._generate_batches(chosen, self._slots_for(chosen))
         for place, number in enumerate(order):
-            result.tokens[number], result.truncated[number] = answers.tokens[place], answers.truncated[place]
-            result.log_probs[number] = answers.log_probs[place]
+            result.tokens[number], result.truncated[number] = responses.tokens[place], responses.truncated[place]
+            result.log_probs[number] = responses.log_probs[place]
         return result
 
-    def _answer_in_turn(self, request: Request, seats: Seats) -> Generated:
+    def _generate_batches(self, request: Request, slots: SequenceSlots) -> Generated:
         """Generate by continuous batching: finished sequences free their sequence slots for waiting prompts."""
         prompts, limits, _, sampling, *_ = request
-        answers = Generated([[] for _ in prompts], [True] * len(prompts), [[] for _ in prompts])
-        waiting, seated = deque(range(len(prompts))), dict[int, int]()
-        at_once, look_every = 1 if seats.graph is None else STEPS, LOOK_EVERY if self.device.type == "cuda" else 1
-        seats.clear(self.pad)
-        made, unread = [0] * seats.batch, None  # tokens of each sequence; a check whose tokens are not read yet
-        while waiting or seated:
-            free = [seat for seat in range(seats.batch) if seat not in seated]
-            if waiting and (not seated or len(free) >= seats.batch * WORTH_READING):
-                taken = {seat: waiting.popleft() for seat in free[: len(waiting)]}
-                self._take_seats(request, taken, seats)
-                seated |= taken
-                made = [0 if seat in taken else count for seat, count in enumerate(made)]
-            left = max(limits[number] - made[seat] for seat, number in seated.items())
-            steps = -(-min(look_every, left) // at_once) * at_once
-            for _ in range(0, steps, at_once):
-                if seats.graph is not None:
-                    seats.graph.replay()
+        responses = Generated([[] for _ in prompts], [True] * len(prompts), [[] for _ in prompts])
+        waiting, active = deque(range(len(prompts))), dict[int, int]()
+        steps_per_replay, check_every = (
+            1 if slots.graph is None else STEPS_PER_REPLAY,
+            CHECK_EVERY if self.device.type == "cuda" else 1,
+        )
+        slots.clear(self.pad)
+        made, unread = [0] * slots.batch, None  # tokens of each sequence; a check whose tokens are not read yet
+        while waiting or active:
+            free = [slot for slot in range(slots.batch) if slot not in active]
+            if waiting and (not active or len(free) >= slots.batch * MIN_FREE_FRACTION):
+                assigned = {slot: waiting.popleft() for slot in free[: len(waiting)]}
+                self._prefill(request, assigned, slots)
+                active |= assigned
+                made = [0 if slot in assigned else count for slot, count in enumerate(made)]
+            left = max(limits[number] - made[slot] for slot, number in active.items())
+            steps = -(-min(check_every, left) // steps_per_replay) * steps_per_replay
+            for _ in range(0, steps, steps_per_replay):
+                if slots.graph is not None:
+                    slots.graph.replay()
                 else:
-                    self._step(seats, sampling)
+                    self._step(slots, sampling)
             if unread is not None:  # while these steps run on the device
-                self._read(unread, answers, seated)
-            new = (seats.made, seats.done, seats.ended, seats.answers[:, :steps], seats.log_probs[:, :steps])
-            unread = fetched(*new)
-            seats.column.zero_()
+                self._read(unread, responses, active)
+            new = (slots.generated, slots.done, slots.ended, slots.responses[:, :steps], slots.log_probs[:, :steps])
+            unread = copy_to_host(*new)
+            slots.column.zero_()
             made, done = unread[0].tolist(), unread[1].tolist()
-            if self.settings.stop is not None or any(done[seat] for seat in seated):
-                self._read(unread, answers, seated)
+            if self.settings.stop is not None or any(done[slot] for slot in active):
+                self._read(unread, responses, active)
                 unread = None
-        return answers
+        return responses
 
-    def _read(self, look: list[torch.Tensor], answers: Generated, seated: dict[int, int]) -> None:
-        """Append the tokens sampled since the previous check to `answers`, and free the slots of finished sequences."""
-        made, done, ended, tokens, log_probs = (tensor.tolist() for tensor in look)
+    def _read(self, check: list[torch.Tensor], responses: Generated, active: dict[int, int]) -> None:
+        """Append the tokens sampled since the previous check, and free the slots of finished sequences."""
+        made, done, ended, tokens, log_probs = (tensor.tolist() for tensor in check)
         stop = self.settings.stop
-        for seat, number in list(seated.items()):
-            own, seen = answers.tokens[number], len(answers.tokens[number])
-            own += tokens[seat][: made[seat] - seen]
-            if (end := stop.end(own, seen) if stop is not None else None) is not None:
+        for slot, number in list(active.items()):
+            own, seen = responses.tokens[number], len(responses.tokens[number])
+            own += tokens[slot][: made[slot] - seen]
+            if (end := stop.find_end(own, seen) if stop is not None else None) is not None:
                 del own[end:]  # tokens sampled beyond it
             if self.settings.log_probs:
-                answers.log_probs[number] += log_probs[seat][: len(own) - seen]
-            if done[seat] or end is not None:
-                answers.truncated[number] = not ended[seat] and end is None
-                del seated[seat]
+                responses.log_probs[number] += log_probs[slot][: len(own) - seen]
+            if done[slot] or end is not None:
+                responses.truncated[number] = not ended[slot] and end is None
+                del active[slot]
 
-    def _take_seats(self, request: Request, taken: dict[int, int], seats: Seats) -> None:
-        """Prefill prompts into free sequence slots: `taken` maps a slot to the index of its prompt."""
-        prompts, limits, seeds, *_ = request.of(list(taken.values()))
-        read_prompts(self.decoder, prompts, list(taken), seats.cache, seats.held)
-        seats.held |= dict(zip(taken, prompts, strict=True))
-        seats.seat(list(taken), prompts, limits, seeds)
+    def _prefill(self, request: Request, assigned: dict[int, int], slots: SequenceSlots) -> None:
+        """Prefill prompts into free sequence slots: `assigned` maps a slot to the index of its prompt."""
+        prompts, limits, seeds, *_ = request.of(list(assigned.values()))
+        read_prompts(self.decoder, prompts, list(assigned), slots.cache, slots.cached_prompts)
+        slots.cached_prompts |= dict(zip(assigned, prompts, strict=True))
+        slots.assign(list(assigned), prompts, limits, seeds)
 
-    def _seats_for(self, request: Request) -> Seats:
+    def _slots_for(self, request: Request) -> SequenceSlots:
         """Return buffers for one batch; where they are kept, their sizes are rounded up and a step is captured.
 
         Their sizes follow from this call alone, never from earlier ones, since a sum's rounding depends on its shape: a
@@ -257,39 +260,39 @@ class DecodeLoop(Engine):
         """
         prompts, limits, _, sampling, batch_size, _ = request
         batch = min(len(prompts), batch_size)
-        slots = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+        cache_length = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
         if not self.replays:
-            once = Seats(self.inner.config, batch, slots, LOOK_EVERY, self.device)
-            once.fused = self.fused_steps.step_for(once, self.ends, self.pad)
+            once = SequenceSlots(self.inner.config, batch, cache_length, CHECK_EVERY, self.device)
+            once.fused = self.fused_step_factory.step_for(once, self.ends, self.pad)
             return once
         batch = min(next_power_of_2(batch), batch_size)
-        slots = -(-max(self.settings.max_length, slots) // SLOTS_STEP) * SLOTS_STEP
-        seats = next((seats for seats in self.buffers if seats.sizes == (batch, slots)), None)
-        if seats is None:
-            del self.buffers[: 1 - MOST_BUFFERS]
-            seats = Seats(self.inner.config, batch, slots, LOOK_EVERY, self.device)
+        cache_length = -(-max(self.settings.max_length, cache_length) // CACHE_MULTIPLE) * CACHE_MULTIPLE
+        slots = next((slots for slots in self.buffers if slots.sizes == (batch, cache_length)), None)
+        if slots is None:
+            del self.buffers[: 1 - MAX_BUFFERS]
+            slots = SequenceSlots(self.inner.config, batch, cache_length, CHECK_EVERY, self.device)
         else:
-            self.buffers.remove(seats)
-        self.buffers.append(seats)
-        self._capture(seats, sampling)
-        return seats
+            self.buffers.remove(slots)
+        self.buffers.append(slots)
+        self._capture(slots, sampling)
+        return slots
 
-    def _step(self, seats: Seats, sampling: Sampling) -> None:
-        """Decode one token of every sequence. Reads and writes the buffers of `seats` only, and never synchronises."""
-        if seats.fused is not None:
-            seats.fused(sampling)
+    def _step(self, slots: SequenceSlots, sampling: Sampling) -> None:
+        """Decode one token of every sequence. Reads and writes the buffers of `slots` only, and never synchronises."""
+        if slots.fused is not None:
+            slots.fused(sampling)
             return
-        cache = seats.cache
+        cache = slots.cache
         # the class's forward, without wrappers that a trainer put around the instance's (the loss, a context manager)
         output = type(self.inner).forward(
-            self.inner, input_ids=seats.token[:, None], position_ids=cache.lengths[:, None] - 1,
+            self.inner, input_ids=slots.token[:, None], position_ids=cache.lengths[:, None] - 1,
             past_key_values=cache, use_cache=True, ragged_cache=cache,
         )  # fmt: skip
         logits = output.logits[:, -1, : self.settings.vocab_size]
-        seats.draw(logits, sampling, self.ends, self.pad, log_probs=self.settings.log_probs)
+        slots.sample(logits, sampling, self.ends, self.pad, log_probs=self.settings.log_probs)
 
     @contextlib.contextmanager
-    def _ready(self) -> Iterator[None]:
+    def _decoding_mode(self) -> Iterator[None]:
         """Enter eval mode, no gradients, the ragged cache's attention and autocast; all are restored afterwards."""
         # weights cached by autocast would be stale in a graph that is replayed after they changed
         autocast = torch.autocast(
@@ -301,50 +304,50 @@ class DecodeLoop(Engine):
         with eval_mode(self.model), torch.no_grad(), autocast, attention_for_ragged_cache(self.model):
             yield
 
-    def _capture(self, seats: Seats, sampling: Sampling) -> None:
-        """Capture `STEPS` steps, once for these buffers, sampling parameters, addresses of weights and patches."""
+    def _capture(self, slots: SequenceSlots, sampling: Sampling) -> None:
+        """Capture several steps, once for these buffers, sampling parameters, addresses of weights and patches."""
         weights = tuple(parameter.data_ptr() for parameter in self.model.parameters())
         patches = tuple(id(module.__dict__.get("forward")) for module in self.model.modules())
         depends_on = (sampling, weights, patches)
-        if seats.captured == depends_on:
+        if slots.captured_key == depends_on:
             return
-        seats.graph = None
-        seats.fused = self.fused_steps.step_for(seats, self.ends, self.pad)
-        seats.clear(self.pad)  # all sequences are done: the steps below write one cache slot and advance nothing
+        slots.graph = None
+        slots.fused = self.fused_step_factory.step_for(slots, self.ends, self.pad)
+        slots.clear(self.pad)  # all sequences are done: the steps below write one cache slot and advance nothing
         assert self.stream is not None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            self._warm(seats, sampling)
-            waits = _waits_for_the_host(lambda: self._step(seats, sampling))
+            self._warm_up(slots, sampling)
+            waits = _host_synchronisation(lambda: self._step(slots, sampling))
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         if waits is not None:
             self.replays = False
             log.warning("decoding runs without a CUDA graph, several times slower: the model's forward %s", waits)
             return
-        seats.column.zero_()
+        slots.column.zero_()
         graph = torch.cuda.CUDAGraph()
         # other threads (NCCL's, a data loader's) may call CUDA during the capture
         with own_workspace(), torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            for _ in range(STEPS):
-                self._step(seats, sampling)
-        seats.graph, seats.captured = graph, depends_on
+            for _ in range(STEPS_PER_REPLAY):
+                self._step(slots, sampling)
+        slots.graph, slots.captured_key = graph, depends_on
 
-    def _warm(self, seats: Seats, sampling: Sampling) -> None:
+    def _warm_up(self, slots: SequenceSlots, sampling: Sampling) -> None:
         """Run two steps with all sequences done; fall back to the model's layers if fused kernels do not compile."""
         try:
             for _ in range(2):
-                seats.column.zero_()
-                self._step(seats, sampling)
+                slots.column.zero_()
+                self._step(slots, sampling)
         except LAUNCH_ERRORS as error:
-            if seats.fused is None:
+            if slots.fused is None:
                 raise
-            self.fused_steps.refuse(error)
-            seats.fused = None
-            self._warm(seats, sampling)
-        seats.column.zero_()
+            self.fused_step_factory.disable(error)
+            slots.fused = None
+            self._warm_up(slots, sampling)
+        slots.column.zero_()
 
 
-def _waits_for_the_host(step: Any) -> str | None:
+def _host_synchronisation(step: Any) -> str | None:
     """Run `step`; return PyTorch's error where an operation in it synchronises, which no graph can hold, else None."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

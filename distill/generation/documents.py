@@ -20,7 +20,7 @@ Row = dict[str, list[int]]
 Span = tuple[int, int, int, int]
 
 
-class AnswerPair(NamedTuple):
+class RetokenizedResponse(NamedTuple):
     """A generated response as a teacher with another tokenizer reads it.
 
     Attributes:
@@ -40,27 +40,27 @@ class Score(NamedTuple):
     advantage: float
 
 
-class AnswerReader(Protocol):
+class ResponseRetokenizer(Protocol):
     """Reader of generated responses by a teacher's own tokenizer."""
 
-    def read(
+    def retokenize(
         self,
         prompt: Sequence[int],
-        answer: Sequence[int],
+        response: Sequence[int],
         teacher_prompt: Sequence[int],
         *,
-        given: Sequence[int] = (),
-        teacher_given: Sequence[int] = (),
-        most: int,
-    ) -> AnswerPair:
+        reference: Sequence[int] = (),
+        teacher_reference: Sequence[int] = (),
+        max_teacher_tokens: int,
+    ) -> RetokenizedResponse:
         """Return the teacher's reading of a response.
 
         Args:
             prompt: the student's tokens before the response.
-            answer: the student's tokens of the response, with the one that ends it unless it was cut off.
+            response: the student's tokens of the response, with the one that ends it unless it was cut off.
             teacher_prompt: the teacher's tokens before the response.
-            given: the student's tokens of the data's response; likewise `teacher_given`.
-            most: bound on the number of the teacher's tokens, its prompt included.
+            reference: the student's tokens of the data's response; likewise `teacher_reference`.
+            max_teacher_tokens: bound on the number of the teacher's tokens, its prompt included.
         """
         ...
 
@@ -76,11 +76,11 @@ class Document:
         teacher_ids: the teacher's input in their place, which ends with the same response; None for the same input.
         route: index of its teacher's route; None where there is one teacher.
         sample: index of its response, where several are generated for a document.
-        drawn_log_p: log-probabilities of a rollout's tokens when they were sampled; None for responses of the data.
+        sampled_log_p: log-probabilities of a rollout's tokens when they were sampled; None for responses of the data.
         score: reward and advantage of a rollout; None without a reward function.
         spans: where `teacher_ids` are of another tokenizer, the aligned spans: first token and the one after the last,
             of `ids` and of `teacher_ids`.
-        starts: where they are, the first token of the last answer in `ids` and in `teacher_ids`.
+        starts: where they are, the first token of the last response in `ids` and in `teacher_ids`.
     """
 
     ids: list[int]
@@ -89,7 +89,7 @@ class Document:
     teacher_ids: list[int] | None = None
     route: int | None = None
     sample: int = 0
-    drawn_log_p: Sequence[float] | None = None
+    sampled_log_p: Sequence[float] | None = None
     score: Score | None = None
     spans: Sequence[Span] | None = None
     starts: tuple[int, int] | None = None
@@ -130,11 +130,11 @@ class Document:
         text = ",".join([*map(str, (*more, *[self.sample] * (self.sample > 0), -1)), *[self._text] * bool(self.ids)])
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
-    def answered(
+    def with_response(
         self,
         prompt: Sequence[int],
-        answer: Sequence[int],
-        drawn_log_p: Sequence[float] | None = None,
+        response: Sequence[int],
+        sampled_log_p: Sequence[float] | None = None,
         score: Score | None = None,
         replies: Sequence[Sequence[int]] = (),
     ) -> Document:
@@ -142,49 +142,49 @@ class Document:
 
         Args:
             prompt: tokens before the response.
-            answer: tokens of the response.
-            drawn_log_p: log-probability of each token of `answer` when it was sampled.
+            response: tokens of the response.
+            sampled_log_p: log-probability of each token of `response` when it was sampled.
             score: reward and advantage of the response.
-            replies: (start, stop) of the tokens in `answer` that are not the student's.
+            replies: (start, stop) of the tokens in `response` that are not the student's.
         """
         other = self.teacher_ids
         if other is not None:
             assert self.spans is None, "its response is read by another tokenizer: reread"
-            other = [*other[: len(other) - (len(self.ids) - len(prompt))], *answer]
-        labels = [IGNORE_INDEX] * len(prompt) + list(answer)
+            other = [*other[: len(other) - (len(self.ids) - len(prompt))], *response]
+        labels = [IGNORE_INDEX] * len(prompt) + list(response)
         for start, stop in replies:
             labels[len(prompt) + start : len(prompt) + stop] = [IGNORE_INDEX] * (stop - start)
-        return Document([*prompt, *answer], labels, self.row, other, self.route, self.sample, drawn_log_p, score)
+        return Document([*prompt, *response], labels, self.row, other, self.route, self.sample, sampled_log_p, score)
 
-    def reread(
+    def with_retokenized_response(
         self,
-        reader: AnswerReader,
-        answer: Sequence[int],
-        most: int,
-        drawn_log_p: Sequence[float] | None = None,
+        reader: ResponseRetokenizer,
+        response: Sequence[int],
+        max_teacher_tokens: int,
+        sampled_log_p: Sequence[float] | None = None,
     ) -> Document:
         """Return the document with another response, which the teacher reads by another tokenizer.
 
         Args:
             reader: reads the response by the teacher's tokenizer.
-            answer: the student's tokens.
-            most: bound on the number of the teacher's tokens, those of its prompt included.
-            drawn_log_p: log-probability of each token of `answer` when it was sampled.
+            response: the student's tokens.
+            max_teacher_tokens: bound on the number of the teacher's tokens, those of its prompt included.
+            sampled_log_p: log-probability of each token of `response` when it was sampled.
         """
         assert self.starts is not None and self.teacher_ids is not None
         own, other = self.starts
-        pair = reader.read(
+        pair = reader.retokenize(
             self.prompt,
-            answer,
+            response,
             self.teacher_ids[:other],
-            given=self.ids[own:],
-            teacher_given=self.teacher_ids[other:],
-            most=most,
+            reference=self.ids[own:],
+            teacher_reference=self.teacher_ids[other:],
+            max_teacher_tokens=max_teacher_tokens,
         )
-        ids = [*self.prompt, *answer]
+        ids = [*self.prompt, *response]
         labels = _labels_at(ids, pair.spans)
         return replace(
-            self, ids=ids, labels=labels, teacher_ids=pair.teacher, drawn_log_p=drawn_log_p, spans=pair.spans
+            self, ids=ids, labels=labels, teacher_ids=pair.teacher, sampled_log_p=sampled_log_p, spans=pair.spans
         )
 
 
@@ -213,7 +213,7 @@ def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
         place_of = dict(zip(batch["valid_rows"].tolist(), batch["teacher_rows"].tolist(), strict=True))
     for row, bounds in enumerate(own):
         for number, (start, end) in enumerate(bounds):
-            # padding, or what follows an answer in a template
+            # padding, or what follows a response in a template
             while end > start and labels[row][end - 1] == IGNORE_INDEX:
                 end -= 1
             if end > start:
@@ -242,10 +242,10 @@ def _pairs_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
                 continue
             own = ids[row][begin : begin + mine[-1][1]]
             other = others[row][other_begin : other_begin + mine[-1][3]]
-            answer = [(a - first, c - shift) for a, c in starts if first <= a < row * width + end]
-            if not answer:
+            response = [(a - first, c - shift) for a, c in starts if first <= a < row * width + end]
+            if not response:
                 raise ValueError("batch: expected answer_starts of each document, which rows of prompts and chats have")
-            found.append(Document(own, _labels_at(own, mine), row, other, spans=mine, starts=answer[-1]))
+            found.append(Document(own, _labels_at(own, mine), row, other, spans=mine, starts=response[-1]))
     return found
 
 
@@ -257,7 +257,7 @@ def _bounds(batch: Mapping[str, torch.Tensor], prefix: str) -> list[list[tuple[i
     return [[(0, ids.shape[1])]] * len(ids) if positions is None else list(map(document_bounds, positions.tolist()))
 
 
-def drawn_log_probs(rows: Sequence[Sequence[Document]], shape: torch.Size) -> torch.Tensor:
+def sampled_log_probs(rows: Sequence[Sequence[Document]], shape: torch.Size) -> torch.Tensor:
     """Return each label's log-probability when it was sampled, [B, S] as `input_ids`; NaN for labels of the data.
 
     Of aligned spans, a span's label has the sum over the span's tokens.
@@ -268,15 +268,15 @@ def drawn_log_probs(rows: Sequence[Sequence[Document]], shape: torch.Size) -> to
         end = 0
         for document in documents:
             begin, end = end, end + len(document.ids)
-            if not document.drawn_log_p:
+            if not document.sampled_log_p:
                 continue
-            drawn = torch.tensor(document.drawn_log_p, dtype=precision)
-            answer = len(document.ids) - len(drawn)
+            drawn = torch.tensor(document.sampled_log_p, dtype=precision)
+            response = len(document.ids) - len(drawn)
             if document.spans is None:
-                tokens[row, begin + answer : end] = drawn
+                tokens[row, begin + response : end] = drawn
                 continue
             for first, after, *_ in document.spans:
-                tokens[row, begin + first] = drawn[first - answer : after - answer].sum()
+                tokens[row, begin + first] = drawn[first - response : after - response].sum()
     return tokens
 
 
@@ -297,7 +297,7 @@ def score_columns(rows: Sequence[Sequence[Document]], shape: torch.Size) -> dict
 
 
 def _placed(documents: Sequence[Document], each: int) -> list[int]:
-    """Return spans (`each` 2) or starts of answers (1) as places in the row that the documents make."""
+    """Return spans (`each` 2) or starts of responses (1) as places in the row that the documents make."""
     placed: list[int] = []
     begin = other_begin = 0
     for document in documents:

@@ -15,9 +15,9 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from distill.core.eval_mode import eval_mode
 from distill.data.chat import ChatTemplate
 from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated, Request
-from distill.generation.sampling import Sampling, as_wide
-from distill.generation.stopping import StopStrings, end_tokens, ended, override_generation_config
-from distill.generation.trial import why_not
+from distill.generation.sampling import Sampling, at_least_float32
+from distill.generation.stopping import StopStrings, end_tokens, override_generation_config, truncate_at_end
+from distill.generation.support_check import unsupported_reason
 from distill.models.head import bare
 from distill.models.kv_cache import PreallocatedCache, unsupported_layers
 
@@ -58,7 +58,7 @@ def engine_for(
 
         return VllmEngine(model, tokenizer, settings, trains)
     if name == "distill":
-        reason = why_not(model)
+        reason = unsupported_reason(model)
         if reason is None:
             return DecodeLoop(model, settings)
         log.warning(
@@ -79,52 +79,54 @@ def settings_for(
 class TransformersEngine(Engine):
     """`model.generate` on left-padded batches, with a preallocated cache where the model's layers allow it.
 
-    With `together`, all processes continue until the last of them has finished: for a model sharded over them.
+    With `collective`, all processes continue until the last of them has finished: for a model sharded over them.
     """
 
-    def __init__(self, model: nn.Module, settings: EngineSettings, *, together: bool = False) -> None:
+    def __init__(self, model: nn.Module, settings: EngineSettings, *, collective: bool = False) -> None:
         self.model, self.pad, self.ends = model, settings.pad, sorted(set(settings.ends))
-        self.autocast, self.together, self.log_probs = settings.autocast, together, settings.log_probs
+        self.autocast, self.collective, self.log_probs = settings.autocast, collective, settings.log_probs
         self.inner: Any = bare(model)
         self.device = next(model.parameters()).device
         self.columns, self.stop = settings.vocab_size, settings.stop
 
-    def answer(self, request: Request) -> Generated:
+    def run(self, request: Request) -> Generated:
         prompts, limits, seeds, sampling, batch_size, _ = request
         result = Generated([], [])
         autocast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
         with torch.no_grad(), eval_mode(self.model), autocast:
             for start in range(0, len(prompts), batch_size):
                 chosen = slice(start, start + batch_size)
-                draws = _Draws(self.columns, sampling, torch.tensor(seeds[chosen], device=self.device))
-                answers = self._answer_batch(prompts[chosen], max(limits[chosen]), draws)
-                for drawn, log_probs, limit in zip(answers, draws.log_probs(), limits[chosen], strict=True):
-                    tokens, truncated = ended(drawn, limit, self.ends, self.stop)
+                sampler = _SeededSampler(self.columns, sampling, torch.tensor(seeds[chosen], device=self.device))
+                responses = self._generate_batch(prompts[chosen], max(limits[chosen]), sampler)
+                for drawn, log_probs, limit in zip(responses, sampler.log_probs(), limits[chosen], strict=True):
+                    tokens, truncated = truncate_at_end(drawn, limit, self.ends, self.stop)
                     result.tokens.append(tokens)
                     result.truncated.append(truncated)
                     result.log_probs.append(log_probs[: len(tokens)] if self.log_probs else [])
         return result
 
-    def _answer_batch(self, prompts: Sequence[Sequence[int]], most: int, draws: _Draws) -> list[list[int]]:
+    def _generate_batch(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampler: _SeededSampler
+    ) -> list[list[int]]:
         width = max(map(len, prompts))
         ids = torch.tensor([[self.pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         cache = None
         # finished rows continue with the others, beyond their own limits
-        if not self.together and not unsupported_layers(self.inner.config):
-            cache = PreallocatedCache(self.inner.config, width + most)
-        with override_generation_config(self.inner, most=most, pad=self.pad, ends=self.ends):
+        if not self.collective and not unsupported_layers(self.inner.config):
+            cache = PreallocatedCache(self.inner.config, width + max_new_tokens)
+        with override_generation_config(self.inner, max_new_tokens=max_new_tokens, pad=self.pad, ends=self.ends):
             out = self.inner.generate(
                 input_ids=ids.to(self.device), attention_mask=mask.to(self.device), use_cache=True,
-                logits_processor=LogitsProcessorList([draws]), past_key_values=cache,
-                synced_gpus=self.together or None,
+                logits_processor=LogitsProcessorList([sampler]), past_key_values=cache,
+                synced_gpus=self.collective or None,
                 stopping_criteria=StoppingCriteriaList([self.stop.criterion(width)] if self.stop else []),
             )  # fmt: skip
         tokens: list[list[int]] = out[:, width:].tolist()
         return tokens
 
 
-class _Draws:
+class _SeededSampler:
     """Logits processor that samples each row's token as the decode loop does, from the row's own seed.
 
     It leaves `generate` one token to choose, so that neither other rows nor the number of processes matter.
@@ -137,8 +139,8 @@ class _Draws:
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores [B, V] of the next tokens of [B, S]: 0 at the sampled token, else -inf."""
         known = scores[:, : self.columns]
-        token = self.sampling.draw(known, self.seeds, self.made)[:, None]
-        self._log_probs.append(as_wide(known).log_softmax(-1).gather(1, token))
+        token = self.sampling.sample(known, self.seeds, self.made)[:, None]
+        self._log_probs.append(at_least_float32(known).log_softmax(-1).gather(1, token))
         self.made += 1
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
 
@@ -154,13 +156,13 @@ class CollectiveEngine(Engine):
     Every process must call it with the same arguments. The batches are those of one process: with the same logits the
     responses are the same. Every layer is gathered from all processes when it is called, so that none may stop before
     the last response of any is finished; a process without prompts left generates one token from padding. `engine` is
-    this process's, made with `together`.
+    this process's, made with `collective`.
     """
 
     def __init__(self, engine: TransformersEngine) -> None:
         self.engine = engine
 
-    def answer(self, request: Request) -> Generated:
+    def run(self, request: Request) -> Generated:
         prompts, limits, seeds, sampling, batch_size, _ = request
         rank, world = dist.get_rank(), dist.get_world_size()
         result = Generated([], [])
@@ -168,9 +170,9 @@ class CollectiveEngine(Engine):
             mine = slice(start + rank * batch_size, start + (rank + 1) * batch_size)
             own = Request(prompts[mine], limits[mine], seeds[mine], sampling, batch_size)
             padding = Request([[self.engine.pad]], [1], [0], sampling, batch_size)
-            answers = self.engine.answer(own if own.prompts else padding)
+            responses = self.engine.run(own if own.prompts else padding)
             parts: list[Any] = [None] * world
-            dist.all_gather_object(parts, (answers.tokens, answers.truncated) if own.prompts else ([], []))
+            dist.all_gather_object(parts, (responses.tokens, responses.truncated) if own.prompts else ([], []))
             for tokens, truncated in parts:
                 result.tokens.extend(tokens)
                 result.truncated.extend(truncated)

@@ -1,14 +1,14 @@
-"""Environments: rollouts of several turns, in which a user's function replies to what the student says.
+"""Environments: rollouts of several turns, in which a user's function replies to the student's responses.
 
     data: {on_policy: {environment: calculator.py:step, max_turns: 4}}
 
-After each answer the function is called as function(messages, tools, row) with the conversation so far. It returns the
-next message, such as a tool's result, or several; the student then answers again. None ends the rollout, as do
-`max_turns`, an answer that was cut off, and a reply for which there is no room. Only the student's own tokens are
+After each response the function is called as function(messages, tools, row) with the conversation so far. It returns
+the next message, such as a tool's result, or several; the student then generates again. None ends the rollout, as do
+`max_turns`, a response that was cut off, and a reply for which there is no room. Only the student's own tokens are
 trained on; those of a reply, with what the chat template writes around it, are input.
 
-What a function said is written to the run's folder, and read again when the run resumes, so that a resumed run has the
-same conversations whatever the function depends on.
+Replies of the function are written to the run's folder, and read again when the run resumes, so that a resumed run has
+the same conversations whatever the function depends on.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 from distill.data.chat import ChatTemplate
 from distill.data.sources import RowFault
 from distill.generation.documents import Document
-from distill.generation.function_calls import Call, Question, UserFunction
+from distill.generation.function_calls import Call, FunctionInput, UserFunction
 
 FIELD = "data.on_policy.environment"
 ANSWER, REPLY = "zqanswerqz", "zqreplyqz"  # in place of texts, to find them in what the template writes
-FOLDER = "environment"  # in a run's folder: what the environment said
+FOLDER = "environment"  # in a run's folder: replies of the environment
 Message = dict[str, object]
 
 
@@ -68,22 +68,22 @@ class Rollout:
     @property
     def turn_seed(self) -> int:
         """Seed of the next response."""
-        return self.seed if self.turn == 0 else _number(self.seed, self.turn)
+        return self.seed if self.turn == 0 else _seed_of_turn(self.seed, self.turn)
 
-    def say(self, tokens: Sequence[int], log_probs: Sequence[float], truncated: bool) -> None:
+    def add_response(self, tokens: Sequence[int], log_probs: Sequence[float], truncated: bool) -> None:
         """Append a response of the student."""
         self.last, self.truncated = len(self.tokens), truncated
         self.tokens += tokens
         self.log_probs += log_probs
 
-    def hear(self, tokens: Sequence[int], messages: Sequence[Message], said: str) -> None:
-        """Append a reply; `said` is the text of the response before it."""
+    def add_reply(self, tokens: Sequence[int], messages: Sequence[Message], response: str) -> None:
+        """Append a reply; `response` is the text of the response before it."""
         start = len(self.tokens)
         self.replies.append((start, start + len(tokens)))
         self.tokens += tokens
         if self.log_probs:
             self.log_probs += [float("nan")] * len(tokens)
-        self.messages += [{"role": "assistant", "content": said}, *messages]
+        self.messages += [{"role": "assistant", "content": response}, *messages]
 
 
 class ChatFormat(NamedTuple):
@@ -101,7 +101,7 @@ class ChatFormat(NamedTuple):
 
 
 class EnvironmentFunction(UserFunction):
-    """The user's function: called as function(messages, tools, row), it returns messages or None."""
+    """The user's function, called as function(messages, tools, row), it returns messages or None."""
 
     field, limit, returns = FIELD, "data.on_policy.environment_timeout", "messages"
 
@@ -111,21 +111,21 @@ class Environment:
 
     Args:
         function: the user's function.
-        question: looks up the data's row of a document, as rewards do.
+        function_input: looks up the data's row of a document, as rewards do.
         chat: chat format of the data.
         max_turns: maximum number of responses in a rollout.
-        log: what was said before, and where it is written.
+        log: replies of earlier calls, which a resumed run reads again.
     """
 
     def __init__(
         self,
         function: UserFunction,
-        question: Callable[[Document, Sequence[int]], Question],
+        function_input: Callable[[Document, Sequence[int]], FunctionInput],
         chat: ChatFormat,
         max_turns: int,
         log: EnvironmentLog,
     ) -> None:
-        self.function, self.question, self.chat = function, question, chat
+        self.function, self.function_input, self.chat = function, function_input, chat
         self.max_turns, self.log = max_turns, log
         self._rendered: set[tuple[str, ...]] = set()  # roles of replies that were found in the template's text
         self.special = {number for number, token in chat.tokenizer.added_tokens_decoder.items() if token.special}
@@ -140,34 +140,36 @@ class Environment:
         Raises:
             ValueError: the function failed, or the chat template refuses what it returned.
         """
-        asked = [rollout for rollout in rollouts if not rollout.truncated and rollout.turn + 1 < self.max_turns]
-        questions = [self.question(rollout.document, ()) for rollout in asked]
-        said = [self._text_of(rollout) for rollout in asked]
+        waiting = [rollout for rollout in rollouts if not rollout.truncated and rollout.turn + 1 < self.max_turns]
+        inputs = [self.function_input(rollout.document, ()) for rollout in waiting]
+        texts = [self._text_of(rollout) for rollout in waiting]
         conversations = [
-            self._conversation(question, [*rollout.messages, {"role": "assistant", "content": text}])
-            for question, rollout, text in zip(questions, asked, said, strict=True)
+            self._conversation(function_input, [*rollout.messages, {"role": "assistant", "content": text}])
+            for function_input, rollout, text in zip(inputs, waiting, texts, strict=True)
         ]
         keys = [
-            _digest(rollout.seed, rollout.turn, conversation)
-            for rollout, conversation in zip(asked, conversations, strict=True)
+            _conversation_key(rollout.seed, rollout.turn, conversation)
+            for rollout, conversation in zip(waiting, conversations, strict=True)
         ]
         new = [number for number, key in enumerate(keys) if key not in self.log]
-        calls = [Call(questions[n].place, [conversations[n], questions[n].tools, questions[n].row]) for n in new]
+        calls = [Call(inputs[n].location, [conversations[n], inputs[n].tools, inputs[n].row]) for n in new]
         self.log.add({keys[n]: reply for n, reply in zip(new, self.function.call(calls), strict=True)})
-        going = []
-        for rollout, question, conversation, text, key in zip(asked, questions, conversations, said, keys, strict=True):
+        continuing = []
+        for rollout, function_input, conversation, text, key in zip(
+            waiting, inputs, conversations, texts, keys, strict=True
+        ):
             if (messages := self.log[key]) is None:
                 continue
-            tokens = self._tokens_of(rollout, conversation, messages, question)
+            tokens = self._tokens_of(rollout, conversation, messages, function_input)
             if tokens is not None and len(tokens) < room(rollout):
-                rollout.hear(tokens, messages, text)
-                going.append(rollout)
-        return going
+                rollout.add_reply(tokens, messages, text)
+                continuing.append(rollout)
+        return continuing
 
-    def _conversation(self, question: Question, more: Sequence[Message]) -> list[Message]:
-        if not isinstance(question.prompt, list):
-            raise ValueError(f"{FIELD}: needs chats; {question.place} is a prompt with a completion")
-        return [*question.prompt, *more]
+    def _conversation(self, function_input: FunctionInput, more: Sequence[Message]) -> list[Message]:
+        if not isinstance(function_input.prompt, list):
+            raise ValueError(f"{FIELD}: needs chats; {function_input.location} is a prompt with a completion")
+        return [*function_input.prompt, *more]
 
     def _text_of(self, rollout: Rollout) -> str:
         """Return the last response as text, with special tokens such as those around a tool call, without its end."""
@@ -177,24 +179,28 @@ class Environment:
         return str(self.chat.tokenizer.decode(tokens, skip_special_tokens=False))
 
     def _tokens_of(
-        self, rollout: Rollout, conversation: Sequence[Message], messages: Sequence[Message], question: Question
+        self,
+        rollout: Rollout,
+        conversation: Sequence[Message],
+        messages: Sequence[Message],
+        function_input: FunctionInput,
     ) -> list[int] | None:
         """Return what follows the last response up to the next one, as tokens.
 
         None where the response ended with another token than the one with which the template ends it here.
         """
-        before, called = conversation[:-1], self.function.called(question.place)
+        before, prefix = conversation[:-1], self.function.error_prefix(function_input.location)
         roles = tuple(str(message["role"]) for message in messages)
         if roles not in self._rendered:
             marked = [{**message, "content": f"{REPLY}{number}"} for number, message in enumerate(messages)]
-            text = self._after_answer(before, marked, question.tools, called)
+            text = self._text_after_response(before, marked, function_input.tools, prefix)
             if lost := [role for number, role in enumerate(roles) if f"{REPLY}{number}" not in text]:
                 raise ValueError(
-                    f"{called}: the chat template does not render a message of the role {lost[0]} after an answer; "
+                    f"{prefix}: the chat template does not render a message of the role {lost[0]} after an answer; "
                     "return one of another role, such as user"
                 )
             self._rendered.add(roles)
-        after = self._after_answer(before, messages, question.tools, called)
+        after = self._text_after_response(before, messages, function_input.tools, prefix)
         end = rollout.tokens[-1]
         if end not in self.chat.ends:  # a stop string ended it; the template ends the turn
             return self._ids_of(after)
@@ -203,18 +209,18 @@ class Environment:
         closes = closing > 0 and all(token in self.special for token in ids[:closing])
         return ids[closing:] if closes else None
 
-    def _after_answer(
-        self, before: Sequence[Message], messages: Sequence[Message], tools: list[object] | None, called: str
+    def _text_after_response(
+        self, before: Sequence[Message], messages: Sequence[Message], tools: list[object] | None, prefix: str
     ) -> str:
-        """Return what the template writes after an answer, with the generation prompt of the next one.
+        """Return what the template writes after a response, with the generation prompt of the next one.
 
-        The text of the answer is not rendered again: some templates change what was said before.
+        The text of the response is not rendered again: some templates change earlier messages.
         """
         try:
             answer = {"role": "assistant", "content": ANSWER}
             text = self.chat.template.render([*before, answer, *messages], tools, prompt=True)
         except RowFault as fault:
-            raise ValueError(f"{called}: {fault}") from None
+            raise ValueError(f"{prefix}: {fault}") from None
         return text[text.rfind(ANSWER) + len(ANSWER) :] if ANSWER in text else ""
 
     def _ids_of(self, text: str) -> list[int]:
@@ -232,28 +238,28 @@ class EnvironmentLog:
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self._file = None if folder is None else folder / FOLDER / f"{rank:05d}.jsonl"
-        self._said: dict[str, list[Message] | None] = {}
+        self._replies: dict[str, list[Message] | None] = {}
         if self._file is not None and self._file.is_file() and not self._file.read_bytes().endswith(b"\n"):
             with self._file.open("a", encoding="utf-8") as own:  # a killed process left a line without its end
                 own.write("\n")
         for file in [] if folder is None else sorted((folder / FOLDER).glob("*.jsonl")):
-            self._said.update(_read(file))
+            self._replies.update(_read(file))
 
     def __contains__(self, key: str) -> bool:
         """Return whether the environment has replied to this conversation."""
-        return key in self._said
+        return key in self._replies
 
     def __getitem__(self, key: str) -> list[Message] | None:
         """Return its reply; None where it ended the rollout."""
-        return self._said[key]
+        return self._replies[key]
 
-    def add(self, said: Mapping[str, list[Message] | None]) -> None:
+    def add(self, replies: Mapping[str, list[Message] | None]) -> None:
         """Remember replies, and write them before they are used."""
-        self._said.update(said)
-        if self._file is not None and said:
+        self._replies.update(replies)
+        if self._file is not None and replies:
             self._file.parent.mkdir(exist_ok=True)
             with self._file.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps({"key": key, "messages": reply}) + "\n" for key, reply in said.items())
+                file.writelines(json.dumps({"key": key, "messages": reply}) + "\n" for key, reply in replies.items())
 
 
 def _read(file: Path) -> Iterator[tuple[str, list[Message] | None]]:
@@ -266,11 +272,11 @@ def _read(file: Path) -> Iterator[tuple[str, list[Message] | None]]:
         yield row["key"], row["messages"]
 
 
-def _digest(seed: int, turn: int, conversation: Sequence[Message]) -> str:
+def _conversation_key(seed: int, turn: int, conversation: Sequence[Message]) -> str:
     text = json.dumps([seed, turn, conversation], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _number(seed: int, turn: int) -> int:
+def _seed_of_turn(seed: int, turn: int) -> int:
     digest = hashlib.blake2b(f"{seed},{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

@@ -14,8 +14,8 @@ from distill.recipe import Recipe
 
 if TYPE_CHECKING:
     from distill.data.report import DataReport
-    from distill.generation.documents import AnswerReader
-    from distill.generation.on_policy import OnPolicy
+    from distill.generation.documents import ResponseRetokenizer
+    from distill.generation.on_policy import OnPolicyRollouts
 
 
 def require_prompts(recipe: Recipe, tokenizer: Any, format: str) -> None:
@@ -26,12 +26,12 @@ def require_prompts(recipe: Recipe, tokenizer: Any, format: str) -> None:
     """
     if recipe.data.own_answers is not None and (tokenizer is None or format.startswith("text")):
         raise ValueError(
-            f"data.on_policy: needs prompts to answer, and the data are {format or 'random tokens'}; give chats, or "
+            f"data.on_policy: expected data with prompts, got {format or 'random tokens'}; give chats, or "
             "prompts with completions (whose completions are not used where fraction is 1)"
         )
 
 
-def stop_where_turns_end(recipe: Recipe, student: Any, tokenizer: Any, format: str) -> list[str]:
+def add_turn_end_tokens(recipe: Recipe, student: Any, tokenizer: Any, format: str) -> list[str]:
     """Add the tokens that close a turn of the chat template to the student's end-of-sequence tokens.
 
     Args:
@@ -58,12 +58,12 @@ def stop_where_turns_end(recipe: Recipe, student: Any, tokenizer: Any, format: s
         return []
     config.eos_token_id = [*ends, *added]
     return [
-        f"student.model: generation stops at {', '.join(added.values())} too, as its generation_config.json will say: "
-        "that ends the turns it learns"
+        f"student.model: generation stops at {', '.join(added.values())} too, which ends the turns that it is trained "
+        "on; saved in its generation_config.json"
     ]
 
 
-def on_policy_of(
+def rollouts_from_recipe(
     recipe: Recipe,
     student: Any,
     tokenizer: Any,
@@ -73,10 +73,10 @@ def on_policy_of(
     autocast: torch.dtype | None = None,
     sharded: bool = False,
     models: Sequence[nn.Module] = (),
-    reader: AnswerReader | None = None,
+    reader: ResponseRetokenizer | None = None,
     code: bytes | None = None,
     folder: Path | None = None,
-) -> OnPolicy | None:
+) -> OnPolicyRollouts | None:
     """Return the rollouts that the recipe's `data.on_policy` configures; None without it, or if its fraction is 0.
 
     Args:
@@ -100,7 +100,7 @@ def on_policy_of(
         return None
     from distill.data.chat import load_template
     from distill.generation.engines import engine_for, settings_for
-    from distill.generation.on_policy import OnPolicy
+    from distill.generation.on_policy import OnPolicyRollouts
     from distill.generation.sampling import sampling_of
     from distill.models.attention import attends_within_documents
     from distill.models.snapshot import Snapshot
@@ -113,8 +113,8 @@ def on_policy_of(
         vocab_size=vocab_size, max_length=min(recipe.data.max_length, report.longest + section.max_new_tokens),
         log_probs=True,
     )  # fmt: skip
-    answering = student if snapshot is None else snapshot.model
-    engine = engine_for(section.engine, answering, settings, tokenizer=tokenizer, trains=True)
+    generating = student if snapshot is None else snapshot.model
+    engine = engine_for(section.engine, generating, settings, tokenizer=tokenizer, trains=True)
     one_row = recipe.data.packing and bool(models) and all(map(attends_within_documents, models))
     graphed = bool(recipe.train.cuda_graph) and next(student.parameters()).is_cuda
     # a row then has one of 16 lengths, so that few shapes are captured
@@ -134,7 +134,7 @@ def on_policy_of(
         function = EnvironmentFunction(Path(section.environment_file), code, name, section.environment_timeout)
         chat = ChatFormat(template, tokenizer, frozenset(settings.ends))
         log = EnvironmentLog(folder, PartialState().process_index)
-        question = row_table_of(recipe, tokenizer).question
+        question = row_table_of(recipe, tokenizer).function_input
         environment = Environment(function, question, chat, section.max_turns, log)
     rewards = None
     if recipe.loss.rewarded is not None:
@@ -142,7 +142,7 @@ def on_policy_of(
 
         assert code is not None, "--plugin was checked"
         rewards = rewards_of(recipe, tokenizer, code)
-    return OnPolicy(
+    return OnPolicyRollouts(
         engine, fraction=section.fraction, max_new_tokens=section.max_new_tokens, sampling=sampling_of(section),
         seed=recipe.train.seed, max_length=recipe.data.max_length, batch_size=section.batch_size,
         samples=section.samples, ahead=section.ahead, student=student, snapshot=snapshot, log_probs=True,

@@ -1,7 +1,7 @@
 """Calls of a user's function in separate processes, so that it may hang, crash or print.
 
     with RewardFunction(Path("right.py"), code, "exact", timeout=10.0) as reward:
-        reward(questions)                     # one number per question, finite
+        reward(inputs)                        # one number per response, finite
 
 A process that dies or takes too long is ended, and the run with it: one line names the file, the function and the row.
 """
@@ -23,34 +23,34 @@ from typing import Any, Literal, NamedTuple, Self
 
 from distill.generation import function_worker
 
-LOADING = 120.0  # time limit of the file's imports, in seconds
-MOST_WORKERS = 4
+IMPORT_TIMEOUT = 120.0  # time limit of the file's imports, in seconds
+MAX_WORKERS = 4
 
 
 class Call(NamedTuple):
     """One call of a user's function.
 
     Attributes:
-        place: the data's row, as error messages name it.
+        location: the data's row, as error messages name it.
         arguments: the function's arguments, as JSON has them.
     """
 
-    place: str
+    location: str
     arguments: list[object]
 
 
-class Question(NamedTuple):
+class FunctionInput(NamedTuple):
     """One response to reward.
 
     Attributes:
-        place: the row, as error messages name it.
+        location: the row, as error messages name it.
         prompt: the messages before the response, or the text.
         answer: the student's response, without special tokens.
         row: all columns of the data's row.
         tools: JSON schemas of the tools that the row declares; None for none.
     """
 
-    place: str
+    location: str
     prompt: list[dict[str, object]] | str
     answer: str
     row: dict[str, object]
@@ -79,7 +79,7 @@ class UserFunction:
 
     def __init__(self, file: Path, code: bytes, name: str, timeout: float, workers: int | None = None) -> None:
         self.file, self.code, self.name, self.timeout = file, code, name, timeout
-        self.count = workers or min(MOST_WORKERS, os.cpu_count() or 1)
+        self.count = workers or min(MAX_WORKERS, os.cpu_count() or 1)
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._workers: list[_Worker] = []
 
@@ -94,7 +94,7 @@ class UserFunction:
             self._idle.put(worker)
         try:
             with ThreadPoolExecutor(max(len(self._workers), 1)) as pool:
-                return list(pool.map(self._ask, calls))
+                return list(pool.map(self._call_idle_worker, calls))
         except BaseException:
             self.close()
             raise
@@ -111,16 +111,16 @@ class UserFunction:
     def __exit__(self, *failure: object) -> None:
         self.close()
 
-    def _ask(self, call: Call) -> Any:
+    def _call_idle_worker(self, call: Call) -> Any:
         worker = self._idle.get()
         try:
-            return worker.ask(call)
+            return worker.call(call)
         finally:
             self._idle.put(worker)
 
-    def called(self, place: str = "") -> str:
+    def error_prefix(self, location: str = "") -> str:
         """Return the beginning of an error message."""
-        return f"{self.field} {self.file}:{self.name}{f', {place}' if place else ''}"
+        return f"{self.field} {self.file}:{self.name}{f', {location}' if location else ''}"
 
 
 class RewardFunction(UserFunction):
@@ -128,25 +128,25 @@ class RewardFunction(UserFunction):
 
     field, limit, returns = "loss.terms: reward", "loss.terms reward_timeout", "number"
 
-    def __call__(self, questions: Sequence[Question]) -> list[float]:
+    def __call__(self, inputs: Sequence[FunctionInput]) -> list[float]:
         """Return the reward of each response.
 
         Raises:
             ValueError: the function raised, hung, died, or returned something other than a finite number.
         """
-        values = self.call([Call(each.place, [each.prompt, each.answer, each.row]) for each in questions])
-        for question, value in zip(questions, values, strict=True):
+        values = self.call([Call(each.location, [each.prompt, each.answer, each.row]) for each in inputs])
+        for each, value in zip(inputs, values, strict=True):
             if not math.isfinite(value):
                 self.close()
-                raise ValueError(f"{self.called(question.place)}: expected a finite number, got {value}")
+                raise ValueError(f"{self.error_prefix(each.location)}: expected a finite number, got {value}")
         return values
 
 
 class _Worker:
     """One process of a user's function."""
 
-    def __init__(self, of: UserFunction) -> None:
-        self.of = of
+    def __init__(self, function: UserFunction) -> None:
+        self.function = function
         self.process = subprocess.Popen(
             [sys.executable, str(Path(function_worker.__file__))],
             stdin=subprocess.PIPE,
@@ -158,15 +158,19 @@ class _Worker:
         self.end = weakref.finalize(self, _end, self.process)
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=_listen, args=(self.process, self.lines), daemon=True).start()
-        begin: dict[str, object] = {"file": str(of.file), "code": of.code.decode(), "function": of.name}
-        begin["returns"] = of.returns
-        self._exchange(begin, LOADING, "")
+        start: dict[str, object] = {
+            "file": str(function.file),
+            "code": function.code.decode(),
+            "function": function.name,
+        }
+        start["returns"] = function.returns
+        self._exchange(start, IMPORT_TIMEOUT, "")
 
-    def ask(self, call: Call) -> Any:
-        return self._exchange({"arguments": call.arguments}, self.of.timeout, call.place)["value"]
+    def call(self, call: Call) -> Any:
+        return self._exchange({"arguments": call.arguments}, self.function.timeout, call.location)["value"]
 
-    def _exchange(self, sent: dict[str, object], seconds: float, place: str) -> dict[str, Any]:
-        called = self.of.called(place)
+    def _exchange(self, sent: dict[str, object], seconds: float, location: str) -> dict[str, Any]:
+        prefix = self.function.error_prefix(location)
         try:
             assert self.process.stdin is not None
             self.process.stdin.write(json.dumps(sent) + "\n")
@@ -174,16 +178,16 @@ class _Worker:
             line = self.lines.get(timeout=seconds)
         except queue.Empty:
             self.end()
-            limit = self.of.limit if place else "the limit for its imports"
-            raise ValueError(f"{called}: no answer within {seconds:g} s ({limit})") from None
+            limit = self.function.limit if location else "the limit for its imports"
+            raise ValueError(f"{prefix}: no answer within {seconds:g} s ({limit})") from None
         except OSError:
             line = ""
         if not line:
             code = self.process.wait()
-            raise ValueError(f"{called}: its process ended with exit code {code}")
+            raise ValueError(f"{prefix}: its process ended with exit code {code}")
         found: dict[str, Any] = json.loads(line)
         if "error" in found:
-            raise ValueError(f"{called}: {found['error']}")
+            raise ValueError(f"{prefix}: {found['error']}")
         return found
 
 

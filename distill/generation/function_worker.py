@@ -16,7 +16,7 @@ import types
 from collections.abc import Callable
 from typing import IO
 
-MOST_BYTES = 1 << 20  # of the messages that one call returns, as JSON
+MAX_BYTES = 1 << 20  # of the messages that one call returns, as JSON
 
 
 def main() -> None:
@@ -28,15 +28,15 @@ def main() -> None:
     try:
         function = _load(given["file"], given["code"], given["function"])
     except BaseException as error:  # user code may raise anything, SystemExit too
-        _say(out, {"error": _told(error, given["file"])})
+        _write_line(out, {"error": _error_text(error, given["file"])})
         return
-    _say(out, {"ready": True})
+    _write_line(out, {"ready": True})
     read = _messages if given["returns"] == "messages" else _number
     for line in lines:
         try:
-            _say(out, {"value": read(function(*json.loads(line)["arguments"]))})
+            _write_line(out, {"value": read(function(*json.loads(line)["arguments"]))})
         except BaseException as error:
-            _say(out, {"error": _told(error, given["file"])})
+            _write_line(out, {"error": _error_text(error, given["file"])})
 
 
 def _load(file: str, code: str, name: str) -> Callable[[object, str, object], object]:
@@ -75,19 +75,19 @@ def _messages(value: object) -> list[dict[str, object]] | None:
         if not isinstance(content, str):
             raise TypeError(f"expected a text as content of a message, got {type(content).__name__}")
     size = len(json.dumps(messages))
-    if size > MOST_BYTES:
-        raise ValueError(f"expected messages of at most {MOST_BYTES:,} bytes, got {size:,}")
+    if size > MAX_BYTES:
+        raise ValueError(f"expected messages of at most {MAX_BYTES:,} bytes, got {size:,}")
     return messages
 
 
-def _told(error: BaseException, file: str) -> str:
+def _error_text(error: BaseException, file: str) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     place = f"line {lines[-1]}: " if lines else ""
     text = str(error).strip()
     return f"{place}{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
 
 
-def _say(out: IO[str], value: object) -> None:
+def _write_line(out: IO[str], value: object) -> None:
     out.write(json.dumps(value) + "\n")
     out.flush()
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from distill.core.errors import first_line
 from distill.generation.sampling import Sampling
-from distill.generation.seats import Seats
+from distill.generation.sequence_slots import SequenceSlots
 from distill.models.fused_decoder import FusedDecoder, epsilon, try_layers, why_not_fused
 from distill.models.head import decoder_of, find_head
 from distill.models.ragged_cache import AttentionCall
@@ -23,7 +23,7 @@ from distill.models.ragged_cache import AttentionCall
 log = logging.getLogger(__name__)
 
 
-class FusedSteps:
+class FusedStepFactory:
     """Factory of a model's fused steps; the model is tried again when its modules have changed.
 
     Args:
@@ -37,7 +37,7 @@ class FusedSteps:
         self.model, self.autocast, self.columns, self.fused = model, autocast, columns, fused
         self._result: tuple[object, dict[nn.Module, AttentionCall] | str] | None = None
 
-    def step_for(self, seats: Seats, ends: torch.Tensor, pad: int) -> FusedStep | None:
+    def step_for(self, slots: SequenceSlots, ends: torch.Tensor, pad: int) -> FusedStep | None:
         """Return a fused step on these buffers; None where the model's own forward is needed, with a debug line.
 
         Call it inside the decode loop's attention, mode and autocast.
@@ -50,15 +50,15 @@ class FusedSteps:
             (id(module), id(module.__dict__.get("forward")), len(module._forward_hooks), len(module._forward_pre_hooks))
             for module in self.model.modules()
         )
-        key = (modules, weight.dtype, weight.device, seats.batch > MAX_ROWS)
+        key = (modules, weight.dtype, weight.device, slots.batch > MAX_ROWS)
         if self._result is None or self._result[0] != key:
             reason = why_not_fused(self.model, self.autocast, self.fused is True)
-            if seats.batch > MAX_ROWS:
-                reason = f"{seats.batch} sequences at once are more than {MAX_ROWS}"
+            if slots.batch > MAX_ROWS:
+                reason = f"{slots.batch} sequences at once are more than {MAX_ROWS}"
             try:
-                result = reason or try_layers(self.model, dtype, seats.batch)
+                result = reason or try_layers(self.model, dtype, slots.batch)
             except LAUNCH_ERRORS as error:
-                self.refuse(error)
+                self.disable(error)
                 return None
             self._result = key, result
             if isinstance(result, str):
@@ -66,9 +66,9 @@ class FusedSteps:
         calls = self._result[1]
         if isinstance(calls, str):
             return None
-        return FusedStep(self.model, seats, dtype, calls, (ends, pad, self.columns))
+        return FusedStep(self.model, slots, dtype, calls, (ends, pad, self.columns))
 
-    def refuse(self, error: Exception) -> None:
+    def disable(self, error: Exception) -> None:
         """Use no fused steps from now on, since one of their kernels does not compile or launch on this machine."""
         self.fused = False
         log.warning(
@@ -77,35 +77,35 @@ class FusedSteps:
 
 
 class FusedStep:
-    """A step on the buffers of `seats`; parameters are read in place when it is called or captured."""
+    """A step on the buffers of `slots`; parameters are read in place when it is called or captured."""
 
     def __init__(
-        self, model: nn.Module, seats: Seats, dtype: torch.dtype, calls: Mapping[nn.Module, AttentionCall],
+        self, model: nn.Module, slots: SequenceSlots, dtype: torch.dtype, calls: Mapping[nn.Module, AttentionCall],
         drawing: tuple[torch.Tensor, int, int | None], plan: Plan | None = None,
     ) -> None:  # fmt: skip
         ends, pad, columns = drawing
-        self.decoder = FusedDecoder(model, seats.cache, dtype, calls, plan)
+        self.decoder = FusedDecoder(model, slots.cache, dtype, calls, plan)
         self.head, self.norm, self.dtype = find_head(model).linear, decoder_of(model).get_submodule("norm"), dtype
-        self.seats, self.seeds, self.made = seats, seats.seeds, seats.made
-        self.books = SequenceState(
-            seats.token, seats.made, seats.limits, seats.done, seats.ended, seats.cache.lengths, seats.answers,
-            seats.log_probs, seats.column, ends, pad,
+        self.slots, self.seeds, self.generated = slots, slots.seeds, slots.generated
+        self.state = SequenceState(
+            slots.token, slots.generated, slots.limits, slots.done, slots.ended, slots.cache.lengths, slots.responses,
+            slots.log_probs, slots.column, ends, pad,
         )  # fmt: skip
         weight = self.head.get_parameter("weight")
         self.columns = min(len(weight), columns or len(weight))
-        self.scores = TileScores.allocate(seats.batch, self.columns, self.decoder.plan.head, weight.device)
+        self.scores = TileScores.allocate(slots.batch, self.columns, self.decoder.plan.head, weight.device)
 
     def __call__(self, sampling: Sampling) -> None:
         """Decode one token of every sequence; see `DecodeLoop`."""
         decoder, norm = self.decoder, self.norm
-        decoder.embed(self.books)
+        decoder.embed(self.state)
         decoder.layers()
         weight = self.head.get_parameter("weight")
-        if sampling.cuts:  # cut-offs need all of a row's logits
+        if sampling.has_cut_offs:  # cut-offs need all of a row's logits
             logits = F.linear(norm(decoder.stream.x).to(self.dtype), weight[: self.columns].to(self.dtype))
-            self.seats.column -= 1  # the first kernel has incremented it
-            self.seats.draw(logits, sampling, self.books.ends, self.books.pad, log_probs=True)
+            self.slots.column -= 1  # the first kernel has incremented it
+            self.slots.sample(logits, sampling, self.state.ends, self.state.pad, log_probs=True)
             return
-        draw = Draw(self.seeds, self.made, sampling.temperature, self.columns)
+        draw = Draw(self.seeds, self.generated, sampling.temperature, self.columns)
         score_tokens(decoder.stream, epsilon(norm), weight, draw, self.scores, decoder.plan.head)
-        finish_tokens(self.scores, self.books)
+        finish_tokens(self.scores, self.state)

@@ -34,27 +34,27 @@ from distill.core.files import write_text
 from distill.core.labels import IGNORE_INDEX
 from distill.generation.decode_loop import Engine
 from distill.generation.documents import (
-    AnswerReader,
     Document,
+    ResponseRetokenizer,
     Row,
     Score,
     as_row,
     documents_of,
-    drawn_log_probs,
+    sampled_log_probs,
     score_columns,
 )
 from distill.generation.environment import Environment, Rollout
-from distill.generation.rewards import NO_REWARDS, Rewards, reward_figures
+from distill.generation.rewards import NO_REWARDS, Rewards, reward_metrics
 from distill.generation.rollout_steps import (
-    Answer,
     Batches,
     Collated,
-    Epoch,
-    Plan,
-    Step,
+    GeneratedResponse,
+    LookAheadBatches,
+    MicroBatchPlan,
+    RolloutStep,
     StepBatches,
-    length_of,
-    repeats_itself,
+    is_repetitive,
+    row_length,
 )
 from distill.generation.sampling import Sampling
 from distill.models.snapshot import Snapshot
@@ -65,7 +65,7 @@ FILE = "answers-{:05d}.json"  # in a checkpoint: responses of future steps
 
 
 @dataclass
-class OnPolicy:
+class OnPolicyRollouts:
     """Replacement of documents of a step's micro-batches by the student's own responses to their prompts.
 
     Attributes:
@@ -81,7 +81,7 @@ class OnPolicy:
             steps.
         student: The model that `snapshot` copies.
         snapshot: Copy that generates in the student's place; None to generate with the student.
-        log_probs: Add each sampled token's log-probability to the batches (`drawn_log_p`); the engine must return them.
+        log_probs: Add `sampled_log_p`, each sampled token's log-probability, to the batches; the engine must return it.
         multiple: Packed rows are padded to a multiple of this length, or to `max_length`: steps of few shapes are
             replayed from CUDA graphs, and kernels are specialised for lengths that 16 divides.
         one_row: Put a micro-batch's documents into one row, however long, so that nothing is padding: for models whose
@@ -107,15 +107,15 @@ class OnPolicy:
     one_row: bool = False
     rewards: Rewards | None = None
     environment: Environment | None = None
-    reader: AnswerReader | None = None
+    reader: ResponseRetokenizer | None = None
     # rollouts, their generated tokens, truncated ones, documents left out, rollouts that repeat themselves, seconds,
     # staleness in steps, responses, and sums of `rewards`
     _sums: np.ndarray = field(init=False, default_factory=lambda: np.zeros(8 + len(NO_REWARDS)))
     # by step, the responses generated for it, by `_seed_of` their documents
-    _answers: dict[int, dict[int, Answer]] = field(init=False, default_factory=dict)
+    _responses: dict[int, dict[int, GeneratedResponse]] = field(init=False, default_factory=dict)
     # of the same steps, as far as this process generated them: their micro-batches, plans and results
-    _coming: dict[int, Step] = field(init=False, default_factory=dict)
-    _epoch: Epoch | None = field(init=False, default=None)
+    _pending_steps: dict[int, RolloutStep] = field(init=False, default_factory=dict)
+    _epoch: LookAheadBatches | None = field(init=False, default=None)
 
     def replace(
         self, batches: Batches, step: int, collate: Callable[[list[Row]], Collated], following: int = 0
@@ -132,27 +132,31 @@ class OnPolicy:
             following: Maximum number of steps after this one whose responses may be generated with it, of as many
                 micro-batches, as far as the epoch (`epoch`) has them.
         """
-        now = self._coming.pop(step, None)
-        if now is None or not (len(now.batches) == len(batches) and all(map(operator.is_, now.batches, batches))):
-            now = Step(batches, self._plans(batches, step))
-        known = self._answers.get(step)
-        if known is None or any(seed not in known for seed, _ in self._asked(now.plans, step)):
-            self._coming = self._steps_to_come(len(batches), step, following)
-            self._draw({step: now} | self._coming)
-        made, figures = now.result or self._put_in(now, step, collate)
-        del self._answers[step]
-        self._sums += figures
-        return made
+        current = self._pending_steps.pop(step, None)
+        if (
+            current is None
+            or len(current.batches) != len(batches)
+            or any(map(operator.is_not, current.batches, batches))
+        ):
+            current = RolloutStep(batches, self._plans(batches, step))
+        known = self._responses.get(step)
+        if known is None or any(seed not in known for seed, _ in self._to_generate(current.plans, step)):
+            self._pending_steps = self._future_steps(len(batches), step, following)
+            self._generate({step: current} | self._pending_steps)
+        replaced_batches, metric_sums = current.result or self._insert_responses(current, step, collate)
+        del self._responses[step]
+        self._sums += metric_sums
+        return replaced_batches
 
-    def to_come(self, collate: Callable[[list[Row]], Collated]) -> Iterator[Collated]:
+    def upcoming_batches(self, collate: Callable[[list[Row]], Collated]) -> Iterator[Collated]:
         """Yield the micro-batches of future steps with generated responses, as `replace` will return them, each once.
 
         They are for work that can begin before their step, such as requests to a teacher server.
         """
-        for step, coming in self._coming.items():
-            if coming.result is None:
-                result = self._put_in(coming, step, collate)
-                self._coming[step] = coming._replace(result=result)
+        for step, pending in self._pending_steps.items():
+            if pending.result is None:
+                result = self._insert_responses(pending, step, collate)
+                self._pending_steps[step] = pending._replace(result=result)
                 yield from result.batches
 
     def epoch(self, batches: Iterator[Collated]) -> Iterator[Collated]:
@@ -162,65 +166,73 @@ class OnPolicy:
             batches: The same object for all of an epoch's calls.
         """
         if self._epoch is None or self._epoch.batches is not batches:
-            self._epoch = Epoch(batches)
+            self._epoch = LookAheadBatches(batches)
         return self._epoch
 
     def save(self, checkpoint: Path, rank: int) -> None:
         """Write the responses of future steps into a checkpoint's folder; every process calls it."""
-        if self._answers:
+        if self._responses:
             checkpoint.mkdir(exist_ok=True)
-            write_text(checkpoint / FILE.format(rank), json.dumps(self._answers))
+            write_text(checkpoint / FILE.format(rank), json.dumps(self._responses))
 
     def restore(self, checkpoint: Path) -> None:
         """Load the responses of future steps from a checkpoint, of any number of processes."""
-        self._answers.clear()
-        self._coming.clear()
+        self._responses.clear()
+        self._pending_steps.clear()
         for file in sorted(checkpoint.glob(FILE.replace("{:05d}", "*"))):
-            for step, answers in json.loads(file.read_text()).items():
-                own = self._answers.setdefault(int(step), {})
-                own.update((int(seed), Answer(*answer)) for seed, answer in answers.items())
+            for step, responses in json.loads(file.read_text()).items():
+                own = self._responses.setdefault(int(step), {})
+                own.update((int(seed), GeneratedResponse(*response)) for seed, response in responses.items())
 
-    def _plans(self, batches: Iterable[Collated], step: int) -> list[Plan]:
+    def _plans(self, batches: Iterable[Collated], step: int) -> list[MicroBatchPlan]:
         return [self._plan(documents_of(batch), len(batch["labels"]), step) for batch in batches]
 
-    def _steps_to_come(self, count: int, step: int, most: int) -> dict[int, Step]:
+    def _future_steps(self, count: int, step: int, limit: int) -> dict[int, RolloutStep]:
         """Return the steps after `step`, of `count` micro-batches each, whose responses are generated with its own.
 
         They are chosen by their number, so that a resumed run forms the same groups.
         """
         if self._epoch is None:
             return {}
-        more = min(self.ahead - step % (self.ahead + 1), most)
-        batches = iter(self._epoch.look(count * more))
+        more = min(self.ahead - step % (self.ahead + 1), limit)
+        batches = iter(self._epoch.peek(count * more))
         groups = enumerate((list(itertools.islice(batches, count)) for _ in range(more)), step + 1)
-        return {number: Step(group, self._plans(group, number)) for number, group in groups if group}
+        return {number: RolloutStep(group, self._plans(group, number)) for number, group in groups if group}
 
-    def _asked(self, plans: Iterable[Plan], step: int) -> Iterator[tuple[int, Document]]:
+    def _to_generate(self, plans: Iterable[MicroBatchPlan], step: int) -> Iterator[tuple[int, Document]]:
         """Return the documents whose responses a step generates, with the seed of each."""
-        return ((self._seed_of(document, step), document) for plan in plans for document in plan.asked)
+        return ((self._seed_of(document, step), document) for plan in plans for document in plan.to_generate)
 
-    def _draw(self, steps: dict[int, Step]) -> None:
+    def _generate(self, steps: dict[int, RolloutStep]) -> None:
         """Generate the responses of some steps, the current one first, by the current weights."""
         start = time.perf_counter()
-        at = next(iter(steps))
+        current = next(iter(steps))
         if self.snapshot is not None:
             assert self.student is not None
             self.snapshot.take(self.student)
-        asked = [(step, *each) for step, own in steps.items() for each in self._asked(own.plans, step)]
-        rollouts = [Rollout(document, seed) for _, seed, document in asked]
-        going = self._respond(rollouts)
-        while going and self.environment is not None and (going := self.environment.reply(going, self._room)):
-            self._respond(going, same_weights=True)
-        self._answers |= {step: {} for step in steps}
-        seconds = (time.perf_counter() - start) / max(len(asked), 1)
-        for (step, seed, _), own in zip(asked, rollouts, strict=True):
-            self._answers[step][seed] = Answer(
-                own.tokens, own.truncated, own.log_probs, at, seconds, own.replies, own.messages, own.last
+        replaced = [(step, *each) for step, its in steps.items() for each in self._to_generate(its.plans, step)]
+        rollouts = [Rollout(document, seed) for _, seed, document in replaced]
+        continuing = self._respond(rollouts)
+        while continuing and self.environment is not None:
+            if continuing := self.environment.reply(continuing, self._room):
+                self._respond(continuing, same_weights=True)
+        self._responses |= {step: {} for step in steps}
+        seconds = (time.perf_counter() - start) / max(len(replaced), 1)
+        for (step, seed, _), rollout in zip(replaced, rollouts, strict=True):
+            self._responses[step][seed] = GeneratedResponse(
+                rollout.tokens,
+                rollout.truncated,
+                rollout.log_probs,
+                current,
+                seconds,
+                rollout.replies,
+                rollout.messages,
+                rollout.last,
             )
 
     def _respond(self, rollouts: list[Rollout], same_weights: bool = False) -> list[Rollout]:
         """Generate the next response of each rollout; return them."""
-        answers = self.engine.generate(
+        responses = self.engine.generate(
             [rollout.prompt for rollout in rollouts],
             max_new_tokens=[self._room(rollout) for rollout in rollouts],
             sampling=self.sampling,
@@ -228,60 +240,64 @@ class OnPolicy:
             batch_size=self.batch_size * (self.ahead + 1),
             same_weights=same_weights,
         )
-        log_probs = answers.log_probs if self.log_probs else [[]] * len(rollouts)
-        for rollout, tokens, log_p, cut in zip(rollouts, answers.tokens, log_probs, answers.truncated, strict=True):
-            rollout.say(tokens, log_p, cut)
+        log_probs = responses.log_probs if self.log_probs else [[]] * len(rollouts)
+        for rollout, tokens, log_p, cut in zip(rollouts, responses.tokens, log_probs, responses.truncated, strict=True):
+            rollout.add_response(tokens, log_p, cut)
         return rollouts
 
     def _room(self, rollout: Rollout) -> int:
         """Return the number of tokens that a rollout may still have."""
         return self._limit(rollout.document) - len(rollout.tokens)
 
-    def _put_in(self, own: Step, step: int, collate: Callable[[list[Row]], Collated]) -> StepBatches:
+    def _insert_responses(self, own: RolloutStep, step: int, collate: Callable[[list[Row]], Collated]) -> StepBatches:
         """Return a step's micro-batches with the generated responses."""
         batches, plans, _ = own
-        if not any(plan.changes for plan in plans):
+        if not any(plan.has_changes for plan in plans):
             return StepBatches(list(batches), np.zeros_like(self._sums))
-        asked = list(self._asked(plans, step))
-        answers = [self._answers[step][seed] for seed, _ in asked]
-        judged = [
-            (document, answer.tokens[answer.last :]) for (_, document), answer in zip(asked, answers, strict=True)
+        replaced = list(self._to_generate(plans, step))
+        responses = [self._responses[step][seed] for seed, _ in replaced]
+        scored = [
+            (document, response.tokens[response.last :])
+            for (_, document), response in zip(replaced, responses, strict=True)
         ]
-        scores: Sequence[Score | None] = [None] * len(judged)
+        scores: Sequence[Score | None] = [None] * len(scored)
         rewards: tuple[float, ...] = NO_REWARDS
         if self.rewards is not None:
-            scores, rewards = self.rewards.judge(judged, [answer.messages for answer in answers])
+            scores, rewards = self.rewards.score(scored, [response.messages for response in responses])
         new = iter(
-            self._answered(document, answer, score)
-            for (_, document), answer, score in zip(asked, answers, scores, strict=True)
+            self._with_response(document, response, score)
+            for (_, document), response, score in zip(replaced, responses, scores, strict=True)
         )
         made: list[Collated] = []
         for plan, batch in zip(plans, batches, strict=True):
             rows = plan.rows(new, self.max_length, self.one_row)
             if plan.limit is not None and rows:
-                self._lengthen(max(rows, key=length_of), self.max_length * (plan.limit if self.one_row else 1))
-            made.append(collate(list(map(as_row, rows))) if plan.changes else dict(batch))
+                self._pad_row(max(rows, key=row_length), self.max_length * (plan.limit if self.one_row else 1))
+            made.append(collate(list(map(as_row, rows))) if plan.has_changes else dict(batch))
             if self.log_probs:
-                made[-1]["drawn_log_p"] = drawn_log_probs(rows if plan.changes else [], made[-1]["input_ids"].shape)
+                made[-1]["sampled_log_p"] = sampled_log_probs(
+                    rows if plan.has_changes else [], made[-1]["input_ids"].shape
+                )
             if self.rewards is not None:
-                made[-1] |= score_columns(rows if plan.changes else [], made[-1]["input_ids"].shape)
-        figures = (
-            len(asked), sum(answer.generated for answer in answers), sum(answer.truncated for answer in answers),
-            sum(plan.left_out for plan in plans), sum(repeats_itself(answer.tokens) for answer in answers),
-            sum(answer.seconds for answer in answers), sum(step - answer.step for answer in answers),
-            sum(1 + len(answer.replies) for answer in answers), *rewards,
+                made[-1] |= score_columns(rows if plan.has_changes else [], made[-1]["input_ids"].shape)
+        metric_sums = (
+            len(replaced), sum(response.generated for response in responses),
+            sum(response.truncated for response in responses), sum(plan.left_out for plan in plans),
+            sum(is_repetitive(response.tokens) for response in responses),
+            sum(response.seconds for response in responses), sum(step - response.step for response in responses),
+            sum(1 + len(response.replies) for response in responses), *rewards,
         )  # fmt: skip
-        return StepBatches(made, np.array(figures))
+        return StepBatches(made, np.array(metric_sums))
 
-    def _answered(self, document: Document, answer: Answer, score: Score | None) -> Document:
+    def _with_response(self, document: Document, response: GeneratedResponse, score: Score | None) -> Document:
         """Return a document with a generated response in place of its own."""
-        log_probs = answer.log_probs if self.log_probs else None
+        log_probs = response.log_probs if self.log_probs else None
         if self.reader is None:
-            return document.answered(document.prompt, answer.tokens, log_probs, score, answer.replies)
-        most = document.prompt_length + self._limit(document)
-        return document.reread(self.reader, answer.tokens, most, log_probs)
+            return document.with_response(document.prompt, response.tokens, log_probs, score, response.replies)
+        limit = document.prompt_length + self._limit(document)
+        return document.with_retokenized_response(self.reader, response.tokens, limit, log_probs)
 
-    def read(self, reduce: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> dict[str, float]:
+    def pop_metrics(self, reduce: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> dict[str, float]:
         """Return the metrics of the interval since the last call, over all ranks.
 
         Args:
@@ -293,7 +309,7 @@ class OnPolicy:
                 tokens), rollout_truncated (fraction cut off at max_new_tokens), rollout_repeated (fraction that repeat
                 themselves), rollouts_left_out (documents that no longer fit); with `ahead` rollout_lag (mean, optimizer
                 steps); with `environment` rollout_turns (mean number of responses in a rollout); with `rewards` those
-                of `reward_figures`.
+                of `reward_metrics`.
         """
         precision = torch.float32 if device.type == "mps" else torch.float64
         here = torch.tensor([*self._sums, 1.0], dtype=precision, device=device)
@@ -301,7 +317,7 @@ class OnPolicy:
         self._sums[:] = 0
         more = {"rollout_lag": lag / max(count, 1)} if self.ahead else {}
         more |= {} if self.environment is None else {"rollout_turns": turns / max(count, 1)}
-        more |= {} if self.rewards is None else reward_figures(rewards, count)
+        more |= {} if self.rewards is None else reward_metrics(rewards, count)
         return more | {
             "rollouts": count,
             "rollouts_per_second": count / max(seconds / ranks, 1e-9),
@@ -311,41 +327,47 @@ class OnPolicy:
             "rollouts_left_out": dropped,
         }
 
-    def _plan(self, documents: list[Document], rows: int, step: int) -> Plan:
+    def _plan(self, documents: list[Document], rows: int, step: int) -> MicroBatchPlan:
         """Choose the documents of a micro-batch whose responses are generated, and those that stay in it."""
-        asked = [self._drawn(document, step) for document in documents]
-        if not any(asked):
-            return Plan(documents, asked, rows)
+        replaced = [self._is_replaced(document, step) for document in documents]
+        if not any(replaced):
+            return MicroBatchPlan(documents, replaced, rows)
         packed = len({document.row for document in documents}) < len(documents)
-        pairs = list(self._that_fit(documents, asked, step) if packed else zip(documents, asked, strict=True))
-        each = [(own, drawn, n) for own, drawn in pairs for n in range(self.samples if drawn else 1)]
-        left_out = len(documents) + (self.samples - 1) * sum(asked) - len(each)
+        pairs = list(
+            self._select_fitting(documents, replaced, step) if packed else zip(documents, replaced, strict=True)
+        )
+        each = [(own, is_replaced, n) for own, is_replaced in pairs for n in range(self.samples if is_replaced else 1)]
+        left_out = len(documents) + (self.samples - 1) * sum(replaced) - len(each)
         documents = [replace(own, sample=n) if n else own for own, _, n in each]
-        return Plan(documents, [drawn for _, drawn, _ in each], rows * self.samples if packed else None, left_out)
+        return MicroBatchPlan(
+            documents, [is_replaced for _, is_replaced, _ in each], rows * self.samples if packed else None, left_out
+        )
 
-    def _that_fit(self, documents: list[Document], asked: list[bool], step: int) -> Iterator[tuple[Document, bool]]:
+    def _select_fitting(
+        self, documents: list[Document], replaced: list[bool], step: int
+    ) -> Iterator[tuple[Document, bool]]:
         """Select at random documents whose longest responses fit, row by row, independently of micro-batches."""
-        changing = {own.row for own, drawn in zip(documents, asked, strict=True) if drawn}
+        changing = {own.row for own, is_replaced in zip(documents, replaced, strict=True) if is_replaced}
         room: defaultdict[int, int] = defaultdict(lambda: self.max_length)
         staying = []
         for number in sorted(range(len(documents)), key=lambda number: documents[number].hash(self.seed, step, 2)):
             own = documents[number]
-            length = own.prompt_length + self._limit(own) if asked[number] else own.length
+            length = own.prompt_length + self._limit(own) if replaced[number] else own.length
             if length <= room[own.row] or own.row not in changing:
                 room[own.row] -= length
                 staying.append(number)
-        return ((documents[number], asked[number]) for number in sorted(staying))
+        return ((documents[number], replaced[number]) for number in sorted(staying))
 
-    def _lengthen(self, row: list[Document], most: int) -> None:
-        """Pad the longest row to a multiple of `multiple`, or to `most`, by a document of padding."""
-        missing = min(-length_of(row) % self.multiple, most - length_of(row))
+    def _pad_row(self, row: list[Document], limit: int) -> None:
+        """Pad the longest row to a multiple of `multiple`, or to `limit`, by a document of padding."""
+        missing = min(-row_length(row) % self.multiple, limit - row_length(row))
         if missing > 0 and all(document.teacher_ids is None and document.route is None for document in row):
             row.append(Document([0] * missing, [IGNORE_INDEX] * missing, row[0].row))
 
     def _limit(self, document: Document) -> int:
         return min(self.max_new_tokens, self.max_length - document.prompt_length)
 
-    def _drawn(self, document: Document, step: int) -> bool:
+    def _is_replaced(self, document: Document, step: int) -> bool:
         return int.from_bytes(document.hash(self.seed, step, 0)[:8], "little") < self.fraction * 2.0**64
 
     def _seed_of(self, document: Document, step: int) -> int:

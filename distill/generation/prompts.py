@@ -13,7 +13,7 @@ from distill.data.sources import Row, RowFault, open_source
 from distill.data.tally import Tally
 from distill.data.tokenise import Encoder
 
-ANSWER = "an answer"  # name of a column that no file has
+RESPONSE_COLUMN = "a response"  # name of a column that no file has
 
 
 @dataclass
@@ -28,14 +28,14 @@ class Prompt:
     ids: list[int]
     row: dict[str, Any]
 
-    def answered(self, answer: str) -> dict[str, Any]:
+    def with_response(self, response: str) -> dict[str, Any]:
         """Return the row with its response, in a format of `data.source`."""
         if "messages" not in self.row:
-            return self.row | {"completion": answer}
-        turns = [*self.row["messages"], {"role": "assistant", "content": answer}]
+            return self.row | {"completion": response}
+        turns = [*self.row["messages"], {"role": "assistant", "content": response}]
         return self.row | {"messages": turns}
 
-    def is_asked_by(self, row: Any) -> bool:
+    def matches(self, row: Any) -> bool:
         """Return whether `row`, of a file of responses, has this prompt."""
         if not isinstance(row, dict):
             return False
@@ -52,7 +52,7 @@ class Prompts(Tally):
 
 
 def read_prompts(
-    path: str, tokenizer: Any, template: ChatTemplate | None, fields: FieldMap, *, longest: int
+    path: str, tokenizer: Any, template: ChatTemplate | None, fields: FieldMap, *, max_length: int
 ) -> Prompts:
     """Read prompts from a file.
 
@@ -63,7 +63,7 @@ def read_prompts(
         tokenizer: Tokenizer of the model that generates.
         template: Its chat template: a plain prompt becomes a user message; None to continue prompts as text.
         fields: The recipe's `data.fields`.
-        longest: Prompts of more tokens are dropped and counted.
+        max_length: Prompts of more tokens are dropped and counted.
 
     Raises:
         ValueError: the file cannot be read, has no column of prompts, or no usable row.
@@ -81,8 +81,8 @@ def read_prompts(
             prompt = _prompt(row, reader, tokenizer, template, beginning)
             if not prompt.ids:
                 raise RowFault("empty")
-            if len(prompt.ids) > longest:
-                raise RowFault("too long", f"{len(prompt.ids):,} tokens, and {longest:,} leave room for an answer")
+            if len(prompt.ids) > max_length:
+                raise RowFault("too long", f"{len(prompt.ids):,} tokens, and {max_length:,} leave room for a response")
             found.prompts.append(prompt)
     if not found.prompts:
         raise ValueError(f"--prompts: {path} holds no usable prompt{found.reasons and f': {found.reasons}'}")
@@ -114,7 +114,7 @@ def _format(row: Row, fields: FieldMap, path: str, has_template: bool) -> Format
     if prompt is None:
         columns = ", ".join(map(repr, row)) or "none"
         raise ValueError(f"--prompts: expected a column prompt or messages in {path}; its columns are {columns}")
-    return Format("prompt_completion", {"prompt": prompt, "completion": ANSWER}, pairs_as_chat=has_template)
+    return Format("prompt_completion", {"prompt": prompt, "completion": RESPONSE_COLUMN}, pairs_as_chat=has_template)
 
 
 def _prompt(row: Row, reader: Format, tokenizer: Any, template: ChatTemplate | None, beginning: list[int]) -> Prompt:
@@ -123,8 +123,8 @@ def _prompt(row: Row, reader: Format, tokenizer: Any, template: ChatTemplate | N
         turns = list(sample.messages or [])
     else:
         as_messages = isinstance(row.get(reader.columns["prompt"]), list)
-        answer: Any = [{"role": "assistant", "content": "?"}] if as_messages else "?"
-        sample = reader.sample(row | {ANSWER: answer})
+        response: Any = [{"role": "assistant", "content": "?"}] if as_messages else "?"
+        sample = reader.sample(row | {RESPONSE_COLUMN: response})
         turns = list(sample.messages or [])[:-1]
     while turns and turns[-1]["role"] == "assistant":
         turns.pop()
@@ -135,7 +135,7 @@ def _prompt(row: Row, reader: Format, tokenizer: Any, template: ChatTemplate | N
     if template is None:
         raise RowFault("a chat without a chat template")
     if not turns:
-        raise RowFault("no question", "nothing stands before the assistant's words")
+        raise RowFault("no question", "expected a user's message before the assistant's")
     text = template.prompt(turns, sample.tools)
     fields: dict[str, Any] = {"messages": turns} | ({"tools": sample.tools} if sample.tools else {})
     if reader.pairs_as_chat and not as_messages:

@@ -28,12 +28,12 @@ from distill.data.tally import Tally
 from distill.data.tokenise import Batch, Encoder, RowEncoder
 from distill.data.tokenise import Document as Encoded
 from distill.generation.documents import Document
-from distill.generation.function_calls import Question, RewardFunction
+from distill.generation.function_calls import FunctionInput, RewardFunction
 from distill.generation.rewards import Rewards
 from distill.recipe import Recipe
 
 
-class RowNote(NamedTuple):
+class RowRecord(NamedTuple):
     """The row of one document, with hashes to find it by.
 
     Attributes:
@@ -56,7 +56,7 @@ class RowNote(NamedTuple):
         return self.number
 
     def columns(self) -> Mapping[str, np.ndarray]:
-        """Return the columns of `RowNotes`."""
+        """Return the columns of `RowRecordEncoder`."""
         return {
             "number": np.array([self.number], dtype=np.int32),
             "prompts": self.prompts.view(np.int32),
@@ -66,7 +66,7 @@ class RowNote(NamedTuple):
         }
 
 
-class RowNotes(RowEncoder):
+class RowRecordEncoder(RowEncoder):
     """Encoder of the rows' notes: one for each document that another encoder makes.
 
     Args:
@@ -87,15 +87,15 @@ class RowNotes(RowEncoder):
             for document in found:
                 columns = document.columns()
                 ids, labels = columns["input_ids"].tolist(), columns["labels"]
-                learned = labels != IGNORE_INDEX
-                starts = np.flatnonzero(learned & ~np.concatenate([[False], learned[:-1]])).tolist()
-                end = int(np.flatnonzero(learned)[-1]) + 1
+                trained_on = labels != IGNORE_INDEX
+                starts = np.flatnonzero(trained_on & ~np.concatenate([[False], trained_on[:-1]])).tolist()
+                end = int(np.flatnonzero(trained_on)[-1]) + 1
                 if not text:
                     text, turns = _as_json(row), self._turns(row)
-                prompts = np.array([hash_of(ids[:start]) for start in starts], dtype=np.uint64)
+                prompts = np.array([token_hash(ids[:start]) for start in starts], dtype=np.uint64)
                 here, turns = turns[: len(starts)], turns[len(starts) :] or turns[-1:]
                 numbers = np.array(here + here[-1:] * (len(starts) - len(here)), dtype=np.int32)
-                yield RowNote(number, prompts, numbers, np.array([hash_of(ids[:end])], dtype=np.uint64), text)
+                yield RowRecord(number, prompts, numbers, np.array([token_hash(ids[:end])], dtype=np.uint64), text)
 
     def _turns(self, row: Any) -> list[int]:
         """Return the numbers of a row's messages that are trained on, in order; [-1] for a row that is no chat."""
@@ -108,7 +108,7 @@ class RowNotes(RowEncoder):
         return own[-1:] if self.encoder.options.train_on == "last" else own
 
 
-def hash_of(ids: Sequence[int]) -> int:
+def token_hash(ids: Sequence[int]) -> int:
     """Return a 64-bit hash of tokens."""
     digest = hashlib.blake2b(np.asarray(ids, dtype=np.int64).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
@@ -150,15 +150,15 @@ class RowTable:
         self._order = [np.argsort(each.hashes("prompts"), kind="stable") for each in sources]
         self._sorted = [each.hashes("prompts")[order] for each, order in zip(sources, self._order, strict=True)]
 
-    def question(self, document: Document, answer: Sequence[int]) -> Question:
+    def function_input(self, document: Document, response: Sequence[int]) -> FunctionInput:
         """Return the question for a response to a document's prompt, with the row that the document was made of.
 
         Raises:
             ValueError: no row has this prompt, or rows that differ in other columns have it.
         """
-        wanted, found = hash_of(document.prompt), dict[bytes, tuple[SourceRows, int, int]]()
+        wanted, found = token_hash(document.prompt), dict[bytes, tuple[SourceRows, int, int]]()
         exact = dict[bytes, tuple[SourceRows, int, int]]()
-        whole = hash_of(document.ids)
+        whole = token_hash(document.ids)
         for source, order, hashes in zip(self.sources, self._order, self._sorted, strict=True):
             begin, end = np.searchsorted(hashes, np.uint64(wanted), "left"), np.searchsorted(hashes, wanted, "right")
             for place in order[begin:end].tolist():
@@ -172,25 +172,25 @@ class RowTable:
         if not found:
             raise ValueError("data.on_policy: a prompt of the training data is of none of its rows")
         if len(chosen) != 1:
-            rows = " and ".join(self._place(*entry[:2]) for entry in [*found.values()][:2])
+            rows = " and ".join(self._location(*entry[:2]) for entry in [*found.values()][:2])
             raise ValueError(
                 f"data.on_policy: {rows} have the same prompt and other columns, and nothing tells which of them is "
-                "the row of an answer, which a reward or an environment is given; expected one row a prompt, or other "
+                "the row of a response, which a reward or an environment is given; expected one row a prompt, or other "
                 "completions"
             )
-        ((text, (source, number, stretch)),) = chosen.items()
-        return self._question(json.loads(text), source, number, stretch, answer)
+        ((text, (source, number, span)),) = chosen.items()
+        return self._function_input(json.loads(text), source, number, span, response)
 
-    def _question(
-        self, row: dict[str, object], source: SourceRows, number: int, stretch: int, answer: Sequence[int]
-    ) -> Question:
-        sample, turn = source.format.sample(row), int(source.of("turns", number)[stretch])
+    def _function_input(
+        self, row: dict[str, object], source: SourceRows, number: int, span: int, response: Sequence[int]
+    ) -> FunctionInput:
+        sample, turn = source.format.sample(row), int(source.of("turns", number)[span])
         prompt = sample.prompt or "" if sample.messages is None else sample.messages[:turn]
-        said = self.tokenizer.decode(list(answer), skip_special_tokens=True)
-        return Question(self._place(source, number), prompt, said, row, sample.tools)
+        text_of_response = self.tokenizer.decode(list(response), skip_special_tokens=True)
+        return FunctionInput(self._location(source, number), prompt, text_of_response, row, sample.tools)
 
     @staticmethod
-    def _place(source: SourceRows, number: int) -> str:
+    def _location(source: SourceRows, number: int) -> str:
         return f"row {int(source.of('number', number)[0])} of {source.name}"
 
 
@@ -206,7 +206,7 @@ def rewards_of(recipe: Recipe, tokenizer: Any, code: bytes) -> Rewards | None:
         return None
     file, _, name = (term.reward or "").rpartition(":")
     function = RewardFunction(Path(file), code, name, term.reward_timeout)
-    return Rewards(function, row_table_of(recipe, tokenizer).question, term.reward_scale)
+    return Rewards(function, row_table_of(recipe, tokenizer).function_input, term.reward_scale)
 
 
 def row_table_of(recipe: Recipe, tokenizer: Any) -> RowTable:
@@ -221,7 +221,7 @@ def row_table_of(recipe: Recipe, tokenizer: Any) -> RowTable:
         format = replace(format, keeps_empty=data.empty_answers == "keep")
         encoder = Encoder(tokenizer, format, template, max_length=data.max_length, options=ChatOptions.of(data))
         notes, _, _, _ = tokenised(
-            source, RowNotes(encoder), max_rows=data.max_rows, workers=data.workers, cache=data.cache
+            source, RowRecordEncoder(encoder), max_rows=data.max_rows, workers=data.workers, cache=data.cache
         )
         sources.append(SourceRows(source.name, format, notes))
     return RowTable(sources, tokenizer)

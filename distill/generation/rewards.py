@@ -13,49 +13,49 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from distill.generation.documents import Document, Score
-from distill.generation.function_calls import Question
+from distill.generation.function_calls import FunctionInput
 
 EPSILON = 1e-4
 NO_REWARDS = (0.0, 0.0, 0.0, 0.0)  # sums of rewards and of the groups' std; number of groups, and of those with std 0
-Judged = Sequence[tuple[Document, Sequence[int]]]
+Responses = Sequence[tuple[Document, Sequence[int]]]
 
 
 class Rewards:
     """Rewards and advantages of responses by a reward function.
 
     Args:
-        function: returns a number for each question.
-        question: makes the question of a document and the tokens of a response to it.
+        function: returns a number for each response.
+        function_input: makes the function's input from a document and the tokens of a response to it.
         scale: `group` divides by the group's standard deviation, `none` does not.
     """
 
     def __init__(
         self,
-        function: Callable[[Sequence[Question]], list[float]],
-        question: Callable[[Document, Sequence[int]], Question],
+        function: Callable[[Sequence[FunctionInput]], list[float]],
+        function_input: Callable[[Document, Sequence[int]], FunctionInput],
         scale: str = "group",
     ) -> None:
-        self.function, self.question, self.scale = function, question, scale
+        self.function, self.function_input, self.scale = function, function_input, scale
 
-    def judge(
-        self, answers: Judged, conversations: Sequence[Sequence[dict[str, object]]] = ()
+    def score(
+        self, responses: Responses, conversations: Sequence[Sequence[dict[str, object]]] = ()
     ) -> tuple[list[Score], tuple[float, ...]]:
-        """Return the reward and advantage of each response, and the sums that `reward_figures` reads.
+        """Return the reward and advantage of each response, and the sums that `reward_metrics` reads.
 
         Args:
-            answers: documents and the tokens of their responses, those to one prompt next to each other, the one of
+            responses: documents and the tokens of their responses, those to one prompt next to each other, the one of
                 `sample` 0 first; of a rollout of several turns the last response.
             conversations: of rollouts of several turns, the messages after the data's prompt and before the last
                 response.
         """
-        questions = [self.question(document, tokens) for document, tokens in answers]
+        inputs = [self.function_input(document, tokens) for document, tokens in responses]
         for number, messages in enumerate(conversations):
             if messages:
-                given = questions[number].prompt
+                given = inputs[number].prompt
                 assert isinstance(given, list), "an environment needs chats"
-                questions[number] = questions[number]._replace(prompt=[*given, *messages])
-        values = self.function(questions)
-        begins = [number for number, (document, _) in enumerate(answers) if document.sample == 0]
+                inputs[number] = inputs[number]._replace(prompt=[*given, *messages])
+        values = self.function(inputs)
+        begins = [number for number, (document, _) in enumerate(responses) if document.sample == 0]
         groups = [values[begin:end] for begin, end in zip(begins, [*begins[1:], len(values)], strict=True)]
         spreads = [statistics.stdev(group) if len(group) > 1 else 0.0 for group in groups]
         flat = sum(max(group) == min(group) for group in groups)
@@ -77,12 +77,12 @@ def group_advantages(rewards: Sequence[float], scale: str = "group") -> list[flo
     return [(reward - mean) / divisor for reward in rewards]
 
 
-def reward_figures(sums: Iterable[float], answers: float) -> dict[str, float]:
+def reward_metrics(sums: Iterable[float], responses: float) -> dict[str, float]:
     """Return mean rewards from sums over all ranks.
 
     Args:
-        sums: as returned by `Rewards.judge`.
-        answers: number of rewarded responses.
+        sums: as returned by `Rewards.score`.
+        responses: number of rewarded responses.
 
     Returns:
         reward (mean over the responses), reward_std (mean over the groups of the standard deviation within one),
@@ -90,7 +90,7 @@ def reward_figures(sums: Iterable[float], answers: float) -> dict[str, float]:
     """
     total, spread, groups, flat = sums
     return {
-        "reward": total / max(answers, 1.0),
+        "reward": total / max(responses, 1.0),
         "reward_std": spread / max(groups, 1.0),
         "reward_zero_std": flat / max(groups, 1.0),
     }

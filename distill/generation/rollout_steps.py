@@ -1,4 +1,4 @@
-"""Plans and results of the steps whose documents are replaced by rollouts: what `OnPolicy` remembers of each."""
+"""Plans and results of the steps whose documents `OnPolicyRollouts` replaces."""
 
 from __future__ import annotations
 
@@ -16,38 +16,40 @@ Collated = dict[str, Any]
 Batches = Sequence[Collated]
 
 
-def length_of(row: Sequence[Document]) -> int:
+def row_length(row: Sequence[Document]) -> int:
     """Return the number of tokens of a row of documents."""
     return sum(document.length for document in row)
 
 
-def repeats_itself(tokens: Sequence[int], length: int = 4) -> bool:
+def is_repetitive(tokens: Sequence[int], length: int = 4) -> bool:
     """Return whether more than half of a response's n-grams (n = `length`) occurred in it before."""
     runs = list(zip(*(tokens[at:] for at in range(length)), strict=False))
     return 2 * len(set(runs)) < len(runs)
 
 
-class Plan(NamedTuple):
+class MicroBatchPlan(NamedTuple):
     """A micro-batch's documents, those to generate, the number of rows to pack into, and how many did not fit."""
 
     documents: list[Document]
-    drawn: list[bool]
+    replaced: list[bool]
     limit: int | None
     left_out: int = 0
 
     @property
-    def asked(self) -> list[Document]:
+    def to_generate(self) -> list[Document]:
         """Return the documents whose responses are generated."""
-        return [document for document, drawn in zip(self.documents, self.drawn, strict=True) if drawn]
+        return [document for document, replaced in zip(self.documents, self.replaced, strict=True) if replaced]
 
     @property
-    def changes(self) -> bool:
+    def has_changes(self) -> bool:
         """Return whether the micro-batch becomes another one."""
-        return any(self.drawn) or self.left_out > 0
+        return any(self.replaced) or self.left_out > 0
 
-    def rows(self, answers: Any, max_length: int, one_row: bool) -> list[list[Document]]:
-        """Return the documents, with `answers` for those to generate: in one row, or packed if they were before."""
-        documents = [next(answers) if drawn else own for own, drawn in zip(self.documents, self.drawn, strict=True)]
+    def rows(self, responses: Any, max_length: int, one_row: bool) -> list[list[Document]]:
+        """Return the documents, with `responses` for those to generate: in one row, or packed if they were before."""
+        documents = [
+            next(responses) if replaced else own for own, replaced in zip(self.documents, self.replaced, strict=True)
+        ]
         if one_row:
             return [documents] * bool(documents)
         if self.limit is None:
@@ -59,37 +61,37 @@ class Plan(NamedTuple):
         return [[documents[number] for number in group] for group in groups]
 
 
-class Epoch(Iterator[Collated]):
+class LookAheadBatches(Iterator[Collated]):
     """An epoch's micro-batches, with look-ahead."""
 
     def __init__(self, batches: Iterator[Collated]) -> None:
-        self.batches, self._coming = batches, deque[Collated]()
+        self.batches, self._buffered = batches, deque[Collated]()
 
     def __next__(self) -> Collated:
-        return self._coming.popleft() if self._coming else next(self.batches)
+        return self._buffered.popleft() if self._buffered else next(self.batches)
 
-    def look(self, count: int) -> list[Collated]:
+    def peek(self, count: int) -> list[Collated]:
         """Return the next `count` micro-batches without consuming them, or as many as there are."""
-        self._coming.extend(itertools.islice(self.batches, max(0, count - len(self._coming))))
-        return list(self._coming)[:count]
+        self._buffered.extend(itertools.islice(self.batches, max(0, count - len(self._buffered))))
+        return list(self._buffered)[:count]
 
 
 class StepBatches(NamedTuple):
-    """A step's micro-batches with generated responses, and their contribution to `OnPolicy._sums`."""
+    """A step's micro-batches with generated responses, and their contribution to `OnPolicyRollouts._sums`."""
 
     batches: list[Collated]
-    figures: np.ndarray
+    metric_sums: np.ndarray
 
 
-class Step(NamedTuple):
+class RolloutStep(NamedTuple):
     """The micro-batches of a step, the plan of each, and the result once it is made."""
 
     batches: Batches
-    plans: list[Plan]
+    plans: list[MicroBatchPlan]
     result: StepBatches | None = None
 
 
-class Answer(NamedTuple):
+class GeneratedResponse(NamedTuple):
     """A generated response, or several with an environment's replies between them.
 
     Attributes:

@@ -30,24 +30,24 @@ class Sampling(NamedTuple):
     min_p: float = 0.0
 
     @property
-    def cuts(self) -> bool:
+    def has_cut_offs(self) -> bool:
         """Return whether the cut-offs exclude tokens."""
         return self.temperature > 0 and (self.top_k, self.top_p, self.min_p) != (0, 1, 0)
 
-    def cut(self, logits: torch.Tensor) -> torch.Tensor:
+    def restrict(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits [B, V] over the temperature, float32 or wider, -inf where a cut-off excludes a token."""
-        scores = as_wide(logits) / self.temperature
+        scores = at_least_float32(logits) / self.temperature
         no_ids = cast(torch.LongTensor, None)  # the warpers read the scores alone
         if self.top_k:
             scores = TopKLogitsWarper(self.top_k)(no_ids, scores)
         if self.top_p < 1:
-            scores = likeliest(scores, self.top_p)
+            scores = filter_top_p(scores, self.top_p)
         return MinPLogitsWarper(self.min_p)(no_ids, scores) if self.min_p else scores
 
-    def draw(self, logits: torch.Tensor, seeds: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor, seeds: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
         """Sample tokens, int64 [B], from logits [B, V]; seeds and draws as in `sample_tokens`. Never synchronises."""
-        if self.cuts:
-            return sample_tokens(self.cut(logits), seeds, draws, 1.0)
+        if self.has_cut_offs:
+            return sample_tokens(self.restrict(logits), seeds, draws, 1.0)
         return sample_tokens(logits, seeds, draws, self.temperature)
 
 
@@ -59,7 +59,7 @@ def sampling_of(section: OnPolicy) -> Sampling:
     return Sampling(section.temperature, section.top_k, section.top_p, section.min_p)
 
 
-def likeliest(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+def filter_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     """Mask all scores outside of the top-p set, as `TopPLogitsWarper` does, by integer sums.
 
     PyTorch refuses that class's floating-point cumulative sums on a GPU under `train.deterministic`.
@@ -71,6 +71,6 @@ def likeliest(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     return scores.masked_fill(left_out.scatter(-1, order, left_out), -torch.inf)
 
 
-def as_wide(scores: torch.Tensor) -> torch.Tensor:
+def at_least_float32(scores: torch.Tensor) -> torch.Tensor:
     """Return scores in float32, or in their own dtype if it is wider."""
     return scores.to(torch.promote_types(scores.dtype, torch.float32))

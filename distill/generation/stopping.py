@@ -26,17 +26,17 @@ class StopStrings:
         # each token of a match has a byte of it or more, and the first token of all may lose the space before it
         self.window = 1 + max(len(string.encode()) for string in strings)
 
-    def end(self, tokens: Sequence[int], seen: int = 0) -> int | None:
+    def find_end(self, tokens: Sequence[int], seen: int = 0) -> int | None:
         """Return the number of tokens up to the first one that completes a stop string, inclusive; None without one.
 
         The first `seen` tokens are known to contain none, and are not all decoded again.
         """
-        if not self.are_in(tokens[max(0, seen + 1 - self.window) :]):
+        if not self.contained_in(tokens[max(0, seen + 1 - self.window) :]):
             return None
         ends = range(seen + 1, len(tokens) + 1)
-        return next((end for end in ends if self.are_in(tokens[max(0, end - self.window) : end])), None)
+        return next((end for end in ends if self.contained_in(tokens[max(0, end - self.window) : end])), None)
 
-    def are_in(self, tokens: Sequence[int]) -> bool:
+    def contained_in(self, tokens: Sequence[int]) -> bool:
         """Return whether the text of these tokens contains a stop string."""
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return any(string in text for string in self.strings)
@@ -49,16 +49,18 @@ class StopStrings:
 
         def ending(ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
             newest = ids[:, start:][:, -self.window :].tolist()
-            return torch.tensor([self.are_in(row) for row in newest], device=ids.device)
+            return torch.tensor([self.contained_in(row) for row in newest], device=ids.device)
 
         return ending
 
 
-def ended(tokens: Sequence[int], limit: int, ends: Sequence[int], stop: StopStrings | None) -> tuple[list[int], bool]:
+def truncate_at_end(
+    tokens: Sequence[int], limit: int, ends: Sequence[int], stop: StopStrings | None
+) -> tuple[list[int], bool]:
     """Return a response up to its end, and whether it was cut off by its limit instead."""
     whole = list(tokens[:limit])
     end = next((number for number, token in enumerate(whole, 1) if token in ends), None)
-    at = None if stop is None else stop.end(whole[:end])
+    at = None if stop is None else stop.find_end(whole[:end])
     return whole[: at or end], end is None and at is None
 
 
@@ -76,7 +78,7 @@ def end_tokens(tokenizer: Any, model: nn.Module, template: ChatTemplate | None) 
 
 @contextlib.contextmanager
 def override_generation_config(
-    model: Any, *, most: int, pad: int | None, ends: Sequence[int], temperature: float = 0.0
+    model: Any, *, max_new_tokens: int, pad: int | None, ends: Sequence[int], temperature: float = 0.0
 ) -> Iterator[None]:  # fmt: skip
     """Make `model.generate` sample at this temperature, without other logits processors, inside the context.
 
@@ -86,7 +88,7 @@ def override_generation_config(
     own = inner.generation_config
     drawn: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     inner.generation_config = GenerationConfig(
-        max_new_tokens=most, pad_token_id=pad, eos_token_id=sorted(set(ends)) or None,
+        max_new_tokens=max_new_tokens, pad_token_id=pad, eos_token_id=sorted(set(ends)) or None,
         **(drawn if temperature > 0 else {"do_sample": False}),
     )  # fmt: skip
     try:

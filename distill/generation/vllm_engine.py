@@ -29,7 +29,7 @@ from distill.core.errors import RunError
 from distill.core.eval_mode import eval_mode
 from distill.core.files import write_json
 from distill.generation.decode_loop import Engine, EngineSettings, Generated, Request
-from distill.generation.stopping import ended
+from distill.generation.stopping import truncate_at_end
 from distill.models.adapters import merged
 from distill.models.head import bare, find_head
 from distill.models.load import save_student
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 HEAD, REST = "model-head.safetensors", "model-rest.safetensors"
 # mean |difference| of log-probabilities, nats per token, that rounding explains. In bfloat16 it was 0.02 to 0.04 for
 # SmolLM2, where a stale head gave 28.7; kernels that sum in another order move float32 ones by up to 1e-4.
-UNITS, LEAST = 32, 1e-3
+ROUNDING_UNITS, MIN_TOLERANCE = 32, 1e-3
 
 
 class VllmEngine(Engine):
@@ -52,7 +52,7 @@ class VllmEngine(Engine):
         trains: The weights change between calls and are transferred before each, unless it has `same_weights`.
 
     Raises:
-        RunError: from `answer`, when vLLM's log-probabilities are not the student's.
+        RunError: from `run`, when vLLM's log-probabilities are not the student's.
     """
 
     MEMORY = 0.3  # fraction of the GPU's memory for vLLM's weights and cache
@@ -81,8 +81,8 @@ class VllmEngine(Engine):
             == "cpu",  # compiling takes minutes and gives nothing there
         )
 
-    def answer(self, request: Request) -> Generated:
-        """Generate as `Engine.answer` does; vLLM forms its own batches, and applies `min_p` before the other cut-offs.
+    def run(self, request: Request) -> Generated:
+        """Generate as `Engine.run` does; vLLM forms its own batches, and applies `min_p` before the other cut-offs.
 
         Log-probabilities are over all rows of the head, even where only the first `vocab_size` may be sampled.
         """
@@ -106,8 +106,8 @@ class VllmEngine(Engine):
         requests = [{"prompt_token_ids": list(prompt)} for prompt in request.prompts]
         outputs = [output.outputs[0] for output in self.llm.generate(requests, settings, use_tqdm=False)]
         limits = zip(outputs, request.limits, strict=True)
-        answers = [ended(output.token_ids, limit, self.ends, self.stop) for output, limit in limits]
-        tokens = [own for own, _ in answers]
+        responses = [truncate_at_end(output.token_ids, limit, self.ends, self.stop) for output, limit in limits]
+        tokens = [own for own, _ in responses]
         log_probs = [
             [each[token].logprob for token, each in zip(own, output.logprobs, strict=False)]
             for own, output in zip(tokens, outputs, strict=True)
@@ -117,7 +117,7 @@ class VllmEngine(Engine):
             longest = max(range(len(tokens)), key=lambda number: len(tokens[number]))
             self._require_same_model(request.prompts[longest], tokens[longest], log_probs[longest])
             self._is_new = False
-        return Generated(tokens, [cut for _, cut in answers], log_probs if self.log_probs else [])
+        return Generated(tokens, [cut for _, cut in responses], log_probs if self.log_probs else [])
 
     def _require_same_model(self, prompt: Sequence[int], tokens: Sequence[int], given: Sequence[float]) -> None:
         """Compare vLLM's log-probabilities of one response with the student's.
@@ -125,9 +125,9 @@ class VllmEngine(Engine):
         Raises:
             RunError: they differ by more than rounding explains.
         """
-        own = answer_log_probs(self.model, prompt, tokens, self.autocast)
+        own = response_log_probs(self.model, prompt, tokens, self.autocast)
         gap = float((torch.tensor(given, dtype=torch.float64) - own).abs().mean())
-        most = max(LEAST, UNITS * torch.finfo(self.dtype).eps)
+        most = max(MIN_TOLERANCE, ROUNDING_UNITS * torch.finfo(self.dtype).eps)
         log.debug("vLLM's log-probabilities of %d tokens differ from the student's by %.1e on average", len(own), gap)
         if not gap <= most:
             raise RunError(
@@ -139,7 +139,7 @@ class VllmEngine(Engine):
 
 
 @torch.no_grad()
-def answer_log_probs(
+def response_log_probs(
     model: nn.Module, prompt: Sequence[int], tokens: Sequence[int], autocast: torch.dtype | None = None
 ) -> torch.Tensor:
     """Return each response token's log-probability under `model` at temperature 1: float64 [tokens], on the CPU.

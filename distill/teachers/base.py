@@ -53,19 +53,19 @@ class LossInputs:
         targets: of the teacher for this batch, in its `TargetFormat`; None if the loss has no divergence.
         num_items: int64 tensor [] or int that the summed loss is divided by; None for this batch's valid tokens.
         statistics: whether sums of the token statistics are returned beside the loss.
-        drawn_log_p: float [B, S] as the shifted labels: log-probabilities of the labels when the student sampled
+        sampled_log_p: float [B, S] as the shifted labels: log-probabilities of the labels when the student sampled
             them, NaN where it did not; None where they were not kept.
         advantages: float [B, S] as the shifted labels: what a reward adds to each token's advantage; None without one.
     """
 
     def __init__(
         self, targets: Targets | None, num_items: torch.Tensor | int | None, statistics: bool,
-        drawn_log_p: torch.Tensor | None = None, advantages: torch.Tensor | None = None,
+        sampled_log_p: torch.Tensor | None = None, advantages: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self.targets = targets
         self.num_items = num_items
         self.statistics = statistics
-        self.drawn_log_p = drawn_log_p
+        self.sampled_log_p = sampled_log_p
         self.advantages = advantages
 
 

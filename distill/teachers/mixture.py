@@ -23,7 +23,7 @@ from torch import nn
 
 from distill.core.ranks import is_main_process
 from distill.data.load import Splits
-from distill.generation.answers import generate
+from distill.generation.greedy import generate
 from distill.models.fingerprint import model_identity
 from distill.models.head import LogitTransform
 from distill.models.load import load_tokenizer

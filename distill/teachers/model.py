@@ -20,7 +20,7 @@ from torch import nn
 
 from distill.core import console
 from distill.core.ranks import is_main_process
-from distill.generation.answers import generate
+from distill.generation.greedy import generate
 from distill.models.fingerprint import model_identity
 from distill.models.fp8_teacher import find_skipped, load_a_layer_at_a_time, quantise
 from distill.models.gpu_specs import has_fp8, runs_our_kernels

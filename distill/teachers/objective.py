@@ -151,15 +151,15 @@ class DistillationObjective:
         Args:
             inputs: A collated batch: `input_ids`, `labels` [B, S] int64, not shifted, -100 where masked
                 from the loss; `position_ids` and `valid_rows` if the collator gives them. Where positions restart, the
-                label of a document's first token is ignored. `drawn_log_p` and `advantages` [B, S], of tokens that the
-                student sampled; `rewards` are not used.
+                label of a document's first token is ignored. `sampled_log_p` and `advantages` [B, S], of tokens that
+                the student sampled; `rewards` are not used.
             num_items: What the summed loss is divided by; None for the valid tokens of this batch.
             statistics: Also return sums of the token statistics.
         """
         if "labels" not in inputs or "input_ids" not in inputs:
             raise ValueError(f"batch: expected input_ids and labels, got {sorted(inputs)}")
         inputs = {**inputs, "labels": mask_document_starts(inputs["labels"], inputs.get("position_ids"))}
-        drawn = inputs.pop("drawn_log_p", None)
+        drawn = inputs.pop("sampled_log_p", None)
         drawn = drawn if drawn is None else nn.functional.pad(drawn, (0, 1), value=torch.nan)[:, 1:]
         advantages = inputs.pop("advantages", None)
         inputs.pop("rewards", None)
@@ -248,7 +248,7 @@ class DistillationObjective:
                 return {"loss": result}
             loss, stats = result
             output = {"loss": loss, "statistics": torch.stack(tuple(stats)).sum(dim=1)}
-            if (drawn := loss_inputs.drawn_log_p) is not None:
+            if (drawn := loss_inputs.sampled_log_p) is not None:
                 log_p, drawn = stats[STATISTICS.index("student_label_logprob")].detach(), drawn.flatten()
                 learned = shifted.flatten() != IGNORE_INDEX
                 if len(log_p) != len(drawn):  # of aligned spans, each with its label at its first token

@@ -26,7 +26,7 @@ from distill.teachers.base import HeadForward, VocabularyAlignment
 def policy_gradient_loss(
     log_p: torch.Tensor,
     teacher_log_p: torch.Tensor,
-    drawn_log_p: torch.Tensor | None = None,
+    sampled_log_p: torch.Tensor | None = None,
     *,
     clip: float | None = None,
     discount: float = 0.0,
@@ -37,7 +37,7 @@ def policy_gradient_loss(
     Args:
         log_p: Log-probabilities of the sampled tokens under the student, [B, S], in nats; differentiable.
         teacher_log_p: Log-probabilities of the same tokens under the teacher, [B, S]; no gradient.
-        drawn_log_p: Log-probabilities by the engine that sampled them, [B, S]; None for `log_p` (ratio 1).
+        sampled_log_p: Log-probabilities by the engine that sampled them, [B, S]; None for `log_p` (ratio 1).
         clip: The clipping range c; None for no clipping.
         discount: Factor per token of the later tokens' advantages, 0 to 1; 0 for none.
         learned: Mask of the student's own tokens, bool [B, S]; discounts do not cross gaps in it.
@@ -47,7 +47,7 @@ def policy_gradient_loss(
     """
     learned = torch.ones_like(log_p, dtype=torch.bool) if learned is None else learned
     advantage = teacher_advantage(log_p, teacher_log_p, learned, discount)
-    return surrogate_loss(log_p, advantage, learned, drawn_log_p, clip)
+    return surrogate_loss(log_p, advantage, learned, sampled_log_p, clip)
 
 
 def teacher_advantage(
@@ -65,11 +65,11 @@ def surrogate_loss(
     log_p: torch.Tensor,
     advantage: torch.Tensor,
     learned: torch.Tensor,
-    drawn_log_p: torch.Tensor | None = None,
+    sampled_log_p: torch.Tensor | None = None,
     clip: float | None = None,
 ) -> torch.Tensor:
     """Return -min(r A, clip(r) A) of each trained token, [B, S]; arguments as of `policy_gradient_loss`."""
-    ratio = (log_p - (log_p if drawn_log_p is None else drawn_log_p).detach()).exp()
+    ratio = (log_p - (log_p if sampled_log_p is None else sampled_log_p).detach()).exp()
     gain = ratio * advantage
     if clip is not None:
         gain = torch.minimum(gain, ratio.clamp(1 - clip, 1 + clip) * advantage)
@@ -125,7 +125,7 @@ class SampledTokenLoss:
             call.hidden, call.head.weight, call.labels, bias=call.head.bias, lora=call.head.lora,
             logit_scale=student.scale, softcap=student.softcap, **common,
         )  # fmt: skip
-        term, drawn = self.term, inputs.drawn_log_p if self.term.importance else None
+        term, drawn = self.term, inputs.sampled_log_p if self.term.importance else None
         drawn = drawn if drawn is None else torch.where(learned, drawn.to(log_p.dtype), 0.0)
         advantage = torch.zeros_like(log_p)
         if term.teacher_weight:  # at weight 0, a token of teacher probability 0 would give NaN

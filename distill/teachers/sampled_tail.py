@@ -56,7 +56,7 @@ class SampledTail:
 
     def of(self, call: HeadForward, targets: TailTargets) -> torch.Tensor:
         """Return the loss inside the student head's own call; inf where the teacher gives one of them probability 0."""
-        labels, drawn = call.labels.flatten(), call.inputs.drawn_log_p
+        labels, drawn = call.labels.flatten(), call.inputs.sampled_log_p
         drawn = None if drawn is None else drawn.flatten()
         numbers = torch.arange(len(labels), device=labels.device).masked_fill(labels == IGNORE_INDEX, IGNORE_INDEX)
         wide = torch.promote_types(call.hidden.dtype, torch.float32)

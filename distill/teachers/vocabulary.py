@@ -11,7 +11,7 @@ from distill.models.load import load_config, load_tokenizer
 from distill.models.vocabulary import compare, extend_student, shared_columns
 
 if TYPE_CHECKING:
-    from distill.generation.documents import AnswerReader
+    from distill.generation.documents import ResponseRetokenizer
     from distill.recipe import Data, ModelSection, Recipe
 
 
@@ -92,7 +92,7 @@ class Vocabulary:
         if student.vocabulary != "extend":
             compare(self.tokenizer, self.student_tokenizer).require()
 
-    def answer_reader(self) -> AnswerReader | None:
+    def answer_reader(self) -> ResponseRetokenizer | None:
         """Return the reader of rollouts by another tokenizer of the teacher's; None where it reads the same ids."""
         return None
 

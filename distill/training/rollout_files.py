@@ -73,15 +73,15 @@ class StoredRollouts(TrainerCallback):
         """Record the rollouts of a micro-batch.
 
         Args:
-            batch: Collated batch; `drawn_log_p` holds log-probabilities of sampled tokens, NaN elsewhere. With a reward
-                function `rewards` and `advantages` hold those of each token's response.
+            batch: Collated batch; `sampled_log_p` holds log-probabilities of sampled tokens, NaN elsewhere. With a
+                reward function `rewards` and `advantages` hold those of each token's response.
             statistics: Statistics in the order of `STATISTICS`: [K, B * S], of each position's next token, or [K, M],
                 of each aligned span.
         """
-        if "drawn_log_p" not in batch:
+        if "sampled_log_p" not in batch:
             return
         at = batch["valid_rows"]
-        drawn = batch["drawn_log_p"].flatten()[at + 1].tolist()
+        drawn = batch["sampled_log_p"].flatten()[at + 1].tolist()
         if statistics.shape[1] != len(at):
             statistics = statistics[:, at]
         named = dict(zip(STATISTICS, statistics.tolist(), strict=False))
@@ -100,7 +100,7 @@ class StoredRollouts(TrainerCallback):
                     "reward": reward,
                     "advantage": advantage,
                     **self._read(document),
-                    "drawn_log_p": drawn[mine],
+                    "sampled_log_p": drawn[mine],
                     "student_log_p": named["student_label_logprob"][mine],
                     "teacher_log_p": named["teacher_label_logprob"][mine],
                     "divergence": named["divergence"][mine],
@@ -143,7 +143,7 @@ def write(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
     schema = {"step": pyarrow.int64(), "reward": pyarrow.float32(), "advantage": pyarrow.float32(), **text}
     turn = pyarrow.struct({"by_student": pyarrow.bool_(), "text": pyarrow.string()})
     schema |= {"turns": pyarrow.list_(turn), "prompt_ids": ids, "answer_ids": ids, "positions": ids}
-    schema |= dict.fromkeys(("drawn_log_p", "student_log_p", "teacher_log_p", "divergence"), figures)
+    schema |= dict.fromkeys(("sampled_log_p", "student_log_p", "teacher_log_p", "divergence"), figures)
     rows = sorted(({"step": step, **row} for row in rows), key=lambda row: (row["prompt_ids"], row["answer_ids"]))
     folder.mkdir(exist_ok=True)
     with replacing(folder / name_of(step)) as place:

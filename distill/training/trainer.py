@@ -49,7 +49,7 @@ from distill.training.warmup import begin_above_zero, restore_warmup
 from distill.training.watchdog import watch_ranks
 
 if TYPE_CHECKING:
-    from distill.generation.on_policy import OnPolicy
+    from distill.generation.on_policy import OnPolicyRollouts
 
 
 class DistillationTrainer(Trainer):
@@ -128,7 +128,7 @@ class DistillationTrainer(Trainer):
         self.is_rewarded = isinstance(section, Loss) and section.rewarded is not None
         self.objective.loss_of = self.meter.phases.timed("loss", self.objective.loss_of)  # type: ignore[method-assign]
         self._blocks: BlockSampler | None = None
-        self.on_policy: OnPolicy | None = None  # set it to train on the student's rollouts
+        self.on_policy: OnPolicyRollouts | None = None  # set it to train on the student's rollouts
         self._checkpoint_folder: str | None = None
         self._batches_begun = 0  # micro-batches that training_step has begun
         self.prefetcher = TeacherPrefetcher(self.objective, self._sum_over_ranks, args.device)
@@ -226,7 +226,7 @@ class DistillationTrainer(Trainer):
             count = self._get_num_items_in_batch(batches, device)
         self.prefetcher.wait(batches)
         if rollouts is not None and self.prefetcher.prefetch_enabled:
-            self.prefetcher.submit(rollouts.to_come(self.data_collator))
+            self.prefetcher.submit(rollouts.upcoming_batches(self.data_collator))
         return batches, count
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | None:
@@ -259,7 +259,7 @@ class DistillationTrainer(Trainer):
             logs = {**logs, **self.meter.read(self._sum_over_ranks)}
             logs |= self.schedule.figures()
             if self.on_policy is not None:
-                logs |= self.on_policy.read(self._sum_over_ranks, self.args.device)
+                logs |= self.on_policy.pop_metrics(self._sum_over_ranks, self.args.device)
             if self.step_guard.skipped:
                 logs["skipped_steps"] = self.step_guard.skipped
         super().log(logs, start_time)

@@ -29,7 +29,7 @@ from distill_kernels.launch import DeviceFacts
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.fused_step import FusedStep
 from distill.generation.sampling import Sampling
-from distill.generation.seats import Seats
+from distill.generation.sequence_slots import SequenceSlots
 from distill.models.ragged_cache import AttentionCall
 from scripts.bench.generate import REGRET, Tokens, ragged_prompts, regret, twin
 from scripts.bench.harness import Row, copy_bandwidth, time_in_turn
@@ -151,43 +151,43 @@ def other_plans(plan: Plan, rows: int) -> Iterator[tuple[str, Plan]]:
             yield kind, plan._replace(**{kind: (AttentionConfig if kind == "attention" else Tile)(*tile)})  # type: ignore[arg-type]
 
 
-def seats_of(model: Any, shape: Shape) -> Seats:
+def slots_of(model: Any, shape: Shape) -> SequenceSlots:
     """Buffers of sequences that are done, so that a step leaves them as they were but for the column."""
-    seats = Seats(model.config, shape.rows, shape.slots, 256, model.device)
-    seats.clear(5)
-    seats.cache.begin(torch.full_like(seats.cache.lengths, shape.cached))
-    return seats
+    slots = SequenceSlots(model.config, shape.rows, shape.slots, 256, model.device)
+    slots.clear(5)
+    slots.cache.begin(torch.full_like(slots.cache.lengths, shape.cached))
+    return slots
 
 
-def _begin(seats: Seats, vocab: int) -> None:
+def _begin(slots: SequenceSlots, vocab: int) -> None:
     """Tokens, and something in the cache."""
-    seats.token.copy_(torch.arange(seats.batch, device=seats.token.device) % vocab)
-    for tensor in itertools.chain(*seats.cache.kept()):
+    slots.token.copy_(torch.arange(slots.batch, device=slots.token.device) % vocab)
+    for tensor in itertools.chain(*slots.cache.kept()):
         tensor.normal_()
 
 
 def fused_step(
     model: Any, shape: Shape, plan: Plan | None = None, dtype: torch.dtype = torch.bfloat16
-) -> tuple[FusedStep, Seats]:
+) -> tuple[FusedStep, SequenceSlots]:
     """A step by our kernels, of `plan` or as it is chosen, and its buffers."""
-    seats, ends = seats_of(model, shape), torch.tensor([2], device=model.device)
+    slots, ends = slots_of(model, shape), torch.tensor([2], device=model.device)
     calls = {layer.self_attn: AttentionCall(layer.self_attn.scaling, None, None) for layer in model.model.layers}
-    step = FusedStep(model, seats, dtype, calls, (ends, 0, None), plan)
-    _begin(seats, model.config.vocab_size)
-    return step, seats
+    step = FusedStep(model, slots, dtype, calls, (ends, 0, None), plan)
+    _begin(slots, model.config.vocab_size)
+    return step, slots
 
 
-def todays_step(model: Any, shape: Shape) -> tuple[Callable[[Sampling], None], Seats]:
+def todays_step(model: Any, shape: Shape) -> tuple[Callable[[Sampling], None], SequenceSlots]:
     """A step by the model's own layers, and its buffers."""
-    loop, seats = DecodeLoop(model, settings(False, shape.wide)), seats_of(model, shape)
+    loop, slots = DecodeLoop(model, settings(False, shape.wide)), slots_of(model, shape)
 
     def step(sampling: Sampling) -> None:
-        with loop._ready():
-            loop._step(seats, sampling)
+        with loop._decoding_mode():
+            loop._step(slots, sampling)
 
     step(Sampling(1.0))
-    _begin(seats, model.config.vocab_size)
-    return step, seats
+    _begin(slots, model.config.vocab_size)
+    return step, slots
 
 
 def settings(fused: bool, wide: bool) -> EngineSettings:
@@ -195,11 +195,11 @@ def settings(fused: bool, wide: bool) -> EngineSettings:
     return EngineSettings(0, [], autocast=torch.bfloat16 if wide else None, log_probs=True, fused=fused)
 
 
-def _graphed(step: Callable[[Sampling], None], seats: Seats) -> Callable[[], None]:
+def _graphed(step: Callable[[Sampling], None], slots: SequenceSlots) -> Callable[[], None]:
     """Replays a graph of a step, and keeps what the graph reads and writes."""
 
     def run() -> None:
-        seats.column.zero_()
+        slots.column.zero_()
         step(Sampling(1.0))
 
     stream = torch.cuda.Stream()
@@ -212,14 +212,14 @@ def _graphed(step: Callable[[Sampling], None], seats: Seats) -> Callable[[], Non
     with torch.cuda.graph(graph, stream=stream):
         run()
 
-    def replay(kept: object = (step, seats)) -> None:
+    def replay(kept: object = (step, slots)) -> None:
         graph.replay()
 
     return replay
 
 
-def _milliseconds(step: Callable[[Sampling], None], seats: Seats) -> float:
-    return time_in_turn({"step": _graphed(step, seats)}, rounds=3, calls=10, settle=3)["step"]
+def _milliseconds(step: Callable[[Sampling], None], slots: SequenceSlots) -> float:
+    return time_in_turn({"step": _graphed(step, slots)}, rounds=3, calls=10, settle=3)["step"]
 
 
 def _compile(shape: Shape, part: slice) -> None:
@@ -246,8 +246,8 @@ def compile_all(shapes: list[Shape], workers: int = 5) -> None:
 
 def best_plan(model: Any, shape: Shape) -> Plan:
     """The fastest of the tiles above, a kind of kernel after the other."""
-    step, seats = fused_step(model, shape)
-    plan, best = step.decoder.plan, _milliseconds(step, seats)
+    step, slots = fused_step(model, shape)
+    plan, best = step.decoder.plan, _milliseconds(step, slots)
     print(f"{shape}: {plan}: {best:.4f} ms", flush=True)
     for kind, other in other_plans(plan, shape.rows):
         tile = getattr(other, kind)

@@ -73,7 +73,7 @@ class Case(NamedTuple):
             ids, others = [*own, self.student.reader.end], [*other, self.teacher.reader.end]
             span = (len(own), len(own) + 1, len(other), len(other) + 1)
             asked = Document(ids, ids, row, others, spans=[span], starts=(len(own), len(other)))
-            made.append(asked.reread(read, answer, 512))
+            made.append(asked.with_retokenized_response(read, answer, 512))
         return made
 
 

@@ -24,7 +24,7 @@ from transformers import PrinterCallback, TrainerCallback
 from distill.data.load import Splits, load_data
 from distill.evaluation.evaluate import evaluate
 from distill.evaluation.evaluate_documents import EvaluationResult, evaluate_documents
-from distill.generation.from_recipe import on_policy_of
+from distill.generation.from_recipe import rollouts_from_recipe
 from distill.models import fp8_student
 from distill.models.attention_choice import AttentionChoices
 from distill.models.fp8_teacher import quantise
@@ -199,7 +199,7 @@ def train(
         trainer.remove_callback(PrinterCallback)
         if quality is not None:
             quality.trainer = trainer
-        trainer.on_policy = on_policy_of(
+        trainer.on_policy = rollouts_from_recipe(
             recipe,
             student,
             bench.tokenizer,

@@ -161,7 +161,7 @@ def answer(model: Any, bench: TeacherBench, documents: Sequence[Document], recip
     )
     told = zip(documents, prompts, made.tokens, strict=True)
     return Answers(
-        [document.answered(prompt, tokens) for document, prompt, tokens in told],
+        [document.with_response(prompt, tokens) for document, prompt, tokens in told],
         sum(made.truncated) / max(len(prompts), 1),
     )
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distill.generation.documents import AnswerPair
+from distill.generation.documents import RetokenizedResponse
 from distill.teachers.cross.encode import Reader, boundaries_of, end_pairs, tokens_before
 
 
@@ -33,33 +33,33 @@ class TeacherReader:
         self.spaces = tuple(reader.space_before_answers().encode() for reader in (student, teacher))
         self._special = {number for number, token in teacher.tokenizer.added_tokens_decoder.items() if token.special}
 
-    def read(
+    def retokenize(
         self,
         prompt: Sequence[int],
-        answer: Sequence[int],
+        response: Sequence[int],
         teacher_prompt: Sequence[int],
         *,
-        given: Sequence[int] = (),
-        teacher_given: Sequence[int] = (),
-        most: int,
-    ) -> AnswerPair:
-        """Return the teacher's reading of an answer, as `AnswerReader.read` describes it.
+        reference: Sequence[int] = (),
+        teacher_reference: Sequence[int] = (),
+        max_teacher_tokens: int,
+    ) -> RetokenizedResponse:
+        """Return the teacher's reading of an answer, as `ResponseRetokenizer.retokenize` describes it.
 
         Templates may differ in what they write between the prompt and an answer, such as a space or a line break: the
         data's answer in both readings tells, or the templates where the data are prompts alone, and the same is done to
         the drawn one. Tokens that are not compared: those after bytes that are no text (a character that was cut off),
         after a character that the teacher's tokenizer changes, and those that the teacher has no room for.
         """
-        text = list(answer)
+        text = list(response)
         end = self.ends.get(text[-1]) if text else None
         if end is not None:
             del text[-1]
         ends = self._ends(text)
         raw = self._bytes(self.student, text[: len(ends)])
-        before, others_before = self._between(given, teacher_given)
+        before, others_before = self._between(reference, teacher_reference)
         skipped = len(before) if raw.startswith(before) else 0
         if before.strip() and not skipped:  # words of the data's answer are in the teacher's prompt
-            return AnswerPair(list(teacher_prompt), [])
+            return RetokenizedResponse(list(teacher_prompt), [])
         said = _text_of(raw[skipped:])
         ids, others = self._after(list(teacher_prompt), others_before, said)
         shift = len(others_before)
@@ -71,10 +71,10 @@ class TeacherReader:
         spans = [
             (own + a, own + b, other + c, other + d)
             for (a, c), (b, d) in zip(run[:-1].tolist(), run[1:].tolist(), strict=True)
-            if b > a and d > c and own + a > 0 and other + c > 0 and other + d <= most
+            if b > a and d > c and own + a > 0 and other + c > 0 and other + d <= max_teacher_tokens
         ]
         teacher = [*teacher_prompt, *ids]
-        return AnswerPair(teacher[: spans[-1][3]] if spans else list(teacher_prompt), spans)
+        return RetokenizedResponse(teacher[: spans[-1][3]] if spans else list(teacher_prompt), spans)
 
     def _ends(self, ids: Sequence[int]) -> list[int]:
         """Return where each token ends, in bytes, up to the first one that stands for none."""
@@ -91,11 +91,11 @@ class TeacherReader:
     def _bytes(reader: Reader, ids: Sequence[int]) -> bytes:
         return b"".join(reader.spelled[number] or b"" for number in ids)
 
-    def _between(self, given: Sequence[int], teacher_given: Sequence[int]) -> tuple[bytes, bytes]:
+    def _between(self, reference: Sequence[int], teacher_reference: Sequence[int]) -> tuple[bytes, bytes]:
         """Return what each reading has before the text of the data's answer, in bytes."""
-        if given and teacher_given and self.ends.get(given[-1]) == teacher_given[-1]:
-            given, teacher_given = given[:-1], teacher_given[:-1]
-        own, other = self._bytes(self.student, given), self._bytes(self.teacher, teacher_given)
+        if reference and teacher_reference and self.ends.get(reference[-1]) == teacher_reference[-1]:
+            reference, teacher_reference = reference[:-1], teacher_reference[:-1]
+        own, other = self._bytes(self.student, reference), self._bytes(self.teacher, teacher_reference)
         if not own and not other:  # a prompt alone
             own, other = self.spaces
         same = 0

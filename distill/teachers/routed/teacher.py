@@ -154,7 +154,7 @@ class RoutedFormat(TargetFormat, ComparesTokens):
             labels = torch.full_like(flat, IGNORE_INDEX)
             labels[targets.rows] = flat[targets.rows]
             given = call.inputs
-            inputs = LossInputs(targets.hidden, items, given.statistics, given.drawn_log_p, given.advantages)
+            inputs = LossInputs(targets.hidden, items, given.statistics, given.sampled_log_p, given.advantages)
             mine = call._replace(inputs=inputs, labels=labels.view_as(call.labels), valid_rows=targets.rows)
             results.append(member.apply(own, pairing, mine))
         occurring = [result for result in results if result is not None]

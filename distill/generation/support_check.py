@@ -15,7 +15,7 @@ from distill.models.ragged_cache import RaggedCache, attention_for_ragged_cache,
 
 
 @torch.no_grad()
-def why_not(model: nn.Module) -> str | None:
+def unsupported_reason(model: nn.Module) -> str | None:
     """Return the reason why `DecodeLoop` does not support `model`, found on a few tokens; None if it does.
 
     Two prompts of different lengths and two more tokens of each must give the logits of the model's own forward without

@@ -27,14 +27,14 @@ def generate(
         prompts: Plain texts, or chats, which need a chat template.
         max_new_tokens: Maximum length of a response; it ends earlier at an end-of-sequence token.
     """
-    device, ends, answers = next(model.parameters()).device, end_tokens(tokenizer, model, None), []
+    device, ends, responses = next(model.parameters()).device, end_tokens(tokenizer, model, None), []
     pad: Any = tokenizer.pad_token_id
-    with eval_mode(model), override_generation_config(model, most=max_new_tokens, pad=pad, ends=ends):
+    with eval_mode(model), override_generation_config(model, max_new_tokens=max_new_tokens, pad=pad, ends=ends):
         for prompt in prompts:
             ids = encode_prompt(tokenizer, prompt).to(device)
             output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
-            answers.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip())
-    return answers
+            responses.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip())
+    return responses
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Sequence[Turn]) -> torch.Tensor:
