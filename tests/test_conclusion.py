@@ -10,9 +10,10 @@ from test_trainer import rows, trainer
 from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 from transformers import GenerationConfig
 
-from distill import run as run_module
+from distill import run_results
 from distill.cli import run_command
 from distill.models.trial_save import mend_generation_config, try_saving
+from distill.run_results import RunResults
 
 RECIPE = """
 teacher: {model: teacher}
@@ -105,10 +106,11 @@ def test_a_tokenizer_that_reads_back_otherwise_is_told():
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("stage", ["_held_out", "save_student"])
+@pytest.mark.parametrize("stage", ["held_out", "save_student"])
 @pytest.mark.parametrize("lora", [False, True])
 def test_weights_outlive_what_fails_after_the_last_step(place, monkeypatch, capsys, stage, lora):
-    kept, calls = getattr(run_module, stage), []
+    owner = RunResults if stage == "held_out" else run_results
+    kept, calls = getattr(owner, stage), []
 
     def fails(*args):
         calls.append(args)
@@ -118,7 +120,7 @@ def test_weights_outlive_what_fails_after_the_last_step(place, monkeypatch, caps
 
     arguments = ["run", "r.yaml", *(["student.lora={r: 2}"] if lora else [])]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, stage, fails)
+        patch.setattr(owner, stage, fails)
         assert run_command(arguments) == 1
     said = capsys.readouterr().err
     assert (
@@ -141,7 +143,7 @@ def test_weights_outlive_what_fails_after_the_last_step(place, monkeypatch, caps
 
 def test_an_adapter_to_a_cut_student_is_only_resumed(place, monkeypatch, capsys):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "save_student", lambda *args: 1 / 0)
+        patch.setattr(run_results, "save_student", lambda *args: 1 / 0)
         assert run_command(["run", "r.yaml", "student={from_teacher: {layers: 1}}", "student.lora={r: 2}"]) == 1
     said = capsys.readouterr().err
     assert "runs/r/checkpoint-2: --resume continues from there" in said and "export" not in said

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from tiny import save_models
 
-from distill import run as run_module
+from distill import run_results
 from distill.cli import run_command
 from distill.teachers.keep.source import KeepSource
 from distill.training.checkpoints import checkpoints
@@ -128,7 +128,7 @@ def test_a_disk_that_is_full_from_the_start(disk, given, whole, kib, capsys):
 @pytest.mark.full
 def test_a_disk_that_fills_up_at_the_very_end(disk, given, whole, capsys):
     place = disk(20 * size_of(whole))
-    save, disk_left = run_module.save_student, size_of(whole / "checkpoint-6") // 3
+    save, disk_left = run_results.save_student, size_of(whole / "checkpoint-6") // 3
 
     def fill_then_save(*arguments, **more):
         with (place / "filler").open("wb") as filler:
@@ -136,7 +136,7 @@ def test_a_disk_that_fills_up_at_the_very_end(disk, given, whole, capsys):
         return save(*arguments, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "save_student", fill_then_save)
+        patch.setattr(run_results, "save_student", fill_then_save)
         ends_in_one_line(capsys, given, says=["the disk is full", "checkpoint-6 with --resume"])
     assert not (place / "runs/x/student").exists()
     (place / "filler").unlink()

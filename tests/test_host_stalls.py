@@ -8,6 +8,7 @@ from transformers import TrainerCallback
 
 from distill.models.patching import patch
 from distill.models.precision import resolve_precision
+from distill.planning.run_plan import plan_steps
 from distill.recipe import parse
 from distill.training.arguments import fused_optimizer, training_arguments
 from distill.training.trainer import DistillationTrainer
@@ -23,7 +24,7 @@ train: {steps: 6, batch_size: 2, tokens_per_step: 512, log_every: 100}
 def arguments(folder, device, *overrides):
     recipe = parse(RECIPE, overrides)
     precision = resolve_precision(recipe, device)
-    return recipe, training_arguments(recipe, folder, rows=32, device=device, precision=precision)
+    return recipe, training_arguments(recipe, folder, plan_steps(recipe, 32), device=device, precision=precision)
 
 
 def test_batches_are_copied_while_the_gpu_computes(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "kernels" / "distill_kernels"
 MOST_BRANCHES = 19
 MOST_MEMBERS = {"Teacher": 29, "TeacherSource": 18, "TargetFormat": 5}
-MOST_LINES = {"distill": 48_600, "kernels": 17_340}
+MOST_LINES = {"distill": 48_900, "kernels": 17_340}
 MOST_ANY = {"distill/recipe": 0, "distill/core": 0, "distill": 705}
 # over six today; the list only gets shorter
 LONG_SIGNATURES = {
@@ -28,14 +28,12 @@ LONG_SIGNATURES = {
     "distill/models/attention.py:newest_over_cache",
     "distill/models/ragged_cache.py:ragged_attention",
     "distill/reports/model_card.py:write_model_card",
-    "distill/reports/run_summary.py:preamble",
-    "distill/run.py:_run",
     "distill/training/lock_file.py:build_lock",
     "distill/training/trainer.py:__init__",
 }
 # by package: docstrings that open with a fragment, public names without a docstring, `# fmt: skip`; only lowered
 LANGUAGE_BOUNDS = {
-    "distill": (0, 0, 7),
+    "distill": (0, 0, 4),
     "distill/caching": (0, 0, 8),
     "distill/commands": (0, 0, 0),
     "distill/core": (0, 0, 0),

@@ -22,6 +22,7 @@ from distill.core import files
 from distill.core.files import replacing, replacing_folder, write_text
 from distill.core.manifest import MANIFEST
 from distill.models.precision import resolve_precision
+from distill.planning.run_plan import plan_steps
 from distill.recipe import parse
 from distill.teachers.cache.read import TeacherCache
 from distill.training.arguments import training_arguments
@@ -154,7 +155,7 @@ def test_rows_that_would_come_twice_are_refused(tmp_path):
     recipe = parse(RECIPE, ["train.arguments={ignore_data_skip: true}"])
     with pytest.raises(ValueError, match=r"train\.arguments\.ignore_data_skip: a resumed run would train"):
         precision = resolve_precision(recipe, torch.device("cpu"))
-        training_arguments(recipe, tmp_path, rows=4, device=torch.device("cpu"), precision=precision)
+        training_arguments(recipe, tmp_path, plan_steps(recipe, 4), device=torch.device("cpu"), precision=precision)
 
 
 def test_metrics_of_other_types_are_left_out_of_the_report(workplace):

@@ -14,21 +14,22 @@ from tiny import tiny_model
 from transformers import TrainingArguments
 
 from distill.models.precision import resolve_precision
+from distill.models.sharding import ALONE, Sharing
 from distill.planning import steps
+from distill.planning.run_plan import plan_steps
 from distill.recipe import RecipeError, parse
 from distill.run import run
 from distill.training.arguments import fused_optimizer, training_arguments
 from distill.training.step_guard import norm_of
 from distill.training.trainer import DistillationTrainer
 
+SHARDED = Sharing("fsdp", False, True)
 RECIPE = "teacher: {model: a}\nstudent: {model: b}\ndata: {source: c}\ntrain: {steps: 2}\n"
 
 
-def arguments(recipe, device, folder, **more):
-    device = torch.device(device)
-    return training_arguments(
-        recipe, folder, rows=8, device=device, precision=resolve_precision(recipe, device), **more
-    )
+def arguments(recipe, device, folder, sharing=ALONE):
+    device, plan = torch.device(device), plan_steps(recipe, 8, sharing)
+    return training_arguments(recipe, folder, plan, device=device, precision=resolve_precision(recipe, device))
 
 
 def test_on_a_cpu_torch_serves(tmp_path: Path):
@@ -47,10 +48,10 @@ def test_another_optimizer_by_its_name(tmp_path: Path):
 @pytest.mark.parametrize("name", ["adagrad", "adafactor"])
 def test_what_cannot_train_shards_is_refused_before_it_starts(name, tmp_path: Path, monkeypatch):
     recipe = parse(RECIPE, [f"train.optimizer={name}"])
-    assert arguments(recipe, "cpu", tmp_path, student_sharded=True).optim == name  # one process cuts nothing
+    assert arguments(recipe, "cpu", tmp_path, SHARDED).optim == name  # one process cuts nothing
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=rf"^train\.optimizer: {name} cannot train a student sharded .*ddp$"):
-        arguments(recipe, "cpu", tmp_path, student_sharded=True)
+        arguments(recipe, "cpu", tmp_path, SHARDED)
 
 
 def test_settings_of_ours_are_refused_for_others():

@@ -240,6 +240,7 @@ def test_every_schedule_warms_up():
 
     transformers = pytest.importorskip("transformers")
     from distill.models.precision import resolve_precision
+    from distill.planning.run_plan import plan_steps
     from distill.training.arguments import training_arguments
     from distill.training.warmup import begin_above_zero
 
@@ -247,7 +248,7 @@ def test_every_schedule_warms_up():
         recipe = parse(MINIMAL, [f"train.schedule={schedule}", "train.warmup=4", "train.learning_rate=1.0"])
         device = torch.device("cpu")
         arguments = training_arguments(
-            recipe, Path("unused"), rows=64, device=device, precision=resolve_precision(recipe, device)
+            recipe, Path("unused"), plan_steps(recipe, 64), device=device, precision=resolve_precision(recipe, device)
         )
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=arguments.learning_rate)
         scheduler = transformers.get_scheduler(

@@ -44,7 +44,7 @@ def recipe(*overrides):
 
 
 def test_a_run_writes_everything_and_the_student_loads(workplace, curves, capsys, monkeypatch):
-    monkeypatch.setattr("distill.run.command_line", [])
+    monkeypatch.setattr("distill.run_results.command_line", [])
     result = run(recipe("train.save_every=4", "train.eval_every=3"))
     assert result.folder.as_posix() == "runs/tiny" and result.steps == 6
     written = (

@@ -27,6 +27,7 @@ from distill.generation.documents import Document, documents_of
 from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.sampling import Sampling
 from distill.models.head import decoder_of
+from distill.planning.run_plan import plan_steps
 from distill.planning.steps import loaded_rows
 from distill.recipe import RecipeError, parse
 from distill.recipe.resume_policy import why_batch_size_stays
@@ -205,7 +206,8 @@ def test_the_data_bring_as_many_times_fewer_rows(tmp_path):
     ):
         recipe = parse(RECIPE, ["train.steps=null", "train.epochs=1", override])
         assert loaded_rows(recipe.train, recipe.data) == size
-        made = training_arguments(recipe, tmp_path, rows=31, device=torch.device("cpu"), precision=precision)
+        plan = plan_steps(recipe, 31)
+        made = training_arguments(recipe, tmp_path, plan, device=torch.device("cpu"), precision=precision)
         assert isinstance(made, TrainingArguments) and made.max_steps == steps
         assert (made.per_device_train_batch_size, made.per_device_eval_batch_size) == (size, 4)
 

@@ -56,22 +56,20 @@ def both(folder, device, *cases):
     """Body of each of the two processes."""
     from accelerate.state import AcceleratorState, PartialState
 
-    import distill.run
     from distill.run import run
+    from distill.run_results import RunResults
 
-    save = distill.run._save
+    save = RunResults.save
 
-    def save_shards(source, pair, trainer, *more):
-        sharded = source.recipe.parallel.strategy == "fsdp"
-        for model in (
-            *pair.teacher.models.values(),
-            trainer.model,
-        ):  # the head may still be gathered from the last forward
+    def save_shards(self, *more):
+        sharded = self.recipe.parallel.strategy == "fsdp"
+        # the head may still be gathered from the last forward
+        for model in (*self.pair.teacher.models.values(), self.trainer.model):
             layers = [p for name, p in model.named_parameters() if ".layers." in name]
             assert all(isinstance(p, DTensor) == sharded for p in layers), "not as asked"
-        save(source, pair, trainer, *more)
+        save(self, *more)
 
-    distill.run._save = save_shards
+    RunResults.save = save_shards
     os.chdir(folder)
     torch.set_num_threads(1)
     on = ON[device]

@@ -18,6 +18,7 @@ from distill.data.collator import Collator, padding_token
 from distill.models.gpu_specs import family_in, runs_our_kernels
 from distill.models.patching import patch
 from distill.models.precision import resolve_device
+from distill.planning.run_plan import plan_steps
 from distill.recipe import Recipe
 from distill.teachers.base import load_context
 from distill.teachers.fp8_cost import Offer
@@ -67,7 +68,7 @@ def probe(recipe: Recipe) -> ProbeResult:
         # messages of loading and patching go to standard error, not into the result
         opened.enter_context(contextlib.redirect_stdout(sys.stderr))
         arguments = training_arguments(
-            recipe, Path(folder), rows=len(splits.train), device=device, precision=context.precision
+            recipe, Path(folder), plan_steps(recipe, len(splits.train)), device=device, precision=context.precision
         )
         trainer = DistillationTrainer(
             pair.student,

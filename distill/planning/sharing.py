@@ -59,12 +59,18 @@ class TeacherSide(NamedTuple):
     footprint: Footprint
 
 
-def plan_sharing(recipe: Recipe, device: torch.device, world: int) -> Sharing:
+def plan_sharing(recipe: Recipe, device: torch.device, world: int, longest: int = 0) -> Sharing:
     """Return the placement that `parallel` gives for this recipe on `world` devices such as `device`, with the
     reason.
 
     Sizes are counted on models without memory, so nothing has to be loaded for it. A CPU has no limit here: copies,
     unless shards are asked for.
+
+    Args:
+        recipe: the run's.
+        device: of this process.
+        world: number of devices.
+        longest: tokens of the data's longest document; 0 where they have not been read.
 
     Raises:
         ValueError: a teacher that would have to be sharded and cannot.
@@ -75,7 +81,7 @@ def plan_sharing(recipe: Recipe, device: torch.device, world: int) -> Sharing:
         return as_requested(recipe)
     from distill.planning.situation import Situation
 
-    situation = Situation.here(recipe, device, world)
+    situation = Situation.here(recipe, device, world)._replace(longest=longest)
     sharing = sharing_of(situation)
     for problem in situation.source.problems(cuda=True, sharded=sharing.teacher_sharded, family=family_in(device)):
         raise ValueError(f"{problem} ({sharing.why})")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from distill.core import console
 from distill.core.units import GIB, counted
@@ -18,23 +18,11 @@ from distill.teachers.measure import KL, Measure
 
 if TYPE_CHECKING:
     from distill.data.report import DataReport
+    from distill.planning.run_plan import RunPlan
     from distill.recipe.loss import Schedule
     from distill.teachers.base import TeacherSource
     from distill.teachers.objective import DistillationObjective
     from distill.teachers.opening import ModelPair
-
-
-class Plan(NamedTuple):
-    """Size of a run.
-
-    Attributes:
-        tokens_per_step: Positions per optimizer step, over all devices.
-    """
-
-    steps: int
-    tokens_per_step: int
-    accumulation: int
-    world: int
 
 
 def preamble(
@@ -42,10 +30,9 @@ def preamble(
     pair: ModelPair,
     objective: DistillationObjective,
     *,
-    plan: Plan,
+    plan: RunPlan,
     data: DataReport,
     device: str,
-    sharing: str | None = None,
 ) -> list[str]:
     """Return the lines that describe a run before it starts."""
     recipe = source.recipe
@@ -68,8 +55,8 @@ def preamble(
         f"{counted(plan.accumulation, 'micro-batch')} per step on {plan.world} x {device}",
         "workspace": f"logits are computed in chunks; in full they would take {avoided:,.1f} GiB per micro-batch",
     }
-    if sharing is not None:
-        lines["devices"] = sharing
+    if plan.world > 1:
+        lines["devices"] = str(plan.sharing)
     for model in pair.teacher.models.values():
         if offloaded := offloading_of(model):
             lines["offload"] = offloaded

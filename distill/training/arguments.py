@@ -10,16 +10,9 @@ import torch
 from distill_kernels.optim.adamw import FusedAdamW
 from transformers import Trainer, TrainingArguments, get_scheduler
 
-from distill.core.ranks import world_size
 from distill.models.precision import COMPUTE, Precision
-from distill.planning.steps import (
-    FUSED,
-    accumulation_steps,
-    loaded_rows,
-    reports_problem,
-    require_arguments,
-    total_steps,
-)
+from distill.planning.run_plan import RunPlan
+from distill.planning.steps import FUSED, loaded_rows, reports_problem, require_arguments
 from distill.recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -63,32 +56,32 @@ def require_optimizer(arguments: TrainingArguments, student: torch.nn.Module) ->
 def training_arguments(
     recipe: Recipe,
     folder: Path,
+    plan: RunPlan,
     *,
-    rows: int,
     device: torch.device,
     precision: Precision,
-    student_sharded: bool = False,
 ) -> TrainingArguments:
     """Return the TrainingArguments of a recipe.
 
     Args:
-        rows: Number of sequences in the training data.
-        student_sharded: Shard the student with FSDP2; from `plan_sharing`.
+        recipe: Recipe of the run.
+        folder: Folder of the run.
+        plan: Number of steps and micro-batches, and whether FSDP2 shards the student.
+        device: Device of this process.
+        precision: Dtypes of computing and of the weights.
 
     Raises:
         ValueError: A field, `train.arguments` included, does not fit; the message names it.
     """
-    train, world = recipe.train, world_size()
+    train, steps = recipe.train, plan.steps
     if problem := reports_problem(train.report_to):
         raise ValueError(problem)
-    accumulation = accumulation_steps(train, recipe.data, world)
-    steps = total_steps(train, recipe.data, rows, accumulation, world)
     values: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": steps,
         "per_device_train_batch_size": loaded_rows(train, recipe.data),
         "per_device_eval_batch_size": train.batch_size,
-        "gradient_accumulation_steps": accumulation,
+        "gradient_accumulation_steps": plan.accumulation,
         "learning_rate": train.learning_rate,
         # the schedule "constant" of transformers has no warm-up
         "lr_scheduler_type": "constant_with_warmup" if train.schedule == "constant" else train.schedule,
@@ -120,7 +113,7 @@ def training_arguments(
         known = TrainingArguments.__dataclass_fields__
         name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
         values |= {name: True, f"{name}_kwargs": {"use_reentrant": False}}
-    if student_sharded and world > 1:
+    if plan.sharing.student_sharded and plan.world > 1:
         if why := NOT_IN_SHARDS.get(train.optimizer):
             raise ValueError(
                 f"train.optimizer: {train.optimizer} cannot train a student sharded by FSDP ({why}); expected "

@@ -26,6 +26,7 @@ def run(quick: bool, only: str) -> Iterator[Row]:
     """`quick` leaves out all but one worker; `only` names a part of the candidates' names."""
     from distill.data.load import load_data
     from distill.models.precision import resolve_device, resolve_precision
+    from distill.planning.run_plan import plan_steps
     from distill.recipe import load
     from distill.training.arguments import training_arguments
     from distill.training.trainer import DistillationTrainer
@@ -54,7 +55,11 @@ def run(quick: bool, only: str) -> Iterator[Row]:
         data = load_data(recipe.data, None, seed=0, vocab_size=256).train.map(two_documents, with_indices=True)
         with tempfile.TemporaryDirectory() as folder:
             arguments = training_arguments(
-                recipe, Path(folder), rows=len(data), device=device, precision=resolve_precision(recipe, device)
+                recipe,
+                Path(folder),
+                plan_steps(recipe, len(data)),
+                device=device,
+                precision=resolve_precision(recipe, device),
             )
             student, teacher = LlamaForCausalLM(config), LlamaForCausalLM(config)
             loader = DistillationTrainer(student, teacher, arguments, train_dataset=data).get_train_dataloader()

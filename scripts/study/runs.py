@@ -31,6 +31,7 @@ from distill.models.fp8_teacher import quantise
 from distill.models.load import load_student, load_teacher, load_tokenizer
 from distill.models.patching import patch
 from distill.models.precision import resolve_device, resolve_precision
+from distill.planning.run_plan import plan_steps
 from distill.recipe import Recipe
 from distill.training.arguments import fused_optimizer, training_arguments
 from distill.training.trainer import DistillationTrainer
@@ -184,7 +185,11 @@ def train(
     transformers.set_seed(recipe.train.seed)
     with tempfile.TemporaryDirectory() as folder:
         arguments = training_arguments(
-            recipe, Path(folder), rows=len(splits.train), device=bench.device, precision=bench.precision
+            recipe,
+            Path(folder),
+            plan_steps(recipe, len(splits.train)),
+            device=bench.device,
+            precision=bench.precision,
         )
         trainer = DistillationTrainer(
             student,

@@ -1,0 +1,62 @@
+"""The plan of a run: placement of the models and number of its steps, computed once from the recipe and its data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from distill.core.ranks import world_size
+from distill.models.sharding import ALONE, Sharing
+from distill.planning.sharing import plan_sharing
+from distill.planning.steps import accumulation_steps, total_steps
+from distill.recipe import Recipe
+
+if TYPE_CHECKING:
+    from distill.data.load import Splits
+
+
+class RunPlan(NamedTuple):
+    """Placement and size of a run.
+
+    Attributes:
+        sharing: Placement of student and teacher over the processes.
+        world: Number of processes that train.
+        accumulation: Micro-batches of an optimizer step on one process.
+        steps: Optimizer steps of the run.
+        tokens_per_step: Positions per optimizer step, over all processes.
+    """
+
+    sharing: Sharing
+    world: int
+    accumulation: int
+    steps: int
+    tokens_per_step: int
+
+
+def plan_run(recipe: Recipe, splits: Splits, device: torch.device) -> RunPlan:
+    """Return the plan of a run on processes with devices such as `device`.
+
+    Args:
+        recipe: The run's recipe.
+        splits: Its data; the longest document bounds the memory of rollouts.
+        device: Device of this process.
+
+    Raises:
+        ValueError: A teacher that would have to be sharded and cannot, or a step that is no whole number of
+            micro-batches.
+    """
+    sharing = plan_sharing(recipe, device, world_size(), longest=splits.report.longest)
+    return plan_steps(recipe, len(splits.train), sharing)
+
+
+def plan_steps(recipe: Recipe, rows: int, sharing: Sharing = ALONE) -> RunPlan:
+    """Return the plan of a run over `rows` training rows, for a placement that is known.
+
+    Raises:
+        ValueError: A step that is no whole number of micro-batches.
+    """
+    train, data, world = recipe.train, recipe.data, world_size()
+    accumulation = accumulation_steps(train, data, world)
+    steps = total_steps(train, data, rows, accumulation, world)
+    return RunPlan(sharing, world, accumulation, steps, train.batch_size * data.max_length * accumulation * world)

@@ -1,0 +1,210 @@
+"""The results of a run: held-out metrics and samples before and after training, the saved student and its reports."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from distill.core import console
+from distill.core.environment import device_name, environment
+from distill.core.files import write_json
+from distill.core.folders import RESULT_FILE
+from distill.core.launch import command_line
+from distill.core.manifest import file_checksums
+from distill.core.ranks import is_main_process
+from distill.core.run_lock import RunLock, now
+from distill.evaluation.evaluate import HeldOut, evaluate
+from distill.evaluation.samples import write_samples
+from distill.generation.greedy import generate
+from distill.models.compiling import uncompiled
+from distill.models.load import save_student
+from distill.models.sharding import is_sharded, whole_student
+from distill.recipe import Recipe, dump
+from distill.reports.run_manifest import BEFORE_FILE, note_end, read_before
+from distill.reports.run_summary import result_table, show_samples
+from distill.teachers.base import TeacherSource
+from distill.teachers.identity import model_name
+from distill.teachers.opening import ModelPair
+from distill.training.progress import read_metrics
+from distill.training.trainer import DistillationTrainer
+
+if TYPE_CHECKING:
+    from distill.data.load import Splits
+
+Answers = dict[str, list[str]]  # responses to the prompts of the samples, by who gave them
+
+
+class RunResult(NamedTuple):
+    """Result of a run.
+
+    Attributes:
+        folder: Folder of the run.
+        before: Held-out metrics of the untrained student.
+        after: Held-out metrics of the trained student.
+        gap_closed: Relative reduction of the forward KL by training.
+        steps: Number of optimizer steps.
+    """
+
+    folder: Path
+    before: HeldOut
+    after: HeldOut
+    gap_closed: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class RunResults:
+    """Evaluates a run's student and writes what the run produces.
+
+    Attributes:
+        source: Source of the run's teacher, with the recipe.
+        pair: Teacher and student.
+        trainer: Trainer of the student.
+        splits: Data of the run.
+        autocast: Compute dtype of the student where that is not its weights'.
+        run_lock: Lock on the run's folder.
+    """
+
+    source: TeacherSource
+    pair: ModelPair
+    trainer: DistillationTrainer
+    splits: Splits
+    autocast: torch.dtype | None
+    run_lock: RunLock
+
+    @property
+    def recipe(self) -> Recipe:
+        """Return the run's recipe."""
+        return self.source.recipe
+
+    @property
+    def folder(self) -> Path:
+        """Return the run's folder."""
+        return self.run_lock.folder
+
+    def held_out(self) -> HeldOut:
+        """Return metrics on the held-out rows; a student sharded by FSDP is called through its wrapper."""
+        trainer = self.trainer
+        return evaluate(
+            trainer.model_wrapped if trainer.is_fsdp_enabled else trainer.model,
+            self.pair.teacher,
+            self.splits.validation,
+            batch_size=self.recipe.train.batch_size,
+            autocast=self.autocast,
+            objective=trainer.objective,
+        )
+
+    def before(self) -> tuple[HeldOut, Answers]:
+        """Return metrics and samples from before training; a resumed run reuses those of its first start."""
+        pair, recipe, measure = self.pair, self.recipe, self.trainer.objective.measure
+        if (found := read_before(self.folder, measure)) is not None:
+            return found
+        announce("measuring", "the student before training, on held-out rows")
+        before = self.held_out()
+        answers: Answers = {}
+        if recipe.generate.prompts:
+            announce("answering", "the prompts of the samples, teacher and student")
+            with uncompiled():
+                texts = pair.teacher.respond(recipe.generate.prompts, recipe.generate)
+            answers |= {} if texts is None else {"teacher": texts}
+            if pair.tokenizer is not None and (is_main_process() or is_sharded(pair.student)):
+                answers["before"] = self._answers_of(pair.student)
+        if is_main_process():
+            record: dict[str, Any] = {
+                "started": self.run_lock.started,
+                "command": shlex.join(["distill", *command_line]) if command_line else None,
+                "device": device_name(self.trainer.args.device),
+                "held_out": measure.written(before._asdict()),
+                "measure": measure,
+                "answers": answers,
+            }
+            write_json(self.folder / BEFORE_FILE, console.to_jsonable(record))
+        return before, answers
+
+    def save(self, result: RunResult, answers: Answers) -> None:
+        """Save the student, its samples and reports, and print the table of results; every process calls it.
+
+        Args:
+            result: Result of the run.
+            answers: Responses from before training; those of the trained student are added.
+        """
+        recipe, trainer, sharded = self.recipe, self.trainer, self.trainer.is_fsdp_enabled
+        student: Any = trainer.accelerator.unwrap_model(trainer.model)
+        if self.pair.tokenizer is not None and recipe.generate.prompts and (is_main_process() or sharded):
+            announce("answering", "the prompts of the samples again")
+            answers["after"] = self._answers_of(student)
+        if sharded:
+            student = whole_student(trainer.accelerator, student)
+        if not is_main_process():
+            return
+        save_student(student, self.pair.tokenizer, self.folder / "student", recipe.student.lora)
+        self._write_card(result)
+        if answers:
+            write_samples(self.folder / "samples.md", recipe.generate.prompts, answers)
+            show_samples(recipe.generate.prompts, answers)
+        self._draw_curves()
+        heading, rows, closing = result_table(result.before, result.after, trainer.objective.measure)
+        console.print_lines("")
+        console.show_table(heading, rows, numbers=True)
+        console.print_lines(f"{closing}\nstudent     {self.folder / 'student'}")
+        self._write_result(result, answers)
+        note_end(self.folder)
+
+    def _answers_of(self, student: Any) -> list[str]:
+        # greedy: no random numbers are used, so training is the same with and without samples
+        settings = self.recipe.generate
+        with uncompiled():
+            return generate(student, self.pair.tokenizer, settings.prompts, settings.max_new_tokens)
+
+    def _write_card(self, result: RunResult) -> None:
+        from distill.reports.model_card import hub_ids, licence_of, write_model_card
+
+        recipe, source = self.recipe, self.source
+        write_model_card(
+            self.folder / "student",
+            name=recipe.name,
+            teacher=source.title(),
+            student=model_name(recipe.student),
+            data=self.splits.report.source,
+            recipe=dump(recipe),
+            before=result.before,
+            after=result.after,
+            versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+            hub_models=hub_ids(*(s.model for s in (recipe.student, recipe.teacher, *source.sections.values()))),
+            datasets=hub_ids(*(part.data.source for part in recipe.data.parts), recipe.data.validation.source),
+            licence=licence_of(recipe.student.model or recipe.teacher.model or ""),
+            measure=self.trainer.objective.measure,
+        )
+
+    def _draw_curves(self) -> None:
+        from distill.reports.curves import draw_curves
+
+        folder, measure = self.folder, self.trainer.objective.measure
+        draw_curves(read_metrics(folder / "metrics.jsonl"), folder / "curves.svg", title=folder.name, measure=measure)
+
+    def _write_result(self, result: RunResult, answers: Answers) -> None:
+        measure = self.trainer.objective.measure
+        summary = {
+            "before": measure.written(result.before._asdict()),
+            "after": measure.written(result.after._asdict()),
+            "measure": measure,
+            "gap_closed": result.gap_closed,
+            "steps": result.steps,
+            "finished": now(),
+            "prompts": self.recipe.generate.prompts,
+            "answers": answers,
+            "environment": environment(),
+            "files": file_checksums(self.folder / "student"),
+        }
+        write_json(self.folder / RESULT_FILE, console.to_jsonable(summary))
+
+
+def announce(activity: str, what: str) -> None:
+    """Print an activity that takes a while, before it begins."""
+    if is_main_process():
+        console.print_lines(f"{activity:<12}{what}")

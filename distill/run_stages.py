@@ -1,0 +1,106 @@
+"""The values that the stages of a run hand on: prepared, opened, trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from transformers import TrainingArguments
+
+from distill.evaluation.evaluate import HeldOut
+from distill.planning.run_plan import RunPlan
+from distill.run_results import Answers, RunResults
+from distill.teachers.base import LoadContext, TeacherSource
+from distill.teachers.opening import ModelPair
+from distill.teachers.plugin import Plugin
+from distill.teachers.vocabulary import Vocabulary
+from distill.training.lock_file import Plain
+from distill.training.progress import ProgressReport
+from distill.training.resuming import ResumePlan
+from distill.training.trainer import DistillationTrainer
+
+if TYPE_CHECKING:
+    from distill.data.load import Splits
+
+
+class Start(NamedTuple):
+    """Arguments that a run is started with.
+
+    Attributes:
+        resume: Whether it continues an earlier run; "unverified": also from a checkpoint without a manifest.
+        lock: Path of a lock.yaml that it must agree with.
+        plugin: Loss functions, rewards or an environment of the user.
+    """
+
+    resume: bool | Literal["unverified"]
+    lock: Path | None
+    plugin: Plugin | None
+
+
+class Prepared(NamedTuple):
+    """A run whose recipe and data are known; no weights have been read.
+
+    Attributes:
+        context: Device, dtypes, placement and attention back ends that the models are loaded with.
+        source: Source of the teacher.
+        vocabulary: Tokenizers of teacher and student.
+        splits: Data.
+        plan: Placement and number of steps.
+        required: Contents of the lock file that the run must agree with; None without one.
+        resumed: Changes since the start of a resumed run; None for a new one.
+        last: Checkpoint that a resumed run continues from; None for step 0.
+    """
+
+    context: LoadContext
+    source: TeacherSource
+    vocabulary: Vocabulary
+    splits: Splits
+    plan: RunPlan
+    required: Plain | None
+    resumed: ResumePlan | None
+    last: Path | None
+
+
+class Loaded(NamedTuple):
+    """The models of a run, compared with its lock file.
+
+    Attributes:
+        pair: Teacher and student.
+        arguments: Arguments of the trainer.
+        locked: Contents of the run's lock file; None on all processes but the first.
+        notes: Lines on the student to print.
+    """
+
+    pair: ModelPair
+    arguments: TrainingArguments
+    locked: Plain | None
+    notes: list[str]
+
+
+class Opened(NamedTuple):
+    """A run that is ready to train: its folder has been written, its student measured.
+
+    Attributes:
+        trainer: Trainer of the student.
+        progress: Progress bar of the trainer.
+        results: Measures the student and writes the results.
+        before: Held-out metrics of the untrained student.
+        answers: Responses from before training.
+        last: Checkpoint to continue from; None for step 0.
+    """
+
+    trainer: DistillationTrainer
+    progress: ProgressReport
+    results: RunResults
+    before: HeldOut
+    answers: Answers
+    last: Path | None
+
+
+class Trained(NamedTuple):
+    """A run after its last step; attributes as of `Opened`."""
+
+    trainer: DistillationTrainer
+    results: RunResults
+    before: HeldOut
+    answers: Answers
