@@ -58,6 +58,10 @@ if "{teacher}" == "models":
     ours.FusedKLLoss(ce_weight=1.0, skip_ignored_rows=False)(x, w, x_t, w_t, y, return_stats=True)[0].backward()
     ours.FusedJSDLoss()(x, w, x_t, w_t, y).backward()
     ours.fused_log_probs(x, w, y).sum().backward()
+    known = torch.ones(130)
+    ours.fused_policy_gradient_loss(x, w, y, known).backward()
+    everything = {{"clip": 0.2, "kl_weight": 0.1, "entropy_weight": 0.1, "temperature": 2.0, "student_softcap": 30.0}}
+    ours.fused_policy_gradient_loss(x, w, y, known, known, known, return_stats=True, **everything)[0].backward()
     two = [ours.TeacherHead(x_t, w_t, 0.7), ours.TeacherHead(x.detach(), w.detach(), 0.3, softcap=30.0)]
     ours.FusedDistillationLoss([ours.LossTerm("forward_kl", 1.0)], 2.0)(x, w, teachers=two).backward()
 elif "{teacher}" == "logits":

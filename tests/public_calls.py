@@ -76,6 +76,11 @@ TOP_K = {
     "teacher_ids": lambda: floats(4, V, seed=8).argsort(-1)[:, :K].contiguous(),
     "teacher_logprobs": lambda: floats(4, K, seed=7).log_softmax(-1) - 0.3,
 }
+SAMPLED = {
+    "advantages": lambda: floats(4, seed=9),
+    "old_logprobs": lambda: floats(4, seed=10) * 0.1 - 4,
+    "reference_logprobs": lambda: floats(4, seed=11) - 4,
+}
 LEARNED = "student_hidden student_weight student_bias lora_a lora_b"
 
 
@@ -84,7 +89,14 @@ def linear(loss: Callable[..., object], *given: dict[str, Callable[[], torch.Ten
         return loss(**tensors, student_lora=(lora_a, lora_b, 0.5))
 
     tensors = {name: value for part in (STUDENT, *given, TOKENS) for name, value in part.items()}
-    return call(run, LEARNED, fixed="token_weights teacher_logprobs", scalar=scalar, family="linear", **tensors)
+    return call(
+        run,
+        LEARNED,
+        fixed=f"token_weights teacher_logprobs {' '.join(SAMPLED)}",
+        scalar=scalar,
+        family="linear",
+        **tensors,
+    )
 
 
 def logits(loss: Callable[..., object], scalar: bool = True) -> Call:
@@ -191,6 +203,9 @@ CALLS: dict[str, Call] = {
     "FusedDistillationLoss": linear(ours.FusedDistillationLoss(FIRST_AND_LAST, 2.0), TEACHER, TEACHER_BIAS),
     "FusedJSDLoss": linear(ours.FusedJSDLoss(), TEACHER, TEACHER_BIAS),
     "FusedKLLoss": linear(ours.FusedKLLoss(ce_weight=0.5), TEACHER, TEACHER_BIAS),
+    "FusedPolicyGradientLoss": linear(
+        ours.FusedPolicyGradientLoss(kl_weight=0.5, reduction="none"), SAMPLED, scalar=False
+    ),
     "FusedSkewKLLoss": linear(ours.FusedSkewKLLoss(), TEACHER, TEACHER_BIAS),
     "FusedTVDLoss": linear(ours.FusedTVDLoss(reduction="none"), TEACHER, TEACHER_BIAS, scalar=False),
     "FusedTopKKLLoss": linear(ours.FusedTopKKLLoss(ce_weight=0.5), TOP_K),
@@ -277,6 +292,9 @@ CALLS: dict[str, Call] = {
         weight=STUDENT["student_weight"],
         bias=TOKENS["student_bias"],
         **{name: TOKENS[name] for name in ("labels", "valid_rows", "lora_a", "lora_b")},
+    ),
+    "fused_policy_gradient_loss": linear(
+        lambda **k: ours.fused_policy_gradient_loss(clip=0.2, entropy_weight=0.1, **k), SAMPLED
     ),
     "fused_skew_kl_loss": linear(ours.fused_skew_kl_loss, TEACHER, TEACHER_BIAS),
     "fused_top_k_kl_loss": linear(lambda **k: ours.fused_top_k_kl_loss(tail="renormalize", **k), TOP_K),

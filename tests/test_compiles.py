@@ -45,6 +45,18 @@ ours.fused_log_probs(x.float().detach().requires_grad_(), w.float(), y).sum().ba
 """,
         {"_project_kernel", "_row_normalisers_kernel", "_row_kernel", "_reduce_tiles_kernel", "_scale_kernel"},
     ),
+    "policy gradient": (
+        """
+known = torch.ones(130)
+settings = {"clip": 0.2, "kl_weight": 0.1, "valid_rows": torch.arange(130)}
+for estimator in ("k2", "k3", "reward"):
+    ours.fused_policy_gradient_loss(x, w, y, known, known, known, kl_estimator=estimator, **settings).backward()
+more = {"entropy_weight": 0.1, "temperature": 2.0, "student_softcap": 30.0, "student_logit_scale": 0.5}
+for extra in ({}, more):
+    ours.fused_policy_gradient_loss(x, w, y, known, return_stats=True, **extra)[0].backward()
+""",
+        {"_project_kernel", "_row_normalisers_kernel", "_log_p_kernel", "_policy_kernel"},
+    ),
     "losses of a cut vocabulary": (
         CUT_VOCABULARY
         + """

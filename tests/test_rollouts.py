@@ -160,24 +160,47 @@ def test_every_invariant_holds_of_it_alone(make):
         assert finding.passed, finding
 
 
+@pytest.mark.parametrize(
+    "more, passes",
+    [({}, 1), ({"importance": True, "clip": 0.1}, 1), ({"discount": 0.5}, 2), ({"teacher_weight": 0}, 0)],
+)
+def test_log_probabilities_are_computed_where_they_are_needed(monkeypatch, more, passes):
+    """Those of the teacher unless only a reward counts; of the student too where advantages depend on later tokens."""
+    term = {"type": "policy_gradient", "reward": "mine.py:right", **more}
+    subject, calls = answering({"terms": [term]}), []
+    counted = lambda *args, **named: calls.append(1) or fused_log_probs(*args, **named)  # noqa: E731
+    monkeypatch.setattr("distill.teachers.policy_gradient.fused_log_probs", counted)
+    objective, batch = subject.objective(), subject.batch()
+    batch["sampled_log_p"], batch["advantages"] = (torch.full(batch["labels"].shape, v) for v in (-5.0, 0.5))
+    subject.student(**objective.compare(batch, statistics=False))["loss"].backward()
+    assert len(calls) == passes
+    batch["advantages"] = None
+    loss = subject.student(**objective.compare(batch, statistics=False))["loss"]
+    objective.detach()
+    assert loss.isfinite() and (loss == 0) == (more == {"teacher_weight": 0})
+
+
+def found_by_doctor(monkeypatch, row_loss):
+    """Return True where doctor finds fault with a run whose row losses are `row_loss(log_p, gain)`."""
+
+    def from_log_probs(hidden, weight, labels, rewards, drawn, teacher_log_p, **named):
+        given = {name.removeprefix("student_"): named[name] for name in ("student_bias", "student_lora", "valid_rows")}
+        log_p = fused_log_probs(hidden, weight, labels, **given)
+        rows = row_loss(log_p, teacher_log_p - log_p) * (labels != IGNORE_INDEX)
+        return rows if named["reduction"] == "none" else rows.sum() / (labels != IGNORE_INDEX).sum()
+
+    monkeypatch.setattr("distill.teachers.policy_gradient.fused_policy_gradient_loss", from_log_probs)
+    return not fused_equals_reference(answering(ALONE)).passed
+
+
 def test_a_gain_that_carries_a_gradient_is_found(monkeypatch):
     """The fault that makes it something else without a word: the advantage not held constant."""
-    monkeypatch.setattr(
-        "distill.teachers.policy_gradient.surrogate_loss",
-        lambda log_p, advantage, learned, *_: (
-            -((advantage + log_p.detach() - log_p) * (log_p - log_p.detach()).exp()) * learned
-        ),
-    )
-    subject = answering(ALONE)
-    assert not fused_equals_reference(subject).passed
+    assert found_by_doctor(monkeypatch, lambda log_p, gain: -gain * (log_p - log_p.detach()).exp())
+    assert not found_by_doctor(monkeypatch, lambda log_p, gain: -gain.detach() * (log_p - log_p.detach()).exp())
 
 
 def test_a_gradient_of_zero_is_found(monkeypatch):
-    monkeypatch.setattr(
-        "distill.teachers.policy_gradient.surrogate_loss",
-        lambda log_p, advantage, learned, *_: (-advantage + 0 * log_p) * learned,
-    )
-    assert not fused_equals_reference(answering(ALONE)).passed
+    assert found_by_doctor(monkeypatch, lambda log_p, gain: -gain.detach() + 0 * log_p)
 
 
 def test_recipes_that_draw():

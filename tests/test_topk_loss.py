@@ -285,7 +285,9 @@ def test_opcheck_and_one_backward(device):
             [True, True, False, False, False, True],
             ids,
             top.float(),
+            *(None, None, None),
             "bucket",
+            "",
             "",
         ),
     )

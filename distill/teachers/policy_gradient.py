@@ -9,13 +9,16 @@ With y a token that the student sampled, and sg the stop-gradient:
 
 Its gradient at r = 1 is -A grad log p_s[y], which is in expectation that of the reverse KL (the recipe of Lu and
 Thinking Machines Lab, 2025, "On-policy distillation"; the clipped form is of Schulman et al., 2017, arXiv 1707.06347).
-Log-probabilities come from `distill_kernels.fused_log_probs`, without logits.
+
+Without a discount a token's advantage follows from its own log-probability, so loss and gradients take one pass and
+three GEMMs of the student's head (`distill_kernels.fused_policy_gradient_loss`). With one it depends on later tokens:
+log-probabilities come first (`fused_log_probs`), and the gradients take the logits a second time.
 """
 
 from __future__ import annotations
 
 import torch
-from distill_kernels import fused_log_probs
+from distill_kernels import fused_log_probs, fused_policy_gradient_loss
 
 from distill.core.labels import IGNORE_INDEX
 from distill.models.head import HeadWeights, LogitTransform
@@ -113,25 +116,47 @@ class SampledTokenLoss:
 
     def __call__(self, call: HeadForward, teacher: HeadWeights) -> torch.Tensor:
         """Return the loss inside the student head's own call."""
-        targets, inputs, learned = call.inputs.targets, call.inputs, call.labels != IGNORE_INDEX
+        teacher_log_p = self._teacher_log_p(call, teacher) if self.term.teacher_weight else None
+        sampled = call.inputs.sampled_log_p if self.term.importance else None
+        rewards = call.inputs.advantages if self.term.reward is not None else None
+        if self.term.discount and teacher_log_p is not None:
+            return self._discounted_loss(call, teacher_log_p, sampled, rewards)
+        if rewards is None and teacher_log_p is None:  # no reward was given, and it alone counts
+            rewards = torch.zeros(call.labels.shape, device=call.labels.device)
+        student = self.pairing.student
+        loss = fused_policy_gradient_loss(
+            call.hidden, call.head.weight, call.labels, rewards, sampled, teacher_log_p,
+            clip=self.term.clip if sampled is not None else None, kl_weight=self.term.teacher_weight,
+            kl_estimator="reward", reduction=self.reduction, student_logit_scale=student.scale,
+            student_softcap=student.softcap, **self.pairing.arguments(call) | {"return_stats": False},
+        )  # fmt: skip
+        assert isinstance(loss, torch.Tensor)
+        return self.term.weight * loss
+
+    def _teacher_log_p(self, call: HeadForward, teacher: HeadWeights) -> torch.Tensor:
+        """Return the labels' log-probabilities under the teacher, [B, S] without a graph."""
+        targets = call.inputs.targets
         assert isinstance(targets, torch.Tensor)
-        common, student = {"valid_rows": call.valid_rows, "vocab_size": self.pairing.vocab_size}, self.pairing.student
         with torch.no_grad():
-            teacher_log_p = fused_log_probs(
+            return fused_log_probs(
                 targets, teacher.weight, call.labels, bias=teacher.bias, logit_scale=self.transform.scale,
-                softcap=self.transform.softcap, **common,
+                softcap=self.transform.softcap, valid_rows=call.valid_rows, vocab_size=self.pairing.vocab_size,
             )  # fmt: skip
+
+    def _discounted_loss(
+        self, call: HeadForward, teacher_log_p: torch.Tensor, sampled: torch.Tensor | None, rewards: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the loss with advantages that depend on later tokens of the response."""
+        term, student, learned = self.term, self.pairing.student, call.labels != IGNORE_INDEX
         log_p = fused_log_probs(
             call.hidden, call.head.weight, call.labels, bias=call.head.bias, lora=call.head.lora,
-            logit_scale=student.scale, softcap=student.softcap, **common,
+            logit_scale=student.scale, softcap=student.softcap, valid_rows=call.valid_rows,
+            vocab_size=self.pairing.vocab_size,
         )  # fmt: skip
-        term, drawn = self.term, inputs.sampled_log_p if self.term.importance else None
-        drawn = drawn if drawn is None else torch.where(learned, drawn.to(log_p.dtype), 0.0)
-        advantage = torch.zeros_like(log_p)
-        if term.teacher_weight:  # at weight 0, a token of teacher probability 0 would give NaN
-            advantage = term.teacher_weight * teacher_advantage(log_p, teacher_log_p, learned, term.discount)
-        if term.reward is not None and inputs.advantages is not None:
-            advantage = advantage + inputs.advantages.to(log_p.dtype)
-        loss = term.weight * surrogate_loss(log_p, advantage.detach(), learned, drawn, term.clip)
-        items = learned.sum().clamp_min(1) if inputs.num_items is None else inputs.num_items
+        sampled = sampled if sampled is None else torch.where(learned, sampled.to(log_p.dtype), 0.0)
+        advantage = term.teacher_weight * teacher_advantage(log_p, teacher_log_p, learned, term.discount)
+        if rewards is not None:
+            advantage = advantage + rewards.to(log_p.dtype)
+        loss = term.weight * surrogate_loss(log_p, advantage.detach(), learned, sampled, term.clip)
+        items = learned.sum().clamp_min(1) if call.inputs.num_items is None else call.inputs.num_items
         return loss if self.reduction == "none" else loss.sum() / items

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         fused_jsd_loss,
         fused_kl_loss,
         fused_log_probs,
+        fused_policy_gradient_loss,
         fused_skew_kl_loss,
         fused_top_k_kl_loss,
         fused_tvd_loss,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         FusedSkewKLLoss,
         FusedTVDLoss,
     )
+    from distill_kernels.losses.policy import FusedPolicyGradientLoss
     from distill_kernels.losses.terms import LossTerm, TokenStats
     from distill_kernels.losses.topk import FusedTopKKLLoss
     from distill_kernels.matmul.fp8 import Fp8Linear, fp8_linear, quantize_rows, swap_linears_for_fp8
@@ -60,6 +62,7 @@ __all__ = [
     "FusedDistillationLoss",
     "FusedJSDLoss",
     "FusedKLLoss",
+    "FusedPolicyGradientLoss",
     "FusedSkewKLLoss",
     "FusedTVDLoss",
     "FusedTopKKLLoss",
@@ -84,6 +87,7 @@ __all__ = [
     "fused_jsd_loss",
     "fused_kl_loss",
     "fused_log_probs",
+    "fused_policy_gradient_loss",
     "fused_skew_kl_loss",
     "fused_top_k_kl_loss",
     "fused_tvd_loss",
@@ -120,12 +124,14 @@ __getattr__, __dir__ = lazy_names(
         "distill_kernels.layers.rope": "rope",
         "distill_kernels.losses.chunked": "ChunkedLoss",
         "distill_kernels.losses.functional": "fused_cross_entropy_loss fused_distillation_loss fused_jsd_loss "
-        "fused_kl_loss fused_log_probs fused_skew_kl_loss fused_top_k_kl_loss fused_tvd_loss",
+        "fused_kl_loss fused_log_probs fused_policy_gradient_loss fused_skew_kl_loss fused_top_k_kl_loss "
+        "fused_tvd_loss",
         "distill_kernels.losses.head": "call_inside head_loss",
         "distill_kernels.losses.logits": "cross_entropy distillation_loss jsd kl_div skew_kl tvd",
         "distill_kernels.losses.mixture": "TeacherHead",
         "distill_kernels.losses.modules": "FusedCrossEntropyLoss FusedDistillationLoss FusedJSDLoss FusedKLLoss "
         "FusedSkewKLLoss FusedTVDLoss",
+        "distill_kernels.losses.policy": "FusedPolicyGradientLoss",
         "distill_kernels.losses.terms": "LossTerm TokenStats",
         "distill_kernels.losses.topk": "FusedTopKKLLoss",
         "distill_kernels.matmul.fp8": "Fp8Linear fp8_linear quantize_rows swap_linears_for_fp8",

@@ -17,14 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from distill_kernels import FusedDistillationLoss, LossTerm, fused_log_probs
+from distill_kernels import FusedDistillationLoss, LossTerm
 from distill_kernels.losses.linear import reference_linear_divergence
 from distill_kernels.losses.operands import Batch, Head, RequiredGrads
 
-from distill.models.head import HeadWeights, LogitTransform
-from distill.recipe.loss import Loss
-from distill.teachers.base import HeadForward, LossInputs, VocabularyAlignment
-from distill.teachers.own_top_k import OwnTopKLoss
 from scripts.bench.harness import Row, peak_above_inputs, time_in_turn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -211,16 +207,23 @@ def exact_gradients(inputs: Inputs, term: LossTerm) -> tuple[torch.Tensor, torch
 
 
 def exact_gradients_from(
-    inputs: Inputs, teacher: Any, objective: Any, *, labels: torch.Tensor | None, top_k: Any = None, rows: int = 1024
+    inputs: Inputs,
+    teacher: Any,
+    objective: Any,
+    *,
+    labels: torch.Tensor | None,
+    top_k: Any = None,
+    policy: Any = None,
+    rows: int = 1024,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx and dW of the mean loss against a teacher's heads or its `top_k`, in fp64 on the GPU, `rows` at a time; then
-    rounded to fp32, to save memory."""
+    """dx and dW of the mean loss against a teacher's heads or its `top_k`, or of a `policy`, in fp64 on the GPU, `rows`
+    at a time; then rounded to fp32, to save memory."""
     n, vocab = inputs.shape.rows, inputs.shape.vocab
     scale = torch.full((n,), 1.0 / n, dtype=torch.float64, device=inputs.x.device)
     outcome = reference_linear_divergence(
         Head(inputs.x.detach().double(), inputs.w.detach().double()),
         teacher,
-        Batch(labels, scale, None, top_k),
+        Batch(labels, scale, None, top_k, policy=policy),
         objective,
         RequiredGrads(True, True),
         vocab=vocab,
@@ -357,37 +360,6 @@ def variants(rounds: int) -> list[Row]:
     return rows
 
 
-def log_probs(quick: bool) -> Iterator[Row]:
-    """`fused_log_probs` of the labels and its gradients, beside the student's products; errors are those of their mean,
-    the cross-entropy's but for the sign."""
-    hard = FusedDistillationLoss([LossTerm("cross_entropy", 1.0)]).objective
-    for head, case in ((True, "linear log_probs"), (False, "linear log_probs, frozen head")):
-        inputs = Inputs(MAIN)
-        exact = {"fused_log_probs": exact_gradients_from(inputs, None, hard, labels=inputs.labels)}
-        inputs.w.requires_grad_(head)
-        losses = {"fused_log_probs": lambda i: -fused_log_probs(i.x, i.w, i.labels).mean()}
-        bare = "floor: the student's products", floor(inputs, head=head, teacher=False)
-        yield from measured(case, inputs, losses, bare, exact, "", quick)
-
-
-def own_top_k(inputs: Inputs, quick: bool) -> list[Row]:
-    """The recipe's `top_k_reverse_kl`, from both heads to gradients, beside the full reverse KL."""
-    rows, losses = torch.arange(MAIN.rows, device="cuda"), {"full reverse KL": ours(REVERSE)}
-    for tail in ("bucket", "renormalize"):
-        section = Loss.model_validate({"terms": [{"type": "top_k_reverse_kl", "tail": tail}]})
-        pairing = VocabularyAlignment(LogitTransform(), MAIN.vocab, None)
-        module = OwnTopKLoss(section.terms[0], section, pairing, LogitTransform())  # type: ignore[arg-type]
-
-        def loss(i: Inputs, module: OwnTopKLoss = module) -> torch.Tensor:
-            head, teacher = (HeadWeights(weight, None, None) for weight in (i.w, i.w_teacher))
-            given = LossInputs(i.x_teacher[None], None, False)
-            return module(HeadForward(i.x[None], head, given, i.labels[None], rows), teacher)
-
-        losses[f"top_k_reverse_kl, K = 64, {tail}"] = loss
-    bare = "floor: bare products", floor(inputs)
-    return measured("linear top_k_reverse_kl", inputs, losses, bare, {}, "", quick)
-
-
 def run(quick: bool = False, only: str = "") -> Iterator[Row]:
     """All cases; `quick`: the main shape with its rivals and variants; `only`: part of a case's or shape's name."""
     rounds = 5 if quick else 7
@@ -399,10 +371,6 @@ def run(quick: bool = False, only: str = "") -> Iterator[Row]:
             yield from compare(MAIN, term, candidates, rounds)
     if only in "linear variants":
         yield from variants(rounds)
-    if only in "linear log_probs":
-        yield from log_probs(quick)
-    if only in "linear top_k_reverse_kl":
-        yield from own_top_k(Inputs(MAIN), quick)
     if not quick:
         for shape in MORE:
             if only in f"linear forward_kl {shape}":

@@ -13,6 +13,7 @@ import os
 import torch
 
 from distill_kernels.losses.operands import Batch, Inputs
+from distill_kernels.losses.policy_reference import Policy
 from distill_kernels.losses.terms import Objective, plain_number
 from distill_kernels.operands import check_tensor
 
@@ -204,6 +205,20 @@ def check_top_k(ids: torch.Tensor, logprobs: torch.Tensor, leading: torch.Size) 
     expect(fits, "teacher_ids", f"integers of shape {[*leading, 'K']}", _described(ids))
     fits = logprobs.shape == ids.shape and logprobs.is_floating_point()
     expect(fits, "teacher_logprobs", f"floating {list(ids.shape)} as teacher_ids", _described(logprobs))
+
+
+def check_policy(policy: Policy, leading: torch.Size, device: torch.device) -> None:
+    """Check the per-token arguments of a policy-gradient loss: floating, of shape `leading`, on `device`.
+
+    Raises:
+        ValueError: naming the one that does not fit.
+    """
+    for name, tensor in zip(Policy._fields, policy[:3], strict=False):
+        if tensor is not None:
+            check_tensor(name, tensor)
+            fits = tensor.shape == leading and tensor.is_floating_point()
+            expect(fits, name, f"floating {list(leading)} as labels", _described(tensor))
+            expect(tensor.device == device, name, f"device {device} as the student's", tensor.device)
 
 
 def can_check_values(tensor: torch.Tensor) -> bool:

@@ -164,8 +164,8 @@ def _at_labels(log_p: torch.Tensor, targets: torch.Tensor, shard: VocabShard | N
     return _sum_over_ranks(values, shard)
 
 
-def _add_at_labels_(gradient: torch.Tensor, targets: torch.Tensor, value: float) -> None:
-    """`gradient[i, targets[i]] += value` in rows whose label is among these columns."""
+def _add_at_labels_(gradient: torch.Tensor, targets: torch.Tensor, value: torch.Tensor | float) -> None:
+    """`gradient[i, targets[i]] += value` (a number, or one a row) in rows whose label is among these columns."""
     if gradient.shape[-1]:
         values = torch.where(targets >= 0, value, gradient.new_zeros(targets.shape))
         gradient.scatter_add_(-1, targets.clamp_min(0)[:, None], values[:, None])

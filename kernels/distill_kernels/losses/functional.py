@@ -23,6 +23,7 @@ from distill_kernels.losses.modules import (
     FusedSkewKLLoss,
     FusedTVDLoss,
 )
+from distill_kernels.losses.policy import FusedPolicyGradientLoss
 from distill_kernels.losses.terms import LossTerm, TokenStats, plain_number
 from distill_kernels.losses.topk import FusedTopKKLLoss
 
@@ -91,7 +92,9 @@ def fused_log_probs(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Te
     The computation is the per-token cross-entropy's.
 
     Backward makes the logits again and, since each row's log sum of exps is known by then, writes their gradient in
-    their place: four products in all, of which a mean needs three. Under a frozen head the forward pass makes two.
+    their place: four products in all. Under a frozen head the forward pass makes two. Where the upstream gradient is
+    known beforehand or follows from each row's own log-probability, as in a policy gradient,
+    `fused_policy_gradient_loss` takes three.
 
     Args:
         hidden: [..., H], of a dtype as `FusedDistillationLoss.forward` takes it; gets a gradient.
@@ -110,6 +113,16 @@ def fused_log_probs(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Te
     if unknown := own.keys() & {"reduction", "num_items", "token_weights", "return_stats", "label_smoothing", "z_loss"}:
         raise ValueError(f"{min(unknown)}: log-probabilities are neither summed, weighted nor smoothed")
     return -_call(FusedCrossEntropyLoss, (hidden, weight, labels), {**own, "reduction": "none"})  # type: ignore[operator]
+
+
+def fused_policy_gradient_loss(*tensors: torch.Tensor | None, **named: Any) -> Result:
+    """Policy-gradient loss of sampled tokens: `FusedPolicyGradientLoss`.
+
+    Args:
+        tensors: student_hidden, student_weight, labels, advantages, old_logprobs or None, reference_logprobs or None.
+        named: other inputs of `FusedPolicyGradientLoss.forward` and settings of the module.
+    """
+    return _call(FusedPolicyGradientLoss, tensors, named)
 
 
 def fused_top_k_kl_loss(*tensors: torch.Tensor | None, tail: str = "bucket", **named: Any) -> Result:

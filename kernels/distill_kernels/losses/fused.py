@@ -19,6 +19,7 @@ from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.mixture_kernel import TeacherMixer, launch_mixture_row_loss
 from distill_kernels.losses.operands import Batch, Head, LossOutput, RequiredGrads
 from distill_kernels.losses.plan import CHUNK_ROWS, SHARED_MEMORY_BYTES, Plan, plan_chunks
+from distill_kernels.losses.policy_kernel import launch_policy_row_loss
 from distill_kernels.losses.projection import TILE, HardLabelRows, Logits, Transform, matmul_fp32, project
 from distill_kernels.losses.row_kernel import launch_row_loss
 from distill_kernels.losses.shards import Ranks, VocabShard
@@ -107,7 +108,7 @@ def fused_linear_divergence(
         workspace=workspace,
         weight_16_bit=weight_16_bit,
     )
-    both_temperatures = o.temperature != 1.0 and (o.hard_weight != 0.0 or required.stats)
+    both_temperatures = o.temperature != 1.0 and (o.hard_weight != 0.0 or required.stats) and batch.policy is None
     transforms = (
         Transform(o.student_scale, o.student_softcap, o.temperature, both_temperatures),
         Transform(o.teacher_scale, o.teacher_softcap, o.temperature, both_temperatures and required.stats),
@@ -203,6 +204,8 @@ def fused_linear_divergence(
         row_loss: Callable[..., torch.Tensor | None] = launch_row_loss
         if batch.top is not None:
             row_loss = functools.partial(launch_top_k_row_loss, top=batch.top.rows(argument_rows))
+        elif batch.policy is not None:
+            row_loss = functools.partial(launch_policy_row_loss, policy=batch.policy.rows(argument_rows))
         elif mixer is not None:
             row_loss = functools.partial(launch_mixture_row_loss, at_temperature_1=at_temperature_1)
         lse = row_loss(

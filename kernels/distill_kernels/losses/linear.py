@@ -21,6 +21,7 @@ from distill_kernels.losses.arguments import can_check_values, check_values, exp
 from distill_kernels.losses.divergence import reference_rows
 from distill_kernels.losses.mixture import Mixture, reference_mixture_rows
 from distill_kernels.losses.operands import Batch, Head, LossOutput, RequiredGrads
+from distill_kernels.losses.policy_reference import reference_policy_rows
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
 from distill_kernels.losses.topk_reference import reference_top_k_rows
@@ -160,6 +161,8 @@ def reference_linear_divergence(
         row_loss = reference_rows if shard is None else functools.partial(reference_rows, shard=shard)
         if batch.top is not None:
             row_loss = functools.partial(reference_top_k_rows, top=batch.top.rows(here), shard=shard)
+        elif batch.policy is not None:
+            row_loss = functools.partial(reference_policy_rows, policy=batch.policy.rows(here), shard=shard)
         elif isinstance(teacher, Mixture):
             row_loss = functools.partial(
                 reference_mixture_rows, mixture=teacher, here=here, project=project, shard=shard

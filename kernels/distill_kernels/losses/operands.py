@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from distill_kernels.losses.policy_reference import Policy
 from distill_kernels.losses.terms import TokenStats
 from distill_kernels.losses.topk_reference import TopK
 from distill_kernels.operands import contiguous_rows
@@ -72,6 +73,7 @@ class Batch(NamedTuple):
         top: the teacher's top-K log-probabilities of every token, or None where the teacher is a head.
         no_ignored_rows: no row to compute has scale 0 (hidden states of such rows may hold anything, NaN as well).
         lse: `LossOutput.lse` of the same tokens, or None. With it only gradients are computed, no loss.
+        policy: arguments of a policy-gradient loss, whose sampled tokens are the labels, or None.
     """
 
     labels: torch.Tensor | None
@@ -80,6 +82,7 @@ class Batch(NamedTuple):
     top: TopK | None = None
     no_ignored_rows: bool = False
     lse: torch.Tensor | None = None
+    policy: Policy | None = None
 
     def contiguous(self) -> Batch:
         """Return the batch with contiguous vectors, as kernels read them."""
@@ -87,7 +90,9 @@ class Batch(NamedTuple):
         if top is not None:
             top = top._replace(ids=contiguous_rows(top.ids), logprobs=contiguous_rows(top.logprobs))
         labels, rows = contiguous_rows(self.labels), contiguous_rows(self.rows)
-        return self._replace(labels=labels, row_scale=contiguous_rows(self.row_scale), rows=rows, top=top)
+        policy = None if self.policy is None else self.policy.contiguous()
+        scale = contiguous_rows(self.row_scale)
+        return self._replace(labels=labels, row_scale=scale, rows=rows, top=top, policy=policy)
 
     def mask_ignored(self, x: torch.Tensor, which: slice | torch.Tensor) -> torch.Tensor:
         """Return `x` [n, ...], values of the rows `which`, with zeros where a row has scale 0."""

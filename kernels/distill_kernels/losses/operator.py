@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distill_kernels.losses.arguments import MAX_TOP_K, check_arguments, expect, unpack_lora
+from distill_kernels.losses.arguments import MAX_TOP_K, check_arguments, check_policy, expect, unpack_lora
 from distill_kernels.losses.linear import linear_divergence, nonzero_rows, row_scales
 from distill_kernels.losses.mixture import Mixture, TeacherHead, compared_teacher, flatten_teachers
 from distill_kernels.losses.operands import Batch, Head, Inputs, RequiredGrads
+from distill_kernels.losses.policy_reference import Policy, PolicySettings
 from distill_kernels.losses.scaling import fp16_safe_scale, scale_gradient_, take_scaled_gradients
 from distill_kernels.losses.sharded_heads import Heads, local_heads
 from distill_kernels.losses.shards import VocabShard
@@ -52,7 +53,11 @@ def linear_divergence_op(
     required: list[bool],
     teacher_ids: torch.Tensor | None,
     teacher_logprobs: torch.Tensor | None,
+    advantages: torch.Tensor | None,
+    old_logprobs: torch.Tensor | None,
+    reference_logprobs: torch.Tensor | None,
     tail: str,
+    policy: str,
     shard: str,
 ) -> list[torch.Tensor]:
     """Return loss ([], or [N] if `per_row`), statistics [7, N] and five gradients; empty where not required."""
@@ -60,7 +65,9 @@ def linear_divergence_op(
     heads = [Head(*tensors) for tensors in zip(teacher_hidden, teacher_weight, teacher_bias, strict=True)]
     teacher, compared = compared_teacher(heads, mixture, Objective.decode(objective))
     top = None if teacher_ids is None or teacher_logprobs is None else TopK(teacher_ids, teacher_logprobs, tail)
-    batch = Batch(labels, row_scale, rows, top, no_ignored_rows)
+    tokens = (advantages, old_logprobs, reference_logprobs)
+    sampled = Policy(*tokens, PolicySettings.decode(policy)) if policy else None
+    batch = Batch(labels, row_scale, rows, top, no_ignored_rows, policy=sampled)
     student = Head(student_hidden, student_weight, student_bias, lora_a, lora_b, lora_scale)
     own = VocabShard.decode(shard) if shard else None
     output = linear_divergence(
@@ -116,7 +123,11 @@ def _(
     required,
     teacher_ids,
     teacher_logprobs,
+    advantages,
+    old_logprobs,
+    reference_logprobs,
     tail,
+    policy,
     shard,
 ):
     n = student_hidden.shape[0]
@@ -136,10 +147,10 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    ctx.settings, ctx.required, ctx.text, ctx.teachers = inputs[11:20], inputs[20], inputs[23:25], len(inputs[5])
+    ctx.settings, ctx.required, ctx.text, ctx.teachers = inputs[11:20], inputs[20], inputs[26:29], len(inputs[5])
     ctx.per_row, ctx.recompute = inputs[19], inputs[19] and not inputs[20][0]
     ctx.without_gradient = [_no_gradient(given) for given in inputs[5:]]
-    recompute = (*inputs[:5], *inputs[8:11], *inputs[21:23], *inputs[5], *inputs[6], *inputs[7])
+    recompute = (*inputs[:5], *inputs[8:11], *inputs[21:26], *inputs[5], *inputs[6], *inputs[7])
     ctx.save_for_backward(*(recompute if ctx.recompute else output[2:]))
 
 
@@ -152,14 +163,16 @@ def _no_gradient(given: Any) -> Any:
 def _op_backward(ctx: Any, upstream: list[torch.Tensor]) -> tuple[Any, ...]:
     if ctx.recompute:
         count = ctx.teachers
-        students, (labels, row_scale, valid_rows), top = (ctx.saved_tensors[i:j] for i, j in ((0, 5), (5, 8), (8, 10)))
-        teachers = [list(ctx.saved_tensors[10 + count * part :][:count]) for part in range(3)]
+        students, (labels, row_scale, valid_rows), tokens = (
+            ctx.saved_tensors[i:j] for i, j in ((0, 5), (5, 8), (8, 13))
+        )
+        teachers = [list(ctx.saved_tensors[13 + count * part :][:count]) for part in range(3)]
         required = [*ctx.needs_input_grad[:5], False]
         settings = list(ctx.settings)
         settings[7:9] = False, False
         scale, factor = fp16_safe_scale(row_scale * upstream[0], settings[4])
         made = linear_divergence_op(
-            *students, *teachers, labels, scale, valid_rows, *settings, required, *top, *ctx.text
+            *students, *teachers, labels, scale, valid_rows, *settings, required, *tokens, *ctx.text
         )[2:]
     else:
         required, made, factor = ctx.required, ctx.saved_tensors, upstream[0][:, None] if ctx.per_row else upstream[0]
@@ -226,6 +239,8 @@ def _versions(teacher: Head | Mixture | None, batch: Batch) -> list[tuple[str, t
     read += [("labels", batch.labels), ("valid_rows", batch.rows)]
     if batch.top is not None:
         read += [("teacher_ids", batch.top.ids), ("teacher_logprobs", batch.top.logprobs)]
+    if batch.policy is not None:
+        read += list(zip(Policy._fields, batch.policy[:3], strict=False))
     known = [(name, tensor) for name, tensor in read if tensor is not None and not tensor.is_inference()]
     return [(name, tensor, tensor._version) for name, tensor in known]
 
@@ -251,6 +266,7 @@ def fused_loss(
     return_stats: bool,
     *,
     top: TopK | None = None,
+    policy: Policy | None = None,
     teachers: Sequence[TeacherHead] | None = None,
     tp_group: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
@@ -261,6 +277,7 @@ def fused_loss(
         inputs: as in `FusedDistillationLoss.forward`.
         return_stats: return `(loss, TokenStats)`.
         top: a top-K teacher's tokens and log-probabilities, [..., K], in place of a teacher's head.
+        policy: arguments of a policy-gradient loss, [...], in place of divergences.
         teachers: several teachers, whose mixture is the target.
         tp_group: the process group over which the vocabulary is sharded.
 
@@ -289,6 +306,9 @@ def fused_loss(
         most = min(vocab if shard is None else shard.vocab, MAX_TOP_K)
         expect(0 < top.ids.shape[-1] <= most, "teacher_ids", f"K of 1 to {most}", top.ids.shape[-1])
         top = TopK(top.ids.flatten(0, -2), top.logprobs.flatten(0, -2), top.tail)
+    if policy is not None:
+        check_policy(policy, shape, inputs.student_hidden.device)
+        policy = Policy(*(None if each is None else each.detach().flatten() for each in policy[:3]), policy.settings)
     teacher_heads: list[Head] = []
     mixture: list[float] = []
     if several:
@@ -329,14 +349,17 @@ def fused_loss(
             no_ignored_rows,
             per_row,
             list(RequiredGrads(stats=return_stats) if recompute else required),
-            *(top or (None, None, "")),
+            *((None, None) if top is None else top[:2]),
+            *((None, None, None) if policy is None else policy[:3]),
+            "" if top is None else top.tail,
+            "" if policy is None else policy.settings.encode(),
             "" if shard is None else shard.encode(),
         )
     else:
         rows = _rows_to_compute(scale, valid_rows, skip)
         teacher, compared = compared_teacher(teacher_heads, mixture, objective)
         how = {"vocab": vocab, "dtype": dtype, "workspace": workspace, "shard": shard}
-        batch = Batch(labels, scale, rows, top, no_ignored_rows)
+        batch = Batch(labels, scale, rows, top, no_ignored_rows, policy=policy)
         loss, stats = _FusedLoss.apply(*students, (teacher, batch, compared, required, how, per_row, lora[2]))
     if down is not None:
         loss = loss * down

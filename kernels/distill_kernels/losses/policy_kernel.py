@@ -1,0 +1,300 @@
+"""Row kernels of policy-gradient losses: relative logits to loss, statistics and, in place, the logits' gradient.
+
+The formulas are in policy_reference.py. A first kernel looks up each sampled token's log-probability and, with an
+entropy bonus, sums the row's entropy, over this rank's columns; ranks that share the vocabulary (shards.py) add up
+theirs. The second computes the row's terms and sweeps its columns once.
+
+Bytes a row, 16-bit logits: 2 V read and 2 V written; 2 V read once more with an entropy bonus. Nothing is swept where
+neither a gradient nor statistics are required.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from distill_kernels.launch import cdiv, tl, triton
+from distill_kernels.layers.fast_math import exp
+from distill_kernels.losses.policy_reference import NO_CLIP, Policy
+from distill_kernels.losses.projection import TILE, Logits
+from distill_kernels.losses.row_functions import (
+    label_logprob,
+    load_tiles,
+    logit_at,
+    raw_logit_gradient,
+    reduce_by_8,
+    store_stats,
+    to_int32,
+    zero_row,
+)
+from distill_kernels.losses.row_kernel import row_normalisers
+from distill_kernels.losses.shards import VocabShard, join_normalisers
+from distill_kernels.losses.terms import Objective
+
+BLOCK = 8  # tiles
+
+
+@triton.jit
+def _log_p_kernel(
+    student,
+    tokens,
+    lse_ptr,
+    parts_ptr,
+    sizes,
+    strides,
+    inverse_t,
+    ENTROPY: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store this rank's part of one row's log-probability of its token and, with ENTROPY, of the row's entropy."""
+    values_ptr, shift_ptr = student
+    labels_ptr, scale_ptr, rows_ptr = tokens
+    V, whole_vocab, tiles = sizes
+    values_stride, parts_stride = strides
+    here = tl.program_id(0).to(tl.int64)  # within the chunk
+    row = here
+    if rows_ptr is not None:
+        row = tl.load(rows_ptr + here)
+    if tl.load(scale_ptr + row) == 0.0:
+        return
+    values_ptr += here * values_stride
+    shift_ptr += here * tiles
+    lse = tl.load(lse_ptr + here)
+    label = to_int32(tl.load(labels_ptr + row), V)
+    z = logit_at(values_ptr, shift_ptr, label, V, TILE) * inverse_t
+    tl.store(parts_ptr + here, label_logprob(z, label, lse, V, whole_vocab))
+    if ENTROPY:
+        entropy = tl.zeros((BLOCK, TILE // 8), tl.float32)
+        for block in range(tl.cdiv(tiles, BLOCK)):
+            tile = block * BLOCK + tl.arange(0, BLOCK)
+            columns = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+            log_p = load_tiles(values_ptr, shift_ptr, tile, columns, V, tiles) * inverse_t - lse
+            p = exp(log_p)
+            entropy -= reduce_by_8(tl.where(p > 0.0, p * log_p, 0.0))
+        tl.store(parts_ptr + parts_stride + here, tl.sum(entropy))
+
+
+@triton.jit
+def _k3(difference):
+    """Return `exp(d) - 1` and `exp(d) - 1 - d`, by their series where d is small and the differences would cancel."""
+    small = tl.abs(difference) < 0.1
+    tail = 1.0 + difference / 3.0 * (1.0 + difference / 4.0 * (1.0 + difference / 5.0))
+    growth = tl.exp(difference) - 1.0
+    square = 0.5 * difference * difference * tail
+    return tl.where(small, difference + square, growth), tl.where(small, square, growth - difference)
+
+
+@triton.jit
+def _policy_terms(
+    log_p,
+    ratio,
+    advantage,
+    reference,
+    settings,
+    CLIPPED: tl.constexpr,
+    KL_IN_REWARD: tl.constexpr,
+    K2: tl.constexpr,
+    K3: tl.constexpr,
+):
+    """`policy_reference.reference_policy_terms` of one row."""
+    clip_low, clip_high, kl_weight = settings
+    difference = reference - log_p
+    if KL_IN_REWARD:
+        advantage += kl_weight * difference
+    loss = -ratio * advantage
+    slope = loss
+    if CLIPPED:
+        clipped = -tl.minimum(tl.maximum(ratio, 1.0 - clip_low), 1.0 + clip_high) * advantage
+        slope = tl.where(clipped > loss, 0.0, slope)
+        loss = tl.where(clipped > loss, clipped, loss)
+    if K2:
+        loss += kl_weight * 0.5 * difference * difference
+        slope -= kl_weight * difference
+    if K3:
+        growth, k3 = _k3(difference)
+        loss += kl_weight * k3
+        slope -= kl_weight * growth
+    return loss, slope
+
+
+@triton.jit
+def _policy_kernel(
+    student,
+    gradient_ptr,
+    tokens,
+    policy,
+    figures,
+    lse_ptr,
+    parts_ptr,
+    sizes,
+    strides,
+    inverse_t,
+    settings,
+    entropy_weight,
+    student_scale,
+    inverse_cap,
+    CLIPPED: tl.constexpr,
+    KL_IN_REWARD: tl.constexpr,
+    K2: tl.constexpr,
+    K3: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    OWNS_ROW_TERMS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute one row over this rank's V columns, given its log-probability and entropy over all ranks (`parts_ptr`).
+
+    Terms of the row as a whole are stored where `OWNS_ROW_TERMS`, and 0 elsewhere.
+    """
+    values_ptr, shift_ptr = student
+    labels_ptr, scale_ptr, rows_ptr = tokens
+    advantages_ptr, old_ptr, reference_ptr = policy
+    loss_ptr, stats_ptr = figures
+    V, tiles = sizes
+    values_stride, gradient_stride, stats_stride, parts_stride = strides
+    STATS: tl.constexpr = stats_ptr is not None
+    here = tl.program_id(0).to(tl.int64)  # within the chunk
+    row = here
+    if rows_ptr is not None:
+        row = tl.load(rows_ptr + here)
+    scale = tl.load(scale_ptr + row)
+    values_ptr += here * values_stride
+    gradient_ptr += here * gradient_stride
+    shift_ptr += here * tiles
+    blocks = tl.cdiv(tiles, BLOCK)
+    within = tl.arange(0, TILE)[None, :]
+    if scale == 0.0:
+        tl.store(loss_ptr + row, 0.0)
+        if STATS:
+            store_stats(stats_ptr, stats_stride, row, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+        if GRADIENT:
+            zero_row(gradient_ptr, V, blocks, within, BLOCK)
+        return
+
+    lse = tl.load(lse_ptr + here)
+    log_p = tl.load(parts_ptr + here)
+    label = to_int32(tl.load(labels_ptr + row), V)
+    advantage = 0.0
+    ratio = tl.where(log_p == log_p, 1.0, log_p)  # NaN of a label that is no token
+    reference = 0.0
+    if advantages_ptr is not None:
+        advantage = tl.load(advantages_ptr + row).to(tl.float32)
+    if old_ptr is not None:
+        ratio = tl.exp(log_p - tl.load(old_ptr + row).to(tl.float32))
+    if reference_ptr is not None:
+        reference = tl.load(reference_ptr + row).to(tl.float32)
+    loss, slope = _policy_terms(log_p, ratio, advantage, reference, settings, CLIPPED, KL_IN_REWARD, K2, K3)
+    entropy = 0.0
+    if ENTROPY:
+        entropy = tl.load(parts_ptr + parts_stride + here)
+        loss -= entropy_weight * entropy
+    entropy_sum = tl.zeros((BLOCK, TILE // 8), tl.float32)
+    if GRADIENT or (STATS and not ENTROPY):
+        slope *= inverse_t
+        for count in range(blocks):
+            tile = (blocks - 1 - count) * BLOCK + tl.arange(0, BLOCK)
+            columns = tile[:, None] * TILE + within
+            z = load_tiles(values_ptr, shift_ptr, tile, columns, V, tiles)
+            all_log_p = z * inverse_t - lse
+            p = exp(all_log_p)
+            if STATS and not ENTROPY:
+                entropy_sum -= reduce_by_8(tl.where(p > 0.0, p * all_log_p, 0.0))
+            if GRADIENT:
+                g = tl.where(columns == label, slope, 0.0) - slope * p
+                if ENTROPY:
+                    g += (entropy_weight * inverse_t) * tl.where(p > 0.0, p * (all_log_p + entropy), 0.0)
+                g = raw_logit_gradient(g, z, scale, student_scale, inverse_cap, SCALED, CAPPED)
+                tl.store(gradient_ptr + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
+    if not OWNS_ROW_TERMS:
+        loss = 0.0
+        log_p = 0.0
+        reference = 0.0
+        entropy = 0.0
+    tl.store(loss_ptr + row, loss * scale)
+    if STATS:
+        entropy += tl.sum(entropy_sum)
+        divergence = 0.0
+        if reference_ptr is not None:
+            divergence = _k3(reference - log_p)[1]
+        store_stats(stats_ptr, stats_stride, row, (divergence, -log_p, entropy, 0.0, 0.0, log_p, reference))
+
+
+def launch_policy_row_loss(
+    student: Logits,
+    teacher: Logits | None,
+    objective: Objective,
+    *,
+    labels: torch.Tensor | None,
+    row_scale: torch.Tensor,
+    rows: torch.Tensor | None,
+    loss: torch.Tensor,
+    stats: torch.Tensor | None,
+    gradient: torch.Tensor | None,
+    shard: VocabShard,
+    policy: Policy,
+) -> None:
+    """Launch the kernels over the n rows of `student`; arguments as in `launch_row_loss`.
+
+    `teacher` is None; `policy` holds all tokens, as `labels` do.
+    """
+    assert teacher is None and labels is not None
+    o, s = objective, policy.settings
+    n, vocab = student.values.shape
+    if n == 0:
+        return
+    tempered = {"TEMPERED": False, "HARD": False, "HAS_TEACHER": False, "STATS": False}
+    norms = row_normalisers(student, student, o.temperature, **tempered)
+    lse = join_normalisers(shard.ranks.all_gather(norms))[1]
+    parts = torch.zeros(2, n, dtype=torch.float32, device=loss.device)
+    tiles, entropy = cdiv(vocab, TILE), s.entropy_weight != 0.0
+    out = student.values if gradient is None else gradient
+    tokens = (labels, row_scale, rows)
+    if vocab:
+        _log_p_kernel[(n,)](
+            tuple(student[:2]),
+            tokens,
+            lse,
+            parts,
+            (vocab, shard.vocab, tiles),
+            (student.values.stride(0), parts.stride(0)),
+            1.0 / o.temperature,
+            ENTROPY=entropy,
+            TILE=TILE,
+            BLOCK=BLOCK,
+            num_warps=8 if entropy else 1,
+        )
+    shard.ranks.all_reduce_(parts)
+    if vocab == 0:
+        return
+    with_kl = policy.reference_logprobs is not None and s.kl_weight != 0.0
+    _policy_kernel[(n,)](
+        tuple(student[:2]),
+        out,
+        tokens,
+        tuple(policy[:3]),
+        (loss, stats),
+        lse,
+        parts,
+        (vocab, tiles),
+        (student.values.stride(0), out.stride(0), 0 if stats is None else stats.stride(0), parts.stride(0)),
+        1.0 / o.temperature,
+        (s.clip_low, s.clip_high, s.kl_weight),
+        s.entropy_weight,
+        o.student_scale,
+        1.0 / o.student_softcap if o.student_softcap else 0.0,
+        CLIPPED=s.clip_low != NO_CLIP,
+        KL_IN_REWARD=with_kl and s.kl_estimator == "reward",
+        K2=with_kl and s.kl_estimator == "k2",
+        K3=with_kl and s.kl_estimator == "k3",
+        ENTROPY=entropy,
+        SCALED=o.student_scale != 1.0,
+        CAPPED=o.student_softcap != 0.0,
+        GRADIENT=gradient is not None,
+        OWNS_ROW_TERMS=shard.owns_row_terms,
+        TILE=TILE,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )

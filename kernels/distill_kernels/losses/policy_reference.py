@@ -1,0 +1,170 @@
+"""Policy-gradient losses of the sampled tokens: terms, loss and gradient in plain PyTorch.
+
+The specification of policy_kernel.py. With `l = log softmax(z / T)[y]` of the sampled token y, sg the stop-gradient,
+
+    A    = advantage (+ beta sg(l_ref - l), the KL penalty as a reward)
+    r    = exp(l - l_old)                          importance ratio; exp(l - sg(l)) = 1 without `l_old`
+    loss = -min(r A, clip(r, 1 - c_low, 1 + c_high) A) + beta K(l, l_ref) - w H
+
+where H is the entropy of `softmax(z / T)` and K estimates KL(p_s || p_ref) from the token: (l - l_ref)^2 / 2 (k2) or
+exp(l_ref - l) - (l_ref - l) - 1 (k3). All but H depend on a row's logits through `l` alone, so with `s = dloss / dl`
+the gradient for the logits is
+
+    (s (onehot(y) - p) + w p (log p + H)) / T
+
+and a row's is known as soon as its normaliser is: loss and gradients take one pass and three GEMMs.
+
+Sources: Schulman et al. 2017 (PPO, arXiv 1707.06347), Shao et al. 2024 (GRPO, arXiv 2402.03300: k3 in the loss), Yu et
+al. 2025 (DAPO, arXiv 2503.14476: two clipping ranges), Schulman 2020 ("Approximating KL divergence": k2 and k3).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+import torch
+
+from distill_kernels.losses.divergence import (
+    RowResult,
+    _add_at_labels_,
+    _at_labels,
+    _sum_over_ranks,
+    log_softmax,
+    transform_logits,
+)
+from distill_kernels.losses.shards import ON_ANOTHER_RANK, VocabShard
+from distill_kernels.losses.terms import Objective, TokenStats
+from distill_kernels.operands import contiguous_rows
+
+KL_ESTIMATORS = ("reward", "k2", "k3")
+NO_CLIP = -1.0
+
+
+class PolicySettings(NamedTuple):
+    """Numbers of a policy-gradient loss.
+
+    Attributes:
+        clip_low, clip_high: the clipping ranges c_low and c_high; `NO_CLIP` for none.
+        kl_weight: beta.
+        kl_estimator: one of `KL_ESTIMATORS`.
+        entropy_weight: w.
+    """
+
+    clip_low: float = NO_CLIP
+    clip_high: float = NO_CLIP
+    kl_weight: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_weight: float = 0.0
+
+    @torch.compiler.assume_constant_result
+    def encode(self) -> str:
+        """Return the settings as text, for operators whose arguments must be plain."""
+        return json.dumps(tuple(self))
+
+    @staticmethod
+    def decode(text: str) -> PolicySettings:
+        """Return the settings that `encode` made `text` of."""
+        return PolicySettings(*json.loads(text))
+
+
+class Policy(NamedTuple):
+    """Per-token arguments of a policy-gradient loss, floating [N] each.
+
+    Attributes:
+        advantages: or None for 0.
+        old_logprobs: log-probabilities when the tokens were sampled, or None for the present ones (ratio 1).
+        reference_logprobs: under the reference model, or None without one.
+        settings: the loss's numbers.
+    """
+
+    advantages: torch.Tensor | None
+    old_logprobs: torch.Tensor | None
+    reference_logprobs: torch.Tensor | None
+    settings: PolicySettings
+
+    def rows(self, which: slice | torch.Tensor) -> Policy:
+        """Return the rows `which`."""
+        return Policy(*(None if each is None else each[which] for each in self[:3]), self.settings)
+
+    def contiguous(self) -> Policy:
+        """Return the arguments with contiguous vectors, as kernels read them."""
+        return Policy(*(contiguous_rows(each) for each in self[:3]), self.settings)
+
+
+def reference_policy_terms(log_p: torch.Tensor, policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each token's loss without the entropy, and its derivative for `log_p`; all [n].
+
+    Args:
+        log_p: the tokens' log-probabilities, [n], fp32 or fp64.
+        policy: of the same rows.
+    """
+    s = policy.settings
+    advantages, old, reference = (None if each is None else each.to(log_p.dtype) for each in policy[:3])
+    advantage = torch.zeros_like(log_p) if advantages is None else advantages
+    if reference is not None and s.kl_weight and s.kl_estimator == "reward":
+        advantage = advantage + s.kl_weight * (reference - log_p)
+    ratio = torch.ones_like(log_p) if old is None else (log_p - old).exp()
+    loss = slope = -ratio * advantage
+    if s.clip_low != NO_CLIP:
+        clipped = -ratio.clamp(1 - s.clip_low, 1 + s.clip_high) * advantage
+        slope = torch.where(clipped > loss, 0.0, slope)
+        loss = torch.maximum(loss, clipped)
+    if reference is not None and s.kl_weight and s.kl_estimator != "reward":
+        d = reference - log_p
+        if s.kl_estimator == "k2":
+            loss, slope = loss + s.kl_weight * 0.5 * d.square(), slope - s.kl_weight * d
+        else:
+            loss, slope = loss + s.kl_weight * (d.expm1() - d), slope - s.kl_weight * d.expm1()
+    return loss, slope
+
+
+def reference_policy_rows(
+    student_raw: torch.Tensor,
+    teacher_raw: torch.Tensor | None,
+    objective: Objective,
+    *,
+    labels: torch.Tensor | None,
+    row_scale: torch.Tensor,
+    with_gradient: bool = True,
+    with_stats: bool = False,
+    shard: VocabShard | None = None,
+    policy: Policy,
+) -> RowResult:
+    """Return loss, gradient and statistics of rows of sampled tokens; arguments as of `divergence.reference_rows`.
+
+    `labels` are the tokens and `teacher_raw` is None. Statistics are at the loss's temperature: cross_entropy,
+    student_entropy and student_label_logprob; with a reference also teacher_label_logprob, and k3 as the divergence.
+    """
+    assert teacher_raw is None and labels is not None
+    o, s, counted_rows = objective, policy.settings, row_scale != 0
+    targets = torch.where(counted_rows, labels.long(), 0 if shard is None else ON_ANOTHER_RANK)
+    z = transform_logits(student_raw, o.student_scale, o.student_softcap)
+    all_log_p = log_softmax(z / o.temperature if o.temperature != 1.0 else z, shard)
+    log_p, p = _at_labels(all_log_p, targets, shard), all_log_p.exp()
+    loss, slope = reference_policy_terms(log_p, policy)
+    entropy = log_p.new_zeros(log_p.shape)
+    products = None
+    if s.entropy_weight or with_stats:
+        products = torch.where(p > 0, p * all_log_p, 0.0)
+        entropy = -_sum_over_ranks(products.sum(-1), shard)
+    loss = torch.where(counted_rows, (loss - s.entropy_weight * entropy) * row_scale, 0.0)
+    gradient = None
+    if with_gradient:
+        gradient = p * -slope[:, None]
+        _add_at_labels_(gradient, targets, slope)
+        if s.entropy_weight and products is not None:
+            gradient += s.entropy_weight * (products + p * entropy[:, None])
+        gradient *= (row_scale * (o.student_scale / o.temperature))[:, None]
+        if o.student_softcap:
+            gradient.mul_((z / o.student_softcap).square_().neg_().add_(1.0))
+        gradient.masked_fill_(~counted_rows[:, None], 0.0)
+    stats = None
+    if with_stats:
+        zeros, reference = torch.zeros_like(log_p), policy.reference_logprobs
+        divergence, reference = zeros, zeros if reference is None else reference.to(log_p.dtype)
+        if policy.reference_logprobs is not None:
+            divergence = (reference - log_p).expm1() - (reference - log_p)
+        statistics = (divergence, -log_p, entropy, zeros, zeros, log_p, reference)
+        stats = TokenStats(*(torch.where(counted_rows, statistic, 0.0).float() for statistic in statistics))
+    return RowResult(loss, gradient, stats)

@@ -1,0 +1,203 @@
+"""Policy-gradient losses of sampled tokens in one pass, against autograd over full logits; reference and kernels."""
+
+import pytest
+import torch
+from distill_kernels import FusedPolicyGradientLoss, fused_log_probs, fused_policy_gradient_loss
+from distill_kernels.losses import fused as fused_path
+from distill_kernels.losses import plan as planning
+from grids import pairwise
+from helpers import assert_as_good_as_torch, relative_error
+from policy_cases import EVERYTHING, PENALTY, SETTINGS, H, N, V, dense, draw, expected_of, given_of, logits_of, old_of
+from torch.nn import functional as F
+
+
+@pytest.mark.few(10)
+@pytest.mark.parametrize(
+    *pairwise(
+        {
+            "name": list(SETTINGS),
+            "dtype": [torch.bfloat16, torch.float16, torch.float32, torch.float64],
+            "rows": ["all", "ignored", "found", "named"],
+            "vocab": [V, 257],
+        }
+    )
+)
+def test_values_and_gradients(where, monkeypatch, name, dtype, rows, vocab):
+    monkeypatch.setattr("distill_kernels.losses.linear.REFERENCE_CHUNK_ELEMENTS", 5 * V)
+    settings = SETTINGS[name]
+    tensors, labels, advantages, reference = draw(where, dtype, vocab=vocab)
+    given = given_of(tensors, labels, advantages, reference, settings)
+    more = {}
+    if rows != "all":
+        labels = labels.clone()
+        labels[[1, 5, 22]] = -100
+        for each in given:
+            if each is not None:
+                each[[1, 5]] = torch.nan  # rows that do not count may hold anything
+    kept = labels != -100
+    if rows == "named":
+        more["valid_rows"] = kept.nonzero().squeeze(1).roll(7)
+    clean = [None if each is None else torch.where(kept, each, 0.0) for each in given]
+    exact, eager = (expected_of(tensors, labels, clean, wide, kept, **settings) for wide in (torch.float64, dtype))
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    module = FusedPolicyGradientLoss(**settings, skip_ignored_rows=rows == "found")
+    loss = module(*leaves[:2], labels, *given, student_bias=leaves[2], **more)
+    (2 * loss).backward()
+    made = [loss.detach(), *(leaf.grad for leaf in leaves)]
+    # rows' losses have either sign: the promise of the divergences', relative to a sum without cancellation
+    error = (loss - exact[0].sum()).abs() / exact[0].abs().sum()
+    square = 2 if settings.get("kl_estimator") == "k2" else 1
+    assert error < square * {torch.float64: 1e-12, torch.float32: 2e-6}.get(dtype, 3e-4), error
+    for part, *three in zip(("dx", "dW", "db"), made[1:], eager[1:], exact[1:], strict=True):
+        assert_as_good_as_torch(*three, dtype, part)
+        assert dtype != torch.bfloat16 or relative_error(three[0], three[2]) < 3e-3
+    assert made[1].any() and not made[1][~kept].any()
+
+
+def test_clipped_tokens_get_no_gradient(where):
+    tensors, labels, _, _ = draw(where, torch.float64)
+    old, signs = old_of(tensors, labels), torch.ones(N, device=where)
+    signs[::2] = -1
+    x = tensors[0].requires_grad_()
+    rows = FusedPolicyGradientLoss(clip=0.2, reduction="none")(
+        x, tensors[1], labels, signs, old, student_bias=tensors[2]
+    )
+    rows.sum().backward()
+    ratio = (fused_log_probs(x, tensors[1], labels, bias=tensors[2]) - old).exp()
+    cut = ((ratio > 1.2) & (signs > 0)) | ((ratio < 0.8) & (signs < 0))
+    assert cut.any() and not cut.all()
+    assert torch.equal(x.grad.any(-1), ~cut)
+    torch.testing.assert_close(
+        rows, torch.where(cut, -signs * ratio.clamp(0.8, 1.2), -signs * ratio), rtol=1e-6, atol=0
+    )
+
+
+def test_three_products_and_one_row_kernel(kernel_device, monkeypatch):
+    """Projections, and row losses: one of each a chunk, none in backward."""
+    tensors, labels, advantages, _ = draw(kernel_device, torch.bfloat16)
+    calls = []
+    for name in ("project", "launch_policy_row_loss", "launch_row_loss"):
+        inner = getattr(fused_path, name)
+        counted = lambda *a, name=name, inner=inner, **k: calls.append(name) or inner(*a, **k)  # noqa: E731
+        monkeypatch.setattr(fused_path, name, counted)
+    leaves = [t.requires_grad_() for t in tensors]
+    loss = fused_policy_gradient_loss(*leaves[:2], labels, advantages, student_bias=leaves[2])
+    assert calls == ["project", "launch_policy_row_loss"]
+    loss.backward()
+    assert len(calls) == 2
+
+
+def test_gradient_is_that_of_the_log_probabilities(where):
+    """Row losses with any upstream gradient, computed again in backward, and a LoRA on the head."""
+    tensors, labels, advantages, _ = draw(where)
+    x, w, bias = tensors
+    labels[3] = -100
+    generator = torch.Generator(where).manual_seed(4)
+    a, b, upstream = (torch.randn(*s, device=where, generator=generator) for s in ((3, H), (V, 3), (N,)))
+    results = []
+    for which in ("fused", "log-probabilities"):
+        leaves = [t.detach().clone().requires_grad_() for t in (x, w, bias, a * 0.2, b)]
+        lora = (*leaves[3:], 0.5)
+        if which == "fused":
+            module = FusedPolicyGradientLoss(reduction="none", temperature=1.0)
+            rows = module(*leaves[:2], labels, advantages, student_bias=leaves[2], student_lora=lora)
+        else:
+            log_p = fused_log_probs(*leaves[:2], labels, bias=leaves[2], lora=lora)
+            rows = -(log_p - log_p.detach()).exp() * advantages * (labels != -100)
+        results.append([rows.detach(), *torch.autograd.grad(rows, leaves, upstream)])
+    for one, other in zip(*results, strict=True):
+        assert relative_error(one, other) < 1e-5
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_a_frozen_head_and_padding_columns(where, head):
+    tensors, labels, advantages, reference = draw(where)
+    labels.clamp_(max=269)
+    x, w, bias = (t.requires_grad_(head or i == 0) for i, t in enumerate(tensors))
+    module = FusedPolicyGradientLoss(**PENALTY, reduction="sum")
+    old = old_of([w[:270].detach() if i == 1 else t.detach()[:270] for i, t in enumerate(tensors)], labels)
+    loss = module(x, w, labels, advantages, old, reference, student_bias=bias, vocab_size=270)
+    loss.backward()
+    leaves = [t.detach().double().requires_grad_() for t in (x, w, bias)]
+    dense(F.linear(*leaves)[:, :270], labels, advantages, old, reference, **PENALTY).sum().backward()
+    assert relative_error(x.grad, leaves[0].grad) < 1e-5
+    if head:
+        assert not w.grad[270:].any() and not bias.grad[270:].any()
+        assert relative_error(w.grad, leaves[1].grad) < 1e-5 and relative_error(bias.grad, leaves[2].grad) < 1e-5
+    else:
+        assert w.grad is None and bias.grad is None
+
+
+@pytest.mark.parametrize("name", ["plain", "k3", "k2 and entropy", "everything"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_statistics(where, name, grad):
+    settings = SETTINGS[name]
+    tensors, labels, advantages, reference = draw(where)
+    given = given_of(tensors, labels, advantages, reference, settings)
+    labels[2] = -100
+    leaves = [t.requires_grad_(grad) for t in tensors]
+    loss, stats = FusedPolicyGradientLoss(**settings)(
+        *leaves[:2], labels, *given, student_bias=leaves[2], return_stats=True
+    )
+    all_log_p = logits_of([t.detach().double() for t in tensors], **settings).log_softmax(-1)
+    kept = labels != -100
+    log_p = torch.where(kept, all_log_p.gather(-1, labels.clamp_min(0)[:, None])[:, 0], 0.0)
+    close = {"rtol": 2e-5, "atol": 2e-5}
+    torch.testing.assert_close(stats.student_label_logprob.double(), log_p, **close)
+    torch.testing.assert_close(stats.cross_entropy.double(), -log_p, **close)
+    entropy = torch.where(kept, -(all_log_p.exp() * all_log_p).sum(-1), 0.0)
+    torch.testing.assert_close(stats.student_entropy.double(), entropy, **close)
+    d = torch.zeros_like(log_p) if given[2] is None else torch.where(kept, given[2] - log_p, 0.0)
+    torch.testing.assert_close(stats.divergence.double(), d.exp() - d - 1, **close)
+    torch.testing.assert_close(
+        stats.teacher_label_logprob.double(), torch.where(kept, d + log_p, 0.0) * (given[2] is not None), **close
+    )
+    assert not stats.agreement.any() and not stats.teacher_entropy.any()
+    torch.testing.assert_close(
+        loss, FusedPolicyGradientLoss(**settings)(*leaves[:2], labels, *given, student_bias=leaves[2])
+    )
+
+
+def test_a_small_divergence_keeps_its_digits(where):
+    """k3 of log-probabilities that differ in the third digit, whose terms in fp32 cancel."""
+    eye, labels = torch.eye(4, device=where), torch.zeros(6, dtype=torch.int64, device=where)
+    z = torch.zeros(6, 4, device=where)
+    d = torch.tensor([1e-3, -1e-3, 3e-2, -0.09, 0.11, 0.0], device=where)
+    log_p = torch.log_softmax(z, -1)[:, 0]
+    rows, stats = FusedPolicyGradientLoss(kl_weight=1.0, reduction="none")(
+        z, eye, labels, None, None, log_p + d, return_stats=True
+    )
+    exact = (log_p + d).double() - log_p.double()
+    exact = exact.expm1() - exact
+    torch.testing.assert_close(rows.double(), exact, rtol=1e-3, atol=1e-12)
+    torch.testing.assert_close(stats.divergence.double(), exact, rtol=1e-3, atol=1e-12)
+
+
+def test_small_advantages_do_not_underflow_in_float16(where):
+    """Token weights of 2e-5 are raised before the logits' gradient is rounded."""
+    tensors, labels, advantages, _ = draw(where, torch.float16)
+    x = tensors[0].requires_grad_()
+    weights = torch.full((N,), 2e-5, device=where)
+    module = FusedPolicyGradientLoss(reduction="sum")
+    (made,) = torch.autograd.grad(module(x, tensors[1], labels, advantages, token_weights=weights) * 2**14, x)
+    leaf = x.detach().double().requires_grad_()
+    rows = dense(leaf @ tensors[1].double().T, labels, advantages, None, None)
+    (exact,) = torch.autograd.grad((rows * 2e-5).sum() * 2**14, leaf)
+    assert relative_error(made, exact) < 1e-3
+
+
+def test_several_chunks(kernel_device, monkeypatch):
+    monkeypatch.setattr(planning, "ROW_MULTIPLE", 16)
+    tensors, labels, advantages, reference = draw(kernel_device, torch.bfloat16, rows=90)
+    given = given_of(tensors, labels, advantages, reference, EVERYTHING)
+    labels[[1, 40]] = -100
+    kept = labels != -100
+    for more in ({}, {"valid_rows": kept.nonzero().squeeze(1).flip(0)}):
+        leaves = [t.detach().clone().requires_grad_() for t in tensors]
+        module = FusedPolicyGradientLoss(**EVERYTHING, max_workspace_mib=3 * 16 * V * 2 / 2**20)
+        loss = module(*leaves[:2], labels, *given, student_bias=leaves[2], **more)
+        loss.backward()
+        exact = expected_of(tensors, labels, given, torch.float64, kept, 1.0, **EVERYTHING)
+        assert (loss - exact[0].sum()).abs() < 3e-4 * exact[0].abs().sum()
+        for leaf, right in zip(leaves, exact[1:], strict=True):
+            assert relative_error(leaf.grad, right) < 3e-3
