@@ -164,11 +164,11 @@ def run(
     folder = run_folder(resolved.name, name=name, resume=resume, runs=runs) if ranks.is_main_process() else None
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
     if processes > 1:
-        from distill.planning.served import share_out
         from distill.planning.steps import accumulation_steps
+        from distill.planning.teacher_server import assign_gpus
 
         given = resolved
-        processes, resolved = share_out(given, processes, folder / RECIPE_FILE if resume and folder else None)
+        processes, resolved = assign_gpus(given, processes, folder / RECIPE_FILE if resume and folder else None)
         accumulation_steps(resolved.train, resolved.data, processes)  # raises where so many processes do not fit
         if processes > 1:
             chosen = resolved.parallel

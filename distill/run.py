@@ -112,10 +112,10 @@ def run(
     folder = broadcast_from_rank0(lambda: run_folder(recipe.name, name=name, resume=bool(resume), runs=runs))
     with translate_errors(recipe, folder), RunLock(folder) as run_lock, contextlib.ExitStack() as resources:
         if recipe.parallel.teacher == "served":
-            from distill.planning.served import is_sharded_where_served
+            from distill.planning.teacher_server import server_shards_teacher
             from distill.teachers.server.launched import launched_servers
 
-            sharded = is_sharded_where_served(recipe, device, world_size())
+            sharded = server_shards_teacher(recipe, device, world_size())
             resources.enter_context(launched_servers(recipe, device, sharded=sharded))
         stages = Run(recipe, Start(resume, lock, own_terms), run_lock, resources, process)
         return stages.conclude(stages.train(stages.open(stages.prepare())))
@@ -161,9 +161,9 @@ class Run:
             splits = vocabulary.read(recipe.data, recipe.train.seed)
         require_prompts(recipe, vocabulary.tokenizer, splits.report.format)
         plan = plan_run(recipe, splits, device)
-        if not plan.sharing.student_sharded:  # set by a launcher or an earlier run in this process; the recipe decides
+        if not plan.placement.student_sharded:  # a launcher or an earlier run may have set it; the recipe decides
             os.environ.pop("ACCELERATE_USE_FSDP", None)
-        context = LoadContext(device, precision, plan.sharing, attention)
+        context = LoadContext(device, precision, plan.placement, attention)
         return Prepared(context, source, vocabulary, splits, plan, required, resumed, last)
 
     def open(self, prepared: Prepared) -> Opened:
@@ -309,7 +309,7 @@ class Run:
         if device.type == "cuda" or recipe.train.compile:
             from distill.teachers.kernels import prepare_models
 
-            joins = runs_our_kernels(device) and not prepared.plan.sharing.student_sharded
+            joins = runs_our_kernels(device) and not prepared.plan.placement.student_sharded
             prepare_models(pair, joins=joins, compiles=recipe.train.compile)
         return lines
 
@@ -318,7 +318,7 @@ class Run:
         recipe, context, plugin, folder = self.recipe, prepared.context, self.start.plugin, self.run_lock.folder
         trainer.on_policy = rollouts_from_recipe(
             recipe, pair.student, pair.tokenizer, report=prepared.splits.report, vocab_size=trainer.objective.columns,
-            autocast=context.precision.autocast, sharded=prepared.plan.sharing.student_sharded,
+            autocast=context.precision.autocast, sharded=prepared.plan.placement.student_sharded,
             models=[model for _, model in pair.models()], reader=pair.vocabulary.answer_reader(),
             code=None if plugin is None else plugin.code, folder=folder,
         )  # fmt: skip

@@ -23,7 +23,7 @@ from distill.caching import write
 from distill.caching.make import load, make_cache
 from distill.cli import run_command
 from distill.core import launch, ranks
-from distill.planning.caching import asked_in_shards, plan_caching
+from distill.planning.cache_memory import plan_caching, shards_for_queries
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
 from distill.teachers.cache import format as layout
@@ -302,9 +302,9 @@ def test_a_teacher_that_fits_no_gpu_is_cached_in_shards(monkeypatch, gib, world,
 )
 def test_answers_need_less_beside_the_teacher_or_more(monkeypatch, gib, more, expected):
     gpu_of(monkeypatch, gib)
-    assert asked_in_shards(of_70b(), torch.device("cuda", 0), 4, batch_size=1, **more) is expected
-    assert not asked_in_shards(of_70b("parallel.teacher=copied"), torch.device("cuda", 0), 4, batch_size=1, **more)
-    assert not asked_in_shards(of_70b(), torch.device("cuda", 0), 1, batch_size=1, **more)
+    assert shards_for_queries(of_70b(), torch.device("cuda", 0), 4, batch_size=1, **more) is expected
+    assert not shards_for_queries(of_70b("parallel.teacher=copied"), torch.device("cuda", 0), 4, batch_size=1, **more)
+    assert not shards_for_queries(of_70b(), torch.device("cuda", 0), 1, batch_size=1, **more)
 
 
 def test_an_fp8_teacher_that_fits_no_gpu_is_refused(monkeypatch):
@@ -318,9 +318,9 @@ def test_an_fp8_teacher_that_fits_no_gpu_is_refused(monkeypatch):
 
 
 def test_check_says_what_making_the_cache_takes():
-    found = [check(of_70b(), find_device("H100"), gpus=gpus, look_at_data=False).teacher_text for gpus in (2, 4)]
-    assert "GiB on each GPU meanwhile, the teacher in shards, more than there are" in found[0]
-    assert found[1].endswith("GiB on each GPU meanwhile, the teacher in shards")
+    found = [check(of_70b(), find_device("H100"), gpus=gpus, read_data=False).teacher_text for gpus in (2, 4)]
+    assert "GiB on each GPU while it is cached, the teacher sharded, more than its memory" in found[0]
+    assert found[1].endswith("GiB on each GPU while it is cached, the teacher sharded")
 
 
 @pytest.mark.parametrize("how, started", [("sharded", 4), ("copied", 1)])

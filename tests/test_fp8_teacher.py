@@ -186,7 +186,7 @@ def test_layerwise_loading_only_where_the_teacher_does_not_fit(monkeypatch, gib,
 
     from distill.models.attention_choice import AttentionChoices
     from distill.models.precision import resolve_precision
-    from distill.models.sharding import ALONE
+    from distill.models.sharding import SINGLE_PROCESS
     from distill.teachers import model
     from distill.teachers.base import LoadContext
 
@@ -204,7 +204,7 @@ def test_layerwise_loading_only_where_the_teacher_does_not_fit(monkeypatch, gib,
         """
     )
     for device in (torch.device("cuda", 0), torch.device("cpu")):
-        context = LoadContext(device, resolve_precision(recipe, device), ALONE, AttentionChoices(recipe))
+        context = LoadContext(device, resolve_precision(recipe, device), SINGLE_PROCESS, AttentionChoices(recipe))
         model.ModelSource(recipe).load(context)
     assert ways == ["load_a_layer_at_a_time" if alone else "load_teacher", "load_teacher"]
 

@@ -106,7 +106,7 @@ def test_a_path_says_who_computes_and_how_far_it_was_tried(family):
 
 def plan(gpu, *overrides):
     recipe = load(ROOT / "recipes" / "llama3-8b-to-1b-lora.yaml", overrides)
-    return check(recipe, find_device(gpu), look_at_data=False)
+    return check(recipe, find_device(gpu), read_data=False)
 
 
 @pytest.fixture(scope="module")

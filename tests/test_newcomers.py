@@ -132,10 +132,10 @@ def test_small_data_are_told_with_a_step_that_fits(folder, capsys):
     assert run_command(["check", "my.yaml", "--gpu", "cpu"]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
     assert notes[0] == (
-        "note        a step of 65,536 tokens is more than all of the data (2,437); 2 optimizer steps will teach "
-        "little: train.tokens_per_step=256 (makes 20 steps), more train.epochs, or more data"
+        "note        a step of 65,536 tokens is more than all of the data (2,437); 2 optimizer steps are too few to "
+        "train on: train.tokens_per_step=256 (makes 20 steps), more train.epochs, or more data"
     )
-    assert notes[1].startswith("note        63 held-out tokens (under 2,000) make figures of chance")
+    assert notes[1].startswith("note        63 held-out tokens (under 2,000) are too few to measure")
     assert run_command(["check", "my.yaml", "train.tokens_per_step=256", "data.validation.fraction=0.9"]) == 0
     out = capsys.readouterr().out
     assert "1 micro-batch per device" in out and "held-out tokens" not in out and "is more than all" not in out

@@ -7,16 +7,16 @@ from distill.core.units import GIB
 from distill.models.gpu_specs import PCIE_5
 from distill.models.offload import offload_layers
 from distill.models.shape import shape_of
-from distill.planning.devices import REACHED, find_device
+from distill.planning.devices import LINK_EFFICIENCY, find_device
 from distill.planning.preflight import check
-from distill.planning.step_time import SUSTAINED
+from distill.planning.step_time import GEMM_EFFICIENCY
 from distill.recipe import load
 from distill.recipe.shipped import find_recipe
 from distill.teachers.registry import source_of
 
 
 def looked_at(*overrides, gpu="H100", gpus=1, name="llama3-8b-to-1b"):
-    return check(load(find_recipe(name), overrides), find_device(gpu), gpus=gpus, look_at_data=False)
+    return check(load(find_recipe(name), overrides), find_device(gpu), gpus=gpus, read_data=False)
 
 
 def test_check_counts_what_stays_and_what_waits():
@@ -52,11 +52,11 @@ def test_the_time_is_the_slower_of_arithmetic_and_bus():
         for more in ((), ("teacher.offload=cpu",))
     ]
     assert few[1].accumulation == 256
-    bus = 256 * few[1].host / (REACHED * PCIE_5 * 1e9)
+    bus = 256 * few[1].host / (LINK_EFFICIENCY * PCIE_5 * 1e9)
     assert few[1].seconds_per_step > bus > few[0].seconds_per_step
     student = few[1].seconds_per_step - bus  # arithmetic of the student alone
     assert 0 < student < few[0].seconds_per_step
-    assert student * find_device("H100").gpu_spec.flops * SUSTAINED < few[1].flops_per_step
+    assert student * find_device("H100").gpu_spec.flops * GEMM_EFFICIENCY < few[1].flops_per_step
     assert looked_at("teacher.offload=cpu", gpu="24GB").seconds_per_step is None  # a rate that nobody knows
 
 

@@ -36,18 +36,18 @@ def test_data_without_prompts_are_refused_before_weights_are_read(workplace, mon
 
     Path("plain.txt").write_text("Running text, line by line.\n" * 60)
     monkeypatch.setattr(distill.run, "opened_pair", lambda *args, **kwargs: pytest.fail("the models are read"))
-    with pytest.raises(ValueError, match=r"data\.on_policy: needs prompts"):
+    with pytest.raises(ValueError, match=r"data\.on_policy: expected data with prompts"):
         distill.run.run(parse(RECIPE, ["data.source=plain.txt"]))
 
 
 def test_memory_is_counted(workplace):
     from distill.planning.devices import find_device
     from distill.planning.memory import step_memory
-    from distill.planning.preflight import check, situation_of
+    from distill.planning.preflight import check, device_plan
     from distill.teachers.registry import source_of
 
     with_own, without = (
-        step_memory(situation_of(made, find_device("cpu"), 1))
+        step_memory(device_plan(made, find_device("cpu"), 1))
         for made in (parse(RECIPE), parse(RECIPE, ["data.on_policy.fraction=0"]))
     )
     cache = 1.5 * 64 * 64 * 2 * 2 * 16 * 4  # batch, slots, keys and values, layers, their width, bytes
@@ -57,8 +57,8 @@ def test_memory_is_counted(workplace):
     longest = source_of(recipe).vocabulary().read(recipe.data, recipe.train.seed).report.longest
     read = check(recipe, find_device("cpu")).memory.parts["cache of rollouts"]
     assert read == cache / 64 * (longest + recipe.data.on_policy.max_new_tokens) and 0 < longest < 64 - 8
-    situation = situation_of(parse(RECIPE, ["data.on_policy.ahead=1"]), find_device("cpu"), 1)
-    ahead = step_memory(situation)
+    plan = device_plan(parse(RECIPE, ["data.on_policy.ahead=1"]), find_device("cpu"), 1)
+    ahead = step_memory(plan)
     assert ahead.parts["cache of rollouts"] == 2 * cache == cache + ahead.peak - with_own.peak
 
 
@@ -87,9 +87,9 @@ def test_a_fraction_of_zero_is_the_plain_run():
 def test_what_cannot_be_answered_is_refused():
     recipe, model, tokenizer = parse(RECIPE), tiny_model(), tiny_tokenizer()
     more = {"vocab_size": 259}
-    with pytest.raises(ValueError, match="needs prompts"):
+    with pytest.raises(ValueError, match="expected data with prompts"):
         rollouts_from_recipe(recipe, model, tokenizer, report=DataReport(format="text (text)"), **more)
-    with pytest.raises(ValueError, match="needs prompts"):
+    with pytest.raises(ValueError, match="expected data with prompts"):
         rollouts_from_recipe(recipe, model, None, report=DataReport(), **more)
     with pytest.raises(ValueError, match="vllm is not installed"):
         vllm, chats = parse(RECIPE, ["data.on_policy.engine=vllm"]), DataReport(format="chat (messages)")

@@ -14,7 +14,7 @@ from tiny import tiny_model
 from transformers import TrainingArguments
 
 from distill.models.precision import resolve_precision
-from distill.models.sharding import ALONE, Sharing
+from distill.models.sharding import SINGLE_PROCESS, Placement
 from distill.planning import steps
 from distill.planning.run_plan import plan_steps
 from distill.recipe import RecipeError, parse
@@ -23,11 +23,11 @@ from distill.training.arguments import fused_optimizer, training_arguments
 from distill.training.step_guard import norm_of
 from distill.training.trainer import DistillationTrainer
 
-SHARDED = Sharing("fsdp", False, True)
+SHARDED = Placement("fsdp", False, True)
 RECIPE = "teacher: {model: a}\nstudent: {model: b}\ndata: {source: c}\ntrain: {steps: 2}\n"
 
 
-def arguments(recipe, device, folder, sharing=ALONE):
+def arguments(recipe, device, folder, sharing=SINGLE_PROCESS):
     device, plan = torch.device(device), plan_steps(recipe, 8, sharing)
     return training_arguments(recipe, folder, plan, device=device, precision=resolve_precision(recipe, device))
 
@@ -76,7 +76,7 @@ def test_an_optimizer_that_cannot_be_had_is_told_before_the_run(workplace):  # n
 
 def test_reports_that_cannot_be_sent_are_told_before_the_run(workplace, monkeypatch):  # noqa: F811
     monkeypatch.setattr(steps, "get_available_reporting_integrations", lambda: ["tensorboard"])
-    assert steps.reports_problem(["tensorboard", "all"]) is None
+    assert steps.report_to_problem(["tensorboard", "all"]) is None
     for name, expected in (("wandb", "wandb is not installed here"), ("wandbb", "expected some of .*; got wandbb")):
         with pytest.raises(ValueError, match=rf"^train\.report_to: {expected}"):
             run(small(f"train.report_to={name}"))
@@ -87,7 +87,7 @@ def test_reports_that_cannot_be_sent_are_told_before_the_run(workplace, monkeypa
     ("given", "expected"),
     [
         ("{label_smoothing_factor: 0.1}", "label_smoothing_factor is set by loss.label_smoothing"),
-        ("{use_liger_kernel: true}", "use_liger_kernel: it would take the place"),
+        ("{use_liger_kernel: true}", "use_liger_kernel: expected false"),
         ("{adam_beta2: much}", "adam_beta2: expected a number, got 'much'"),
         ("{dataloader_drop_last: 3}", "dataloader_drop_last: expected true or false, got 3"),
         ("{lr_scheduler_kwargs: {cycles: 2}}", "lr_scheduler_kwargs: .*unexpected keyword argument 'cycles'"),

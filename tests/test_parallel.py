@@ -33,17 +33,17 @@ KINDS = ["tied", "untied"]
     ],
 )
 def test_the_first_way_that_fits_is_taken(asked, teacher, world, expected):
-    from distill.planning.sharing import Needs, choose_sharing
+    from distill.planning.placement import MemoryNeeds, choose_placement
 
-    found = choose_sharing(asked, Needs(teacher * GIB, 4 * GIB, 48 * GIB, 30 * GIB), 130 * GIB, world)
+    found = choose_placement(asked, MemoryNeeds(teacher * GIB, 4 * GIB, 48 * GIB, 30 * GIB), 130 * GIB, world)
     assert found[:3] == expected
 
 
 @pytest.mark.parametrize("teachers, expected", [("sharded", ("ddp", True)), ("copied", ("ddp", False))])
 def test_what_is_asked_for_the_teacher_is_done(teachers, expected):
-    from distill.planning.sharing import Needs, choose_sharing
+    from distill.planning.placement import MemoryNeeds, choose_placement
 
-    found = choose_sharing("auto", Needs(15 * GIB, 4 * GIB, 48 * GIB, 30 * GIB), 130 * GIB, 4, teachers)
+    found = choose_placement("auto", MemoryNeeds(15 * GIB, 4 * GIB, 48 * GIB, 30 * GIB), 130 * GIB, 4, teachers)
     assert found[:2] == expected
 
 
@@ -52,7 +52,7 @@ def gpu_of(monkeypatch, gib):
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * GIB))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-    for module in ("sharing", "caching"):
+    for module in ("placement", "cache_memory"):
         monkeypatch.setattr(f"distill.planning.{module}.family_in", lambda device: "sm_90")
 
 
@@ -78,21 +78,21 @@ def flagship(*overrides):
     ],
 )
 def test_a_recipe_is_shared_by_what_fits(monkeypatch, gib, world, overrides, expected):
-    from distill.planning.sharing import plan_sharing
+    from distill.planning.placement import plan_placement
 
     gpu_of(monkeypatch, gib)
-    found = plan_sharing(flagship("train.tokens_per_step=null", *overrides), torch.device("cuda", 0), world)
+    found = plan_placement(flagship("train.tokens_per_step=null", *overrides), torch.device("cuda", 0), world)
     assert found[:3] == expected, str(found)
     if world > 1:
         assert f"each of {world} GPUs" in str(found)
 
 
 def test_an_fp8_teacher_is_not_sharded(monkeypatch):
-    from distill.planning.sharing import plan_sharing
+    from distill.planning.placement import plan_placement
 
     gpu_of(monkeypatch, 20)
     with pytest.raises(ValueError, match=r"teacher\.dtype: an fp8 teacher cannot be sharded"):
-        plan_sharing(flagship("train.tokens_per_step=null", "teacher.dtype=fp8"), torch.device("cuda", 0), 4)
+        plan_placement(flagship("train.tokens_per_step=null", "teacher.dtype=fp8"), torch.device("cuda", 0), 4)
 
 
 def gradients(kind, sharded):

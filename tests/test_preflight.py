@@ -19,10 +19,10 @@ from distill.models.precision import Precision
 from distill.models.shape import shape_of
 from distill.models.work import parameters_of
 from distill.planning import memory
-from distill.planning.devices import REACHED, find_device
+from distill.planning.devices import LINK_EFFICIENCY, find_device
 from distill.planning.memory import LOADING, layer_activations, step_memory
-from distill.planning.preflight import check, planned_precision, situation_of
-from distill.planning.step_time import COPIED
+from distill.planning.preflight import check, device_plan, planned_precision
+from distill.planning.step_time import COPY_EFFICIENCY
 from distill.recipe import Lora, load, parse
 from distill.recipe.models import WeightedTeacher
 from distill.recipe.shipped import shipped_architectures, shipped_recipes
@@ -114,7 +114,7 @@ def test_activations_are_what_autograd_keeps():
 
 
 def of(*overrides, gpu="H200", gpus=1):
-    return check(recipe(*overrides), find_device(gpu), gpus=gpus, look_at_data=False)
+    return check(recipe(*overrides), find_device(gpu), gpus=gpus, read_data=False)
 
 
 def test_weights_gradients_and_states_are_exact():
@@ -172,7 +172,7 @@ def test_devices_share_what_the_strategy_lets_them():
 
 
 def test_what_a_run_would_refuse_of_its_arguments_is_refused():
-    for argument, message in (("nope=1", "no such argument"), ("logging_first_step=3", "expected true or false")):
+    for argument, message in (("nope=1", "has none of this name"), ("logging_first_step=3", "expected true or false")):
         with pytest.raises(ValueError, match=message):
             of(f"train.arguments.{argument}")
 
@@ -206,8 +206,8 @@ def test_time_and_disk_follow_the_sizes():
     assert (one.accumulation, eight.accumulation) == (8, 1)
     assert one.flops_per_step == pytest.approx(eight.flops_per_step)
     gradients, states = (eight.memory.parts[name] for name in ("gradients", "optimizer states"))
-    optimizer = (3 * gradients + 2 * states) / (COPIED * 3350e9)  # on every one of them
-    exchanged = 2 * 7 / 8 * gradients / (REACHED * 450e9)
+    optimizer = (3 * gradients + 2 * states) / (COPY_EFFICIENCY * 3350e9)  # on every one of them
+    exchanged = 2 * 7 / 8 * gradients / (LINK_EFFICIENCY * 450e9)
     assert one.seconds_per_step - optimizer == pytest.approx(8 * (eight.seconds_per_step - optimizer - exchanged))
     # 2 P tokens of the teacher and 6 P of the student are most of it
     assert one.flops_per_step == pytest.approx(65_536 * (2 * 8.03e9 + 6 * 1.236e9), rel=0.1)
@@ -222,13 +222,13 @@ def test_time_and_disk_follow_the_sizes():
 @pytest.mark.parametrize("shipped", shipped_recipes(), ids=lambda shipped: shipped.name)
 def test_every_shipped_recipe_fits_its_hardware(shipped):
     gpu, gpus = HARDWARE.get(shipped.name, ("H100", 1))
-    report = check(load(shipped.path), find_device(gpu), gpus=gpus, look_at_data=False)
+    report = check(load(shipped.path), find_device(gpu), gpus=gpus, read_data=False)
     assert report.fits, report.problems
 
 
 def of_70b(*overrides, gpu="H100", gpus=4):
     path = ROOT / "recipes" / "llama3-70b-to-8b-lora.yaml"
-    return check(load(path, overrides), find_device(gpu), gpus=gpus, look_at_data=False)
+    return check(load(path, overrides), find_device(gpu), gpus=gpus, read_data=False)
 
 
 def test_a_teacher_of_70b_is_shared_by_four_gpus():
@@ -249,7 +249,7 @@ def test_a_teacher_of_70b_is_shared_by_four_gpus():
 def test_several_teachers_are_all_held_and_all_run():
     one, section = of(), WeightedTeacher(init="random", config="llama-3.1-8b", dtype="bfloat16")
     both = recipe().model_copy(update={"teachers": [section, section]})
-    two = check(both, find_device("H200"), look_at_data=False)
+    two = check(both, find_device("H200"), read_data=False)
     assert two.memory.parts["teacher"] == 2 * one.memory.parts["teacher"]
     more = two.flops_per_step - one.flops_per_step
     assert more == pytest.approx(65_536 * 2 * 8.03e9, rel=0.1)
@@ -298,8 +298,8 @@ def test_the_workspace_is_what_the_loss_takes(stored, frozen, kernel_device, mon
     loss.backward()
     precision = Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
     available = device_facts(kernel_device).memory_bytes
-    situation = situation_of(recipe(), find_device("H100"), 1)._replace(precision=precision, memory_bytes=available)
-    planned = memory._workspace(situation, rows, columns, 0 if frozen else w.nbytes, 1 if stored else 2)
+    plan = device_plan(recipe(), find_device("H100"), 1)._replace(precision=precision, memory_bytes=available)
+    planned = memory._workspace(plan, rows, columns, 0 if frozen else w.nbytes, 1 if stored else 2)
     assert made == [planned]
 
 
@@ -316,9 +316,9 @@ def test_a_cached_teacher_takes_what_is_stored_of_it(states):
 
     def of(path):
         teacher = loaded.teacher.model_copy(update={"type": "cache", "path": str(path)})
-        return step_memory(situation_of(loaded.model_copy(update={"teacher": teacher}), find_device("H100"), 1))
+        return step_memory(device_plan(loaded.model_copy(update={"teacher": teacher}), find_device("H100"), 1))
 
-    online = step_memory(situation_of(loaded, find_device("H100"), 1))
+    online = step_memory(device_plan(loaded, find_device("H100"), 1))
     k_tokens, hidden = of("not-made-yet"), of(states)
     assert k_tokens.parts["teacher"] == 0 and hidden.parts["teacher"] == 128_256 * 4096 * 2, "the head alone"
     assert online.parts["teacher"] == 2 * PUBLISHED["llama-3.1-8b"]
@@ -411,7 +411,7 @@ def test_the_prediction_holds_on_this_gpu():
         train: {steps: 2, batch_size: 4, precision: bfloat16}
         """
     )
-    predicted = check(small, find_device(None), look_at_data=False).memory.peak
+    predicted = check(small, find_device(None), read_data=False).memory.peak
     assert probe(small).peak == pytest.approx(predicted, rel=0.1)
 
 

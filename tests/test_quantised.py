@@ -255,7 +255,7 @@ def test_a_recipe_that_cannot_be_is_refused(overrides, message):
 
 
 def looked_at(*overrides, gpu="H100"):
-    return check(load(find_recipe("llama3-8b-to-1b"), overrides), find_device(gpu), look_at_data=False)
+    return check(load(find_recipe("llama3-8b-to-1b"), overrides), find_device(gpu), read_data=False)
 
 
 def test_check_counts_one_byte_a_weight_but_head_and_embedding():
@@ -282,7 +282,7 @@ def test_check_counts_one_byte_a_weight_but_head_and_embedding():
 def test_check_counts_a_checkpoint_by_its_own_bits(workplace, config, bits):  # noqa: F811
     assert stored_bits(config) == bits
     saved(workplace / "few", config)
-    report = check(run_recipe("teacher.model=few", "student={model: student}"), find_device("H100"), look_at_data=False)
+    report = check(run_recipe("teacher.model=few", "student={model: student}"), find_device("H100"), read_data=False)
     shape = report.teacher
     assert shape.stored_bits == bits and not report.problems
     saved_bytes = 0 if bits is None else shape.linear * (2 - bits / 8)
@@ -297,7 +297,7 @@ def test_check_says_what_cannot_be(workplace):  # noqa: F811
         (["teacher={model: few, dtype: fp8}", "student={model: student}"], "teacher.dtype: few is quantised already"),
         (["teacher={model: few, offload: cpu}", "student={model: student}"], "teacher.offload: cpu needs weights in"),
     ):
-        report = check(run_recipe(*overrides), find_device("H100"), look_at_data=False)
+        report = check(run_recipe(*overrides), find_device("H100"), read_data=False)
         assert any(problem.startswith(message) for problem in report.problems), (message, report.problems)
 
 

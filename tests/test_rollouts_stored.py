@@ -21,7 +21,7 @@ from distill.core.ranks import exit_process
 from distill.recipe import RecipeError, parse
 from distill.teachers.losses import STATISTICS
 from distill.training.progress import read_metrics
-from distill.training.rollout_files import StoredRollouts, files, read, shades_of
+from distill.training.rollout_files import StoredRollouts, divergences_of, files, read
 
 RECIPE = """
 name: tiny
@@ -231,7 +231,7 @@ def test_a_conversation_is_stored_with_its_turns():
     assert row["turns"] == [{"by_student": own, "text": text} for own, text in texts[1:]]
     assert [row["answer_ids"][place] for place in row["positions"]] == parts[1][1] + parts[3][1]
     assert (row["reward"], row["advantage"]) == (0.25, -0.5) and set(row["sampled_log_p"]) == {-1.5}
-    shades = shades_of(row)
+    shades = divergences_of(row)
     assert [shade is None for shade in shades] == [not own for own, part in parts[1:] for _ in part]
     divergence = STATISTICS.index("divergence") * len(ids)
     assert [shade for shade in shades if shade is not None] == [divergence + place for place in at.tolist()]

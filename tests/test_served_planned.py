@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from distill.planning import served as planning
+from distill.planning import teacher_server as planning
 from distill.planning.devices import find_device
-from distill.planning.preflight import check, situation_of
+from distill.planning.preflight import check, device_plan
 from distill.recipe import RecipeError, load, parse
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,7 +20,7 @@ def lora_70b(*overrides):
 
 def chosen(recipe, gpu="H100", gpus=4):
     device = find_device(gpu)
-    return planning.choose_served(situation_of(recipe, device, gpus), device).parallel
+    return planning.choose_teacher_server(device_plan(recipe, device, gpus), device).parallel
 
 
 def test_an_fp8_teacher_that_fits_beside_no_student_gets_a_server():
@@ -29,8 +29,8 @@ def test_an_fp8_teacher_that_fits_beside_no_student_gets_a_server():
     parallel = chosen(recipe)
     assert (parallel.teacher, parallel.teacher_gpus) == ("served", 2)
     ways = {
-        each.recipe.parallel.teacher_gpus: planning._seconds_a_token(each, device)
-        for each in planning._with_servers(situation_of(recipe, device, 4))
+        each.recipe.parallel.teacher_gpus: planning._seconds_per_token(each, device)
+        for each in planning._with_servers(device_plan(recipe, device, 4))
     }
     assert ways.keys() == {2, 3} and ways[2] < ways[3]
 
@@ -38,12 +38,12 @@ def test_an_fp8_teacher_that_fits_beside_no_student_gets_a_server():
 def test_where_all_can_do_both_a_server_loses():
     """70B in bf16, on 2 + 2 as on 3 + 1: its products take longer than those of both models on all four."""
     recipe, device = lora_70b(), find_device("H100")
-    situation = situation_of(recipe, device, 4)
-    assert planning.choose_served(situation, device) is recipe
-    together = planning._seconds_a_token(situation, device)
+    plan = device_plan(recipe, device, 4)
+    assert planning.choose_teacher_server(plan, device) is recipe
+    together = planning._seconds_per_token(plan, device)
     apart = {
-        each.recipe.parallel.teacher_gpus: planning._seconds_a_token(each, device)
-        for each in planning._with_servers(situation)
+        each.recipe.parallel.teacher_gpus: planning._seconds_per_token(each, device)
+        for each in planning._with_servers(plan)
     }
     assert apart.keys() == {2, 3} and min(apart.values()) > together  # three that train leave no whole micro-batches
     # of two in shards, a token: products of 68.5e9 weights without the head's, 1,024.5 pairs, what the layers move, and
@@ -69,36 +69,36 @@ def test_nothing_is_chosen_that_was_not_asked_for_or_is_not_known(overrides, gpu
 
 def test_a_launch_chooses_on_gpus_and_a_resumed_run_keeps_what_it_began_with(tmp_path, monkeypatch):
     recipe, device = lora_70b("teacher.dtype=fp8"), find_device("H100")
-    monkeypatch.setattr(planning.Situation, "here", staticmethod(lambda *_: situation_of(recipe, device, 4)))
+    monkeypatch.setattr(planning.DevicePlan, "on_cuda", staticmethod(lambda *_: device_plan(recipe, device, 4)))
     monkeypatch.setattr(planning, "find_device", lambda _: device)
-    training, chosen = planning.share_out(recipe, 4, None)
+    training, chosen = planning.assign_gpus(recipe, 4, None)
     assert (training, chosen.parallel.teacher, chosen.parallel.teacher_gpus) == (2, "served", 2)
     begun = tmp_path / "recipe.yaml"
     begun.write_text((ROOT / "recipes/llama3-70b-to-8b-lora.yaml").read_text())
-    assert planning.share_out(recipe, 4, begun) == (4, recipe)
+    assert planning.assign_gpus(recipe, 4, begun) == (4, recipe)
     for parallel in ("{teacher: served, teacher_gpus: 3}", "{teacher: ranks, teacher_ranks: 3}"):  # the latter of old
         began = begun.read_text().partition("parallel:")[0]
         begun.write_text(began + f"parallel: {parallel}\n")
-        assert planning.share_out(recipe, 4, begun)[0] == 1
+        assert planning.assign_gpus(recipe, 4, begun)[0] == 1
     with pytest.raises(ValueError, match="teacher_gpus: expected fewer than the 2 GPUs there are"):
-        planning.share_out(chosen, 2, None)
+        planning.assign_gpus(chosen, 2, None)
 
 
 def test_check_says_what_both_sides_hold():
-    report = check(lora_70b("teacher.dtype=fp8"), find_device("H100"), gpus=4, look_at_data=False)
+    report = check(lora_70b("teacher.dtype=fp8"), find_device("H100"), gpus=4, read_data=False)
     assert report.ok and report.fits and report.training == 2 and report.strategy.endswith("on 2, teacher on 2")
     assert any("2 of 4 serve the teacher (a copy each, 70." in note for note in report.notes)
     head = 128256 * 8192 * 2 / GIB
     assert report.memory.parts["teacher"] / GIB == pytest.approx(head)
     shards = check(
-        lora_70b("parallel={teacher: served, teacher_gpus: 2}"), find_device("H100"), gpus=4, look_at_data=False
+        lora_70b("parallel={teacher: served, teacher_gpus: 2}"), find_device("H100"), gpus=4, read_data=False
     )
     assert any("(shards, 71." in note for note in shards.notes) and shards.ok
     one = lora_70b("parallel={teacher: served, teacher_gpus: 1}", "train.tokens_per_step=98304")
-    whole = check(one, find_device("H100"), gpus=4, look_at_data=False)
-    assert not whole.ok and any("parallel.teacher_gpus: each takes 13" in problem for problem in whole.problems)
+    whole = check(one, find_device("H100"), gpus=4, read_data=False)
+    assert not whole.ok and any("got 13" in problem for problem in whole.problems)
     with pytest.raises(ValueError, match="expected fewer than the 1 GPUs there are"):
-        check(one, find_device("H100"), gpus=1, look_at_data=False)
+        check(one, find_device("H100"), gpus=1, read_data=False)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.sampling import Sampling
 from distill.models.head import decoder_of
 from distill.planning.run_plan import plan_steps
-from distill.planning.steps import loaded_rows
+from distill.planning.steps import data_rows_per_micro_batch
 from distill.recipe import RecipeError, parse
 from distill.recipe.resume_policy import why_batch_size_stays
 from distill.training.arguments import training_arguments
@@ -205,7 +205,7 @@ def test_the_data_bring_as_many_times_fewer_rows(tmp_path):
         ("data.on_policy.fraction=0", 4, 4),
     ):
         recipe = parse(RECIPE, ["train.steps=null", "train.epochs=1", override])
-        assert loaded_rows(recipe.train, recipe.data) == size
+        assert data_rows_per_micro_batch(recipe.train, recipe.data) == size
         plan = plan_steps(recipe, 31)
         made = training_arguments(recipe, tmp_path, plan, device=torch.device("cpu"), precision=precision)
         assert isinstance(made, TrainingArguments) and made.max_steps == steps

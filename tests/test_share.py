@@ -13,7 +13,7 @@ from two_tokenizers import TOKENIZERS
 from distill.cli import run_command
 from distill.evaluation.generate import Stream
 from distill.generation.greedy import generate
-from distill.planning.inspect_batches import plain_text, rich_text, shade_rows, tokens_of
+from distill.planning.inspect_batches import plain_text, rich_text, token_metrics, tokens_of
 from distill.reports.export import export
 
 CHATS = [
@@ -275,12 +275,12 @@ def test_inspect_marks_what_is_only_read(folder, capsys):
     assert run_command(["inspect", "mine.yaml", "--rows", "1", "--shade", "divergence", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     for token in row:
-        assert (token["shade"] is not None) == (token["state"] == "learned")
-        assert token["shade"] is None or token["shade"] > -1e-5
+        assert (token["value"] is not None) == (token["state"] == "trained")
+        assert token["value"] is None or token["value"] > -1e-5
     assert run_command(["inspect", "mine.yaml", "--shade", "loss"]) == 2
 
 
-def test_tokens_show_documents_and_shades():
+def test_tokens_show_documents_and_values():
     row = {"input_ids": [10, 11, 12, 13], "labels": [-100, 11, 12, 13], "position_ids": [0, 1, 0, 1]}
     tokens = tokens_of(row, None, [None, 0.5, None, 1.0])
     assert plain_text(tokens) == "--- document 1\n«10 »11 [0.50]\n--- document 2\n«12 »13 [1.00]"
@@ -299,16 +299,16 @@ def test_the_tokens_shown_are_the_text(name):
     assert [token.id for token in tokens_of(row, tokenizer)] == ids
 
 
-def test_shades_belong_to_the_token_that_is_predicted():
+def test_values_belong_to_the_token_that_is_predicted():
     teacher, student = tiny_model(seed=1), tiny_model(seed=2)
     ids = [5, 6, 7, 8, 9]
     row = {"input_ids": ids, "labels": [-100, 6, 7, -100, 9], "position_ids": list(range(5))}
-    (entropy,) = shade_rows([row], "entropy", teacher, student)
+    (entropy,) = token_metrics([row], "entropy", teacher, student)
     with torch.no_grad():
         p = teacher(input_ids=torch.tensor([ids[:2]])).logits[0, -1].softmax(-1)
     assert entropy[2] == pytest.approx(-(p * p.log()).sum().item(), rel=1e-4)
     assert entropy[0] is None and entropy[3] is None
-    (same,) = shade_rows([row], "divergence", teacher, teacher)
+    (same,) = token_metrics([row], "divergence", teacher, teacher)
     assert same[1] == pytest.approx(0, abs=1e-6)
 
 

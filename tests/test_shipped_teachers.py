@@ -45,7 +45,7 @@ SMALL = [
 def test_headers_say_what_check_predicts(name):
     header = (RECIPES / f"{name}.yaml").read_text().split("\n\nteacher:")[0]
     assert f"`distill check {name} --gpu {PLANNED[name]}`, not measured" in header
-    report = check(load(RECIPES / f"{name}.yaml"), find_device(PLANNED[name]), look_at_data=False)
+    report = check(load(RECIPES / f"{name}.yaml"), find_device(PLANNED[name]), read_data=False)
     assert report.ok and report.fits, report.problems
     said = {part: float(gib) for part, gib in re.findall(r"^#   (\w[\w ]*?)  .* (\d+\.\d) GiB$", header, re.M)}
     expected = {part: size / GIB for part, size in report.memory.parts.items() if size >= 0.05 * GIB}

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from distill.planning.devices import find_device
-from distill.planning.preflight import situation_of
-from distill.planning.served import choose_served, training_gpus
+from distill.planning.preflight import device_plan
 from distill.planning.step_time import StepTokens, step_time
+from distill.planning.teacher_server import choose_teacher_server, training_gpus
 from distill.recipe import Parallel, load
 from distill.teachers.cache.format import MANIFEST
 from scripts.bench import busy, chat_step, elsewhere, many_gpus, small
@@ -70,13 +70,13 @@ def planned(gpus, overrides, case="", folder=None, hidden=False):
         )
     recipe = load(path, words)
     device, data = find_device("H200"), recipe.data
-    situation = situation_of(recipe, device, training_gpus(recipe, gpus))
-    tokens = recipe.train.batch_size * data.max_length * situation.accumulation * situation.world
+    plan = device_plan(recipe, device, training_gpus(recipe, gpus))
+    tokens = recipe.train.batch_size * data.max_length * plan.accumulation * plan.world
     learned, pairs = tokens, tokens * (data.max_length + 1) / 2
     if case == "chat_step":
         batch = chat_step.chats(1000, device="cpu")
         learned, pairs = batch["valid_rows"].numel(), float((batch["position_ids"] + 1).sum())
-    return tokens / step_time(situation, device, StepTokens(tokens, learned, pairs)).seconds
+    return tokens / step_time(plan, device, StepTokens(tokens, learned, pairs)).seconds
 
 
 @pytest.mark.parametrize("key", MEASURED, ids=", ".join)
@@ -99,5 +99,5 @@ def test_auto_takes_what_was_the_faster_on_two_gpus():
     both, apart = (row["tokens_per_s"] for row in rows)
     recipe = load(many_gpus.RECIPE, many_gpus.DRY).model_copy(update={"parallel": Parallel()})
     device = find_device("H200")
-    chosen = choose_served(situation_of(recipe, device, 2), device)
+    chosen = choose_teacher_server(device_plan(recipe, device, 2), device)
     assert both > apart and chosen.parallel.teacher_gpus is None

@@ -1,7 +1,18 @@
 """The study of a reward beside the teacher: rows, the reward, recipes, the table from rows."""
 
 from distill.recipe import load
-from scripts.study.rewards import ALONE, BEFORE, COUNT, METHODS, RECIPE, REWARDED, SHOTS, markdown, right, rows_of
+from scripts.study.rewards import (
+    ALONE,
+    BEFORE,
+    COUNT,
+    METHODS,
+    RECIPE,
+    REWARDED,
+    SHOTS,
+    markdown,
+    right,
+    rows_of,
+)
 
 
 def test_rows_are_sums_that_no_other_rows_show():

@@ -20,8 +20,8 @@ from distill.data.report import DataReport
 from distill.models.attention_choice import AttentionChoices
 from distill.models.head import LogitTransform, probe_logits
 from distill.models.precision import resolve_device, resolve_precision
-from distill.models.sharding import ALONE
-from distill.planning.caching import plan_caching
+from distill.models.sharding import SINGLE_PROCESS
+from distill.planning.cache_memory import plan_caching
 from distill.recipe import Recipe
 from distill.recipe.compatibility import require_command
 from distill.teachers.base import LoadContext, Teacher
@@ -46,7 +46,7 @@ class Loaded(NamedTuple):
         recipe, splits, pair: as a run has them.
         keep: the store's source, which has noted the rows as the teacher reads them.
         backend: the teacher without other rows.
-        context: device, dtypes and sharing that it was opened with.
+        context: device, dtypes and placement that it was opened with.
         vocabulary: of the recipe.
         head: of the backend; None where a server sends K tokens.
         student_transform: scale and soft cap of the student's logits.
@@ -109,10 +109,10 @@ def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
     stored = source_of(recipe.model_copy(update={"teacher": recipe.teacher.model_copy(update={"keep": os.devnull})}))
     vocabulary = stored.vocabulary()
     splits = vocabulary.read(recipe.data, recipe.train.seed)
-    sharing, choices = plan_caching(recipe, device, world_size(), batch_size), AttentionChoices(recipe)
-    if sharing.teacher_sharded:
+    placement, choices = plan_caching(recipe, device, world_size(), batch_size), AttentionChoices(recipe)
+    if placement.teacher_sharded:
         PartialState(cpu=device.type == "cpu")
-    context = LoadContext(device, precision, sharing, choices)
+    context = LoadContext(device, precision, placement, choices)
     pair = open_pair(source_of(recipe), vocabulary, context)
     keep, backend, inside = stored, pair.teacher, vocabulary
     while isinstance(keep, WrappingSource) and not isinstance(keep, KeepSource):
@@ -211,14 +211,14 @@ def longest_of(splits: Sequence[Any], loaded: Loaded) -> int:
 
 
 def _announce(loaded: Loaded, store: Store, work: Work, missing: Sequence[int], say: Callable[[str], None]) -> None:
-    plan, folder, sharing = store.manifest, store.folder, loaded.context.sharing
+    plan, folder, placement = store.manifest, store.folder, loaded.context.placement
     width = bytes_a_token(plan)
     left = sum(width * work.learned_in(number) for number in missing)
     total = width * work.learned + (KEY_BYTES + 16) * len(work.entries)
     state = f"{_size(left)} to be written" if missing else "complete already"
-    if sharing is not ALONE:
-        held = "in shards (FSDP2)" if sharing.teacher_sharded else "copied"
-        say(f"{'devices':<12}teacher {held}: {sharing.why}")
+    if placement is not SINGLE_PROCESS:
+        held = "in shards (FSDP2)" if placement.teacher_sharded else "copied"
+        say(f"{'devices':<12}teacher {held}: {placement.why}")
     say(
         f"{folder}: "
         f"{counted(work.learned, 'position')} of {counted(len(work.entries), 'document')}, "

@@ -33,7 +33,7 @@ from distill.models.head import bare
 from distill.models.load import load_config, load_student, load_teacher, load_tokenizer
 from distill.models.patching import patch
 from distill.models.precision import resolve_device, resolve_precision
-from distill.planning.caching import asked_in_shards
+from distill.planning.cache_memory import shards_for_queries
 from distill.recipe import Recipe
 from distill.recipe.compatibility import require_command
 from distill.teachers.cache.teacher import maker_section
@@ -213,7 +213,7 @@ def answers_in_shards(recipe: Recipe, processes: int, batch_size: int, max_new_t
     """Return whether that many processes generate with a sharded teacher; prompts count as `data.max_length`."""
     cached_tokens = batch_size * (recipe.data.max_length + max_new_tokens)
     device = resolve_device(recipe.train)
-    return asked_in_shards(recipe, device, processes, batch_size=batch_size, cached_tokens=cached_tokens, alone=True)
+    return shards_for_queries(recipe, device, processes, batch_size=batch_size, cached_tokens=cached_tokens, alone=True)
 
 
 def _processes(recipe: Recipe, who: str, settings: AnswerSettings) -> int:

@@ -132,7 +132,7 @@ def _in_shards(recipe: Recipe, processes: int, batch_size: int | None) -> bool:
     import torch
 
     from distill.caching.make import recipe_to_store
-    from distill.planning.caching import plan_caching
+    from distill.planning.cache_memory import plan_caching
 
     return plan_caching(recipe_to_store(recipe), torch.device("cuda", 0), processes, batch_size).teacher_sharded
 

@@ -51,7 +51,7 @@ def check(
     disable_progress_bars()
     device = find_device(gpu)
     with console.spinner("reading configurations and data"):
-        report = look(resolved, device, gpus=gpus, look_at_data=data)
+        report = look(resolved, device, gpus=gpus, read_data=data)
     measured, offers = None, []
     if probe:
         from distill.commands.probe import can_step, probe_fp8
@@ -108,8 +108,8 @@ def _print(report: Preflight, measured: Any) -> None:
     moment = max(memory.moments, key=lambda name: memory.moments[name])
     rows.append([f"peak, in the {moment}", f"{memory.peak / GIB:.2f}"])
     rows.append(["memory of the device", f"{device.memory_bytes / GIB:.2f}"])
-    if report.teacher_held:
-        rows.append(["each GPU of the teacher server", f"{report.teacher_held / GIB:.2f}"])
+    if report.teacher_server_bytes:
+        rows.append(["each GPU of the teacher server", f"{report.teacher_server_bytes / GIB:.2f}"])
     ours = device.family is None or device.family in FAMILIES
     title = "memory of each GPU" if device.cuda and ours else "memory (for our kernels; PyTorch takes more)"
     console.show_table([title, "GiB"], rows, numbers=True)
@@ -130,7 +130,7 @@ def _print(report: Preflight, measured: Any) -> None:
         bus = ", 80 % of its PCIe bandwidth for offloaded layers" if report.moved else ""
         assumed = f"(assuming 72 % of the GPU's peak in GEMMs, 40 % in attention, 88 % of its bandwidth{bus})"
         console.print_lines(f"time        {report.seconds_per_step:.2f} s a step{rest} {assumed}")
-    if (own := report.answers) is not None:
+    if (own := report.rollouts) is not None:
         took = "time unknown" if own.seconds is None else f"{own.seconds:.2f} s of it if all are that long"
         console.print_lines(f"rollouts    {own.number:,.0f} per step of at most {counted(own.tokens, 'token')}: {took}")
     if report.host:
@@ -154,11 +154,11 @@ def _print(report: Preflight, measured: Any) -> None:
 
 def _longer(report: Preflight, offers: list[Offer], tokens: int) -> list[float | None]:
     """Return the extra milliseconds of each offer's forward over all layers in fp8: measured, else estimated."""
-    from distill.planning.step_time import longer_in_bf16
+    from distill.planning.step_time import extra_seconds_in_bf16
 
     if offers and offers[0].ms is not None:
         return [offer.ms - offers[0].ms for offer in offers if offer.ms is not None]
-    seconds = [longer_in_bf16(report.device, offer.weights, tokens) for offer in offers]
+    seconds = [extra_seconds_in_bf16(report.device, offer.weights, tokens) for offer in offers]
     return [None if each is None else 1e3 * each for each in seconds]
 
 
@@ -223,7 +223,7 @@ def inspect(
         raise ValueError(f"--shade: expected entropy or divergence, got {shade!r}")
     if shade is not None:
         require_command(resolved, "inspect --shade")
-    from distill.planning.inspect_batches import shade_rows, tokens_of
+    from distill.planning.inspect_batches import token_metrics, tokens_of
     from distill.teachers.base import load_context
     from distill.teachers.opening import opened_pair
     from distill.teachers.registry import source_of
@@ -235,14 +235,14 @@ def inspect(
         splits = vocabulary.read(resolved.data, resolved.train.seed)
         split = splits.validation if held_out else splits.train
         chosen = [split[number] for number in range(min(rows, len(split)))]
-        shades = None
+        values = None
         if shade is not None:
             with opened_pair(source, vocabulary, load_context(resolved)) as pair:
                 pair.student.eval()
                 (teacher,) = pair.teacher.models.values()
-                shades = shade_rows(chosen, shade, teacher, pair.student)
+                values = token_metrics(chosen, shade, teacher, pair.student)
     made = [
-        tokens_of(row, vocabulary.tokenizer, shades[number] if shades else None) for number, row in enumerate(chosen)
+        tokens_of(row, vocabulary.tokenizer, values[number] if values else None) for number, row in enumerate(chosen)
     ]
     if not as_json:
         console.print_lines(f"{splits.report}\n")
@@ -257,7 +257,7 @@ def _stored_rollouts(name: str, rows: int) -> tuple[list[list[Token]], list[str]
     from distill.planning.inspect_batches import tokens_of
     from distill.reports.report import find_run
     from distill.teachers.registry import source_of
-    from distill.training.rollout_files import files, read, shades_of
+    from distill.training.rollout_files import divergences_of, files, read
 
     run = find_run(name)
     if not (stored := files(run)):
@@ -269,9 +269,9 @@ def _stored_rollouts(name: str, rows: int) -> tuple[list[list[Token]], list[str]
     made, titles = [], []
     for number, row in enumerate(answers[:rows], 1):
         prompt, answer = row["prompt_ids"], row["answer_ids"]
-        ids, shades = [*prompt, *answer], [*[None] * len(prompt), *shades_of(row)]
-        labels = [IGNORE_INDEX if shade is None else token for token, shade in zip(ids, shades, strict=True)]
-        made.append(tokens_of({"input_ids": ids, "labels": labels, "position_ids": range(len(ids))}, tokenizer, shades))
+        ids, values = [*prompt, *answer], [*[None] * len(prompt), *divergences_of(row)]
+        labels = [IGNORE_INDEX if value is None else token for token, value in zip(ids, values, strict=True)]
+        made.append(tokens_of({"input_ids": ids, "labels": labels, "position_ids": range(len(ids))}, tokenizer, values))
         more = [row["route"]] if row["route"] else []
         more += [f"reward {row['reward']:g}"] if row.get("reward") is not None else []
         titles.append(", ".join([f"rollout {number} of {len(answers)}", f"step {row['step']}", *more]))
@@ -288,7 +288,7 @@ def _show(made: list[list[Token]], titles: list[str], report: dict[str, object],
         return
     out = Console()
     for title, tokens in zip(titles, made, strict=True):
-        learned = sum(token.state == "learned" for token in tokens)
+        learned = sum(token.state == "trained" for token in tokens)
         console.print_lines(f"=== {title}: {counted(len(tokens), 'token')}, {learned:,} trained on")
         if out.is_terminal:
             out.print(rich_text(tokens))

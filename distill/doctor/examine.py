@@ -36,7 +36,7 @@ from distill.models.adapters import add_lora
 from distill.models.attention_choice import AttentionChoices
 from distill.models.precision import Precision, resolve_device
 from distill.models.quantised import quantised_by_transformers
-from distill.models.sharding import ALONE
+from distill.models.sharding import SINGLE_PROCESS
 from distill.recipe import Recipe
 from distill.recipe.teachers import describe_teacher
 from distill.teachers.base import LoadContext, Teacher
@@ -168,7 +168,7 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
     vocabulary = source.vocabulary()
     splits = vocabulary.read(plain.data, plain.train.seed)
     alone = vocabulary.read(plain.data.model_copy(update={"packing": False}), plain.train.seed)
-    context = LoadContext(resolve_device(plain.train), WIDE, ALONE, AttentionChoices(plain))
+    context = LoadContext(resolve_device(plain.train), WIDE, SINGLE_PROCESS, AttentionChoices(plain))
     pair = opened.enter_context(opened_pair(source, vocabulary, context))
     student, teacher = pair.student, pair.teacher
     for field, model in teacher.models.items():

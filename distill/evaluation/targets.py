@@ -137,10 +137,10 @@ def needs_sharding(target: Target, teacher: str | None, processes: int, batch_si
     """
     if processes <= 1 or target.recipe is None:
         return False
-    from distill.planning.caching import asked_in_shards
+    from distill.planning.cache_memory import shards_for_queries
 
     recipe = target.recipe.model_copy(update={"teacher": teacher_section(target, teacher), "student": target.student})
-    return asked_in_shards(recipe, device_here(), processes, batch_size=batch_size)
+    return shards_for_queries(recipe, device_here(), processes, batch_size=batch_size)
 
 
 def has_teacher(target: Target) -> bool:

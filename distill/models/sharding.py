@@ -15,7 +15,7 @@ from distill.models.pruning import find_layers
 Strategy = Literal["ddp", "fsdp"]
 
 
-class Sharing(NamedTuple):
+class Placement(NamedTuple):
     """Placement of student and teacher over the processes.
 
     Attributes:
@@ -38,7 +38,7 @@ class Sharing(NamedTuple):
     @property
     def short(self) -> str:
         """Return a short description."""
-        if self is ALONE:
+        if self is SINGLE_PROCESS:
             return "one device"
         return self.student + (", teacher sharded" if self.teacher_sharded else "")
 
@@ -47,7 +47,7 @@ class Sharing(NamedTuple):
         return f"student {student}, teacher {'sharded (FSDP2)' if self.teacher_sharded else 'copied'}: {self.why}"
 
 
-ALONE = Sharing("ddp", False, True, "one process")
+SINGLE_PROCESS = Placement("ddp", False, True, "one process")
 
 
 def is_sharded(model: nn.Module | None) -> bool:

@@ -1,8 +1,8 @@
 """Devices that runs are planned for: this machine's GPU, a named one, a memory size, or a CPU.
 
-An offloaded teacher's layers cross the bus once in every micro-batch, while the layer before computes, so that its
-forward takes max(arithmetic, bytes / rate). The rate, and that between GPUs, is taken to be 80 % of what the link is
-made for in one direction; of a GPU that is not listed nothing is said.
+An offloaded teacher's layers are copied over the bus once in every micro-batch, while the layer before computes, so
+that its forward takes max(arithmetic, bytes / rate). The rate, and that between GPUs, is assumed to be 80 % of the data
+sheet's in one direction; for a GPU that is not listed there is no estimate.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from distill.core.errors import RecipeError, did_you_mean
 from distill.core.units import GIB
 from distill.models.gpu_specs import GPU_SPECS, GpuSpec, family_in, find_gpu_spec, gpu_spec_of, path_of
 
-REACHED = 0.8
+LINK_EFFICIENCY = 0.8
 
 
 class Device(NamedTuple):
     """Device that a run is planned for.
 
     Attributes:
-        name: for people.
+        name: for messages.
         memory_bytes: of one device (of the machine, for a CPU).
         gpu_spec: its rates; None where they are not known.
         family: of its architecture; None for a CPU and for a GPU of which only the size is known.
@@ -44,7 +44,7 @@ class Device(NamedTuple):
 
 
 def find_device(name: str | None) -> Device:
-    """The device called `name`: a GPU's name, a size such as 24GB, `cpu`; None for what this machine has.
+    """Return the device called `name`: a GPU's name, a size such as 24GB, or `cpu`; None for this machine's.
 
     Raises:
         RecipeError: unknown.

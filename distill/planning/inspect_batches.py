@@ -1,4 +1,4 @@
-"""`distill inspect`: rows as training will see them, token by token: learned, only read, and where documents begin."""
+"""`distill inspect`: rows as they are trained on, token by token: trained, masked, and where documents begin."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ class Token(NamedTuple):
     """One position of a row.
 
     Attributes:
-        text: what the tokenizer makes of it after the token before; of a character in several tokens, at its last.
+        text: decoded text, given the token before; a character of several tokens is shown at its last.
         id: its id.
-        state: `learned`, `read` (masked) or `padding`.
-        starts: a document begins here.
-        shade: teacher's entropy or student's divergence in nats, of the prediction *of* this token; None if not asked.
+        state: `trained` or `masked` (from the loss).
+        starts: whether a document begins here.
+        value: teacher's entropy or student's divergence in nats, of the prediction of this token; None if not computed.
     """
 
     text: str
     id: int
     state: str
     starts: bool
-    shade: float | None = None
+    value: float | None = None
 
 
-def tokens_of(row: dict[str, Any], tokenizer: Any, shades: Sequence[float | None] | None = None) -> list[Token]:
-    """The tokens of a packed row; `tokenizer` None for random tokens, shown by their ids."""
+def tokens_of(row: dict[str, Any], tokenizer: Any, values: Sequence[float | None] | None = None) -> list[Token]:
+    """Return the tokens of a packed row; `tokenizer` None for random tokens, shown by their ids."""
     ids = row["input_ids"]
     texts = [f"{token} " for token in ids] if tokenizer is None else _texts(ids, tokenizer)
     found = []
     for place, (token, label, position) in enumerate(zip(ids, row["labels"], row["position_ids"], strict=True)):
-        state = "read" if label == IGNORE_INDEX or position == 0 else "learned"
-        found.append(Token(texts[place], token, state, position == 0, shades[place] if shades else None))
+        state = "masked" if label == IGNORE_INDEX or position == 0 else "trained"
+        found.append(Token(texts[place], token, state, position == 0, values[place] if values else None))
     return found
 
 
@@ -59,9 +59,9 @@ def _texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
 
 
 def plain_text(tokens: Sequence[Token]) -> str:
-    """The row for a file or pipe: what is only read stands in «», each document after a line of its own.
+    """Return the row for a file or pipe: masked text in «», each document after a line of its own.
 
-    A token's shade follows it as [0.52], in nats.
+    A token's value, in nats, follows it as [0.52].
     """
     out: list[str] = []
     document, masked = 0, False
@@ -70,39 +70,39 @@ def plain_text(tokens: Sequence[Token]) -> str:
             document += 1
             out.append(("»" if masked else "") + ("\n" if out else "") + f"--- document {document}\n")
             masked = False
-        if (token.state == "read") != masked:
+        if (token.state == "masked") != masked:
             out.append("«" if not masked else "»")
             masked = not masked
-        out.append(token.text if token.shade is None else f"{token.text}[{token.shade:.2f}]")
+        out.append(token.text if token.value is None else f"{token.text}[{token.value:.2f}]")
     return "".join(out) + ("»" if masked else "")
 
 
 def rich_text(tokens: Sequence[Token]) -> Any:
-    """The row for a terminal: learned tokens in colour (brighter red with a larger shade), others dim."""
+    """Return the row for a terminal: trained tokens in colour (brighter red with a larger value), others dim."""
     from rich.text import Text
 
     text = Text()
-    highest = max((token.shade for token in tokens if token.shade is not None), default=0.0) or 1.0
+    highest = max((token.value for token in tokens if token.value is not None), default=0.0) or 1.0
     for number, token in enumerate(tokens):
         if token.starts:
             text.append(("\n" if number else "") + "─── document\n", style="bold cyan")
-        if token.state == "read":
+        if token.state == "masked":
             text.append(token.text, style="dim")
-        elif token.shade is None:
+        elif token.value is None:
             text.append(token.text, style="green" if number % 2 else "bright_green")
         else:
-            red = int(40 + 215 * min(1.0, token.shade / highest))
+            red = int(40 + 215 * min(1.0, token.value / highest))
             text.append(token.text, style=f"white on rgb({red},40,60)")
     return text
 
 
 @torch.no_grad()
-def shade_rows(
+def token_metrics(
     rows: Sequence[dict[str, Any]], by: str, teacher: nn.Module, student: nn.Module | None
 ) -> list[list[float | None]]:
-    """A figure for each learned token: the teacher's `entropy`, or the student's `divergence` (forward KL), nats.
+    """Return a value for each trained token: the teacher's `entropy`, or the student's `divergence` (forward KL); nats.
 
-    The figure of a token is that of the distribution that predicts it, one position earlier.
+    A token's value is that of the distribution that predicts it, one position earlier.
     """
     shaded = []
     device = next(teacher.parameters()).device

@@ -20,8 +20,7 @@ for PEFT's LoRA layers under autocast, each of which keeps its own (ours do not)
 
 The peak is the largest of three moments: inside the loss, in the backward, in the optimizer; with an fp8 teacher also
 while it is loaded, since it comes in bfloat16 and is quantised on the device (a layer at a time where it does not fit
-in bfloat16). What the CUDA context and
-the allocator's fragments take comes on top, and is why a device counts as full at 95 %.
+in bfloat16). The CUDA context and the allocator's fragmentation come on top: a device counts as full at 95 %.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from distill_kernels.losses.plan import plan_chunks
 from distill_kernels.losses.projection import TILE
 
 from distill.models.shape import Shape
-from distill.planning.situation import Situation
+from distill.planning.device_plan import DevicePlan
 from distill.planning.steps import FUSED
 from distill.teachers.losses import is_soft
 
@@ -46,9 +45,9 @@ class Memory(NamedTuple):
     """Bytes on each GPU.
 
     Attributes:
-        parts: what is held, by name, in the order to print.
-        moments: the sums at the three moments that may be the peak.
-        logits_avoided: what the models' logits (of K stored tokens the student's) would take in fp32 in full.
+        parts: bytes by name, in the order to print.
+        moments: bytes in use at the three moments that may be the peak.
+        logits_avoided: bytes of the full fp32 logits that the fused loss never holds.
     """
 
     parts: dict[str, float]
@@ -57,18 +56,18 @@ class Memory(NamedTuple):
 
     @property
     def peak(self) -> float:
-        """The largest moment, bytes."""
+        """Peak memory, bytes."""
         return max(self.moments.values())
 
 
 def layer_activations(
     shape: Shape, *, compute: int, residual: int, autocast: bool, apart: bool = False, fp8: bool = False
 ) -> float:
-    """Bytes one layer keeps for its backward, a token.
+    """Return the bytes per token that one layer keeps for its backward.
 
     Args:
-        apart: each projection casts and keeps its own input.
-        fp8: of inputs of its products one byte a number.
+        apart: each projection casts and keeps a copy of its input.
+        fp8: inputs of its GEMMs are kept with one byte per number.
     """
     normed = compute if autocast or residual == compute else residual
     attention = 2 * shape.query + (shape.query + 2 * shape.key_value)
@@ -86,17 +85,17 @@ def layer_activations(
     )
 
 
-def step_memory(situation: Situation, *, sharded: bool = False, teacher_sharded: bool = False) -> Memory:
-    """Memory of each GPU in a training step with our kernels.
+def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: bool = False) -> Memory:
+    """Return the memory of each GPU in a training step with the fused kernels.
 
     Args:
         sharded: FSDP: weights, gradients and states of the student are divided by the devices.
         teacher_sharded: The teacher's weights are too, and gathered a layer at a time.
     """
-    recipe, precision, world = situation.recipe, situation.precision, situation.world
-    student, teacher = situation.student.shape, situation.footprint(teacher_sharded)
-    columns = min(student.vocabulary, *(shape.vocabulary for shape in situation.source.shapes()))
-    accumulation = situation.accumulation
+    recipe, precision, world = plan.recipe, plan.precision, plan.world
+    student, teacher = plan.student.shape, plan.footprint(teacher_sharded)
+    columns = min(student.vocabulary, *(shape.vocabulary for shape in plan.source.shapes()))
+    accumulation = plan.accumulation
     tokens = recipe.train.batch_size * recipe.data.max_length
     compute, weight = precision.compute.itemsize, precision.student.itemsize
     lora = student.rank > 0
@@ -143,7 +142,7 @@ def step_memory(situation: Situation, *, sharded: bool = False, teacher_sharded:
     if teacher.workspace is not None:
         workspace = teacher.workspace
     else:
-        workspace = _workspace(situation, tokens, columns, int(head_gradient), models)
+        workspace = _workspace(plan, tokens, columns, int(head_gradient), models)
     if teacher.wide_head_gradient and autocast:
         head_gradient *= 4 / weight
     if autocast:
@@ -151,7 +150,7 @@ def step_memory(situation: Situation, *, sharded: bool = False, teacher_sharded:
     teacher_weights = teacher.weights
     if teacher_sharded:
         teacher_weights = min(teacher_weights, teacher_weights / world + teacher.gathered)
-    rollouts = _rollout_cache(situation, student, compute)
+    rollouts = _rollout_cache(plan, student, compute)
     own = recipe.data.own_answers
     answering = student.parameters * weight if own is not None and sharded else 0.0
     held = teacher_weights + weights + states + buckets + rollouts + answering
@@ -179,37 +178,37 @@ def step_memory(situation: Situation, *, sharded: bool = False, teacher_sharded:
     if rollouts:
         parts["cache of rollouts"] = rollouts
     if answering:
-        parts["copy that answers"] = answering
+        parts["copy that generates rollouts"] = answering
     moments = {"loss": in_loss, "backward": max(start, end), "optimizer": held + gradients + temporary}
     if teacher.loading:
         moments[LOADING] = teacher.loading
     return Memory(parts, moments, logits_avoided=float(models) * tokens * columns * 4)
 
 
-def _rollout_cache(situation: Situation, student: Shape, compute: int) -> float:
-    """Keys and values that the student's own answers are generated with: kept, of the last two batch sizes."""
-    section, length = situation.recipe.data.own_answers, situation.recipe.data.max_length
+def _rollout_cache(plan: DevicePlan, student: Shape, compute: int) -> float:
+    """Return the bytes of the KV cache of on-policy rollouts, which is kept for the last two batch sizes."""
+    section, length = plan.recipe.data.own_answers, plan.recipe.data.max_length
     if section is None or section.engine != "distill":
         return 0.0
-    if situation.longest:
-        length = min(length, situation.longest + section.max_new_tokens)
+    if plan.longest:
+        length = min(length, plan.longest + section.max_new_tokens)
     return 1.5 * section.batch_size * (section.ahead + 1) * length * 2 * student.layers * student.key_value * compute
 
 
-def _workspace(situation: Situation, rows: int, columns: int, head_gradient: int, models: int) -> float:
-    precision = situation.precision
+def _workspace(plan: DevicePlan, rows: int, columns: int, head_gradient: int, models: int) -> float:
+    precision = plan.precision
     narrow = precision.student != torch.float32
     logit = 4 if precision.compute == torch.float32 else 2
-    plan = plan_chunks(
+    chunks = plan_chunks(
         rows,
         columns,
         logit_bytes=logit,
         models=models,
         weight_bytes=head_gradient,
-        memory_bytes=situation.memory_bytes,
+        memory_bytes=plan.memory_bytes,
         weight_16_bit=narrow,
     )
     width = -(-columns // 64) * 64
-    numbers = models * 2 * plan.chunk_rows * -(-columns // TILE) * 4
-    extra = 0 if head_gradient else plan.extra_rows  # these rows lie where dW comes to lie
-    return float((plan.buffer_rows + extra) * width * logit + numbers)
+    numbers = models * 2 * chunks.chunk_rows * -(-columns // TILE) * 4
+    extra = 0 if head_gradient else chunks.extra_rows  # these rows lie where dW comes to lie
+    return float((chunks.buffer_rows + extra) * width * logit + numbers)

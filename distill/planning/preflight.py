@@ -1,11 +1,11 @@
-"""`distill check`: what a run will take and whether it can work, before anything is downloaded or spent.
+"""`distill check`: memory, time and errors of a run, before anything is downloaded.
 
     report = check(recipe, find_gpu("H100"), gpus=8)
     print(report.fits, report.memory.peak, report.advice)
 
-Models are built without memory from their configurations alone, so that parameters are counted, not guessed. Where a
+Models are built on the meta device from their configurations alone, so that parameters are counted exactly. Where a
 section of the recipe names a `config`, that is read, else the config.json of its `model` (the only file that may be
-fetched). Data and tokenizers are looked at where they lie on this machine or in the hub's cache.
+fetched). Data and tokenizers are read where they are on this machine or in the hub's cache.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from distill.models.gpu_specs import fp8_problem
 from distill.models.meta import meta_config, sizes_of, weights_problem
 from distill.models.precision import Precision, resolve_precision
 from distill.models.shape import USABLE, Shape
-from distill.models.sharding import ALONE, Sharing
+from distill.models.sharding import SINGLE_PROCESS, Placement
 from distill.models.source import resolve_tokenizer_source
-from distill.planning.answer_time import Answers, answers_of
-from distill.planning.caching import what_caching_takes
+from distill.planning.cache_memory import describe_cache_memory
+from distill.planning.device_plan import DevicePlan
 from distill.planning.devices import Device
 from distill.planning.memory import Memory, step_memory
-from distill.planning.served import choose_served, served_fault, training_gpus
-from distill.planning.sharing import as_requested, sharing_of, teacher_side
-from distill.planning.situation import Situation
+from distill.planning.placement import estimate_placement, requested_placement, teacher_server_memory
+from distill.planning.rollout_time import RolloutEstimate, estimate_rollouts
 from distill.planning.step_time import StepTokens, step_time
-from distill.planning.steps import FUSED, reports_problem, require_arguments, small_data_notes, total_steps
+from distill.planning.steps import FUSED, report_to_problem, require_arguments, small_data_warnings, total_steps
+from distill.planning.teacher_server import choose_teacher_server, teacher_server_problem, training_gpus
 from distill.recipe import Lora, ModelSection, Recipe
 from distill.recipe.usual import unusual
 from distill.teachers.base import TeacherSource
@@ -52,22 +52,22 @@ class Preflight:
     """Result of `check`; sizes in bytes, times in seconds, None where unknown beforehand.
 
     Attributes:
-        device, gpus, strategy: what the run was planned for; `training` of the GPUs train, the others
-            serve the teacher, each with `teacher_held` bytes of it.
+        device, gpus, strategy: hardware and placement of the plan; `training` of the GPUs train, the others
+            serve the teacher, each with `teacher_server_bytes` bytes of it.
         teacher, student: sizes of the models.
         memory: of one device in a training step.
         fits: whether that fits.
         advice: changes that save memory, the largest first: setting, GiB saved, whether the run then fits.
         steps, accumulation, tokens_per_step: of the run.
         flops_per_step, seconds_per_step, seconds: the arithmetic of a step on all devices, and the time it takes.
-        answers: of the student's own in a step, whose seconds are a part of the above; None where it makes none.
+        rollouts: of a step, whose seconds are a part of the above; None without on-policy data.
         disk, disk_free: bytes for checkpoints and the student, and those left where runs are written.
         host, moved: bytes of an offloaded teacher: in host memory for all devices, and over the bus to each in a step.
         teacher_text: the teacher's size, or what a cache holds.
-        vocabulary: the verdict in words; `vocabulary_ok` None where the tokenizers are not at hand.
-        data: the data's report as lines; `trained_share` of its tokens are learned.
-        problems: why the run cannot work as it is.
-        notes: what a person should know of it all the same: too few data, sizes that are not the model's own.
+        vocabulary: result of comparing the tokenizers; `vocabulary_ok` None where they are not available.
+        data: the data's report as lines; `trained_share` of its tokens are trained on.
+        problems: errors that keep the run from working.
+        notes: warnings: too few data, sizes that are not the model's own.
     """
 
     device: Device
@@ -84,11 +84,11 @@ class Preflight:
     advice: list[tuple[str, float, bool]] = field(default_factory=list)
     flops_per_step: float | None = None
     seconds_per_step: float | None = None
-    answers: Answers | None = None
+    rollouts: RolloutEstimate | None = None
     disk: float = 0.0
     disk_free: float = 0.0
     host: float = 0.0
-    teacher_held: float = 0.0
+    teacher_server_bytes: float = 0.0
     moved: float = 0.0
     teacher_text: str = ""
     vocabulary: str = ""
@@ -105,68 +105,68 @@ class Preflight:
 
     @property
     def ok(self) -> bool:
-        """Nothing was found that keeps the run from working."""
+        """True where no error keeps the run from working."""
         return not self.problems
 
 
 def planned_precision(recipe: Recipe, device: Device) -> Precision:
-    """`resolve_precision` for a device that may not be in this machine."""
+    """Return `resolve_precision` for a device that may not be in this machine."""
     if device.cuda and device.family != OLDER and recipe.train.precision == "auto":
         recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": "bfloat16"})})
     return resolve_precision(recipe, torch.device("cpu"))
 
 
-def situation_of(recipe: Recipe, device: Device, gpus: int) -> Situation:
-    """The recipe on `gpus` devices such as `device`."""
-    return Situation(recipe, source_of(recipe), planned_precision(recipe, device), device.memory_bytes, gpus)
+def device_plan(recipe: Recipe, device: Device, gpus: int) -> DevicePlan:
+    """Return the plan of a recipe on `gpus` devices such as `device`."""
+    return DevicePlan(recipe, source_of(recipe), planned_precision(recipe, device), device.memory_bytes, gpus)
 
 
-def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool = True) -> Preflight:
-    """Work out what `recipe` takes on `gpus` devices such as `device`.
+def check(recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = True) -> Preflight:
+    """Estimate memory and time of `recipe` on `gpus` devices such as `device`, and check that it can work.
 
     Args:
-        gpus: How many; `parallel.strategy` says how they share the work.
-        look_at_data: Read and tokenise data that are on this machine (the run finds them in the cache).
+        gpus: Number of devices.
+        read_data: Read and tokenise data that are on this machine (the run finds them in the cache).
 
     Raises:
         ValueError: a setting that no run can have.
     """
     require_arguments(recipe.train.arguments)
-    recipe = choose_served(situation_of(recipe, device, gpus), device)
-    situation = situation_of(recipe, device, training_gpus(recipe, gpus) if device.cuda else gpus)
-    source, student = situation.source, situation.student
-    sharing = _sharing(situation, device)
-    tokens = recipe.train.batch_size * recipe.data.max_length * situation.accumulation * situation.world
+    recipe = choose_teacher_server(device_plan(recipe, device, gpus), device)
+    plan = device_plan(recipe, device, training_gpus(recipe, gpus) if device.cuda else gpus)
+    source, student = plan.source, plan.student
+    placement = _placement(plan, device)
+    tokens = recipe.train.batch_size * recipe.data.max_length * plan.accumulation * plan.world
     report = Preflight(
         device,
         gpus,
-        situation.world,
-        sharing.short,
-        _together(source.shapes()),
+        plan.world,
+        placement.short,
+        _combined_shape(source.shapes()),
         student.shape,
-        situation.accumulation,
+        plan.accumulation,
         tokens,
         recipe.train.steps,
     )
-    report.problems += source.problems(cuda=device.cuda, sharded=sharing.teacher_sharded, family=device.family)
+    report.problems += source.problems(cuda=device.cuda, sharded=placement.teacher_sharded, family=device.family)
     if recipe.student.compute == "fp8":
         report.problems += [problem] if (problem := fp8_problem(recipe.student, device.family)) else []
         report.notes.append(
             "student.compute: fp8: linear layers large enough to gain, but not the head; the run measures and prints "
-            "what it does to the loss and to the gradients"
+            "its effect on the loss and on the gradients"
         )
-    _check_lengths(situation, report)
+    _check_lengths(plan, report)
     report.notes += unusual(recipe)
-    report.problems += [problem] if (problem := reports_problem(recipe.train.report_to)) else []
+    report.problems += [problem] if (problem := report_to_problem(recipe.train.report_to)) else []
     models = {"teacher": source.config_section, "student": recipe.student}
     report.notes += [note for name, section in models.items() if (note := sizes_of(section, name))]
     loaded = {**source.sections, "student": recipe.student}
     report.problems += [fault for name, section in loaded.items() if (fault := weights_problem(section, name))]
     vocabulary = _check_vocabulary(source, report)
-    facts = _check_data(source, vocabulary, report) if look_at_data else None
-    situation = situation._replace(longest=0 if facts is None else facts.longest)
-    report.memory = memory = _memory(situation, device)
-    report.fits = memory.peak <= situation.usable
+    facts = _check_data(source, vocabulary, report) if read_data else None
+    plan = plan._replace(longest=0 if facts is None else facts.longest)
+    report.memory = memory = _memory(plan, device)
+    report.fits = memory.peak <= plan.usable
     if not report.fits:
         report.problems.insert(
             0,
@@ -174,61 +174,61 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
             f"{device.memory_bytes / GIB:.1f} GiB of {device.name}",
         )
     if recipe.parallel.teacher_gpus is not None:
-        _teacher_server(situation, report)
-    footprint = situation.footprint(sharing.teacher_sharded)
+        _teacher_server(plan, report)
+    footprint = plan.footprint(placement.teacher_sharded)
     report.host = footprint.host * gpus
-    report.moved = footprint.moved * situation.accumulation * is_soft(recipe.loss)
-    report.advice = advise(situation, device)
+    report.moved = footprint.moved * plan.accumulation * is_soft(recipe.loss)
+    report.advice = advise(plan, device)
     report.teacher_text = source.size_text()
     if device.cuda and source.is_to_be_made:
-        report.teacher_text += f"; {what_caching_takes(situation)}"
-    _time(situation, facts, report)
-    _disk(recipe, student.shape, situation.precision, report)
+        report.teacher_text += f"; {describe_cache_memory(plan)}"
+    _estimate_time(plan, facts, report)
+    _estimate_disk(recipe, student.shape, plan.precision, report)
     return report
 
 
-def _together(teachers: Sequence[Shape]) -> Shape:
-    """Several teachers as one: they are all held, and run one after another."""
+def _combined_shape(teachers: Sequence[Shape]) -> Shape:
+    """Return several teachers' shapes as one: all are held in memory, and run one after another."""
     first = teachers[0]
     return first._replace(
         parameters=sum(shape.parameters for shape in teachers), linear=sum(shape.linear for shape in teachers)
     )
 
 
-def _sharing(situation: Situation, device: Device) -> Sharing:
+def _placement(plan: DevicePlan, device: Device) -> Placement:
     """Return the placement of both models, as the run will choose it."""
-    if situation.world == 1:
-        return ALONE
-    return sharing_of(situation) if device.cuda else as_requested(situation.recipe)
+    if plan.world == 1:
+        return SINGLE_PROCESS
+    return estimate_placement(plan) if device.cuda else requested_placement(plan.recipe)
 
 
-def _teacher_server(situation: Situation, report: Preflight) -> None:
+def _teacher_server(plan: DevicePlan, report: Preflight) -> None:
     """Add the memory of the GPUs of a teacher server to the report."""
-    side, count = teacher_side(situation), situation.recipe.parallel.teacher_gpus or 0
+    side, count = teacher_server_memory(plan), plan.recipe.parallel.teacher_gpus or 0
     how = "shards" if side.sharded else "a copy each" if count > 1 else "whole"
-    report.strategy += f" on {situation.world}, teacher on {count}"
-    report.teacher_held = side.held
+    report.strategy += f" on {plan.world}, teacher on {count}"
+    report.teacher_server_bytes = side.held
     report.notes.append(
         f"parallel.teacher: {count} of {report.gpus} serve the teacher ({how}, {side.held / GIB:.1f} GiB each); a step "
         "takes as long as the slower side"
     )
-    if report.device.cuda and (fault := served_fault(situation, side)):
+    if report.device.cuda and (fault := teacher_server_problem(plan, side)):
         report.fits = False
         report.problems.append(fault)
 
 
-def _memory(situation: Situation, device: Device) -> Memory:
-    sharing = _sharing(situation, device)
-    return step_memory(situation, sharded=sharing.student_sharded, teacher_sharded=sharing.teacher_sharded)
+def _memory(plan: DevicePlan, device: Device) -> Memory:
+    placement = _placement(plan, device)
+    return step_memory(plan, sharded=placement.student_sharded, teacher_sharded=placement.teacher_sharded)
 
 
 def _with(recipe: Recipe, section: str, **values: object) -> Recipe:
     return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=values)})
 
 
-def _changes(situation: Situation, device: Device) -> list[tuple[str, Recipe]]:
-    """Settings that may save memory, and the recipe with each."""
-    recipe, precision, source = situation.recipe, situation.precision, situation.source
+def _memory_savers(plan: DevicePlan, device: Device) -> list[tuple[str, Recipe]]:
+    """Return settings that may save memory, and the recipe with each."""
+    recipe, precision, source = plan.recipe, plan.precision, plan.source
     train, changes = recipe.train, list[tuple[str, Recipe]]()
 
     def offer(section: str, note: str = "", **values: object) -> None:
@@ -248,7 +248,7 @@ def _changes(situation: Situation, device: Device) -> list[tuple[str, Recipe]]:
     wide = precision.teacher == torch.float32
     for way in source.smaller(device.family) if device.cuda else []:
         if way.same_targets or not wide:
-            moved = situation_of(way.recipe, device, situation.world).footprint().moved
+            moved = device_plan(way.recipe, device, plan.world).footprint().moved
             note = f"{moved / GIB:.1f} GiB cross the bus in every micro-batch" if moved else way.note
             changes.append((f"{way.override} ({note})", way.recipe))
     if wide and source.sections:
@@ -257,45 +257,45 @@ def _changes(situation: Situation, device: Device) -> list[tuple[str, Recipe]]:
         lora = _with(recipe, "student", lora=Lora(), dtype="bfloat16" if device.cuda else recipe.student.dtype)
         changes.append(("student.lora.r=16 student.dtype=bfloat16", lora))
         if precision.student == torch.float32 and device.cuda:
-            how = "rounded at random" if train.optimizer == FUSED else "small updates are lost"
+            how = "rounded at random" if train.optimizer == FUSED else "small updates round to zero"
             offer("student", f" (weights without float32 copies: {how})", dtype="bfloat16")
-    if situation.world > 1 and recipe.parallel.strategy != "fsdp":
+    if plan.world > 1 and recipe.parallel.strategy != "fsdp":
         offer("parallel", strategy="fsdp")
-    if situation.world > 1 and recipe.parallel.teacher != "sharded" and source.shardable:
+    if plan.world > 1 and recipe.parallel.teacher != "sharded" and source.shardable:
         offer("parallel", strategy="fsdp", teacher="sharded")
     return changes
 
 
-def advise(situation: Situation, device: Device) -> list[tuple[str, float, bool]]:
-    """Changes that save memory, the largest first: the setting, GiB saved at the peak, whether the run then fits."""
-    now = _memory(situation, device).peak
+def advise(plan: DevicePlan, device: Device) -> list[tuple[str, float, bool]]:
+    """Return changes that save memory, the largest first: setting, GiB saved at the peak, whether the run then fits."""
+    now = _memory(plan, device).peak
     advice = []
-    for label, recipe in _changes(situation, device):
-        changed = situation_of(recipe, device, situation.world)
-        changed.source.follow(situation.source)
+    for label, recipe in _memory_savers(plan, device):
+        changed = device_plan(recipe, device, plan.world)
+        changed.source.follow(plan.source)
         memory = _memory(changed, device)
         if (saved := (now - memory.peak) / GIB) >= 0.05:
             advice.append((label, saved, memory.peak <= changed.usable))
     return sorted(advice, key=lambda row: -row[1])
 
 
-def _check_lengths(situation: Situation, report: Preflight) -> None:
-    recipe, length = situation.recipe, situation.recipe.data.max_length
-    teacher = meta_config(situation.source.config_section, "teacher")
-    for config, name in ((teacher, "teacher"), (situation.student.config, "student")):
+def _check_lengths(plan: DevicePlan, report: Preflight) -> None:
+    recipe, length = plan.recipe, plan.recipe.data.max_length
+    teacher = meta_config(plan.source.config_section, "teacher")
+    for config, name in ((teacher, "teacher"), (plan.student.config, "student")):
         most = getattr(config.get_text_config(), "max_position_embeddings", None)
         if most and length > most:
             report.problems.append(f"data.max_length: {recipe.data.max_length} exceeds the {name}'s {most} positions")
 
 
 def _check_vocabulary(source: TeacherSource, report: Preflight) -> Vocabulary | None:
-    """Compare the tokenizers that are at hand; returns them, None where they are not, or cannot be compared."""
+    """Compare the tokenizers that are available; return them, or None where they are not or cannot be compared."""
     recipe = source.recipe
     rows = [shape.vocabulary for shape in source.shapes()]
     sections: list[tuple[ModelSection, str]] = [(source.tokenizer_section, "teacher")]
     if recipe.student.has_tokenizer:
         sections.append((recipe.student, "student"))
-    absent = [why for section, name in sections if (why := why_no_tokenizer(section, name))]
+    absent = [why for section, name in sections if (why := missing_tokenizer_reason(section, name))]
     heads = f"heads of {rows[0]:,} and {report.student.vocabulary:,} rows"
     try:
         vocabulary = source.vocabulary() if not absent else None
@@ -314,7 +314,7 @@ def _check_vocabulary(source: TeacherSource, report: Preflight) -> Vocabulary | 
     return vocabulary
 
 
-def why_no_tokenizer(section: ModelSection, name: str) -> str:
+def missing_tokenizer_reason(section: ModelSection, name: str) -> str:
     """Return why a model's tokenizer is not available without fetching it; empty where it is local."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -334,7 +334,7 @@ def why_no_tokenizer(section: ModelSection, name: str) -> str:
 
 
 def _check_data(source: TeacherSource, vocabulary: Vocabulary | None, report: Preflight) -> DataReport | None:
-    """Read data that are on this machine, and report of them."""
+    """Read data that are on this machine, and report on them."""
     data, train = source.recipe.data, source.recipe.train
     synthetic = is_synthetic(data)
     names = {part.data.source: part.field for part in data.parts}
@@ -342,7 +342,7 @@ def _check_data(source: TeacherSource, vocabulary: Vocabulary | None, report: Pr
     local = synthetic or not away
     if not local or (vocabulary is None and not synthetic):
         report.problems += [fault for name in away if not synthetic and (fault := missing_source(name, names[name]))]
-        report.data = f"{data.source}: not read ({'not on this machine' if not local else 'no tokenizer at hand'})"
+        report.data = f"{data.source}: not read ({'not on this machine' if not local else 'no tokenizer available'})"
         return None
     try:
         if vocabulary is None:
@@ -356,15 +356,17 @@ def _check_data(source: TeacherSource, vocabulary: Vocabulary | None, report: Pr
     facts = splits.report
     report.data, report.trained_share = str(facts), facts.trained_share
     if facts.trained_share < 0.02:
-        report.problems.append(f"data: only {facts.trained_share:.1%} of the tokens are learned; look at data.train_on")
+        report.problems.append(
+            f"data: only {facts.trained_share:.1%} of the tokens are trained on; check data.train_on"
+        )
     report.steps = total_steps(train, source.recipe.data, len(splits.train), report.accumulation, report.training)
-    report.notes += small_data_notes(source.recipe, facts, report.accumulation, report.training)
+    report.notes += small_data_warnings(source.recipe, facts, report.accumulation, report.training)
     return facts
 
 
-def _time(situation: Situation, facts: DataReport | None, report: Preflight) -> None:
+def _estimate_time(plan: DevicePlan, facts: DataReport | None, report: Preflight) -> None:
     """Estimate the step time from the tokens that each model reads; a row is as long as its longer input."""
-    length = situation.recipe.data.max_length
+    length = plan.recipe.data.max_length
     facts = facts or DataReport(documents=1, tokens=length, teacher_tokens=length, trained_tokens=length, rows=1)
     rows = report.tokens_per_step / max(facts.tokens, facts.teacher_tokens, 1)  # this share of the data is a step
 
@@ -372,14 +374,14 @@ def _time(situation: Situation, facts: DataReport | None, report: Preflight) -> 
         pairs = tokens * (tokens / max(facts.documents, 1) + 1) / 2
         return StepTokens(rows * tokens, rows * facts.trained_tokens, rows * pairs)
 
-    if found := step_time(situation, report.device, read(facts.tokens), read(facts.teacher_tokens)):
+    if found := step_time(plan, report.device, read(facts.tokens), read(facts.teacher_tokens)):
         report.flops_per_step, report.seconds_per_step = found
-    report.answers = own = answers_of(situation, report.device, facts, report.tokens_per_step / length)
+    report.rollouts = own = estimate_rollouts(plan, report.device, facts, report.tokens_per_step / length)
     if own is not None and report.seconds_per_step is not None:
         report.seconds_per_step = None if own.seconds is None else report.seconds_per_step + own.seconds
 
 
-def _disk(recipe: Recipe, student: Shape, precision: Precision, report: Preflight) -> None:
+def _estimate_disk(recipe: Recipe, student: Shape, precision: Precision, report: Preflight) -> None:
     """The saved student, and with `save_every` two checkpoints and a third being written."""
     weight = precision.student.itemsize
     lora = student.rank > 0
@@ -396,6 +398,6 @@ def _disk(recipe: Recipe, student: Shape, precision: Precision, report: Prefligh
     report.disk_free = float(shutil.disk_usage(there).free)
     if report.disk > report.disk_free:
         report.problems.append(
-            f"disk: {report.disk / GIB:.1f} GiB are needed in {recipe.output_dir}, "
-            f"{report.disk_free / GIB:.1f} GiB are free"
+            f"disk: expected {report.disk / GIB:.1f} GiB free in {recipe.output_dir}, "
+            f"got {report.disk_free / GIB:.1f} GiB"
         )

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from distill.core.ranks import world_size
-from distill.models.sharding import ALONE, Sharing
-from distill.planning.sharing import plan_sharing
+from distill.models.sharding import SINGLE_PROCESS, Placement
+from distill.planning.placement import plan_placement
 from distill.planning.steps import accumulation_steps, total_steps
 from distill.recipe import Recipe
 
@@ -20,14 +20,14 @@ class RunPlan(NamedTuple):
     """Placement and size of a run.
 
     Attributes:
-        sharing: Placement of student and teacher over the processes.
+        placement: Placement of student and teacher over the processes.
         world: Number of processes that train.
         accumulation: Micro-batches of an optimizer step on one process.
         steps: Optimizer steps of the run.
         tokens_per_step: Positions per optimizer step, over all processes.
     """
 
-    sharing: Sharing
+    placement: Placement
     world: int
     accumulation: int
     steps: int
@@ -46,11 +46,11 @@ def plan_run(recipe: Recipe, splits: Splits, device: torch.device) -> RunPlan:
         ValueError: A teacher that would have to be sharded and cannot, or a step that is no whole number of
             micro-batches.
     """
-    sharing = plan_sharing(recipe, device, world_size(), longest=splits.report.longest)
-    return plan_steps(recipe, len(splits.train), sharing)
+    placement = plan_placement(recipe, device, world_size(), longest=splits.report.longest)
+    return plan_steps(recipe, len(splits.train), placement)
 
 
-def plan_steps(recipe: Recipe, rows: int, sharing: Sharing = ALONE) -> RunPlan:
+def plan_steps(recipe: Recipe, rows: int, placement: Placement = SINGLE_PROCESS) -> RunPlan:
     """Return the plan of a run over `rows` training rows, for a placement that is known.
 
     Raises:
@@ -59,4 +59,4 @@ def plan_steps(recipe: Recipe, rows: int, sharing: Sharing = ALONE) -> RunPlan:
     train, data, world = recipe.train, recipe.data, world_size()
     accumulation = accumulation_steps(train, data, world)
     steps = total_steps(train, data, rows, accumulation, world)
-    return RunPlan(sharing, world, accumulation, steps, train.batch_size * data.max_length * accumulation * world)
+    return RunPlan(placement, world, accumulation, steps, train.batch_size * data.max_length * accumulation * world)

@@ -1,12 +1,12 @@
 """Time of an optimizer step: arithmetic, memory and link traffic, and the seconds of each.
 
-    seconds of a model = products' FLOPs / (0.72 bf16 peak) + attention's / (0.4 bf16 peak) + bytes / (0.875 bandwidth)
+    seconds of a model = GEMM FLOPs / (0.72 bf16 peak) + attention's / (0.4 bf16 peak) + bytes / (0.875 bandwidth)
     of a step = student, recomputed layers, both heads, optimizer, exchange + max(teacher's layers, bytes moved / bus)
     with a teacher server on GPUs of its own: the larger of the training side, on its GPUs, and the teacher's layers
 
-In fp8 the decoder's products run at 0.72 of the dense fp8 peak. The teacher's head is the loss's, so its product stays
-with those who train. The parts are added: a GPU at its power limit gains nothing by doing two of them at once. A device
-whose host cannot keep up takes longer; where a rate is not known there is no time rather than a guess.
+In fp8 the decoder's GEMMs run at 0.72 of the dense fp8 peak. The teacher's head is part of the loss, so its GEMM stays
+on the training GPUs. The parts are added: a GPU at its power limit gains nothing by overlapping them. A device whose
+host cannot keep up takes longer; where a rate is unknown there is no estimate.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import torch
 
 from distill.models.gpu_specs import GpuSpec
 from distill.models.work import NO_WORK, Work, work_of
-from distill.planning.devices import REACHED, Device
+from distill.planning.device_plan import DevicePlan
+from distill.planning.devices import LINK_EFFICIENCY, Device
 from distill.planning.memory import step_memory
-from distill.planning.sharing import sharing_of, teacher_side
-from distill.planning.situation import Situation
+from distill.planning.placement import estimate_placement, teacher_server_memory
 from distill.teachers.losses import is_soft
 
-# Of data sheets' rates, by an H200's rows in scripts/bench/results: products of an 8B model's MLP, 8,192 tokens, reach
+# Fractions of data-sheet rates, from H200 rows in scripts/bench/results: GEMMs of an 8B model's MLP, 8,192 tokens,
 # 0.70 to 0.77 in bf16, 0.75 to 0.79 in fp8 beside their operands' bytes (rows `fp8`, `gated`); attention 0.42 to 0.59
 # forward, 0.31 to 0.43 with a gradient of twice that (`attention`, 4,096 tokens, heads of 64, 128); copies 4.2 of 4.8.
-SUSTAINED, ATTENTION, COPIED = 0.72, 0.4, 0.875
+GEMM_EFFICIENCY, ATTENTION_EFFICIENCY, COPY_EFFICIENCY = 0.72, 0.4, 0.875
 
 
 class StepTokens(NamedTuple):
-    """Tokens of a step on all devices: all of them, trained ones, (query, key) pairs."""
+    """Tokens of a step on all devices: all tokens, tokens trained on, and (query, key) pairs."""
 
     tokens: float
-    learned: float
+    trained: float
     pairs: float
 
 
@@ -44,14 +44,14 @@ class StepTime(NamedTuple):
     seconds: float | None
 
 
-def longer_in_bf16(device: Device, weights: float, tokens: float) -> float | None:
-    """Seconds that a forward pass takes longer with so many weights in bf16 and not in fp8; None without rates."""
+def extra_seconds_in_bf16(device: Device, weights: float, tokens: float) -> float | None:
+    """Return the seconds that a forward pass with so many weights loses in bf16 against fp8; None without rates."""
     if device.gpu_spec is None or not device.gpu_spec.bf16 or device.gpu_spec.fp8 is None:
         return None
-    return 2 * weights * tokens * (1 / device.gpu_spec.bf16 - 1 / device.gpu_spec.fp8) / (SUSTAINED * 1e12)
+    return 2 * weights * tokens * (1 / device.gpu_spec.bf16 - 1 / device.gpu_spec.fp8) / (GEMM_EFFICIENCY * 1e12)
 
 
-class Clock(NamedTuple):
+class DeviceClock(NamedTuple):
     """Step time on a device with these rates; each model is called `calls` times in a step."""
 
     gpu_spec: GpuSpec
@@ -62,73 +62,73 @@ class Clock(NamedTuple):
     @property
     def bandwidth(self) -> float:
         """Return the reached memory bandwidth, bytes per second."""
-        return COPIED * self.gpu_spec.bandwidth * 1e9
+        return COPY_EFFICIENCY * self.gpu_spec.bandwidth * 1e9
 
     def seconds(self, work: Work, in_fp8: bool = False) -> float:
         """Return the seconds of `work` on one device."""
         tokens, body = self.tokens, self.gpu_spec.fp8 * 1e12 if in_fp8 and self.gpu_spec.fp8 is not None else self.peak
-        products = (work.token * tokens.tokens / body + work.trained * tokens.learned / self.peak) / SUSTAINED
-        moved = work.token_bytes * tokens.tokens + work.trained_bytes * tokens.learned
+        products = (work.token * tokens.tokens / body + work.trained * tokens.trained / self.peak) / GEMM_EFFICIENCY
+        moved = work.token_bytes * tokens.tokens + work.trained_bytes * tokens.trained
         moved += (work.token + work.trained) * self.calls  # weights: a byte a FLOP of one token
-        return products + work.pair * tokens.pairs / (ATTENTION * self.peak) + moved / self.bandwidth
+        return products + work.pair * tokens.pairs / (ATTENTION_EFFICIENCY * self.peak) + moved / self.bandwidth
 
 
-def step_time(
-    situation: Situation, device: Device, tokens: StepTokens, read: StepTokens | None = None
-) -> StepTime | None:
-    """Arithmetic and time of a step; None for a model whose arithmetic is not known.
+def step_time(plan: DevicePlan, device: Device, tokens: StepTokens, read: StepTokens | None = None) -> StepTime | None:
+    """Return FLOPs and time of a step; None for a model whose FLOPs are unknown.
 
     Args:
         tokens: of the student.
-        read: what the teacher reads in their place; None for the same.
+        read: the teacher's tokens; None for the student's.
     """
     read = read or tokens
-    recipe, student = situation.recipe, situation.student
-    teacher = situation.footprint().work if is_soft(recipe.loss) else NO_WORK
+    recipe, student = plan.recipe, plan.student
+    teacher = plan.footprint().work if is_soft(recipe.loss) else NO_WORK
     if student.work is None or teacher is None:
         return None
     flops = student.work.of(*tokens) + teacher.of(*read)
     if (
         (gpu_spec := device.gpu_spec) is None
         or (peak := gpu_spec.flops) is None
-        or situation.precision.compute == torch.float32
+        or plan.precision.compute == torch.float32
     ):
         return StepTime(flops, None)
-    clock = Clock(gpu_spec, peak, tokens, situation.world * situation.accumulation)
+    clock = DeviceClock(gpu_spec, peak, tokens, plan.world * plan.accumulation)
     work = clock.seconds(student.work, recipe.student.compute == "fp8")
     work += clock.seconds(teacher._replace(token=0.0, pair=0.0, token_bytes=0.0))
-    students = _student_seconds(situation, clock, work)
-    teachers = _teacher_seconds(situation, clock._replace(tokens=read), teacher)
+    students = _student_seconds(plan, clock, work)
+    teachers = _teacher_seconds(plan, clock._replace(tokens=read), teacher)
     apart = recipe.parallel.teacher_gpus
     return StepTime(flops, max(students, teachers) if apart else students + teachers)
 
 
-def _student_seconds(situation: Situation, clock: Clock, work: float) -> float:
+def _student_seconds(plan: DevicePlan, clock: DeviceClock, work: float) -> float:
     """Return the seconds of the training side: `work` seconds of one device, recomputation, optimizer, exchange."""
-    recipe, student, shape, world = situation.recipe, situation.student, situation.student.shape, situation.world
-    if situation.precision.student == torch.float32:  # and its residual stream: 2 bytes more, 4 times a layer and pass
+    recipe, student, shape, world = plan.recipe, plan.student, plan.student.shape, plan.world
+    if plan.precision.student == torch.float32:  # and its residual stream: 2 bytes more, 4 times a layer and pass
         work += 24 * shape.hidden * shape.layers * clock.tokens.tokens / clock.bandwidth
     if recipe.train.gradient_checkpointing and (again := work_of(student.model, trains=False)) is not None:
         work += clock.seconds(again._replace(trained=0.0, trained_bytes=0.0), recipe.student.compute == "fp8")
-    sharded = sharing_of(situation).student_sharded
-    held = step_memory(situation, sharded=sharded).parts
+    sharded = estimate_placement(plan).student_sharded
+    held = step_memory(plan, sharded=sharded).parts
     optimizer = (3 * held["gradients"] + 2 * held["optimizer states"]) / clock.bandwidth
     exchanged = 2 * held["gradients"]
     if sharded:  # its weights gathered forward and backward, its gradients summed in float32
-        gathered = 2.0 * situation.precision.compute.itemsize * shape.parameters * situation.accumulation
+        gathered = 2.0 * plan.precision.compute.itemsize * shape.parameters * plan.accumulation
         exchanged = gathered + 4 * shape.trained
-    link = REACHED * (clock.gpu_spec.peers or clock.gpu_spec.link) * 1e9
+    link = LINK_EFFICIENCY * (clock.gpu_spec.peers or clock.gpu_spec.link) * 1e9
     return work / world + optimizer + exchanged * (1 - 1 / world) / link
 
 
-def _teacher_seconds(situation: Situation, clock: Clock, teacher: Work) -> float:
+def _teacher_seconds(plan: DevicePlan, clock: DeviceClock, teacher: Work) -> float:
     """Return the seconds of the teacher's layers, on the GPUs that hold it."""
-    dtypes = {section.dtype for section in situation.source.sections.values()}
+    dtypes = {section.dtype for section in plan.source.sections.values()}
     work = clock.seconds(teacher._replace(trained=0.0, trained_bytes=0.0), dtypes == {"fp8"})
-    ranks, in_shards, footprint = situation.world, sharing_of(situation).teacher_sharded, situation.footprint()
-    if apart := situation.recipe.parallel.teacher_gpus:
-        ranks, (in_shards, _, _, footprint) = apart, teacher_side(situation)
-    calls = clock.calls * is_soft(situation.recipe.loss) / ranks
-    bus, link = (REACHED * rate * 1e9 for rate in (clock.gpu_spec.link, clock.gpu_spec.peers or clock.gpu_spec.link))
+    ranks, teacher_sharded, footprint = plan.world, estimate_placement(plan).teacher_sharded, plan.footprint()
+    if apart := plan.recipe.parallel.teacher_gpus:
+        ranks, (teacher_sharded, _, _, footprint) = apart, teacher_server_memory(plan)
+    calls = clock.calls * is_soft(plan.recipe.loss) / ranks
+    bus, link = (
+        LINK_EFFICIENCY * rate * 1e9 for rate in (clock.gpu_spec.link, clock.gpu_spec.peers or clock.gpu_spec.link)
+    )
     layers = max(work / ranks, footprint.moved * calls / bus)
-    return layers + footprint.weights * in_shards * (1 - 1 / ranks) * calls / link
+    return layers + footprint.weights * teacher_sharded * (1 - 1 / ranks) * calls / link

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from distill.recipe import Data, Recipe, Train
 
 FUSED = "fused_adamw"
-FEW_STEPS, FEW_HELD_OUT = 20, 2_000  # below these a run's figures are mostly chance
+MIN_STEPS, MIN_HELD_OUT_TOKENS = 20, 2_000  # below these a run's figures are mostly chance
 
 
 def accumulation_steps(train: Train, data: Data, world: int) -> int:
-    """Micro-batches of one optimizer step: `tokens_per_step` over `batch_size * max_length * world`.
+    """Return the micro-batches of one optimizer step: `tokens_per_step` over `batch_size * max_length * world`.
 
     Raises:
         ValueError: where that is no whole number, naming the nearest values that are.
@@ -37,57 +37,57 @@ def accumulation_steps(train: Train, data: Data, world: int) -> int:
     return steps
 
 
-def loaded_rows(train: Train, data: Data) -> int:
-    """Rows of the data in a micro-batch: of several answers a prompt, each is one of its `batch_size` rows."""
+def data_rows_per_micro_batch(train: Train, data: Data) -> int:
+    """Return the data's rows in a micro-batch: each of several responses per prompt takes one of its rows."""
     return train.batch_size // data.samples
 
 
 def total_steps(train: Train, data: Data, rows: int, accumulation: int, world: int) -> int:
-    """Optimizer steps of the run over so many rows of the data; an epoch's last step may be smaller."""
+    """Return the optimizer steps of a run over so many rows of the data; an epoch's last step may be smaller."""
     if train.steps is not None:
         return train.steps
     assert train.epochs is not None
-    per_epoch = -(-rows // (loaded_rows(train, data) * world * accumulation))
+    per_epoch = -(-rows // (data_rows_per_micro_batch(train, data) * world * accumulation))
     return max(int(-(-train.epochs * per_epoch // 1)), 1)
 
 
-def small_data_notes(recipe: Recipe, data: DataReport, accumulation: int, world: int) -> list[str]:
-    """Return notes on data or steps that are too few to train on or to measure, with the settings to change.
+def small_data_warnings(recipe: Recipe, data: DataReport, accumulation: int, world: int) -> list[str]:
+    """Return warnings of data or steps that are too few to train on or to measure, with the settings to change.
 
     Args:
         recipe: the run's.
-        data: as read; nothing is said of random tokens.
+        data: its report; random tokens get no warnings.
         accumulation: micro-batches of a step on a device.
         world: devices.
     """
     if data.source.startswith("synthetic"):
         return []
-    train, micro_rows = recipe.train, loaded_rows(recipe.train, recipe.data) * world
+    train, micro_rows = recipe.train, data_rows_per_micro_batch(recipe.train, recipe.data) * world
     micro = train.batch_size * world * data.max_length
     steps = total_steps(train, recipe.data, data.rows, accumulation, world)
     faults, cures, notes = [], [], []
     if accumulation * micro_rows > data.rows:
         faults.append(f"a step of {accumulation * micro:,} tokens is more than all of the data ({data.tokens:,})")
-    if steps < FEW_STEPS:
-        faults.append(f"{counted(steps, 'optimizer step')} will teach little")
-    if faults and accumulation > 1:  # as many micro-batches as leave FEW_STEPS steps to a run, or 1
-        fewer = max(int(data.rows * train.epochs / FEW_STEPS) if train.epochs else data.rows, micro_rows) // micro_rows
+    if steps < MIN_STEPS:
+        faults.append(f"{counted(steps, 'optimizer step')} are too few to train on")
+    if faults and accumulation > 1:  # as many micro-batches as leave MIN_STEPS steps to a run, or 1
+        fewer = max(int(data.rows * train.epochs / MIN_STEPS) if train.epochs else data.rows, micro_rows) // micro_rows
         then = total_steps(train, recipe.data, data.rows, fewer, world)
         cures.append(f"train.tokens_per_step={fewer * micro} (makes {counted(then, 'step')})")
-    if steps < FEW_STEPS:
+    if steps < MIN_STEPS:
         cures.append("more train.epochs" if train.epochs else "more train.steps")
     if faults:
         notes.append(f"{'; '.join(faults)}: {', '.join(cures)}, or more data")
-    if data.validation_tokens < FEW_HELD_OUT:
+    if data.validation_tokens < MIN_HELD_OUT_TOKENS:
         notes.append(
-            f"{counted(data.validation_tokens, 'held-out token')} (under {FEW_HELD_OUT:,}) make figures of chance: "
-            "a larger data.validation.fraction, a data.validation.source, or more data"
+            f"{counted(data.validation_tokens, 'held-out token')} (under {MIN_HELD_OUT_TOKENS:,}) are too few "
+            "to measure by: a larger data.validation.fraction, a data.validation.source, or more data"
         )
     return notes
 
 
-def reports_problem(names: Sequence[str]) -> str | None:
-    """Return what of `train.report_to` transformers does not know or is not installed, in words; None for nothing."""
+def report_to_problem(names: Sequence[str]) -> str | None:
+    """Return the error of the first entry of `train.report_to` that is unknown or not installed; None without one."""
     installed = get_available_reporting_integrations()
     for name in names:
         if name not in INTEGRATION_TO_CALLBACK and name != "all":
@@ -98,14 +98,17 @@ def reports_problem(names: Sequence[str]) -> str | None:
 
 
 def require_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse `train.arguments` that do not exist, and numbers and switches that are none: transformers looks at few."""
+    """Raise ValueError for unknown `train.arguments` and values of a wrong type, which transformers does not check."""
     unknown = sorted(set(given) - set(TrainingArguments.__dataclass_fields__))
     if unknown:
-        raise ValueError(f"train.arguments.{unknown[0]}: transformers.TrainingArguments has no such argument")
+        raise ValueError(
+            f"train.arguments.{unknown[0]}: expected an argument of transformers.TrainingArguments, which has none of "
+            "this name"
+        )
     if given.get("use_liger_kernel"):
         raise ValueError(
-            "train.arguments.use_liger_kernel: it would take the place of the forward that computes this loss; leave "
-            "it out"
+            "train.arguments.use_liger_kernel: expected false, since it replaces the forward that computes this "
+            "loss; leave it out"
         )
     for name, value in given.items():
         field = TrainingArguments.__dataclass_fields__[name]

@@ -12,7 +12,7 @@ from distill.evaluation.samples import TITLES
 from distill.models.offload import offloading_of
 from distill.models.quantised import quantised_by
 from distill.models.work import count_text, parameters_of
-from distill.planning.steps import small_data_notes
+from distill.planning.steps import small_data_warnings
 from distill.teachers.identity import model_name
 from distill.teachers.measure import KL, Measure
 
@@ -56,13 +56,13 @@ def preamble(
         "workspace": f"logits are computed in chunks; in full they would take {avoided:,.1f} GiB per micro-batch",
     }
     if plan.world > 1:
-        lines["devices"] = str(plan.sharing)
+        lines["devices"] = str(plan.placement)
     for model in pair.teacher.models.values():
         if offloaded := offloading_of(model):
             lines["offload"] = offloaded
         if method := quantised_by(model):
             lines["quantised"] = f"linear layers of the teacher by {method}, except its head; the error is not measured"
-    for note in small_data_notes(recipe, data, plan.accumulation, plan.world):
+    for note in small_data_warnings(recipe, data, plan.accumulation, plan.world):
         lines["few data"] = note if "few data" not in lines else f"{lines['few data']}\n{' ' * 12}{note}"
     if caveat := pair.teacher.format.properties.caveat:
         lines["divergences"] = caveat

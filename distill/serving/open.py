@@ -21,7 +21,7 @@ from distill.core.launch import processes_to_start, visible_gpus
 from distill.core.ranks import is_main_process, world_size
 from distill.models.attention_choice import AttentionChoices
 from distill.models.gpu_specs import family_in
-from distill.models.sharding import Sharing
+from distill.models.sharding import Placement
 from distill.recipe import Recipe, parse
 from distill.recipe.compatibility import require_command
 from distill.recipe.yaml_text import to_yaml
@@ -90,7 +90,7 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Engin
         transformers.enable_full_determinism(recipe.train.seed)
     source, sharded = source_of(recipe), world_size() > 1
     context = load_context(recipe)
-    context = context._replace(sharing=Sharing("ddp", True, True)) if sharded else context
+    context = context._replace(placement=Placement("ddp", True, True)) if sharded else context
     vocabulary = source.vocabulary()
     device = context.device
     for problem in source.problems(cuda=device.type == "cuda", sharded=sharded, family=family_in(device)):

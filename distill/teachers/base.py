@@ -20,7 +20,7 @@ from torch import nn
 from distill.models.attention_choice import AttentionChoices
 from distill.models.head import HeadWeights, LogitTransform, find_head
 from distill.models.precision import Precision, resolve_device, resolve_precision
-from distill.models.sharding import ALONE, Sharing, is_sharded
+from distill.models.sharding import SINGLE_PROCESS, Placement, is_sharded
 from distill.models.work import Work, count_text, parameters_of, total_work, work_of
 from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 from distill.teachers.losses import DIVERGENCES
@@ -293,25 +293,25 @@ class CutStudent(NamedTuple):
 
 
 class LoadContext(NamedTuple):
-    """Device, dtypes and sharing with which a source is opened.
+    """Device, dtypes and placement with which a source is opened.
 
     Attributes:
         device: of this process.
         precision: dtypes of computing and of both models' weights.
-        sharing: how several processes hold the models.
+        placement: how several processes hold the models.
         attention: which attention back ends the models get, for a teacher that is patched while it is loaded.
     """
 
     device: torch.device
     precision: Precision
-    sharing: Sharing
+    placement: Placement
     attention: AttentionChoices
 
 
 def load_context(recipe: Recipe) -> LoadContext:
     """Return the context of a single process for a recipe: its device and precision, nothing shared."""
     device = resolve_device(recipe.train)
-    return LoadContext(device, resolve_precision(recipe, device), ALONE, AttentionChoices(recipe))
+    return LoadContext(device, resolve_precision(recipe, device), SINGLE_PROCESS, AttentionChoices(recipe))
 
 
 class TeacherSource(Protocol):

@@ -242,9 +242,9 @@ class ModelSource(TeacherSource):
         return LoadedTeacher(self.load(context), field=self.field, tokenizer=tokenizer, fp8=fp8, skip=section.fp8_skip)
 
     def load(self, context: LoadContext) -> Any:
-        """Return the model by its section and the sharing; a sharded one is patched already, before its shards."""
+        """Return the model by its section and the placement; a sharded one is patched already, before its shards."""
         device, dtype = context.device, context.precision.teacher
-        if context.sharing.teacher_sharded:
+        if context.placement.teacher_sharded:
             model, report = load_sharded_teacher(
                 self.section, device=device, dtype=dtype,
                 attention=(lambda model: context.attention.of(model, "teacher")) if runs_our_kernels(device) else None,

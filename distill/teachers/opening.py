@@ -65,7 +65,7 @@ def open_pair(source: TeacherSource, vocabulary: Vocabulary, context: LoadContex
     Args:
         source: of the recipe's teacher.
         vocabulary: of the source; tokenizers are compared before weights are read.
-        context: device, dtypes and sharing.
+        context: device, dtypes and placement.
 
     Raises:
         ValueError: naming the field.
@@ -73,7 +73,7 @@ def open_pair(source: TeacherSource, vocabulary: Vocabulary, context: LoadContex
     recipe, section = source.recipe, source.recipe.student
     vocabulary.prepare()
     device = context.device
-    sharded = context.sharing.teacher_sharded
+    sharded = context.placement.teacher_sharded
     for problem in source.problems(cuda=device.type == "cuda", sharded=sharded, family=family_in(device)):
         raise ValueError(problem)
     if refusal := fp8_problem(section, family_in(device)):

@@ -49,7 +49,7 @@ class AverageSource(ModelSource):
         return plain._replace(weights=plain.weights + (4 * self.meta().shape.parameters if size < 4 else 0))
 
     def open(self, context: LoadContext, vocabulary: Vocabulary) -> AveragedTeacher:
-        if context.sharing.student_sharded:
+        if context.placement.student_sharded:
             raise ValueError(f"{self.field}.ema: a running average needs the student whole; set parallel.strategy: ddp")
         assert self.section.ema is not None
         tokenizer = vocabulary.teacher_tokenizer

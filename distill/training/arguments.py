@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 
 from distill.models.precision import COMPUTE, Precision
 from distill.planning.run_plan import RunPlan
-from distill.planning.steps import FUSED, loaded_rows, reports_problem, require_arguments
+from distill.planning.steps import FUSED, data_rows_per_micro_batch, report_to_problem, require_arguments
 from distill.recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -74,12 +74,12 @@ def training_arguments(
         ValueError: A field, `train.arguments` included, does not fit; the message names it.
     """
     train, steps = recipe.train, plan.steps
-    if problem := reports_problem(train.report_to):
+    if problem := report_to_problem(train.report_to):
         raise ValueError(problem)
     values: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": steps,
-        "per_device_train_batch_size": loaded_rows(train, recipe.data),
+        "per_device_train_batch_size": data_rows_per_micro_batch(train, recipe.data),
         "per_device_eval_batch_size": train.batch_size,
         "gradient_accumulation_steps": plan.accumulation,
         "learning_rate": train.learning_rate,
@@ -113,7 +113,7 @@ def training_arguments(
         known = TrainingArguments.__dataclass_fields__
         name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
         values |= {name: True, f"{name}_kwargs": {"use_reentrant": False}}
-    if plan.sharing.student_sharded and plan.world > 1:
+    if plan.placement.student_sharded and plan.world > 1:
         if why := NOT_IN_SHARDS.get(train.optimizer):
             raise ValueError(
                 f"train.optimizer: {train.optimizer} cannot train a student sharded by FSDP ({why}); expected "

@@ -167,7 +167,7 @@ def read(file: Path) -> list[dict[str, Any]]:
     return parquet.read_table(file).to_pylist()
 
 
-def shades_of(row: Mapping[str, Any]) -> list[float | None]:
+def divergences_of(row: Mapping[str, Any]) -> list[float | None]:
     """Return the divergence at each token of a stored answer, in nats; None at tokens that are not trained on.
 
     Files of earlier versions have no `positions`: the student sampled all of their tokens.

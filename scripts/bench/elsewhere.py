@@ -184,22 +184,22 @@ def _of_two(folder: Path, until: float, title: str, recipe: Path, overrides: Seq
 def planned(recipe: Path, overrides: Sequence[str]) -> tuple[float, bool]:
     """Tokens a second on two H200 as `distill check` works them out, and whether `parallel`'s `auto` comes to this."""
     from distill.planning.devices import find_device
-    from distill.planning.preflight import situation_of
-    from distill.planning.served import choose_served, training_gpus
-    from distill.planning.sharing import sharing_of
+    from distill.planning.placement import estimate_placement
+    from distill.planning.preflight import device_plan
     from distill.planning.step_time import StepTokens, step_time
+    from distill.planning.teacher_server import choose_teacher_server, training_gpus
     from distill.recipe import Parallel, load
 
     device = find_device("H200")
     given = load(recipe, [*DRY, *overrides])
-    situation = situation_of(given, device, training_gpus(given, 2))
-    tokens = float(given.train.batch_size * given.data.max_length * situation.world)
-    time = step_time(situation, device, StepTokens(tokens, tokens, tokens * (given.data.max_length + 1) / 2))
-    open_ = situation_of(given.model_copy(update={"parallel": Parallel()}), device, 2)
-    chosen = choose_served(open_, device)
+    plan = device_plan(given, device, training_gpus(given, 2))
+    tokens = float(given.train.batch_size * given.data.max_length * plan.world)
+    time = step_time(plan, device, StepTokens(tokens, tokens, tokens * (given.data.max_length + 1) / 2))
+    open_ = device_plan(given.model_copy(update={"parallel": Parallel()}), device, 2)
+    chosen = choose_teacher_server(open_, device)
     same = chosen.parallel.teacher_gpus == given.parallel.teacher_gpus
     if given.parallel.teacher_gpus is None:
-        same = same and sharing_of(open_)[:2] == sharing_of(situation)[:2]
+        same = same and estimate_placement(open_)[:2] == estimate_placement(plan)[:2]
     return (float("nan") if time is None or time.seconds is None else tokens / time.seconds), same
 
 

@@ -27,7 +27,7 @@ from distill.generation.engines import engine_for, settings_for
 from distill.generation.sampling import Sampling
 from distill.models.attention_choice import AttentionChoices
 from distill.models.head import find_head, probe_logits
-from distill.models.sharding import ALONE
+from distill.models.sharding import SINGLE_PROCESS
 from distill.recipe import Recipe
 from distill.teachers.base import LoadContext
 from distill.teachers.cache.plan import head_of
@@ -73,7 +73,7 @@ class TeacherBench(Bench):
                 ModelPair(teacher, student, vocabulary, rows, "", None),
                 keep,
                 teacher,
-                LoadContext(self.device, self.precision, ALONE, AttentionChoices(recipe)),
+                LoadContext(self.device, self.precision, SINGLE_PROCESS, AttentionChoices(recipe)),
                 vocabulary,
                 head_of(teacher),
                 probe_logits(student, "student"),

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from distill.cli import run_command
 from distill.models.gpu_specs import GPU_SPECS
 from distill.models.shape import shape_of
-from distill.planning.answer_time import token_seconds
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
+from distill.planning.rollout_time import seconds_per_token
 from distill.recipe import load
 from distill.recipe.shipped import find_architecture
 
@@ -38,7 +38,7 @@ def test_a_token_takes_what_was_measured(shape, fused, ms):
     with torch.device("meta"):
         student = shape_of(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(find_architecture(name))))
     itemsize = 4 if "fp32" in shape else 2
-    predicted = token_seconds(student, GPU_SPECS["H200"], int(rows), int(cached), itemsize, fused)
+    predicted = seconds_per_token(student, GPU_SPECS["H200"], int(rows), int(cached), itemsize, fused)
     assert 1e3 * predicted == pytest.approx(ms, rel=0.2)
 
 
@@ -64,21 +64,21 @@ def plan(tmp_path, monkeypatch):
 
 def test_answers_are_counted_and_their_time_is_a_part_of_the_step(plan):
     one, none = plan("data.packing=false"), plan("data.packing=false", "data.on_policy=null")
-    assert none.answers is None and one.answers is not None
-    assert one.answers[:2] == (8, 8)  # a row of 64 tokens each, of 512
-    assert one.seconds_per_step == pytest.approx(none.seconds_per_step + one.answers.seconds)
+    assert none.rollouts is None and one.rollouts is not None
+    assert one.rollouts[:2] == (8, 8)  # a row of 64 tokens each, of 512
+    assert one.seconds_per_step == pytest.approx(none.seconds_per_step + one.rollouts.seconds)
     half = plan("data.packing=false", "data.on_policy.fraction=0.5")
-    assert half.answers.number == 4 and half.answers.seconds == pytest.approx(one.answers.seconds / 2)
-    packed, apart = (plan("data.max_length=128", f"data.packing={packing}").answers for packing in ("true", "false"))
+    assert half.rollouts.number == 4 and half.rollouts.seconds == pytest.approx(one.rollouts.seconds / 2)
+    packed, apart = (plan("data.max_length=128", f"data.packing={packing}").rollouts for packing in ("true", "false"))
     assert packed.number > apart.number == 4
-    together = plan("data.packing=false", "data.on_policy.batch_size=8").answers.seconds
-    assert one.answers.seconds / 2 < together < 0.6 * one.answers.seconds  # waiting for kernels is the most of it
-    assert plan("data.max_length=32", "data.on_policy.max_new_tokens=99").answers.tokens < 32
+    together = plan("data.packing=false", "data.on_policy.batch_size=8").rollouts.seconds
+    assert one.rollouts.seconds / 2 < together < 0.6 * one.rollouts.seconds  # waiting for kernels is the most of it
+    assert plan("data.max_length=32", "data.on_policy.max_new_tokens=99").rollouts.tokens < 32
 
 
 def test_steps_that_are_not_fused_are_slower(plan):
     def seconds(*overrides):
-        return plan("data.packing=false", "train.tokens_per_step=16384", *overrides).answers.seconds
+        return plan("data.packing=false", "train.tokens_per_step=16384", *overrides).rollouts.seconds
 
     fused = seconds("data.on_policy.batch_size=128")
     assert seconds("data.on_policy.batch_size=129") > 2 * fused < seconds("student.lora.r=4")  # rows at once, adapters
@@ -87,7 +87,7 @@ def test_steps_that_are_not_fused_are_slower(plan):
 @pytest.mark.parametrize("override", ["data.on_policy.engine=transformers", "train.precision=float32"])
 def test_of_another_engine_no_time_is_told(override, plan, capsys):
     found = plan(override)
-    assert found.answers.seconds is None and found.seconds_per_step is None
+    assert found.rollouts.seconds is None and found.seconds_per_step is None
     assert run_command(["check", "r.yaml", "--gpu", "H200", override]) == 0
     assert "of at most 8 tokens: time unknown" in capsys.readouterr().out
 
@@ -96,4 +96,4 @@ def test_check_says_it(plan, capsys):
     assert run_command(["check", "r.yaml", "--gpu", "H200", "data.packing=false"]) == 0
     assert "rollouts    8 per step of at most 8 tokens: 0.00 s of it if all are that long" in capsys.readouterr().out
     assert run_command(["check", "r.yaml", "--gpu", "H200", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["answers"]["tokens"] == 8
+    assert json.loads(capsys.readouterr().out)["rollouts"]["tokens"] == 8

@@ -1,4 +1,4 @@
-"""Recipe on given devices, and the sizes that follow."""
+"""Plan of a recipe on given devices: the model sizes, precision and step that follow from both."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.registry import source_of
 
 
-class Situation(NamedTuple):
-    """A recipe on some devices.
+class DevicePlan(NamedTuple):
+    """Recipe on some devices.
 
     Attributes:
+        recipe: the run's recipe.
+        source: its teacher's.
+        precision: dtypes of both models.
+        memory_bytes: memory of one device.
+        world: number of devices that train.
         longest: tokens of the data's longest document; 0 where they have not been read.
     """
 
@@ -31,23 +36,23 @@ class Situation(NamedTuple):
     longest: int = 0
 
     @staticmethod
-    def here(recipe: Recipe, device: torch.device, world: int) -> Situation:
-        """On `world` CUDA devices such as `device`."""
+    def on_cuda(recipe: Recipe, device: torch.device, world: int) -> DevicePlan:
+        """Return the plan on `world` CUDA devices such as `device`."""
         total = torch.cuda.get_device_properties(device).total_memory
-        return Situation(recipe, source_of(recipe), resolve_precision(recipe, device), total, world)
+        return DevicePlan(recipe, source_of(recipe), resolve_precision(recipe, device), total, world)
 
-    def of(self, recipe: Recipe) -> Situation:
-        """Another recipe on the same devices, in the same precision."""
+    def with_recipe(self, recipe: Recipe) -> DevicePlan:
+        """Return the plan of another recipe on the same devices, in the same precision."""
         return self._replace(recipe=recipe, source=source_of(recipe))
 
     @property
     def usable(self) -> float:
-        """Bytes of one device that a run may take."""
+        """Bytes of one device that a run may use."""
         return USABLE * self.memory_bytes
 
     @property
     def student(self) -> MetaModel:
-        """The student without memory, with its adapters."""
+        """The student on the meta device, with its adapters."""
         section = self.recipe.student
         config = meta_config(self.source.config_section, "teacher") if section.is_cut else None
         return meta_student(section, config)

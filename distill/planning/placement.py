@@ -18,16 +18,16 @@ import torch
 
 from distill.core.units import GIB
 from distill.models.gpu_specs import family_in
-from distill.models.sharding import ALONE, Sharing, Strategy
+from distill.models.sharding import SINGLE_PROCESS, Placement, Strategy
 from distill.recipe import Parallel, Recipe
 from distill.teachers.footprint import Footprint
 from distill.teachers.registry import source_of
 
 if TYPE_CHECKING:
-    from distill.planning.situation import Situation
+    from distill.planning.device_plan import DevicePlan
 
 
-class Needs(NamedTuple):
+class MemoryNeeds(NamedTuple):
     """Bytes of one device.
 
     Attributes:
@@ -43,7 +43,7 @@ class Needs(NamedTuple):
     sharded: float
 
 
-class TeacherSide(NamedTuple):
+class TeacherServerMemory(NamedTuple):
     """Memory of each GPU of a teacher server that the launch starts.
 
     Attributes:
@@ -59,12 +59,11 @@ class TeacherSide(NamedTuple):
     footprint: Footprint
 
 
-def plan_sharing(recipe: Recipe, device: torch.device, world: int, longest: int = 0) -> Sharing:
-    """Return the placement that `parallel` gives for this recipe on `world` devices such as `device`, with the
-    reason.
+def plan_placement(recipe: Recipe, device: torch.device, world: int, longest: int = 0) -> Placement:
+    """Return the placement of both models on `world` devices such as `device`, by `parallel` and memory estimates.
 
-    Sizes are counted on models without memory, so nothing has to be loaded for it. A CPU has no limit here: copies,
-    unless shards are asked for.
+    Sizes are those of models on the meta device, so nothing is loaded. A CPU has no memory limit here: models are
+    replicated unless the recipe asks for shards.
 
     Args:
         recipe: the run's.
@@ -76,56 +75,56 @@ def plan_sharing(recipe: Recipe, device: torch.device, world: int, longest: int 
         ValueError: a teacher that would have to be sharded and cannot.
     """
     if world == 1:
-        return ALONE
+        return SINGLE_PROCESS
     if device.type != "cuda":
-        return as_requested(recipe)
-    from distill.planning.situation import Situation
+        return requested_placement(recipe)
+    from distill.planning.device_plan import DevicePlan
 
-    situation = Situation.here(recipe, device, world)._replace(longest=longest)
-    sharing = sharing_of(situation)
-    for problem in situation.source.problems(cuda=True, sharded=sharing.teacher_sharded, family=family_in(device)):
-        raise ValueError(f"{problem} ({sharing.why})")
-    return sharing
+    plan = DevicePlan.on_cuda(recipe, device, world)._replace(longest=longest)
+    placement = estimate_placement(plan)
+    for problem in plan.source.problems(cuda=True, sharded=placement.teacher_sharded, family=family_in(device)):
+        raise ValueError(f"{problem} ({placement.why})")
+    return placement
 
 
-def as_requested(recipe: Recipe) -> Sharing:
-    """Without arithmetic: copies, unless shards are asked for and possible."""
+def requested_placement(recipe: Recipe) -> Placement:
+    """Return the placement that the recipe names, without estimates: replicas unless it asks for shards."""
     in_shards = recipe.parallel.teacher == "sharded" and source_of(recipe).shardable
-    return Sharing("fsdp" if recipe.parallel.strategy == "fsdp" else "ddp", in_shards, True, "as asked for")
+    return Placement("fsdp" if recipe.parallel.strategy == "fsdp" else "ddp", in_shards, True, "as requested")
 
 
-def sharing_of(situation: Situation) -> Sharing:
+def estimate_placement(plan: DevicePlan) -> Placement:
     """Return the placement on more than one device, by memory estimates alone."""
     from distill.planning.memory import step_memory
 
-    parallel, usable, world = situation.recipe.parallel, situation.usable, situation.world
-    ways = [step_memory(situation, sharded=sharded) for sharded in (False, True)]
+    parallel, usable, world = plan.recipe.parallel, plan.usable, plan.world
+    ways = [step_memory(plan, sharded=sharded) for sharded in (False, True)]
     others = [way.peak - way.parts["teacher"] for way in ways]
-    needs = Needs(ways[0].parts["teacher"], situation.footprint(sharded=True).gathered, *others)
-    teachers = "copied" if parallel.teacher == "served" or not situation.source.shardable else parallel.teacher
-    sharing = choose_sharing(parallel.strategy, needs, usable, world, teachers)
+    needs = MemoryNeeds(ways[0].parts["teacher"], plan.footprint(sharded=True).gathered, *others)
+    teachers = "copied" if parallel.teacher == "served" or not plan.source.shardable else parallel.teacher
+    placement = choose_placement(parallel.strategy, needs, usable, world, teachers)
     why = (
         f"of {usable / GIB:.1f} GiB usable on each of {world} GPUs the teacher takes {needs.teacher / GIB:.1f} "
         f"({min(needs.teacher, needs.teacher / world + needs.gathered) / GIB:.1f} in shards), the student's step "
         f"{needs.copied / GIB:.1f} ({needs.sharded / GIB:.1f} in shards)"
     )
-    return sharing._replace(why=why if sharing.fits else why + ", which is too much by this arithmetic")
+    return placement._replace(why=why if placement.fits else why + ", which is too much by this arithmetic")
 
 
-def choose_sharing(
+def choose_placement(
     strategy: Literal["auto", "ddp", "fsdp"],
-    needs: Needs,
+    needs: MemoryNeeds,
     usable: float,
     world: int,
     teachers: Literal["auto", "copied", "sharded"] = "auto",
-) -> Sharing:
+) -> Placement:
     """The first of the three ways above that fits; the last one asked for where none does.
 
     Args:
         teachers: `parallel.teacher`; what is asked for rules out the other ways.
     """
     if world == 1:
-        return Sharing("ddp", False, needs.teacher + needs.copied <= usable)
+        return Placement("ddp", False, needs.teacher + needs.copied <= usable)
     shard = min(needs.teacher, needs.teacher / world + needs.gathered)
     ways: list[tuple[Strategy, bool, float]] = [
         ("ddp", False, needs.teacher + needs.copied),
@@ -140,25 +139,25 @@ def choose_sharing(
         allowed.remove(ways[2])
     for student, in_shards, needed in allowed:
         if needed <= usable:
-            return Sharing(student, in_shards, True)
+            return Placement(student, in_shards, True)
     student, in_shards, _ = allowed[-1]
-    return Sharing(student, in_shards, False)
+    return Placement(student, in_shards, False)
 
 
-def teacher_side(situation: Situation) -> TeacherSide:
+def teacher_server_memory(plan: DevicePlan) -> TeacherServerMemory:
     """Return the placement of the teacher on the server's GPUs."""
-    recipe, gpus = situation.recipe, situation.recipe.parallel.teacher_gpus or 1
-    plain = situation.of(recipe.model_copy(update={"parallel": Parallel()}))._replace(world=gpus)
+    recipe, gpus = plan.recipe, plan.recipe.parallel.teacher_gpus or 1
+    plain = plan.with_recipe(recipe.model_copy(update={"parallel": Parallel()}))._replace(world=gpus)
     copied, cut, shape = plain.footprint(), plain.footprint(sharded=True), plain.source.shapes()[0]
     tokens = recipe.train.batch_size * recipe.data.max_length
     wide = 2 * shape.hidden + shape.query + 2 * shape.key_value + 3 * shape.intermediate
-    answers = 2 * situation.accumulation * tokens * shape.hidden * situation.world / gpus
-    work = situation.precision.teacher.itemsize * (tokens * wide + answers)
+    answers = 2 * plan.accumulation * tokens * shape.hidden * plan.world / gpus
+    work = plan.precision.teacher.itemsize * (tokens * wide + answers)
     ways = {
         False: max(copied.weights + work, copied.loading),
         True: copied.weights / gpus + cut.gathered + work,
     }
     layout = recipe.parallel.teacher_layout
     can_shard = gpus > 1 and not plain.source.problems(cuda=True, sharded=True)
-    sharded = layout == "sharded" or (layout == "auto" and can_shard and ways[False] > situation.usable)
-    return TeacherSide(sharded, ways[sharded], ways[sharded] <= situation.usable, copied)
+    sharded = layout == "sharded" or (layout == "auto" and can_shard and ways[False] > plan.usable)
+    return TeacherServerMemory(sharded, ways[sharded], ways[sharded] <= plan.usable, copied)

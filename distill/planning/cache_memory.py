@@ -1,0 +1,133 @@
+"""Placement of a teacher over several GPUs while it is cached: replicated, or sharded where it does not fit.
+
+Caching has neither gradients nor optimizer states, so that a teacher that a run must shard may fit whole here, which is
+faster: replicas do not communicate. With N tokens in a micro-batch, c the bytes of a number that is computed with, H
+the hidden size, A and K those of queries and of keys, I the MLP's width, on each device:
+
+    teacher     as in a run; sharded its part, the gathered layers, and its head whole
+    student     its weights, whose gradients measure the error of storing K tokens at the end
+    forward     N c (4 H + 2 A + 2 K + 3 I), of one layer, and the hidden states
+    encoding    about twelve fp32 numbers for each logit of a chunk, none for hidden states
+"""
+
+from __future__ import annotations
+
+import torch
+
+from distill.core.units import GIB
+from distill.models.gpu_specs import family_in
+from distill.models.sharding import SINGLE_PROCESS, Placement
+from distill.planning.device_plan import DevicePlan
+from distill.recipe import FromTeacher, Recipe, Student
+from distill.teachers.base import TeacherSource
+from distill.teachers.cache.encode import CHUNK_ELEMENTS
+from distill.teachers.cache.teacher import section_to_load
+from distill.teachers.registry import source_of
+
+BYTES_PER_LOGIT = 48
+
+
+def caching_memory(plan: DevicePlan, batch_size: int | None = None, *, sharded: bool = False) -> float:
+    """Return the bytes on each device while the recipe's teacher is cached.
+
+    Args:
+        plan: plan with a teacher to load.
+        batch_size: rows at a time; None for the recipe's.
+        sharded: whether each device holds a shard of one teacher.
+    """
+    recipe, (teacher, *_) = plan.recipe, plan.source.shapes()
+    size, footprint = plan.precision.teacher.itemsize, plan.footprint(sharded)
+    weights = footprint.weights
+    if sharded:
+        weights = min(weights, weights / plan.world + footprint.gathered) + teacher.head * size
+    tokens = (batch_size or recipe.train.batch_size) * recipe.data.max_length
+    forward = tokens * size * (4 * teacher.hidden + 2 * (teacher.query + teacher.key_value) + 3 * teacher.intermediate)
+    encoding = min(CHUNK_ELEMENTS["cuda"], tokens * teacher.vocabulary) * BYTES_PER_LOGIT
+    student = plan.student.shape.parameters * plan.precision.student.itemsize
+    return weights + student + forward + encoding
+
+
+def place_for_caching(plan: DevicePlan, batch_size: int | None = None, other_bytes: float = 0.0) -> Placement:
+    """Return the placement of the teacher, as requested or by its memory.
+
+    Args:
+        other_bytes: of each device that something else takes.
+    """
+    usable, world = plan.usable - other_bytes, plan.world
+    copied, sharded = (caching_memory(plan, batch_size, sharded=way) for way in (False, True))
+    if world == 1:
+        return SINGLE_PROCESS._replace(fits=copied <= usable, why=f"{copied / GIB:.1f} GiB")
+    teachers = plan.recipe.parallel.teacher if plan.source.shardable else "copied"
+    in_shards = teachers == "sharded" or (teachers == "auto" and copied > usable)
+    why = (
+        f"of {usable / GIB:.1f} GiB usable on each of {world} GPUs caching takes {copied / GIB:.1f} with a copy of the "
+        f"teacher, {sharded / GIB:.1f} with a shard"
+    )
+    return Placement("ddp", in_shards, (sharded if in_shards else copied) <= usable, why)
+
+
+def plan_caching(recipe: Recipe, device: torch.device, world: int, batch_size: int | None = None) -> Placement:
+    """Return the placement of the teacher over the processes of `distill cache`.
+
+    A CPU has no memory limit here: replicas, unless the recipe asks for shards.
+
+    Args:
+        recipe: its teacher is one to load.
+        batch_size: rows at a time; None for the recipe's.
+
+    Raises:
+        ValueError: a teacher that would have to be sharded and cannot.
+    """
+    source, placement = _placement(recipe, device, world, batch_size, 0)
+    for problem in source.problems(
+        cuda=device.type == "cuda", sharded=placement.teacher_sharded, family=family_in(device)
+    ):
+        raise ValueError(f"{problem} ({placement.why})")
+    return placement
+
+
+def _placement(
+    recipe: Recipe, device: torch.device, world: int, batch_size: int | None, cached_tokens: int
+) -> tuple[TeacherSource, Placement]:
+    source = source_of(recipe)
+    if world == 1:
+        return source, SINGLE_PROCESS
+    if device.type != "cuda":
+        return source, Placement("ddp", recipe.parallel.teacher == "sharded", True, "as requested")
+    plan = DevicePlan.on_cuda(recipe, device, world)
+    (teacher, *_) = source.shapes()
+    kv_cache = cached_tokens * 2 * teacher.layers * teacher.key_value * plan.precision.teacher.itemsize
+    return source, place_for_caching(plan, batch_size, kv_cache)
+
+
+def shards_for_queries(
+    recipe: Recipe, device: torch.device, world: int, *, batch_size: int, cached_tokens: int = 0, alone: bool = False
+) -> bool:
+    """Return whether commands that query the teacher from `world` processes shard it, by the rule of caching.
+
+    They load a teacher of `teacher.dtype: fp8` in 16 bits.
+
+    Args:
+        recipe, device, world, batch_size: as `plan_caching` takes them.
+        cached_tokens: tokens in the KV cache, where the teacher generates.
+        alone: no student is loaded.
+    """
+    if world <= 1 or recipe.parallel.teacher == "copied":
+        return False
+    section = section_to_load(recipe)
+    if section.dtype == "fp8":
+        section = section.model_copy(update={"dtype": "auto"})
+    student = Student(from_teacher=FromTeacher(layers=1)) if alone else recipe.student
+    recipe = recipe.model_copy(update={"teacher": section, "student": student})
+    return _placement(recipe, device, world, batch_size, cached_tokens)[1].teacher_sharded
+
+
+def describe_cache_memory(plan: DevicePlan) -> str:
+    """Return a description of the memory of caching, for a recipe whose cache does not exist yet."""
+    recipe = plan.recipe
+    plan = plan.with_recipe(recipe.model_copy(update={"teacher": section_to_load(recipe)}))
+    placement = place_for_caching(plan)
+    needed = caching_memory(plan, sharded=placement.teacher_sharded)
+    teacher = "the teacher sharded" if placement.teacher_sharded else "the teacher replicated"
+    fits = "" if placement.fits else ", more than its memory"
+    return f"{needed / GIB:.1f} GiB on each GPU while it is cached, {teacher}{fits}"

@@ -1,0 +1,120 @@
+"""Teacher servers started with a run (`parallel.teacher: served`): their placement, and when they are faster.
+
+A GPU with a copy holds T bytes of the teacher, one of N with shards T / N and the largest gathered unit; each holds the
+activations of one layer's forward over a micro-batch, and the step's outputs that have not been fetched. Each GPU gets
+a copy where that fits (no communication between them), else a shard.
+
+With s and t the device-seconds of student and teacher in a step, W devices take (s + t) / W where all of them compute
+both, and max(s / (W - N), t / N) with N devices for the teacher: never less, apart from communication. So a server is
+faster only where the models do not fit on one device together, or would need a slower placement: for instance an fp8
+teacher, which cannot be sharded, on devices without room for a student. `auto` takes a server where `step_time`
+estimates less time, on GPUs of known rates, when `distill run` starts the training processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from distill.core.units import GIB
+from distill.planning.device_plan import DevicePlan
+from distill.planning.devices import Device, find_device
+from distill.planning.placement import TeacherServerMemory, estimate_placement, teacher_server_memory
+from distill.planning.step_time import StepTokens, step_time
+from distill.planning.steps import accumulation_steps
+from distill.recipe import Recipe, load
+from distill.recipe.teachers import reads_as_the_student
+from distill.teachers.losses import is_soft
+
+
+def training_gpus(recipe: Recipe, gpus: int) -> int:
+    """Return how many of the GPUs train.
+
+    Raises:
+        ValueError: the teacher server leaves none.
+    """
+    teachers = recipe.parallel.teacher_gpus or 0
+    if gpus <= teachers:
+        raise ValueError(
+            f"parallel.teacher_gpus: expected fewer than the {gpus} GPUs there are, since the others train, got "
+            f"{teachers}; or set parallel.teacher to copied or sharded"
+        )
+    return gpus - teachers
+
+
+def server_shards_teacher(recipe: Recipe, device: torch.device, students: int) -> bool:
+    """Return whether the server's GPUs hold shards of one teacher; on CPUs only if the recipe asks for it."""
+    if device.type != "cuda":
+        return recipe.parallel.teacher_layout == "sharded"
+    return teacher_server_memory(DevicePlan.on_cuda(recipe, device, students)).sharded
+
+
+def teacher_server_problem(plan: DevicePlan, side: TeacherServerMemory) -> str | None:
+    """Return the error that the server's GPUs cannot hold the teacher, one line; None where they can."""
+    if side.fits:
+        return None
+    return (
+        f"parallel.teacher_gpus: expected at most {plan.usable / GIB:.1f} GiB on each, got {side.held / GIB:.1f} GiB "
+        f"({'a shard each' if side.sharded else 'a copy each'}); raise teacher_gpus or lower teacher.dtype"
+    )
+
+
+def choose_teacher_server(plan: DevicePlan, device: Device) -> Recipe:
+    """Return the recipe, with a teacher server on separate GPUs where `parallel.teacher: auto` is faster with one.
+
+    Args:
+        plan: of all devices, with the recipe as it was given.
+        device: one of them.
+    """
+    recipe, world = plan.recipe, plan.world
+    by_itself = recipe.parallel.teacher == "auto" and is_soft(recipe.loss) and reads_as_the_student(recipe)
+    if not (by_itself and world > 1 and device.gpu_spec and device.gpu_spec.flops):
+        return recipe
+    placement = estimate_placement(plan)
+    works = placement.fits and not plan.source.problems(
+        cuda=True, sharded=placement.teacher_sharded, family=device.family
+    )
+    least = _seconds_per_token(plan, device) if works else float("inf")
+    best = recipe
+    for candidate in _with_servers(plan):
+        seconds = _seconds_per_token(candidate, device)
+        if seconds < least and teacher_server_memory(candidate).fits and estimate_placement(candidate).fits:
+            least, best = seconds, candidate.recipe
+    return best
+
+
+def assign_gpus(recipe: Recipe, gpus: int, resumed_recipe: Path | None) -> tuple[int, Recipe]:
+    """Return the number of this machine's GPUs that train, and the recipe with `parallel.teacher: auto` resolved.
+
+    Args:
+        resumed_recipe: recipe.yaml of a run that is resumed, whose choice is kept; None for a new run.
+    """
+    if recipe.parallel.teacher == "auto" and resumed_recipe is not None and resumed_recipe.is_file():
+        before = load(resumed_recipe, of_run=True).parallel
+        if before.teacher == "served":
+            parallel = before.model_copy(update={"strategy": recipe.parallel.strategy})
+            recipe = recipe.model_copy(update={"parallel": parallel})
+    elif recipe.parallel.teacher == "auto" and (device := find_device(None)).gpu_spec is not None:
+        recipe = choose_teacher_server(DevicePlan.on_cuda(recipe, torch.device("cuda", 0), gpus), device)
+    return training_gpus(recipe, gpus), recipe
+
+
+def _with_servers(plan: DevicePlan) -> Iterator[DevicePlan]:
+    """Yield the training GPUs' plan for each number of server GPUs with which a step has whole micro-batches."""
+    recipe, world = plan.recipe, plan.world
+    for gpus in range(1, world):
+        parallel = recipe.parallel.model_copy(update={"teacher": "served", "teacher_gpus": gpus})
+        try:
+            accumulation_steps(recipe.train, recipe.data, world - gpus)
+        except ValueError:
+            continue
+        yield plan.with_recipe(recipe.model_copy(update={"parallel": parallel}))._replace(world=world - gpus)
+
+
+def _seconds_per_token(plan: DevicePlan, device: Device) -> float:
+    data = plan.recipe.data
+    tokens = float(plan.recipe.train.batch_size * data.max_length * plan.accumulation * plan.world)
+    found = step_time(plan, device, StepTokens(tokens, tokens, tokens * (data.max_length + 1) / 2))
+    return float("inf") if found is None or found.seconds is None else found.seconds / tokens
