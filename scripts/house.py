@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scripts.language import print_language
+from scripts.trainer_rules import print_trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -357,6 +358,7 @@ def print_structure() -> None:
         print(f"members of {name:<33}{count:>6}")
     for name, places in sorted(capability_places().items()):
         print(f"{f'places that ask for {name}':<44}{len(places):>6}    {', '.join(places)}")
+    print_trainer()
     print(f"{'functions over six arguments':<44}{len(long):>6}")
     for place, number in long:
         print(f"    {place:<64}{number:>4}")

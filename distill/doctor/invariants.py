@@ -370,7 +370,6 @@ def _trainer_gradients(subject: CheckSetup, batch_size: int) -> Gradients:
         )
         loss, columns = subject.loss, subject.vocab_size
         trainer = DistillationTrainer(subject.student, subject.teacher, arguments, loss=loss, vocab_size=columns)
-        trainer.current_gradient_accumulation_steps = count
         collate: Any = trainer.data_collator
         batches = [
             subject.on_device(collate(subject.rows[start:][:batch_size]))

@@ -40,7 +40,7 @@ def checkpoint_on_failure(trainer: Any, *, together: bool = False, exports: bool
     folder, kept = Path(trainer.args.output_dir), f"{CHECKPOINT}{trainer.state.global_step}"
     full = fault is not None and disk_code(fault) is not None
     if (together or not several) and folder / kept not in checkpoints(folder) and not full:
-        trainer._save_checkpoint(trainer.model, None)
+        trainer.save_checkpoint()
     if fault is None:
         raise RunError("another process of this run failed after the last step")
     if full or isinstance(fault, torch.OutOfMemoryError | MemoryError):

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Trainer
 
 from distill.core.errors import TeacherUnavailableError
 from distill.core.ranks import world_size
 from distill.training.checkpoints import CHECKPOINT
+from distill.training.transformers_compat import TransformersCompat
 
 if TYPE_CHECKING:
     from distill.teachers.objective import DistillationObjective
@@ -78,11 +78,11 @@ class TeacherPrefetcher:
             raise TeacherUnavailableError(fault or "the teacher server does not respond to another rank", agreed=True)
 
 
-def with_final_checkpoint(error: TeacherUnavailableError, trainer: Trainer) -> TeacherUnavailableError:
+def with_final_checkpoint(error: TeacherUnavailableError, trainer: TransformersCompat) -> TeacherUnavailableError:
     """Return the error that ends a run, after writing a checkpoint of its last complete step where possible."""
     step, folder = trainer.state.global_step, Path(trainer.args.output_dir or ".")
     if not step or not (error.agreed or trainer.accelerator.num_processes == 1):
         return error
     if not (folder / f"{CHECKPOINT}{step}").is_dir():
-        trainer._save_checkpoint(trainer.model_wrapped, None)
+        trainer.save_checkpoint()
     return TeacherUnavailableError(f"{error}; continue from step {step} with --resume")

@@ -54,7 +54,8 @@ def without_repeated_rows(loader: Any, processes: int) -> Any:
             batch sampler (an iterable data set, a sampler that shards by itself) stays as it is, with a warning.
     """
     shard = loader.batch_sampler
-    if processes == 1 or getattr(shard, "drop_last", False):
+    is_done = isinstance(getattr(shard, "batch_sampler", None), EmptyPaddedBatchSampler)
+    if processes == 1 or is_done or getattr(shard, "drop_last", False):
         return loader
     if not isinstance(shard, BatchSamplerShard) or shard.num_processes == 1:
         log.warning(

@@ -241,6 +241,12 @@ class IgnoreSignalsWorkerInit:
             self.begin(number)
 
 
+def ignore_signals_in_workers(loader: Any) -> None:
+    """Have the workers of a torch `DataLoader` ignore the signals that end a run."""
+    if not isinstance(loader.worker_init_fn, IgnoreSignalsWorkerInit):
+        loader.worker_init_fn = IgnoreSignalsWorkerInit(loader.worker_init_fn)
+
+
 def _supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer skips the step where its `found_inf` is not 0: FusedAdamW and torch's fused ones."""
     return type(optimizer).__name__ == "FusedAdamW" or bool(optimizer.defaults.get("fused"))

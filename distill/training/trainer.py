@@ -10,49 +10,42 @@ gradients over the ranks, so the loss is multiplied by the number of ranks.
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from distill.core.errors import TeacherUnavailableError
-from distill.core.files import sync
 from distill.core.labels import count_trained_tokens
-from distill.core.manifest import write_manifest
 from distill.data.collator import Collator, DefaultColumns, padding_token
 from distill.models.attention import keep_soft_cap
 from distill.models.compiling import uncompiled
 from distill.models.document_rope import follows_length, rope_by_document
-from distill.models.sharding import is_sharded, keeps_nothing, use_fsdp2
+from distill.models.sharding import is_sharded
 from distill.models.work import work_of
 from distill.recipe import Loss
 from distill.teachers.base import Batch, Teacher
 from distill.teachers.losses import LossSpec
 from distill.teachers.objective import DistillationObjective
 from distill.training.arguments import overwrite_arguments
-from distill.training.block_sampler import BlockSampler, begin_epoch, block_sampler
-from distill.training.checkpoint_weights import load_weights
-from distill.training.checkpoints import CHECKPOINT, UNFINISHED, lacks_evaluation, rotate_checkpoints, without_rotation
 from distill.training.loss_schedule import LossSchedule
 from distill.training.metrics import Meter, named_means, number_of_sums
-from distill.training.module_cache import cached_parameters, clear_module_cache
+from distill.training.module_cache import clear_module_cache
 from distill.training.prefetch import TeacherPrefetcher, with_final_checkpoint
-from distill.training.rank_batches import EmptyBatchCollator, without_repeated_rows
-from distill.training.step_guard import IgnoreSignalsWorkerInit, StepCallback, StepGuard, clip_in_optimizer
-from distill.training.warmup import begin_above_zero, restore_warmup
+from distill.training.rank_batches import EmptyBatchCollator
+from distill.training.step_guard import StepCallback, StepGuard
+from distill.training.transformers_compat import TransformersCompat
 from distill.training.watchdog import watch_ranks
 
 if TYPE_CHECKING:
     from distill.generation.on_policy import OnPolicyRollouts
 
 
-class DistillationTrainer(Trainer):
+class DistillationTrainer(TransformersCompat):
     """Trainer of a student `model` that matches `teacher`.
 
     Rows hold `input_ids`, `labels` (not shifted, -100 where masked from the loss; without them every token is trained
@@ -78,7 +71,6 @@ class DistillationTrainer(Trainer):
     """
 
     loss_is_scaled_for_ga = True
-    model: nn.Module
 
     def __init__(
         self,
@@ -127,9 +119,7 @@ class DistillationTrainer(Trainer):
         section = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
         self.is_rewarded = isinstance(section, Loss) and section.rewarded is not None
         self.objective.loss_of = self.meter.phases.timed("loss", self.objective.loss_of)  # type: ignore[method-assign]
-        self._blocks: BlockSampler | None = None
         self.on_policy: OnPolicyRollouts | None = None  # set it to train on the student's rollouts
-        self._checkpoint_folder: str | None = None
         self._batches_begun = 0  # micro-batches that training_step has begun
         self.prefetcher = TeacherPrefetcher(self.objective, self._sum_over_ranks, args.device)
         processes, folder = self.accelerator.num_processes, Path(args.output_dir or ".")
@@ -140,33 +130,6 @@ class DistillationTrainer(Trainer):
 
     def _sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(values, "sum")
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """Extend `Trainer`'s method: use FSDP2 where it was requested, on CPUs too."""
-        super().create_accelerator_and_postprocess()
-        if self.args.fsdp and self.accelerator.num_processes > 1:
-            use_fsdp2(self.accelerator, self.args.fsdp_plugin_args)
-            self.is_fsdp_enabled = True
-
-    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Extend `Trainer`'s method: several processes repeat no rows at the end of an epoch."""
-        loader: Any = super()._get_dataloader(*args, **kwargs)
-        inner = getattr(loader, "base_dataloader", loader)  # accelerate wraps a torch DataLoader
-        inner.worker_init_fn = IgnoreSignalsWorkerInit(inner.worker_init_fn)
-        return without_repeated_rows(loader, self.accelerator.num_processes)
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """Return `Trainer`'s sampler, or one that keeps rows that belong together (turns of a chat) adjacent."""
-        self._blocks = block_sampler(self.train_dataset if train_dataset is None else train_dataset, self.args)
-        return self._blocks or super()._get_train_sampler(train_dataset)
-
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Extend `Trainer`'s method: the first warm-up step has a rate above 0."""
-        is_new = self.lr_scheduler is None
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
-        if is_new:
-            begin_above_zero(scheduler, self.args.get_warmup_steps(num_training_steps))
-        return scheduler
 
     # ------------------------------------------------------------------ loss
 
@@ -198,22 +161,10 @@ class DistillationTrainer(Trainer):
             self.meter.phases.enter("optimizer")
         return loss
 
-    def floating_point_ops(self, inputs: Batch) -> int:
-        """Return 0: `Trainer` would walk all parameters for each micro-batch; `Meter` counts FLOPs instead."""
-        return 0
-
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        if self.accelerator.scaler or self.is_fsdp_enabled:
-            norm = super()._clip_grad_norm(model)
-        else:
-            parameters, max_norm = cached_parameters(self.model), self.args.max_grad_norm
-            norm = clip_in_optimizer(parameters, self.optimizer, max_norm)
-            norm = self.accelerator.clip_grad_norm_(parameters, max_norm) if norm is None else norm
-        self.step_guard.record_norm(norm)
-        return norm
-
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Extend `Trainer`'s method: with `on_policy`, replace some responses by the student's rollouts."""
+        if self.is_in_train and self.state.global_step >= self.state.max_steps:  # resumed after its last step
+            return [], None
         self.schedule.begin(step := self.state.global_step)
         rollouts = self.on_policy
         if self.is_rewarded and (rollouts is None or rollouts.rewards is None):
@@ -228,13 +179,6 @@ class DistillationTrainer(Trainer):
         if rollouts is not None and self.prefetcher.prefetch_enabled:
             self.prefetcher.submit(rollouts.upcoming_batches(self.data_collator))
         return batches, count
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | None:
-        """Return the trained tokens of all micro-batches and ranks, int64 on the device; at least 1."""
-        if not batch_samples:
-            return None
-        count = torch.as_tensor(sum(map(count_trained_tokens, batch_samples)), dtype=torch.int64).to(device)
-        return self.accelerator.reduce(count, "sum").clamp_min(1)
 
     def _teacher_fault(self, batches: list[Batch]) -> str | None:
         """Return where the teacher is not finite on a skipped step's batches, or None; every rank calls it."""
@@ -290,39 +234,6 @@ class DistillationTrainer(Trainer):
             self.step_guard.check_learning(self.state.global_step)
         return result
 
-    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
-        """Extend `Trainer`'s method, which would log, save and evaluate at the checkpoint's intervals, not those of
-        `args`.
-        """
-        begun = super()._init_training_state(max_steps, *args, **kwargs)
-        self.state.compute_steps(self.args, max_steps)
-        self.state.train_batch_size = self._train_batch_size
-        return begun
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        """Extend `Trainer`'s method, which would make one more step of a run resumed after its last step."""
-        begin_epoch(kwargs["epoch"], self.train_dataset, self._blocks)
-        if self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True
-            return None
-        if lacks_evaluation(self.args, self.state):
-            self.evaluate()
-        return super()._run_epoch(*args, **kwargs)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Extend `Trainer`'s method, which confuses a file's names with the model's and ignores missing weights."""
-        if self.is_fsdp_enabled:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
-
-    def _load_best_model(self) -> None:
-        """Extend `Trainer`'s method: load weights by the model's own names."""
-        if self.is_fsdp_enabled:
-            super()._load_best_model()
-        else:
-            load_weights(self.model, Path(str(self.state.best_model_checkpoint)))
-
     @torch.no_grad()
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -363,56 +274,26 @@ class DistillationTrainer(Trainer):
 
     # ----------------------------------------------------------- checkpoints
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Extend `Trainer`'s method: restore the teacher's and rollouts' state, and a sharded student without optimizer
-        state.
-        """
-        for companion in [] if checkpoint is None else [self.objective.teacher, self.on_policy]:
-            if companion is not None:
-                companion.restore(Path(str(checkpoint)))
-        if checkpoint is None or not (self.is_fsdp_enabled and keeps_nothing(self.optimizer)):
-            super()._load_optimizer_and_scheduler(checkpoint)
-            if checkpoint is not None:
-                restore_warmup(self.lr_scheduler, Path(checkpoint))
-            return
-        assert self.optimizer is not None and self.lr_scheduler is not None
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
-        restore_warmup(self.lr_scheduler, Path(checkpoint))
-        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate  # a scheduler sets it after a step, for the next one
+    def gradient_norm_computed(self, norm: torch.Tensor) -> None:
+        """Record the norm, with which the step's gradients are checked."""
+        self.step_guard.record_norm(norm)
 
-    def _get_output_dir(self, trial: Any) -> str:
-        return self._checkpoint_folder or super()._get_output_dir(trial)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint to a temporary folder and rename it: a folder named checkpoint-N is always complete."""
-        folder = Path(super()._get_output_dir(trial))
-        unfinished, name = folder / UNFINISHED, f"{CHECKPOINT}{self.state.global_step}"
-        with self.meter.paused(), without_rotation(self.args) as limit:
+    @contextmanager
+    def writing_checkpoint(self) -> Iterator[None]:
+        """Exclude the time from the metrics, and flush teacher outputs that are cached."""
+        with self.meter.paused():
             self.objective.teacher.flush()
-            if self.args.should_save:
-                shutil.rmtree(unfinished, ignore_errors=True)
-                unfinished.mkdir(parents=True)
-            self.accelerator.wait_for_everyone()
-            self._checkpoint_folder = str(unfinished)
-            try:
-                super()._save_checkpoint(model, trial)
-                if self.on_policy is not None:
-                    self.on_policy.save(unfinished / name, self.args.process_index)
-            finally:
-                self._checkpoint_folder = None
-            self.accelerator.wait_for_everyone()
-            if self.state.best_model_checkpoint == str(unfinished / name):
-                self.state.best_model_checkpoint = str(folder / name)
-                if self.args.should_save:
-                    self.state.save_to_json(str(unfinished / name / TRAINER_STATE_NAME))
-            if self.args.should_save:
-                if (folder / name).exists():
-                    os.replace(folder / name, unfinished / "replaced")
-                self.objective.teacher.save(unfinished / name)
-                write_manifest(unfinished / name, step=self.state.global_step)
-                os.replace(unfinished / name, folder / name)
-                sync(folder, deep=False)
-                rotate_checkpoints(folder, limit, self.state.best_model_checkpoint)
-                shutil.rmtree(unfinished, ignore_errors=True)
-            self.accelerator.wait_for_everyone()
+            yield
+
+    def save_companions(self, checkpoint: Path) -> None:
+        """Write the state of rollouts and of the teacher into a checkpoint."""
+        if self.on_policy is not None:
+            self.on_policy.save(checkpoint, self.args.process_index)
+        if self.args.should_save:
+            self.objective.teacher.save(checkpoint)
+
+    def restore_companions(self, checkpoint: Path) -> None:
+        """Restore the state of the teacher and of rollouts from a checkpoint."""
+        self.objective.teacher.restore(checkpoint)
+        if self.on_policy is not None:
+            self.on_policy.restore(checkpoint)

@@ -1,0 +1,239 @@
+"""`Trainer` with those of its methods overridden that train, resume or save wrongly here.
+
+Every override of a private method of transformers stands in this file. Its docstring names what upstream does
+instead, and a test (tests/test_transformers_compat.py) fails when upstream does it otherwise: the override is then
+adapted or deleted. They were read in transformers 5.17 and 5.23.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+
+from distill.core.files import sync
+from distill.core.labels import count_trained_tokens
+from distill.core.manifest import write_manifest
+from distill.models.sharding import keeps_nothing, use_fsdp2
+from distill.training.block_sampler import BlockSampler, begin_epoch, block_sampler
+from distill.training.checkpoint_weights import load_weights
+from distill.training.checkpoints import CHECKPOINT, UNFINISHED, lacks_evaluation, rotate_checkpoints, without_rotation
+from distill.training.module_cache import cached_parameters
+from distill.training.rank_batches import without_repeated_rows
+from distill.training.step_guard import clip_in_optimizer, ignore_signals_in_workers
+from distill.training.warmup import begin_above_zero, restore_warmup
+
+
+class TransformersCompat(Trainer):
+    """`Trainer` with corrections of its own methods; the hooks at the top do nothing here.
+
+    Args:
+        arguments, settings: See `Trainer`.
+    """
+
+    model: nn.Module
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        self._blocks: BlockSampler | None = None
+        self._checkpoint_folder: str | None = None
+        super().__init__(*arguments, **settings)
+        self.model_accepts_loss_kwargs = True  # 5.17 divides the losses of other models by the micro-batches once more
+        self.add_callback(ResumedState(self))
+
+    # ------------------------------------------------------------------ hooks
+
+    def gradient_norm_computed(self, norm: torch.Tensor) -> None:
+        """Take the norm of a step's gradients, before clipping."""
+
+    def writing_checkpoint(self) -> AbstractContextManager[object]:
+        """Return the context in which a checkpoint is written; every process enters it."""
+        return nullcontext()
+
+    def save_companions(self, checkpoint: Path) -> None:
+        """Write what belongs to a checkpoint and not to the student; every process calls it."""
+
+    def restore_companions(self, checkpoint: Path) -> None:
+        """Read what `save_companions` wrote; every process calls it."""
+
+    def save_checkpoint(self) -> None:
+        """Write a checkpoint of the present step; every process calls it."""
+        self._save_checkpoint(self.model, None)
+
+    # ------------------------------------------------ public methods: devices, data, learning rate
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Use FSDP2 where it was requested, on CPUs too, where `Trainer` trains copies by DDP without a word."""
+        super().create_accelerator_and_postprocess()
+        if self.args.fsdp and self.accelerator.num_processes > 1:
+            use_fsdp2(self.accelerator, self.args.fsdp_plugin_args)
+            self.is_fsdp_enabled = True
+
+    def get_train_dataloader(self) -> Any:
+        """Return `Trainer`'s loader without the rows that it repeats at an epoch's end over several processes."""
+        return self._corrected(super().get_train_dataloader())
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Return `Trainer`'s loader without the rows that it repeats at the end over several processes."""
+        return self._corrected(super().get_eval_dataloader(eval_dataset))
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Return `Trainer`'s loader without the rows that it repeats at the end over several processes."""
+        return self._corrected(super().get_test_dataloader(test_dataset))
+
+    def _corrected(self, loader: Any) -> Any:
+        ignore_signals_in_workers(getattr(loader, "base_dataloader", loader))  # accelerate wraps a torch DataLoader
+        return without_repeated_rows(loader, self.accelerator.num_processes)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Return `Trainer`'s schedule with a rate above 0 in the first step of a warm-up, where `Trainer` has 0."""
+        is_new = self.lr_scheduler is None
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if is_new:
+            begin_above_zero(scheduler, self.args.get_warmup_steps(num_training_steps))
+        return scheduler
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return 0: `Trainer` walks all parameters for each micro-batch."""
+        return 0
+
+    # ------------------------------------------------ private methods
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Keep rows that belong together (turns of a chat) adjacent; `Trainer` shuffles them apart."""
+        self._blocks = block_sampler(self.train_dataset if train_dataset is None else train_dataset, self.args)
+        return self._blocks or super()._get_train_sampler(train_dataset)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | None:
+        """Return the trained tokens of all micro-batches and ranks, int64 on the device, at least 1.
+
+        `Trainer` counts the first tokens of packed documents too, which nothing predicts, and returns 0 for a step in
+        which every label is masked.
+        """
+        if not batch_samples:
+            return None
+        count = torch.as_tensor(sum(map(count_trained_tokens, batch_samples)), dtype=torch.int64).to(device)
+        return self.accelerator.reduce(count, "sum").clamp_min(1)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clip inside the optimizer where it can; `Trainer` walks all modules, and reads and writes each gradient."""
+        if self.accelerator.scaler or self.is_fsdp_enabled:
+            norm = super()._clip_grad_norm(model)
+        else:
+            parameters, max_norm = cached_parameters(self.model), self.args.max_grad_norm
+            norm = clip_in_optimizer(parameters, self.optimizer, max_norm)
+            norm = self.accelerator.clip_grad_norm_(parameters, max_norm) if norm is None else norm
+        self.gradient_norm_computed(norm)
+        return norm
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load weights by the model's own names; `Trainer` takes a file's names for them and ignores missing ones."""
+        if self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        """Load weights by the model's own names; `Trainer` takes a file's names for them and ignores missing ones."""
+        if self.is_fsdp_enabled:
+            super()._load_best_model()
+        else:
+            load_weights(self.model, Path(str(self.state.best_model_checkpoint)))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Restore a sharded student without optimizer state, which `Trainer` cannot, and what else a checkpoint has.
+
+        `Trainer` also leaves the warm-up as a new run has it; one that began with transformers' keeps that.
+        """
+        if checkpoint is None:
+            return
+        self.restore_companions(Path(checkpoint))
+        if not (self.is_fsdp_enabled and keeps_nothing(self.optimizer)):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            restore_warmup(self.lr_scheduler, Path(checkpoint))
+            return
+        assert self.optimizer is not None and self.lr_scheduler is not None
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+        restore_warmup(self.lr_scheduler, Path(checkpoint))
+        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate  # a scheduler sets it after a step, for the next one
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Return the temporary folder while a checkpoint is written; `Trainer` writes it where it is read from."""
+        return self._checkpoint_folder or super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint to a temporary folder and rename it, so that a folder named checkpoint-N is complete.
+
+        `Trainer` writes into checkpoint-N, and deletes old checkpoints before the new one is whole.
+        """
+        folder = Path(super()._get_output_dir(trial))
+        unfinished, name = folder / UNFINISHED, f"{CHECKPOINT}{self.state.global_step}"
+        with self.writing_checkpoint(), without_rotation(self.args) as limit:
+            if self.args.should_save:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir(parents=True)
+            self.accelerator.wait_for_everyone()
+            self._checkpoint_folder = str(unfinished)
+            try:
+                super()._save_checkpoint(model, trial)
+                self.save_companions(unfinished / name)
+            finally:
+                self._checkpoint_folder = None
+            self.accelerator.wait_for_everyone()
+            if self.state.best_model_checkpoint == str(unfinished / name):
+                self.state.best_model_checkpoint = str(folder / name)
+                if self.args.should_save:
+                    self.state.save_to_json(str(unfinished / name / TRAINER_STATE_NAME))
+            if self.args.should_save:
+                if (folder / name).exists():
+                    os.replace(folder / name, unfinished / "replaced")
+                write_manifest(unfinished / name, step=self.state.global_step)
+                os.replace(unfinished / name, folder / name)
+                sync(folder, deep=False)
+                rotate_checkpoints(folder, limit, self.state.best_model_checkpoint)
+                shutil.rmtree(unfinished, ignore_errors=True)
+            self.accelerator.wait_for_everyone()
+
+
+class ResumedState(TrainerCallback):
+    """Callback that corrects the state of a resumed run.
+
+    `Trainer` logs, saves and evaluates at the checkpoint's intervals in place of the present ones, makes one more step
+    of a run that is resumed after its last one, and leaves out an evaluation in which the run ended.
+    """
+
+    def __init__(self, trainer: TransformersCompat) -> None:
+        self.trainer = trainer
+        self._is_over = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Take the intervals and the batch size of the present arguments."""
+        state.compute_steps(args, state.max_steps)
+        if not args.auto_find_batch_size:
+            state.train_batch_size = args.train_batch_size
+        self._is_over = state.global_step >= state.max_steps
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Put the rows into the epoch's order, and make the evaluation in which the run ended."""
+        begin_epoch(int(state.epoch), self.trainer.train_dataset, self.trainer._blocks)
+        if not self._is_over and lacks_evaluation(args, state):
+            self.trainer.evaluate()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Log, evaluate and save nothing in an epoch without a step."""
+        if self._is_over:
+            control.should_training_stop = True
+            control.should_log = control.should_evaluate = control.should_save = False
