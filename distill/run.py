@@ -182,6 +182,11 @@ class Run:
         progress.measure = trainer.objective.measure
         trainer.add_callback(DivergenceMonitor(recipe, trainer.objective.columns))
         trainer.remove_callback(transformers.PrinterCallback)
+        if recipe.student.quantise is not None:
+            from distill.training.quantise import quantise_for_training
+
+            resumed = prepared.last is not None
+            loaded.notes.append(quantise_for_training(trainer, recipe.student.quantise, splits.train, resumed=resumed))
         lines = self._prepare_models(prepared, pair, trainer)
         self._watch_steps(prepared, pair, trainer)
         # --- the run's folder is written from here on

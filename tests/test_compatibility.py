@@ -86,6 +86,9 @@ WITH = {
     "LoRA": ["student.lora={r: 2}"],
     "fp8 student": ["student.compute=fp8"],
     "compiled layers": ["train.compile=true"],
+    "quantised student": ["student.quantise={format: q4_0}"],
+    "quantised adapters": ["student.quantise={format: q4_0}", "student.lora={r: 2}"],
+    "quantised shards": ["student.quantise={format: q4_0}", "parallel.strategy=fsdp"],
 }
 
 

@@ -45,6 +45,7 @@ from distill.models.quantised import (
     int8_arguments,
     quantised_by_transformers,
 )
+from distill.models.quantised_student import quantised_weights
 from distill.models.read_weights import read_weights
 from distill.models.source import ModelSource, loading, remote_arguments, resolve_model_source, resolve_tokenizer_source
 from distill.recipe import Lora, ModelSection, Student, Teacher
@@ -318,6 +319,8 @@ def save_student(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: 
             plain.save_pretrained(unfinished)
         finally:
             plain.config.use_cache = used
+        if (quantised := quantised_weights(model)) is not None:
+            quantised.write_formats(unfinished)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
     if is_lora:

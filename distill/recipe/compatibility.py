@@ -191,6 +191,11 @@ PROPERTIES: dict[str, Property] = {
         _or_none(lambda recipe: recipe.student.lora is not None, "student.lora"),
         "leave student.lora out",
     ),
+    "whole student": Property(
+        "a student that each process holds whole",
+        _or_none(lambda recipe: recipe.parallel.strategy == "fsdp", "parallel.strategy: fsdp"),
+        "set parallel.strategy to ddp",
+    ),
     "whole teacher": Property(
         "a teacher that each process holds whole",
         _or_none(lambda recipe: recipe.parallel.teacher == "sharded", "parallel.teacher: sharded"),
@@ -268,6 +273,11 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         "teacher.ema",
         lambda recipe: any(teacher.ema is not None for teacher in _teachers(recipe)),
         ("all weights trained", "whole teacher"),
+    ),
+    Requirement(
+        "student.quantise",
+        lambda recipe: recipe.student.quantise is not None,
+        ("all weights trained", "whole student"),
     ),
     Requirement(
         "teacher.type: server",

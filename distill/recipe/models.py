@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, 
 
 from distill.core.errors import Section, refuse
 from distill.recipe.fields import Count, NotNegative, Text, Usual, no_code, text_or_list
+from distill.recipe.quantise import Quantise
 
 Weights = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 EIGHT_BITS = ("fp8", "int8")
@@ -332,12 +333,14 @@ class Student(ModelSection):
             and backward, on a GPU that supports it: weights keep their dtype, and evaluation and generation do not use
             fp8. The change of the loss and of the gradients is measured on one batch and printed. `auto` is
             `train.precision`.
+        quantise: train the very weights of a file in 4 or 8 bits.
     """
 
     from_teacher: FromTeacher | None = None
     lora: Lora | None = None
     vocabulary: Literal["keep", "extend", "cross"] = "keep"
     compute: Literal["auto", "fp8"] = "auto"
+    quantise: Quantise | None = None
 
     @property
     def is_cut(self) -> bool:
@@ -355,6 +358,15 @@ class Student(ModelSection):
             raise ValueError(
                 f"dtype: {self.dtype} is for teachers; a student is trained in float32, bfloat16 or float16"
                 + ", and may compute in fp8 (student.compute)" * (self.dtype == "fp8")
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _quantises_float32(self) -> Self:
+        if self.quantise is not None and self.dtype not in ("auto", "float32"):
+            raise ValueError(
+                f"quantise: needs weights in float32, which 16 bits would move off the file's values; expected dtype: "
+                f"auto or float32, got {self.dtype}"
             )
         return self
 

@@ -25,6 +25,7 @@ from distill.data.collator import Collator, DefaultColumns, padding_token
 from distill.models.attention import keep_soft_cap
 from distill.models.compiling import uncompiled
 from distill.models.document_rope import follows_length, rope_by_document
+from distill.models.quantised_student import quantised_weights
 from distill.models.sharding import is_sharded
 from distill.models.work import work_of
 from distill.recipe import Loss
@@ -286,14 +287,18 @@ class DistillationTrainer(TransformersCompat):
             yield
 
     def save_companions(self, checkpoint: Path) -> None:
-        """Write the state of rollouts and of the teacher into a checkpoint."""
+        """Write the state of rollouts, of the teacher and of a quantised student into a checkpoint."""
         if self.on_policy is not None:
             self.on_policy.save(checkpoint, self.args.process_index)
         if self.args.should_save:
             self.objective.teacher.save(checkpoint)
+            if (quantised := quantised_weights(self.model)) is not None:
+                quantised.save(checkpoint)
 
     def restore_companions(self, checkpoint: Path) -> None:
-        """Restore the state of the teacher and of rollouts from a checkpoint."""
+        """Restore the state of the teacher, of rollouts and of a quantised student from a checkpoint."""
         self.objective.teacher.restore(checkpoint)
+        if (quantised := quantised_weights(self.model)) is not None:
+            quantised.restore(checkpoint)
         if self.on_policy is not None:
             self.on_policy.restore(checkpoint)

@@ -1,0 +1,80 @@
+"""The `student.quantise` section of a recipe."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from distill.core.errors import Section
+
+WeightFormat = Literal["q4_0", "q8_0", "int4_g32", "int8"]
+FORMATS_OF_GGUF = ("q4_0", "q8_0")
+
+
+class Quantise(Section):
+    """Quantisation-aware training: the student trains with the weights of the file that it becomes.
+
+    The optimizer updates float32 weights; after each step they are rounded to the blocks of the format, and these
+    values are what forward and backward passes use. Gradients pass through the rounding (straight-through estimator).
+
+    Attributes:
+        format: format of the decoder's linear layers. `q4_0` and `q8_0` are blocks of 32 weights of GGUF files
+            (`distill export --gguf`); `int4_g32` (groups of 32 weights) and `int8` (rows) are those of
+            compressed-tensors (`distill export --format compressed-tensors`), which vLLM reads.
+        embeddings: format of the embedding, and of a head that shares its weights: a format or `keep`. `auto` is q8_0
+            for the formats of GGUF, and `keep` for the others.
+        head: format of a head with weights of its own, likewise.
+        modules: other formats of some linear layers, or `keep`: by decoder layer counted from 0 (`29`), by a part of
+            one (`29.mlp`), or by the last part of modules' names (`down_proj`).
+        scales: scales of the blocks in 4 bits: `learned` trains them with the weights (Esser et al., 2020); `absmax`
+            computes them from each block's largest weight, which is what a plain converter does.
+        start: 4-bit weights at the start: `gptq` is error-compensated rounding on rows of the training data (Frantar
+            et al., 2022), which chooses scales of its own; `nearest` is each weight's nearest value. `auto` is gptq
+            with learned scales, and nearest with absmax. The metrics before training are those of this start: what a
+            post-training quantiser achieves.
+        calibration_tokens: number of tokens that `gptq` reads.
+    """
+
+    format: WeightFormat
+    embeddings: Literal["auto", "keep", WeightFormat] = "auto"
+    head: Literal["auto", "keep", WeightFormat] = "auto"
+    modules: dict[str, Literal["keep", WeightFormat]] = Field(default_factory=dict)
+    scales: Literal["learned", "absmax"] = "learned"
+    start: Literal["auto", "gptq", "nearest"] = "auto"
+    calibration_tokens: Annotated[int, Field(ge=1)] = 65_536
+
+    @property
+    def outside(self) -> tuple[str, str]:
+        """The formats of embedding and head, `auto` resolved."""
+        auto = "q8_0" if self.format in FORMATS_OF_GGUF else "keep"
+        return (
+            auto if self.embeddings == "auto" else self.embeddings,
+            auto if self.head == "auto" else self.head,
+        )
+
+    @property
+    def starts_from_gptq(self) -> bool:
+        """Return whether weights in 4 bits start from GPTQ's rounding."""
+        return self.start == "gptq" or (self.start == "auto" and self.scales == "learned")
+
+    @model_validator(mode="after")
+    def _keeps_the_scales_of_its_start(self) -> Self:
+        if self.start == "gptq" and self.scales == "absmax":
+            raise ValueError(
+                "start: gptq chooses scales that absmax would replace; expected scales: learned, got absmax"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _is_one_file(self) -> Self:
+        gguf = self.format in FORMATS_OF_GGUF
+        for field, found in (("embeddings", self.outside[0]), ("head", self.outside[1]), *self.modules.items()):
+            if found != "keep" and (found in FORMATS_OF_GGUF) != gguf:
+                raise ValueError(f"{field}: expected keep or a format of the same file as {self.format}, got {found}")
+        if not gguf and self.outside != ("keep", "keep"):
+            raise ValueError(
+                "embeddings and head: expected keep with the formats of compressed-tensors, whose readers quantise "
+                f"linear layers alone; got {' and '.join(self.outside)}"
+            )
+        return self

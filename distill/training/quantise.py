@@ -1,0 +1,78 @@
+"""Quantisation of a run's student: formats, the start's rounding, and the callback that rounds after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from distill.core import console
+from distill.models.gptq import calibration_batches, round_weights
+from distill.models.quantised_student import QuantisedWeights, formats_of, quantise_student
+from distill.recipe.quantise import Quantise
+from distill.training.trainer import DistillationTrainer
+
+
+class QuantiseCallback(TrainerCallback):
+    """Callback that gives the optimizer the master weights, and rounds them after each of its steps.
+
+    Args:
+        weights: The student's quantised weights.
+    """
+
+    def __init__(self, weights: QuantisedWeights) -> None:
+        self.weights = weights
+
+    def on_pre_optimizer_step(self, args: object, state: object, control: object, **kwargs: Any) -> None:
+        """Put the master weights into the parameters, and update learned scales."""
+        self.weights.before_step(float(kwargs["optimizer"].param_groups[0]["lr"]))
+
+    def on_optimizer_step(self, args: object, state: object, control: object, **kwargs: object) -> None:
+        """Round the updated weights."""
+        self.weights.after_step()
+
+
+def quantise_for_training(
+    trainer: DistillationTrainer, section: Quantise, rows: Sequence[Mapping[str, Sequence[int]]], *, resumed: bool
+) -> str:
+    """Quantise the student of a trainer, from now on and through training.
+
+    Args:
+        trainer: Its student is in float32, on its device, not sharded.
+        section: The recipe's `student.quantise`.
+        rows: Tokenised training data, which GPTQ reads.
+        resumed: A checkpoint will replace the weights: they are not rounded by GPTQ before.
+
+    Returns:
+        A line for the summary of the run.
+
+    Raises:
+        ValueError: The student is sharded, or cannot be quantised so.
+    """
+    student = trainer.model
+    if trainer.is_fsdp_enabled:
+        raise ValueError(
+            "student.quantise: expected a student that each process holds whole; set parallel.strategy: ddp"
+        )
+    found = formats_of(student, section)
+    four = {name: form for name, form in found.by_name.items() if form in ("q4_0", "int4_g32")}
+    start, how = {}, "each to its nearest value"
+    if section.starts_from_gptq and four and not resumed:
+        batches = calibration_batches(rows, section.calibration_tokens, trainer.args.device)
+        with console.spinner("rounding by GPTQ"), _autocast(trainer):
+            start = round_weights(student, four, batches)
+        how = f"4-bit ones by GPTQ on {sum(batch['input_ids'].numel() for batch in batches):,} tokens"
+    weights = quantise_student(student, found.by_name, learned=section.scales == "learned")
+    weights.start_from(start)
+    trainer.add_callback(QuantiseCallback(weights))
+    line = f"{'quantise':<12}student: {weights}; " + ("from the checkpoint" if resumed else f"rounded {how}")
+    if found.unfit:
+        line += f"; {len(found.unfit)} stay as they are, such as {found.unfit[0]}: rows that are not whole blocks"
+    return line
+
+
+def _autocast(trainer: DistillationTrainer) -> torch.autocast:
+    dtype = torch.bfloat16 if trainer.args.bf16 else torch.float16
+    return torch.autocast(trainer.args.device.type, dtype, enabled=trainer.args.bf16 or trainer.args.fp16)

@@ -1,0 +1,276 @@
+"""A student that trains as a quantised file: steps against autograd's, saving, resuming, settings, two processes."""
+
+import copy
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from distill_kernels.quantisation.fake_quantise import fake_quantise
+from distill_kernels.quantisation.formats import FORMATS, encode, reference_fake_quantise
+from safetensors.torch import load_file
+from tiny import tiny_model
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+from two_ranks import run_as_two
+
+from distill.core.errors import RunError
+from distill.models.patching import patch
+from distill.models.quantised_student import formats_of, quantise_student, read_formats
+from distill.recipe import RecipeError, parse
+from distill.recipe.quantise import Quantise
+from distill.run import run
+
+IDS = torch.arange(3, 67).view(2, 32)
+RECIPE = """
+teacher: {init: random, config: teacher}
+student: {init: random, config: student, quantise: {format: q4_0}}
+data: {source: synthetic, max_length: 32, max_rows: 200, cache: false, validation: {fraction: 0.1}}
+train: {steps: 6, batch_size: 4, tokens_per_step: 256, learning_rate: 3e-3, warmup: 0, log_every: 2, device: cpu,
+        save_every: 3}
+generate: {prompts: []}
+"""
+
+
+def all_formats(model, name, **more):
+    return formats_of(model, Quantise(format=name, **more)).by_name
+
+
+def loss_of(model, ids, weights=None):
+    call = model if weights is None else lambda **given: functional_call(model, weights, (), given)
+    return call(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q8_0", "int4_g32", "int8"])
+def test_steps_are_those_of_rounding_in_the_forward(name):
+    """Two micro-batches a step, AdamW, three steps: the bits of masters updated through a straight-through forward."""
+    plain, ours = tiny_model(seed=1, hidden=64), tiny_model(seed=1, hidden=64)
+    formats = all_formats(plain, name)
+    weights = quantise_student(ours, formats)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, ours)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for ids in IDS.split(1):
+            rounded = {
+                key: fake_quantise(p, formats[key]) if key in formats else p for key, p in plain.named_parameters()
+            }
+            expected = loss_of(plain, ids, rounded)
+            expected.backward()
+            loss = loss_of(ours, ids)
+            loss.backward()
+            assert torch.equal(loss, expected)
+        optimizers[0].step()
+        weights.before_step(1e-2)
+        optimizers[1].step()
+        weights.after_step()
+    theirs = dict(plain.named_parameters())
+    for key, p in ours.named_parameters():
+        if key in formats:
+            assert torch.equal(weights.matrices[key].master, theirs[key])
+            assert torch.equal(p, reference_fake_quantise(theirs[key], formats[key])) and not torch.equal(
+                p, theirs[key]
+            )
+        else:
+            assert torch.equal(p, theirs[key])
+
+
+@pytest.mark.parametrize("name", ["q4_0", "int4_g32"])
+def test_learned_scales_get_the_gradients_of_autograd(name):
+    plain, ours = tiny_model(seed=1, hidden=64), tiny_model(seed=1, hidden=64)
+    formats = all_formats(plain, name)
+    weights = quantise_student(ours, formats, learned=True)
+    four = {key for key, form in formats.items() if FORMATS[form].bits == 4}
+    assert {key for key, matrix in weights.matrices.items() if matrix.scale is not None} == four
+    weights.scales.mul_(0.8)  # so that some weights are clamped
+    weights.after_start()
+    scales = {key: weights.matrices[key].scale.clone().requires_grad_() for key in four}
+    for ids in IDS.split(1):
+        rounded = {
+            key: fake_quantise(p, formats[key], scales.get(key)) if key in formats else p
+            for key, p in plain.named_parameters()
+        }
+        loss_of(plain, ids, rounded).backward()
+        loss_of(ours, ids).backward()
+    before = {key: scale.detach().clone() for key, scale in scales.items()}
+    weights.before_step(1e-3)
+    theirs = dict(plain.named_parameters())
+    for key in four:
+        torch.testing.assert_close(weights.matrices[key].parameter.grad, theirs[key].grad, rtol=1e-5, atol=1e-9)
+        assert torch.equal(weights.matrices[key].parameter, weights.matrices[key].master), "the optimizer sees masters"
+        # Adam's first step: every scale moves by the rate, against its gradient by log |scale|
+        moved = (weights.matrices[key].scale / before[key]).log()
+        against = -torch.sign(scales[key].grad * before[key])
+        live = (scales[key].grad * before[key]).abs() > 1e-9
+        torch.testing.assert_close(moved[live], 4e-3 * against[live], rtol=1e-3, atol=1e-6)
+    weights.after_step()
+    for key in four:
+        matrix = weights.matrices[key]
+        assert torch.equal(matrix.parameter, reference_fake_quantise(matrix.master, formats[key], matrix.scale))
+
+
+def test_kernels_and_copies_read_the_rounded_weights():
+    model = tiny_model(seed=1, hidden=64)
+    formats = all_formats(model, "q4_0")
+    rounded = copy.deepcopy(model)
+    with torch.no_grad():
+        for key, p in rounded.named_parameters():
+            p.copy_(reference_fake_quantise(p, formats[key]) if key in formats else p)
+    quantise_student(model, formats)
+    patch(model, "student", attention=None, log_it=False)
+    patch(rounded, "student", attention=None, log_it=False)
+    assert torch.equal(model(input_ids=IDS).logits, rounded(input_ids=IDS).logits)
+    assert torch.equal(copy.deepcopy(model)(input_ids=IDS).logits, rounded(input_ids=IDS).logits)
+
+
+def test_a_step_without_gradients_changes_nothing():
+    """The guard drops the gradients of a step that is not finite."""
+    model = tiny_model(seed=1, hidden=64)
+    weights = quantise_student(model, all_formats(model, "q4_0"), learned=True)
+    before, scales = copy.deepcopy(model.state_dict()), weights.scales.clone()
+    weights.before_step(1e-2)
+    weights.after_step()
+    loss_of(model, IDS).backward()
+    next(iter(weights.matrices.values())).parameter.grad[0, 0] = torch.nan
+    weights.before_step(1e-2)
+    weights.after_step()
+    assert torch.equal(weights.scales, scales)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_formats_by_layer_part_and_name():
+    model = tiny_model(seed=1, hidden=64)
+    found = all_formats(model, "q4_0", modules={"down_proj": "q8_0", "0.self_attn": "keep", "1.mlp.up_proj": "q8_0"})
+    last = len(model.model.layers) - 1
+    assert found[f"model.layers.{last}.mlp.down_proj.weight"] == found["model.layers.1.mlp.up_proj.weight"] == "q8_0"
+    assert found["model.layers.0.mlp.up_proj.weight"] == found["model.layers.1.self_attn.q_proj.weight"] == "q4_0"
+    assert not [key for key in found if "layers.0.self_attn" in key] and found["model.embed_tokens.weight"] == "q8_0"
+    assert "model.embed_tokens.weight" not in all_formats(model, "int4_g32")
+    with pytest.raises(
+        ValueError, match=r"student\.quantise\.modules: 'wide' matches no linear layer; there are layers 0"
+    ):
+        all_formats(model, "q4_0", modules={"wide": "keep"})
+    odd = formats_of(tiny_model(hidden=64, intermediate_size=72), Quantise(format="q4_0"))
+    assert odd.unfit and all("down_proj" in name for name in odd.unfit), "rows of 72 are not whole blocks"
+    assert not set(odd.unfit) & set(odd.by_name)
+    with pytest.raises(ValueError, match=r"expected weights in float32, got torch\.bfloat16"):
+        quantise_student(model.bfloat16(), all_formats(model, "q4_0"))
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, seed in (("teacher", 1), ("student", 2)):
+        tiny_model(seed=seed, hidden=64).config.save_pretrained(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            ["student.lora={r: 4}"],
+            r"student\.quantise: requires a student all of whose weights are trained; got student\.l",
+        ),
+        (
+            ["parallel.strategy=fsdp"],
+            r"student\.quantise: requires a student that each process holds whole; got parallel",
+        ),
+        (["student.dtype=bfloat16"], "expected dtype: auto or float32, got bfloat16"),
+        (["student.quantise.format=q5_0"], "q4_0"),
+        (
+            ["student.quantise.embeddings=int8"],
+            "embeddings: expected keep or a format of the same file as q4_0, got int8",
+        ),
+        (["student.quantise.format=int8", "student.quantise.head=int8"], "whose readers quantise linear layers alone"),
+        (["student.quantise.start=gptq", "student.quantise.scales=absmax"], "expected scales: learned, got absmax"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(RecipeError, match=message):
+        parse(RECIPE, settings)
+
+
+def check_student(folder):
+    """Every weight of the folder is exactly in its file's format."""
+    formats, tensors = read_formats(folder), load_file(folder / "model.safetensors")
+    assert set(formats.values()) == {"q4_0", "q8_0"} and len(formats) == 15
+    for key, form in formats.items():
+        blocks = encode(tensors[key], form)
+        assert blocks is not None and torch.equal(blocks.values(), tensors[key]), key
+    return tensors
+
+
+@pytest.mark.parametrize("scales", ["learned", "absmax"])
+def test_a_run_saves_the_file_it_trained_and_resumes_to_the_bit(workplace, scales, capsys):
+    settings = [f"student.quantise.scales={scales}"]
+    whole = run(parse(RECIPE, settings, name="whole"))
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("quantise"))
+    assert "student: 15 matrices of 0.1 M weights in q4_0, q8_0:" in line
+    tensors = check_student(whole.folder / "student")
+    check_student(whole.folder / "checkpoint-3")  # an export of a checkpoint reads the same values
+    again = AutoModelForCausalLM.from_pretrained(whole.folder / "student")
+    assert again.dtype == torch.float32 and whole.after.forward_kl < whole.before.forward_kl
+    for name in ("checkpoint-6", "student"):
+        shutil.rmtree(whole.folder / name)
+    (whole.folder / "result.json").unlink()
+    resumed = run(parse(RECIPE, settings, name="whole"), resume=True)
+    assert resumed.after == whole.after
+    for key, tensor in check_student(resumed.folder / "student").items():
+        assert torch.equal(tensor, tensors[key])
+    state = resumed.folder / "checkpoint-6" / "quantised.safetensors"
+    assert (load_file(state)["scales"].numel() > 0) is (scales == "learned")
+    assert json.loads((resumed.folder / "student" / "quantised.json").read_text())["tensors"]
+
+
+def test_a_checkpoint_of_an_unquantised_run_is_refused(tmp_path):
+    model = tiny_model(seed=1, hidden=64)
+    weights = quantise_student(model, all_formats(model, "q4_0"))
+    with pytest.raises(
+        RunError, match=r"quantised\.safetensors is missing, which a quantised student's checkpoint has"
+    ):
+        weights.restore(tmp_path)
+    weights.save(tmp_path)
+    other = quantise_student(tiny_model(hidden=64), all_formats(model, "q4_0", modules={"down_proj": "keep"}))
+    with pytest.raises(RunError, match=r"down_proj\.weight exists in only one of checkpoint and student"):
+        other.restore(tmp_path)
+
+
+def weights_on_ranks():
+    """Return what two ranks with a row each have after two steps under DDP, and one process with both rows."""
+    rank, found = dist.get_rank(), {}
+    for kind in ("alone", "ddp"):
+        model = tiny_model(seed=1, hidden=64)
+        if kind == "ddp" and rank:  # the first rank's start counts
+            with torch.no_grad():
+                model.model.layers[0].mlp.up_proj.weight.mul_(1.01)
+        formats = all_formats(model, "q4_0")
+        wrapped = DistributedDataParallel(model) if kind == "ddp" else model
+        weights = quantise_student(model, formats, learned=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            rows = [rank] if kind == "ddp" else range(2)
+            for row in rows:
+                (loss_of(wrapped, IDS[row : row + 1]) / len(rows)).backward()
+            weights.before_step(0.01)
+            optimizer.step()
+            weights.after_step()
+        found[kind] = {key: p.detach().clone() for key, p in model.named_parameters()} | {"scales": weights.scales}
+    return found
+
+
+@pytest.mark.full
+def test_two_ranks_train_as_one_process(tmp_path):
+    run_as_two(__file__, tmp_path / "found.pt")
+    found = torch.load(tmp_path / "found.pt")
+    for key, tensor in found["alone"].items():
+        torch.testing.assert_close(found["ddp"][key], tensor, rtol=1e-5, atol=1e-6)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    torch.save(weights_on_ranks(), sys.argv[1]) if dist.get_rank() == 0 else weights_on_ranks()
+    dist.destroy_process_group()
