@@ -42,7 +42,7 @@ from distill.generation.from_recipe import add_turn_end_tokens, require_prompts,
 from distill.models.attention_choice import AttentionChoices, read_choices
 from distill.models.gpu_specs import runs_our_kernels
 from distill.models.precision import resolve_device, resolve_precision
-from distill.models.trial_save import mend_generation_config, try_saving
+from distill.models.save_check import check_saving, fix_generation_config
 from distill.planning.run_plan import plan_run
 from distill.planning.steps import accumulation_steps
 from distill.recipe import Recipe, dump
@@ -271,9 +271,9 @@ class Run:
             recipe, self.run_lock.folder, prepared.plan, device=context.device, precision=context.precision
         )
         require_optimizer(arguments, pair.student)
-        notes = mend_generation_config(pair.student, "student.model")
+        notes = fix_generation_config(pair.student, "student.model")
         notes += add_turn_end_tokens(recipe, pair.student, pair.tokenizer, splits.report.format)
-        notes += broadcast_from_rank0(lambda: try_saving(pair.student, pair.tokenizer, "student.model"))
+        notes += broadcast_from_rank0(lambda: check_saving(pair.student, pair.tokenizer, "student.model"))
         if prepared.resumed is not None:
             notes += prepared.resumed.notes(arguments, pair.student, rows=len(splits.train))
         return Loaded(pair, arguments, locked, notes)
@@ -356,6 +356,6 @@ def _warn_of(recipe: Recipe) -> None:
         log.warning(line)
     for field, section in (("teacher", recipe.teacher), ("student", recipe.student)):
         if section.config is not None:
-            from distill.models.meta import follows_model
+            from distill.models.meta_models import names_another_model
 
-            follows_model(section, field)
+            names_another_model(section, field)

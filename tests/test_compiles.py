@@ -219,13 +219,13 @@ def test_kernels_compile_for_sm_90(name):
 WHOLE_STEPS = """
 import test_fused_decode as steps
 from distill.generation import fused_step
-from distill.models.fused_decoder import RaggedCache, decoder_of, read_prompts
+from distill.models.fused_decoder import RaggedCache, decoder_of, prefill
 def calls_of(model, dtype, rows):
     cache = RaggedCache(model.config, rows, 16, model.device)
     cache.calls = {}
-    read_prompts(decoder_of(model), [[1, 2]] * rows, range(rows), cache)
+    prefill(decoder_of(model), [[1, 2]] * rows, range(rows), cache)
     return cache.calls
-fused_step.try_layers = calls_of  # without the numbers, which are garbage here
+fused_step.check_layers = calls_of  # without the numbers, which are garbage here
 for kind in steps.KINDS:
     step = steps.step_of(steps.lively(torch.device("cpu"), kind, torch.bfloat16))
     step.slots.cache.lengths.fill_(1)

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from distill import run_results
 from distill.cli import run_command
-from distill.models.trial_save import mend_generation_config, try_saving
+from distill.models.save_check import check_saving, fix_generation_config
 from distill.run_results import RunResults
 
 RECIPE = """
@@ -67,7 +67,7 @@ def test_a_generation_config_that_nothing_mends_is_refused():
     model = tiny_model()
     model.generation_config.num_return_sequences = 3
     with pytest.raises(ValueError, match=r"^student\.model: its generation_config\.json cannot be saved .*: Greedy"):
-        mend_generation_config(model, "student.model")
+        fix_generation_config(model, "student.model")
 
 
 @pytest.mark.parametrize("part", ["configuration", "tokenizer"])
@@ -79,13 +79,13 @@ def test_what_cannot_be_saved_is_refused_before_training(part):
 
     (model.config if part == "configuration" else tokenizer).save_pretrained = broken
     with pytest.raises(ValueError, match=rf"^student\.model: its {part} cannot be saved, .*: not JSON$"):
-        try_saving(model, tokenizer, "student.model")
+        check_saving(model, tokenizer, "student.model")
 
 
 def test_trying_leaves_the_student_as_it_is():
     model, tokenizer = tiny_model(), tiny_tokenizer()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    assert mend_generation_config(model, "student.model") == try_saving(model, tokenizer, "student.model") == []
+    assert fix_generation_config(model, "student.model") == check_saving(model, tokenizer, "student.model") == []
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
@@ -99,7 +99,7 @@ def test_a_tokenizer_that_reads_back_otherwise_is_told():
         tokenizer.chat_template = "{{ messages }}"
 
     tokenizer.save_pretrained = without_template
-    assert "another chat template" in try_saving(tiny_model(), tokenizer, "student.model")[0]
+    assert "another chat template" in check_saving(tiny_model(), tokenizer, "student.model")[0]
 
 
 # ------------------------------------------------------------------------------------------------- the end of the run

@@ -253,7 +253,7 @@ def test_a_running_average(tmp_path):
         }
         average = RunningAverage(model, 0.9)
         for _ in range(3):
-            average.follow(other)
+            average.update(other)
             for name, p in other.named_parameters():
                 wide[name] = 0.9 * wide[name] + 0.1 * p.detach().to(wide[name].dtype)
         for name, p in model.named_parameters():
@@ -263,10 +263,10 @@ def test_a_running_average(tmp_path):
         fresh = tiny_model(seed=1, dtype=dtype)
         restored = RunningAverage(fresh, 0.9)
         restored.restore(tmp_path)
-        average.follow(other), restored.follow(other)
+        average.update(other), restored.update(other)
         assert all(torch.equal(*pair) for pair in zip(model.parameters(), fresh.parameters(), strict=True))
     with pytest.raises(ValueError, match=r"teacher\.ema"):
-        RunningAverage(tiny_model(), 0.9).follow(tiny_model(layers=3))
+        RunningAverage(tiny_model(), 0.9).update(tiny_model(layers=3))
 
 
 def test_a_resumed_run_goes_on_with_the_average(tmp_path):

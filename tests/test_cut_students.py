@@ -5,7 +5,7 @@ import torch
 from test_checkpoint_weights import COMMON, FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from distill.models.meta import meta_student
+from distill.models.meta_models import meta_student
 from distill.models.pruning import cut_layers
 from distill.recipe import Student
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from helpers import assert_as_good_as_torch
 
+from distill.models.flops import count_flops
 from distill.models.head import probe_logits
 from distill.models.packed import packing_problem
 from distill.models.patching import patch
 from distill.models.pruning import cut_config
-from distill.models.work import work_of
 from scripts.families import checks, page
 from scripts.families.configs import families, shortened, tiny_config
 
@@ -78,7 +78,7 @@ def test_soft_caps_of_logits_are_read_by_any_name(name):
 
 
 def test_models_without_attention_have_work_to_count():
-    work = work_of(checks.random_model("falcon_mamba"), trains=True)
+    work = count_flops(checks.random_model("falcon_mamba"), trains=True)
     assert work is not None and work.token > 0 and work.pair == 0
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from distill.generation.decode_loop import DecodeLoop, EngineSettings, Request
 from distill.generation.sampling import GREEDY, Sampling
-from distill.models.joined import join_siblings
+from distill.models.joined_projections import join_projections
 from distill.models.patching import patch
 from distill.models.shared_input import FP8_GROUP
 from distill.models.triton_only import use_triton_only
@@ -103,7 +103,7 @@ def test_log_probs_in_16_bits_are_as_good_as_without(kernel_device, autocast):
 @pytest.mark.full
 def test_weights_are_read_without_a_copy(kernel_device):
     """Joined, patched, on Triton alone or checkpointed, and after they changed."""
-    for put in (join_siblings, patch, use_triton_only, PreTrainedModel.gradient_checkpointing_enable):
+    for put in (join_projections, patch, use_triton_only, PreTrainedModel.gradient_checkpointing_enable):
         model = lively(kernel_device, layers=1)
         put(model)
         loop = DecodeLoop(model, settings())

@@ -34,7 +34,7 @@ def warnings(caplog):
 
 
 def test_of_the_layers(kernel_device, monkeypatch, warnings):
-    monkeypatch.setattr(fused_step, "try_layers", fail)
+    monkeypatch.setattr(fused_step, "check_layers", fail)
     model = model_on(kernel_device)
     loop = loop_of(model)
     for _ in range(2):

@@ -188,7 +188,7 @@ def test_attention_that_does_not_fit_is_not_taken_for_one_that_refuses(monkeypat
 
     monkeypatch.setattr(attention, "flash_attention", full)
     with pytest.raises(torch.OutOfMemoryError):
-        attention.fastest_attention(1, 2, 2, 64, 64, torch.bfloat16, backward=False)
+        attention.autotune_attention(1, 2, 2, 64, 64, torch.bfloat16, backward=False)
 
 
 @pytest.mark.gpu

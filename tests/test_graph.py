@@ -13,11 +13,11 @@ from tiny import tiny_model
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
-from distill.models import fp8_student, output_rows, packed, shared_input, trial
+from distill.models import forward_comparison, fp8_student, output_rows, packed, shared_input
 from distill.models.fp8_student import compute_in_fp8
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import decoder_of
-from distill.models.joined import join_siblings
+from distill.models.joined_projections import join_projections
 from distill.models.patching import patch
 from distill.teachers.mixture import MixtureTeacher
 from distill.training.cuda_graphs import CAPTURE, TIMED, WARM_UP, CudaGraphCallback
@@ -91,7 +91,7 @@ def train(folder, graphed, *, data=None, then=None, autocast=False, steps=16, ch
     )
     for model, role in ((teacher, "teacher"), (student, "student")):
         patch(model, role, attention="triton")
-        assert not joined or join_siblings(model, trains=True)
+        assert not joined or join_projections(model, trains=True)
     if fp8:
         compute_in_fp8(student)
     taught = teacher
@@ -167,7 +167,7 @@ def same(folder, **more):
     ],
 )
 def test_the_bits_of_launched_steps(tmp_path, more, monkeypatch):
-    calls, trials, perturbed, problem = [], [], trial.perturbed, packed.packing_problem
+    calls, trials, perturbed, problem = [], [], forward_comparison.perturbed, packed.packing_problem
 
     def noted(*args):
         if torch.is_grad_enabled() and not trials:  # not a joined teacher's
@@ -187,7 +187,7 @@ def test_the_bits_of_launched_steps(tmp_path, more, monkeypatch):
         trials.pop()
         return found
 
-    monkeypatch.setattr(trial, "perturbed", within)
+    monkeypatch.setattr(forward_comparison, "perturbed", within)
     monkeypatch.setattr(packed, "packing_problem", asked)
     monkeypatch.setattr(shared_input, "shared_linear", noted)
     monkeypatch.setattr(fp8_student, "GAINS_FROM", 1)  # so small are these

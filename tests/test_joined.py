@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from distill.models import gpu_specs
 from distill.models.fp8_student import compute_in_fp8
 from distill.models.head import decoder_of
-from distill.models.joined import join_siblings
+from distill.models.joined_projections import join_projections
 from distill.models.patching import patch, unpatch
 from distill.models.snapshot import Snapshot
 
@@ -117,7 +117,7 @@ def ready(role="student", *, join=True, dtype=torch.float32, **more):
     model = tiny_model(hidden=64, dtype=dtype, **more)
     model.train() if role == "student" else model.requires_grad_(False)
     patch(model, role, attention="triton")
-    count = join_siblings(model, trains=True) if join else 0
+    count = join_projections(model, trains=True) if join else 0
     return model, count
 
 
@@ -215,7 +215,7 @@ def test_a_copy_of_a_joined_student_has_its_own_joined_weights(monkeypatch):
     for weight in (1.0, -2.0):
         with torch.no_grad():
             model.model.layers[0].self_attn.k_proj.weight.mul_(weight)
-        snapshot.take(model)
+        snapshot.copy_from(model)
         made, answer = products(lambda: hidden(snapshot.model))
         assert made == 2 * 4
         torch.testing.assert_close(answer, hidden(model), rtol=0, atol=1e-5)
@@ -226,12 +226,12 @@ def test_layers_that_are_not_joined():
     fp8 = tiny_model(hidden=64).train()
     patch(fp8, "student", attention=None)
     compute_in_fp8(fp8)
-    assert join_siblings(fp8) == 0
+    assert join_projections(fp8) == 0
     tied = ready(join=False)[0]
     shared = tied.model.layers[0].mlp
     shared.up_proj.weight = shared.gate_proj.weight
     before = [p.clone() for p in tied.parameters()]
-    join_siblings(tied)
+    join_projections(tied)
     assert all(torch.equal(*pair) for pair in zip(before, tied.parameters(), strict=True))
     x = torch.randn(4, 64)
     assert torch.equal(shared.up_proj(x), F.linear(x, shared.gate_proj.weight))
@@ -245,7 +245,7 @@ def adapted(join, **more):
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     patch(model, "student", attention="triton")
-    assert not join or join_siblings(model, trains=True) == 4
+    assert not join or join_projections(model, trains=True) == 4
     return model
 
 

@@ -55,9 +55,9 @@ def test_an_offloaded_model_says_what_a_resident_one_says(kind, tie):
 
 def on_the_device(model):
     """Layers whose parameters lie in the device's blocks now."""
-    conveyor = model.__dict__["_distill_conveyor"]
-    blocks = {block.untyped_storage().data_ptr() for block in conveyor.blocks}
-    groups = enumerate(conveyor.parameters)
+    streamer = model.__dict__["_distill_streamer"]
+    blocks = {block.untyped_storage().data_ptr() for block in streamer.blocks}
+    groups = enumerate(streamer.parameters)
     return [n for n, group in groups if any(p.untyped_storage().data_ptr() in blocks for p in group)]
 
 
@@ -91,20 +91,20 @@ def test_our_kernels_go_into_an_offloaded_model():
 
 def test_layers_are_sent_ahead_each_once_a_pass_and_never_into_the_block_in_use(monkeypatch):
     model = offload_layers(frozen(), CPU)
-    conveyor, sent = model.__dict__["_distill_conveyor"], []
-    send = conveyor._send
+    streamer, sent = model.__dict__["_distill_streamer"], []
+    send = streamer._send
 
     def watched(number, block):
-        sent.append((number, block, conveyor.at))
-        assert conveyor.at is None or conveyor.holds[block] != conveyor.at
+        sent.append((number, block, streamer.at))
+        assert streamer.at is None or streamer.holds[block] != streamer.at
         send(number, block)
 
-    monkeypatch.setattr(conveyor, "_send", watched)
+    monkeypatch.setattr(streamer, "_send", watched)
     for _ in range(3):
         logits(model)
     assert [number for number, _, _ in sent] == [0, *([1, 2, 3, 4, 0] * 3)]
     assert all(at == (number - 1) % 5 for number, _, at in sent[1:])  # while the layer before computes
-    assert sum(map(len, conveyor.blocks)) == 2 * max(map(len, conveyor.host))
+    assert sum(map(len, streamer.blocks)) == 2 * max(map(len, streamer.host))
 
 
 class Computing:
@@ -154,9 +154,9 @@ def test_computing_waits_for_what_arrives_as_late_as_it_may(monkeypatch):
     computing, copying = Computing(), Copying()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
     monkeypatch.setattr(torch.cuda, "stream", copying)
-    conveyor = offloaded.__dict__["_distill_conveyor"]
-    conveyor.stream = copying
-    for block in conveyor.blocks:
+    streamer = offloaded.__dict__["_distill_streamer"]
+    streamer.stream = copying
+    for block in streamer.blocks:
         block.fill_(0x7F)  # NaN, should it be read
     for ids in (IDS, IDS.flip(1)):
         assert torch.equal(logits(offloaded, ids), logits(resident, ids))
@@ -185,13 +185,13 @@ def test_host_memory_is_pinned_where_it_lies_and_given_back(most, monkeypatch, c
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     model = offload_layers(frozen(), CPU)
-    conveyor = model.__dict__["_distill_conveyor"]
-    conveyor._pin()
-    blocks = {block.data_ptr(): len(block) for block in conveyor.host[:most]}
-    assert runtime.pinned == blocks and conveyor.pinned is (most == 5)
+    streamer = model.__dict__["_distill_streamer"]
+    streamer._pin()
+    blocks = {block.data_ptr(): len(block) for block in streamer.host[:most]}
+    assert runtime.pinned == blocks and streamer.pinned is (most == 5)
     assert ("CUDA error 2" in caplog.text) is (most == 2)
     assert ("wait in pinned host memory" in offloading_of(model)) is (most == 5)
-    del model, conveyor
+    del model, streamer
     gc.collect()
     assert runtime.pinned == {} and waited == [CPU]
 
@@ -216,7 +216,7 @@ def test_a_pass_that_fails_leaves_it_whole():
         logits(offloaded)
     handle.remove()
     assert on_the_device(offloaded) == [2]
-    offloaded.__dict__["_distill_conveyor"].bring(0)
+    offloaded.__dict__["_distill_streamer"].bring(0)
     assert on_the_device(offloaded) == [0]
     assert torch.equal(logits(offloaded), logits(resident))
     assert fingerprint(offloaded) == fingerprint(resident)
@@ -228,8 +228,8 @@ def test_a_weight_that_two_layers_share_stays_on_the_device():
     layers[3].mlp.gate_proj = layers[1].mlp.gate_proj
     offloaded = offload_layers(copy.deepcopy(resident), CPU)
     shared = find_layers(offloaded)[1][1].mlp.gate_proj.weight
-    conveyor = offloaded.__dict__["_distill_conveyor"]
-    assert not any(shared is parameter for group in conveyor.parameters for parameter in group)
+    streamer = offloaded.__dict__["_distill_streamer"]
+    assert not any(shared is parameter for group in streamer.parameters for parameter in group)
     assert torch.equal(logits(offloaded), logits(resident))
 
 
@@ -356,11 +356,11 @@ def test_on_a_gpu_the_outputs_are_the_same_and_the_memory_is_less(larger):
         said.append([logits(teacher, part).clone() for part in (ids, ids.flip(1), ids)])
         held.append(torch.cuda.max_memory_allocated() - before)
         if how is not None:
-            conveyor = teacher.__dict__["_distill_conveyor"]
-            assert conveyor.pinned and all(block.is_pinned() for block in conveyor.host)
+            streamer = teacher.__dict__["_distill_streamer"]
+            assert streamer.pinned and all(block.is_pinned() for block in streamer.host)
             assert find_layers(teacher)[1][0].mlp.gate_proj.weight.device.type == "cpu"
             assert teacher.lm_head.weight.device == cuda == teacher.device
-            waiting = sum(map(len, conveyor.host))
+            waiting = sum(map(len, streamer.host))
         del teacher
     assert all(torch.equal(a, b) for a, b in zip(*said, strict=True))
     assert held[1] < held[0] - 0.7 * waiting

@@ -7,10 +7,10 @@ from tiny import tiny_model
 from distill.data.collator import Collator
 from distill.models import output_rows
 from distill.models.compiling import compile_layers
+from distill.models.flops import count_flops
 from distill.models.graphs import _GraphedDecoder
 from distill.models.head import decoder_of, last_hidden
 from distill.models.patching import patch, unpatch
-from distill.models.work import work_of
 from distill.teachers.objective import DistillationObjective
 
 KINDS = ("llama", "qwen2", "qwen3", "gemma2")
@@ -138,9 +138,9 @@ def test_a_graph_is_never_given_rows():
 
 def test_work_is_counted_where_it_is_done():
     model = tiny_model()
-    before = work_of(model, trains=True)
+    before = count_flops(model, trains=True)
     patch(model, log_it=False)
-    after = work_of(model, trains=True)
+    after = count_flops(model, trains=True)
     moved = 6 * sum(p.numel() for p in output_rows.row_parameters(decoder_of(model).layers[-1]))
     assert (after.token, after.trained) == (before.token - moved, before.trained + moved)
 

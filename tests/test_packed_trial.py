@@ -9,9 +9,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from distill.models import packed
+from distill.models.forward_comparison import Mismatch, compare_forwards
 from distill.models.packed import keeps_apart, lowered_limits, packing_problem
 from distill.models.patching import patch
-from distill.models.trial import Mismatch, mismatch
 from distill.recipe import dump, parse
 from distill.teachers.opening import check_packing
 
@@ -126,7 +126,7 @@ def test_fresh_models_get_the_gradients_of_every_parameter(kind, fused):
     report = patch(model, attention=None)
     assert report.swapped["residual_norm"] == fused, str(report)
     if not fused:
-        assert "its output is another one" in report.left["DogeDecoderLayer"]
+        assert "its output differs" in report.left["DogeDecoderLayer"]
     (actual, ours), (expected, theirs) = gradients(model), gradients(plain)
     assert torch.allclose(actual, expected, atol=1e-5)
     assert ours.keys() == theirs.keys()
@@ -158,19 +158,19 @@ def without_gradient(self, x):
     "other, reason",
     [
         (Scaled.forward, None),
-        (without_scale, "its output is another one"),
+        (without_scale, "its output differs"),
         (without_gradient, "gradient of its weight"),
     ],
 )
 def test_a_trial_perturbs_what_fresh_weights_hide_and_compares_every_gradient(other, reason):
     module, x = Scaled(), torch.randn(3, 8)
     before = copy.deepcopy(module.state_dict())
-    found = mismatch(module, module.forward, lambda x: other(module, x), x, gradients=True)
+    found = compare_forwards(module, module.forward, lambda x: other(module, x), x, gradients=True)
     assert (found is None) if reason is None else (isinstance(found, Mismatch) and reason in found.reason)
     assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in before.items())
     assert all(p.requires_grad and p.grad is None for p in module.parameters())
     if other is without_gradient:
-        assert mismatch(module, module.forward, lambda x: other(module, x), x, gradients=False) is None
+        assert compare_forwards(module, module.forward, lambda x: other(module, x), x, gradients=False) is None
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])

@@ -21,11 +21,11 @@ from transformers.integrations.bitnet import AutoBitLinear
 from distill.doctor.examine import prepare
 from distill.models import quantised
 from distill.models.fingerprint import fingerprint
+from distill.models.flops import count_flops, parameters_of
 from distill.models.load import load_student, load_teacher
 from distill.models.patching import patch
 from distill.models.quantised import NF4, int8_arguments, quantised_by_transformers, stored_bits
 from distill.models.source import ModelSource
-from distill.models.work import parameters_of, work_of
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
 from distill.recipe import RecipeError, Student, Teacher, load
@@ -117,7 +117,7 @@ def test_it_counts_as_what_it_is_built_as(folder):
         del gate.weight
         gate.register_buffer("qweight", packed)
     assert parameters_of(teacher) == (parameters_of(plain)[0], 0)
-    assert work_of(teacher, trains=False) == work_of(plain, trains=False)
+    assert count_flops(teacher, trains=False) == count_flops(plain, trains=False)
 
 
 def test_the_lock_sees_weights_that_are_buffers(folder):

@@ -186,7 +186,7 @@ def test_the_copy_of_a_patched_student_has_our_layers_and_says_the_same(monkeypa
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.mul_(1 + 0.5 * torch.rand_like(parameter))
-    copied.take(student)
+    copied.copy_from(student)
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *a: calls.append(1) or linear(*a))
     copied.model(input_ids=torch.tensor(prompts[:1]))
     assert len(calls) == 4 * 2 + 1

@@ -343,16 +343,16 @@ def test_check_counts_what_each_model_reads(place):
     report = check(recipe, find_device("H100"))
     teacher, vocabulary = opened(recipe)
     splits = vocabulary.read(recipe.data, 0)
+    from distill.models.flops import count_flops
     from distill.models.load import load_student
-    from distill.models.work import work_of
 
-    student = work_of(load_student(recipe.student, device="cpu", dtype=torch.float32), trains=True)
+    student = count_flops(load_student(recipe.student, device="cpu", dtype=torch.float32), trains=True)
     (work,) = teacher.flops_per_token().values()
     own, read = ([row[f"{who}position_ids"] for row in splits.train] for who in ("", "teacher_"))
     learned = sum(label != -100 for row in splits.train for label in row["labels"])
     sizes = [(sum(map(len, rows)), learned, sum(at + 1 for row in rows for at in row)) for rows in (own, read)]
     assert sizes[1][0] > 1.5 * sizes[0][0]
-    flops = student.of(*sizes[0]) + work.of(*sizes[1])  # of all data; a step is full of the longer reading
+    flops = student.total(*sizes[0]) + work.total(*sizes[1])  # of all data; a step is full of the longer reading
     expected = flops * report.tokens_per_step / sizes[1][0]
     assert report.flops_per_step == pytest.approx(expected, rel=0.01)
 

@@ -9,7 +9,7 @@ from tiny import tiny_model
 
 from distill.models.fp8_student import compute_in_fp8
 from distill.models.head import decoder_of
-from distill.models.joined import join_siblings
+from distill.models.joined_projections import join_projections
 from distill.models.patching import patch
 from distill.models.shared_input import GROUP
 
@@ -26,7 +26,7 @@ def opened(model):
 ROUTES = {
     "one node": opened,
     "fp8 student": compute_in_fp8,
-    "joined": join_siblings,
+    "joined": join_projections,
     "fp8 teacher": swap_linears_for_fp8,
 }
 

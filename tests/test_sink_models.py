@@ -13,7 +13,7 @@ import distill
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.support_check import unsupported_reason
 from distill.models import attention
-from distill.models.attention import choose_attention, fused_attention, newest_over_cache
+from distill.models.attention import choose_attention, decode_attention_over_cache, fused_attention
 from distill.models.kv_cache import PreallocatedCache
 from distill.models.packed import keeps_apart
 from distill.models.patching import patch, unpatch
@@ -166,7 +166,7 @@ def test_no_back_end_without_sinks_is_chosen_or_used():
 
 
 @pytest.mark.parametrize("name", ["position_bias", "indices", "block_indices", "sinks"])
-@pytest.mark.parametrize("function", [fused_attention, newest_over_cache, ragged_attention])
+@pytest.mark.parametrize("function", [fused_attention, decode_attention_over_cache, ragged_attention])
 def test_scores_of_another_kind_are_refused(function, name):
     q = torch.zeros(1, 2, 4, 8)
     with pytest.raises(ValueError, match=f"attention: expected no {name}, "):

@@ -14,7 +14,7 @@ from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.support_check import unsupported_reason
 from distill.models import ragged_cache
 from distill.models.adoption import AutoFusedModelForCausalLM
-from distill.models.attention import keep_soft_cap, soft_cap_kept, stop_fused_attention, use_fused_attention
+from distill.models.attention import keep_soft_cap, stop_fused_attention, use_fused_attention, with_soft_cap
 from distill.models.head import decoder_of
 from distill.models.load import load_student, load_teacher
 from distill.recipe import Student, Teacher
@@ -65,7 +65,7 @@ def assert_capped(found, kind="gemma2", **inputs):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_on_pytorchs_attention_is_corrected(kind):
     model = capped(kind)
-    with soft_cap_kept(model):
+    with with_soft_cap(model):
         assert_capped(logits(model), kind)
     assert model.config._attn_implementation == "sdpa"
     keep_soft_cap(model)

@@ -170,7 +170,7 @@ def hooked(model):
         (hooked, 1, "plain frozen layers"),
         (lambda model: model.float(), 0, "16 bits"),
         (swap_linears_for_fp8, 0, "plain frozen layers"),
-        (lambda model: vars(model).update({offload.CONVEYOR: "a conveyor"}), 0, "offloaded"),
+        (lambda model: vars(model).update({offload.STREAMER: "a conveyor"}), 0, "offloaded"),
     ],
 )
 def test_where_it_is_off_a_line_says_why(products, caplog, change, count, reason):

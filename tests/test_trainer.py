@@ -12,7 +12,7 @@ from tiny import tiny_model
 from transformers import TrainingArguments
 
 from distill.doctor.reference_loss import token_loss
-from distill.models.work import Work, work_of
+from distill.models.flops import FlopCounts, count_flops
 from distill.recipe import Loss
 from distill.teachers.losses import STATISTICS
 from distill.training.checkpoints import UNFINISHED, checkpoints
@@ -281,17 +281,19 @@ def test_flops_of_a_model_by_hand():
     layer = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64 + 2 * 32
     body = 2 * layer + 32
     ends = 2 * ((32 + 32) * 2 + (32 + 16) * 2 + 3 * (32 + 64))  # numbers that go into and come out of products
-    assert work_of(model, trains=False) == Work(2 * body, 2 * 259 * 32, 4 * 2 * 32, 4 * ends, 4 * (259 + 32))
-    assert work_of(model, trains=True) == Work(6 * body, 6 * 259 * 32, 12 * 2 * 32, 12 * ends, 12 * (259 + 32))
+    assert count_flops(model, trains=False) == FlopCounts(2 * body, 2 * 259 * 32, 4 * 2 * 32, 4 * ends, 4 * (259 + 32))
+    assert count_flops(model, trains=True) == FlopCounts(
+        6 * body, 6 * 259 * 32, 12 * 2 * 32, 12 * ends, 12 * (259 + 32)
+    )
     lora = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
     rank = 2 * ((32 + 2) + (2 + 32))
-    assert work_of(lora, trains=True) == Work(
+    assert count_flops(lora, trains=True) == FlopCounts(
         4 * body + 6 * 2 * 2 * (32 + 32), 4 * 259 * 32, 12 * 2 * 32, 8 * ends + 12 * rank, 8 * (259 + 32)
     )
 
 
 def test_mfu_by_hand(monkeypatch):
-    meter = Meter(torch.device("cpu"), {"": Work(2.0, 1.0, 0.5)}, Work(6.0, 3.0, 1.5))
+    meter = Meter(torch.device("cpu"), {"": FlopCounts(2.0, 1.0, 0.5)}, FlopCounts(6.0, 3.0, 1.5))
     meter.peak = 1e6
     batch = {
         "input_ids": torch.zeros(2, 3, dtype=torch.int64),

@@ -120,7 +120,7 @@ def test_a_prefix_that_a_seat_holds_is_not_computed_again():
 
 @pytest.mark.parametrize("kind", ["llama", "mistral-window"])
 def test_kernels_attend_to_shared_prefixes(kernel_device, kind, monkeypatch):
-    monkeypatch.setattr(shared_prefixes, "WORTH_SHARING", 5)
+    monkeypatch.setattr(shared_prefixes, "MIN_SHARED_TOKENS", 5)
     prompts = conversations(2, turns=2, step=6, opening=[5, 6, 7, 8, 9, 10, 11])
     model = tiny_model(**KINDS[kind])
     expected = DecodeLoop(model, EngineSettings(2, [])).generate(prompts, max_new_tokens=3)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from subjects import across, informed, kept, one, routed, several
 
-from distill.models.work import Work, work_of
+from distill.models.flops import FlopCounts, count_flops
 from distill.training.metrics import Meter
 
 MAKERS = {"one": one, "mixture": several, "context": informed, "cross": across, "routed": routed}
@@ -33,7 +33,7 @@ def test_tokens_and_pairs_are_those_that_its_models_got(kind):
     batch, teacher = subject.batch(), subject.teacher
     calls = read_by(teacher.models)
     output = subject.student(**(objective := subject.objective()).compare(batch))
-    works = {name: work_of(model, trains=False) for name, model in teacher.models.items()}
+    works = {name: count_flops(model, trains=False) for name, model in teacher.models.items()}
     expected = sum(
         works[name].token * call["input_ids"].numel() + works[name].pair * pairs_of(call)
         for name, each in calls.items()
@@ -41,7 +41,7 @@ def test_tokens_and_pairs_are_those_that_its_models_got(kind):
     )
     assert len(calls) == len(teacher.models) and expected > 0
     without_heads = {p: w and w._replace(trained=0.0) for p, w in teacher.flops_per_token().items()}
-    meter = Meter(torch.device("cpu"), without_heads, Work(1.0, 0.0, 0.0), objective.divergence, objective.routes)
+    meter = Meter(torch.device("cpu"), without_heads, FlopCounts(1.0, 0.0, 0.0), objective.divergence, objective.routes)
     meter.peak = 1e6
     meter.add(batch, output["statistics"].detach())
     figures = meter.read(lambda values: values)
@@ -52,9 +52,9 @@ def test_tokens_and_pairs_are_those_that_its_models_got(kind):
 def test_heads_are_counted_for_the_tokens_of_their_routes():
     subject = routed()
     batch = subject.batch()
-    heads = {prefix: Work(0.0, 10.0**n, 0.0) for n, prefix in enumerate(subject.teacher.flops_per_token())}
+    heads = {prefix: FlopCounts(0.0, 10.0**n, 0.0) for n, prefix in enumerate(subject.teacher.flops_per_token())}
     objective = subject.objective()
-    meter = Meter(torch.device("cpu"), heads, Work(1.0, 0.0, 0.0), objective.divergence, objective.routes)
+    meter = Meter(torch.device("cpu"), heads, FlopCounts(1.0, 0.0, 0.0), objective.divergence, objective.routes)
     meter.peak = 1e6
     meter.add(batch, torch.zeros(13))
     figures = meter.read(lambda values: values)

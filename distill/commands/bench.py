@@ -37,14 +37,14 @@ from torch.nn import functional as F
 from distill.core.labels import shift_labels
 from distill.models.attention import choose_attention
 from distill.models.compiling import compile_layers
+from distill.models.flops import count_flops
 from distill.models.gpu_specs import joins_on, peak_flops
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import bare, decoder_of, find_head, read_head
-from distill.models.joined import join_siblings
+from distill.models.joined_projections import join_projections
 from distill.models.output_rows import MARK
 from distill.models.patching import patch, unpatch
 from distill.models.teacher_layout import interleave
-from distill.models.work import work_of
 from distill.recipe.loss import Loss
 from distill.teachers.objective import DistillationObjective
 from distill.training.phases import PAUSED, Phases
@@ -327,8 +327,8 @@ def _bench_variant(
             interleave(teacher)
         for model in models if variant == "distill-all-rows" else ():
             decoder_of(model).__dict__.pop(MARK, None)
-    work = [work_of(teacher, trains=False), work_of(student, trains=True)]
-    flops = sum(w.of(tokens, batch["valid_rows"].numel(), pairs) for w in work if w is not None)
+    work = [count_flops(teacher, trains=False), count_flops(student, trains=True)]
+    flops = sum(w.total(tokens, batch["valid_rows"].numel(), pairs) for w in work if w is not None)
     if ours:
         objective = DistillationObjective(teacher, student, loss)
         if graphs is not None:
@@ -340,7 +340,7 @@ def _bench_variant(
             gc.collect()
             torch.cuda.empty_cache()
         for model in models if variant != "distill-apart" and joins_on(batch["input_ids"].device) else ():
-            join_siblings(model, trains=True)
+            join_projections(model, trains=True)
         if variant == "distill-compile":
             compile_layers(teacher)
             compile_layers(student)

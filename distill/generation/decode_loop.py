@@ -40,8 +40,8 @@ from distill.generation.stopping import StopStrings
 from distill.models.graphs import own_workspace
 from distill.models.head import bare, decoder_of
 from distill.models.offload import is_offloaded
-from distill.models.ragged_cache import attention_for_ragged_cache, read_prompts
-from distill.models.shared_prefixes import in_families
+from distill.models.ragged_cache import attention_for_ragged_cache, prefill
+from distill.models.shared_prefixes import order_by_prefix
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class DecodeLoop(Engine):
         result = Generated([[] for _ in prompts], [limit == 0 for limit in limits], [[] for _ in prompts])
         # prompts that share a prefix are prefilled together; else neighbours of similar length waste least
         wanted = [number for number, limit in enumerate(limits) if limit > 0]
-        order = [wanted[place] for place in in_families([prompts[number] for number in wanted])]
+        order = [wanted[place] for place in order_by_prefix([prompts[number] for number in wanted])]
         if not order:
             return result
         chosen = request.of(order)
@@ -248,7 +248,7 @@ class DecodeLoop(Engine):
     def _prefill(self, request: Request, assigned: dict[int, int], slots: SequenceSlots) -> None:
         """Prefill prompts into free sequence slots: `assigned` maps a slot to the index of its prompt."""
         prompts, limits, seeds, *_ = request.of(list(assigned.values()))
-        read_prompts(self.decoder, prompts, list(assigned), slots.cache, slots.cached_prompts)
+        prefill(self.decoder, prompts, list(assigned), slots.cache, slots.cached_prompts)
         slots.cached_prompts |= dict(zip(assigned, prompts, strict=True))
         slots.assign(list(assigned), prompts, limits, seeds)
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from distill.core.errors import first_line
 from distill.generation.sampling import Sampling
 from distill.generation.sequence_slots import SequenceSlots
-from distill.models.fused_decoder import FusedDecoder, epsilon, try_layers, why_not_fused
+from distill.models.fused_decoder import FusedDecoder, check_layers, epsilon, fused_unsupported_reason
 from distill.models.head import decoder_of, find_head
 from distill.models.ragged_cache import AttentionCall
 
@@ -52,11 +52,11 @@ class FusedStepFactory:
         )
         key = (modules, weight.dtype, weight.device, slots.batch > MAX_ROWS)
         if self._result is None or self._result[0] != key:
-            reason = why_not_fused(self.model, self.autocast, self.fused is True)
+            reason = fused_unsupported_reason(self.model, self.autocast, self.fused is True)
             if slots.batch > MAX_ROWS:
                 reason = f"{slots.batch} sequences at once are more than {MAX_ROWS}"
             try:
-                result = reason or try_layers(self.model, dtype, slots.batch)
+                result = reason or check_layers(self.model, dtype, slots.batch)
             except LAUNCH_ERRORS as error:
                 self.disable(error)
                 return None

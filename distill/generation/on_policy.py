@@ -209,7 +209,7 @@ class OnPolicyRollouts:
         current = next(iter(steps))
         if self.snapshot is not None:
             assert self.student is not None
-            self.snapshot.take(self.student)
+            self.snapshot.copy_from(self.student)
         replaced = [(step, *each) for step, its in steps.items() for each in self._to_generate(its.plans, step)]
         rollouts = [Rollout(document, seed) for _, seed, document in replaced]
         continuing = self._respond(rollouts)

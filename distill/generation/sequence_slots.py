@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from distill.generation.sampling import Sampling, at_least_float32
-from distill.models.ragged_cache import RaggedCache, sent
+from distill.models.ragged_cache import RaggedCache, to_device
 
 
 class SequenceSlots:
@@ -43,7 +43,7 @@ class SequenceSlots:
     ) -> None:
         """Assign sequences to free slots, while the other sequences continue."""
         at, *started = (
-            sent(torch.tensor(values, dtype=torch.int64), self.token.device)
+            to_device(torch.tensor(values, dtype=torch.int64), self.token.device)
             for values in (
                 slots,
                 [len(prompt) for prompt in prompts],

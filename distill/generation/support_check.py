@@ -9,9 +9,9 @@ from torch import nn
 
 from distill.core.errors import first_line
 from distill.core.eval_mode import eval_mode
-from distill.models.attention import soft_cap_kept
+from distill.models.attention import with_soft_cap
 from distill.models.head import bare, decoder_of
-from distill.models.ragged_cache import RaggedCache, attention_for_ragged_cache, read_prompts
+from distill.models.ragged_cache import RaggedCache, attention_for_ragged_cache, prefill
 
 
 @torch.no_grad()
@@ -30,12 +30,12 @@ def unsupported_reason(model: nn.Module) -> str | None:
     ids = torch.arange(12, device=device).reshape(2, 6) % inner.config.get_text_config().vocab_size
     forward, lengths = type(inner).forward, torch.tensor([4, 2], device=device)
     try:
-        with eval_mode(model), soft_cap_kept(model):
+        with eval_mode(model), with_soft_cap(model):
             expected = forward(inner, input_ids=ids, use_cache=False).logits.float()
         cache = RaggedCache(inner.config, 2, 8, device)
         with eval_mode(model), attention_for_ragged_cache(model):
             prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
-            read_prompts(decoder_of(model), prompts, range(2), cache)
+            prefill(decoder_of(model), prompts, range(2), cache)
             cache.begin(lengths)
             for _ in range(2):
                 at = cache.lengths[:, None] - 1

@@ -8,7 +8,7 @@ left included; calls with another mask or key-value cache run on the attention t
 
 `keep_soft_cap(model)` sees to it that a model's own attention applies its soft cap.
 
-`fastest_attention` times the back ends on the shapes of a run.
+`autotune_attention` times the back ends on the shapes of a run.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def fused_attention(
     return out.transpose(1, 2), None
 
 
-def newest_over_cache(
+def decode_attention_over_cache(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -179,7 +179,7 @@ def keep_soft_cap(model: nn.Module, asked: str = "auto", field: str = "attn_impl
         config._attn_implementation = name
 
 
-def soft_cap_kept(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+def with_soft_cap(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Inside, `model` is as `keep_soft_cap` leaves it."""
     configs = _configs(model)
     return _implementations(configs, [_capping(config) for config in configs])
@@ -202,7 +202,7 @@ def _torch_attention(
 
 
 AttentionInterface.register(NAME, fused_attention)
-AttentionInterface.register(DECODE, newest_over_cache)
+AttentionInterface.register(DECODE, decode_attention_over_cache)
 
 
 def use_fused_attention(model: nn.Module, decoder: nn.Module, backend: str = "triton") -> None:
@@ -334,7 +334,7 @@ def _implementations(configs: list[Any], names: list[str]) -> Iterator[None]:
             config._attn_implementation = name
 
 
-def fastest_attention(
+def autotune_attention(
     batch: int, heads: int, kv_heads: int, length: int, head_dim: int, dtype: torch.dtype, *, backward: bool
 ) -> tuple[str, dict[str, float]]:
     """Time causal attention of these shapes on every back end of the current GPU, without the host's launches.
@@ -391,8 +391,10 @@ def fastest_attention(
 
 
 def choose_attention(model: nn.Module, batch: int, length: int, *, backward: bool) -> tuple[str, dict[str, float]]:
-    """`fastest_attention` for a model's heads, on batches of `batch` sequences of `length` tokens; not timed is a model
-    with attention sinks, which PyTorch's back ends lack."""
+    """Return `autotune_attention` for a model's heads, on batches of `batch` sequences of `length` tokens.
+
+    A model with attention sinks, which PyTorch's back ends lack, is not timed.
+    """
     if any(isinstance(getattr(module, "sinks", None), torch.Tensor) for module in model.modules()):
         log.info("attention: triton, the only back end that has the attention sinks of this model")
         return "triton", {}
@@ -401,6 +403,6 @@ def choose_attention(model: nn.Module, batch: int, length: int, *, backward: boo
     heads, kv_heads, width = attention_sizes(config)
     if not heads:  # nothing to time
         return BACKENDS[0], {}
-    name, times = fastest_attention(batch, heads, kv_heads, length, width, dtype, backward=backward)
+    name, times = autotune_attention(batch, heads, kv_heads, length, width, dtype, backward=backward)
     log.info("attention: %s (%s)", name, ", ".join(f"{key} {ms:.3f} ms" for key, ms in times.items()))
     return name, times

@@ -1,4 +1,4 @@
-"""A model that follows another as a running average of its weights:
+"""Exponential moving average of a model's weights:
 
 w <- share w + (1 - share) w_other        added up in float32 or wider
 """
@@ -18,10 +18,10 @@ FILE = "teacher.safetensors"  # of a checkpoint
 
 
 class RunningAverage:
-    """The average, and the model that has it.
+    """Exponential moving average, and the model that holds it.
 
     Args:
-        model: begins as it is; its weights are changed in place. They may be moved before the first step.
+        model: initial value; its weights are changed in place, and may be moved before the first step.
         share: of itself that the average keeps in a step, above 0 and below 1.
     """
 
@@ -30,8 +30,8 @@ class RunningAverage:
         self.weights: dict[str, torch.Tensor] = {}  # wide weights are the average, narrow ones get a copy of it
 
     @torch.no_grad()
-    def follow(self, other: nn.Module) -> None:
-        """One step towards the weights of `other`, bare or inside PEFT.
+    def update(self, other: nn.Module) -> None:
+        """Update the average by the weights of `other`, bare or inside PEFT.
 
         Raises:
             ValueError: they are not the same weights by name.
@@ -50,7 +50,7 @@ class RunningAverage:
 
     @torch.no_grad()
     def restore(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint."""
+        """Load the average from a checkpoint."""
         state, own = load_file(checkpoint / FILE), dict(self.model.named_parameters())
         self.weights = {n: p.detach().copy_(state[n]) if _is_wide(p) else state[n].to(p.device) for n, p in own.items()}
         self._write(own)

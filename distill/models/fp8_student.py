@@ -17,11 +17,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from distill.core.eval_mode import eval_mode
+from distill.models.forward_comparison import is_close
 from distill.models.head import bare
 from distill.models.patching import UNDO, replace_forward
 from distill.models.pruning import find_layers
 from distill.models.shared_input import FP8_GROUP
-from distill.models.trial import is_close
 
 GAINS_FROM = 512  # N K / (N + K)
 GATED = ("gate_proj", "up_proj", "down_proj")

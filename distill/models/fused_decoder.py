@@ -1,8 +1,8 @@
 """A decoder's layers for one new token a sequence, in five kernels a layer: for the plain form that most models have.
 
-    reason = why_not_fused(model, None)                       # None where it is of that form
+    reason = fused_unsupported_reason(model, None)                       # None where it is of that form
     fused = FusedDecoder(model, cache, torch.bfloat16)
-    fused.embed(books), fused.layers()                        # fused.stream.x is what the last norm takes
+    fused.embed(state), fused.layers()                        # fused.stream.x is what the last norm takes
 
 The form: RMSNorm, projections to q, k and v (with biases: Qwen 2; with a norm of each head: Qwen 3), rotary embedding,
 attention, output projection, residual, RMSNorm, gated MLP, residual: Llama, Mistral, Qwen 2 and 3, SmolLM. Structure is
@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from distill.models.head import bare, decoder_of, find_head
 from distill.models.offload import is_offloaded
-from distill.models.ragged_cache import AttentionCall, RaggedCache, read_prompts
+from distill.models.ragged_cache import AttentionCall, RaggedCache, prefill
 from distill.models.shared_input import FP8_GROUP, projection_forward
 from distill.models.triton_only import forward_on_triton
 
@@ -43,7 +43,7 @@ ROTARY = ("default", "linear", "llama3", "yarn")  # cos and sin follow from the 
 FORWARDS = (projection_forward, forward_on_triton)  # ours, of a plain linear layer
 
 
-def why_not_fused(model: nn.Module, autocast: torch.dtype | None, forced: bool = False) -> str | None:
+def fused_unsupported_reason(model: nn.Module, autocast: torch.dtype | None, forced: bool = False) -> str | None:
     """Return why no `FusedDecoder` supports `model`, from its parameters and GPU (any, if `forced`); None where one
     does.
     """
@@ -52,10 +52,10 @@ def why_not_fused(model: nn.Module, autocast: torch.dtype | None, forced: bool =
         return "it is not on a GPU that the kernels run on"
     if not forced and (family := device_facts(weight.device).family) not in FASTER_ON:
         return f"they were not measured to be faster on {family}"
-    return why_not_plain(model, autocast)
+    return plain_unsupported_reason(model, autocast)
 
 
-def why_not_plain(model: nn.Module, autocast: torch.dtype | None) -> str | None:
+def plain_unsupported_reason(model: nn.Module, autocast: torch.dtype | None) -> str | None:
     """Return why `model`, possibly on the meta device, does not have the form above; None where it does."""
     weight = next(model.parameters())
     if is_offloaded(bare(model)):
@@ -148,7 +148,7 @@ class FusedDecoder:
     """The layers of `model` for the newest token of each of a cache's sequences.
 
     Args:
-        model: One for which `why_not_fused` gives None.
+        model: One for which `fused_unsupported_reason` gives None.
         cache: Its keys and values get their memory here, in `dtype`; at most `MAX_ROWS` sequences.
         dtype: What products are computed in: the weights', or autocast's.
         calls: Scale of scores and window of each attention module: `RaggedCache.calls` after a call of the model's
@@ -209,9 +209,9 @@ class FusedDecoder:
         eps = 0.0 if norms[0] is None else epsilon(attention.get_submodule("q_norm"))
         return AttentionSpec(heads, kv_heads, size, call.scaling, call.window, norms[0], norms[1], eps)
 
-    def embed(self, books: SequenceState) -> None:
-        """Fill the stream with the embeddings of `books.token`; see `embed_tokens`."""
-        embed_tokens(self.embedding.get_parameter("weight"), self._norm(0), self.first_stream, books)
+    def embed(self, state: SequenceState) -> None:
+        """Fill the stream with the embeddings of `state.token`; see `embed_tokens`."""
+        embed_tokens(self.embedding.get_parameter("weight"), self._norm(0), self.first_stream, state)
 
     def layers(self) -> None:
         """All layers, whose newest tokens have the positions `cache.lengths` - 1."""
@@ -228,7 +228,7 @@ class FusedDecoder:
 
 
 @torch.no_grad()
-def try_layers(model: nn.Module, dtype: torch.dtype, rows: int) -> dict[nn.Module, AttentionCall] | str:
+def check_layers(model: nn.Module, dtype: torch.dtype, rows: int) -> dict[nn.Module, AttentionCall] | str:
     """Decode three tokens of each of `rows` prompts by kernels and by the model's own forward: what its attention was
     called with, or how they differ.
 
@@ -245,7 +245,7 @@ def try_layers(model: nn.Module, dtype: torch.dtype, rows: int) -> dict[nn.Modul
     calls: dict[nn.Module, AttentionCall] = {}
     caches[0].calls = calls
     for cache in caches:
-        read_prompts(decoder, prompts, range(rows), cache)
+        prefill(decoder, prompts, range(rows), cache)
         cache.begin(lengths)
     if len(calls) != len(caches[0].layers) or any(call.softcap is not None or call.sinks for call in calls.values()):
         return "its layers attend in another way"

@@ -27,7 +27,7 @@ from transformers.utils import ModelOutput
 
 from distill.core.errors import first_line
 from distill.core.labels import IGNORE_INDEX, shift_labels
-from distill.models.head import Head, LogitTransform, find_head, probe_logits, read_head, why_not_fusable
+from distill.models.head import Head, LogitTransform, find_head, probe_logits, read_head, unfusable_reason
 from distill.models.patching import replace_forward
 
 log = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ class FusedLoss:
             return "the head is dispatched or offloaded by accelerate"
         if not isinstance(inputs.get("logits_to_keep", 0), int) or inputs.get("logits_to_keep", 0) != 0:
             return "logits_to_keep was given"
-        return why_not_fusable(head)
+        return unfusable_reason(head)
 
     def _head(self, hidden: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """Replacement of the head's forward: keeps the loss and returns logits without columns."""

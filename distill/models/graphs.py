@@ -1,4 +1,4 @@
-"""A decoder's forward and backward as CUDA graphs: below about a billion parameters a step waits for Python otherwise.
+"""CUDA graphs of a decoder's forward and backward: below about a billion parameters a step is bound by Python.
 
     graphs = DecoderGraphs()
     graphs.add("teacher", decoder_of(teacher), trains=False)

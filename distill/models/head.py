@@ -149,7 +149,7 @@ def read_head(head: Head) -> HeadWeights:
     return HeadWeights(weight, linear.bias, _read_lora(head.owner) if hasattr(head.owner, "lora_A") else None)
 
 
-def why_not_fusable(head: Head) -> str | None:
+def unfusable_reason(head: Head) -> str | None:
     """Return why `read_head` refuses this head, on any device; None where it does not."""
     try:
         _expect_linear(head.linear)

@@ -1,4 +1,4 @@
-"""Tensors on their way from a GPU to host memory, while the GPU goes on."""
+"""Asynchronous copies of tensors from a GPU to host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A teacher that is larger than the GPU: its layers wait in host memory and travel there one after another.
+"""CPU offload of a teacher that is larger than the GPU: its layers are streamed from host memory one by one.
 
     teacher = offload_layers(teacher, torch.device("cuda", 0))     # loaded into host memory, frozen
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 ALIGNED = 256  # bytes; any dtype may begin there
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
-CONVEYOR = "_distill_conveyor"
+STREAMER = "_distill_streamer"
 
 
 def offload_layers(model: Any, device: torch.device) -> Any:
@@ -66,11 +66,11 @@ def offload_layers(model: Any, device: torch.device) -> Any:
     device = _with_index(device)
     travelling = _own_parameters(model, list(layers))
     _move_rest(model, {id(parameter) for group in travelling for parameter in group}, device)
-    conveyor = Conveyor(travelling, device)
+    streamer = LayerStreamer(travelling, device)
     for number, layer in enumerate(layers):
-        add_hook_to_module(layer, _Travels(conveyor, number))
-    model.__dict__[CONVEYOR] = conveyor
-    model.to = _Stays(model, device)
+        add_hook_to_module(layer, _Streamed(streamer, number))
+    model.__dict__[STREAMER] = streamer
+    model.to = _Resident(model, device)
     if device.type == "cpu":
         log.warning("teacher.offload: cpu saves nothing on a CPU: the layers are copied within the same memory")
     return model
@@ -78,15 +78,15 @@ def offload_layers(model: Any, device: torch.device) -> Any:
 
 def is_offloaded(model: nn.Module | None) -> bool:
     """Return whether the layers of `model` are in host memory."""
-    return model is not None and CONVEYOR in model.__dict__
+    return model is not None and STREAMER in model.__dict__
 
 
 def offloading_of(model: nn.Module | None) -> str | None:
     """Return a line on the offloaded layers of `model`; None where it is resident."""
-    return None if model is None or CONVEYOR not in model.__dict__ else str(model.__dict__[CONVEYOR])
+    return None if model is None or STREAMER not in model.__dict__ else str(model.__dict__[STREAMER])
 
 
-class Conveyor:
+class LayerStreamer:
     """Brings layers to the device, the next one while the present one computes.
 
     Args:
@@ -196,22 +196,22 @@ def _unpin(device: torch.device, pointers: Sequence[int]) -> None:
         runtime.cudaHostUnregister(pointer)
 
 
-class _Travels(ModelHook):  # type: ignore[misc]  # accelerate has no types
+class _Streamed(ModelHook):  # type: ignore[misc]  # accelerate has no types
     """accelerate's hook around a layer's forward."""
 
-    def __init__(self, conveyor: Conveyor, number: int) -> None:
-        self.conveyor, self.number = conveyor, number
+    def __init__(self, streamer: LayerStreamer, number: int) -> None:
+        self.streamer, self.number = streamer, number
 
     def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> tuple[object, object]:
-        self.conveyor.bring(self.number)
+        self.streamer.bring(self.number)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: object) -> object:
-        self.conveyor.take_back(self.number)
+        self.streamer.take_back(self.number)
         return output
 
 
-class _Stays:
+class _Resident:
     """Replacement of an offloaded model's `to`."""
 
     def __init__(self, model: Any, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Work that nobody reads: of the last decoder layer's output a loss reads the learned rows alone.
+"""Last decoder layer for trained rows only: the loss reads no other rows of its output.
 
 Keys and values are needed of all rows. The last layer's output projection, residual, norms and MLP run on the rows
 that are read; the others come out as zeros, in their places, so that whoever reads hidden states at flat positions

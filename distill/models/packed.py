@@ -1,4 +1,4 @@
-"""Trial of whether documents that share a row come out of a model as each does alone.
+"""Check that packed documents give the same outputs in one row as each gives alone.
 
 They do where attention is told of them by positions that restart. Recurrent and convolutional layers (Mamba, LFM2,
 Qwen3-Next) carry their state from one document into the next, attention biased by distance (ALiBi) asks for no

@@ -1,4 +1,4 @@
-"""Padding masks without a mask: what a row's ones cover is a document, and its zeros neither attend nor are attended.
+"""Padding masks as document boundaries: the ones of a row form a document, zeros neither attend nor are attended to.
 
 Attention that is told of documents by cumulative lengths then computes what a causal mask with that padding would, at
 all positions that are not padding, and 0 at those that are. Ones on the left, on the right or everywhere are all the

@@ -1,10 +1,11 @@
-"""Put our kernels into a transformers model, teacher or student, and take them out again.
+"""Patching of a transformers model, teacher or student, with the fused kernels, and its reversal.
 
 Modules are recognised by what they compute, not by their model's name: a module that looks like an RMSNorm (one
 weight vector, an epsilon), a gated MLP (two projections up, one down) or a pre-norm layer is run on a small random
 input and perturbed parameters, and is swapped only if one of our formulas gives its output and, in a student, its
-gradients (`trial.py`). What matches nothing stays as it is and is listed with the reason. Only `forward` methods of
-instances are replaced, so parameters, names, saving, LoRA and hooks are untouched, and `unpatch` restores everything.
+gradients (`forward_comparison.py`). A module that matches nothing is left and listed with the reason. Only `forward`
+methods of instances are replaced, so parameters, names, saving, LoRA and hooks are untouched, and `unpatch` restores
+everything.
 
     report = patch(model, role="teacher")
     print(report)                          # llama: 65 rms_norm, 32 glu, 32 rope, 32 residual_norm, attention triton
@@ -27,6 +28,7 @@ from torch import nn
 from distill.core.eval_mode import eval_mode
 from distill.models import output_rows
 from distill.models.bias_gelu_mlp import bias_gelu_forward, two_products
+from distill.models.forward_comparison import FORWARD_ERRORS, Mismatch, first_line
 from distill.models.head import bare, decoder_of
 from distill.models.lora_forward import is_lora_linear, lora_forward
 from distill.models.packed import distances, keeps_apart, lowered_limits
@@ -49,7 +51,6 @@ from distill.models.recognition import (
 from distill.models.residual_norms import LAYER_FORWARDS, fusable_layers, layer_matches, takes_residual
 from distill.models.shared_input import GROUP, SharedInput, groups_of
 from distill.models.teacher_layout import GATED, separate
-from distill.models.trial import MISFITS, Mismatch, first_line
 
 log = logging.getLogger(__name__)
 
@@ -281,7 +282,7 @@ def _attention_mismatch(model: nn.Module, decoder: nn.Module, backend: str) -> s
         eps = torch.finfo(embedded.dtype).eps
         try:
             moved = distances(hidden(inputs_embeds=(embedded * (1 + eps * noise)).to(embedded.dtype)), own)
-        except MISFITS:  # it takes token ids alone
+        except FORWARD_ERRORS:  # it takes token ids alone
             return 0.0
         return float(moved.median()) if moved.max() > NEAR else 0.0
 
@@ -289,7 +290,7 @@ def _attention_mismatch(model: nn.Module, decoder: nn.Module, backend: str) -> s
         ours = hidden()
     except torch.OutOfMemoryError:
         raise
-    except MISFITS as error:
+    except FORWARD_ERRORS as error:
         return f"the model does not run with another one ({first_line(error)})"
     packs = keeps_apart(model)
     stop_fused_attention(model, decoder)

@@ -6,7 +6,7 @@ nothing, and can be replayed as a CUDA graph.
 
     cache = RaggedCache(model.config, batch=8, slots=512, device=device)
     with attention_for_ragged_cache(model):
-        read_prompts(decoder, prompts, range(8), cache)          # all but their last tokens, shared prefixes once
+        prefill(decoder, prompts, range(8), cache)          # all but their last tokens, shared prefixes once
         cache.begin(lengths)                                     # what is in, and the token to come
         model(input_ids=token, position_ids=cache.lengths[:, None] - 1, past_key_values=cache, ragged_cache=cache)
         cache.lengths += 1
@@ -175,7 +175,7 @@ class RaggedCache(Cache):
         return pairs
 
 
-def read_prompts(
+def prefill(
     decoder: nn.Module,
     prompts: Sequence[Sequence[int]],
     rows: Sequence[int],
@@ -229,10 +229,10 @@ def read_prompts(
 
 
 def _on(device: torch.device, values: np.ndarray) -> torch.Tensor:
-    return sent(torch.from_numpy(values), device)
+    return to_device(torch.from_numpy(values), device)
 
 
-def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the host's on `device`, by the current stream, without waiting for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 

@@ -1,13 +1,13 @@
-"""Reading a model's files, held to be exactly its weights.
+"""Reading of a model's files, which must be exactly its weights.
 
     model = read_weights(AutoModelForCausalLM, folder, "teacher.model", dtype="auto")
 
-transformers draws a tensor that the files lack at random, leaves out one that the model does not have, and says so in
-a table that is easily missed. Here both are refused by name, and so are shapes that differ. What transformers itself
-does not count (tied weights, buffers, what a model's class declares) may be absent; what may be in the files and stay
-unread is listed in `UNREAD`, and a log line names it.
+transformers initialises a tensor that the files lack at random, ignores one that the model does not have, and reports
+both in a table that is easily missed. Here both are errors that name the tensors, and so are different shapes. Tensors
+that transformers itself does not require (tied weights, buffers, those a model's class declares) may be absent; tensors
+that may be in the files and stay unread are listed in `UNREAD`, and a log line names them.
 
-`weights_fault` finds the same in the headers of the files, in milliseconds, without reading a weight.
+`weights_fault` finds the same from the headers of the files, in milliseconds, without reading a weight.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ UNREAD: Mapping[str, Callable[[str, PreTrainedModel, Any], bool]] = {
 def read_weights(
     kind: Any, location: str | Path | None, field: str, *, file_config: Any = None, **arguments: Any
 ) -> PreTrainedModel:
-    """Load a model, and hold that its files have all of its weights and nothing else.
+    """Load a model, and check that its files have all of its weights and nothing else.
 
     Args:
         kind: A model class of transformers, or `AutoModelForCausalLM`.
@@ -210,14 +210,14 @@ def weights_fault(folder: Path, model: PreTrainedModel, field: str, *, file_conf
 
 
 def _named(names: Collection[str]) -> str:
-    """The first few names, layers in order, and how many there are besides."""
+    """Return the first few names, layers in order, and the number of the others."""
     ordered = sorted(names, key=lambda name: [part.zfill(9) if part.isdigit() else part for part in name.split(".")])
     more = f" and {len(ordered) - NAMED} other tensors" if len(ordered) > NAMED else ""
     return ", ".join(ordered[:NAMED]) + more
 
 
 class _Report(logging.Filter):
-    """Keeps transformers' table of what it loaded out of the log, and remembers it."""
+    """Filter that keeps transformers' table of loaded weights out of the log, and stores it."""
 
     def __init__(self, level: int) -> None:
         super().__init__()

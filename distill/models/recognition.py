@@ -1,7 +1,7 @@
-"""Modules that our kernels compute, recognised by running them: norms, gated MLPs, MLPs with a GELU, rotations.
+"""Recognition of modules that fused kernels can compute, by running them: norms, MLPs, rotary embeddings.
 
-A module that looks like one of ours is given a random input, and each of our forwards of its kind is compared with its
-own (`trial.py`).
+A candidate module runs on a random input, and each fused forward of its kind is compared with its own
+(`forward_comparison.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from distill.models.bias_gelu_mlp import APPROXIMATIONS, bias_gelu_forward
+from distill.models.forward_comparison import Mismatch, compare_forwards, perturbed
 from distill.models.lora_forward import down_of_gated
 from distill.models.teacher_layout import gated_product
-from distill.models.trial import Mismatch, mismatch, perturbed
 
 ROTARY = "apply_rotary_pos_emb"
 GATED_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate_up_proj", None, "down_proj"))
@@ -138,7 +138,7 @@ def _which(
         return Mismatch("it takes more than hidden states")
     # in 16 bits several activations may be close
     name = min(errors, key=errors.__getitem__)
-    return mismatch(module, module.forward, forwards[name], x, gradients=gradients) or name
+    return compare_forwards(module, module.forward, forwards[name], x, gradients=gradients) or name
 
 
 def gated_forward(names: tuple[str, str | None, str], activation: str) -> Callable[..., Any]:
@@ -212,4 +212,4 @@ def rotary_form(module: nn.Module, gradients: bool) -> str | Mismatch:
     def by(rotate: Callable[..., object]) -> Callable[..., object]:
         return lambda q, k: rotate(q, k, angle.cos(), angle.sin())
 
-    return mismatch(nn.Module(), by(rotate), by(_apply_rotary), q, k, gradients=gradients) or "half-split"
+    return compare_forwards(nn.Module(), by(rotate), by(_apply_rotary), q, k, gradients=gradients) or "half-split"

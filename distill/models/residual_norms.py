@@ -11,10 +11,10 @@ import torch
 from distill_kernels.matmul.fp8 import Fp8Linear
 from torch import nn
 
+from distill.models.forward_comparison import Mismatch, compare_forwards
 from distill.models.head import decoder_of
 from distill.models.output_rows import pick, projecting, put_back, rows_of
 from distill.models.shared_input import cast_dtype
-from distill.models.trial import Mismatch, mismatch
 
 
 def fusable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -120,7 +120,7 @@ def layer_matches(
         return Mismatch("it is called with more than hidden states")
     own: Callable[..., object] = functools.partial(type(layer).forward, layer, **kwargs)
     ours = functools.partial(forward(False, takes_residual(layer.mlp)), layer, **kwargs)
-    if reason := mismatch(layer, own, ours, *args, gradients=gradients):
+    if reason := compare_forwards(layer, own, ours, *args, gradients=gradients):
         return reason
     return "casts" if args[0].dtype == torch.float32 and _only_casts(layer, args[0], kwargs) else "as it is"
 

@@ -3,8 +3,9 @@
 A patched attention or MLP opens its group for the length of its own call. The first projection that is called with a
 tensor computes all of them (`shared_linear`) and leaves the others' outputs (`SiblingOutputs`); what is left when the
 module returns is dropped. Modules, parameters, names and hooks stay as they are. Without gradients (but for weights
-that are joined, see joined.py), while compiling, and for whatever is not a plain `nn.Linear` with all of its weight at
-hand (adapters, hooks that may fetch or change a weight, weights in shards or elsewhere), each computes its own.
+that are joined, see joined_projections.py), while compiling, and for anything but a plain `nn.Linear` with its whole
+weight on the device (adapters, hooks that may fetch or change a weight, sharded or offloaded weights), each layer
+computes its own output.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Prefixes that prompts share: which tokens of some prompts are computed, and which are taken from where they stand.
+"""Shared prefixes of prompts: which tokens are computed, and which are copied from the KV cache.
 
-The turns of a conversation begin alike, each prompt being the beginning of the next one; several answers have one
-prompt; and many conversations open with one system prompt and the same tools. In lexicographic order a prompt shares
+The prompts of a conversation's turns are prefixes of each other; several responses have one prompt; and many
+conversations begin with one system prompt and the same tools. In lexicographic order a prompt shares
 the most with its neighbour, so that one pass over the sorted prompts finds every shared prefix.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 
 # Tokens by which two prompts that part are worth joining: what follows them gathers its keys then. A prompt that is
 # the whole beginning of another costs nothing, however short.
-WORTH_SHARING = 64
+MIN_SHARED_TOKENS = 64
 
 Tokens = tuple[int, ...]
 
@@ -56,7 +56,7 @@ class PrefixPlan(NamedTuple):
 
 
 def common_prefix(one: Tokens, other: Tokens) -> int:
-    """Return how many tokens two prompts begin with alike."""
+    """Return the number of tokens in the common prefix of two prompts."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length
@@ -64,7 +64,7 @@ def common_prefix(one: Tokens, other: Tokens) -> int:
 
 
 def shared_prefixes(prompts: Sequence[Tokens], held: Collection[Tokens] = ()) -> dict[Tokens, Shared]:
-    """Return what each distinct prompt shares with another one, parents before their children.
+    """Return the prefix that each distinct prompt shares with another one, parents before their children.
 
     Args:
         prompts: token ids; equal ones count once.
@@ -80,12 +80,12 @@ def shared_prefixes(prompts: Sequence[Tokens], held: Collection[Tokens] = ()) ->
             continue
         pairs = [Shared(other, common_prefix(other, prompt)) for other in (before, after) if other is not None]
         best = max(pairs, key=lambda pair: pair.length, default=Shared(None, 0))
-        worth = best.length >= WORTH_SHARING or best.length == len(prompt)
+        worth = best.length >= MIN_SHARED_TOKENS or best.length == len(prompt)
         found[prompt] = best if worth else Shared(None, 0)
     return found
 
 
-def in_families(prompts: Sequence[Sequence[int]]) -> list[int]:
+def order_by_prefix(prompts: Sequence[Sequence[int]]) -> list[int]:
     """Return the numbers of the prompts in an order in which those that share a prefix are neighbours.
 
     Families come by their longest prompt, the shortest family first, and in a family the longest prompt first.

@@ -1,4 +1,4 @@
-"""A whole copy of a model that trains, which answers with the weights that it was given last."""
+"""Unsharded copy of a model that trains, for generation with the weights of the last `copy_from`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distill.models.gpu_specs import runs_our_kernels
-from distill.models.joined import join_siblings
+from distill.models.joined_projections import join_projections
 from distill.models.patching import UNDO, patch
 from distill.models.shared_input import GROUP
 
 
 class Snapshot:
-    """A frozen copy of `model`, whole on this device, as `Snapshot.model`.
+    """Frozen, unsharded copy of `model` on this device, as `Snapshot.model`.
 
     Args:
         model: before DDP or FSDP wrap it. The copy has its classes' own forwards, without losses and attention of ours,
@@ -29,11 +29,11 @@ class Snapshot:
                 module.__dict__.pop(name, None)
         if runs_our_kernels(next(self.model.parameters()).device):
             patch(self.model, "teacher", attention=None, log_it=False)
-            join_siblings(self.model)
+            join_projections(self.model)
         self._trained = [name for name, p in model.named_parameters() if p.requires_grad]
 
     @torch.no_grad()
-    def take(self, model: nn.Module) -> None:
+    def copy_from(self, model: nn.Module) -> None:
         """The weights of `model` as they are; where they lie in shards, all processes must call it."""
         own, theirs = dict(self.model.named_parameters()), dict(model.named_parameters())
         for name in self._trained:

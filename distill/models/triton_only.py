@@ -1,4 +1,4 @@
-"""A model whose matrix products run on Triton, too: `use_triton_only(model)`, for inference without CUDA's libraries.
+"""Inference on Triton kernels alone, GEMMs included, without CUDA's libraries: `use_triton_only(model)`.
 
 Linear layers go through `triton_linear` (split-K for up to 64 rows, tiles for more), norms, MLPs and rotary embeddings
 through our kernels; attention is the decode loop's own. What is left to PyTorch are element-wise operations and the
@@ -19,12 +19,12 @@ from distill.models.patching import PatchReport, patch
 
 
 def forward_on_triton(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """A linear layer's forward."""
+    """Forward of a linear layer by a Triton GEMM."""
     return triton_linear(x, self.weight, self.bias)
 
 
 def use_triton_only(model: nn.Module) -> PatchReport:
-    """Put `model` on Triton kernels for good, in place; it can then answer, not learn.
+    """Switch `model` to Triton kernels permanently, in place; it can then generate but not train.
 
     Args:
         model: A causal language model of transformers, merged, in eval mode, on a GPU of sm_90 or later in float16 or

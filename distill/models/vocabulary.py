@@ -1,12 +1,12 @@
-"""May these two models be compared token by token?
+"""Comparison of two models' vocabularies, token by token.
 
-A divergence between two next-token distributions has a meaning only where each id is the same token to both. Then
-`compare` looks at more than sizes: every id's token, the special tokens, the rows that padding adds to a model's
-matrices, how each tokenizer begins a text, and whether real text comes out as the same ids.
+A divergence between two next-token distributions is defined only where each id is the same token in both models.
+`compare` checks more than sizes: every id's token, the special tokens, the padding rows of a model's matrices, how
+each tokenizer begins a text, and whether sample texts are encoded to the same ids.
 
-    verdict = compare(teacher_tokenizer, student_tokenizer, teacher_vocab_size=152_064, student_vocab_size=151_936)
-    print(verdict)                       # one line
-    loss_vocab_size = verdict.require()  # ValueError with the first differing ids where it cannot work
+    comparison = compare(teacher_tokenizer, student_tokenizer, teacher_vocab_size=152_064, student_vocab_size=151_936)
+    print(comparison)                       # one line
+    loss_vocab_size = comparison.require()  # ValueError with the first differing ids where it is undefined
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROBES = (
 
 
 class Difference(NamedTuple):
-    """An id that is not the same token to both; None where one has no such id."""
+    """An id with different tokens in the two vocabularies; None where one has no such id."""
 
     id: int
     teacher: str | None
@@ -47,7 +47,7 @@ def _shown(token: str | None) -> str:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VocabularyComparison:
     """Result of `compare`.
 
     Attributes:
@@ -111,7 +111,7 @@ class Verdict:
         return self.probe or "no difference"
 
     def require(self, *, field: str = "student.model") -> int:
-        """The number of head rows to compare, or an error where token by token has no meaning.
+        """Return the number of head rows to compare.
 
         Raises:
             ValueError: with the first differing ids and tokens, and what would work.
@@ -138,15 +138,15 @@ def compare(
     student_tokenizer: PreTrainedTokenizerBase,
     teacher_vocab_size: int | None = None,
     student_vocab_size: int | None = None,
-) -> Verdict:
-    """Compare two tokenizers id by id and by what they make of real text.
+) -> VocabularyComparison:
+    """Compare two tokenizers id by id and on sample texts.
 
     Args:
         teacher_vocab_size: rows of the teacher's LM head; by default as many as it has tokens.
         student_vocab_size: likewise for the student.
 
     Returns:
-        The verdict; print it, and call `require()`.
+        The comparison; print it, and call `require()`.
     """
     teacher, student = _by_id(teacher_tokenizer), _by_id(student_tokenizer)
     teacher_tokens, student_tokens = max(teacher, default=-1) + 1, max(student, default=-1) + 1
@@ -163,7 +163,7 @@ def compare(
         elif number >= min(teacher_rows, student_rows):
             cut.append(item)
     same = not (differing or teacher_only or student_only)
-    return Verdict(
+    return VocabularyComparison(
         min(teacher_rows, student_rows),
         teacher_tokens,
         student_tokens,
@@ -204,7 +204,7 @@ def _probe(teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase) -
 def _notes(
     teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase, teacher_rows: int, student_rows: int
 ) -> list[str]:
-    """Habits that differ: they stop nothing, since one tokenizer makes the data, yet surprise at generation."""
+    """Return differences that do not matter for training, which uses one tokenizer, but for generation."""
     notes = []
     for name in ("bos_token", "eos_token", "pad_token"):
         ours, theirs = getattr(teacher, name, None), getattr(student, name, None)
@@ -226,7 +226,7 @@ def _notes(
 def extend_student(
     student: PreTrainedModel, student_tokenizer: PreTrainedTokenizerBase, teacher_tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, ...]:
-    """Give the student the tokens that only the teacher has; afterwards the teacher's tokenizer serves both.
+    """Add the tokens that only the teacher has to the student, which then uses the teacher's tokenizer.
 
     A new token's rows, in the input embedding and in the head, start as the mean of the rows of the tokens that the
     student's own tokenizer makes of its text (`<|turn_end|>` becomes the mean of `<`, `|`, `turn`, ...). A row that

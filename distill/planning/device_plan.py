@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from distill.models.meta import MetaModel, meta_config, meta_student
+from distill.models.meta_models import MetaModel, meta_config, meta_student
 from distill.models.precision import Precision, resolve_precision
 from distill.models.shape import USABLE
 from distill.planning.steps import accumulation_steps

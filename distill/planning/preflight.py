@@ -23,7 +23,7 @@ from distill.core.units import GIB
 from distill.data.report import DataReport
 from distill.data.sources import STDLIB, local_path, missing_source
 from distill.models.gpu_specs import fp8_problem
-from distill.models.meta import meta_config, sizes_of, weights_problem
+from distill.models.meta_models import meta_config, size_note, weights_problem
 from distill.models.precision import Precision, resolve_precision
 from distill.models.shape import USABLE, Shape
 from distill.models.sharding import SINGLE_PROCESS, Placement
@@ -159,7 +159,7 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = Tr
     report.notes += unusual(recipe)
     report.problems += [problem] if (problem := report_to_problem(recipe.train.report_to)) else []
     models = {"teacher": source.config_section, "student": recipe.student}
-    report.notes += [note for name, section in models.items() if (note := sizes_of(section, name))]
+    report.notes += [note for name, section in models.items() if (note := size_note(section, name))]
     loaded = {**source.sections, "student": recipe.student}
     report.problems += [fault for name, section in loaded.items() if (fault := weights_problem(section, name))]
     vocabulary = _check_vocabulary(source, report)

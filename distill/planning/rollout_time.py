@@ -16,7 +16,7 @@ from distill_kernels.decoding.fused_linear import MAX_ROWS
 from distill_kernels.decoding.plan import FASTER_ON
 
 from distill.data.report import DataReport
-from distill.models.fused_decoder import why_not_plain
+from distill.models.fused_decoder import plain_unsupported_reason
 from distill.models.gpu_specs import GpuSpec
 from distill.models.shape import Shape
 from distill.planning.device_plan import DevicePlan
@@ -49,7 +49,7 @@ def estimate_rollouts(plan: DevicePlan, device: Device, data: DataReport, rows: 
     here = max(number / plan.world, 1.0)
     sequences = min(here, section.batch_size) * (section.ahead + 1)
     fused = device.family in FASTER_ON and sequences <= MAX_ROWS and recipe.student.compute != "fp8"
-    fused = fused and why_not_plain(plan.student.model, plan.precision.compute) is None
+    fused = fused and plain_unsupported_reason(plan.student.model, plan.precision.compute) is None
     token = seconds_per_token(
         student, device.gpu_spec, sequences, prompt + new / 2, plan.precision.student.itemsize, fused
     )

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from distill.models.flops import NO_FLOPS, FlopCounts, count_flops
 from distill.models.gpu_specs import GpuSpec
-from distill.models.work import NO_WORK, Work, work_of
 from distill.planning.device_plan import DevicePlan
 from distill.planning.devices import LINK_EFFICIENCY, Device
 from distill.planning.memory import step_memory
@@ -64,13 +64,13 @@ class DeviceClock(NamedTuple):
         """Return the reached memory bandwidth, bytes per second."""
         return COPY_EFFICIENCY * self.gpu_spec.bandwidth * 1e9
 
-    def seconds(self, work: Work, in_fp8: bool = False) -> float:
-        """Return the seconds of `work` on one device."""
+    def seconds(self, flops: FlopCounts, in_fp8: bool = False) -> float:
+        """Return the seconds of these FLOPs on one device."""
         tokens, body = self.tokens, self.gpu_spec.fp8 * 1e12 if in_fp8 and self.gpu_spec.fp8 is not None else self.peak
-        products = (work.token * tokens.tokens / body + work.trained * tokens.trained / self.peak) / GEMM_EFFICIENCY
-        moved = work.token_bytes * tokens.tokens + work.trained_bytes * tokens.trained
-        moved += (work.token + work.trained) * self.calls  # weights: a byte a FLOP of one token
-        return products + work.pair * tokens.pairs / (ATTENTION_EFFICIENCY * self.peak) + moved / self.bandwidth
+        products = (flops.token * tokens.tokens / body + flops.trained * tokens.trained / self.peak) / GEMM_EFFICIENCY
+        moved = flops.token_bytes * tokens.tokens + flops.trained_bytes * tokens.trained
+        moved += (flops.token + flops.trained) * self.calls  # weights: a byte a FLOP of one token
+        return products + flops.pair * tokens.pairs / (ATTENTION_EFFICIENCY * self.peak) + moved / self.bandwidth
 
 
 def step_time(plan: DevicePlan, device: Device, tokens: StepTokens, read: StepTokens | None = None) -> StepTime | None:
@@ -82,10 +82,10 @@ def step_time(plan: DevicePlan, device: Device, tokens: StepTokens, read: StepTo
     """
     read = read or tokens
     recipe, student = plan.recipe, plan.student
-    teacher = plan.footprint().work if is_soft(recipe.loss) else NO_WORK
-    if student.work is None or teacher is None:
+    teacher = plan.footprint().flops if is_soft(recipe.loss) else NO_FLOPS
+    if student.flops is None or teacher is None:
         return None
-    flops = student.work.of(*tokens) + teacher.of(*read)
+    flops = student.flops.total(*tokens) + teacher.total(*read)
     if (
         (gpu_spec := device.gpu_spec) is None
         or (peak := gpu_spec.flops) is None
@@ -93,7 +93,7 @@ def step_time(plan: DevicePlan, device: Device, tokens: StepTokens, read: StepTo
     ):
         return StepTime(flops, None)
     clock = DeviceClock(gpu_spec, peak, tokens, plan.world * plan.accumulation)
-    work = clock.seconds(student.work, recipe.student.compute == "fp8")
+    work = clock.seconds(student.flops, recipe.student.compute == "fp8")
     work += clock.seconds(teacher._replace(token=0.0, pair=0.0, token_bytes=0.0))
     students = _student_seconds(plan, clock, work)
     teachers = _teacher_seconds(plan, clock._replace(tokens=read), teacher)
@@ -106,7 +106,7 @@ def _student_seconds(plan: DevicePlan, clock: DeviceClock, work: float) -> float
     recipe, student, shape, world = plan.recipe, plan.student, plan.student.shape, plan.world
     if plan.precision.student == torch.float32:  # and its residual stream: 2 bytes more, 4 times a layer and pass
         work += 24 * shape.hidden * shape.layers * clock.tokens.tokens / clock.bandwidth
-    if recipe.train.gradient_checkpointing and (again := work_of(student.model, trains=False)) is not None:
+    if recipe.train.gradient_checkpointing and (again := count_flops(student.model, trains=False)) is not None:
         work += clock.seconds(again._replace(trained=0.0, trained_bytes=0.0), recipe.student.compute == "fp8")
     sharded = estimate_placement(plan).student_sharded
     held = step_memory(plan, sharded=sharded).parts
@@ -119,7 +119,7 @@ def _student_seconds(plan: DevicePlan, clock: DeviceClock, work: float) -> float
     return work / world + optimizer + exchanged * (1 - 1 / world) / link
 
 
-def _teacher_seconds(plan: DevicePlan, clock: DeviceClock, teacher: Work) -> float:
+def _teacher_seconds(plan: DevicePlan, clock: DeviceClock, teacher: FlopCounts) -> float:
     """Return the seconds of the teacher's layers, on the GPUs that hold it."""
     dtypes = {section.dtype for section in plan.source.sections.values()}
     work = clock.seconds(teacher._replace(trained=0.0, trained_bytes=0.0), dtypes == {"fp8"})

@@ -9,9 +9,9 @@ from distill.core import console
 from distill.core.units import GIB, counted
 from distill.evaluation.evaluate import HeldOut, gap_in_words
 from distill.evaluation.samples import TITLES
+from distill.models.flops import count_text, parameters_of
 from distill.models.offload import offloading_of
 from distill.models.quantised import quantised_by
-from distill.models.work import count_text, parameters_of
 from distill.planning.steps import small_data_warnings
 from distill.teachers.identity import model_name
 from distill.teachers.measure import KL, Measure

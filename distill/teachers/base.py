@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from distill.models.attention_choice import AttentionChoices
+from distill.models.flops import FlopCounts, count_flops, count_text, parameters_of, sum_flops
 from distill.models.head import HeadWeights, LogitTransform, find_head
 from distill.models.precision import Precision, resolve_device, resolve_precision
 from distill.models.sharding import SINGLE_PROCESS, Placement, is_sharded
-from distill.models.work import Work, count_text, parameters_of, total_work, work_of
 from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 from distill.teachers.losses import DIVERGENCES
 from distill.teachers.measure import KL, Measure
@@ -220,9 +220,9 @@ class Teacher(Protocol):
                 if isinstance(tensor, torch.Tensor):
                     yield f"the weights of the {name}'s head", tensor
 
-    def flops_per_token(self) -> dict[str, Work | None]:
+    def flops_per_token(self) -> dict[str, FlopCounts | None]:
         """Return FLOPs per token of one forward pass by the prefix of what is read; None where they are not known."""
-        return {self.prefix: total_work(work_of(model, trains=False) for model in self.models.values())}
+        return {self.prefix: sum_flops(count_flops(model, trains=False) for model in self.models.values())}
 
     def parameters_text(self) -> str:
         """Return the number of parameters as readable text."""

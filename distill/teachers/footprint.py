@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from distill.models.flops import NO_FLOPS, FlopCounts
 from distill.models.precision import Precision
-from distill.models.work import NO_WORK, Work
 from distill.recipe import Recipe
 
 
@@ -32,7 +32,7 @@ class Footprint(NamedTuple):
     loading: float = 0.0
     token_bytes: float = 0.0
     logits: bool = True
-    work: Work | None = NO_WORK
+    flops: FlopCounts | None = NO_FLOPS
     workspace: float | None = None
     wide_head_gradient: bool = False
 

@@ -11,7 +11,7 @@ from distill.core import console
 from distill.core.ranks import is_main_process
 from distill.models.compiling import compile_layers
 from distill.models.gpu_specs import family_in, joins_on, path_of, runs_our_kernels
-from distill.models.joined import join_siblings
+from distill.models.joined_projections import join_projections
 from distill.models.patching import PatchReport, Role, patch
 from distill.models.sharding import is_sharded
 from distill.models.teacher_layout import interleave
@@ -51,7 +51,7 @@ def prepare_models(pair: ModelPair, *, joins: bool, compiles: bool) -> None:
     """Join weights of projections that read the same activations, and have the decoder layers compiled when training
     first calls them; called once a teacher's layers are in fp8, if they are to be."""
     for _, model in pair.models() if joins and joins_on(next(pair.student.parameters()).device) else ():
-        join_siblings(model, trains=True)
+        join_projections(model, trains=True)
     if not compiles:
         return
     counts: dict[str, int] = {}

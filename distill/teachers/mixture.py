@@ -25,11 +25,11 @@ from distill.core.ranks import is_main_process
 from distill.data.load import Splits
 from distill.generation.greedy import generate
 from distill.models.fingerprint import model_identity
+from distill.models.flops import FlopCounts, sum_flops
 from distill.models.head import LogitTransform
 from distill.models.load import load_tokenizer
 from distill.models.shape import Shape
 from distill.models.vocabulary import compare
-from distill.models.work import Work, total_work
 from distill.recipe import Data, Generate, ModelSection, Recipe, Student
 from distill.recipe.teachers import TeacherDescription
 from distill.teachers.base import (
@@ -206,9 +206,9 @@ class MixtureTeacher(SeveralTeachers):
             member.student_batch(own, needs_targets)  # raises where a column is missing
         return {name: value for name, value in batch.items() if not MEMBER.match(name) and not name.startswith(PREFIX)}
 
-    def flops_per_token(self) -> dict[str, Work | None]:
+    def flops_per_token(self) -> dict[str, FlopCounts | None]:
         works = [each for member in self.members for each in member.flops_per_token().items()]
-        return {prefix: total_work(work for own, work in works if own == prefix) for prefix, _ in works}
+        return {prefix: sum_flops(work for own, work in works if own == prefix) for prefix, _ in works}
 
     def batches(self, batch: Batch) -> Iterator[tuple[int, Teacher, Batch]]:
         plain = {name: value for name, value in batch.items() if not MEMBER.match(name)}
@@ -311,7 +311,7 @@ class MixtureSource(TeacherSource):
         return parts[0]._replace(
             weights=sum(part.weights for part in parts),
             token_bytes=sum(part.token_bytes for part in parts),
-            work=total_work(part.work for part in parts),
+            flops=sum_flops(part.flops for part in parts),
         )
 
     def title(self) -> str:

@@ -26,7 +26,7 @@ from distill.models.fp8_teacher import find_skipped, load_a_layer_at_a_time, qua
 from distill.models.gpu_specs import has_fp8, runs_our_kernels
 from distill.models.head import align_head, last_hidden, probe_logits
 from distill.models.load import load_student, load_teacher
-from distill.models.meta import MetaModel, meta_config, meta_model, meta_student
+from distill.models.meta_models import MetaModel, meta_config, meta_model, meta_student
 from distill.models.pruning import cut_layers, layer_indices, layers_of
 from distill.models.quantised import check_quantisation, is_quantised, method_of, quantisation_of
 from distill.models.shape import USABLE, Shape
@@ -209,7 +209,7 @@ class ModelSource(TeacherSource):
             moved=layers,
             loading=whole if whole <= USABLE * context.memory_bytes else 0.0,  # else it is loaded layer by layer
             token_bytes=size * shape.hidden,
-            work=self.meta().work,
+            flops=self.meta().flops,
         )
 
     def smaller(self, family: str | None = None) -> list[SmallerTeacher]:

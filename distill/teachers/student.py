@@ -31,7 +31,7 @@ class AveragedTeacher(LoadedTeacher):
         return AveragedTeacher(shortened(self.model, layers), self.share, field=next(iter(self.models)))
 
     def follow(self, student: nn.Module) -> None:
-        self.average.follow(student)
+        self.average.update(student)
 
     def save(self, checkpoint: Path) -> None:
         self.average.save(checkpoint)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from distill.models.flops import FlopCounts
 from distill.models.shape import Shape
-from distill.models.work import Work
 from distill.recipe import Data, Generate, ModelSection, Student
 from distill.teachers.base import (
     Batch,
@@ -73,7 +73,7 @@ class WrappingTeacher(Teacher):
     def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.inner.head_tensors()
 
-    def flops_per_token(self) -> dict[str, Work | None]:
+    def flops_per_token(self) -> dict[str, FlopCounts | None]:
         return {f"{self.prefix}{name}": work for name, work in self.inner.flops_per_token().items()}
 
     def parameters_text(self) -> str:

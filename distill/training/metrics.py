@@ -31,8 +31,8 @@ import torch
 
 from distill.core.labels import count_trained_tokens
 from distill.core.units import GIB
+from distill.models.flops import FlopCounts
 from distill.models.gpu_specs import peak_flops
-from distill.models.work import Work
 from distill.teachers.losses import PER_ROUTE, STATISTICS
 from distill.training.phases import PAUSED, Phases
 
@@ -43,7 +43,7 @@ class Meter:
     Args:
         device: Device of the sums.
         teacher: FLOPs per token of the teacher, from its `works`; None for no MFU.
-        student: FLOPs per token of the student, from `work_of`; None for no MFU.
+        student: FLOPs per token of the student, from `count_flops`; None for no MFU.
         divergence: Name of the objective's divergence (None: no teacher in the loss) and the sum of the terms' weights.
         routes: Routes of the teacher, each with metrics of its own.
     """
@@ -51,8 +51,8 @@ class Meter:
     def __init__(
         self,
         device: torch.device,
-        teacher: Mapping[str, Work | None],
-        student: Work | None,
+        teacher: Mapping[str, FlopCounts | None],
+        student: FlopCounts | None,
         divergence: tuple[str | None, float] = ("kl", 1.0),
         routes: Sequence[str] = (),
     ) -> None:
@@ -161,7 +161,7 @@ class Meter:
         if self.peak and None not in self.teacher.values() and self.student:
             available = self.peak * seconds * ranks
             figures["mfu_teacher"] = work / available
-            figures["mfu_student"] = self.student.of(tokens, trained, pairs) / available
+            figures["mfu_student"] = self.student.total(tokens, trained, pairs) / available
             figures["mfu"] = figures["mfu_teacher"] + figures["mfu_student"]
         self.restart()
         return figures

@@ -25,9 +25,9 @@ from distill.data.collator import Collator, DefaultColumns, padding_token
 from distill.models.attention import keep_soft_cap
 from distill.models.compiling import uncompiled
 from distill.models.document_rope import follows_length, rope_by_document
+from distill.models.flops import count_flops
 from distill.models.quantised_student import quantised_weights
 from distill.models.sharding import is_sharded
-from distill.models.work import work_of
 from distill.recipe import Loss
 from distill.teachers.base import Batch, Teacher
 from distill.teachers.losses import LossSpec
@@ -114,7 +114,7 @@ class DistillationTrainer(TransformersCompat):
             model.to(args.device)
         self.objective: DistillationObjective = DistillationObjective(teacher, model, loss, vocab_size=vocab_size)
         self.data_collator = self.objective.collator(self.data_collator)  # type: ignore[arg-type]
-        work = self.objective.teacher.flops_per_token(), work_of(model, trains=True)
+        work = self.objective.teacher.flops_per_token(), count_flops(model, trains=True)
         self.meter = Meter(args.device, *work, self.objective.divergence, self.objective.routes)
         self.schedule = LossSchedule(self.objective, loss)
         section = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss

@@ -44,8 +44,8 @@ def run(quick: bool, only: str) -> Iterator[Row]:
     torch.cuda.empty_cache()
     ours: Any = random_model(TEACHER, 0).requires_grad_(False).cpu()
     offload_layers(ours, CUDA)
-    conveyor = ours.__dict__["_distill_conveyor"]
-    moved = sum(map(len, conveyor.host))
+    streamer = ours.__dict__["_distill_streamer"]
+    moved = sum(map(len, streamer.host))
     models = {"ours, offloaded": ours, "resident": random_model(TEACHER, 0).requires_grad_(False)}
     if not quick:
         models["accelerate cpu_offload"] = cpu_offload(random_model(TEACHER, 0).requires_grad_(False).cpu(), CUDA)

@@ -62,7 +62,7 @@ def use_kernels(teacher: Any, student: Any, *, fp8_teacher: bool = False, fp8_st
     from distill.models.attention import choose_attention
     from distill.models.fp8_student import compute_in_fp8
     from distill.models.gpu_specs import joins_on
-    from distill.models.joined import join_siblings
+    from distill.models.joined_projections import join_projections
     from distill.models.patching import patch
     from distill.models.teacher_layout import interleave
 
@@ -79,7 +79,7 @@ def use_kernels(teacher: Any, student: Any, *, fp8_teacher: bool = False, fp8_st
     if fp8_student:
         compute_in_fp8(student)
     for model in models if joins_on(torch.device("cuda")) else ():
-        join_siblings(model, trains=True)
+        join_projections(model, trains=True)
     return chosen
 
 

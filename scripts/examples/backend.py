@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from distill.models.head import HeadWeights, LogitTransform
-from distill.models.meta import meta_config, meta_model
+from distill.models.meta_models import meta_config, meta_model
 from distill.models.shape import Shape
 from distill.recipe import ModelSection, Recipe
 from distill.recipe import Teacher as TeacherSection

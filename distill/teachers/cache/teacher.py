@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 
 from distill.core.units import GIB
 from distill.data.load import Splits
+from distill.models.flops import head_flops
 from distill.models.head import HeadWeights, LogitTransform
 from distill.models.load import load_student
-from distill.models.meta import meta_config, meta_model
+from distill.models.meta_models import meta_config, meta_model
 from distill.models.pruning import layer_indices
 from distill.models.shape import Shape
-from distill.models.work import head_work
 from distill.recipe import FromTeacher, Generate, ModelSection, Recipe, Student
 from distill.recipe import Teacher as TeacherSection
 from distill.teachers.base import (
@@ -166,7 +166,7 @@ def stored_footprint(stored: Plan, shape: Shape) -> Footprint:
     number = DTYPES[stored["dtype"]].itemsize
     if stored.get("kind") == "hidden":
         read = max(number, 2)
-        return Footprint(float(shape.head * read), token_bytes=(number + read) * shape.hidden, work=head_work(shape))
+        return Footprint(float(shape.head * read), token_bytes=(number + read) * shape.hidden, flops=head_flops(shape))
     # ids in int32; at their positions in fp32
     return Footprint(token_bytes=stored["k"] * ((4 + number) + (4 + 4)), logits=False)
 

@@ -22,7 +22,7 @@ from distill.core.files import make_folder
 from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
 from distill.core.units import GIB
 from distill.data.load import Splits, load_data
-from distill.models.meta import meta_config, meta_student
+from distill.models.meta_models import meta_config, meta_student
 from distill.models.precision import resolve_device, resolve_precision
 from distill.models.pruning import layer_indices, layers_of
 from distill.models.vocabulary import shared_columns

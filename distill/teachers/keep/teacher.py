@@ -23,8 +23,8 @@ from torch import nn
 from distill.core.labels import mask_document_starts, shift_labels
 from distill.core.ranks import is_main_process
 from distill.data.collator import valid_rows
+from distill.models.flops import FlopCounts
 from distill.models.host_copy import for_transfer, to_device
-from distill.models.work import Work
 from distill.recipe import Generate, Student
 from distill.teachers.base import Batch, Collate, CutStudent, Prompt, Targets, Teacher, VocabularyAlignment
 from distill.teachers.cache.encode import rounding_cost
@@ -220,7 +220,7 @@ class KeptTeacher(WrappingTeacher):
         """Return the rows of the head, or the columns that K tokens were taken from."""
         return super().head_rows() if self.store.is_hidden else [self.store.columns]
 
-    def flops_per_token(self) -> dict[str, Work | None]:
+    def flops_per_token(self) -> dict[str, FlopCounts | None]:
         """Return None for the FLOPs, which depend on how often the teacher is queried."""
         return {"": None}
 

@@ -21,8 +21,8 @@ from distill.data.load import Splits, load_rows
 from distill.data.report import DataReport
 from distill.data.tokenise import Encoder
 from distill.models.fingerprint import model_identity
+from distill.models.flops import FlopCounts, sum_flops
 from distill.models.head import LogitTransform
-from distill.models.work import Work, total_work
 from distill.recipe import Data, Generate, Part, Recipe
 from distill.recipe.teachers import TeacherDescription
 from distill.teachers.base import (
@@ -208,7 +208,7 @@ class RoutedTeacher(SeveralTeachers):
                 named = {name.removeprefix(own): value for name, value in batch.items() if name.startswith(own)}
                 yield number, member, named
 
-    def flops_per_token(self) -> dict[str, Work | None]:
+    def flops_per_token(self) -> dict[str, FlopCounts | None]:
         works = [(n, *each) for n, member in enumerate(self.members) for each in member.flops_per_token().items()]
         return {f"route{n}_{prefix}": work for n, prefix, work in works}
 
@@ -305,11 +305,11 @@ class RoutedSource(MixtureSource):
         """All teachers are held; each token goes through the teachers of one route, at most the costliest."""
         parts = [member.footprint(context) for member in self.members]
         owned = list(zip(self.routes, parts, strict=True))
-        works = [[part.work for own, part in owned if own == route] for route in set(self.routes)]
-        work = [total for own in works if (total := total_work(own)) is not None]
-        costliest = max(work, key=lambda each: each.of(1, 1, 1)) if len(work) == len(works) else None
+        works = [[part.flops for own, part in owned if own == route] for route in set(self.routes)]
+        work = [total for own in works if (total := sum_flops(own)) is not None]
+        costliest = max(work, key=lambda each: each.total(1, 1, 1)) if len(work) == len(works) else None
         token_bytes = 2 * sum(part.token_bytes for part in parts)
-        return super().footprint(context)._replace(work=costliest, token_bytes=token_bytes)
+        return super().footprint(context)._replace(flops=costliest, token_bytes=token_bytes)
 
     def title(self) -> str:
         named = zip(self.routes, self.members, strict=True)

@@ -30,8 +30,8 @@ from distill.core.errors import TeacherUnavailableError
 from distill.core.launch import OWNER, is_running
 from distill.core.ranks import broadcast_from_rank0, world_size
 from distill.core.units import counted
+from distill.models.flops import count_text
 from distill.models.head import HeadWeights, LogitTransform
-from distill.models.work import count_text
 from distill.recipe import Parallel, Recipe, dump
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.loss import Loss
@@ -291,7 +291,7 @@ class LaunchedSource(ModelSource):
         size, micro = context.precision.teacher.itemsize, train.batch_size * self.recipe.data.max_length * context.world
         ahead = 2 * max((train.tokens_per_step or micro) // micro, self.section.prefetch)
         return Footprint(
-            weights=float(meta.shape.head * size), token_bytes=(1 + ahead) * size * meta.shape.hidden, work=meta.work
+            weights=float(meta.shape.head * size), token_bytes=(1 + ahead) * size * meta.shape.hidden, flops=meta.flops
         )
 
     def smaller(self, family: str | None = None) -> list[SmallerTeacher]:

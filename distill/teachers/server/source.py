@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from distill.core.errors import TeacherUnavailableError
 from distill.data.load import Splits
 from distill.data.token_cache import keep
+from distill.models.flops import head_flops
 from distill.models.head import HeadWeights, LogitTransform
-from distill.models.meta import meta_config, meta_model, meta_student
+from distill.models.meta_models import meta_config, meta_model, meta_student
 from distill.models.shape import Shape
-from distill.models.work import head_work
 from distill.recipe import ModelSection, Recipe
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.models import EIGHT_BITS
@@ -166,7 +166,7 @@ class ServerSource(TeacherSource):
         if k is not None:
             return Footprint(token_bytes=k * (6 + 8), logits=False)
         number = context.precision.teacher.itemsize if self.is_vllm else getattr(torch, self.identity.dtype).itemsize
-        return Footprint(float(shape.head * number), token_bytes=2 * number * shape.hidden, work=head_work(shape))
+        return Footprint(float(shape.head * number), token_bytes=2 * number * shape.hidden, flops=head_flops(shape))
 
     def title(self) -> str:
         known: Identity | None = self.__dict__.get("identity")  # reports are written after the server has ended, too

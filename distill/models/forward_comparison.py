@@ -1,8 +1,8 @@
-"""Trials of a replacement for a module's forward: the same outputs and gradients, on parameters that hide nothing.
+"""Comparison of a module's forward with a replacement: outputs and gradients, on perturbed parameters.
 
-Parameters as they stand can hide a difference. A residual weight that is still 1, or a bias that is still 0, leaves
-the output right where the replacement ignores it, and its gradient missing. Both forwards therefore run on perturbed
-vectors and scalars, and a student's are compared by the gradients of the inputs and of every parameter, too.
+Initial values can hide a difference: with a residual weight of 1 or a bias of 0, a replacement that ignores the
+parameter gives the right output and misses its gradient. Both forwards therefore run on perturbed vectors and scalars,
+and for a student the gradients of the inputs and of every parameter are compared, too.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 from torch import nn
 
 Forward = Callable[..., object]
-# what a forward written for another kind of module raises on this one
-MISFITS = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
+# raised by a forward that was written for another kind of module
+FORWARD_ERRORS = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
 NOISE = 0.3  # of a perturbation, relative to the parameter's root mean square
-ROUNDINGS = 16  # an output's error, of its largest entry
-GRADIENT_ROUNDINGS, LEAST = 32, 1e-4  # a gradient's error, of its norm
-NEGLIGIBLE = 1e-3  # of the largest gradient's norm: what is theoretically zero is rounding alone
+ROUNDINGS = 16  # an output's error, relative to its largest entry
+GRADIENT_ROUNDINGS, LEAST = 32, 1e-4  # a gradient's error, relative to its norm
+NEGLIGIBLE = 1e-3  # relative to the largest gradient's norm: below it a gradient is rounding error
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Reason for which a replacement is not taken."""
+    """Reason why a replacement is not used."""
 
     reason: str
 
@@ -39,36 +39,38 @@ def is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool(error <= ROUNDINGS * torch.finfo(expected.dtype).eps * scale)
 
 
-def mismatch(module: nn.Module, own: Forward, ours: Forward, *inputs: torch.Tensor, gradients: bool) -> Mismatch | None:
+def compare_forwards(
+    module: nn.Module, own: Forward, ours: Forward, *inputs: torch.Tensor, gradients: bool
+) -> Mismatch | None:
     """Compare two forwards of `module` on perturbed parameters.
 
     Args:
-        module: In eval mode; its parameters are perturbed meanwhile, and get their values back.
+        module: In eval mode; its parameters are perturbed inside, and restored.
         own, ours: Called with `inputs`; each returns a tensor or several.
         gradients: Compare those of the inputs and of every parameter as well.
 
     Returns:
-        How they differ; None where they do not.
+        The difference; None where there is none.
     """
     with perturbed(module), _differentiable(module, gradients) as parameters:
         results = []
-        tried = {"it takes or returns something else": own, "our forward does not serve it": ours}
+        tried = {"its forward has other inputs or outputs": own, "the fused forward does not run on it": ours}
         for otherwise, forward in tried.items():
             try:
                 results.append(_run(forward, inputs, parameters, gradients))
             except torch.OutOfMemoryError:
                 raise
-            except MISFITS as error:
+            except FORWARD_ERRORS as error:
                 return Mismatch(f"{otherwise} ({first_line(error)})")
     (expected, wanted), (actual, given) = results
     if len(actual) != len(expected) or not all(map(is_close, actual, expected)):
-        return Mismatch("its output is another one")
+        return Mismatch("its output differs")
     largest = max((tensor.norm().item() for tensor in wanted.values()), default=0.0)
     for name, gradient in wanted.items():
         allowed = max(GRADIENT_ROUNDINGS * torch.finfo(gradient.dtype).eps, LEAST)
         distance = (given[name].double() - gradient.double()).norm().item()
         if not distance <= allowed * max(gradient.double().norm().item(), NEGLIGIBLE * largest):
-            return Mismatch(f"the gradient of its {name} is another one")
+            return Mismatch(f"the gradient of its {name} differs")
     return None
 
 
@@ -93,7 +95,7 @@ def _run(
 
 @contextlib.contextmanager
 def perturbed(module: nn.Module) -> Iterator[None]:
-    """Inside, vectors, scalars and constants among the parameters of `module` have noise added."""
+    """Add noise to the vectors, scalars and constants among the parameters of `module` inside the context."""
     before = {parameter: parameter.data for parameter in module.parameters() if _hides(parameter)}
     try:
         for number, (parameter, data) in enumerate(before.items()):
@@ -107,7 +109,7 @@ def perturbed(module: nn.Module) -> Iterator[None]:
 
 
 def _hides(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter may hold values that a replacement could ignore without a trace."""
+    """Return whether a replacement could ignore a parameter without changing the output: vectors and constants."""
     if not _is_plain(parameter) or not parameter.numel():
         return False
     flat = parameter.detach().flatten()
@@ -120,7 +122,7 @@ def _is_plain(parameter: nn.Parameter) -> bool:
 
 @contextlib.contextmanager
 def _differentiable(module: nn.Module, gradients: bool) -> Iterator[dict[str, nn.Parameter]]:
-    """Inside, all floating-point parameters of `module`, which it yields, ask for gradients."""
+    """Require gradients of all floating-point parameters of `module`, which it yields, inside the context."""
     if not gradients:
         yield {}
         return

@@ -1,4 +1,4 @@
-"""Models without memory (device `meta`), built from their configurations alone, each once."""
+"""Models on the `meta` device, built from their configurations alone and cached."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from transformers import AutoModelForCausalLM
 
 from distill.models.adapters import add_lora
 from distill.models.config_validation import check_gguf, read_json
+from distill.models.flops import FlopCounts, count_flops
 from distill.models.load import load_config
 from distill.models.pruning import layer_indices, layers_of, student_config
 from distill.models.quantised import quantisation_of
 from distill.models.read_weights import weights_fault
 from distill.models.shape import Shape, shape_of
 from distill.models.source import ModelSource, loading, resolve_model_source
-from distill.models.work import Work, work_of
 from distill.recipe import Lora, ModelSection, Student
 
 
 class MetaModel:
-    """A model without memory.
+    """Model on the meta device.
 
     Attributes:
         config: of transformers.
@@ -41,25 +41,25 @@ class MetaModel:
 
     @functools.cached_property
     def shape(self) -> Shape:
-        """Its sizes."""
+        """Sizes of the model."""
         return shape_of(self.model)
 
     @functools.cached_property
-    def work(self) -> Work | None:
-        """Its arithmetic."""
-        return work_of(self.model, trains=self.trains)
+    def flops(self) -> FlopCounts | None:
+        """FLOPs of the model; None where they are unknown."""
+        return count_flops(self.model, trains=self.trains)
 
 
 log = logging.getLogger(__name__)
-_logged: set[str] = set()  # warnings: a configuration is asked for many times
+_logged: set[str] = set()  # warnings, each logged once
 _built: dict[tuple[str, ...], MetaModel] = {}
 
 
 def meta_model(config: Any, field: str, lora: Lora | None = None, *, trains: bool = False) -> MetaModel:
-    """The model of a configuration, built once for each configuration and adapter.
+    """Return the model of a configuration, built once for each configuration and adapter.
 
     Raises:
-        ValueError: a configuration that makes no causal language model.
+        ValueError: the configuration is not one of a causal language model.
     """
     key = (type(config).__name__, config.to_json_string(use_diff=False), repr(lora), str(trains))
     if key not in _built:
@@ -72,7 +72,7 @@ def meta_model(config: Any, field: str, lora: Lora | None = None, *, trains: boo
 def weights_problem(section: ModelSection, field: str) -> str | None:
     """Return why a local model's safetensors are not its weights, as loading would report it; None otherwise.
 
-    None where they are, and where that is seen when it is loaded: of a GGUF file, a quantised model, one of the hub.
+    None also for GGUF files, quantised models and hub models, which are checked when they are loaded.
     """
     if section.model is None or section.init == "random":
         return None
@@ -81,7 +81,7 @@ def weights_problem(section: ModelSection, field: str) -> str | None:
     except ValueError:
         if section.config is None:
             raise
-        return None  # a model that is still to come, such as another run's student; its configuration is named
+        return None  # a model that does not exist yet, such as another run's student, whose configuration is named
     if not source.local or source.gguf_file or quantisation_of(config := load_config(section, field)):
         return None
     model = meta_model(config, f"{field}.model").model
@@ -90,17 +90,17 @@ def weights_problem(section: ModelSection, field: str) -> str | None:
 
 
 def meta_config(section: ModelSection, field: str) -> Any:
-    """The configuration of `model` where that is on this machine or no `config` is named, else of `config`.
+    """Return the configuration of `model` where that is local or no `config` is named, else of `config`.
 
-    So nothing is downloaded for a recipe that names both; a `config` that is left over from another model is not used.
+    Nothing is downloaded for a recipe that names both; a `config` of another model than a local `model` is not used.
     """
-    if section.config is None or section.init == "random" or follows_model(section, field):
+    if section.config is None or section.init == "random" or names_another_model(section, field):
         return load_config(section, field)
     return load_config(section.model_copy(update={"init": "random"}), field)
 
 
-def follows_model(section: ModelSection, field: str) -> bool:
-    """Return whether `config` is that of another model than the local `model`; warns once."""
+def names_another_model(section: ModelSection, field: str) -> bool:
+    """Return whether `config` differs from the local `model` in layers or hidden size; warns once."""
     if section.config is None or section.init == "random" or (own := _layers_and_hidden(section, field)) is None:
         return False
     text = load_config(section.model_copy(update={"init": "random"}), field).get_text_config()
@@ -117,8 +117,8 @@ def follows_model(section: ModelSection, field: str) -> bool:
     return True
 
 
-def sizes_of(section: ModelSection, field: str) -> str:
-    """A line where a model's sizes are those of a `config` beside it, since it is not on this machine; else empty."""
+def size_note(section: ModelSection, field: str) -> str:
+    """Return a note that a model's sizes are those of its `config`, since it is not on this machine; else empty."""
     alone = section.config is None or section.init == "random" or section.model is None
     if alone or _layers_and_hidden(section, field) is not None:
         return ""
@@ -140,7 +140,7 @@ def _layers_and_hidden(section: ModelSection, field: str) -> tuple[object, objec
             if not isinstance(cached, str):
                 return None
             path = str(Path(cached).parent)
-    except (ValueError, HFValidationError):  # said where the model is loaded
+    except (ValueError, HFValidationError):  # reported where the model is loaded
         return None
     values = read_json(Path(path, "config.json"), f"{field}.model")
     values = values.get("text_config") or values
@@ -148,7 +148,7 @@ def _layers_and_hidden(section: ModelSection, field: str) -> tuple[object, objec
 
 
 def meta_student(section: Student, teacher_config: Any) -> MetaModel:
-    """The student without memory, with its adapters; cut from the teacher's configuration where it is cut from it."""
+    """Return the student on the meta device, with its adapters; pruned from the teacher's where the recipe says so."""
     if section.is_cut:
         config = student_config(teacher_config, layer_indices(section.from_teacher, layers_of(teacher_config)))
     else:
@@ -156,11 +156,11 @@ def meta_student(section: Student, teacher_config: Any) -> MetaModel:
     return meta_model(config, "student", section.lora, trains=True)
 
 
-def check_targets(student: Student, teacher: ModelSection) -> None:
-    """Hold that each of `student.lora.targets` names a linear layer, where the architecture is on this machine.
+def check_lora_targets(student: Student, teacher: ModelSection) -> None:
+    """Check that each of `student.lora.targets` names a linear layer, where the architecture is on this machine.
 
     Raises:
-        ValueError: one names none; lists those there are.
+        ValueError: one names none; the message lists the layers.
     """
     section, field = (teacher, "teacher") if student.is_cut else (student, "student")
     if section.config is not None or (section.model is not None and _layers_and_hidden(section, field) is not None):

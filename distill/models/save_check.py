@@ -1,9 +1,9 @@
-"""Everything that saving a student needs but its weights, tried before it is trained.
+"""Check, before training, that a student can be saved: all files but its weights.
 
-    lines = [*mend_generation_config(student, "student.model"), *try_saving(student, tokenizer, "student.model")]
+    lines = [*fix_generation_config(student, "student.model"), *check_saving(student, tokenizer, "student.model")]
 
-transformers refuses to save some generation configurations that it loads, tokenizers may be written that cannot be
-read, and code of a model's own may be gone: a run that meets this at its end has trained for nothing.
+transformers refuses to save some generation configurations that it loads, some tokenizers cannot be read after they
+were written, and a model's remote code may be missing: a run that finds this out at its end has lost its training.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from distill.models.head import bare
 SAMPLE = "One text, 2 numbers.\n"
 
 
-def mend_generation_config(student: Any, field: str) -> list[str]:
-    """Take out of a student's generation configuration what contradicts it, such as a temperature without sampling.
+def fix_generation_config(student: Any, field: str) -> list[str]:
+    """Remove contradictory values, such as a temperature without sampling, from a student's generation configuration.
 
-    Generating is as before: what is taken out had no effect.
+    Generation does not change: the removed values had no effect.
 
     Args:
         student: Bare or inside PEFT.
-        field: What lines begin with.
+        field: Field that messages begin with.
 
     Returns:
-        A line that names what was taken out; none where nothing was.
+        A line that names the removed values; none where nothing was removed.
 
     Raises:
-        ValueError: it cannot be saved, and no value taken out mends it.
+        ValueError: it cannot be saved even without them.
     """
     model: Any = bare(student)
     taken: dict[str, object] = {}
@@ -67,16 +67,16 @@ def _fault_of(config: Any) -> str | None:
     return None
 
 
-def try_saving(student: Any, tokenizer: PreTrainedTokenizerBase | None, field: str) -> list[str]:
+def check_saving(student: Any, tokenizer: PreTrainedTokenizerBase | None, field: str) -> list[str]:
     """Write configuration, generation configuration, adapter settings and tokenizer to a scratch folder and read back.
 
     Args:
         student: Bare or inside PEFT, whole on this process; not changed.
         tokenizer: As it will be saved; None where there is none.
-        field: What errors name.
+        field: Field that errors name.
 
     Returns:
-        A line where the tokenizer that is read back makes other tokens; none otherwise.
+        A line where the tokenizer that is read back gives other tokens; none otherwise.
 
     Raises:
         ValueError: something cannot be written or read back.

@@ -1,11 +1,11 @@
-"""Projections that read the same activations (q, k and v; gate and up) as one product: their weights become one.
+"""Projections with the same input (q, k and v; gate and up) as one GEMM over concatenated weights.
 
-    join_siblings(model)
+    join_projections(model)
 
-The weights come to lie after each other in memory, and each stays a parameter with its own name: whatever is copied
-into it is in the joined one. While a model trains, the joined gradient likewise is one product, whose rows are the
-parameters' gradients (distill_kernels.matmul.shared_input). Of a decoder layer's seven products three fall away, and
-with them those that are too small to fill a GPU, such as k's and v's.
+The weights are laid out one after another in memory, and each stays a parameter with its own name, a view of the
+joined weight. While a model trains, the joined gradient is one GEMM too, whose rows are the parameters' gradients
+(distill_kernels.matmul.shared_input). A decoder layer then has four GEMMs instead of seven, without those that are too
+small to fill a GPU, such as k's and v's.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from distill.models.offload import is_offloaded
 from distill.models.patching import UNDO, share_input
 from distill.models.shared_input import FP8_GROUP, GROUP, PLAIN, groups_of
 
-WIDEST = 2048  # inputs of layers that a training step gains from; products of wider ones fill a GPU, one by one
+MAX_JOINED_WIDTH = 2048  # input width up to which a training step gains; single GEMMs of wider layers fill a GPU
 
 
-def join_siblings(model: nn.Module, *, trains: bool = False) -> int:
-    """Join what can be, after `patch` and before the model is sharded.
+def join_projections(model: nn.Module, *, trains: bool = False) -> int:
+    """Join sibling projections where possible, after `patch` and before the model is sharded.
 
-    Left as they are: offloaded models, layers in fp8 or other formats, and parameters that share memory already.
+    Offloaded models, layers in fp8 or other formats, and parameters that share memory already are not changed.
 
     Args:
         model: A causal language model of transformers, bare or inside PEFT, on its final device.
-        trains: For training steps: wide layers are left as well, and attention that puts a norm between projection and
-            rotation, which would copy their columns first.
+        trains: For training steps: also skip wide layers, and attention with a norm between projection and rotation,
+            which would copy the columns first.
 
     Returns:
-        How many groups of layers were joined.
+        Number of groups of layers that were joined.
     """
     if is_offloaded(model):
         return 0
@@ -46,7 +46,7 @@ def join_siblings(model: nn.Module, *, trains: bool = False) -> int:
     for module, group in [*groups, *groups_of(model), *adapted_groups(model)]:
         layers = group.weights()
         names = [name for name, _ in module.named_children()]
-        unfit = trains and (layers[0].in_features > WIDEST or any("norm" in name for name in names))
+        unfit = trains and (layers[0].in_features > MAX_JOINED_WIDTH or any("norm" in name for name in names))
         if unfit or any(FP8_GROUP in layer.__dict__ for layer in layers):
             continue
         if _join([layer.weight for layer in layers]):
@@ -61,7 +61,7 @@ def join_siblings(model: nn.Module, *, trains: bool = False) -> int:
 
 
 def _join(parameters: Sequence[torch.Tensor]) -> bool:
-    """Lay them after each other, where all are of one kind and each begins where a kernel may load 16 bytes at once."""
+    """Concatenate parameters in memory, if all are of one kind and aligned to 16 bytes; return whether they are."""
     if adjacent_as_one(parameters) is not None:
         return True
     first = parameters[0]
