@@ -133,7 +133,7 @@ layer_norm.affine_forward_rows = layer_norm.two_sums_rows = rms_norm.one_sum_row
 for hidden in (5120, 8192):
     z, weight, one = t(64, hidden, grad=False), t(hidden, grad=False), torch.ones(64)
     layer_norm._launch_forward(z, weight, weight, 1e-5, False)
-    layer_norm._launch_backward(z, z, weight, one, one, True)
+    layer_norm._launch_backward(z, z, weight, one, one, True, weight.dtype)
     rms_norm._launch_backward(z, None, z, weight, one, "llama", True)
 wide = t(64, 8192, dtype=torch.float32)
 sum(part.sum() for part in rms_norm.add_rms_norm(t(64, 8192), wide, weight, dtype=torch.bfloat16)).backward()

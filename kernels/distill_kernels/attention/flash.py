@@ -51,7 +51,8 @@ from distill_kernels.attention.split_kv import (
     store_part,
 )
 from distill_kernels.kernel_op import KernelOp
-from distill_kernels.launch import CachedLauncher, cdiv, device_facts, runs_on_triton, tl, triton
+from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, triton
+from distill_kernels.launch_plans import launch
 from distill_kernels.operands import check_tensor, contiguous_rows
 
 
@@ -144,9 +145,6 @@ def _forward_kernel(
         tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(row < queries)[:, None] & (column < HEAD_DIM)[None, :])
 
 
-_launch = CachedLauncher()
-
-
 def forward_on_triton(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -213,12 +211,12 @@ def forward_on_triton(
         parts > 1,
         tma,
     )
-    _launch(
+    launch(
         _forward_kernel,
         (tiles, batches * heads, parts),
-        (tile, masking.specialization(q, k, v)),
-        (),
-        (*tensors, *numbers, *constants),
+        *tensors,
+        *numbers,
+        *constants,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -305,8 +303,17 @@ def _backward(ctx, dout, _):
     return dq, dk, dv, None, None, None, None, None, None, dsinks[0] if dsinks else None
 
 
+def _check(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap, sinks=None) -> None:
+    check_attention(q, k, v, Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, sinks))
+
+
 _forward_op = KernelOp(
-    "flash_attention", _launch_forward, _fake_forward, setup_context=_save_for_backward, backward=_backward
+    "flash_attention",
+    _launch_forward,
+    _fake_forward,
+    setup_context=_save_for_backward,
+    backward=_backward,
+    check=_check,
 )
 
 
@@ -350,9 +357,9 @@ def flash_attention(
     Raises:
         ValueError: shapes, dtypes or arguments that do not fit.
     """
-    check_tensor("q", q)
+    if not isinstance(q, torch.Tensor):
+        check_tensor("q", q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)  # Triton takes the int 1 for a constant
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    check_attention(q, k, v, Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, sinks))
     out, _ = _forward_op(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap, sinks)
     return out

@@ -45,7 +45,8 @@ from distill_kernels.attention.split_kv import (
     part_of_tiles,
     store_sums,
 )
-from distill_kernels.launch import INTERPRETER, CachedLauncher, cdiv, device_facts, tl, triton
+from distill_kernels.launch import INTERPRETER, cdiv, device_facts, tl, triton
+from distill_kernels.launch_plans import launch
 from distill_kernels.operands import contiguous_rows
 
 PADDING = 128  # rows of lse and delta are padded to this, so that no tile needs to check their end
@@ -177,9 +178,6 @@ def _query_gradient_kernel(
         tl.store(dq_at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=stored)
 
 
-_launch_rows, _launch_keys, _launch_queries = CachedLauncher(), CachedLauncher(), CachedLauncher()
-
-
 def backward_on_triton(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -216,32 +214,27 @@ def backward_on_triton(
     padded_rows = cdiv(queries, PADDING) * PADDING
     terms = torch.empty(2, batches * heads, padded_rows, dtype=torch.float32, device=q.device)
     block_m = 32 if facts.family == INTERPRETER or size > 128 else 64
-    specialization = masking.specialization(q, k, v, dout, out, lse)
     sinks, sink_sums = contiguous_rows(masking.sinks), None
     if sinks is not None:
         sink_sums = torch.empty(batches, heads, padded_rows // block_m, dtype=torch.float32, device=q.device)
-    _launch_rows(
+    launch(
         _row_terms_kernel,
         (padded_rows // block_m, batches * heads, 1),
-        specialization,
-        (),
-        (
-            out,
-            dout,
-            lse,
-            terms,
-            lse if sinks is None else sinks,
-            terms if sink_sums is None else sink_sums,
-            *out.stride()[:3],
-            *dout.stride()[:3],
-            heads,
-            queries,
-            padded_rows,
-            size,
-            block_d,
-            block_m,
-            sinks is not None,
-        ),
+        out,
+        dout,
+        lse,
+        terms,
+        lse if sinks is None else sinks,
+        terms if sink_sums is None else sink_sums,
+        *out.stride()[:3],
+        *dout.stride()[:3],
+        heads,
+        queries,
+        padded_rows,
+        size,
+        block_d,
+        block_m,
+        sinks is not None,
     )
     window = UNBOUNDED if masking.window is None else masking.window
     ranges = key_ranges = lse
@@ -257,42 +250,38 @@ def backward_on_triton(
     parts = key_parts or part_count(tiles * batches * kv_heads, cdiv(seen, key_tile.queries), at_once)
     sums = None if parts == 1 else new_sums(2 * parts, k)
     dk_sums, dv_sums = (dk, dv) if sums is None else (sums[:parts], sums[parts:])
-    _launch_keys(
+    launch(
         _key_gradient_kernel,
         (tiles, batches * kv_heads, parts),
-        (key_tile, specialization),
-        (),
-        (
-            tiles_of(q, key_tile.queries, block_d, tma),
-            tiles_of(k, key_tile.keys, block_d, tma),
-            tiles_of(v, key_tile.keys, block_d, tma),
-            tiles_of(dout, key_tile.queries, block_d, tma),
-            dk_sums,
-            dv_sums,
-            terms[0],
-            terms[1],
-            key_ranges,
-            ranges,
-            *dk.stride()[:3],
-            *dv.stride()[:3],
-            batches,
-            heads,
-            kv_heads,
-            heads // kv_heads,
-            queries,
-            padded_rows,
-            keys,
-            window,
-            scale,
-            *masking.score_factors,
-            size,
-            block_d,
-            key_tile.queries,
-            key_tile.keys,
-            *constants,
-            parts > 1,
-            tma,
-        ),
+        tiles_of(q, key_tile.queries, block_d, tma),
+        tiles_of(k, key_tile.keys, block_d, tma),
+        tiles_of(v, key_tile.keys, block_d, tma),
+        tiles_of(dout, key_tile.queries, block_d, tma),
+        dk_sums,
+        dv_sums,
+        terms[0],
+        terms[1],
+        key_ranges,
+        ranges,
+        *dk.stride()[:3],
+        *dv.stride()[:3],
+        batches,
+        heads,
+        kv_heads,
+        heads // kv_heads,
+        queries,
+        padded_rows,
+        keys,
+        window,
+        scale,
+        *masking.score_factors,
+        size,
+        block_d,
+        key_tile.queries,
+        key_tile.keys,
+        *constants,
+        parts > 1,
+        tma,
         num_warps=key_tile.warps,
         num_stages=key_tile.stages,
     )
@@ -302,38 +291,34 @@ def backward_on_triton(
     tiles, seen = cdiv(queries, tile.queries), max_keys(tile.queries, keys, masking.causal, masking.window)
     parts = query_parts or part_count(tiles * batches * heads, cdiv(seen, tile.keys), at_once)
     dq_sums = dq if parts == 1 else new_sums(parts, q)
-    _launch_queries(
+    launch(
         _query_gradient_kernel,
         (tiles, batches * heads, parts),
-        (tile, specialization),
-        (),
-        (
-            tiles_of(q, tile.queries, block_d, tma),
-            tiles_of(k, tile.keys, block_d, tma),
-            tiles_of(v, tile.keys, block_d, tma),
-            tiles_of(dout, tile.queries, block_d, tma),
-            dq_sums,
-            terms[0],
-            terms[1],
-            ranges,
-            *dq.stride()[:3],
-            batches,
-            heads,
-            heads // kv_heads,
-            queries,
-            padded_rows,
-            keys,
-            window,
-            scale,
-            *masking.score_factors,
-            size,
-            block_d,
-            tile.queries,
-            tile.keys,
-            *constants,
-            parts > 1,
-            tma,
-        ),
+        tiles_of(q, tile.queries, block_d, tma),
+        tiles_of(k, tile.keys, block_d, tma),
+        tiles_of(v, tile.keys, block_d, tma),
+        tiles_of(dout, tile.queries, block_d, tma),
+        dq_sums,
+        terms[0],
+        terms[1],
+        ranges,
+        *dq.stride()[:3],
+        batches,
+        heads,
+        heads // kv_heads,
+        queries,
+        padded_rows,
+        keys,
+        window,
+        scale,
+        *masking.score_factors,
+        size,
+        block_d,
+        tile.queries,
+        tile.keys,
+        *constants,
+        parts > 1,
+        tma,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -59,12 +59,6 @@ class Masking(NamedTuple):
             return self.scale * log2_e, 1.0, 1.0
         return log2_e, float(self.softcap), self.scale / self.softcap
 
-    def specialization(self, *tensors: torch.Tensor) -> tuple[object, ...]:
-        """Return the `CachedLauncher` key: properties of this mask and of `tensors` that a kernel is compiled for."""
-        every = tensors if self.sinks is None else (*tensors, self.sinks)
-        laid_out = [(x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0) for x in every]
-        return (*laid_out, self.causal, self.window, self.softcap is None, self.packed)
-
 
 def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking) -> None:
     """Check shapes, dtypes, devices and masking; ValueError names the argument that does not fit.

@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 
 from distill_kernels.launch import cdiv, runs_on_triton, tl, triton
+from distill_kernels.launch_plans import launch
 from distill_kernels.operands import check_tensor, contiguous_rows
 
 UNBOUNDED = 1 << 30  # a window no sequence reaches
@@ -224,7 +225,9 @@ def _packed_ranges(
     own, other = contiguous_rows(own), contiguous_rows(other)
     out = torch.empty(2, rows, dtype=torch.int32, device=own.device)
     documents, block = own.numel() - 1, 256
-    _ranges_kernel[(cdiv(rows, block),)](
+    launch(
+        _ranges_kernel,
+        (cdiv(rows, block),),
         own,
         other,
         out,

@@ -19,6 +19,7 @@ import torch
 
 from distill_kernels.attention.operands import head_block
 from distill_kernels.launch import DeviceFacts, cdiv, next_power_of_2, tl, triton
+from distill_kernels.launch_plans import launch
 
 MERGE_COST_TILES = 3  # cost of the second kernel, in tiles of keys
 MAX_PARTS = 16
@@ -171,7 +172,7 @@ def new_weights(parts: int, like: torch.Tensor) -> torch.Tensor:
 def merge_parts(sums: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Fill `out`, [B, H, T, D] of any strides, and `lse`, [B, H, T], from the parts."""
     grid, constants = _rows_at_a_time(len(sums), out)
-    _merge_kernel[grid](sums, weights, out, lse, *out.stride()[:3], *out.shape[1:3], len(sums), **constants)
+    launch(_merge_kernel, grid, sums, weights, out, lse, *out.stride()[:3], *out.shape[1:3], len(sums), **constants)
 
 
 def add_parts(sums: torch.Tensor, out: torch.Tensor, scale: float, other: torch.Tensor | None = None) -> None:
@@ -182,7 +183,9 @@ def add_parts(sums: torch.Tensor, out: torch.Tensor, scale: float, other: torch.
     tensors, other = (1, out) if other is None else (2, other)
     parts = len(sums) // tensors
     grid, constants = _rows_at_a_time(parts, out)
-    _add_kernel[(*grid, tensors)](sums, out, other, *out.stride()[:3], *out.shape[1:3], parts, scale, **constants)
+    launch(
+        _add_kernel, (*grid, tensors), sums, out, other, *out.stride()[:3], *out.shape[1:3], parts, scale, **constants
+    )
 
 
 def _rows_at_a_time(parts: int, out: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:

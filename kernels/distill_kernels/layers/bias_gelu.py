@@ -14,8 +14,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
-from distill_kernels.launch import DeviceFacts, cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward, has_kernel
+from distill_kernels.launch import DeviceFacts, cdiv, device_facts, next_power_of_2, tl, triton
+from distill_kernels.launch_plans import launch
 from distill_kernels.layers.activations import activate, activate_with_derivative
 from distill_kernels.layers.column_sums import column_sums
 from distill_kernels.layers.row_layout import as_rows
@@ -142,7 +143,9 @@ def _launch_forward(x: torch.Tensor, bias: torch.Tensor, activation: str) -> tor
     bias = contiguous_rows(bias)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if n_rows:
-        _forward_kernel[(cdiv(n_rows, tile.rows) * cdiv(columns, tile.columns),)](
+        launch(
+            _forward_kernel,
+            (cdiv(n_rows, tile.rows) * cdiv(columns, tile.columns),),
             x,
             bias,
             y,
@@ -181,7 +184,9 @@ def _launch_backward(
     rows_per_group = cdiv(cdiv(n_rows, target_programs), tile.rows) * tile.rows
     groups = cdiv(n_rows, rows_per_group)
     partials = torch.empty((groups, columns), dtype=torch.float32, device=x.device) if need_dbias else dx
-    _backward_kernel[(groups * column_blocks,)](
+    launch(
+        _backward_kernel,
+        (groups * column_blocks,),
         dy,
         x,
         bias,
@@ -224,8 +229,19 @@ def _backward(ctx, dy):
     return dx, dbias if ctx.needs_input_grad[1] else None, None
 
 
+_ACTIVATIONS = {"none": "gelu", "tanh": "gelu_tanh"}  # by `approximate`
+
+
+def _check(x: torch.Tensor, bias: torch.Tensor, activation: str) -> None:
+    check_floats(x=x, bias=bias)
+    if x.dim() == 0 or x.shape[-1] == 0 or bias.shape != x.shape[-1:]:
+        raise ValueError(
+            f"bias: expected the shape of x's last dimension, got {tuple(bias.shape)} for {tuple(x.shape)}"
+        )
+
+
 _forward_op = KernelOp(
-    "bias_gelu_forward", _launch_forward, _fake_forward, setup_context=_setup_context, backward=_backward
+    "bias_gelu_forward", _launch_forward, _fake_forward, setup_context=_setup_context, backward=_backward, check=_check
 )
 
 
@@ -243,16 +259,13 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: Literal["none", 
     Raises:
         ValueError: On a bias of another shape, an unknown `approximate` or an unsupported dtype.
     """
-    check_floats(x=x, bias=bias)
-    if approximate not in ("none", "tanh"):
+    if approximate not in _ACTIVATIONS:
         raise ValueError(f"approximate: expected 'none' or 'tanh', got {approximate!r}")
-    if x.dim() == 0 or x.shape[-1] == 0 or bias.shape != x.shape[-1:]:
-        raise ValueError(
-            f"bias: expected the shape of x's last dimension, got {tuple(bias.shape)} for {tuple(x.shape)}"
-        )
-    if not runs_on_triton(x):
+    activation = _ACTIVATIONS[approximate]
+    if not has_kernel(x):
+        _check(x, bias, activation)
         return forbid_double_backward(reference_bias_gelu(x, bias, approximate))
-    return _forward_op(x, bias, "gelu_tanh" if approximate == "tanh" else "gelu")
+    return _forward_op(x, bias, activation)
 
 
 class BiasGELU(torch.nn.Module):

@@ -12,8 +12,9 @@ from typing import Literal
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, can_skip_dispatcher, check_floats, forbid_double_backward
-from distill_kernels.launch import cdiv, runs_on_triton, tl, triton
+from distill_kernels.kernel_op import KernelOp, can_skip_dispatcher, check_floats, forbid_double_backward, has_kernel
+from distill_kernels.launch import cdiv, tl, triton
+from distill_kernels.launch_plans import launch
 from distill_kernels.layers.activations import activate, activate_with_derivative
 from distill_kernels.layers.row_layout import as_rows
 from distill_kernels.matmul.shared_input import gradient_slots
@@ -98,7 +99,9 @@ def _launch_forward(gate: torch.Tensor, up: torch.Tensor | None, activation: str
         if gate_stride == up_stride == columns:
             columns = elements  # contiguous: one long row
         blocks = cdiv(columns, BLOCK)
-        _forward_kernel[(blocks * (elements // columns),)](
+        launch(
+            _forward_kernel,
+            (blocks * (elements // columns),),
             gate,
             source,
             y,
@@ -149,7 +152,9 @@ def _fill_gradients(
         if dy_stride == gate_stride == up_stride == out_stride == columns:
             columns = elements
         blocks = cdiv(columns, BLOCK)
-        _backward_kernel[(blocks * (elements // columns),)](
+        launch(
+            _backward_kernel,
+            (blocks * (elements // columns),),
             dy,
             gate,
             source,
@@ -194,13 +199,24 @@ def _backward(ctx, dy):
     return dgate, None if up is None else dup, None
 
 
-_forward_op = KernelOp("glu_forward", _launch_forward, _fake_forward, setup_context=_setup_context, backward=_backward)
-
-
 def check_activation(activation: str) -> None:
     """Check the name of an activation; ValueError lists those there are."""
     if activation not in _ACTIVATIONS:
         raise ValueError(f"activation: expected one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
+
+
+def _check(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> None:
+    check_floats(gate=gate, up=up)
+    check_activation(activation)
+    if gate.dim() == 0 or (up is None and gate.shape[-1] % 2):
+        raise ValueError(f"gate: packed gate and up need an even last dimension, got shape {tuple(gate.shape)}")
+    if up is not None and up.shape != gate.shape:
+        raise ValueError(f"up: expected gate's shape {tuple(gate.shape)}, got {tuple(up.shape)}")
+
+
+_forward_op = KernelOp(
+    "glu_forward", _launch_forward, _fake_forward, setup_context=_setup_context, backward=_backward, check=_check
+)
 
 
 def glu(gate: torch.Tensor, up: torch.Tensor | None = None, activation: Activation = "silu") -> torch.Tensor:
@@ -217,13 +233,8 @@ def glu(gate: torch.Tensor, up: torch.Tensor | None = None, activation: Activati
     Raises:
         ValueError: On shapes that differ, an odd packed dimension, an unknown activation or an unsupported dtype.
     """
-    check_floats(gate=gate, up=up)
-    check_activation(activation)
-    if gate.dim() == 0 or (up is None and gate.shape[-1] % 2):
-        raise ValueError(f"gate: packed gate and up need an even last dimension, got shape {tuple(gate.shape)}")
-    if up is not None and up.shape != gate.shape:
-        raise ValueError(f"up: expected gate's shape {tuple(gate.shape)}, got {tuple(up.shape)}")
-    if not runs_on_triton(gate):
+    if not has_kernel(gate):
+        _check(gate, up, activation)
         return forbid_double_backward(reference_glu(gate, up, activation))
     return _forward_op(gate, up, activation)
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
-from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton
-from distill_kernels.layers.column_sums import column_sums
+from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward, has_kernel
+from distill_kernels.launch import cdiv, device_facts, next_power_of_2
+from distill_kernels.launch_plans import launch
+from distill_kernels.layers.column_sums import column_sums_of_two
 from distill_kernels.layers.layer_norm_kernels import _backward_kernel, _column_kernel, _forward_kernel
 from distill_kernels.layers.row_layout import affine_forward_rows, as_rows, stages_that_fit, two_sums_rows
 from distill_kernels.operands import contiguous_rows
@@ -53,7 +54,9 @@ def _column_partials(
     rows_per_group = cdiv(cdiv(n_rows, target_programs), rows) * rows
     groups = cdiv(n_rows, rows_per_group)
     partials = torch.empty((groups, 2 * hidden), dtype=torch.float32, device=x.device)
-    _column_kernel[(groups * column_blocks,)](
+    launch(
+        _column_kernel,
+        (groups * column_blocks,),
         dy,
         x,
         mean,
@@ -89,7 +92,9 @@ def _launch_forward(
         programs = cdiv(n_rows, config.rows)
         if config.programs:
             programs = min(programs, config.programs * facts.multiprocessors)
-        _forward_kernel[(programs,)](
+        launch(
+            _forward_kernel,
+            (programs,),
             x,
             weight,
             bias,
@@ -127,8 +132,9 @@ def _launch_backward(
     mean: torch.Tensor,
     rstd: torch.Tensor,
     need_sums: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    # returns dx, and fp32 [2, H]: the gradients of weight and bias (empty where not needed)
+    bias_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # returns dx, and the gradients of weight and bias (empty where not needed), of a missing weight too
     hidden = x.shape[-1]
     facts, low_precision = device_facts(x.device), x.element_size() == dy.element_size() == 2
     config, block = two_sums_rows(hidden, low_precision), next_power_of_2(hidden)
@@ -138,8 +144,10 @@ def _launch_backward(
     x, x_stride = as_rows(x)
     weight = contiguous_rows(weight)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    weight_dtype = bias_dtype if weight is None else weight.dtype
     if not n_rows:
-        return dx, rstd.new_zeros((2, hidden) if need_sums else 0)
+        sums = hidden if need_sums else 0
+        return dx, rstd.new_zeros(sums, dtype=weight_dtype), rstd.new_zeros(sums, dtype=bias_dtype)
     apart = need_sums and hidden > SEPARATE_SUMS_FROM and not low_precision  # sums by columns, in a pass of their own
     dependent_launch = need_sums and not apart and facts.dependent_launch
     programs = cdiv(n_rows, config.rows)
@@ -148,7 +156,9 @@ def _launch_backward(
         partials = torch.empty((programs, 2 * hidden), dtype=torch.float32, device=x.device)
     else:
         partials = _column_partials(dy, x, mean, rstd, dy_stride, x_stride) if apart else rstd
-    _backward_kernel[(programs,)](
+    launch(
+        _backward_kernel,
+        (programs,),
         dy,
         x,
         weight,
@@ -171,9 +181,9 @@ def _launch_backward(
         STAGES=stages_that_fit(config.stages, tile_bytes, facts.shared_bytes),
         num_warps=config.warps,
     )
-    return dx, column_sums(partials, torch.float32, dependent_launch).view(2, hidden) if need_sums else rstd.new_empty(
-        0
-    )
+    if not need_sums:
+        return dx, rstd.new_empty(0, dtype=weight_dtype), rstd.new_empty(0, dtype=bias_dtype)
+    return dx, *column_sums_of_two(partials, (weight_dtype, bias_dtype), dependent_launch)
 
 
 def _fake_backward(
@@ -183,8 +193,11 @@ def _fake_backward(
     mean: torch.Tensor,
     rstd: torch.Tensor,
     need_sums: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), rstd.new_empty((2, x.shape[-1]) if need_sums else 0)
+    bias_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    weight_dtype = bias_dtype if weight is None else weight.dtype
+    sums = x.shape[-1] if need_sums else 0
+    return x.new_empty(x.shape), x.new_empty(sums, dtype=weight_dtype), x.new_empty(sums, dtype=bias_dtype)
 
 
 _backward_op = KernelOp("layer_norm_backward", _launch_backward, _fake_backward)
@@ -194,7 +207,7 @@ def _setup_context(ctx, inputs, output) -> None:
     x, weight, bias, _, _ = inputs
     _, mean, rstd = output
     ctx.save_for_backward(x, weight, mean, rstd)
-    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.bias_dtype = x.dtype if bias is None else bias.dtype
     ctx.set_materialize_grads(False)
 
 
@@ -203,13 +216,30 @@ def _backward(ctx, dy, *_):
         return None, None, None, None, None
     x, weight, mean, rstd = ctx.saved_tensors
     _, need_dweight, need_dbias, *_ = ctx.needs_input_grad
-    dx, sums = _backward_op(dy, x, weight, mean, rstd, need_dweight or need_dbias)
-    dweight = sums[0].to(weight.dtype) if need_dweight else None
-    return dx, dweight, sums[1].to(ctx.bias_dtype) if need_dbias else None, None, None
+    dx, dweight, dbias = _backward_op(dy, x, weight, mean, rstd, need_dweight or need_dbias, ctx.bias_dtype)
+    return dx, dweight if need_dweight else None, dbias if need_dbias else None, None, None
+
+
+def _check(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, stats: bool = True
+) -> None:
+    check_floats(x=x, weight=weight, bias=bias)
+    if x.dim() == 0 or not 0 < x.shape[-1] <= MAX_HIDDEN:
+        raise ValueError(f"x: expected a last dimension of 1 to {MAX_HIDDEN}, got shape {tuple(x.shape)}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.shape != x.shape[-1:]:
+            raise ValueError(
+                f"{name}: expected shape ({x.shape[-1]},) like x's last dimension, got {tuple(tensor.shape)}"
+            )
 
 
 _forward_op = KernelOp(
-    "layer_norm_forward", _launch_forward, _fake_forward, setup_context=_setup_context, backward=_backward
+    "layer_norm_forward",
+    _launch_forward,
+    _fake_forward,
+    setup_context=_setup_context,
+    backward=_backward,
+    check=_check,
 )
 
 
@@ -230,17 +260,12 @@ def layer_norm(
     Raises:
         ValueError: On a shape that does not fit, or a dtype that the kernels do not compute in.
     """
-    check_floats(x=x, weight=weight, bias=bias)
-    if x.dim() == 0 or not 0 < x.shape[-1] <= MAX_HIDDEN:
-        raise ValueError(f"x: expected a last dimension of 1 to {MAX_HIDDEN}, got shape {tuple(x.shape)}")
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.shape != x.shape[-1:]:
-            raise ValueError(
-                f"{name}: expected shape ({x.shape[-1]},) like x's last dimension, got {tuple(tensor.shape)}"
-            )
-    if not runs_on_triton(x):
+    if not has_kernel(x):
+        _check(x, weight, bias, eps)
         return forbid_double_backward(reference_layer_norm(x, weight, bias, eps))
-    stats = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    stats = torch.is_grad_enabled() and (
+        x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
+    )
     return _forward_op(x, weight, bias, eps, stats)[0]
 
 

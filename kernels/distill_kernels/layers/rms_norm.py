@@ -18,10 +18,10 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from distill_kernels.kernel_op import KernelOp, can_skip_dispatcher, check_floats, forbid_double_backward
-from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton
+from distill_kernels.kernel_op import KernelOp, can_skip_dispatcher, check_floats, forbid_double_backward, has_kernel
+from distill_kernels.launch import cdiv, device_facts, next_power_of_2
+from distill_kernels.launch_plans import launch
 from distill_kernels.layers.column_sums import column_sums
 from distill_kernels.layers.rms_norm_kernels import _backward_kernel, _forward_kernel
 from distill_kernels.layers.row_layout import as_rows, forward_rows, one_sum_rows, stages_that_fit
@@ -78,7 +78,9 @@ def launch_norm(
     rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
     if n_rows:
         config = forward_rows(hidden, n_rows, device_facts(x.device).multiprocessors)
-        _forward_kernel[(cdiv(n_rows, config.rows),)](
+        launch(
+            _forward_kernel,
+            (cdiv(n_rows, config.rows),),
             x,
             residual,
             weight,
@@ -150,7 +152,9 @@ def _launch_backward(
     programs = min(cdiv(n_rows, config.rows), facts.multiprocessors * config.programs)
     partials = torch.empty((programs, hidden), dtype=torch.float32, device=x.device) if need_dweight else rstd
     if n_rows:
-        _backward_kernel[(programs,)](
+        launch(
+            _backward_kernel,
+            (programs,),
             dy,
             dsum,
             x,
@@ -212,17 +216,19 @@ def _backward(ctx, dy, dsum, _):
     dtype, residual_dtype = ctx.dtypes
     if dsum is not None and dsum.shape != x.shape:
         dsum = None  # the sum was empty
-    other, needed = x.new_empty(0), ctx.needs_input_grad
+    needed = ctx.needs_input_grad
     if dy is None:
         if dsum is None:
             return None, None, None, None, None, None
-        dx, dweight = dsum, None  # only the sum was used
+        dx, dweight, other = dsum, None, dsum  # only the sum was used
     else:
         # the sum has the wider dtype of x and the residual, and mostly one of them the narrower
         cast_dtype = next((d for d in (dtype, residual_dtype) if d not in (None, x.dtype)), None)
         dx, dweight, other = _backward_op(dy, dsum, x, weight, rstd, ctx.form, needed[2], cast_dtype)
     if not needed[2]:
         dweight = None
+    if residual_dtype is None and dx.dtype == dtype:
+        return dx if needed[0] else None, None, dweight, None, None, None
     dx, dresidual = (
         None if d is None or not need else other if other.dtype == d and other.shape == x.shape else dx.to(d)
         for d, need in zip((dtype, residual_dtype), needed, strict=False)
@@ -230,30 +236,14 @@ def _backward(ctx, dy, dsum, _):
     return dx, dresidual, dweight, None, None, None
 
 
-_forward_op = KernelOp("rms_norm_forward", launch_norm, _fake_forward, setup_context=_setup_context, backward=_backward)
-
-
-class _NormAndInput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, eps, form, dtype):
-        inputs = (x, None, weight, eps, form, dtype)
-        outputs = launch_norm(*inputs)
-        _setup_context(ctx, inputs, outputs)
-        return outputs[0], x
-
-    @staticmethod
-    @differentiable_once
-    @once_differentiable
-    def backward(ctx, dy, dx):
-        x, weight, rstd = ctx.saved_tensors
-        if dy is None:
-            return dx, None, None, None, None
-        need = ctx.needs_input_grad[1]
-        dx, dweight, _ = _backward_op(dy, dx, x, weight, rstd, ctx.form, need)
-        return dx, dweight if need else None, None, None, None
-
-
-def check_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, form: str) -> None:
+def check_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    form: str,
+    dtype: torch.dtype | None = None,
+) -> None:
     """Check the arguments of the norms; ValueError names the one that does not fit."""
     check_floats(x=x, residual=residual, weight=weight)
     if form not in _FORMS:
@@ -264,6 +254,35 @@ def check_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Ten
         raise ValueError(f"weight: expected shape ({x.shape[-1]},) like x's last dimension, got {tuple(weight.shape)}")
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual: expected x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
+
+
+_forward_op = KernelOp(
+    "rms_norm_forward",
+    launch_norm,
+    _fake_forward,
+    setup_context=_setup_context,
+    backward=_backward,
+    check=check_norm,
+)
+
+
+class _NormAndInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, form, dtype):
+        inputs = (x, None, weight, eps, form, dtype)
+        outputs = _forward_op(*inputs)  # gradients are not recorded here
+        _setup_context(ctx, inputs, outputs)
+        return outputs[0], x
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, dy, dx):
+        x, weight, rstd = ctx.saved_tensors
+        if dy is None:
+            return dx, None, None, None, None
+        need = ctx.needs_input_grad[1]
+        dx, dweight, _ = _backward_op(dy, dx, x, weight, rstd, ctx.form, need)
+        return dx, dweight if need else None, None, None, None
 
 
 def rms_norm(
@@ -289,8 +308,8 @@ def rms_norm(
     Raises:
         ValueError: On an unknown form, a shape that does not fit, or a dtype that the kernels do not compute in.
     """
-    check_norm(x, None, weight, form)
-    if not runs_on_triton(x):
+    if not has_kernel(x):
+        check_norm(x, None, weight, eps, form)
         normed = reference_rms_norm(x, weight, eps, form)
         return forbid_double_backward(normed.to(dtype or normed.dtype))
     return _forward_op(x, None, weight, eps, form, dtype)[0]
@@ -314,9 +333,8 @@ def rms_norm_and_input(
     Raises:
         ValueError: As `rms_norm`.
     """
-    if not (runs_on_triton(x) and can_skip_dispatcher(x, weight) and torch.is_grad_enabled() and x.requires_grad):
+    if not (has_kernel(x) and can_skip_dispatcher(x, weight) and torch.is_grad_enabled() and x.requires_grad):
         return rms_norm(x, weight, eps, form, dtype), x
-    check_norm(x, None, weight, form)
     outputs: tuple[torch.Tensor, torch.Tensor] = _NormAndInput.apply(x, weight, eps, form, dtype)
     return outputs
 
@@ -344,8 +362,8 @@ def add_rms_norm(
     Raises:
         ValueError: As `rms_norm`; also if the shapes of x and residual differ.
     """
-    check_norm(x, residual, weight, form)
-    if not runs_on_triton(x):
+    if not has_kernel(x):
+        check_norm(x, residual, weight, eps, form)
         normed, total = reference_add_rms_norm(x, residual, weight, eps, form)
         return forbid_double_backward(normed.to(dtype or normed.dtype)), forbid_double_backward(total)
     normed, total, _ = _forward_op(x, residual, weight, eps, form, dtype)

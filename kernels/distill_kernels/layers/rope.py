@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from distill_kernels.kernel_op import KernelOp, can_skip_dispatcher, check_floats, forbid_double_backward
 from distill_kernels.launch import next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.launch_plans import launch
 from distill_kernels.matmul.shared_input import GradientSlots, gradient_slots
 from distill_kernels.operands import differentiable_once
 
@@ -199,7 +200,9 @@ def _rotate(
     cos_batch, cos_token, _ = cos.stride()
     sin_batch, sin_token, _ = sin.stride()
     in_place = q_out is q
-    _rope_kernel[(tokens, batch)](
+    launch(
+        _rope_kernel,
+        (tokens, batch),
         q,
         k,
         cos,

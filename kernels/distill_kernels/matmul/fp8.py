@@ -220,7 +220,7 @@ def fp8_rms_norm(
     Raises:
         ValueError: As `add_rms_norm`, or where dtypes differ.
     """
-    check_norm(x, residual, weight, form)
+    check_norm(x, residual, weight, eps, form)
     for name, other in (("weight", weight), ("residual", residual)):
         if other is not None and other.dtype != x.dtype:
             raise ValueError(f"{name}: expected {x.dtype} as x, got {other.dtype}")

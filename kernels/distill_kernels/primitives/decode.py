@@ -33,7 +33,6 @@ from distill_kernels.attention.operands import (
 from distill_kernels.attention.ranges import UNBOUNDED
 from distill_kernels.kernel_op import KernelOp, check_no_gradients
 from distill_kernels.launch import (
-    CachedLauncher,
     DeviceFacts,
     cdiv,
     device_facts,
@@ -42,6 +41,7 @@ from distill_kernels.launch import (
     tl,
     triton,
 )
+from distill_kernels.launch_plans import launch
 from distill_kernels.operands import check_tensor, contiguous_rows
 
 MAX_NEW_TOKENS = 16
@@ -248,9 +248,6 @@ def choose_decode_config(
     return DecodeConfig(keys=min(128, 8192 // block_d))
 
 
-_launch_chunks, _launch_combine = CachedLauncher(), CachedLauncher()
-
-
 def decode_on_triton(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -275,55 +272,49 @@ def decode_on_triton(
     q, k, v, lengths = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v), contiguous_rows(lengths)
     starts, sinks = contiguous_rows(starts), contiguous_rows(masking.sinks)
     facts = device_facts(q.device)
-    multiprocessors = facts.multiprocessors
     block_d, rows = head_block(size), max(16, next_power_of_2(group * new))
     if config is None:
         config = choose_decode_config(block_d, rows, q.element_size() == 2, slots, batches * kv_heads, facts)
-    chunks = chunk_count(slots, batches * kv_heads, multiprocessors, config.programs)
+    chunks = chunk_count(slots, batches * kv_heads, facts.multiprocessors, config.programs)
     # more programs than run at once: a shallower pipeline leaves room for a third on a multiprocessor
-    stages = config.stages or (2 if batches * kv_heads > config.programs * multiprocessors else 3)
+    stages = config.stages or (2 if batches * kv_heads > config.programs * facts.multiprocessors else 3)
     parts = lse = out
     dependent_launch = chunks > 1 and facts.dependent_launch
     if chunks > 1:
         parts = torch.empty(batches * kv_heads, chunks, new * group, size, dtype=torch.float32, device=q.device)
         lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
     begins = lengths if starts is None else starts
-    specialization = (config, starts is None, masking.specialization(q, k, v, lengths, begins))
-    _launch_chunks(
+    launch(
         _chunk_kernel,
         (chunks, batches * kv_heads, 1),
-        specialization,
-        (),
-        (
-            q,
-            k,
-            v,
-            lengths,
-            begins,
-            q if sinks is None else sinks,
-            parts,
-            lse,
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *v.stride()[:3],
-            *out.stride()[:3],
-            kv_heads,
-            new,
-            slots,
-            UNBOUNDED if masking.window is None else masking.window,
-            *masking.score_factors,
-            chunks == 1,
-            group,
-            size,
-            block_d,
-            rows,
-            config.keys,
-            starts is not None,
-            sinks is not None,
-            masking.softcap is not None,
-            dot_precision(q.dtype),
-            dependent_launch,
-        ),
+        q,
+        k,
+        v,
+        lengths,
+        begins,
+        q if sinks is None else sinks,
+        parts,
+        lse,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *out.stride()[:3],
+        kv_heads,
+        new,
+        slots,
+        UNBOUNDED if masking.window is None else masking.window,
+        *masking.score_factors,
+        chunks == 1,
+        group,
+        size,
+        block_d,
+        rows,
+        config.keys,
+        starts is not None,
+        sinks is not None,
+        masking.softcap is not None,
+        dot_precision(q.dtype),
+        dependent_launch,
         num_warps=config.warps,
         num_stages=stages if q.element_size() == 2 else 1,
     )
@@ -331,12 +322,21 @@ def decode_on_triton(
         return out
     at_once = next_power_of_2(chunks)
     warps = 4 if facts.measured else min(max(at_once * block_d // 2048, 4), 16)  # measured, it spills
-    _launch_combine(
+    launch(
         _combine_kernel,
         (new * group, batches * kv_heads, 1),
-        (chunks, kv_heads, q.dtype, q.shape),
-        (),
-        (parts, lse, out, *out.stride()[:3], kv_heads, new, chunks, group, size, block_d, at_once, dependent_launch),
+        parts,
+        lse,
+        out,
+        *out.stride()[:3],
+        kv_heads,
+        new,
+        chunks,
+        group,
+        size,
+        block_d,
+        at_once,
+        dependent_launch,
         num_warps=warps,
         **({"launch_pdl": True} if dependent_launch else {}),
     )

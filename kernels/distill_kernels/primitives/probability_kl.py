@@ -17,6 +17,7 @@ import torch
 
 from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
 from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, triton
+from distill_kernels.launch_plans import launch
 from distill_kernels.layers.column_sums import column_sums
 from distill_kernels.layers.fast_math import log
 
@@ -115,15 +116,27 @@ def _launch_forward(x: torch.Tensor, target: torch.Tensor, reduction: str, log_t
     if reduction == "none":
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
         if count:
-            _forward_kernel[(blocks,)](
-                x, target, out, count, 1.0, LOG_TARGET=log_target, REDUCE=False, BLOCK=BLOCK, num_warps=WARPS
+            launch(
+                _forward_kernel,
+                (blocks,),
+                x,
+                target,
+                out,
+                count,
+                1.0,
+                LOG_TARGET=log_target,
+                REDUCE=False,
+                BLOCK=BLOCK,
+                num_warps=WARPS,
             )
         return out
     if not count:
         return torch.full((), float("nan") if reduction == "mean" else 0.0, dtype=dtype, device=x.device)
     programs = min(blocks, device_facts(x.device).multiprocessors * PROGRAMS)
     partials = torch.empty((programs, 1), dtype=torch.float32, device=x.device)
-    _forward_kernel[(programs,)](
+    launch(
+        _forward_kernel,
+        (programs,),
         x,
         target,
         partials,
@@ -156,7 +169,9 @@ def _launch_backward(
     dx = torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device)
     dtarget = torch.empty(x.shape if need_dtarget else 0, dtype=target.dtype, device=x.device)
     if x.numel():
-        _backward_kernel[(cdiv(x.numel(), BLOCK),)](
+        launch(
+            _backward_kernel,
+            (cdiv(x.numel(), BLOCK),),
             grad.contiguous(),
             x,
             target,

@@ -19,6 +19,7 @@ import torch
 
 from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.launch_plans import launch
 from distill_kernels.layers.row_layout import as_rows
 
 
@@ -213,19 +214,38 @@ def _launch_forward(x: torch.Tensor) -> torch.Tensor:
         return y
     n_rows, n_cols, chosen = _plan(x, "forward")
     if chosen.strategy == "tile":
-        _forward_tile[(cdiv(n_rows, chosen.rows),)](
-            x, y, stride, n_rows, n_cols, ROWS=chosen.rows, BLOCK=chosen.block, num_warps=chosen.warps
+        launch(
+            _forward_tile,
+            (cdiv(n_rows, chosen.rows),),
+            x,
+            y,
+            stride,
+            n_rows,
+            n_cols,
+            ROWS=chosen.rows,
+            BLOCK=chosen.block,
+            num_warps=chosen.warps,
         )
     elif chosen.strategy == "loop":
-        _forward_loop[(n_rows,)](x, y, stride, n_cols, BLOCK=chosen.block, num_warps=chosen.warps)
+        launch(_forward_loop, (n_rows,), x, y, stride, n_cols, BLOCK=chosen.block, num_warps=chosen.warps)
     else:
         per_part = _per_part(n_cols, chosen)
         parts = cdiv(n_cols, per_part)
         statistics = torch.empty((n_rows, parts, 2), dtype=torch.float32, device=x.device)
-        _forward_split_statistics[(n_rows, parts)](
-            x, statistics, stride, n_cols, per_part, BLOCK=chosen.block, num_warps=chosen.warps
+        launch(
+            _forward_split_statistics,
+            (n_rows, parts),
+            x,
+            statistics,
+            stride,
+            n_cols,
+            per_part,
+            BLOCK=chosen.block,
+            num_warps=chosen.warps,
         )
-        _forward_split_write[(n_rows, parts)](
+        launch(
+            _forward_split_write,
+            (n_rows, parts),
             x,
             statistics,
             y,
@@ -247,19 +267,40 @@ def _launch_backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return dx
     n_rows, n_cols, chosen = _plan(y, "backward")
     if chosen.strategy == "tile":
-        _backward_tile[(cdiv(n_rows, chosen.rows),)](
-            dy, y, dx, stride, n_rows, n_cols, ROWS=chosen.rows, BLOCK=chosen.block, num_warps=chosen.warps
+        launch(
+            _backward_tile,
+            (cdiv(n_rows, chosen.rows),),
+            dy,
+            y,
+            dx,
+            stride,
+            n_rows,
+            n_cols,
+            ROWS=chosen.rows,
+            BLOCK=chosen.block,
+            num_warps=chosen.warps,
         )
     elif chosen.strategy == "loop":
-        _backward_loop[(n_rows,)](dy, y, dx, stride, n_cols, BLOCK=chosen.block, num_warps=chosen.warps)
+        launch(_backward_loop, (n_rows,), dy, y, dx, stride, n_cols, BLOCK=chosen.block, num_warps=chosen.warps)
     else:
         per_part = _per_part(n_cols, chosen)
         parts = cdiv(n_cols, per_part)
         products = torch.empty((n_rows, parts), dtype=torch.float32, device=y.device)
-        _backward_split_product[(n_rows, parts)](
-            dy, y, products, stride, n_cols, per_part, BLOCK=chosen.block, num_warps=chosen.warps
+        launch(
+            _backward_split_product,
+            (n_rows, parts),
+            dy,
+            y,
+            products,
+            stride,
+            n_cols,
+            per_part,
+            BLOCK=chosen.block,
+            num_warps=chosen.warps,
         )
-        _backward_split_write[(n_rows, parts)](
+        launch(
+            _backward_split_write,
+            (n_rows, parts),
             dy,
             y,
             products,

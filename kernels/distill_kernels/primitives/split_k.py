@@ -23,6 +23,7 @@ from torch import nn
 
 from distill_kernels.kernel_op import check_tensors
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.launch_plans import launch
 from distill_kernels.operands import contiguous_rows
 
 MAX_ROWS = 64
@@ -159,7 +160,9 @@ def _launch(
     partials = torch.empty(
         tiles * splits * block_n * block_m if splits > 1 else 0, dtype=torch.float32, device=x.device
     )
-    split_k_kernel[(tiles, splits)](
+    launch(
+        split_k_kernel,
+        (tiles, splits),
         x,
         weight,
         x if bias is None else contiguous_rows(bias),

@@ -18,6 +18,7 @@ import torch
 
 from distill_kernels.kernel_op import KernelOp, check_no_gradients, check_tensors
 from distill_kernels.launch import DeviceFacts, cdiv, device_facts, runs_on_triton, tl, triton
+from distill_kernels.launch_plans import launch
 from distill_kernels.layers.activations import activate
 from distill_kernels.operands import blocks_of, contiguous_rows, has_aligned_rows, load_block, store_block
 from distill_kernels.primitives.split_k import MAX_ROWS, check_linear, reference_split_k_linear, split_k_linear
@@ -122,7 +123,9 @@ def launch_tiles(
     facts = device_facts(x.device)
     x, weight = (m if has_aligned_rows(m) else m.clone(memory_format=torch.contiguous_format) for m in (x, weight))
     programs = min(facts.multiprocessors, cdiv(rows, tile.rows) * cdiv(outputs, tile.columns))
-    _tiled_kernel[(programs,)](
+    launch(
+        _tiled_kernel,
+        (programs,),
         blocks_of(x, tile.rows, DEPTH, facts.tma),
         blocks_of(weight, tile.columns, DEPTH, facts.tma),
         blocks_of(y, tile.rows, tile.columns // pair, facts.tma),

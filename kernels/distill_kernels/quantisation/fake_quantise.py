@@ -17,6 +17,7 @@ import torch
 
 from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
 from distill_kernels.launch import cdiv, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.launch_plans import launch
 from distill_kernels.quantisation.formats import (
     FORMATS,
     Format,
@@ -138,7 +139,9 @@ def _launch_forward(
     blocks, constants = _shape(weight, form)
     if blocks:
         given = scale is not None
-        _forward_kernel[(cdiv(blocks, constants["ROWS"]),)](
+        launch(
+            _forward_kernel,
+            (cdiv(blocks, constants["ROWS"]),),
             weight,
             scale.contiguous() if scale is not None else weight,
             y,
@@ -160,8 +163,16 @@ def _launch_backward(
     dscale = torch.empty(scale.shape, dtype=torch.float32, device=weight.device)
     blocks, constants = _shape(weight, form)
     if blocks:
-        _backward_kernel[(cdiv(blocks, constants["ROWS"]),)](
-            weight, scale.contiguous(), upstream, dw, dscale, blocks, **constants
+        launch(
+            _backward_kernel,
+            (cdiv(blocks, constants["ROWS"]),),
+            weight,
+            scale.contiguous(),
+            upstream,
+            dw,
+            dscale,
+            blocks,
+            **constants,
         )
     return dw, dscale
 
