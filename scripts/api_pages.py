@@ -105,12 +105,16 @@ GROUPS: dict[str, tuple[Entry, ...]] = {
             "a weighted sum of the above in one pass",
             Headline("", LOSS, "forward KL + cross-entropy", (_BARE,), "ms"),
         ),
+        Entry(
+            "FusedStudentTopKKLLoss", "KL over the student's top-k tokens, from both models' hidden states and heads"
+        ),
         Entry("FusedPolicyGradientLoss", "a policy-gradient loss (PPO, GRPO) over log-probabilities of sampled tokens"),
         Entry("fused_kl_loss", "`FusedKLLoss` as a function"),
         Entry("fused_jsd_loss", "`FusedJSDLoss` as a function"),
         Entry("fused_skew_kl_loss", "`FusedSkewKLLoss` as a function"),
         Entry("fused_tvd_loss", "`FusedTVDLoss` as a function"),
         Entry("fused_top_k_kl_loss", "`FusedTopKKLLoss` as a function"),
+        Entry("fused_student_top_k_kl_loss", "`FusedStudentTopKKLLoss` as a function"),
         Entry("fused_policy_gradient_loss", "`FusedPolicyGradientLoss` as a function"),
         Entry("fused_cross_entropy_loss", "`FusedCrossEntropyLoss` as a function"),
         Entry("fused_log_probs", "log-probability of each label under a model, without logits"),

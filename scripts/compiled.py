@@ -71,6 +71,8 @@ else:
     k = int("{teacher}".split()[1])
     ids, given = torch.ones(130, k, dtype=torch.int32), t(130, k, dtype=torch.float32, grad=False)
     ours.FusedTopKKLLoss(tail="bucket")(x, w, ids, given).backward()
+    for own in (64, k):
+        ours.FusedStudentTopKKLLoss(own)(x, w, x_t, w_t).backward()
 """,
         {"vocab": (32000, 262144), "teacher": ("models", "logits", "top 256")},
     ),

@@ -207,6 +207,7 @@ CALLS: dict[str, Call] = {
         ours.FusedPolicyGradientLoss(kl_weight=0.5, reduction="none"), SAMPLED, scalar=False
     ),
     "FusedSkewKLLoss": linear(ours.FusedSkewKLLoss(), TEACHER, TEACHER_BIAS),
+    "FusedStudentTopKKLLoss": linear(ours.FusedStudentTopKKLLoss(K, ce_weight=0.5), TEACHER, TEACHER_BIAS),
     "FusedTVDLoss": linear(ours.FusedTVDLoss(reduction="none"), TEACHER, TEACHER_BIAS, scalar=False),
     "FusedTopKKLLoss": linear(ours.FusedTopKKLLoss(ce_weight=0.5), TOP_K),
     "KVCache": call(
@@ -297,6 +298,9 @@ CALLS: dict[str, Call] = {
         lambda **k: ours.fused_policy_gradient_loss(clip=0.2, entropy_weight=0.1, **k), SAMPLED
     ),
     "fused_skew_kl_loss": linear(ours.fused_skew_kl_loss, TEACHER, TEACHER_BIAS),
+    "fused_student_top_k_kl_loss": linear(
+        lambda **k: ours.fused_student_top_k_kl_loss(k=K, tail="renormalize", **k), TEACHER, TEACHER_BIAS
+    ),
     "fused_top_k_kl_loss": linear(lambda **k: ours.fused_top_k_kl_loss(tail="renormalize", **k), TOP_K),
     "fused_tvd_loss": linear(ours.fused_tvd_loss, TEACHER, TEACHER_BIAS),
     "geglu": call(ours.geglu, "gate up", gate=lambda: floats(5, H), up=lambda: floats(5, H, seed=1)),

@@ -121,6 +121,15 @@ everything(x, w, ids.long(), given, y, valid_rows=torch.arange(130), return_stat
 """,
         {"_top_k_normalisers_kernel", "_top_k_kernel"},
     ),
+    "top k of the student": (
+        """
+wide, wide_t = t(40000, 64), t(40000, 128, grad=False)
+for k in (1, 64, 200):
+    ours.FusedStudentTopKKLLoss(k)(x, wide, x_t, wide_t).backward()
+ours.FusedStudentTopKKLLoss(8, "forward", "renormalize", 2.0)(x, w, x_t, w_t, valid_rows=torch.arange(130)).backward()
+""",
+        {"_select_kernel", "_top_k_normalisers_kernel", "_top_k_kernel"},
+    ),
     "norms, and sums that start early": (
         """
 from distill_kernels.layers import layer_norm, rms_norm

@@ -274,6 +274,7 @@ def test_opcheck(where):
             wanted,
             *(None, None, None, None, None),
             "",
+            0,
             "",
             "",
         ),

@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from distill_kernels.losses import linear
+from distill_kernels.losses.topk_reference import TopK, reference_top_k_rows
 from subjects import OWN_TOP_K, answering, informed_answering, one, routed_answering
 
 from distill.doctor.invariants import CHECKS, fused_equals_reference, workspace_changes_nothing
 from distill.recipe.loss import Loss
-from distill.teachers import own_top_k
 from distill.teachers.own_top_k import OwnTopKLoss
 
 ALONE = {"terms": [{"type": "top_k_reverse_kl", "k": 8}]}
@@ -54,34 +55,34 @@ def test_doctor_detects_a_missing_tail(monkeypatch):
     assert fused_equals_reference(one(ALONE)).passed is False
 
 
+def passes_with(monkeypatch, faulty):
+    """Return True where doctor passes the loss with other tokens and log-probabilities.
+
+    `faulty(z_s, z_t, temperature)` returns logits to take the K tokens from, and the teacher's log-probabilities.
+    """
+
+    def rows(student_raw, teacher_raw, objective, *, student_top, **arguments):
+        order, log_t = faulty(student_raw, teacher_raw, objective.temperature)
+        ids = order.topk(student_top.k, -1).indices
+        top = TopK(ids, log_t.gather(-1, ids), student_top.tail)
+        return reference_top_k_rows(student_raw, None, objective, top=top, **arguments)
+
+    monkeypatch.setattr(linear, "reference_student_top_k_rows", rows)
+    return fused_equals_reference(one(ALONE)).passed
+
+
 def test_doctor_detects_the_teachers_tokens_in_place_of_the_students(monkeypatch):
-    def of_the_teacher(head, hidden):
-        return own_top_k.log_probabilities(*seen[0])[0]
-
-    seen, tokens = [], OwnTopKLoss.own_tokens
-
-    def remember(self, call, teacher):
-        rows = call.inputs.targets.flatten(0, 1)[call.valid_rows]
-        seen[:] = [(rows, teacher, self.transform, self.pairing.columns, 1.0)]
-        return tokens(self, call, teacher)
-
-    monkeypatch.setattr(OwnTopKLoss, "own_tokens", remember)
-    assert fused_equals_reference(one(ALONE)).passed
-    monkeypatch.setattr(own_top_k, "raw_logits", of_the_teacher)
-    assert fused_equals_reference(one(ALONE)).passed is False
+    assert passes_with(monkeypatch, lambda z_s, z_t, t: (z_s, (z_t / t).log_softmax(-1)))
+    assert passes_with(monkeypatch, lambda z_s, z_t, t: (z_t, (z_t / t).log_softmax(-1))) is False
 
 
 def test_doctor_detects_a_teacher_at_another_temperature(monkeypatch):
     """At 1 all is well; doctor looks at 2 as well."""
-    log_probabilities = own_top_k.log_probabilities
-    monkeypatch.setattr(own_top_k, "log_probabilities", lambda *args: log_probabilities(*args[:-1], 1.0))
-    assert fused_equals_reference(one(ALONE)).passed is False
+    assert passes_with(monkeypatch, lambda z_s, z_t, t: (z_s, z_t.log_softmax(-1))) is False
 
 
-def test_doctor_detects_rows_of_other_chunks(monkeypatch):
-    """Many small chunks change nothing; what is said of them in another order does."""
-    monkeypatch.setattr(own_top_k, "rows_at_once", lambda device, columns: 3)
+def test_doctor_detects_rows_of_other_tokens(monkeypatch):
+    """Many small chunks change nothing; the teacher's log-probabilities of other rows do."""
+    monkeypatch.setattr(linear, "REFERENCE_CHUNK_ELEMENTS", 1000)
     assert fused_equals_reference(one(ALONE)).passed and workspace_changes_nothing(one(ALONE)).passed
-    spread = own_top_k.spread
-    monkeypatch.setattr(own_top_k, "spread", lambda values, rows, shape: spread(values, rows.flip(0), shape))
-    assert fused_equals_reference(one(ALONE)).passed is False
+    assert passes_with(monkeypatch, lambda z_s, z_t, t: (z_s, (z_t / t).log_softmax(-1).flip(0))) is False

@@ -98,7 +98,7 @@ def test_opcheck(device):
         (
             *(x.requires_grad_(), w.requires_grad_(), *nothing, [], [], [], labels, torch.ones(N, device=device), None),
             *([], module._encoded, 1.0, V, torch.float32, None, False, False, False, required),
-            *(None, None, advantages, None, reference, "", module.policy.encode(), ""),
+            *(None, None, advantages, None, reference, "", 0, module.policy.encode(), ""),
         ),
     )
 

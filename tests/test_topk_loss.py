@@ -287,6 +287,7 @@ def test_opcheck_and_one_backward(device):
             top.float(),
             *(None, None, None),
             "bucket",
+            0,
             "",
             "",
         ),

@@ -117,7 +117,7 @@ class PolicyGradientTerm(Section):
 class TopKTerm(Section):
     """Reverse KL over the student's current top K tokens, for comparison with other tools.
 
-    It costs more than the term `reverse_kl`, which covers the whole vocabulary.
+    The term `reverse_kl` covers the whole vocabulary at about the same cost.
 
     Attributes:
         type: `top_k_reverse_kl`.

@@ -6,30 +6,29 @@
     renormalize     the same sum of both distributions given that the token is one of the K, without the others
     sampled         all others, estimated from the student's sampled token: no bias, more noise (sampled_tail.py)
 
-The tokens and the teacher's log-probabilities of them are computed first, without a graph and chunk by chunk: a GEMM of
-each head. `FusedTopKKLLoss` repeats the student's GEMM and computes the gradient, through all probabilities of p_s.
+`FusedStudentTopKKLLoss` chooses the tokens from the logits that it computes anyway, and makes the gradient in the same
+pass, through all probabilities of p_s. For `sampled`, tokens and the teacher's log-probabilities of them are computed
+first, without a graph and chunk by chunk.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
-from distill_kernels import FusedTopKKLLoss
+from distill_kernels import FusedStudentTopKKLLoss
 from distill_kernels.losses.chunked import raw_logits
 from distill_kernels.losses.operands import Head
 
-from distill.core.labels import IGNORE_INDEX
 from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe.loss import Loss, TopKTerm
 from distill.teachers.base import HeadForward, VocabularyAlignment
 from distill.teachers.cache.encode import log_probabilities, rows_at_once
 from distill.teachers.cache.top_k import spread
-from distill.teachers.sampled_tail import IMPOSSIBLE, SampledTail, TailTargets
+from distill.teachers.sampled_tail import SampledTail, TailTargets
 
 
-class OwnTopKLoss(FusedTopKKLLoss):
+class OwnTopKLoss(FusedStudentTopKKLLoss):
     """The term `top_k_reverse_kl`; over all columns, where these are no more than K, it is the full reverse KL.
 
     Args:
@@ -42,37 +41,21 @@ class OwnTopKLoss(FusedTopKKLLoss):
     def __init__(self, term: TopKTerm, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform) -> None:
         student = pairing.student
         super().__init__(
-            "reverse", term.tail, section.temperature, section.scale_by_temperature_squared, term.weight,
-            student_logit_scale=student.scale, student_softcap=student.softcap,
+            min(term.k, pairing.columns), "reverse", term.tail, section.temperature,
+            section.scale_by_temperature_squared, term.weight, student_logit_scale=student.scale,
+            student_softcap=student.softcap, teacher_logit_scale=transform.scale, teacher_softcap=transform.softcap,
         )  # fmt: skip
-        self.k, self.pairing, self.transform = min(term.k, pairing.columns), pairing, transform
+        self.pairing = pairing
 
     def forward(self, call: HeadForward, teacher: HeadWeights) -> torch.Tensor:  # type: ignore[override]
         """Return the loss inside the student head's own call; inf where one of the K has teacher probability 0."""
-        ids, log_p = self.own_tokens(call, teacher)
-        arguments = self.pairing.arguments(call) | {"return_stats": False}
-        loss = super().forward(call.hidden, call.head.weight, ids, log_p, call.labels, **arguments)  # type: ignore[arg-type]
+        targets = call.inputs.targets
+        assert isinstance(targets, torch.Tensor)
+        arguments = self.pairing.arguments(call) | {"return_stats": False, "teacher_bias": teacher.bias}
+        heads = call.hidden, call.head.weight, targets, teacher.weight
+        loss = super().forward(*heads, call.labels, **arguments)  # type: ignore[arg-type]
         assert isinstance(loss, torch.Tensor)
-        infinite = (log_p == IMPOSSIBLE).any(-1) & (call.labels != IGNORE_INDEX)
-        more = torch.where(infinite, torch.inf, 0.0)
-        return loss + (more if self.reduction == "none" else more.sum())
-
-    @torch.no_grad()
-    def own_tokens(self, call: HeadForward, teacher: HeadWeights) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the student's K most probable tokens, int64 [B, S, K], and their log-probabilities under the teacher
-        at the temperature, fp32 (fp64 for fp64); zeros in rows that are not computed.
-
-        The teacher's probability of all others counts as at least 1e-6 (8 eps), the least that fp32 sums resolve.
-        """
-        parts, at = [], self.objective.temperature
-        for here, ids, all_log_p in top_k_chunks(call, teacher, self.transform, self.pairing, (self.k, at)):
-            log_p = all_log_p.gather(-1, ids)
-            most = math.log1p(-8 * torch.finfo(log_p.dtype).eps)
-            log_p -= (log_p.logsumexp(-1, keepdim=True) - most).clamp_min(0)
-            parts.append((here, ids, log_p.clamp_min(IMPOSSIBLE)))
-        rows, *values = (torch.cat(each) for each in zip(*parts, strict=True))
-        ids, log_p = (spread(each, rows, call.labels.shape) for each in values)
-        return ids, log_p
+        return loss
 
 
 class OwnTopKTailLoss(SampledTail):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         fused_log_probs,
         fused_policy_gradient_loss,
         fused_skew_kl_loss,
+        fused_student_top_k_kl_loss,
         fused_top_k_kl_loss,
         fused_tvd_loss,
     )
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     )
     from distill_kernels.losses.policy import FusedPolicyGradientLoss
     from distill_kernels.losses.terms import LossTerm, TokenStats
-    from distill_kernels.losses.topk import FusedTopKKLLoss
+    from distill_kernels.losses.topk import FusedStudentTopKKLLoss, FusedTopKKLLoss
     from distill_kernels.matmul.fp8 import Fp8Linear, fp8_linear, quantize_rows, swap_linears_for_fp8
     from distill_kernels.matmul.lora import lora_linear
     from distill_kernels.optim.adamw import FusedAdamW
@@ -64,6 +65,7 @@ __all__ = [
     "FusedKLLoss",
     "FusedPolicyGradientLoss",
     "FusedSkewKLLoss",
+    "FusedStudentTopKKLLoss",
     "FusedTVDLoss",
     "FusedTopKKLLoss",
     "KVCache",
@@ -89,6 +91,7 @@ __all__ = [
     "fused_log_probs",
     "fused_policy_gradient_loss",
     "fused_skew_kl_loss",
+    "fused_student_top_k_kl_loss",
     "fused_top_k_kl_loss",
     "fused_tvd_loss",
     "geglu",
@@ -124,8 +127,8 @@ __getattr__, __dir__ = lazy_names(
         "distill_kernels.layers.rope": "rope",
         "distill_kernels.losses.chunked": "ChunkedLoss",
         "distill_kernels.losses.functional": "fused_cross_entropy_loss fused_distillation_loss fused_jsd_loss "
-        "fused_kl_loss fused_log_probs fused_policy_gradient_loss fused_skew_kl_loss fused_top_k_kl_loss "
-        "fused_tvd_loss",
+        "fused_kl_loss fused_log_probs fused_policy_gradient_loss fused_skew_kl_loss "
+        "fused_student_top_k_kl_loss fused_top_k_kl_loss fused_tvd_loss",
         "distill_kernels.losses.head": "call_inside head_loss",
         "distill_kernels.losses.logits": "cross_entropy distillation_loss jsd kl_div skew_kl tvd",
         "distill_kernels.losses.mixture": "TeacherHead",
@@ -133,7 +136,7 @@ __getattr__, __dir__ = lazy_names(
         "FusedSkewKLLoss FusedTVDLoss",
         "distill_kernels.losses.policy": "FusedPolicyGradientLoss",
         "distill_kernels.losses.terms": "LossTerm TokenStats",
-        "distill_kernels.losses.topk": "FusedTopKKLLoss",
+        "distill_kernels.losses.topk": "FusedStudentTopKKLLoss FusedTopKKLLoss",
         "distill_kernels.matmul.fp8": "Fp8Linear fp8_linear quantize_rows swap_linears_for_fp8",
         "distill_kernels.matmul.lora": "lora_linear",
         "distill_kernels.optim.adamw": "FusedAdamW",

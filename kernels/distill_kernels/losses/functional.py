@@ -25,7 +25,7 @@ from distill_kernels.losses.modules import (
 )
 from distill_kernels.losses.policy import FusedPolicyGradientLoss
 from distill_kernels.losses.terms import LossTerm, TokenStats, plain_number
-from distill_kernels.losses.topk import FusedTopKKLLoss
+from distill_kernels.losses.topk import FusedStudentTopKKLLoss, FusedTopKKLLoss
 
 Result = torch.Tensor | tuple[torch.Tensor, TokenStats]
 
@@ -123,6 +123,13 @@ def fused_policy_gradient_loss(*tensors: torch.Tensor | None, **named: Any) -> R
         named: other inputs of `FusedPolicyGradientLoss.forward` and settings of the module.
     """
     return _call(FusedPolicyGradientLoss, tensors, named)
+
+
+def fused_student_top_k_kl_loss(
+    *tensors: torch.Tensor | None, k: int = 64, direction: str = "reverse", tail: str = "bucket", **named: Any
+) -> Result:
+    """KL divergence over the student's K most probable tokens: `FusedStudentTopKKLLoss`; tensors as `fused_kl_loss`."""
+    return _call(FusedStudentTopKKLLoss, tensors, {"k": k, "direction": direction, "tail": tail, **named})
 
 
 def fused_top_k_kl_loss(*tensors: torch.Tensor | None, tail: str = "bucket", **named: Any) -> Result:

@@ -25,6 +25,7 @@ from distill_kernels.losses.row_kernel import launch_row_loss
 from distill_kernels.losses.shards import Ranks, VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
 from distill_kernels.losses.topk_kernel import launch_top_k_row_loss
+from distill_kernels.losses.topk_select import select_student_top_k
 
 
 class _Workspace:
@@ -134,6 +135,7 @@ def fused_linear_divergence(
     d_weight = None
     row_lse: list[torch.Tensor] = []
     buffers = _Workspace(plan, vocab, logit_dtype, device, both_temperatures=both_temperatures, models=models)
+    selected = None if batch.student_top is None else batch.student_top.allocate(n, device)
     mixer = None
     if isinstance(teacher, Mixture):
         at_temperature_1 = both_temperatures and required.stats
@@ -204,6 +206,17 @@ def fused_linear_divergence(
         row_loss: Callable[..., torch.Tensor | None] = launch_row_loss
         if batch.top is not None:
             row_loss = functools.partial(launch_top_k_row_loss, top=batch.top.rows(argument_rows))
+        elif selected is not None and teacher_logits is not None:
+            top = selected.rows(argument_rows)
+            select_student_top_k(
+                student_logits,
+                teacher_logits,
+                top,
+                row_scale=batch.row_scale[argument_rows],
+                rows=rows,
+                temperature=o.temperature,
+            )
+            teacher_logits, row_loss = None, functools.partial(launch_top_k_row_loss, top=top)
         elif batch.policy is not None:
             row_loss = functools.partial(launch_policy_row_loss, policy=batch.policy.rows(argument_rows))
         elif mixer is not None:

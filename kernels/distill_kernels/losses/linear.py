@@ -24,7 +24,7 @@ from distill_kernels.losses.operands import Batch, Head, LossOutput, RequiredGra
 from distill_kernels.losses.policy_reference import reference_policy_rows
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
-from distill_kernels.losses.topk_reference import reference_top_k_rows
+from distill_kernels.losses.topk_reference import reference_student_top_k_rows, reference_top_k_rows
 
 REFERENCE_CHUNK_ELEMENTS = 8 << 20  # logits of one chunk and model on the CPU: 32 MiB in fp32
 
@@ -161,6 +161,8 @@ def reference_linear_divergence(
         row_loss = reference_rows if shard is None else functools.partial(reference_rows, shard=shard)
         if batch.top is not None:
             row_loss = functools.partial(reference_top_k_rows, top=batch.top.rows(here), shard=shard)
+        elif batch.student_top is not None and isinstance(teacher, Head):
+            row_loss = functools.partial(reference_student_top_k_rows, student_top=batch.student_top)
         elif batch.policy is not None:
             row_loss = functools.partial(reference_policy_rows, policy=batch.policy.rows(here), shard=shard)
         elif isinstance(teacher, Mixture):

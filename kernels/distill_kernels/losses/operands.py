@@ -11,7 +11,7 @@ import torch
 
 from distill_kernels.losses.policy_reference import Policy
 from distill_kernels.losses.terms import TokenStats
-from distill_kernels.losses.topk_reference import TopK
+from distill_kernels.losses.topk_reference import StudentTopK, TopK
 from distill_kernels.operands import contiguous_rows
 
 
@@ -74,6 +74,7 @@ class Batch(NamedTuple):
         no_ignored_rows: no row to compute has scale 0 (hidden states of such rows may hold anything, NaN as well).
         lse: `LossOutput.lse` of the same tokens, or None. With it only gradients are computed, no loss.
         policy: arguments of a policy-gradient loss, whose sampled tokens are the labels, or None.
+        student_top: compare with the teacher's head over the student's most probable tokens only; None: over all.
     """
 
     labels: torch.Tensor | None
@@ -83,6 +84,7 @@ class Batch(NamedTuple):
     no_ignored_rows: bool = False
     lse: torch.Tensor | None = None
     policy: Policy | None = None
+    student_top: StudentTopK | None = None
 
     def contiguous(self) -> Batch:
         """Return the batch with contiguous vectors, as kernels read them."""

@@ -24,7 +24,7 @@ from distill_kernels.losses.scaling import fp16_safe_scale, scale_gradient_, tak
 from distill_kernels.losses.sharded_heads import Heads, local_heads
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
-from distill_kernels.losses.topk_reference import TopK
+from distill_kernels.losses.topk_reference import StudentTopK, TopK
 from distill_kernels.operands import differentiable_once, non_view_output
 
 
@@ -57,6 +57,7 @@ def linear_divergence_op(
     old_logprobs: torch.Tensor | None,
     reference_logprobs: torch.Tensor | None,
     tail: str,
+    student_k: int,
     policy: str,
     shard: str,
 ) -> list[torch.Tensor]:
@@ -67,7 +68,8 @@ def linear_divergence_op(
     top = None if teacher_ids is None or teacher_logprobs is None else TopK(teacher_ids, teacher_logprobs, tail)
     tokens = (advantages, old_logprobs, reference_logprobs)
     sampled = Policy(*tokens, PolicySettings.decode(policy)) if policy else None
-    batch = Batch(labels, row_scale, rows, top, no_ignored_rows, policy=sampled)
+    own_top = StudentTopK(student_k, tail) if student_k else None
+    batch = Batch(labels, row_scale, rows, top, no_ignored_rows, policy=sampled, student_top=own_top)
     student = Head(student_hidden, student_weight, student_bias, lora_a, lora_b, lora_scale)
     own = VocabShard.decode(shard) if shard else None
     output = linear_divergence(
@@ -127,6 +129,7 @@ def _(
     old_logprobs,
     reference_logprobs,
     tail,
+    student_k,
     policy,
     shard,
 ):
@@ -147,7 +150,7 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    ctx.settings, ctx.required, ctx.text, ctx.teachers = inputs[11:20], inputs[20], inputs[26:29], len(inputs[5])
+    ctx.settings, ctx.required, ctx.text, ctx.teachers = inputs[11:20], inputs[20], inputs[26:30], len(inputs[5])
     ctx.per_row, ctx.recompute = inputs[19], inputs[19] and not inputs[20][0]
     ctx.without_gradient = [_no_gradient(given) for given in inputs[5:]]
     recompute = (*inputs[:5], *inputs[8:11], *inputs[21:26], *inputs[5], *inputs[6], *inputs[7])
@@ -265,7 +268,7 @@ def fused_loss(
     inputs: Inputs,
     return_stats: bool,
     *,
-    top: TopK | None = None,
+    top: TopK | StudentTopK | None = None,
     policy: Policy | None = None,
     teachers: Sequence[TeacherHead] | None = None,
     tp_group: Any = None,
@@ -276,7 +279,8 @@ def fused_loss(
         settings: of the module.
         inputs: as in `FusedDistillationLoss.forward`.
         return_stats: return `(loss, TokenStats)`.
-        top: a top-K teacher's tokens and log-probabilities, [..., K], in place of a teacher's head.
+        top: a top-K teacher's tokens and log-probabilities, [..., K], in place of a teacher's head; or how many of the
+            student's most probable tokens are compared with the teacher's head.
         policy: arguments of a policy-gradient loss, [...], in place of divergences.
         teachers: several teachers, whose mixture is the target.
         tp_group: the process group over which the vocabulary is sharded.
@@ -285,6 +289,7 @@ def fused_loss(
         ValueError: naming the argument that does not fit.
     """
     objective, encoded, ignore_index, reduction, workspace, skip_ignored_rows = settings
+    student_top, top = (top, None) if isinstance(top, StudentTopK) else (None, top)
     if not objective.needs_teacher and not return_stats:
         inputs = inputs._replace(teacher_hidden=None, teacher_weight=None, teacher_bias=None)
     several = teachers is not None and len(teachers) > 0 and (objective.needs_teacher or return_stats)
@@ -306,6 +311,9 @@ def fused_loss(
         most = min(vocab if shard is None else shard.vocab, MAX_TOP_K)
         expect(0 < top.ids.shape[-1] <= most, "teacher_ids", f"K of 1 to {most}", top.ids.shape[-1])
         top = TopK(top.ids.flatten(0, -2), top.logprobs.flatten(0, -2), top.tail)
+    if student_top is not None:
+        expect(shard is None, "tp_group", "None with the student's top k, which takes whole heads", "a group")
+        expect(student_top.k <= vocab, "k", f"1 to the {vocab} columns that count", student_top.k)
     if policy is not None:
         check_policy(policy, shape, inputs.student_hidden.device)
         policy = Policy(*(None if each is None else each.detach().flatten() for each in policy[:3]), policy.settings)
@@ -351,7 +359,8 @@ def fused_loss(
             list(RequiredGrads(stats=return_stats) if recompute else required),
             *((None, None) if top is None else top[:2]),
             *((None, None, None) if policy is None else policy[:3]),
-            "" if top is None else top.tail,
+            "" if top is None and student_top is None else (student_top or top).tail,
+            0 if student_top is None else student_top.k,
             "" if policy is None else policy.settings.encode(),
             "" if shard is None else shard.encode(),
         )
@@ -359,7 +368,7 @@ def fused_loss(
         rows = _rows_to_compute(scale, valid_rows, skip)
         teacher, compared = compared_teacher(teacher_heads, mixture, objective)
         how = {"vocab": vocab, "dtype": dtype, "workspace": workspace, "shard": shard}
-        batch = Batch(labels, scale, rows, top, no_ignored_rows, policy=policy)
+        batch = Batch(labels, scale, rows, top, no_ignored_rows, policy=policy, student_top=student_top)
         loss, stats = _FusedLoss.apply(*students, (teacher, batch, compared, required, how, per_row, lora[2]))
     if down is not None:
         loss = loss * down

@@ -1,7 +1,7 @@
-"""Distillation from stored top-K log-probabilities of a teacher: `FusedTopKKLLoss`.
+"""Divergences over K tokens: a teacher's stored ones (`FusedTopKKLLoss`), or the student's (`FusedStudentTopKKLLoss`).
 
-Hidden states and the student's head go through the same driver as with a teacher's head (linear.py, fused.py); the
-rows' arithmetic is in topk_reference.py, its kernel in topk_kernel.py.
+Hidden states and heads go through the same driver as for divergences over all tokens (linear.py, fused.py); the rows'
+arithmetic is in topk_reference.py, its kernel in topk_kernel.py, the choice of the student's tokens in topk_select.py.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from distill_kernels.losses.arguments import Lora, check_top_k, checked_direction, expect
+from distill_kernels.losses.arguments import MAX_TOP_K, Lora, check_top_k, checked_direction, expect
 from distill_kernels.losses.modules import FusedDistillationLoss
 from distill_kernels.losses.operands import Inputs
 from distill_kernels.losses.operator import fused_loss
 from distill_kernels.losses.terms import LossTerm, TokenStats
-from distill_kernels.losses.topk_reference import TAILS, TopK
+from distill_kernels.losses.topk_reference import TAILS, StudentTopK, TopK
 
 
 class FusedTopKKLLoss(FusedDistillationLoss):
@@ -159,3 +159,90 @@ class FusedTopKKLLoss(FusedDistillationLoss):
     def extra_repr(self) -> str:
         """Return terms, temperature and tail, for `print(module)`."""
         return f"{super().extra_repr()}, tail={self.tail!r}"
+
+
+class FusedStudentTopKKLLoss(FusedDistillationLoss):
+    """KL divergence over the student's own K most probable tokens, from both models' hidden states and heads.
+
+    The tokens are those of the student as it is now (stop-gradient), chosen from logits that the loss computes anyway.
+    `tail` is what becomes of all others, as of `FusedTopKKLLoss`: with "bucket" they are one outcome, and the loss is
+    at most the full divergence; with "renormalize" they are left out.
+
+    Args:
+        k: how many tokens, 1 to 511; with all columns it is the full divergence.
+        direction: "reverse", KL(p_s || p_t), which is inf where one of the K has teacher probability 0; or "forward".
+        tail: "bucket" or "renormalize". The teacher's probability outside of the K counts as at least 8 epsilons (1e-6
+            in fp32), what sums of K probabilities resolve.
+        temperature, scale_by_temperature_squared, divergence_weight, ce_weight: as of `FusedTopKKLLoss`.
+        settings: label_smoothing, z_loss, ignore_index, reduction, student_logit_scale, student_softcap,
+            teacher_logit_scale, teacher_softcap, max_workspace_mib, skip_ignored_rows: see `FusedDistillationLoss`.
+
+    Raises:
+        ValueError: naming the field, what was expected and what came.
+    """
+
+    def __init__(
+        self,
+        k: int = 64,
+        direction: str = "reverse",
+        tail: str = "bucket",
+        temperature: float = 1.0,
+        scale_by_temperature_squared: bool = True,
+        divergence_weight: float = 1.0,
+        ce_weight: float = 0.0,
+        **settings: object,
+    ) -> None:
+        checked_direction(direction)
+        expect(tail in TAILS[:2], "tail", " or ".join(TAILS[:2]), repr(tail))
+        expect(1 <= k <= MAX_TOP_K, "k", f"1 to {MAX_TOP_K}", k)
+        super().__init__(
+            [LossTerm(f"{direction}_kl", divergence_weight), LossTerm("cross_entropy", ce_weight)],
+            temperature,
+            scale_by_temperature_squared,
+            **settings,  # type: ignore[arg-type]
+        )
+        self.k, self.tail = int(k), tail
+
+    def forward(  # type: ignore[override]
+        self,
+        student_hidden: torch.Tensor,
+        student_weight: torch.Tensor,
+        teacher_hidden: torch.Tensor,
+        teacher_weight: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        student_bias: torch.Tensor | None = None,
+        teacher_bias: torch.Tensor | None = None,
+        student_lora: Lora | None = None,
+        token_weights: torch.Tensor | None = None,
+        num_items: torch.Tensor | int | None = None,
+        valid_rows: torch.Tensor | None = None,
+        vocab_size: int | None = None,
+        return_stats: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
+        """Compute the loss, and its gradient for the student's tensors if autograd requires it.
+
+        Arguments as of `FusedDistillationLoss.forward`. With `return_stats` the result is `(loss, TokenStats)` as
+        `FusedTopKKLLoss.forward` describes them.
+
+        Raises:
+            ValueError: naming the argument whose shape or dtype does not fit, among them heads that are cut over ranks.
+        """
+        inputs = Inputs(
+            student_hidden,
+            student_weight,
+            teacher_hidden,
+            teacher_weight,
+            labels,
+            student_bias,
+            teacher_bias,
+            student_lora,
+            token_weights,
+            num_items,
+            valid_rows,
+            vocab_size,
+        )
+        return fused_loss(self._settings(), inputs, return_stats, top=StudentTopK(self.k, self.tail))
+
+    def extra_repr(self) -> str:
+        """Return terms, temperature, K and tail, for `print(module)`."""
+        return f"{super().extra_repr()}, k={self.k}, tail={self.tail!r}"

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import torch
 
-from distill_kernels.launch import cdiv, next_power_of_2, tl, triton
+from distill_kernels.launch import HAS_TRITON, cdiv, next_power_of_2, tl, triton
 from distill_kernels.layers.fast_math import LOG2_E, exp, exp2
+from distill_kernels.losses import terms
 from distill_kernels.losses.projection import TILE, Logits
 from distill_kernels.losses.row_functions import (
     agreement_part,
@@ -31,10 +32,12 @@ from distill_kernels.losses.row_functions import (
 )
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective
-from distill_kernels.losses.topk_reference import TopK
+from distill_kernels.losses.topk_reference import IMPOSSIBLE, TopK
 from distill_kernels.losses.topk_shards import join_top_k
 
 BLOCK = 16  # tiles
+if HAS_TRITON:
+    NO_PROBABILITY = tl.constexpr(IMPOSSIBLE)
 
 
 @triton.jit
@@ -59,6 +62,7 @@ def _top_k_kernel(
     KINDS: tl.constexpr,
     BUCKET: tl.constexpr,
     SAMPLED: tl.constexpr,
+    REVERSE: tl.constexpr,
     TEMPERED: tl.constexpr,
     HARD: tl.constexpr,
     SMOOTHED: tl.constexpr,
@@ -176,6 +180,8 @@ def _top_k_kernel(
                 log_t -= peak + tl.log(tl.sum(tl.exp(log_t - peak), 0))
             f, g_top, p_s, _ = weighted_divergences(log_s, log_t, weights, parameters, KINDS)
             loss = clamp_at_zero(tl.sum(f, 0))
+            if REVERSE:
+                loss = tl.where(tl.max(tl.where(given == NO_PROBABILITY, 1, 0), 0) == 1, float("inf"), loss)
             slope = (g_top - p_s * tl.sum(g_top, 0)) * inverse_t
             if BUCKET:
                 others = tl.sum(tl.where(lane == K, slope, 0.0), 0)
@@ -291,6 +297,7 @@ def launch_top_k_row_loss(
         KINDS=o.kinds,
         BUCKET=bucket,
         SAMPLED=tail == "sampled",
+        REVERSE=terms.REVERSE_KL in o.kinds,
         TEMPERED=o.temperature != 1.0,
         HARD=o.hard_weight != 0.0,
         SMOOTHED=o.label_smoothing != 0.0,

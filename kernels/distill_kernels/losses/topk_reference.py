@@ -13,6 +13,8 @@ For bucket and renormalize, a divergence has `f` and `g` of the table in diverge
 `s_rest q_v / T` at any other token v, where `q = softmax` over the other tokens. For sampled weights it is
 `(W p_s(v) - w_v) / T` with `W = sum_i w_i`: linear in w, hence unbiased if w is.
 
+A given log-probability of `IMPOSSIBLE` is that of a token of probability 0: the reverse KL is inf, its gradient finite.
+
 The student's tail is summed over the other tokens, not taken as 1 - P, so a small tail keeps its digits.
 
 Where the vocabulary is cut over ranks (shards.py), the K logits and the tail's normaliser are put together from those
@@ -23,10 +25,12 @@ Source of the sampled interpretation: Anshumann et al. 2025 (Sparse Logit Sampli
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
+from distill_kernels.losses import terms
 from distill_kernels.losses.divergence import (
     RowResult,
     _row_maximum,
@@ -40,6 +44,8 @@ from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective
 
 TAILS = ("bucket", "renormalize", "sampled")
+LEAST_TAIL = 8  # times the epsilon: the least of the teacher's probability outside of the K, which sums resolve
+IMPOSSIBLE = -1e30  # stands for log 0 of a token that is one of the K: its products are no NaN
 
 
 class TopK(NamedTuple):
@@ -58,6 +64,23 @@ class TopK(NamedTuple):
     def rows(self, which: slice | torch.Tensor) -> TopK:
         """Return the rows `which`."""
         return TopK(self.ids[which], self.logprobs[which], self.tail)
+
+
+class StudentTopK(NamedTuple):
+    """The student's K most probable tokens as the outcomes of a divergence.
+
+    Attributes:
+        k: how many, at most the columns that count.
+        tail: "bucket" or "renormalize", see `TAILS`.
+    """
+
+    k: int
+    tail: str
+
+    def allocate(self, n: int, device: torch.device) -> TopK:
+        """Return uninitialised tokens and log-probabilities of `n` rows."""
+        ids = torch.empty(n, self.k, dtype=torch.int32, device=device)
+        return TopK(ids, torch.empty(n, self.k, dtype=torch.float32, device=device), self.tail)
 
 
 class TopKColumns(NamedTuple):
@@ -147,6 +170,8 @@ def _over_outcomes(
         f, g = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)
         loss += weight * f.sum(-1).clamp_min(0)
         slope += weight * (g - p_s * g.sum(-1, keepdim=True))
+    if terms.REVERSE_KL in o.kinds:
+        loss = torch.where((given == IMPOSSIBLE).any(-1), torch.inf, loss)
     if not with_gradient:
         return loss, None
     k = given.shape[1]
@@ -228,3 +253,25 @@ def reference_top_k_rows(
         agreement = (both.any(-1) & alone & counted_rows).float()
         stats = stats._replace(divergence=divergence.float(), agreement=agreement)
     return RowResult(loss, gradient, stats)
+
+
+def reference_student_top_k_rows(
+    student_raw: torch.Tensor,
+    teacher_raw: torch.Tensor,
+    objective: Objective,
+    *,
+    student_top: StudentTopK,
+    **arguments: object,
+) -> RowResult:
+    """Return loss, gradient and statistics of rows, over the student's K most probable tokens.
+
+    Arguments as of `divergence.reference_rows`; statistics as of `reference_top_k_rows`. The teacher's probability
+    outside of the K counts as at least `LEAST_TAIL` epsilons. A teacher's probability of 0 makes the reverse KL inf.
+    """
+    o = objective
+    ids = transform_logits(student_raw, o.student_scale, o.student_softcap).topk(student_top.k, sorted=False).indices
+    log_t = log_softmax(transform_logits(teacher_raw, o.teacher_scale, o.teacher_softcap) / o.temperature)
+    log_t = log_t.gather(-1, ids)
+    most = math.log1p(-LEAST_TAIL * torch.finfo(log_t.dtype).eps)
+    log_t = (log_t - (log_t.logsumexp(-1, keepdim=True) - most).clamp_min(0)).clamp_min(IMPOSSIBLE)
+    return reference_top_k_rows(student_raw, None, o, top=TopK(ids, log_t, student_top.tail), **arguments)  # type: ignore[arg-type]
