@@ -54,6 +54,7 @@ from distill.reports.run_summary import preamble
 from distill.run_results import RunResult, RunResults, announce
 from distill.run_stages import Loaded, Opened, Prepared, Start, Trained
 from distill.teachers.base import LoadContext
+from distill.teachers.calibration import calibration_of
 from distill.teachers.opening import ModelPair, opened_pair, use_plugin
 from distill.teachers.plugin import allowed_plugin
 from distill.teachers.registry import source_of
@@ -163,7 +164,8 @@ class Run:
         plan = plan_run(recipe, splits, device)
         if not plan.placement.student_sharded:  # a launcher or an earlier run may have set it; the recipe decides
             os.environ.pop("ACCELERATE_USE_FSDP", None)
-        context = LoadContext(device, precision, plan.placement, attention)
+        calibration = calibration_of(recipe, splits)
+        context = LoadContext(device, precision, plan.placement, attention, calibration)
         return Prepared(context, source, vocabulary, splits, plan, required, resumed, last)
 
     def open(self, prepared: Prepared) -> Opened:

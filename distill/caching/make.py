@@ -29,6 +29,7 @@ from distill.teachers.cache.format import KEY_BYTES, MANIFEST, Plan, bytes_a_tok
 from distill.teachers.cache.plan import LogitHead, head_of
 from distill.teachers.cache.settings import Settings
 from distill.teachers.cache.teacher import section_to_load
+from distill.teachers.calibration import calibration_of
 from distill.teachers.keep.source import KeepSource
 from distill.teachers.keep.store import Store
 from distill.teachers.keep.teacher import KeptTeacher
@@ -112,7 +113,7 @@ def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
     placement, choices = plan_caching(recipe, device, world_size(), batch_size), AttentionChoices(recipe)
     if placement.teacher_sharded:
         PartialState(cpu=device.type == "cpu")
-    context = LoadContext(device, precision, placement, choices)
+    context = LoadContext(device, precision, placement, choices, calibration_of(recipe, splits))
     pair = open_pair(source_of(recipe), vocabulary, context)
     keep, backend, inside = stored, pair.teacher, vocabulary
     while isinstance(keep, WrappingSource) and not isinstance(keep, KeepSource):

@@ -237,7 +237,7 @@ def inspect(
         chosen = [split[number] for number in range(min(rows, len(split)))]
         values = None
         if shade is not None:
-            with opened_pair(source, vocabulary, load_context(resolved)) as pair:
+            with opened_pair(source, vocabulary, load_context(resolved, splits)) as pair:
                 pair.student.eval()
                 (teacher,) = pair.teacher.models.values()
                 values = token_metrics(chosen, shade, teacher, pair.student)

@@ -59,10 +59,11 @@ def probe(recipe: Recipe) -> ProbeResult:
     recipe = recipe.model_copy(update={"train": train, "data": data})
     with contextlib.ExitStack() as opened:
         with spinner("loading both models"):
-            context, source = load_context(recipe), source_of(recipe)
+            source = source_of(recipe)
             vocabulary = source.vocabulary()
-            pair = opened.enter_context(opened_pair(source, vocabulary, context))
             splits = vocabulary.read(data, 0)
+            context = load_context(recipe, splits)
+            pair = opened.enter_context(opened_pair(source, vocabulary, context))
         folder = opened.enter_context(tempfile.TemporaryDirectory())
         opened.enter_context(spinner("two steps"))
         # messages of loading and patching go to standard error, not into the result

@@ -40,6 +40,7 @@ from distill.models.sharding import SINGLE_PROCESS
 from distill.recipe import Recipe
 from distill.recipe.teachers import describe_teacher
 from distill.teachers.base import LoadContext, Teacher
+from distill.teachers.calibration import calibration_of
 from distill.teachers.model import shortened
 from distill.teachers.opening import ModelPair, opened_pair
 from distill.teachers.registry import source_of
@@ -168,7 +169,8 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
     vocabulary = source.vocabulary()
     splits = vocabulary.read(plain.data, plain.train.seed)
     alone = vocabulary.read(plain.data.model_copy(update={"packing": False}), plain.train.seed)
-    context = LoadContext(resolve_device(plain.train), WIDE, SINGLE_PROCESS, AttentionChoices(plain))
+    chosen_by = calibration_of(plain, splits)
+    context = LoadContext(resolve_device(plain.train), WIDE, SINGLE_PROCESS, AttentionChoices(plain), chosen_by)
     pair = opened.enter_context(opened_pair(source, vocabulary, context))
     student, teacher = pair.student, pair.teacher
     for field, model in teacher.models.items():

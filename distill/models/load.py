@@ -16,7 +16,7 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
@@ -48,9 +48,12 @@ from distill.models.quantised import (
 from distill.models.quantised_student import quantised_weights
 from distill.models.read_weights import read_weights
 from distill.models.source import ModelSource, loading, remote_arguments, resolve_model_source, resolve_tokenizer_source
-from distill.recipe import Lora, ModelSection, Student, Teacher
+from distill.recipe import FromTeacher, Lora, ModelSection, Student, Teacher
 from distill.recipe.models import EIGHT_BITS
 from distill.recipe.shipped import find_architecture
+
+if TYPE_CHECKING:
+    from distill.models.narrow import Selection
 
 log = logging.getLogger(__name__)
 
@@ -133,12 +136,14 @@ def load_student(
     teacher: PreTrainedModel | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    selection: Selection | None = None,
 ) -> Any:
     """The student on `device`, in train mode: loaded, cut from the teacher, or random; with LoRA if asked for.
 
     Args:
         teacher: Needed for `from_teacher`, before its layers are patched or sharded.
         dtype: Overrules `section.dtype`; where that is `auto`, the checkpoint's (the teacher's for `from_teacher`).
+        selection: Parts of the teacher (`select_parts`), needed where they are chosen by rows of the training data.
 
     Returns:
         A `PreTrainedModel`, or a `peft.PeftModel` around it; what is to be trained has `requires_grad`.
@@ -154,12 +159,31 @@ def load_student(
                 "student.from_teacher: layers cannot be cut out of a quantised teacher; give the teacher in bfloat16, "
                 "or name a student that is cut already by student.model"
             )
-        indices = layer_indices(section.from_teacher, layers_of(teacher.config))
-        student = _place(cut_layers(teacher, indices, dtype), device)
+        student = _place(_cut(teacher, section.from_teacher, dtype, selection), device)
         rope_by_document(student)
     student.config.use_cache = False
     student.train().requires_grad_(True)
     return add_lora(student, section.lora) if section.lora is not None else student
+
+
+def _cut(
+    teacher: PreTrainedModel, cut: FromTeacher | None, dtype: torch.dtype | None, selection: Selection | None
+) -> PreTrainedModel:
+    """Return the student that `student.from_teacher` makes of a teacher."""
+    if cut is None or not cut.is_calibrated:
+        return cut_layers(teacher, layer_indices(cut, layers_of(teacher.config)), dtype)
+    if selection is None:
+        raise ValueError(
+            "student.from_teacher: its parts are chosen by rows of the training data, which are not read here; save "
+            "the student of a run and name its folder by student.model"
+        )
+    from distill.models.importance import shape_for
+    from distill.models.narrow import cut_parts
+
+    shape = shape_for(cut, teacher.config)
+    if shape.widths is None or shape.layout is None:
+        return cut_layers(teacher, selection.layers, dtype)
+    return cut_parts(teacher, selection, shape.widths, shape.layout, dtype)
 
 
 def load_config(section: ModelSection, field: str) -> Any:

@@ -19,6 +19,7 @@ from distill.models.quantised import quantisation_of
 from distill.models.read_weights import weights_fault
 from distill.models.shape import Shape, shape_of
 from distill.models.source import ModelSource, loading, resolve_model_source
+from distill.models.widths import target_widths
 from distill.recipe import Lora, ModelSection, Student
 
 
@@ -150,7 +151,9 @@ def _layers_and_hidden(section: ModelSection, field: str) -> tuple[object, objec
 def meta_student(section: Student, teacher_config: Any) -> MetaModel:
     """Return the student on the meta device, with its adapters; pruned from the teacher's where the recipe says so."""
     if section.is_cut:
-        config = student_config(teacher_config, layer_indices(section.from_teacher, layers_of(teacher_config)))
+        cut = section.from_teacher
+        widths = target_widths(cut, teacher_config)
+        config = student_config(teacher_config, layer_indices(cut, layers_of(teacher_config)), widths)
     else:
         config = meta_config(section, "student")
     return meta_model(config, "student", section.lora, trains=True)

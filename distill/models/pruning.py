@@ -9,7 +9,7 @@ and alike (Men et al., 2024, ShortGPT; Gromov et al., 2024, The Unreasonable Ine
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from distill.core.errors import first_line
 from distill.models.head import bare, decoder_of
 from distill.models.read_weights import UnfitWeightsError, read_weights
+from distill.models.widths import Widths, with_widths
 from distill.recipe import FromTeacher
 
 PER_LAYER = (
@@ -83,7 +84,14 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     raise ValueError(f"student.from_teacher: {type(model).__name__} has no list of {total} layers to cut from")
 
 
-def cut_layers(teacher: PreTrainedModel, keep: Sequence[int], dtype: torch.dtype | None = None) -> PreTrainedModel:
+def cut_layers(
+    teacher: PreTrainedModel,
+    keep: Sequence[int],
+    dtype: torch.dtype | None = None,
+    *,
+    widths: Widths | None = None,
+    narrow: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, tensor: tensor,
+) -> PreTrainedModel:
     """A copy of `teacher` that holds only the layers `keep`.
 
     The copy is built from a configuration with fewer layers (per-layer lists such as `layer_types` cut alike) and gets
@@ -93,6 +101,8 @@ def cut_layers(teacher: PreTrainedModel, keep: Sequence[int], dtype: torch.dtype
     Args:
         teacher: Not changed; must not be sharded.
         dtype: Of the copy; None for the teacher's.
+        widths: Of the copy; None for the teacher's.
+        narrow: Makes a parameter of these widths of the teacher's parameter of that name.
 
     Raises:
         ValueError: layer numbers out of range, or an architecture whose layers would behave differently in their new
@@ -100,13 +110,13 @@ def cut_layers(teacher: PreTrainedModel, keep: Sequence[int], dtype: torch.dtype
     """
     prefix, layers = find_layers(teacher)
     indices = check_kept(keep, len(layers))
-    config = student_config(teacher.config, indices)
-    state = {
-        renamed: _of_layers(name, tensor, indices, len(layers))
-        for name, tensor in teacher.state_dict().items()
-        if (renamed := _renumber(name, prefix + ".", indices)) is not None
-    }
-    # tensors are copied by loading, never shared: training the student leaves the teacher alone.
+    config = student_config(teacher.config, indices, widths)
+    state = {}
+    for name, tensor in teacher.state_dict().items():
+        if (renamed := _renumber(name, prefix + ".", indices)) is not None:
+            part = narrow(name, _of_layers(name, tensor, indices, len(layers))).detach()
+            # never shared: training the student leaves the teacher alone
+            state[renamed] = part.clone() if part.data_ptr() == tensor.data_ptr() else part
     model_class: Any = type(teacher)
     try:
         student = read_weights(
@@ -115,7 +125,7 @@ def cut_layers(teacher: PreTrainedModel, keep: Sequence[int], dtype: torch.dtype
             "student.from_teacher",
             config=config,
             dtype=dtype or teacher.dtype,
-            state_dict={name: tensor.detach().clone() for name, tensor in state.items()},
+            state_dict=state,
             attn_implementation=teacher.config._attn_implementation,
         )
     except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
@@ -127,24 +137,31 @@ def cut_layers(teacher: PreTrainedModel, keep: Sequence[int], dtype: torch.dtype
             "layers that keep the pattern"
         ) from error
     student = student.to(teacher.device)  # type: ignore[arg-type]
-    _, cut = find_layers(student)
+    cut = find_layers(student)[1] if widths is None else _without_memory(teacher, indices)
     for position, number in enumerate(indices):
         _same_behaviour(layers[number], cut[position], number)
     student.generation_config = copy.deepcopy(teacher.generation_config)
     return student
 
 
-def student_config(config: Any, keep: Sequence[int]) -> Any:
-    """Return `cut_config` in a form that can be saved and read back.
+def _without_memory(teacher: PreTrainedModel, keep: Sequence[int]) -> nn.ModuleList:
+    """The layers of a copy in the teacher's own widths, on the meta device."""
+    with torch.device("meta"):
+        return find_layers(type(teacher)(student_config(teacher.config, keep)))[1]
+
+
+def student_config(config: Any, keep: Sequence[int], widths: Widths | None = None) -> Any:
+    """Return `cut_config`, with other widths where they are given, in a form that can be saved and read back.
 
     Raises:
         ValueError: transformers refuses such a configuration, or makes another of it.
     """
     cut = cut_config(config, keep)
-    written, what = (
-        cut.to_dict(),
-        f"student.from_teacher: {type(config).__name__} cannot be cut to the layers {list(keep)}",
-    )
+    what = f"student.from_teacher: {type(config).__name__} cannot be cut to the layers {list(keep)}"
+    if widths is not None:
+        cut = with_widths(cut, widths)
+        what = f"student.from_teacher: {type(config).__name__} cannot be cut to {len(keep)} layers and {widths}"
+    written = cut.to_dict()
     try:
         again = type(config).from_dict(copy.deepcopy(written)).to_dict()
     except Exception as error:  # a configuration's own checks raise what they like

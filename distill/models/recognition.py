@@ -29,6 +29,7 @@ from distill.models.teacher_layout import gated_product
 
 ROTARY = "apply_rotary_pos_emb"
 GATED_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate_up_proj", None, "down_proj"))
+EPSILONS = ("variance_epsilon", "eps", "epsilon")  # names of a norm's epsilon
 ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "silu": swiglu,
     "gelu_tanh": functools.partial(geglu, approximate="tanh"),
@@ -48,7 +49,7 @@ def _random(module: nn.Module, *shape: int, scale: float = 1.0) -> torch.Tensor:
 
 def epsilon_of(module: nn.Module) -> float | None:
     """Return the epsilon of a norm; None where it has none."""
-    for name in ("variance_epsilon", "eps", "epsilon"):
+    for name in EPSILONS:
         if isinstance(value := getattr(module, name, None), float):
             return value
     return None

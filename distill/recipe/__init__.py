@@ -6,8 +6,9 @@ reads and writes. No module of this package imports torch.
 
 from distill.core.errors import RecipeError
 from distill.recipe.data import Data, OnPolicy, Part, Validation
+from distill.recipe.from_teacher import FromTeacher, Importance
 from distill.recipe.loss import Loss
-from distill.recipe.models import FromTeacher, Lora, ModelSection, Student, Teacher, WeightedTeacher
+from distill.recipe.models import Lora, ModelSection, Student, Teacher, WeightedTeacher
 from distill.recipe.schema import Generate, Recipe, dump, load, parse
 from distill.recipe.train import OWNED_ARGUMENTS, Parallel, Train
 
@@ -16,6 +17,7 @@ __all__ = [
     "Data",
     "FromTeacher",
     "Generate",
+    "Importance",
     "Lora",
     "Loss",
     "ModelSection",

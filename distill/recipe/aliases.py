@@ -99,6 +99,12 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "student.lora.head": ("lora_modules_to_save", "model.apply_lora_to_output", "lora_modules_to_save"),
     "student.from_teacher.layers": ("", "", "", "num_hidden_layers (transformers); num_layers"),
+    "student.from_teacher.hidden": ("", "", "", "hidden_size target_hidden_size (NeMo, ModelOpt)"),
+    "student.from_teacher.heads": ("", "", "", "num_attention_heads target_num_attention_heads (NeMo)"),
+    "student.from_teacher.kv_heads": ("", "", "", "num_key_value_heads num_query_groups (NeMo)"),
+    "student.from_teacher.intermediate": (
+        "", "", "", "intermediate_size ffn_hidden_size target_ffn_hidden_size (NeMo)",
+    ),
     "data.source": (
         "dataset_name", "dataset.source", "datasets.path",
         "data.path datasets (axolotl); data.name data_files (datasets); dataset (LLaMA-Factory, torchtune, "

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, 
 
 from distill.core.errors import Section, refuse
 from distill.recipe.fields import Count, NotNegative, Text, Usual, no_code, text_or_list
+from distill.recipe.from_teacher import FromTeacher
 from distill.recipe.quantise import Quantise
 
 Weights = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
@@ -277,26 +278,6 @@ class WeightedTeacher(Teacher):
         return Teacher.model_validate(self.model_dump(exclude={"weight", "route"}))
 
 
-class FromTeacher(Section):
-    """A student made of some of the teacher's layers: exactly one of the two fields.
-
-    Attributes:
-        layers: number of the teacher's layers to keep.
-        keep: indices of the layers to keep, counted from 0, ascending.
-    """
-
-    layers: Count | None = None
-    keep: list[Annotated[int, Field(ge=0, le=2**31)]] | None = None
-
-    @model_validator(mode="after")
-    def _exactly_one(self) -> Self:
-        if (self.layers is None) == (self.keep is None):
-            raise ValueError("give exactly one of layers (how many to keep) and keep (which, counted from 0)")
-        if self.keep is not None and (not self.keep or sorted(set(self.keep)) != self.keep):
-            raise ValueError(refuse("keep to be an ascending list of layer numbers, none twice", self.keep))
-        return self
-
-
 class Lora(Section):
     """Low-rank adapters (Hu et al., 2021): the base weights are frozen and W + (alpha / r) B A is used.
 
@@ -324,7 +305,7 @@ class Student(ModelSection):
     `init: random` takes precedence over the other two, so that one override turns any recipe into a dry run.
 
     Attributes:
-        from_teacher: a copy of the teacher with fewer layers.
+        from_teacher: a copy of the teacher with fewer or narrower layers.
         lora: train adapters instead of all weights.
         vocabulary: `keep` leaves the vocabulary as it is; `extend` adds the tokens that only the teacher has; `cross`
             is for a student whose tokenizer is not the teacher's: both models are compared wherever their tokens end at
@@ -344,7 +325,7 @@ class Student(ModelSection):
 
     @property
     def is_cut(self) -> bool:
-        """Return whether the student is a copy of the teacher with fewer layers."""
+        """Return whether the student is a copy of the teacher with fewer or narrower layers."""
         return self.init == "pretrained" and self.from_teacher is not None
 
     @property

@@ -10,8 +10,10 @@ from distill.core.units import GIB, counted
 from distill.evaluation.evaluate import HeldOut, gap_in_words
 from distill.evaluation.samples import TITLES
 from distill.models.flops import count_text, parameters_of
+from distill.models.head import bare
 from distill.models.offload import offloading_of
 from distill.models.quantised import quantised_by
+from distill.models.widths import widths_of
 from distill.planning.steps import small_data_warnings
 from distill.teachers.identity import model_name
 from distill.teachers.measure import KL, Measure
@@ -40,6 +42,10 @@ def preamble(
     name = model_name(recipe.student)
     if pair.layer_indices is not None:
         name += f", layers {_ranges(pair.layer_indices)}"
+    if recipe.student.is_cut and recipe.student.from_teacher is not None and recipe.student.from_teacher.cuts_widths:
+        widths = widths_of(bare(pair.student).config)  # type: ignore[arg-type]
+        name += f", hidden {widths.hidden}, heads {widths.heads} ({widths.kv_heads} of keys and values), MLP columns "
+        name += f"{widths.intermediate}"
     avoided = 2 * plan.tokens_per_step // plan.world // plan.accumulation * objective.columns * 4 / GIB
     terms = " + ".join(f"{term.weight:g} {term.type}" for term in objective.terms if term.weight > 0)
     # a step cannot hold more tokens than the data

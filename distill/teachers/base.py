@@ -22,16 +22,15 @@ from distill.models.flops import FlopCounts, count_flops, count_text, parameters
 from distill.models.head import HeadWeights, LogitTransform, find_head
 from distill.models.precision import Precision, resolve_device, resolve_precision
 from distill.models.sharding import SINGLE_PROCESS, Placement, is_sharded
+from distill.teachers.calibration import NO_ROWS, Calibration, CutRequest, CutStudent, calibration_of
 from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 from distill.teachers.losses import DIVERGENCES
 from distill.teachers.measure import KL, Measure
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from distill.data.load import Splits
     from distill.models.shape import Shape
-    from distill.recipe import Generate, ModelSection, Recipe, Student
+    from distill.recipe import Generate, ModelSection, Recipe
     from distill.recipe import Teacher as TeacherSection
     from distill.teachers.losses import LossSpec, TargetLoss
     from distill.teachers.vocabulary import Vocabulary
@@ -234,8 +233,8 @@ class Teacher(Protocol):
             if not is_sharded(model):
                 model.to(device)
 
-    def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
-        """Return a student of this teacher's layers, in train mode, without adapters; ValueError where impossible."""
+    def cut_student(self, request: CutRequest) -> CutStudent:
+        """Return a student of this teacher's parts, in train mode, without adapters; ValueError where impossible."""
         raise ValueError("student.from_teacher: this kind of teacher has no layers to cut a student from")
 
     def quantise(self) -> None:
@@ -285,13 +284,6 @@ class Teacher(Protocol):
         return
 
 
-class CutStudent(NamedTuple):
-    """A student that was cut from its teacher, and the indices of the teacher's layers it has."""
-
-    model: PreTrainedModel
-    layer_indices: list[int]
-
-
 class LoadContext(NamedTuple):
     """Device, dtypes and placement with which a source is opened.
 
@@ -300,18 +292,25 @@ class LoadContext(NamedTuple):
         precision: dtypes of computing and of both models' weights.
         placement: how several processes hold the models.
         attention: which attention back ends the models get, for a teacher that is patched while it is loaded.
+        calibration: rows by which the parts of a student that is cut from the teacher are chosen.
     """
 
     device: torch.device
     precision: Precision
     placement: Placement
     attention: AttentionChoices
+    calibration: Calibration = NO_ROWS
 
 
-def load_context(recipe: Recipe) -> LoadContext:
-    """Return the context of a single process for a recipe: its device and precision, nothing shared."""
+def load_context(recipe: Recipe, splits: Splits | None = None) -> LoadContext:
+    """Return the context of a single process for a recipe: its device and precision, nothing shared.
+
+    Args:
+        splits: data of the recipe, where a student may be cut by them.
+    """
     device = resolve_device(recipe.train)
-    return LoadContext(device, resolve_precision(recipe, device), SINGLE_PROCESS, AttentionChoices(recipe))
+    calibration = NO_ROWS if splits is None else calibration_of(recipe, splits)
+    return LoadContext(device, resolve_precision(recipe, device), SINGLE_PROCESS, AttentionChoices(recipe), calibration)
 
 
 class TeacherSource(Protocol):

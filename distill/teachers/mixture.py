@@ -30,12 +30,11 @@ from distill.models.head import LogitTransform
 from distill.models.load import load_tokenizer
 from distill.models.shape import Shape
 from distill.models.vocabulary import compare
-from distill.recipe import Data, Generate, ModelSection, Recipe, Student
+from distill.recipe import Data, Generate, ModelSection, Recipe
 from distill.recipe.teachers import TeacherDescription
 from distill.teachers.base import (
     Batch,
     Collate,
-    CutStudent,
     HeadForward,
     LoadContext,
     LossResult,
@@ -44,6 +43,7 @@ from distill.teachers.base import (
     TeacherSource,
     VocabularyAlignment,
 )
+from distill.teachers.calibration import CutRequest, CutStudent
 from distill.teachers.context.data import ContextCollator, load_context_data
 from distill.teachers.context.teacher import ContextTeacher
 from distill.teachers.footprint import Footprint, FootprintContext
@@ -137,9 +137,9 @@ class SeveralTeachers(Teacher):
         for member in self.members:
             member.to(device)
 
-    def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
+    def cut_student(self, request: CutRequest) -> CutStudent:
         """Return a student cut from the first teacher."""
-        return self.members[0].cut_student(section, device, dtype)
+        return self.members[0].cut_student(request)
 
     def quantise(self) -> None:
         for member in self.members:

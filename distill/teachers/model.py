@@ -25,17 +25,16 @@ from distill.models.fingerprint import model_identity
 from distill.models.fp8_teacher import find_skipped, load_a_layer_at_a_time, quantise
 from distill.models.gpu_specs import has_fp8, runs_our_kernels
 from distill.models.head import align_head, last_hidden, probe_logits
-from distill.models.load import load_student, load_teacher
+from distill.models.load import load_teacher
 from distill.models.meta_models import MetaModel, meta_config, meta_model, meta_student
-from distill.models.pruning import cut_layers, layer_indices, layers_of
+from distill.models.pruning import cut_layers
 from distill.models.quantised import check_quantisation, is_quantised, method_of, quantisation_of
 from distill.models.shape import USABLE, Shape
-from distill.recipe import Generate, Recipe, Student
+from distill.recipe import Generate, Recipe
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.models import EIGHT_BITS
 from distill.teachers.base import (
     Batch,
-    CutStudent,
     LoadContext,
     Prompt,
     TargetFormat,
@@ -44,6 +43,7 @@ from distill.teachers.base import (
     TeacherSource,
     VocabularyAlignment,
 )
+from distill.teachers.calibration import CutRequest, CutStudent, cut_from
 from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 from distill.teachers.fp8_cost import Offer, fp8_offers, quantise_and_measure
 from distill.teachers.hidden import HiddenFormat, ModelHead
@@ -84,9 +84,8 @@ class LoadedTeacher(Teacher):
         """Return the last hidden states, [B, S, hidden]."""
         return last_hidden(self.model, batch)
 
-    def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
-        student = load_student(section, teacher=self.model, device=device, dtype=dtype)
-        return CutStudent(student, layer_indices(section.from_teacher, layers_of(self.model.config)))
+    def cut_student(self, request: CutRequest) -> CutStudent:
+        return cut_from(self.model, request)
 
     def quantise(self) -> None:
         if self.fp8 and not is_quantised(self.model):
@@ -172,6 +171,13 @@ class ModelSource(TeacherSource):
             find_skipped(self.meta().model, section.fp8_skip)
         except ValueError as error:
             problems.append(str(error))
+        if student.is_cut and student.from_teacher is not None and student.from_teacher.cuts_widths:
+            from distill.models.importance import shape_for
+
+            try:
+                shape_for(student.from_teacher, self.meta().config)
+            except ValueError as error:
+                problems.append(str(error))
         if section.init == "random":
             return problems
         config = self.meta().config

@@ -13,6 +13,7 @@ from distill.models.gpu_specs import family_in, fp8_problem, runs_our_kernels
 from distill.models.head import bare, decoder_of, find_head
 from distill.models.load import load_student
 from distill.models.packed import packing_problem
+from distill.teachers.calibration import CutRequest
 
 if TYPE_CHECKING:
     from distill.recipe import Recipe
@@ -82,7 +83,8 @@ def open_pair(source: TeacherSource, vocabulary: Vocabulary, context: LoadContex
     without_lora = section.model_copy(update={"lora": None})
     layer_indices, dtype = None, context.precision.student
     if section.is_cut:
-        student, layer_indices = teacher.cut_student(without_lora, context.device, dtype)
+        request = CutRequest(without_lora, context.device, dtype, context.calibration)
+        student, layer_indices = teacher.cut_student(request)
     else:
         student = load_student(without_lora, device=context.device, dtype=dtype)
     vocabulary.fit(student)

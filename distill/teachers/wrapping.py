@@ -17,17 +17,17 @@ from torch import nn
 
 from distill.models.flops import FlopCounts
 from distill.models.shape import Shape
-from distill.recipe import Data, Generate, ModelSection, Student
+from distill.recipe import Data, Generate, ModelSection
 from distill.teachers.base import (
     Batch,
     Collate,
-    CutStudent,
     Prompt,
     Targets,
     Teacher,
     TeacherSource,
     VocabularyAlignment,
 )
+from distill.teachers.calibration import CutRequest, CutStudent
 from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 from distill.teachers.measure import Measure
 from distill.teachers.vocabulary import Match, Vocabulary
@@ -82,8 +82,8 @@ class WrappingTeacher(Teacher):
     def to(self, device: torch.device) -> None:
         self.inner.to(device)
 
-    def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
-        return self.inner.cut_student(section, device, dtype)
+    def cut_student(self, request: CutRequest) -> CutStudent:
+        return self.inner.cut_student(request)
 
     def quantise(self) -> None:
         self.inner.quantise()

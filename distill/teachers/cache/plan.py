@@ -78,14 +78,14 @@ class Origin(NamedTuple):
         digest: hash of their source.
         tokenizer: that makes them; None for random tokens.
         ids_below: of random tokens; None for text.
-        layer_indices: of the teacher, that a student cut from it has; None for any other.
+        student: what names a student that is cut from the teacher (`cut_identity`); None for any other.
     """
 
     recipe: Recipe
     digest: str
     tokenizer: PreTrainedTokenizerBase | None
     ids_below: int | None
-    layer_indices: list[int] | None
+    student: list[int] | dict[str, object] | None
 
 
 def plan_of(origin: Origin, content: Mapping[str, Any], maker: Mapping[str, object]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def plan_of(origin: Origin, content: Mapping[str, Any], maker: Mapping[str, obje
         "teacher": {**maker},
         "text": text_hashes(recipe, origin.tokenizer),
         "data": data_settings(recipe, origin.digest),
-        "student_layers": origin.layer_indices,
+        "student_layers": origin.student,
         "versions": environment(),
     }
 

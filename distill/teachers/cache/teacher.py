@@ -16,14 +16,12 @@ from distill.models.flops import head_flops
 from distill.models.head import HeadWeights, LogitTransform
 from distill.models.load import load_student
 from distill.models.meta_models import meta_config, meta_model
-from distill.models.pruning import layer_indices
 from distill.models.shape import Shape
-from distill.recipe import FromTeacher, Generate, ModelSection, Recipe, Student
+from distill.recipe import FromTeacher, Generate, ModelSection, Recipe
 from distill.recipe import Teacher as TeacherSection
 from distill.teachers.base import (
     Batch,
     Collate,
-    CutStudent,
     LoadContext,
     Prompt,
     TargetFormat,
@@ -49,6 +47,7 @@ from distill.teachers.cache.identity import description, require_same_teacher
 from distill.teachers.cache.read import PREFIX, CachedRows, TeacherCache
 from distill.teachers.cache.settings import Settings
 from distill.teachers.cache.top_k import TopKFormat, TopKTargets, spread, top_k_targets
+from distill.teachers.calibration import CutRequest, CutStudent, cut_identity
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.hidden import HiddenFormat, StoredHead
 from distill.teachers.identity import teacher_identity
@@ -108,12 +107,13 @@ class CachedTeacher(Teacher):
             weight, bias, _ = self.head.weights
             self.head.weights = HeadWeights(weight.to(device), None if bias is None else bias.to(device), None)
 
-    def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
+    def cut_student(self, request: CutRequest) -> CutStudent:
         """Return the student that is stored in the cache."""
+        section = request.section
         assert section.from_teacher is not None
         indices = stored_layer_indices(section.from_teacher, self.cache)
         stored = section.model_copy(update={"from_teacher": None, "model": str(self.cache.path / STUDENT)})
-        return CutStudent(load_student(stored, device=device, dtype=dtype), indices)
+        return CutStudent(load_student(stored, device=request.device, dtype=request.dtype), indices)
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
         return self.cache.answers(prompts, settings)
@@ -141,8 +141,9 @@ def targets_of(plan: Plan, batch: Batch, dtype: torch.dtype) -> torch.Tensor | T
     return top_k_targets(stored, rows, shape, plan["tail"])
 
 
-def stored_layer_indices(cut: FromTeacher, cache: TeacherCache) -> list[int]:
-    """Return the layers of the student that is stored in the cache, which must be those of the recipe.
+def stored_layer_indices(cut: FromTeacher, cache: TeacherCache) -> list[int] | None:
+    """Return the layers of the student that is stored in the cache, which must be those of the recipe; None of one
+    whose parts were chosen by the data.
 
     Raises:
         ValueError: it holds no student, or one of other layers.
@@ -150,15 +151,16 @@ def stored_layer_indices(cut: FromTeacher, cache: TeacherCache) -> list[int]:
     there = cache.manifest["student_layers"]
     config = read_json(cache.path / TEACHER / "config.json") or {}
     total = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
-    expected = layer_indices(cut, total)
+    expected = cut_identity(cut, total)
     if there != expected:
-        has = "no student" if there is None else f"the student of layers {there}"
+        of = "layers " if isinstance(there, list) else ""
+        has = "no student" if there is None else f"the student of {of}{there}"
         raise ValueError(
             f"student.from_teacher: a cached teacher has no weights to cut from; {cache.path} holds {has}, expected "
             f"{expected}. Cache with this student in the recipe, which stores it, or give student.model: the folder "
             "of one that is cut already"
         )
-    return expected
+    return expected if isinstance(expected, list) else None
 
 
 def stored_footprint(stored: Plan, shape: Shape) -> Footprint:

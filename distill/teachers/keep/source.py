@@ -24,7 +24,7 @@ from distill.core.units import GIB
 from distill.data.load import Splits, load_data
 from distill.models.meta_models import meta_config, meta_student
 from distill.models.precision import resolve_device, resolve_precision
-from distill.models.pruning import layer_indices, layers_of
+from distill.models.pruning import layers_of
 from distill.models.vocabulary import shared_columns
 from distill.recipe import Data, Student
 from distill.recipe import Teacher as TeacherSection
@@ -48,6 +48,7 @@ from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import Settings, default_tail
 from distill.teachers.cache.teacher import stored_footprint
 from distill.teachers.cache.top_k import TopKFormat
+from distill.teachers.calibration import CutRequest, cut_identity
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.identity import teacher_identity
 from distill.teachers.keep.store import Store
@@ -217,7 +218,7 @@ class KeepSource(WrappingSource):
             ValueError: the folder holds something else, or outputs of another teacher, with the first difference.
         """
         self._dtype = context.precision.teacher
-        student, layers = self.recipe.student, None
+        student, layers = self.recipe.student, None  # type: Student, list[int] | dict[str, object] | None
         content: Mapping[str, object]
         if head is None:
             assert isinstance(inner.format, TopKFormat)
@@ -231,7 +232,8 @@ class KeepSource(WrappingSource):
             columns = rows if settings.hidden else self._columns(vocabulary, rows)
             content = hidden_content(settings, head, columns, self.recipe.loss.temperature)
         if student.is_cut:
-            layers = layer_indices(student.from_teacher, layers_of(meta_config(self.config_section, self.field)))
+            assert student.from_teacher is not None
+            layers = cut_identity(student.from_teacher, layers_of(meta_config(self.config_section, self.field)))
         tokenizer = vocabulary.teacher_tokenizer
         digest = "" if self.noted is None else self.noted.report.digest
         origin = Origin(self.recipe, digest, tokenizer, vocabulary.id_bound, layers)
@@ -296,7 +298,8 @@ class KeepSource(WrappingSource):
             cut, student = None, self.recipe.student
             if student.is_cut and plan["student_layers"] is not None and not (self.folder / STUDENT).is_dir():
                 plain = student.model_copy(update={"lora": None})
-                cut = kept.cut_student(plain, torch.device("cpu"), context.precision.student).model
+                alone = context.calibration._replace(shares=False)  # this process begins for all
+                cut = kept.cut_student(CutRequest(plain, torch.device("cpu"), context.precision.student, alone)).model
             models = [*kept.models.values()]
             config = models[0].config if models else meta_config(self.config_section, self.field)
             head = kept.head.weights if kept.head is not None and plan["kind"] == "hidden" else None

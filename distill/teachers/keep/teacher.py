@@ -25,14 +25,15 @@ from distill.core.ranks import is_main_process
 from distill.data.collator import valid_rows
 from distill.models.flops import FlopCounts
 from distill.models.host_copy import for_transfer, to_device
-from distill.recipe import Generate, Student
-from distill.teachers.base import Batch, Collate, CutStudent, Prompt, Targets, Teacher, VocabularyAlignment
+from distill.recipe import Generate
+from distill.teachers.base import Batch, Collate, Prompt, Targets, Teacher, VocabularyAlignment
 from distill.teachers.cache.encode import rounding_cost
 from distill.teachers.cache.format import ANSWERS, DTYPES, MANIFEST, Document, Plan, documents_of, write_signed
 from distill.teachers.cache.plan import LogitHead, head_of, stored_tensors, stored_top_k
 from distill.teachers.cache.read import PREFIX, TeacherCache, prompt_text
 from distill.teachers.cache.teacher import CachedTeacher, targets_of
 from distill.teachers.cache.top_k import TopKFormat
+from distill.teachers.calibration import CutRequest, CutStudent
 from distill.teachers.keep.store import Store
 from distill.teachers.wrapping import WrappingTeacher
 
@@ -274,12 +275,12 @@ class StoredTeacher(CachedTeacher):
         super().__init__(cache, device)
         self.load = load
 
-    def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
+    def cut_student(self, request: CutRequest) -> CutStudent:
         """Return the student in the cache; one of other layers is cut from the model, which is loaded for that."""
         try:
-            return super().cut_student(section, device, dtype)
+            return super().cut_student(request)
         except ValueError:
-            return self.load().cut_student(section, device, dtype)
+            return self.load().cut_student(request)
 
     def fingerprint(self) -> dict[str, object]:
         return fingerprint_of(self.cache.manifest)

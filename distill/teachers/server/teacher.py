@@ -15,19 +15,17 @@ from distill.core.labels import mask_document_starts
 from distill.data.collator import valid_rows
 from distill.models.head import HeadWeights, LogitTransform
 from distill.models.host_copy import to_device
-from distill.models.load import load_student, load_teacher
-from distill.models.pruning import layer_indices, layers_of
-from distill.recipe import Student
+from distill.models.load import load_teacher
 from distill.recipe import Teacher as TeacherSection
 from distill.teachers.base import (
     Batch,
     Collate,
-    CutStudent,
     TargetFormat,
     Teacher,
     VocabularyAlignment,
 )
 from distill.teachers.cache.top_k import TopKFormat, TopKTargets, spread, top_k_targets
+from distill.teachers.calibration import CutRequest, CutStudent, cut_from
 from distill.teachers.hidden import HiddenFormat, StoredHead
 from distill.teachers.server.exchange import Answer, Exchange, TargetTensors
 from distill.teachers.server.proof import LogitReading, prove
@@ -156,11 +154,10 @@ class ServerTeacher(Teacher):
             weight, bias, _ = self.head.weights
             self.head.weights = HeadWeights(weight.to(device), None if bias is None else bias.to(device), None)
 
-    def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
+    def cut_student(self, request: CutRequest) -> CutStudent:
         """Return a student cut from the model that the recipe names beside the server, which is loaded for that."""
         model = load_teacher(self.section.loaded(), device="cpu", dtype=self.dtype)
-        student = load_student(section, teacher=model, device=device, dtype=dtype)
-        return CutStudent(student, layer_indices(section.from_teacher, layers_of(model.config)))
+        return cut_from(model, request)
 
     def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         self.targets(batch)

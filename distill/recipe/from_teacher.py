@@ -1,0 +1,86 @@
+"""The `student.from_teacher:` section of a recipe: the parts of the teacher that the student keeps."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from distill.core.errors import Section, refuse
+from distill.recipe.fields import Count
+
+WIDTHS = ("hidden", "heads", "kv_heads", "intermediate")
+
+
+class Importance(Section):
+    """Choice of the parts of the teacher that a student keeps, by their activations on rows of the training data.
+
+    The rows are the first of the first epoch. Minitron (Muralidharan et al., 2024, arXiv 2407.14679) has the metrics.
+
+    Attributes:
+        rows: number of training rows that the teacher reads for hidden channels, heads and MLP columns.
+        layer_rows: number of these rows on which the loss without each layer is measured, again after each that goes.
+        metric: how activations are aggregated over tokens. `l2` is the root mean square, `mean` the mean magnitude,
+            `mean_l2` the mean magnitude over a row's tokens and the root mean square over rows.
+    """
+
+    rows: Count = 64
+    layer_rows: Count = 8
+    metric: Literal["l2", "mean", "mean_l2"] = "l2"
+
+
+class FromTeacher(Section):
+    """A student made of parts of the teacher: of its layers, of each layer's width, or of both.
+
+    With a width, or with `importance`, the parts are chosen by the training data: hidden channels, heads and columns of
+    the MLPs with the largest activations stay, and layers are removed one after another, each time the one without
+    which the divergence from the teacher is smallest. With `layers` alone the first and the last layers stay.
+
+    Attributes:
+        layers: number of the teacher's layers to keep.
+        keep: indices of the layers to keep, counted from 0, ascending.
+        hidden: number of hidden channels (`hidden_size`) to keep.
+        heads: number of attention heads to keep in each layer. Without `kv_heads` whole groups of heads that share a
+            key and value head are kept.
+        kv_heads: number of key and value heads to keep in each layer; each keeps `heads / kv_heads` of its heads,
+            without `heads` all of them.
+        intermediate: number of MLP columns (`intermediate_size`) to keep in each layer.
+        importance: how parts are chosen.
+    """
+
+    layers: Count | None = None
+    keep: list[Annotated[int, Field(ge=0, le=2**31)]] | None = None
+    hidden: Count | None = None
+    heads: Count | None = None
+    kv_heads: Count | None = None
+    intermediate: Count | None = None
+    importance: Importance | None = None
+
+    @property
+    def cuts_widths(self) -> bool:
+        """Return whether layers lose channels, heads or columns."""
+        return any(getattr(self, name) is not None for name in WIDTHS)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Return whether parts are chosen by rows of the training data."""
+        return self.cuts_widths or self.importance is not None
+
+    @property
+    def chosen_by(self) -> Importance:
+        """Return `importance`, or its defaults."""
+        return self.importance or Importance()
+
+    @model_validator(mode="after")
+    def _says_what_to_keep(self) -> Self:
+        both = self.layers is not None and self.keep is not None
+        if both or (self.layers is None and self.keep is None and not self.cuts_widths):
+            raise ValueError(
+                "give exactly one of layers (how many to keep) and keep (which, counted from 0), or none of them with "
+                f"one of {', '.join(WIDTHS)}"
+            )
+        if self.keep is not None and (not self.keep or sorted(set(self.keep)) != self.keep):
+            raise ValueError(refuse("keep to be an ascending list of layer numbers, none twice", self.keep))
+        if self.importance is not None and self.layers is None and not self.cuts_widths:
+            raise ValueError("importance: keep names the layers, so that nothing is chosen by it; leave it out")
+        return self

@@ -1,0 +1,155 @@
+"""Parts of a teacher for a student that is cut from it: chosen by rows of the training data, once for equal inputs.
+
+The choice is stored in the cache of tokenised data (`data.cache`), by the hash of the teacher's weights, the rows, the
+settings, the device and the dtype; of several connected processes the first one chooses for all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from distill.core.environment import device_name
+from distill.core.ranks import broadcast_from_rank0
+from distill.data.token_cache import keep, key_of
+from distill.models.fingerprint import fingerprint
+from distill.models.load import load_student
+from distill.models.pruning import layer_indices, layers_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from distill.data.load import Splits
+    from distill.models.importance import Row
+    from distill.models.narrow import Selection
+    from distill.recipe import FromTeacher, Recipe, Student
+
+VERSION = 1  # increase when the same inputs would give another choice
+FILE = "parts.json"
+
+
+class Calibration(NamedTuple):
+    """Rows by which parts are chosen.
+
+    Attributes:
+        rows: the first of the first epoch; empty where the recipe needs none, or where no data were read.
+        cache: whether choices are stored.
+        shares: whether the processes are connected and all of them cut, so that the first one chooses.
+    """
+
+    rows: Sequence[Row] = ()
+    cache: bool = False
+    shares: bool = True
+
+
+NO_ROWS = Calibration()
+
+
+class CutRequest(NamedTuple):
+    """A student to cut from its teacher.
+
+    Attributes:
+        section: of the recipe, without adapters.
+        device, dtype: of the student.
+        calibration: rows by which its parts are chosen, where they are.
+    """
+
+    section: Student
+    device: torch.device
+    dtype: torch.dtype
+    calibration: Calibration = NO_ROWS
+
+
+class CutStudent(NamedTuple):
+    """A student that was cut from its teacher.
+
+    Attributes:
+        model: in train mode.
+        layer_indices: of the teacher's layers that it has; None where they are not known any more.
+    """
+
+    model: PreTrainedModel
+    layer_indices: list[int] | None
+
+
+def calibration_of(recipe: Recipe, splits: Splits) -> Calibration:
+    """Return the rows by which a recipe's student is cut from its teacher; none where they are not needed."""
+    cut = recipe.student.from_teacher
+    if not recipe.student.is_cut or cut is None or not cut.is_calibrated:
+        return NO_ROWS
+    epochs = splits.epochs
+    count = min(cut.chosen_by.rows, len(epochs))
+    return Calibration([dict(epochs[number]) for number in range(count)], recipe.data.cache)
+
+
+def cut_identity(cut: FromTeacher, total: int) -> list[int] | dict[str, object]:
+    """Return what names the student of a stored teacher: the layers it has of `total`, or the settings that choose."""
+    if not cut.is_calibrated:
+        return layer_indices(cut, total)
+    return {**cut.model_dump(exclude_none=True), "importance": cut.chosen_by.model_dump()}
+
+
+def cut_from(teacher: PreTrainedModel, request: CutRequest) -> CutStudent:
+    """Return the student of a request, cut from a loaded teacher.
+
+    Raises:
+        ValueError: no rows to choose by, or a teacher that cannot be cut so.
+    """
+    section = request.section
+    cut, to = section.from_teacher, {"device": request.device, "dtype": request.dtype}
+    assert cut is not None
+    if not cut.is_calibrated:
+        student = load_student(section, teacher=teacher, device=request.device, dtype=request.dtype)
+        return CutStudent(student, layer_indices(cut, layers_of(teacher.config)))
+    calibration = request.calibration
+
+    def choose() -> Selection:
+        return _stored(teacher, cut, calibration)
+
+    selection = broadcast_from_rank0(choose) if calibration.shares else choose()
+    student = load_student(section, teacher=teacher, selection=selection, **to)  # type: ignore[arg-type]
+    return CutStudent(student, list(selection.layers))
+
+
+def _stored(teacher: nn.Module, cut: FromTeacher, calibration: Calibration) -> Selection:
+    """Return the choice from the cache, or choose and store it."""
+    from distill.models.importance import select_parts
+    from distill.models.narrow import Selection
+
+    made: list[Selection] = []
+
+    def build(folder: Path) -> None:
+        made.append(select_parts(teacher, cut, calibration.rows))
+        (folder / FILE).write_text(made[0].to_json())
+
+    key = key_of("parts", VERSION, *_inputs(teacher, cut, calibration.rows))
+    folder, _ = keep(key, build, cache=calibration.cache)
+    return made[0] if made else Selection.from_json((folder / FILE).read_text())
+
+
+def _inputs(teacher: nn.Module, cut: FromTeacher, rows: Sequence[Row]) -> list[object]:
+    """Return everything that a choice depends on, in plain JSON types."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps({name: list(map(int, row[name])) for name in sorted(_read(row))}).encode())
+    weight = next(teacher.parameters())
+    config: object = teacher.config.to_dict()  # type: ignore[union-attr,operator]
+    return [
+        fingerprint(teacher),
+        config,
+        cut_identity(cut, 0),
+        digest.hexdigest(),
+        str(weight.dtype),
+        device_name(weight.device),
+        torch.__version__,
+    ]
+
+
+def _read(row: Mapping[str, object]) -> list[str]:
+    return [name for name in ("input_ids", "labels", "position_ids") if name in row]

@@ -1,0 +1,170 @@
+"""Runs whose student is cut from its teacher by width: the same bits again, resumed, with stored teachers, planned."""
+
+import json
+
+import pytest
+import torch
+from tiny import save_models
+from transformers import AutoModelForCausalLM
+from two_ranks import run_as_two
+
+from distill.cli import run_command
+from distill.doctor import examine
+from distill.models import importance
+from distill.recipe import load, parse
+from distill.run import run
+from distill.teachers.objective import DistillationObjective
+
+LINES = (f"The teacher explains line {n} {'so ' * (n % 4)}and hears {n * 31337 % 997}." for n in range(80))
+TEXT = "\n".join(LINES)
+CUT = "{layers: 3, hidden: 24, heads: 2, kv_heads: 1, intermediate: 40, importance: {rows: 8, layer_rows: 2}}"
+RECIPE = f"""
+teacher: {{model: teacher}}
+student: {{from_teacher: {CUT}}}
+data: {{source: text.txt, max_length: 32, cache: false, validation: {{fraction: 0.1}}}}
+train: {{steps: 4, batch_size: 2, tokens_per_step: 128, learning_rate: 3e-3, warmup: 0, log_every: 2, device: cpu}}
+generate: {{prompts: [Hello], max_new_tokens: 5}}
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
+    save_models(tmp_path, text=TEXT, teacher={"layers": 4, "seed": 1}, other={"layers": 4, "seed": 3})
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def recipe(*overrides):
+    return parse(RECIPE, [*overrides], name="tiny")
+
+
+def weights(result):
+    return AutoModelForCausalLM.from_pretrained(result.folder / "student").state_dict()
+
+
+def assert_equal(one, other):
+    assert one.before == other.before and one.after == other.after
+    first, second = weights(one), weights(other)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+@pytest.fixture
+def choices(monkeypatch):
+    """Numbers of rows by which parts were chosen, once for each time."""
+    calls, choose = [], importance.select_parts
+
+    def counted(model, cut, rows):
+        calls.append(len(rows))
+        return choose(model, cut, rows)
+
+    monkeypatch.setattr(importance, "select_parts", counted)
+    return calls
+
+
+def test_a_run_is_the_same_again_and_its_student_loads(place, capsys, choices):
+    one = run(recipe("data.cache=true"), name="one")
+    out = capsys.readouterr().out
+    assert "layers 0" in out and "hidden 24, heads 2 (1 of keys and values), MLP columns 40" in out
+    two = run(recipe(), name="two")
+    assert_equal(one, two)
+    assert one.after.forward_kl < one.before.forward_kl
+    assert choices == [8, 8]
+    three = run(recipe("data.cache=true"), name="three")
+    assert_equal(one, three)
+    assert choices == [8, 8], "a choice that is stored is made again"
+    run(recipe("data.cache=true", "teacher.model=other"), name="four")
+    run(recipe("data.cache=true", "student.from_teacher.intermediate=41"), name="five")
+    run(recipe("data.cache=true", "train.seed=5"), name="six")
+    assert choices == [8] * 5, "another teacher, shape and order of rows choose anew"
+    student = AutoModelForCausalLM.from_pretrained(one.folder / "student")
+    assert (student.config.hidden_size, student.config.head_dim, student.config.num_hidden_layers) == (24, 8, 3)
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(place, monkeypatch):
+    whole = run(recipe("train.save_every=2"), name="whole")
+    compare, calls = DistillationObjective.compare, []
+
+    def dies(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) > 12:
+            raise KeyboardInterrupt
+        return compare(self, *args, **kwargs)
+
+    monkeypatch.setattr(DistillationObjective, "compare", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe("train.save_every=2"), name="parts")
+    monkeypatch.setattr(DistillationObjective, "compare", compare)
+    assert (place / "runs/parts/checkpoint-2").exists() and not (place / "runs/parts/student").exists()
+    assert_equal(run(recipe("train.save_every=2"), name="parts", resume=True), whole)
+
+
+def test_a_cached_teacher_holds_the_student_that_was_cut(place, capsys):
+    assert run_command(["cache", "tiny.yaml", "--out", "stored", "--hidden"]) == 0
+    cached = run(recipe("teacher={type: cache, path: stored}"), name="cached")
+    plain = run(recipe("train.learning_rate=1e-12"), name="plain")
+    stored = AutoModelForCausalLM.from_pretrained("stored/student").state_dict()
+    for name, value in weights(plain).items():
+        torch.testing.assert_close(stored[name], value, rtol=1e-5, atol=1e-7)
+    assert cached.before.forward_kl == pytest.approx(plain.before.forward_kl, rel=1e-3)
+    assert cached.after.forward_kl < cached.before.forward_kl
+    with pytest.raises(ValueError, match=r"from_teacher: a cached teacher has no weights to cut from; .* holds"):
+        run(recipe("teacher={type: cache, path: stored}", "student.from_teacher.hidden=16"), name="another")
+
+
+def test_a_teacher_whose_outputs_are_kept_cuts_once(place, choices):
+    first = run(recipe("teacher.keep=kept", "train={epochs: 1, steps: null}"), name="first")
+    second = run(recipe("teacher.keep=kept", "train={epochs: 1, steps: null}"), name="second")
+    assert_equal(first, second)
+    assert second.before == first.before
+
+
+def test_adapters_and_random_teachers_train(place):
+    lora = run(recipe("student.lora={r: 2}", "train.learning_rate=2e-2"), name="lora")
+    assert lora.after.forward_kl < lora.before.forward_kl
+    assert AutoModelForCausalLM.from_pretrained(lora.folder / "student").config.hidden_size == 24
+    drawn = run(
+        recipe("teacher={init: random, config: teacher, model: teacher}", "data.source=synthetic", "data.max_rows=64"),
+        name="drawn",
+    )
+    assert AutoModelForCausalLM.from_pretrained(drawn.folder / "student").config.intermediate_size == 40
+
+
+def test_two_processes_train_one_student(place):
+    result = run(recipe("train.tokens_per_step=256"), name="alone")
+    run_as_two("-m", "distill", "run", "tiny.yaml", "--name", "two", cwd=place)
+    found = json.loads((place / "runs/two/result.json").read_text())["before"]["forward_kl"]
+    assert found == pytest.approx(result.before.forward_kl, rel=1e-4)
+
+
+def test_invariants_hold_on_a_narrow_student(place):
+    checks = list(examine.examine(load("tiny.yaml")))
+    assert checks and all(check.passed is not False for check in checks), [
+        check for check in checks if check.passed is False
+    ]
+
+
+def test_a_check_knows_the_shape_without_weights(place, capsys):
+    assert run_command(["check", "tiny.yaml"]) == 0
+    narrow = capsys.readouterr().out
+    student = AutoModelForCausalLM.from_pretrained(run(recipe("train.steps=1"), name="one").folder / "student")
+    count = sum(parameter.numel() for parameter in student.parameters())
+    assert f"{count / 1e6:.2f} M" in narrow or f"{count:,}" in narrow, narrow
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        ("student.from_teacher.hidden=64", r"student\.from_teacher\.hidden: expected 1 to 32"),
+        ("student.from_teacher.heads=3", r"student\.from_teacher\.heads: expected 1 \(kv_heads\) times 1 to 2"),
+        ("student.from_teacher={keep: [0], importance: {}}", r"importance: keep names the layers"),
+        ("student.from_teacher={importance: {}}", r"give exactly one of layers"),
+        ("student.from_teacher={hidden: 16, importance: {metric: max}}", r"metric"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_one_error_and_leaves_nothing(place, override, said):
+    with pytest.raises(ValueError, match=said):
+        run(recipe(override))
+    assert not (place / "runs").exists()
