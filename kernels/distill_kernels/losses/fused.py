@@ -218,7 +218,8 @@ def fused_linear_divergence(
             )
             teacher_logits, row_loss = None, functools.partial(launch_top_k_row_loss, top=top)
         elif batch.policy is not None:
-            row_loss = functools.partial(launch_policy_row_loss, policy=batch.policy.rows(argument_rows))
+            own = student._replace(hidden=select_rows(hidden, start, stop))
+            row_loss = functools.partial(launch_policy_row_loss, policy=batch.policy.rows(argument_rows), head=own)
         elif mixer is not None:
             row_loss = functools.partial(launch_mixture_row_loss, at_temperature_1=at_temperature_1)
         lse = row_loss(

@@ -1,11 +1,15 @@
 """Row kernels of policy-gradient losses: relative logits to loss, statistics and, in place, the logits' gradient.
 
-The formulas are in policy_reference.py. A first kernel looks up each sampled token's log-probability and, with an
-entropy bonus, sums the row's entropy, over this rank's columns; ranks that share the vocabulary (shards.py) add up
-theirs. The second computes the row's terms and sweeps its columns once.
+The formulas are in policy_reference.py. A first kernel computes each sampled token's log-probability and, with an
+entropy bonus, the row's entropy, over this rank's columns; ranks that share the vocabulary (shards.py) add up theirs.
+The second computes the row's terms and sweeps its columns once.
 
-Bytes a row, 16-bit logits: 2 V read and 2 V written; 2 V read once more with an entropy bonus. Nothing is swept where
-neither a gradient nor statistics are required.
+The token's logit is computed from its row of the head in fp32, not read from the stored logits: these are rounded
+relative to their tile's maximum, an unlikely token's by up to 2^-8, which would turn the coefficients of tokens near
+the ends of a clipping range to 0 or back, and is multiplied by exp(d) in k3.
+
+Bytes a row, 16-bit logits: 4 H read for the token; 2 V read and 2 V written; 2 V read once more with an entropy bonus.
+Nothing is swept where neither a gradient nor statistics are required.
 """
 
 from __future__ import annotations
@@ -14,12 +18,12 @@ import torch
 
 from distill_kernels.launch import cdiv, tl, triton
 from distill_kernels.layers.fast_math import exp
+from distill_kernels.losses.operands import Head
 from distill_kernels.losses.policy_reference import NO_CLIP, Policy
 from distill_kernels.losses.projection import TILE, Logits
 from distill_kernels.losses.row_functions import (
     label_logprob,
     load_tiles,
-    logit_at,
     raw_logit_gradient,
     reduce_by_8,
     store_stats,
@@ -31,26 +35,50 @@ from distill_kernels.losses.shards import VocabShard, join_normalisers
 from distill_kernels.losses.terms import Objective
 
 BLOCK = 8  # tiles
+DEPTH = 1024  # elements of one step of a token's product
+
+
+@triton.jit
+def _dot_rows(a_ptr, a_row, a_strides, b_ptr, b_row, b_strides, length, inside, BLOCK: tl.constexpr):
+    """Return the product of a row of each of two matrices, in fp32; 0 where not `inside`."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, length, BLOCK):
+        at = (start + tl.arange(0, BLOCK)).to(tl.int64)
+        mask = (at < length) & inside
+        a = tl.load(a_ptr + a_row * a_strides[0] + at * a_strides[1], mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(b_ptr + b_row * b_strides[0] + at * b_strides[1], mask=mask, other=0.0).to(tl.float32)
+        total += a * b
+    return tl.sum(total, 0)
 
 
 @triton.jit
 def _log_p_kernel(
     student,
+    head,
+    lora,
     tokens,
     lse_ptr,
     parts_ptr,
     sizes,
     strides,
+    matrix_strides,
     inverse_t,
+    transform,
     ENTROPY: tl.constexpr,
+    SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DEPTH: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Store this rank's part of one row's log-probability of its token and, with ENTROPY, of the row's entropy."""
     values_ptr, shift_ptr = student
+    hidden_ptr, weight_ptr, bias_ptr = head
+    low_ptr, lora_b_ptr = lora
     labels_ptr, scale_ptr, rows_ptr = tokens
-    V, whole_vocab, tiles = sizes
+    V, whole_vocab, tiles, H, R = sizes
     values_stride, parts_stride = strides
+    scale, softcap, lora_scale = transform
     here = tl.program_id(0).to(tl.int64)  # within the chunk
     row = here
     if rows_ptr is not None:
@@ -61,8 +89,20 @@ def _log_p_kernel(
     shift_ptr += here * tiles
     lse = tl.load(lse_ptr + here)
     label = to_int32(tl.load(labels_ptr + row), V)
-    z = logit_at(values_ptr, shift_ptr, label, V, TILE) * inverse_t
-    tl.store(parts_ptr + here, label_logprob(z, label, lse, V, whole_vocab))
+    inside = (label >= 0) & (label < V)
+    column = tl.where(inside, label, 0).to(tl.int64)
+    z = _dot_rows(hidden_ptr, here, matrix_strides[0], weight_ptr, column, matrix_strides[1], H, inside, DEPTH)
+    if low_ptr is not None:
+        z += lora_scale * _dot_rows(
+            low_ptr, here, matrix_strides[2], lora_b_ptr, column, matrix_strides[3], R, inside, DEPTH
+        )
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + column).to(tl.float32)
+    if SCALED:
+        z *= scale
+    if CAPPED:
+        z = softcap * (1.0 - 2.0 / (1.0 + tl.exp(z * (2.0 / softcap))))
+    tl.store(parts_ptr + here, label_logprob(z * inverse_t, label, lse, V, whole_vocab))
     if ENTROPY:
         entropy = tl.zeros((BLOCK, TILE // 8), tl.float32)
         for block in range(tl.cdiv(tiles, BLOCK)):
@@ -235,10 +275,11 @@ def launch_policy_row_loss(
     gradient: torch.Tensor | None,
     shard: VocabShard,
     policy: Policy,
+    head: Head,
 ) -> None:
     """Launch the kernels over the n rows of `student`; arguments as in `launch_row_loss`.
 
-    `teacher` is None; `policy` holds all tokens, as `labels` do.
+    `teacher` is None; `policy` holds all tokens, as `labels` do; `head` has the hidden states of the n rows.
     """
     assert teacher is None and labels is not None
     o, s = objective, policy.settings
@@ -253,18 +294,26 @@ def launch_policy_row_loss(
     out = student.values if gradient is None else gradient
     tokens = (labels, row_scale, rows)
     if vocab:
+        low = None if head.lora_a is None else torch.mm(head.hidden, head.lora_a.t())
         _log_p_kernel[(n,)](
             tuple(student[:2]),
+            (head.hidden, head.weight, head.bias),
+            (low, head.lora_b),
             tokens,
             lse,
             parts,
-            (vocab, shard.vocab, tiles),
+            (vocab, shard.vocab, tiles, head.hidden.shape[1], 0 if low is None else low.shape[1]),
             (student.values.stride(0), parts.stride(0)),
+            tuple((0, 0) if each is None else each.stride() for each in (head.hidden, head.weight, low, head.lora_b)),
             1.0 / o.temperature,
+            (o.student_scale, o.student_softcap or 1.0, head.lora_scale),
             ENTROPY=entropy,
+            SCALED=o.student_scale != 1.0,
+            CAPPED=o.student_softcap != 0.0,
+            DEPTH=DEPTH,
             TILE=TILE,
             BLOCK=BLOCK,
-            num_warps=8 if entropy else 1,
+            num_warps=8 if entropy else 4,
         )
     shard.ranks.all_reduce_(parts)
     if vocab == 0:
