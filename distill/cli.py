@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from distill import __version__
-from distill.commands import cache, chat, doctor, evaluate, plan, sample, serve, settings, share, verify
+from distill.commands import cache, chat, doctor, evaluate, plan, quantise, sample, serve, settings, share, verify
 from distill.commands.arguments import (
     AsJson,
     Overrides,
@@ -70,6 +70,7 @@ app = typer.Typer(
     distill generate quickstart -p "Hello"     generate with the student
     distill chat quickstart --beside-teacher   chat with the student
     distill export quickstart -o student       export the student
+    distill quantise quickstart -o control     round it without training
     distill verify quickstart                  verify checksums of all files
     """,
 )
@@ -80,7 +81,7 @@ app.add_typer(recipes_app, name="recipes")
 _COMMANDS: list[Callable[..., None]] = [
     *(plan.check, plan.inspect, plan.bench, cache.cache, doctor.doctor),
     *(evaluate.evaluate, evaluate.compare, evaluate.report),
-    *(share.generate, share.export, chat.chat, sample.sample, serve.serve, verify.verify),
+    *(share.generate, share.export, quantise.quantise, chat.chat, sample.sample, serve.serve, verify.verify),
     *(settings.settings, settings.schema),
 ]
 for command in _COMMANDS:

@@ -20,6 +20,7 @@ COMMANDS = typer.main.get_command(cli.app).commands
 NAMES = sorted(COMMANDS)
 PRINTS_NO_TABLE = {"run", "chat", "serve", "schema"}  # the last prints JSON as it is
 NEEDS = {
+    "quantise": ["-o", "out"],
     "export": ["-o", "out"],
     "generate": ["-p", "Hello"],
     "sample": ["--prompts", "p.txt", "--out", "o.jsonl", "--from", "teacher"],

@@ -79,8 +79,11 @@ def export(
     dtype: Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16.")] = None,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Maximum size of a file.")] = "5GB",
     gguf: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="Also write a GGUF file: f32, f16, bf16 or q8_0.")
+        str | None, typer.Option(metavar="TYPE", help="Also write a GGUF file: f32, f16, bf16, q8_0 or q4_0.")
     ] = None,
+    format: Annotated[
+        str, typer.Option(metavar="NAME", help="safetensors, or compressed-tensors for a quantised student.")
+    ] = "safetensors",
     push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the hub, as private.")] = None,
     public: Annotated[bool, typer.Option("--public", help="Make a repository created by --push public.")] = False,
     as_json: AsJson = False,
@@ -90,6 +93,7 @@ def export(
     \b
     distill export support-bot -o support-bot-1b --dtype bfloat16
     distill export support-bot -o out --gguf q8_0     # out/out-q8_0.gguf
+    distill export support-bot -o out --format compressed-tensors   # for vLLM
     distill export runs/support-bot/checkpoint-200 -o step-200
     distill export support-bot -o out --dtype bfloat16 --push me/support-bot-1b
     """
@@ -102,6 +106,11 @@ def export(
 
     if gguf is not None:
         check_type(gguf)
+    if format not in ("safetensors", "compressed-tensors"):
+        raise ValueError(f"--format: expected safetensors or compressed-tensors, got {format!r}")
+    packed = format == "compressed-tensors"
+    if packed and gguf is not None:
+        raise ValueError(f"--format: compressed-tensors and a GGUF file hold other blocks; got --gguf {gguf} as well")
     if public and push is None:
         raise ValueError("--public: expected together with --push; got no --push")
     if push is not None:
@@ -109,7 +118,7 @@ def export(
     disable_progress_bars()
     with console.spinner("exporting"):
         folder = Path(run) if (Path(run) / STATE).is_file() else find_run(run)
-        written = write(folder, output, dtype=dtype, shard_size=shard_size, gguf=gguf)
+        written = write(folder, output, dtype=dtype, shard_size=shard_size, gguf=gguf, packed=packed)
         if push is not None:
             written["address"] = upload(output, push, private=not public)
     if as_json:
@@ -121,9 +130,14 @@ def export(
     )
     if gguf is not None:
         file = written["gguf"]
+        blocks = "the blocks it trained with cost" if file.exact else f"rounding its weights to {gguf} costs"
         console.print_lines(
-            f"wrote {file.path}: {file.bytes / 1e6:,.0f} MB, read back and compared; rounding its weights to {gguf} "
-            f"costs a KL of {file.kl:.1e} nats per token" + (f"; {file.note}" if file.note else "")
+            f"wrote {file.path}: {file.bytes / 1e6:,.0f} MB, read back and compared; {blocks} a KL of {file.kl:.1e} "
+            "nats per token" + (f"; {file.note}" if file.note else "")
+        )
+    if packed:
+        console.print_lines(
+            f"packed its weights, read back and compared: a KL of {written['packed']:.1e} nats per token"
         )
     if push is not None:
         console.print_lines(f"pushed to {written['address']}")

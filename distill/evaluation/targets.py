@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,9 +72,12 @@ def load_target(target: Target) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     """Return the student in eval mode, and its tokenizer."""
     device = device_here()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return load_merged(target, device, dtype).eval(), load_tokenizer(
-        Student(model=str(target.adapter)) if target.adapter else target.student, "student"
-    )
+    return load_merged(target, device, dtype).eval(), tokenizer_of(target)
+
+
+def tokenizer_of(target: Target) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that comes with a student."""
+    return load_tokenizer(Student(model=str(target.adapter)) if target.adapter else target.student, "student")
 
 
 def load_merged(target: Target, device: torch.device | str, dtype: torch.dtype | None) -> PreTrainedModel:
@@ -185,6 +188,21 @@ def held_out_rows(
         raise ValueError("--data: required for a model; only a run has held-out rows")
     section = target.recipe.data
     return read(section if packing else section.model_copy(update={"packing": False}), target.recipe.train.seed)
+
+
+def calibration_rows(
+    target: Target, data: str | None, tokenizer: PreTrainedTokenizerBase, tokens: int, max_length: int
+) -> Sequence[Mapping[str, Sequence[int]]]:
+    """Return rows of `data` with about so many tokens, else the training rows of the target's run.
+
+    Raises:
+        ValueError: The target is not a run, and `data` is None.
+    """
+    if data is not None:
+        return held_out_rows(target, data, tokenizer, max(2, tokens // 16), max_length)
+    if target.recipe is None:
+        raise ValueError("--data: required for a model; only a run has training rows")
+    return load_data(target.recipe.data, tokenizer, seed=target.recipe.train.seed).train
 
 
 def _as_read_by(section: Data, source: str) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from distill.core.errors import RecipeError, first_line
 from distill.core.files import replacing_folder, write_text
 from distill.core.folders import RECIPE_FILE, check_folder
 from distill.evaluation.targets import CONFIGS, load_merged, target_in
+from distill.models.quantised_student import read_formats, write_formats
 from distill.models.read_weights import read_weights
+from distill.reports.compressed_tensors import pack_folder
 from distill.reports.gguf_file import write_gguf
 from distill.reports.model_card import merged_card
 from distill.training.checkpoint_validation import fault_of
@@ -25,7 +27,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def export(
-    folder: Path, destination: Path, *, dtype: str | None = None, shard_size: str = "5GB", gguf: str | None = None
+    folder: Path,
+    destination: Path,
+    *,
+    dtype: str | None = None,
+    shard_size: str = "5GB",
+    gguf: str | None = None,
+    packed: bool = False,
 ) -> dict[str, Any]:
     """Write the student of the run or checkpoint in `folder` to `destination`.
 
@@ -34,13 +42,16 @@ def export(
     result is loaded again and must hold the same weights, rounded to `dtype`.
 
     Args:
+        folder: Folder of the run or checkpoint.
         destination: Folder that does not exist or is empty.
         dtype: float32, bfloat16 or float16; None for that of the training.
         shard_size: Maximum size of a file, as in transformers ("5GB").
         gguf: Also write a GGUF file of this type.
+        packed: Write a quantised student's weights packed, as compressed-tensors does.
 
     Returns:
-        `folder`, `dtype`, `parameters`, `bytes` and `files` of the export; with `gguf` also the result of `write_gguf`.
+        `folder`, `dtype`, `parameters`, `bytes` and `files` of the export; with `gguf` also the result of `write_gguf`,
+        with `packed` that of `pack_folder`.
 
     Raises:
         RecipeError: There is no student, the destination is in use, or `dtype` cannot hold the values.
@@ -57,6 +68,11 @@ def export(
         raise RecipeError([f"--dtype: expected one of {', '.join(DTYPES)}; got {dtype!r}"])
     if not re.fullmatch(r"\d+(\.\d+)? ?[KMGT]B", shard_size, re.IGNORECASE):
         raise RecipeError([f"--shard-size: expected a size such as 5GB or 500MB, got {shard_size!r}"])
+    trained = read_formats(source)
+    if trained and dtype not in (None, "float32"):
+        raise RecipeError(
+            [f"--dtype: a quantised student's weights are its file's in float32; leave it out; got {dtype}"]
+        )
     in_use = RecipeError([f"--output: {destination} exists and is not an empty folder; name another"])
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise in_use
@@ -82,9 +98,13 @@ def export(
             if (run / RECIPE_FILE).is_file():
                 shutil.copy(run / RECIPE_FILE, unfinished / RECIPE_FILE)
             _check(model, unfinished)
+            if trained:
+                write_formats(unfinished, trained)
             if gguf is not None:
                 name = f"{destination.name}-{gguf}.gguf"
                 more["gguf"] = write_gguf(unfinished, unfinished / name, gguf)._replace(path=str(destination / name))
+            if packed:
+                more["packed"] = pack_folder(unfinished, shard_size)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise

@@ -2,11 +2,14 @@
 
     written = write_gguf(folder, folder / "student-q8_0.gguf", "q8_0")
 
+A student trained in q4_0 or q8_0 (`student.quantise`) gets the very blocks that it trained with: they are found again
+from its weights, and the file reads back equal. Any other student is rounded to nearest.
+
 Supported are Llama-like decoders (llama, mistral, qwen2, qwen3) with a byte-level BPE tokenizer whose pre-tokenizer has
 a name in the format. Anything else is refused: a file that loads but computes wrong outputs is worse than none.
-Matrices get the requested type, vectors (norms, biases) stay float32. Llama's query and key rows are stored with the
-two halves of each head interleaved, as the format requires; Llama 3's rope scaling becomes `rope_freqs.weight`, the
-divisor of each frequency.
+Matrices get the requested type (embedding and head of q4_0: q8_0), vectors (norms, biases) stay float32. Llama's
+query and key rows are stored with the two halves of each head interleaved, as the format requires; Llama 3's rope
+scaling becomes `rope_freqs.weight`, the divisor of each frequency.
 
 The check loads the file with transformers and compares every weight with the student's, rounded to the type; the logits
 with those of the student with the file's weights, so that shapes, rope and norms are right; and the tokens of texts.
@@ -15,22 +18,27 @@ with those of the student with the file's weights, so that shapes, rope and norm
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from distill_kernels.quantisation.formats import FORMATS, Blocks, encode, reference_quantise
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from distill.core.errors import RecipeError
 from distill.core.files import replacing
 from distill.models.head import attention_sizes
+from distill.models.quantised_student import read_formats
 from distill.models.read_weights import read_weights
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 INTERLEAVED = ("llama",)
-TYPES = ("f32", "f16", "bf16", "q8_0")
-BLOCK = 32  # weights that share a scale in q8_0
-ROUNDING = {"f32": 0.0, "f16": 1e-3, "bf16": 4e-3, "q8_0": 1.2e-2}  # largest error of a tensor relative to its norm
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
+BLOCKS = ("q8_0", "q4_0")
+# largest error of a tensor relative to its norm
+ROUNDING = {"f32": 0.0, "f16": 1e-3, "bf16": 4e-3, "q8_0": 1.2e-2, "q4_0": 0.16}
 AGREEING = 2e-3  # largest relative error of logits from the same weights
 TEXTS = (
     "The quick brown fox jumps over 13 lazy dogs; it's 4.5 kg, isn't it?\n\n\tdef f(x): return x**2  # café, 東京",
@@ -53,6 +61,7 @@ class ExportSummary(NamedTuple):
     Attributes:
         kl: KL(student || file) on two short texts, nats per token: the cost of rounding the weights.
         note: Notes for users of the file; may be empty.
+        exact: The student was trained with the file's own blocks.
     """
 
     path: str
@@ -60,6 +69,70 @@ class ExportSummary(NamedTuple):
     type: str
     kl: float
     note: str = ""
+    exact: bool = False
+
+
+class Plan(NamedTuple):
+    """Types of a file's tensors.
+
+    Attributes:
+        type: The file's type.
+        trained: Formats that the student was trained with, by name; empty where its weights are rounded now.
+        outside: Names of embedding and head.
+    """
+
+    type: str
+    trained: dict[str, str]
+    outside: set[str]
+
+    def type_of(self, name: str, tensor: torch.Tensor) -> str:
+        """Return the GGUF type of a tensor: f32 for vectors, f16 where blocks do not fit or were not trained."""
+        if tensor.ndim < 2:
+            return "f32"
+        if self.trained:
+            return self.trained.get(name, "f16")
+        chosen = "q8_0" if self.type == "q4_0" and name in self.outside else self.type
+        return "f16" if chosen in BLOCKS and tensor.shape[-1] % FORMATS[chosen].block else chosen
+
+    def data_of(self, name: str, tensor: torch.Tensor) -> np.ndarray:
+        """Return a tensor as the file holds it: numbers, or the bytes of its blocks.
+
+        Raises:
+            RecipeError: A trained student's weights are not in its format.
+        """
+        kind, values = self.type_of(name, tensor), tensor.detach().float().contiguous()
+        if kind not in BLOCKS:
+            return values.numpy().astype("float16") if kind == "f16" else values.numpy()
+        blocks = encode(values, kind) if self.trained else reference_quantise(values, kind)
+        if blocks is None:
+            raise RecipeError(
+                [f"--gguf: {name} was trained in {kind}, and its weights are not; they were changed since"]
+            )
+        return packed_blocks(blocks, kind)
+
+    def rounding_of(self, name: str, tensor: torch.Tensor) -> float:
+        """Return the largest error of a tensor in the file, relative to its norm."""
+        kind = self.type_of(name, tensor)
+        return 0.0 if self.trained and kind in BLOCKS else ROUNDING[kind]
+
+
+def packed_blocks(blocks: Blocks, kind: str) -> np.ndarray:
+    """Return blocks of a matrix as GGUF holds them: uint8 [N, bytes of a row].
+
+    A block is its scale in fp16, then the integers: in q4_0 plus 8, two in a byte, the first half of the block below.
+    """
+    scale = blocks.scale.contiguous().numpy().view(np.uint8).reshape(*blocks.scale.shape, 2)
+    codes = blocks.codes.numpy().reshape(*blocks.scale.shape, 32)
+    if kind == "q4_0":
+        nibbles = (codes + 8).astype(np.uint8)
+        codes = nibbles[..., :16] | (nibbles[..., 16:] << 4)
+    return np.concatenate([scale, codes.view(np.uint8)], axis=-1).reshape(*blocks.codes.shape[:-1], -1)
+
+
+def _outside(model: PreTrainedModel) -> list[str]:
+    """Return the names of a model's embedding and head."""
+    weights = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    return [name for name, parameter in model.named_parameters() if any(parameter is weight for weight in weights)]
 
 
 def write_gguf(folder: Path, destination: Path, type: str = "q8_0") -> ExportSummary:
@@ -68,7 +141,7 @@ def write_gguf(folder: Path, destination: Path, type: str = "q8_0") -> ExportSum
     Args:
         folder: Folder of a saved student with its tokenizer.
         destination: Path of the file; replaced only by a verified file.
-        type: f32, f16, bf16 or q8_0 (8 bits per weight and a scale per 32 weights).
+        type: f32, f16, bf16, or q8_0 and q4_0 (8 and 4 bits per weight and a scale per 32 weights).
 
     Raises:
         RecipeError: The architecture, tokenizer or type is not supported, or the file reads back differently.
@@ -79,18 +152,21 @@ def write_gguf(folder: Path, destination: Path, type: str = "q8_0") -> ExportSum
     model = read_weights(AutoModelForCausalLM, folder, "--gguf", dtype="auto").eval()
     scaled = _check_expressible(model.config)
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    trained = read_formats(folder)
+    most = Counter(trained.values()).most_common(1)
+    plan = Plan(type, trained if [form for form, _ in most] == [type] else {}, set(_outside(model)))
     with replacing(destination) as unfinished:
-        _write(model, tokenizer, unfinished, type, destination.stem, scaled)
-        kl = _check(model, tokenizer, unfinished, type, scaled)
+        _write(model, tokenizer, unfinished, plan, destination.stem)
+        kl = _check(model, tokenizer, unfinished, plan)
     nfc = _normalises(tokenizer)
     notes = {
         "transformers ignores the file's rope scaling: load it with config=AutoConfig of the folder": scaled,
         # measured with SmolLM2: 2.0e-3 nats from the weights, 7.0e-3 as llama.cpp computes
-        "llama.cpp on CPUs also rounds activations to 8 bits, which adds to this": type == "q8_0",
+        "llama.cpp on CPUs also rounds activations to 8 bits, which adds to this": type in BLOCKS,
         "llama.cpp does not normalise text to NFC, as this tokenizer does: decomposed characters get other tokens": nfc,
     }
     note = "; ".join(text for text, holds in notes.items() if holds)
-    return ExportSummary(str(destination), destination.stat().st_size, type, kl, note)
+    return ExportSummary(str(destination), destination.stat().st_size, type, kl, note, bool(plan.trained))
 
 
 def _normalises(tokenizer: Any) -> bool:
@@ -125,7 +201,7 @@ def _check_expressible(config: Any) -> bool:
     return rope == "llama3"
 
 
-def _write(model: Any, tokenizer: Any, path: Path, type: str, name: str, scaled: bool) -> None:
+def _write(model: Any, tokenizer: Any, path: Path, plan: Plan, name: str) -> None:
     import gguf
 
     config = model.config
@@ -145,10 +221,10 @@ def _write(model: Any, tokenizer: Any, path: Path, type: str, name: str, scaled:
     writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    kinds = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
-    writer.add_file_type(gguf.LlamaFileType[kinds[type]])
+    kind = "ALL_F32" if plan.type == "f32" else f"MOSTLY_{plan.type.upper()}"
+    writer.add_file_type(gguf.LlamaFileType[kind])
     _add_tokenizer(writer, tokenizer, config.vocab_size)
-    if scaled:
+    if _check_expressible(config):
         frequencies = model.model.rotary_emb.inv_freq.float()
         plain = float(config.rope_parameters["rope_theta"]) ** (-torch.arange(0, width, 2).float() / width)
         writer.add_tensor("rope_freqs.weight", (plain / frequencies).numpy())
@@ -162,23 +238,15 @@ def _write(model: Any, tokenizer: Any, path: Path, type: str, name: str, scaled:
         if architecture in INTERLEAVED and (".q_proj." in key or ".k_proj." in key):
             count = heads if ".q_proj." in key else pairs
             tensor = tensor.view(count, 2, width // 2, -1).transpose(1, 2).reshape(tensor.shape)
-        kind = gguf.GGMLQuantizationType[_type_of(tensor, type).upper()]
-        values = tensor.detach().float().contiguous().numpy()
-        if kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
-            writer.add_tensor(target, values.astype("float16") if kind == gguf.GGMLQuantizationType.F16 else values)
-        else:
-            writer.add_tensor(target, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        kind = gguf.GGMLQuantizationType[plan.type_of(key, tensor).upper()]
+        data = plan.data_of(key, tensor)
+        if kind == gguf.GGMLQuantizationType.BF16:
+            data = gguf.quants.quantize(data, kind)
+        writer.add_tensor(target, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _type_of(tensor: torch.Tensor, type: str) -> str:
-    """Return the GGUF type of a tensor: f32 for vectors, f16 for q8_0 where rows are not whole blocks."""
-    if tensor.ndim < 2:
-        return "f32"
-    return "f16" if type == "q8_0" and tensor.shape[-1] % BLOCK else type
 
 
 def _add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
@@ -241,7 +309,7 @@ def split_name(spec: dict[str, Any]) -> str:
 
 
 @torch.no_grad()
-def _check(model: Any, tokenizer: Any, path: Path, type: str, scaled: bool) -> float:
+def _check(model: Any, tokenizer: Any, path: Path, plan: Plan) -> float:
     """Compare the file with the student; returns KL(student || file) on the texts, nats per token."""
     place: dict[str, Any] = {"gguf_file": path.name}
     again = AutoTokenizer.from_pretrained(path.parent, **place)
@@ -249,7 +317,7 @@ def _check(model: Any, tokenizer: Any, path: Path, type: str, scaled: bool) -> f
         ids = [t(text, add_special_tokens=False).input_ids for t in (tokenizer, again)]
         if ids[0] != ids[1]:
             raise RecipeError([f"--gguf: the file's tokenizer encodes {text[:40]!r} differently; not written"])
-    if scaled:
+    if _check_expressible(model.config):
         place["config"] = model.config
     try:
         loaded: Any = read_weights(
@@ -266,7 +334,7 @@ def _check(model: Any, tokenizer: Any, path: Path, type: str, scaled: bool) -> f
     before = [model.float()(input_ids=row).logits[0].log_softmax(-1) for row in rows]
     theirs = dict(loaded.named_parameters())
     for name, tensor in model.named_parameters():
-        allowed = ROUNDING[_type_of(tensor, type)] * float(tensor.norm())
+        allowed = plan.rounding_of(name, tensor) * float(tensor.norm())
         if name not in theirs or theirs[name].shape != tensor.shape or float((theirs[name] - tensor).norm()) > allowed:
             raise RecipeError([f"--gguf: {name} differs in the file; not written"])
     after = [loaded(input_ids=row).logits[0].log_softmax(-1) for row in rows]

@@ -1,0 +1,109 @@
+"""Rounding of a model to a file's blocks without training: the control of a trained student."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from distill_kernels.quantisation.formats import reference_fake_quantise
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from distill.core.errors import RecipeError
+from distill.core.files import replacing_folder
+from distill.core.folders import check_folder
+from distill.models.gptq import Method, calibration_batches, round_weights
+from distill.models.quantised_student import formats_of, write_formats
+from distill.recipe.quantise import FORMATS_OF_GGUF, Quantise
+from distill.reports.compressed_tensors import pack_folder
+from distill.reports.gguf_file import write_gguf
+
+FOUR_BITS = ("q4_0", "int4_g32")
+
+
+class RoundedModel(NamedTuple):
+    """Result of rounding a model.
+
+    Attributes:
+        folder: Folder of the rounded model.
+        file: The GGUF file, or the folder of packed weights; None where nothing was packed.
+        matrices: Number of rounded matrices.
+        by_method: Number of those that the method rounded; the others are rounded to nearest.
+        kl: KL of the packed file to the rounded model on two short texts, nats per token; None without one.
+    """
+
+    folder: str
+    file: str | None
+    matrices: int
+    by_method: int
+    kl: float | None
+
+
+class Rounding(NamedTuple):
+    """Way of rounding a model.
+
+    Attributes:
+        section: Formats, as in a recipe.
+        method: nearest, importance or gptq; see `distill.models.gptq`.
+        rows: Tokenised rows to calibrate on; nearest reads none.
+    """
+
+    section: Quantise
+    method: Method
+    rows: Sequence[Mapping[str, Sequence[int]]]
+
+
+def quantise_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    destination: Path,
+    rounding: Rounding,
+    *,
+    pack: bool = False,
+) -> RoundedModel:
+    """Round a model's weights and write them to a folder that `distill eval` compares with the model.
+
+    The decoder's linear layers in 4 bits are rounded by `method`, everything else to nearest.
+
+    Args:
+        model: Causal language model in float32, which is changed.
+        tokenizer: Its tokenizer, written beside it; None for none.
+        destination: Folder that does not exist or is empty.
+        rounding: Formats, method and rows to calibrate on.
+        pack: Also write the GGUF file, or pack the folder's weights as compressed-tensors does.
+
+    Raises:
+        RecipeError: The destination is in use, or the file cannot hold the model.
+        ValueError: The model cannot be rounded so.
+    """
+    section, method, rows = rounding
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise RecipeError([f"--output: {destination} exists and is not an empty folder; name another"])
+    check_folder(destination, "--output")
+    formats = formats_of(model, section).by_name
+    by_method = {name for name, form in formats.items() if form in FOUR_BITS} if method != "nearest" else set()
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in formats.keys() - by_method:
+            parameters[name].copy_(reference_fake_quantise(parameters[name], formats[name]))
+    if by_method:
+        batches = calibration_batches(rows, section.calibration_tokens, parameters[next(iter(by_method))].device)
+        rounded = round_weights(model, {name: formats[name] for name in by_method}, batches, method)
+        if missed := sorted(by_method - rounded.keys()):
+            raise ValueError(
+                f"--method: {missed[0]} is not called by its decoder layer, so that {method} has no inputs"
+            )
+    kl, file = None, None
+    with replacing_folder(destination) as unfinished:
+        model.to("cpu").save_pretrained(unfinished)  # type: ignore[arg-type]
+        if tokenizer is not None:
+            tokenizer.save_pretrained(unfinished)
+        write_formats(unfinished, formats)
+        if pack and section.format in FORMATS_OF_GGUF:
+            name = f"{destination.name}-{section.format}.gguf"
+            kl, file = write_gguf(unfinished, unfinished / name, section.format).kl, str(destination / name)
+        elif pack:
+            kl, file = pack_folder(unfinished), str(destination)
+    count = len(formats) if method == "nearest" else len(by_method)
+    return RoundedModel(str(destination), file, len(formats), count, kl)

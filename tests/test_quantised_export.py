@@ -1,0 +1,201 @@
+"""Files of quantised students: read back equal by the gguf package and by the layout of compressed-tensors."""
+
+import json
+import re
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, GgufConfig
+
+from distill.cli import run_command
+from distill.models.quantised_student import formats_of, quantise_student, quantised_weights
+from distill.recipe.quantise import Quantise
+from distill.reports.compressed_tensors import pack_codes, unpack_codes
+from distill.reports.gguf_file import write_gguf
+
+TEXT = "The teacher explains and the student listens. "
+
+
+def save_quantised(folder, name, learned=True, scale=0.85, **more):
+    """Write a student as a run does, with scales that no rule of the format would choose."""
+    tokenizer = tiny_tokenizer(300)
+    model = tiny_model(tokenizer, seed=2, hidden=64, vocab_size=320, **more)
+    weights = quantise_student(model, formats_of(model, Quantise(format=name)).by_name, learned=learned)
+    weights.scales.mul_(scale)
+    weights.after_start()
+    save_tiny(folder, model, tokenizer)
+    quantised_weights(model).write_formats(folder)
+    return model
+
+
+@pytest.mark.parametrize("name, kind", [("q4_0", "llama"), ("q8_0", "llama"), ("q4_0", "qwen2")])
+def test_a_gguf_file_holds_the_trained_blocks(tmp_path, name, kind):
+    model = save_quantised(tmp_path / "student", name, kind=kind)
+    summary = write_gguf(tmp_path / "student", tmp_path / "m.gguf", name)
+    assert summary.exact and abs(summary.kl) < 1e-9, "nothing is rounded again"
+    own = dict(model.named_parameters())
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    for key, parameter in again.named_parameters():
+        assert torch.equal(parameter, own[key]), key
+    # the package itself, without transformers: one matrix whose rows are not interleaved
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    down = tensors["blk.1.ffn_down.weight"]
+    assert down.tensor_type == gguf.GGMLQuantizationType[name.upper()]
+    assert tensors["token_embd.weight"].tensor_type == gguf.GGMLQuantizationType.Q8_0
+    values = gguf.quants.dequantize(down.data, down.tensor_type)
+    assert np.array_equal(values, own["model.layers.1.mlp.down_proj.weight"].detach().numpy())
+
+
+def test_other_types_of_a_quantised_student_are_rounded_and_say_so(tmp_path):
+    save_quantised(tmp_path / "student", "q4_0")
+    summary = write_gguf(tmp_path / "student", tmp_path / "m.gguf", "q8_0")
+    assert not summary.exact and 0 < summary.kl < 1e-2
+
+
+def test_an_untrained_student_is_rounded_to_q4_0(tmp_path):
+    tokenizer = tiny_tokenizer(300)
+    model = tiny_model(tokenizer, seed=2, hidden=64, vocab_size=320)
+    save_tiny(tmp_path / "student", model, tokenizer)
+    summary = write_gguf(tmp_path / "student", tmp_path / "m.gguf", "q4_0")
+    assert not summary.exact and 1e-3 < summary.kl < 1
+    quantise_student(model, formats_of(model, Quantise(format="q4_0")).by_name)
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    for key, parameter in again.named_parameters():
+        assert torch.equal(parameter, dict(model.named_parameters())[key]), "the same rounding as in training"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_integers_come_back(bits):
+    low = -(1 << (bits - 1))
+    codes = torch.randint(low, -low, (7, 41), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    packed = pack_codes(codes, bits)
+    assert packed.dtype == torch.int32 and packed.shape == (7, -(-41 * bits // 32))
+    assert torch.equal(unpack_codes(packed, bits, 41), codes)
+    # from the lowest bits up, offset by half the range
+    first = int(packed[0, 0]) & 0xFFFFFFFF
+    assert [(first >> bits * at) % (1 << bits) + low for at in range(32 // bits)] == codes[0, : 32 // bits].tolist()
+
+
+RECIPE = """
+teacher: {{model: ./teacher}}
+student: {{model: ./student, quantise: {{format: {format}}}}}
+data: {{source: rows.jsonl, max_length: 64, cache: false, validation: {{fraction: 0.1}}}}
+train: {{steps: 2, batch_size: 4, tokens_per_step: 256, learning_rate: 3e-3, device: cpu}}
+generate: {{prompts: []}}
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+    tokenizer = tiny_tokenizer(300)
+    for name, seed in (("teacher", 1), ("student", 2)):
+        save_tiny(tmp_path / name, tiny_model(tokenizer, seed=seed, hidden=64, vocab_size=320), tokenizer)
+    rows = [json.dumps({"text": f"{TEXT * 3}{number}"}) for number in range(120)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+
+
+def train(format):
+    path = f"{format}.yaml"
+    with open(path, "w") as file:
+        file.write(RECIPE.format(format=format))
+    assert run_command(["run", path]) == 0
+    return f"runs/{format}/student"
+
+
+def test_export_writes_what_was_trained(workplace, tmp_path, capsys):
+    student = train("q4_0")
+    assert run_command(["export", "q4_0", "-o", "out", "--gguf", "q4_0"]) == 0
+    assert re.search(r"the blocks it trained with cost a KL of -?0\.0e\+00 nats per token", capsys.readouterr().out)
+    own = load_file(f"{student}/model.safetensors")
+    assert all(torch.equal(value, own[key]) for key, value in load_file("out/model.safetensors").items())
+    assert json.loads((tmp_path / "out" / "quantised.json").read_text())["tensors"]
+    for arguments, message in (
+        (["--dtype", "bfloat16"], "--dtype: a quantised student's weights are its file's in float32"),
+        (
+            ["--format", "compressed-tensors"],
+            "--format: compressed-tensors holds weights in int4_g32 or int8, and this",
+        ),
+        (["--format", "zip"], "--format: expected safetensors or compressed-tensors, got 'zip'"),
+        (
+            ["--format", "compressed-tensors", "--gguf", "q4_0"],
+            "--format: compressed-tensors and a GGUF file hold other",
+        ),
+    ):
+        assert run_command(["export", "q4_0", "-o", "other", *arguments]) == 2
+        assert message in capsys.readouterr().err and not (tmp_path / "other").exists()
+    changed = load_file(f"{student}/model.safetensors")
+    changed["model.layers.0.mlp.up_proj.weight"][0, 0] += 1e-3
+    save_file(changed, f"{student}/model.safetensors", metadata={"format": "pt"})
+    assert run_command(["export", "q4_0", "-o", "other", "--gguf", "q4_0"]) == 2
+    assert "was trained in q4_0, and its weights are not" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("format", ["int4_g32", "int8"])
+def test_packed_weights_are_those_that_were_trained(workplace, format, capsys):
+    student = train(format)
+    assert run_command(["export", format, "-o", "out", "--format", "compressed-tensors"]) == 0
+    kl = float(re.search(r"read back and compared: a KL of (\S+) nats", capsys.readouterr().out)[1])
+    assert 0 <= kl < 1e-3, "bfloat16 of the embedding and of norms"
+    own, packed = load_file(f"{student}/model.safetensors"), load_file("out/model.safetensors")
+    with open("out/config.json") as file:
+        config = json.load(file)["quantization_config"]
+    (group,) = config["config_groups"].values()
+    bits = group["weights"]["num_bits"]
+    assert (config["format"], config["ignore"], group["targets"]) == ("pack-quantized", ["lm_head"], ["Linear"])
+    assert (bits, group["weights"]["group_size"]) == {"int4_g32": (4, 32), "int8": (8, None)}[format]
+    layers = [key for key in own if "_proj" in key]
+    assert len(layers) == 14
+    for key in layers:
+        codes = unpack_codes(packed[f"{key}_packed"], bits, own[key].shape[1]).float()
+        scale = packed[f"{key}_scale"]
+        assert scale.dtype == torch.bfloat16 and packed[f"{key}_shape"].tolist() == list(own[key].shape)
+        values = codes.unflatten(-1, (scale.shape[1], -1)) * scale.float()[..., None]
+        assert torch.equal(values.flatten(-2), own[key]) and key not in packed
+
+
+def test_rounding_without_training_is_judged_like_a_student(workplace, tmp_path, capsys):
+    found = {}
+    for method in ("nearest", "importance", "gptq"):
+        data = [] if method == "nearest" else ["--data", "rows.jsonl", "--max-length", "64"]
+        assert run_command(["quantise", "./student", "-o", method, "--method", method, *data]) == 0
+        assert f"wrote {method}: 15 matrices rounded to q4_0, {15 if method == 'nearest' else 14} by {method}" in (
+            capsys.readouterr().out
+        )
+        judge = ["eval", method, "--teacher", "./student", "--data", "rows.jsonl", "--max-rows", "64", "--json"]
+        assert run_command(judge) == 0
+        found[method] = json.loads(capsys.readouterr().out)["figures"]["forward_kl"]["value"]
+    assert found["gptq"] < 0.5 * min(found["nearest"], found["importance"]), found
+    assert run_command(["quantise", "./student", "-o", "packed", "--data", "rows.jsonl", "--pack"]) == 0
+    assert "packed as packed/packed-q4_0.gguf, read back and equal: a KL of" in capsys.readouterr().out
+    assert (tmp_path / "packed" / "packed-q4_0.gguf").is_file()
+    for arguments, message in (
+        (["-f", "q5_0"], "--format: expected one of q4_0, q8_0, int4_g32, int8, got 'q5_0'"),
+        (["--method", "awq"], "--method: expected one of nearest, importance, gptq, got 'awq'"),
+        ([], "--data: required for a model with --method gptq; only a run has training rows"),
+        (["--method", "nearest", "--data", "rows.jsonl"], "--data: nearest calibrates on nothing"),
+        (["--max-length", "9"], "--max-length: expected together with --data"),
+    ):
+        assert run_command(["quantise", "./student", "-o", "other", *arguments]) == 2
+        assert message in capsys.readouterr().err and not (tmp_path / "other").exists()
+    assert run_command(["quantise", "./student", "-o", "gptq", "--method", "nearest"]) == 2
+    assert "exists and is not an empty folder" in capsys.readouterr().err
+
+
+def test_a_run_is_rounded_on_its_own_rows(workplace, capsys):
+    train("int4_g32")
+    capsys.readouterr()
+    assert (
+        run_command(["quantise", "int4_g32", "-o", "out", "-f", "int4_g32", "--tokens", "256", "--pack", "--json"]) == 0
+    )
+    written = json.loads(capsys.readouterr().out)
+    assert (written["matrices"], written["by_method"], written["file"]) == (14, 14, "out") and written["kl"] < 1e-3
