@@ -25,7 +25,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import transformers
 from accelerate import PartialState
@@ -60,7 +60,6 @@ from distill.teachers.plugin import allowed_plugin
 from distill.teachers.registry import source_of
 from distill.training.arguments import fused_optimizer, require_optimizer, training_arguments
 from distill.training.checkpoint_validation import find_valid_checkpoint
-from distill.training.divergence_monitor import DivergenceMonitor
 from distill.training.error_translation import translate_errors
 from distill.training.failure_checkpoint import checkpoint_on_failure
 from distill.training.lock_file import (
@@ -72,9 +71,13 @@ from distill.training.lock_file import (
     locked_attention,
     read_lock,
 )
-from distill.training.progress import MetricsFile, ProgressReport
 from distill.training.resuming import ResumePlan, is_finished, print_resume_point, resume_plan, without_known_warnings
+from distill.training.step_guard import StepGuard
+from distill.training.step_listeners import run_listeners
 from distill.training.trainer import DistillationTrainer
+
+if TYPE_CHECKING:
+    from distill.generation.on_policy import OnPolicyRollouts
 
 __all__ = ["Run", "RunResult", "run"]
 
@@ -173,16 +176,11 @@ class Run:
         recipe, splits, context = self.recipe, prepared.splits, prepared.context
         loaded = self._load(prepared)
         pair, arguments = loaded.pair, loaded.arguments
-        progress = ProgressReport()
         trainer = DistillationTrainer(
             pair.student, pair.teacher, arguments, loss=recipe.loss, vocab_size=pair.vocab_size,
             train_dataset=splits.epochs, eval_dataset=splits.validation,
-            processing_class=pair.tokenizer,
-            callbacks=[MetricsFile(self.run_lock.folder / "metrics.jsonl", self.run_lock.check), progress],
-            optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
+            processing_class=pair.tokenizer, optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
         )  # fmt: skip
-        progress.measure = trainer.objective.measure
-        trainer.add_callback(DivergenceMonitor(recipe, trainer.objective.columns))
         trainer.remove_callback(transformers.PrinterCallback)
         if recipe.student.quantise is not None:
             from distill.training.quantise import quantise_for_training
@@ -190,7 +188,9 @@ class Run:
             resumed = prepared.last is not None
             loaded.notes.append(quantise_for_training(trainer, recipe.student.quantise, splits.train, resumed=resumed))
         lines = self._prepare_models(prepared, pair, trainer)
-        self._watch_steps(prepared, pair, trainer)
+        rollouts = self._rollouts(prepared, pair, trainer)
+        for listener in run_listeners(trainer, trainer.objective, recipe, pair, rollouts, self.run_lock):
+            trainer.add_callback(listener)
         # --- the run's folder is written from here on
         if loaded.locked is not None:
             self._begin_folder(prepared, loaded.locked)
@@ -206,7 +206,7 @@ class Run:
         before, answers = results.before()
         if loaded.locked is not None:
             note_beginning(self.run_lock.folder)
-        return Opened(trainer, progress, results, before, answers, prepared.last)
+        return Opened(trainer, results, before, answers, prepared.last)
 
     def train(self, opened: Opened) -> Trained:
         """Train the student.
@@ -215,15 +215,13 @@ class Run:
             SystemExit: Code 0, after a signal and a checkpoint.
         """
         trainer = opened.trainer
-        try:
-            with without_known_warnings():
-                trainer.train(resume_from_checkpoint=str(opened.last) if opened.last else None)
-        finally:
-            opened.progress.stop()
-        if trainer.step_guard.stopping and trainer.state.global_step < trainer.args.max_steps:
+        with without_known_warnings():
+            trainer.train(resume_from_checkpoint=str(opened.last) if opened.last else None)
+        guard = trainer.listeners.find(StepGuard)
+        if guard.stopping and trainer.state.global_step < trainer.args.max_steps:
             if is_main_process():
-                step, signal = trainer.state.global_step, trainer.step_guard.ended_by_signal
-                console.print_lines(f"stopped by {signal} after step {step}; continue with --resume")
+                step = trainer.state.global_step
+                console.print_lines(f"stopped by {guard.ended_by_signal} after step {step}; continue with --resume")
             raise SystemExit(0)
         return Trained(trainer, opened.results, opened.before, opened.answers)
 
@@ -320,24 +318,15 @@ class Run:
             prepare_models(pair, joins=joins, compiles=recipe.train.compile)
         return lines
 
-    def _watch_steps(self, prepared: Prepared, pair: ModelPair, trainer: DistillationTrainer) -> None:
-        """Add rollouts, their files and CUDA graphs to the trainer, as the recipe configures them."""
-        recipe, context, plugin, folder = self.recipe, prepared.context, self.start.plugin, self.run_lock.folder
-        trainer.on_policy = rollouts_from_recipe(
+    def _rollouts(self, prepared: Prepared, pair: ModelPair, trainer: DistillationTrainer) -> OnPolicyRollouts | None:
+        """Return the rollouts that training is on, by the student with our kernels in it; None without any."""
+        recipe, context, plugin = self.recipe, prepared.context, self.start.plugin
+        return rollouts_from_recipe(
             recipe, pair.student, pair.tokenizer, report=prepared.splits.report, vocab_size=trainer.objective.columns,
             autocast=context.precision.autocast, sharded=prepared.plan.placement.student_sharded,
             models=[model for _, model in pair.models()], reader=pair.vocabulary.answer_reader(),
-            code=None if plugin is None else plugin.code, folder=folder,
+            code=None if plugin is None else plugin.code, folder=self.run_lock.folder,
         )  # fmt: skip
-        if recipe.data.on_policy is not None:
-            from distill.training.rollout_files import store_rollouts
-
-            store_rollouts(trainer, recipe.data.on_policy, folder)
-        graph = recipe.train.cuda_graph
-        if context.device.type == "cuda" and (graph is True or (graph and runs_our_kernels(context.device))):
-            from distill.training.cuda_graphs import CudaGraphCallback
-
-            trainer.add_callback(CudaGraphCallback(pair.models(), always=graph is True, mean=trainer.mean))
 
     def _begin_folder(self, prepared: Prepared, locked: Plain) -> None:
         """Write the first files of the run's folder; the first process calls it."""

@@ -15,7 +15,6 @@ from distill.teachers.opening import ModelPair
 from distill.teachers.plugin import Plugin
 from distill.teachers.vocabulary import Vocabulary
 from distill.training.lock_file import Plain
-from distill.training.progress import ProgressReport
 from distill.training.resuming import ResumePlan
 from distill.training.trainer import DistillationTrainer
 
@@ -82,7 +81,6 @@ class Opened(NamedTuple):
 
     Attributes:
         trainer: Trainer of the student.
-        progress: Progress bar of the trainer.
         results: Measures the student and writes the results.
         before: Held-out metrics of the untrained student.
         answers: Responses from before training.
@@ -90,7 +88,6 @@ class Opened(NamedTuple):
     """
 
     trainer: DistillationTrainer
-    progress: ProgressReport
     results: RunResults
     before: HeldOut
     answers: Answers

@@ -87,6 +87,7 @@ def train(case, folder, *, processes, size=None, device="cpu", **settings):
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from transformers import TrainingArguments
 
+    from distill.training.step_listeners import RolloutBatches
     from distill.training.trainer import DistillationTrainer
 
     os.environ.pop("ACCELERATE_USE_FSDP", None)
@@ -126,7 +127,7 @@ def train(case, folder, *, processes, size=None, device="cpu", **settings):
     if sharded:  # gradients in the weights' own float64
         made.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
     if case.own_words:
-        made.on_policy = on_policy(student, fraction=0.7)
+        made.add_callback(RolloutBatches(on_policy(student, fraction=0.7), made))
     watch = Watch()
     watch.attach(made)
     made.train(**settings)

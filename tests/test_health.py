@@ -56,7 +56,7 @@ def test_a_step_that_is_not_finite_changes_nothing(tmp_path, value, clip, caplog
         made.train()
     for name, weight in weights(made.model).items():
         assert torch.equal(weight, start[name]), name
-    assert made.step_guard.skipped == 1 and made.state.log_history[0]["skipped_steps"] == 1
+    assert made.listeners.find(StepGuard).skipped == 1 and made.state.log_history[0]["skipped_steps"] == 1
     assert "step 1: loss or gradient is not finite" in caplog.text
 
 
@@ -65,37 +65,38 @@ def test_training_goes_on_after_a_skipped_step(tmp_path):
     Spoil(made, {2, 3})
     start = weights(made.model)
     made.train()
-    assert made.step_guard.skipped == 2
+    assert made.listeners.find(StepGuard).skipped == 2
     assert all(torch.isfinite(weight).all() for weight in weights(made.model).values())
     assert any(not torch.equal(weight, start[name]) for name, weight in weights(made.model).items())
 
 
 def test_a_loss_that_is_not_finite_is_skipped_too(tmp_path):
     made = trainer(tmp_path, max_steps=2)
-    seen = made.step_guard.record_batch
-    made.step_guard.record_batch = lambda inputs, loss: seen(
-        inputs, loss * (math.inf if made.state.global_step == 0 else 1)
+    guard = made.listeners.find(StepGuard)
+    seen = guard.micro_batch_done
+    guard.micro_batch_done = lambda batch, loss, is_last: seen(
+        batch, loss * (math.inf if made.state.global_step == 0 else 1), is_last
     )
     made.train()
-    assert made.step_guard.skipped == 1
+    assert made.listeners.find(StepGuard).skipped == 1
 
 
 def test_too_many_in_a_row_stop_the_run_and_save_the_batch(tmp_path):
     made = trainer(tmp_path, max_steps=20, gradient_accumulation_steps=2)
-    made.step_guard.limit = 3
+    made.listeners.find(StepGuard).limit = 3
     Spoil(made, {2, 4, 5, 6})
     with pytest.raises(RunError, match=r"stopped at step 6: .* 3 steps in a row.*train\.learning_rate.*--resume"):
         made.train()
     saved = load_file(tmp_path / "not-finite-step-6.safetensors")
     assert saved["input_ids.0"].shape == saved["labels.0"].shape and "input_ids.1" in saved
-    assert made.step_guard.skipped == 4
+    assert made.listeners.find(StepGuard).skipped == 4
 
 
 def test_each_of_several_processes_saves_its_own_batch(tmp_path, monkeypatch):
     for rank in (0, 1):
         monkeypatch.setenv("RANK", str(rank))
         health = StepGuard(lambda values: 2 * values, 2, tmp_path, limit=1)
-        health.record_batch({"input_ids": torch.full((1, 3 + rank), rank)}, torch.tensor(math.nan))
+        health.micro_batch_done({"input_ids": torch.full((1, 3 + rank), rank)}, torch.tensor(math.nan))
         with pytest.raises(RunError, match=rf"the last batch is in .*not-finite-step-7-rank-{rank}\.safetensors;"):
             health.before_step(torch.nn.Linear(1, 1), None, 7)
     for rank in (0, 1):
@@ -157,7 +158,7 @@ def a_bad_cache(made, subject):
 def test_a_teacher_that_is_not_finite_is_named(kind, fault, says, tmp_path, caplog):
     (tmp_path / "stored").mkdir()
     made, subject = trainer_of(tmp_path, kind, max_steps=9)
-    made.step_guard.limit = 2
+    made.listeners.find(StepGuard).limit = 2
     fault(made, subject)
     with pytest.raises(
         RunError, match=rf"stopped at step 2: the teacher is NaN or infinite \({says}\).*teacher\.dtype"
@@ -178,8 +179,9 @@ def test_a_student_that_is_not_finite_does_not_accuse_the_teacher(tmp_path, capl
 def test_the_teacher_is_asked_again_only_where_a_step_was_skipped(tmp_path):
     made = trainer(tmp_path, max_steps=6)
     Spoil(made, {3})
-    asked, blame = [], made.step_guard.diagnose
-    made.step_guard.diagnose = lambda batches: (asked.append(made.state.global_step + 1), blame(batches))[1]
+    guard = made.listeners.find(StepGuard)
+    asked, blame = [], guard.diagnose
+    guard.diagnose = lambda batches: (asked.append(made.state.global_step + 1), blame(batches))[1]
     made.train()
     assert asked == [3]
 
@@ -187,9 +189,9 @@ def test_the_teacher_is_asked_again_only_where_a_step_was_skipped(tmp_path):
 def test_a_teacher_on_another_rank(tmp_path, monkeypatch):
     made = trainer(tmp_path, max_steps=1)
     monkeypatch.setattr(made.accelerator, "reduce", lambda values, how: values + 1)
-    assert made._teacher_fault([]) == "on another rank"
+    assert made.listeners.find(StepGuard).diagnose([]) == "on another rank"
     monkeypatch.setattr(made.accelerator, "reduce", lambda values, how: values)
-    assert made._teacher_fault([]) is None
+    assert made.listeners.find(StepGuard).diagnose([]) is None
 
 
 def test_logits_that_are_not_finite_are_refused_before_the_run():
@@ -236,7 +238,7 @@ def test_sigterm_ends_behind_the_step_with_a_checkpoint(tmp_path):
     made.add_callback(Terminate())
     handler = signal.getsignal(signal.SIGTERM)
     made.train()
-    assert made.step_guard.stopping and made.state.global_step == 3
+    assert made.listeners.find(StepGuard).stopping and made.state.global_step == 3
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3"]
     assert signal.getsignal(signal.SIGTERM) is handler
     again, whole = trainer(tmp_path, max_steps=9), trainer(tmp_path / "whole", max_steps=9)
@@ -271,7 +273,7 @@ def test_a_signal_to_all_processes_leaves_the_data_workers_to_finish_the_step(nu
     made.add_callback(SignalToAll(number))
     with pytest.raises(KeyboardInterrupt) if number == signal.SIGINT else contextlib.nullcontext():
         made.train()
-    assert made.step_guard.stopping and [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3"]
+    assert made.listeners.find(StepGuard).stopping and [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3"]
     assert capfd.readouterr().err.count("press Ctrl-C again to stop at once") == (number == signal.SIGINT)
 
 

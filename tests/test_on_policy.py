@@ -24,6 +24,7 @@ from distill.recipe import parse
 from distill.teachers.objective import DistillationObjective
 from distill.training.checkpoints import checkpoints
 from distill.training.progress import MetricsFile, read_metrics
+from distill.training.step_listeners import RolloutBatches
 from distill.training.trainer import DistillationTrainer
 
 COLLATE = DefaultColumns(Collator(2, omit_plain_positions=True))
@@ -68,7 +69,7 @@ def trainer(folder, *, student=None, data=None, own=None, callbacks=None, loss="
         train_dataset=Dataset.from_list(pairs() if data is None else data),
         callbacks=callbacks,
     )
-    made.on_policy = on_policy(student, **(own or {}))
+    made.add_callback(RolloutBatches(on_policy(student, **(own or {})), made))
     return made
 
 
@@ -107,8 +108,8 @@ def test_only_generated_tokens_train(shape):
 def test_the_step_counts_generated_tokens(tmp_path):
     made = trainer(tmp_path, max_steps=2, gradient_accumulation_steps=2, own={"sampling": GREEDY})
     seen = []
-    replace = made.on_policy.replace
-    made.on_policy.replace = lambda *a: seen.append(replace(*a)) or seen[-1]
+    replace = made.listeners.find(RolloutBatches).rollouts.replace
+    made.listeners.find(RolloutBatches).rollouts.replace = lambda *a: seen.append(replace(*a)) or seen[-1]
     made.train()
     logged = [entry for entry in made.state.log_history if "loss" in entry]
     for entry, batches in zip(logged, seen, strict=True):
@@ -301,7 +302,7 @@ def test_resume_says_the_same_words(tmp_path):
             train_dataset=Dataset.from_list(settings["data"]),
             callbacks=[MetricsFile(tmp_path / f"{name}.jsonl")],
         )
-        made.on_policy = on_policy(model, **settings["own"])
+        made.add_callback(RolloutBatches(on_policy(model, **settings["own"]), made))
         made.train(**more)
         return made
 

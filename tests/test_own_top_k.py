@@ -303,7 +303,7 @@ def test_its_weight_follows_a_schedule():
     objective = subject.objective()
     schedule, values = LossSchedule(objective, section), []
     for step in range(5):
-        schedule.begin(step)
+        schedule.begin_step(step)
         values.append(subject.student(**objective.compare(subject.batch(), statistics=False))["loss"].item())
         assert objective.needs_targets is (step < 4)
     objective.detach()

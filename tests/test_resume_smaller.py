@@ -27,6 +27,7 @@ from distill.cli import run_command
 from distill.recipe import dump, load, parse
 from distill.training.progress import read_metrics
 from distill.training.resuming import ResumePlan, resume_plan, smaller_batch, without_known_warnings
+from distill.training.step_listeners import RolloutBatches
 from distill.training.trainer import DistillationTrainer
 
 STEPS, TAKEN = 8, 8  # of 18 rows an epoch takes steps of 8, 8 and 2 rows: 8 steps end within the third
@@ -127,7 +128,7 @@ def test_answers_of_the_student_are_the_same_in_other_micro_batches(size, room, 
             save_strategy="steps",
             save_steps=2,
         )
-        made.on_policy = on_policy(student, fraction=0.7, max_length=room)
+        made.add_callback(RolloutBatches(on_policy(student, fraction=0.7, max_length=room), made))
         seen = Seen(made)
         made.train(resume_from_checkpoint=checkpoint)
         return made, seen.steps

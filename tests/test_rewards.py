@@ -33,6 +33,7 @@ from distill.teachers.plugin import allowed_plugin
 from distill.teachers.policy_gradient import SampledTokenLoss
 from distill.training.progress import read_metrics
 from distill.training.rollout_files import files, read
+from distill.training.step_listeners import RolloutBatches
 from distill.training.trainer import DistillationTrainer
 
 REWARD = "mine.py:even"
@@ -205,7 +206,7 @@ def two_steps(folder, batch, accumulation, rows=None, **more):
         loss=Loss.model_validate({"terms": [TERM]}),
         train_dataset=Dataset.from_list(rows or pairs()),
     )
-    made.on_policy = on_policy(student, max_new_tokens=3, **more)
+    made.add_callback(RolloutBatches(on_policy(student, max_new_tokens=3, **more), made))
     made.train()
     logged = [entry for entry in made.state.log_history if "reward" in entry]
     keys = ("rollouts", "reward", "reward_std", "reward_zero_std", "trained_tokens")
@@ -231,7 +232,7 @@ def test_packed_rows_learn_what_plain_ones_do(tmp_path):
 
 
 def test_a_reward_that_nobody_gives_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"a reward needs trainer\.on_policy with rewards"):
+    with pytest.raises(ValueError, match=r"a reward needs a callback of RolloutBatches with rewards"):
         two_steps(tmp_path, 4, 1, rewards=None)
 
 
@@ -245,7 +246,7 @@ def late_reward(folder, terms, seed):
         loss=Loss.model_validate({"terms": terms}),
         train_dataset=Dataset.from_list(pairs(32)),
     )
-    made.on_policy = on_policy(student, samples=4, max_new_tokens=4, seed=seed)
+    made.add_callback(RolloutBatches(on_policy(student, samples=4, max_new_tokens=4, seed=seed), made))
     made.train()
     found = [row["reward"] for row in made.state.log_history if "reward" in row]
     return statistics.fmean(found[:5]), statistics.fmean(found[-5:])

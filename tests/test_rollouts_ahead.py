@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.models.patching import patch
 from distill.models.snapshot import Snapshot
+from distill.training.step_listeners import RolloutBatches
 
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -25,14 +26,19 @@ def ahead(folder, steps=1, *, fraction=1.0, device="cpu", **settings):
 
 
 def counted(made):
-    """Return the number of prompts of each call of the engine, in order."""
-    counts, answer = [], made.on_policy.engine.run
+    """Return the number of prompts of each call of a trainer's engine, in order."""
+    return counted_by(made.listeners.find(RolloutBatches).rollouts.engine)
+
+
+def counted_by(engine):
+    """Return the number of prompts of each call of an engine, in order."""
+    counts, answer = [], engine.run
 
     def answer_and_count(request):
         counts.append(len(request.prompts))
         return answer(request)
 
-    made.on_policy.engine.run = answer_and_count
+    engine.run = answer_and_count
     return counts
 
 
@@ -120,7 +126,7 @@ def test_a_checkpoint_of_two_processes_is_one_of_all_answers(tmp_path):
         own.replace([COLLATE(rows[rank])], 0, COLLATE, following=1)
         own.save(tmp_path / "checkpoint-1", rank)
     both.restore(tmp_path / "checkpoint-1")
-    asked = counted(type("Trainer", (), {"on_policy": both}))
+    asked = counted_by(both.engine)
     mixed = COLLATE(rows[2][::2] + rows[3][::2])
     (got,) = both.replace([mixed], 1, COLLATE)
     (expected,) = on_policy(model).replace([mixed], 1, COLLATE)

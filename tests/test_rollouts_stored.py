@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -223,7 +222,7 @@ def test_a_conversation_is_stored_with_its_turns():
     at = torch.tensor([place - 1 for place, label in enumerate(labels) if label != -100])
     batch |= {"valid_rows": at, "sampled_log_p": torch.where(batch["labels"] != -100, -1.5, torch.nan)}
     batch |= {"rewards": torch.full((1, len(ids)), 0.25), "advantages": torch.full((1, len(ids)), -0.5)}
-    made = StoredRollouts(Path("run"), 1, tokenizer, SimpleNamespace(routes=None, compare=None, loss_of=None))
+    made = StoredRollouts(Path("run"), 1, tokenizer, ())
     made.add(batch, torch.arange(len(STATISTICS) * len(ids), dtype=torch.float64).view(len(STATISTICS), -1))
     (row,) = made._rows
     assert row["prompt"] == "Add 2 and 3." and row["prompt_ids"] == parts[0][1]

@@ -32,6 +32,7 @@ from distill.planning.steps import data_rows_per_micro_batch
 from distill.recipe import RecipeError, parse
 from distill.recipe.resume_policy import why_batch_size_stays
 from distill.training.arguments import training_arguments
+from distill.training.step_listeners import RolloutBatches
 
 
 def answered(batches, **settings):
@@ -127,13 +128,13 @@ def eight_answers(folder, size, accumulation, **own):
         learning_rate=1.0,
         own={"samples": 2, "max_new_tokens": 3} | own,
     )
-    said, put_in = [], made.on_policy.replace
+    said, put_in = [], made.listeners.find(RolloutBatches).rollouts.replace
 
     def kept(*given):
         said.append(put_in(*given))
         return said[-1]
 
-    made.on_policy.replace = kept
+    made.listeners.find(RolloutBatches).rollouts.replace = kept
     made.train()
     logged = [entry for entry in made.state.log_history if "rollouts" in entry]
     assert all(entry["rollouts"] == 8 or own for entry in logged) and len(logged) == 2

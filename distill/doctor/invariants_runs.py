@@ -36,6 +36,7 @@ from distill.doctor.rollouts import StudentRollouts
 from distill.models.read_weights import read_weights
 from distill.recipe.loss import Loss
 from distill.training.checkpoints import checkpoints
+from distill.training.step_listeners import RolloutBatches
 from distill.training.trainer import DistillationTrainer
 
 MINUTES = 10
@@ -220,7 +221,7 @@ def _trainer(
         train_dataset=rows,
     )
     if subject.rollouts is not None and "spans" not in subject.rows[0]:  # their rows hold rollouts already
-        trainer.on_policy = subject.rollouts.in_training(subject.student)
+        trainer.add_callback(RolloutBatches(subject.rollouts.in_training(subject.student), trainer))
     trainer.remove_callback(PrinterCallback)
     return trainer
 

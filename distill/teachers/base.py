@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
@@ -55,17 +56,20 @@ class LossInputs:
         sampled_log_p: float [B, S] as the shifted labels: log-probabilities of the labels when the student sampled
             them, NaN where it did not; None where they were not kept.
         advantages: float [B, S] as the shifted labels: what a reward adds to each token's advantage; None without one.
+        batch: the collated batch, for those who watch the loss.
     """
 
     def __init__(
         self, targets: Targets | None, num_items: torch.Tensor | int | None, statistics: bool,
         sampled_log_p: torch.Tensor | None = None, advantages: torch.Tensor | None = None,
+        batch: Batch = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.targets = targets
         self.num_items = num_items
         self.statistics = statistics
         self.sampled_log_p = sampled_log_p
         self.advantages = advantages
+        self.batch = batch
 
 
 class HeadForward(NamedTuple):

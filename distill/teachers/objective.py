@@ -18,7 +18,8 @@ import collections
 import functools
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeVar
 
 import torch
 from distill_kernels import LossTerm
@@ -54,6 +55,18 @@ def as_teacher(teacher: nn.Module | Teacher) -> Teacher:
     return LoadedTeacher(teacher)
 
 
+class LossWatcher(Protocol):
+    """Observer of each loss as it is computed, inside the student's forward."""
+
+    def within(self, phase: str) -> AbstractContextManager[object]:
+        """Return the context that the loss is computed in, with `loss` as the phase."""
+        ...
+
+    def loss_computed(self, batch: Batch, result: LossResult) -> None:
+        """Take the loss of a collated batch, with its statistics per token."""
+        ...
+
+
 class DistillationObjective:
     """Teacher, loss and the patched student.
 
@@ -83,6 +96,7 @@ class DistillationObjective:
         self.pairing: VocabularyAlignment = self.teacher.format.pair(probe_logits(student, "student"), rows, vocab_size)
         self.loss: TargetLoss = self.teacher.format.loss(loss, self.pairing)
         self._student: nn.Module | None = None
+        self._watcher: LossWatcher | None = None
         self.attach(student)
 
     def attach(self, student: nn.Module) -> None:
@@ -118,6 +132,10 @@ class DistillationObjective:
         if original is not None:
             self._student.forward = original
         self._student = None
+
+    def watch(self, watcher: LossWatcher) -> None:
+        """Have a watcher see each loss from now on."""
+        self._watcher = watcher
 
     def collator(self, plain: Collate) -> Collate:
         """Return the collator of this objective: `plain`, or one around it that adds columns."""
@@ -158,14 +176,14 @@ class DistillationObjective:
         """
         if "labels" not in inputs or "input_ids" not in inputs:
             raise ValueError(f"batch: expected input_ids and labels, got {sorted(inputs)}")
-        inputs = {**inputs, "labels": mask_document_starts(inputs["labels"], inputs.get("position_ids"))}
+        batch, inputs = inputs, {**inputs, "labels": mask_document_starts(inputs["labels"], inputs.get("position_ids"))}
         drawn = inputs.pop("sampled_log_p", None)
         drawn = drawn if drawn is None else nn.functional.pad(drawn, (0, 1), value=torch.nan)[:, 1:]
         advantages = inputs.pop("advantages", None)
         inputs.pop("rewards", None)
         advantages = advantages if advantages is None else nn.functional.pad(advantages, (0, 1))[:, 1:]
         own = self.teacher.student_batch(inputs, self.needs_targets)
-        return {**own, "loss_inputs": LossInputs(self.targets(inputs), num_items, statistics, drawn, advantages)}
+        return {**own, "loss_inputs": LossInputs(self.targets(inputs), num_items, statistics, drawn, advantages, batch)}
 
     def loss_of(
         self,
@@ -243,7 +261,10 @@ class DistillationObjective:
         shifted = shift_labels(labels)
 
         def compute(hidden: torch.Tensor, head: HeadWeights) -> dict[str, torch.Tensor]:
-            result = self.loss_of(hidden, head, loss_inputs, shifted, valid_rows)
+            with nullcontext() if self._watcher is None else self._watcher.within("loss"):
+                result = self.loss_of(hidden, head, loss_inputs, shifted, valid_rows)
+            if self._watcher is not None:
+                self._watcher.loss_computed(loss_inputs.batch, result)
             if isinstance(result, torch.Tensor):
                 return {"loss": result}
             loss, stats = result

@@ -34,7 +34,7 @@ def checkpoint_on_failure(trainer: Any, *, together: bool = False, exports: bool
         fault = error
     failed, several = fault is not None, trainer.accelerator.num_processes > 1
     if several and together:
-        failed = trainer.mean(float(failed)) > 0
+        failed = trainer.mean_over_ranks(float(failed)) > 0
     if not failed:
         return
     folder, kept = Path(trainer.args.output_dir), f"{CHECKPOINT}{trainer.state.global_step}"

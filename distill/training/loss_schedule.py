@@ -11,14 +11,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from distill.recipe import Loss
+from distill.training.listeners import StepListener
 
 if TYPE_CHECKING:
     from distill.teachers.losses import LossSpec
     from distill.teachers.objective import DistillationObjective
 
 
-class LossSchedule:
-    """Updates an objective's loss to the scheduled one of the present step.
+class LossSchedule(StepListener):
+    """Listener that updates an objective's loss to the scheduled one of the present step.
 
     Args:
         objective: Objective whose loss is replaced where it changes.
@@ -43,9 +44,9 @@ class LossSchedule:
                 )
             for step in {0, *(step for line in self.section.schedule for step in line.steps)}:
                 objective.teacher.format.loss(self.section.at(step), objective.pairing)
-        self.begin(0)
+        self.begin_step(0)
 
-    def begin(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Set the loss of the optimizer step with this number (from 0)."""
         if self.section is None or (loss := self.section.at(step)) == self.now:
             return
@@ -59,6 +60,6 @@ class LossSchedule:
         name, weight = self.objective.divergence if self.section else (None, 0.0)
         return None if self.section is None else weight if name else 0.0
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the scheduled settings of the present step, for the log."""
         return {} if self.section is None else dict(self.values)

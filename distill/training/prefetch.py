@@ -6,47 +6,54 @@ random number drawn, and the run can be resumed bit-exactly from the checkpoint 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from distill.core.errors import TeacherUnavailableError
 from distill.core.ranks import world_size
 from distill.training.checkpoints import CHECKPOINT
+from distill.training.listeners import StepListener
 from distill.training.transformers_compat import TransformersCompat
 
 if TYPE_CHECKING:
+    from distill.generation.rollout_steps import Collated
     from distill.teachers.objective import DistillationObjective
 
 
-class TeacherPrefetcher:
-    """Submits a trainer's micro-batches to the teacher ahead of use; does nothing for teachers without prefetch.
+class TeacherPrefetcher(StepListener):
+    """Listener that submits a step's micro-batches to the teacher ahead of use, where the teacher prefetches.
 
     Args:
         objective: Objective that holds the teacher.
-        reduce: Function that sums a tensor over the ranks.
-        device: The trainer's device.
+        trainer: Trainer of the student.
     """
 
-    def __init__(
-        self, objective: DistillationObjective, reduce: Callable[[torch.Tensor], torch.Tensor], device: torch.device
-    ) -> None:
-        self.objective, self.reduce, self.device = objective, reduce, device
-        self._epoch: tuple[Iterator[Any] | None, Iterator[Any] | None] = (None, None)
+    def __init__(self, objective: DistillationObjective, trainer: TransformersCompat) -> None:
+        self.objective, self.trainer = objective, trainer
+        self._epoch: tuple[Iterator[Collated] | None, Iterator[Collated] | None] = (None, None)
 
-    def prefetch(self, epoch: Iterator[Any], least: int) -> Iterator[Any]:
-        """Return the micro-batches of an epoch in order, submitted to the teacher ahead of use.
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Write a checkpoint of the last complete step where the teacher becomes unavailable.
 
-        Args:
-            epoch: Iterator over the epoch; the same object in all calls of an epoch.
-            least: Number of micro-batches per optimizer step.
+        Raises:
+            TeacherUnavailableError: With the step that the run can be continued from.
         """
-        if not self.objective.teacher.ahead:
-            return epoch
-        if self._epoch[0] is not epoch:
-            self._epoch = epoch, self.objective.ahead(epoch, least)
+        try:
+            yield
+        except TeacherUnavailableError as error:
+            raise self._with_final_checkpoint(error) from None
+
+    def epoch_batches(self, batches: Iterator[Collated], count: int, are_final: bool) -> Iterator[Collated]:
+        """Return the micro-batches of an epoch in order, submitted to the teacher ahead of use if they are final."""
+        if not are_final or not self.objective.teacher.ahead:
+            return batches
+        if self._epoch[0] is not batches:
+            self._epoch = batches, self.objective.ahead(batches, count)
         assert self._epoch[1] is not None
         return self._epoch[1]
 
@@ -55,34 +62,37 @@ class TeacherPrefetcher:
         """Return whether the next step's targets are computed before they are needed."""
         return self.objective.teacher.ahead > 0 and self.objective.needs_targets
 
-    def submit(self, batches: Iterable[Any]) -> None:
-        """Submit micro-batches to the teacher, those that were not submitted before, without waiting."""
-        for batch in batches:
-            self.objective.teacher.submit(batch)
-
-    def wait(self, batches: Sequence[Any]) -> None:
-        """Wait for the teacher outputs of a step's micro-batches; on-policy rollouts are submitted only now.
+    def batches_taken(self, batches: list[Collated], upcoming: Iterable[Collated]) -> None:
+        """Wait for the teacher outputs of a step's micro-batches, and submit those of later steps.
 
         Raises:
             TeacherUnavailableError: On all ranks, where the outputs of one are missing.
         """
-        if not self.prefetch_enabled:
-            return
-        self.submit(batches)
-        teacher = self.objective.teacher
-        fault = teacher.fault_of(batches)
+        if self.prefetch_enabled:
+            self._wait(batches)
+            self._submit(upcoming)
+
+    def _submit(self, batches: Iterable[Collated]) -> None:
+        """Submit micro-batches to the teacher, those that were not submitted before, without waiting."""
+        for batch in batches:
+            self.objective.teacher.submit(batch)
+
+    def _wait(self, batches: Sequence[Collated]) -> None:
+        self._submit(batches)  # rollouts are submitted only now
+        fault = self.objective.teacher.fault_of(batches)
         anywhere = fault is not None
         if world_size() > 1:  # a single process need not wait for the GPU here
-            anywhere = bool(self.reduce(torch.tensor(float(anywhere), device=self.device)) > 0)
+            here = torch.tensor(float(anywhere), device=self.trainer.args.device)
+            anywhere = bool(self.trainer.sum_over_ranks(here) > 0)
         if anywhere:
             raise TeacherUnavailableError(fault or "the teacher server does not respond to another rank", agreed=True)
 
-
-def with_final_checkpoint(error: TeacherUnavailableError, trainer: TransformersCompat) -> TeacherUnavailableError:
-    """Return the error that ends a run, after writing a checkpoint of its last complete step where possible."""
-    step, folder = trainer.state.global_step, Path(trainer.args.output_dir or ".")
-    if not step or not (error.agreed or trainer.accelerator.num_processes == 1):
-        return error
-    if not (folder / f"{CHECKPOINT}{step}").is_dir():
-        trainer.save_checkpoint()
-    return TeacherUnavailableError(f"{error}; continue from step {step} with --resume")
+    def _with_final_checkpoint(self, error: TeacherUnavailableError) -> TeacherUnavailableError:
+        """Return the error that ends a run, after writing a checkpoint of its last complete step where possible."""
+        trainer = self.trainer
+        step, folder = trainer.state.global_step, Path(trainer.args.output_dir or ".")
+        if not step or not (error.agreed or trainer.accelerator.num_processes == 1):
+            return error
+        if not (folder / f"{CHECKPOINT}{step}").is_dir():
+            trainer.save_checkpoint()
+        return TeacherUnavailableError(f"{error}; continue from step {step} with --resume")

@@ -7,7 +7,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from distill.core.console import terminal_may_be_lost, wrap_line
 from distill.core.files import write_text
 from distill.core.manifest import fault_of_entry, remove_from_manifest
 from distill.teachers.measure import KL, Measure
+from distill.training.listeners import StepListener
 
 log = logging.getLogger(__name__)
 
@@ -107,19 +109,26 @@ def damage(path: Path) -> list[str]:
     return faults or ([fault] if (fault := fault_of_entry(path.parent, path.name)) else [])
 
 
-class ProgressReport(TrainerCallback):
-    """Callback that prints a line per logging step, in a terminal above a progress bar.
+class ProgressReport(StepListener):
+    """Listener that prints a line per logging step, in a terminal above a progress bar.
 
-    Attributes:
+    Args:
+        console: Console to print on; None for standard output.
         measure: Name and unit of the divergence.
     """
 
-    measure: Measure = KL
-
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console()
+    def __init__(self, console: Console | None = None, measure: Measure = KL) -> None:
+        self.console, self.measure = console or Console(), measure
         self._bar: Progress | None = None
         self._start, self._start_step = 0.0, 0
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Remove the bar at the end, also after an error or Ctrl-C."""
+        try:
+            yield
+        finally:
+            self.stop()
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Show the bar."""

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainingArguments
 
 from distill.core import console
 from distill.models.gptq import calibration_batches, round_weights
 from distill.models.quantised_student import QuantisedWeights, formats_of, quantise_student
 from distill.recipe.quantise import Quantise
+from distill.training.listeners import StepListener
 from distill.training.trainer import DistillationTrainer
 
 
-class QuantiseCallback(TrainerCallback):
-    """Callback that gives the optimizer the master weights, and rounds them after each of its steps.
+class QuantiseCallback(StepListener):
+    """Listener that gives the optimizer the master weights, and rounds them after each of its steps.
 
     Args:
         weights: The student's quantised weights.
+        arguments: Arguments of the trainer, which tell the process that writes.
     """
 
-    def __init__(self, weights: QuantisedWeights) -> None:
-        self.weights = weights
+    def __init__(self, weights: QuantisedWeights, arguments: TrainingArguments) -> None:
+        self.weights, self.arguments = weights, arguments
 
     def on_pre_optimizer_step(self, args: object, state: object, control: object, **kwargs: Any) -> None:
         """Put the master weights into the parameters, and update learned scales."""
@@ -32,6 +35,15 @@ class QuantiseCallback(TrainerCallback):
     def on_optimizer_step(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Round the updated weights."""
         self.weights.after_step()
+
+    def save(self, checkpoint: Path) -> None:
+        """Write the master weights and scales."""
+        if self.arguments.should_save:
+            self.weights.save(checkpoint)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Read the master weights and scales."""
+        self.weights.restore(checkpoint)
 
 
 def quantise_for_training(
@@ -66,7 +78,7 @@ def quantise_for_training(
         how = f"4-bit ones by GPTQ on {sum(batch['input_ids'].numel() for batch in batches):,} tokens"
     weights = quantise_student(student, found.by_name, learned=section.scales == "learned")
     weights.start_from(start)
-    trainer.add_callback(QuantiseCallback(weights))
+    trainer.add_callback(QuantiseCallback(weights, trainer.args))
     line = f"{'quantise':<12}student: {weights}; " + ("from the checkpoint" if resumed else f"rounded {how}")
     if found.unfit:
         line += f"; {len(found.unfit)} stay as they are, such as {found.unfit[0]}: rows that are not whole blocks"

@@ -13,61 +13,43 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerState
 
 from distill.core.files import replacing
 from distill.core.labels import IGNORE_INDEX
 from distill.core.manifest import add_to_manifest
 from distill.core.ranks import is_main_process
 from distill.generation.documents import Document, documents_of
-from distill.recipe.data import OnPolicy
-from distill.teachers.base import LossResult
+from distill.teachers.base import Batch, LossResult
 from distill.teachers.losses import STATISTICS
-from distill.teachers.objective import DistillationObjective
-from distill.training.trainer import DistillationTrainer
+from distill.training.listeners import StepListener
 
 FOLDER = "rollouts"
 
 
-def store_rollouts(trainer: DistillationTrainer, section: OnPolicy | None, folder: Path) -> None:
-    """Add a callback that writes rollouts into a run's folder, where `data.on_policy.store_every` is set."""
-    if trainer.on_policy is not None and section is not None and section.store_every:
-        trainer.add_callback(StoredRollouts(folder, section.store_every, trainer.processing_class, trainer.objective))
-
-
-class StoredRollouts(TrainerCallback):
-    """Callback that writes the rollouts of every `every`-th optimizer step.
+class StoredRollouts(StepListener):
+    """Listener that writes the rollouts of every `every`-th optimizer step.
 
     Args:
         folder: Folder of the run.
         every: Steps from one file to the next.
         tokenizer: Tokenizer of the data.
-        objective: Objective of the trainer; `compare` and `loss_of` are wrapped.
+        routes: Routes of the teacher.
     """
 
-    def __init__(self, folder: Path, every: int, tokenizer: Any, objective: DistillationObjective) -> None:
-        self.folder, self.every, self.tokenizer, self.routes = folder / FOLDER, every, tokenizer, objective.routes
+    def __init__(self, folder: Path, every: int, tokenizer: Any, routes: Sequence[str]) -> None:
+        self.folder, self.every, self.tokenizer, self.routes = folder / FOLDER, every, tokenizer, routes
         self.is_open = False  # whether the current step's rollouts are recorded
         self._rows: list[dict[str, object]] = []
-        self._batch: Mapping[str, torch.Tensor] = {}
-        compare, loss_of = objective.compare, objective.loss_of
-
-        def compare_and_remember(inputs: Mapping[str, Any], *args: Any, **more: Any) -> dict[str, Any]:
-            self._batch = inputs
-            return compare(inputs, *args, **more)
-
-        def loss_and_see(*call: Any) -> LossResult:
-            result = loss_of(*call)
-            if self.is_open and isinstance(result, tuple):
-                self.add(self._batch, torch.stack(tuple(result[1])).detach())
-            return result
-
-        objective.compare = compare_and_remember  # type: ignore[method-assign]
-        objective.loss_of = loss_and_see  # type: ignore[method-assign,assignment]
 
     def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Start recording if the step after `state.global_step` is to be written."""
         self.is_open = (state.global_step + 1) % self.every == 0
+
+    def loss_computed(self, batch: Batch, result: LossResult) -> None:
+        """Record the rollouts of a micro-batch."""
+        if self.is_open and isinstance(result, tuple):
+            self.add(batch, torch.stack(tuple(result[1])).detach())
 
     def add(self, batch: Mapping[str, torch.Tensor], statistics: torch.Tensor) -> None:
         """Record the rollouts of a micro-batch.

@@ -26,22 +26,23 @@ import torch
 from distill_kernels.optim.adamw import FusedAdamW
 from safetensors.torch import save_file
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerControl, TrainerState
 
 from distill.core import console
 from distill.core.errors import RunError
 from distill.core.ranks import is_main_process
 from distill.models.gpu_specs import joins_on
 from distill.teachers.base import Batch
-from distill.training.module_cache import cache_modules, cached_parameters
+from distill.training.listeners import StepListener
+from distill.training.module_cache import cached_parameters
 
 log = logging.getLogger(__name__)
 
 LIMIT = 10
 
 
-class StepGuard:
-    """Guard of one trainer's steps.
+class StepGuard(StepListener):
+    """Listener that guards one trainer's steps.
 
     Args:
         reduce: Function that sums a tensor over the ranks.
@@ -70,18 +71,52 @@ class StepGuard:
         self._norm: torch.Tensor | None = None
         self._loss: torch.Tensor | None = None
         self._batches: list[Batch] = []
+        self._state: TrainerState | None = None
         self._waiting: tuple[torch.Tensor, torch.cuda.Event | None, int, list[Batch]] | None = None
 
-    def record_batch(self, inputs: Batch, loss: torch.Tensor) -> None:
+    def micro_batch_done(self, batch: Batch, loss: torch.Tensor, is_last: bool = True) -> None:
         """Record a micro-batch of the current step and its loss."""
-        self._batches.append(inputs)
+        self._batches.append(batch)
         loss = loss.detach().float()
         self._loss = loss if self._loss is None else self._loss + loss
 
-    def record_norm(self, norm: Any) -> None:
+    def gradient_norm_computed(self, norm: Any) -> None:
         """Record the gradient norm of the step, where clipping has computed it."""
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self._norm = norm.detach() if isinstance(norm, torch.Tensor) else None
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Handle signals while the trainer trains, and check afterwards how it ended.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C, after the current step and its checkpoint.
+            ValueError: Loss or gradients were NaN or infinite in every step.
+        """
+        with self.stop_on_signals():
+            yield
+        assert self._state is not None
+        if self._state.global_step >= self._state.max_steps:
+            self.check_learning(self._state.global_step)
+        elif self.interrupted:
+            raise KeyboardInterrupt
+
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
+        """Keep the trainer's state, which tells how many steps it has made at the end."""
+        self._state = state
+
+    def on_pre_optimizer_step(self, args: object, state: TrainerState, control: object, **kwargs: Any) -> None:
+        """Check the gradients before the optimizer uses them."""
+        self.before_step(kwargs["model"], kwargs["optimizer"], state.global_step + 1)
+
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Log, save and stop where a signal requested that."""
+        if self.stopping and state.global_step < state.max_steps:
+            control.should_log = control.should_save = control.should_training_stop = True
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of skipped steps, where there are any."""
+        return {"skipped_steps": self.skipped} if self.skipped else {}
 
     def before_step(self, model: nn.Module, optimizer: Any, step: int) -> None:
         """Check the step's gradients; where they are not finite, make the optimizer skip the step.
@@ -275,30 +310,3 @@ def norm_of(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     norm = torch.nn.utils.get_total_norm(gradients)
     whole: torch.Tensor = getattr(norm, "full_tensor", lambda: norm)()
     return whole
-
-
-class StepCallback(TrainerCallback):
-    """Callback that passes each optimizer step to `StepGuard` and stops training where it requests that."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Cache the module lists: the model is wrapped and placed by now."""
-        cache_modules(self.trainer.model)
-
-    def on_pre_optimizer_step(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Check the gradients before the optimizer uses them."""
-        self.trainer.step_guard.before_step(self.trainer.model, self.trainer.optimizer, state.global_step + 1)
-
-    def on_epoch_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        """Flush teacher outputs that were cached in this epoch, so that all processes can read them."""
-        self.trainer.objective.teacher.flush()
-
-    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Update a moving-average teacher; log, save and stop where that was requested."""
-        self.trainer.objective.teacher.follow(self.trainer.objective.student)
-        self.trainer.meter.phases.enter("data")
-        self.trainer.meter.phases.steps += 1
-        if self.trainer.step_guard.stopping and state.global_step < state.max_steps:
-            control.should_log = control.should_save = control.should_training_stop = True

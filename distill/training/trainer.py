@@ -10,40 +10,32 @@ gradients over the ranks, so the loss is multiplied by the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
-from distill.core.errors import TeacherUnavailableError
 from distill.core.labels import count_trained_tokens
 from distill.data.collator import Collator, DefaultColumns, padding_token
 from distill.models.attention import keep_soft_cap
-from distill.models.compiling import uncompiled
 from distill.models.document_rope import follows_length, rope_by_document
-from distill.models.flops import count_flops
-from distill.models.quantised_student import quantised_weights
 from distill.models.sharding import is_sharded
 from distill.recipe import Loss
 from distill.teachers.base import Batch, Teacher
 from distill.teachers.losses import LossSpec
 from distill.teachers.objective import DistillationObjective
 from distill.training.arguments import overwrite_arguments
-from distill.training.loss_schedule import LossSchedule
-from distill.training.metrics import Meter, named_means, number_of_sums
-from distill.training.module_cache import clear_module_cache
-from distill.training.prefetch import TeacherPrefetcher, with_final_checkpoint
+from distill.training.listeners import Listeners
+from distill.training.metrics import named_means, number_of_sums
+from distill.training.phases import PAUSED
 from distill.training.rank_batches import EmptyBatchCollator
-from distill.training.step_guard import StepCallback, StepGuard
+from distill.training.step_listeners import training_listeners
 from distill.training.transformers_compat import TransformersCompat
-from distill.training.watchdog import watch_ranks
-
-if TYPE_CHECKING:
-    from distill.generation.on_policy import OnPolicyRollouts
 
 
 class DistillationTrainer(TransformersCompat):
@@ -114,23 +106,12 @@ class DistillationTrainer(TransformersCompat):
             model.to(args.device)
         self.objective: DistillationObjective = DistillationObjective(teacher, model, loss, vocab_size=vocab_size)
         self.data_collator = self.objective.collator(self.data_collator)  # type: ignore[arg-type]
-        work = self.objective.teacher.flops_per_token(), count_flops(model, trains=True)
-        self.meter = Meter(args.device, *work, self.objective.divergence, self.objective.routes)
-        self.schedule = LossSchedule(self.objective, loss)
         section = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
-        self.is_rewarded = isinstance(section, Loss) and section.rewarded is not None
-        self.objective.loss_of = self.meter.phases.timed("loss", self.objective.loss_of)  # type: ignore[method-assign]
-        self.on_policy: OnPolicyRollouts | None = None  # set it to train on the student's rollouts
-        self._batches_begun = 0  # micro-batches that training_step has begun
-        self.prefetcher = TeacherPrefetcher(self.objective, self._sum_over_ranks, args.device)
-        processes, folder = self.accelerator.num_processes, Path(args.output_dir or ".")
-        self.step_guard = StepGuard(self._sum_over_ranks, processes, folder, diagnose=self._teacher_fault)
-        if self.accelerator.scaler is not None:  # float16: the scaler finds its scale by steps that overflow
-            self.step_guard.limit *= 10
-        self.add_callback(StepCallback(self))
-
-    def _sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        return self.accelerator.reduce(values, "sum")
+        self._is_rewarded = isinstance(section, Loss) and section.rewarded is not None
+        self.listeners = Listeners(self.callback_handler)
+        self.objective.watch(self.listeners)
+        for listener in training_listeners(self, self.objective, loss):
+            self.add_callback(listener)
 
     # ------------------------------------------------------------------ loss
 
@@ -142,98 +123,69 @@ class DistillationTrainer(TransformersCompat):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """Return the micro-batch's summed loss, divided by the step's token count, times the number of ranks."""
-        with self.meter.phases.within("teacher"):
+        with self.listeners.within("teacher"):
             compared = self.objective.compare(inputs, num_items_in_batch)
         output = model(**compared)
         if model.training:
-            self.meter.add(inputs, output["statistics"], self.schedule.weight, output.get("drawn"))
+            for each in self.listeners:
+                each.forward_done(inputs, compared["loss_inputs"], output)
         loss = output["loss"]
         if num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes
         return (loss, output) if return_outputs else loss
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Extend `Trainer`'s method: keep the batch until its step is known to be finite."""
-        self._batches_begun += 1
-        with self.meter.phases.within("student"):
+        """Extend `Trainer`'s method: hand the micro-batch to the listeners afterwards."""
+        with self.listeners.within("student"):
             loss = super().training_step(model, inputs, *args, **kwargs)
-        self.step_guard.record_batch(inputs, loss)
-        if self.accelerator.sync_gradients:  # the step's last micro-batch
-            self.meter.phases.enter("optimizer")
+        for each in self.listeners:
+            each.micro_batch_done(inputs, loss, self.accelerator.sync_gradients)
         return loss
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """Extend `Trainer`'s method: with `on_policy`, replace some responses by the student's rollouts."""
+        """Extend `Trainer`'s method: the listeners may replace the micro-batches, e.g. by the student's rollouts.
+
+        Raises:
+            ValueError: A loss with rewards, and no listener that gives any.
+        """
         if self.is_in_train and self.state.global_step >= self.state.max_steps:  # resumed after its last step
             return [], None
-        self.schedule.begin(step := self.state.global_step)
-        rollouts = self.on_policy
-        if self.is_rewarded and (rollouts is None or rollouts.rewards is None):
-            raise ValueError("loss.terms: a reward needs trainer.on_policy with rewards; got none")
-        source = rollouts.epoch(epoch_iterator) if rollouts else self.prefetcher.prefetch(epoch_iterator, num_batches)
-        batches, count = super().get_batch_samples(source, num_batches, device)
-        if rollouts is not None and batches:
-            with uncompiled():
-                batches = rollouts.replace(batches, step, self.data_collator, self.state.max_steps - step - 1)
+        if self._is_rewarded and not any(each.gives_rewards for each in self.listeners):
+            raise ValueError("loss.terms: a reward needs a callback of RolloutBatches with rewards; got none")
+        step, are_final = self.state.global_step, not any(each.replaces_batches for each in self.listeners)
+        for each in self.listeners:
+            each.begin_step(step)
+        for each in self.listeners:
+            epoch_iterator = each.epoch_batches(epoch_iterator, num_batches, are_final)
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if batches and not are_final:
+            for each in self.listeners:
+                batches = each.replace(batches, step, self.state.max_steps - step - 1)
             count = self._get_num_items_in_batch(batches, device)
-        self.prefetcher.wait(batches)
-        if rollouts is not None and self.prefetcher.prefetch_enabled:
-            self.prefetcher.submit(rollouts.upcoming_batches(self.data_collator))
+        upcoming = itertools.chain.from_iterable(each.upcoming() for each in self.listeners)
+        for each in self.listeners:
+            each.batches_taken(batches, upcoming)
         return batches, count
-
-    def _teacher_fault(self, batches: list[Batch]) -> str | None:
-        """Return where the teacher is not finite on a skipped step's batches, or None; every rank calls it."""
-        from distill.teachers.blame import teacher_fault
-
-        with self.compute_loss_context_manager():
-            fault = teacher_fault(self.objective, [self._prepare_inputs(dict(batch)) for batch in batches])
-        anywhere = torch.tensor(float(fault is not None), device=self.args.device)
-        if self.accelerator.reduce(anywhere, "sum") == 0:
-            return None
-        return fault or "on another rank"
 
     # --------------------------------------------------------------- metrics
 
-    def mean(self, value: float) -> float:
-        """Return the mean of a number over the ranks."""
-        return self.accelerator.reduce(torch.tensor(value, device=self.args.device), "mean").item()
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the interval's metrics to a training step's log; every rank calls it."""
+        """Add the listeners' metrics to a training step's log; every rank calls it."""
         if "loss" in logs and self.is_in_train:
-            logs = {**logs, **self.meter.read(self._sum_over_ranks)}
-            logs |= self.schedule.figures()
-            if self.on_policy is not None:
-                logs |= self.on_policy.pop_metrics(self._sum_over_ranks, self.args.device)
-            if self.step_guard.skipped:
-                logs["skipped_steps"] = self.step_guard.skipped
+            for each in self.listeners:
+                logs = logs | each.metrics()
         super().log(logs, start_time)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Extend `Trainer`'s method: SIGTERM and SIGHUP write a checkpoint and return with `step_guard.stopping` set.
+        """Extend `Trainer`'s method: SIGTERM and SIGHUP write a checkpoint and return; `StepGuard.stopping` is set.
 
         Raises:
             RunError: Loss or gradients stay NaN or infinite.
             ValueError: They were NaN or infinite in every step, so nothing was learned.
             KeyboardInterrupt: Ctrl-C, after the current step and its checkpoint.
         """
-        self.meter.restart()
-        with (
-            self.step_guard.stop_on_signals(),
-            watch_ranks(Path(self.args.output_dir or "."), lambda: self._batches_begun),
-        ):
-            try:
-                result = super().train(*args, **kwargs)
-            except TeacherUnavailableError as gone:
-                raise with_final_checkpoint(gone, self) from None
-            finally:
-                clear_module_cache(self.model)
-        if self.state.global_step < self.state.max_steps:
-            if self.step_guard.interrupted:
-                raise KeyboardInterrupt
-        else:
-            self.step_guard.check_learning(self.state.global_step)
-        return result
+        with self.listeners.training():
+            return super().train(*args, **kwargs)
 
     @torch.no_grad()
     def evaluate(
@@ -249,7 +201,7 @@ class DistillationTrainer(TransformersCompat):
             sets = {name: name if eval_dataset is None else rows[name] for name in rows}
             each = [self.evaluate(own, ignore_keys, f"{metric_key_prefix}_{name}") for name, own in sets.items()]
             return {name: value for figures in each for name, value in figures.items()}
-        with self.meter.paused():
+        with self.listeners.within(PAUSED):
             figures = self._held_out(self.get_eval_dataloader(eval_dataset))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         self.log(metrics)
@@ -276,29 +228,20 @@ class DistillationTrainer(TransformersCompat):
     # ----------------------------------------------------------- checkpoints
 
     def gradient_norm_computed(self, norm: torch.Tensor) -> None:
-        """Record the norm, with which the step's gradients are checked."""
-        self.step_guard.record_norm(norm)
+        """Hand the norm to the listeners."""
+        for each in self.listeners:
+            each.gradient_norm_computed(norm)
 
-    @contextmanager
-    def writing_checkpoint(self) -> Iterator[None]:
-        """Exclude the time from the metrics, and flush teacher outputs that are cached."""
-        with self.meter.paused():
-            self.objective.teacher.flush()
-            yield
+    def writing_checkpoint(self) -> AbstractContextManager[object]:
+        """Return the context in which time does not count as that of steps."""
+        return self.listeners.within(PAUSED)
 
     def save_companions(self, checkpoint: Path) -> None:
-        """Write the state of rollouts, of the teacher and of a quantised student into a checkpoint."""
-        if self.on_policy is not None:
-            self.on_policy.save(checkpoint, self.args.process_index)
-        if self.args.should_save:
-            self.objective.teacher.save(checkpoint)
-            if (quantised := quantised_weights(self.model)) is not None:
-                quantised.save(checkpoint)
+        """Write the listeners' state into a checkpoint."""
+        for each in self.listeners:
+            each.save(checkpoint)
 
     def restore_companions(self, checkpoint: Path) -> None:
-        """Restore the state of the teacher, of rollouts and of a quantised student from a checkpoint."""
-        self.objective.teacher.restore(checkpoint)
-        if (quantised := quantised_weights(self.model)) is not None:
-            quantised.restore(checkpoint)
-        if self.on_policy is not None:
-            self.on_policy.restore(checkpoint)
+        """Restore the listeners' state from a checkpoint."""
+        for each in self.listeners:
+            each.restore(checkpoint)

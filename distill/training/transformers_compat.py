@@ -62,6 +62,14 @@ class TransformersCompat(Trainer):
     def restore_companions(self, checkpoint: Path) -> None:
         """Read what `save_companions` wrote; every process calls it."""
 
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over the ranks."""
+        return self.accelerator.reduce(values, "sum")
+
+    def mean_over_ranks(self, value: float) -> float:
+        """Return the mean of a number over the ranks."""
+        return self.accelerator.reduce(torch.tensor(value, device=self.args.device), "mean").item()
+
     def save_checkpoint(self) -> None:
         """Write a checkpoint of the present step; every process calls it."""
         self._save_checkpoint(self.model, None)

@@ -26,11 +26,29 @@ from pathlib import Path
 from distill.core import console
 from distill.core.ranks import broadcast_from_rank0, world_size
 from distill.training.checkpoints import checkpoints
+from distill.training.listeners import StepListener
 
 FOLDER = ".ranks"
 SILENT_S = 120.0  # seconds without a heartbeat
 STALLED_S = 1500.0  # seconds behind the others' batches; collectives time out after 1,800
 SIZE = 256
+
+
+class RankWatch(StepListener):
+    """Listener that watches the other ranks while a trainer trains; see `watch_ranks`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._begun = 0  # micro-batches
+
+    def training(self) -> contextlib.AbstractContextManager[None]:
+        """Watch the other ranks in the context."""
+        return watch_ranks(self.folder, lambda: self._begun)
+
+    def within(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        """Count a micro-batch that begins."""
+        self._begun += phase == "student"
+        return contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -34,6 +34,8 @@ from distill.models.precision import resolve_device, resolve_precision
 from distill.planning.run_plan import plan_steps
 from distill.recipe import Recipe
 from distill.training.arguments import fused_optimizer, training_arguments
+from distill.training.step_guard import StepGuard
+from distill.training.step_listeners import RolloutBatches
 from distill.training.trainer import DistillationTrainer
 from scripts.study.plan import Setup
 
@@ -204,7 +206,7 @@ def train(
         trainer.remove_callback(PrinterCallback)
         if quality is not None:
             quality.trainer = trainer
-        trainer.on_policy = rollouts_from_recipe(
+        rollouts = rollouts_from_recipe(
             recipe,
             student,
             bench.tokenizer,
@@ -212,13 +214,16 @@ def train(
             vocab_size=trainer.objective.columns,
             autocast=bench.precision.autocast,
         )
+        if rollouts is not None:
+            trainer.add_callback(RolloutBatches(rollouts, trainer))
         start = time.perf_counter()
         trainer.train()
         if bench.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start - (quality.seconds if quality else 0.0)
-        if trainer.step_guard.stopping:
-            step, signal = trainer.state.global_step, trainer.step_guard.ended_by_signal
+        guard = trainer.listeners.find(StepGuard)
+        if guard.stopping:
+            step, signal = trainer.state.global_step, guard.ended_by_signal
             raise SystemExit(f"stopped by {signal} at step {step}: no row is made")
     trainer.objective.detach()
     return Training(seconds, int(sum(row.get("trained_tokens", 0) for row in trainer.state.log_history)))

@@ -1,0 +1,258 @@
+"""The listeners of a training: those of every `DistillationTrainer`, and those of a recipe's run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import TrainerCallback, TrainerState
+
+from distill.models.compiling import uncompiled
+from distill.models.flops import count_flops
+from distill.models.gpu_specs import runs_our_kernels
+from distill.recipe import Recipe
+from distill.teachers.base import Batch, LossInputs
+from distill.teachers.losses import LossSpec
+from distill.teachers.objective import DistillationObjective
+from distill.training.divergence_monitor import DivergenceMonitor
+from distill.training.listeners import StepListener
+from distill.training.loss_schedule import LossSchedule
+from distill.training.metrics import Meter
+from distill.training.module_cache import cache_modules, clear_module_cache
+from distill.training.phases import PAUSED
+from distill.training.prefetch import TeacherPrefetcher
+from distill.training.progress import MetricsFile, ProgressReport
+from distill.training.step_guard import LIMIT, StepGuard
+from distill.training.transformers_compat import TransformersCompat
+from distill.training.watchdog import RankWatch
+
+if TYPE_CHECKING:
+    from distill.core.run_lock import RunLock
+    from distill.generation.on_policy import OnPolicyRollouts
+    from distill.generation.rollout_steps import Collated
+    from distill.teachers.opening import ModelPair
+
+
+def training_listeners(
+    trainer: TransformersCompat, objective: DistillationObjective, loss: LossSpec
+) -> list[TrainerCallback]:
+    """Return the listeners of every trainer, in their order: the guard's signal handlers are the outermost context.
+
+    Args:
+        trainer: Trainer of the student.
+        objective: Its objective.
+        loss: Loss that the objective was made with, which may have a schedule.
+
+    Raises:
+        ValueError: A scheduled loss that this teacher's outputs do not allow.
+    """
+    folder, scaler = Path(trainer.args.output_dir or "."), trainer.accelerator.scaler
+    guard = StepGuard(
+        trainer.sum_over_ranks,
+        trainer.accelerator.num_processes,
+        folder,
+        limit=LIMIT if scaler is None else 10 * LIMIT,  # float16: the scaler finds its scale by steps that overflow
+        diagnose=teacher_diagnosis(trainer, objective),
+    )
+    schedule = LossSchedule(objective, loss)
+    flops = objective.teacher.flops_per_token(), count_flops(trainer.model, trains=True)
+    meter = Meter(trainer.args.device, *flops, objective.divergence, objective.routes)
+    return [
+        guard,
+        RankWatch(folder),
+        TeacherPrefetcher(objective, trainer),
+        CachedModules(trainer),
+        TeacherUpdates(trainer, objective),
+        TrainingMetrics(meter, trainer.sum_over_ranks, schedule),
+        schedule,
+    ]
+
+
+def run_listeners(
+    trainer: TransformersCompat,
+    objective: DistillationObjective,
+    recipe: Recipe,
+    pair: ModelPair,
+    rollouts: OnPolicyRollouts | None,
+    run_lock: RunLock,
+) -> list[TrainerCallback]:
+    """Return the listeners of a recipe's run beside those of every trainer.
+
+    Args:
+        trainer: Trainer of the student.
+        objective: Its objective.
+        recipe: Recipe of the run.
+        pair: Teacher and student, with our kernels in them.
+        rollouts: Rollouts that training is on; None for the data's own responses.
+        run_lock: Lock on the run's folder.
+    """
+    folder, section = run_lock.folder, recipe.data.on_policy
+    found: list[TrainerCallback] = [
+        MetricsFile(folder / "metrics.jsonl", run_lock.check),
+        ProgressReport(measure=objective.measure),
+        DivergenceMonitor(recipe, objective.columns),
+    ]
+    if rollouts is not None:
+        found.append(RolloutBatches(rollouts, trainer))
+        if section is not None and section.store_every:
+            from distill.training.rollout_files import StoredRollouts
+
+            found.append(StoredRollouts(folder, section.store_every, pair.tokenizer, objective.routes))
+    device, graph = trainer.args.device, recipe.train.cuda_graph
+    if device.type == "cuda" and (graph is True or (graph and runs_our_kernels(device))):
+        from distill.training.cuda_graphs import CudaGraphCallback
+
+        found.append(CudaGraphCallback(pair.models(), always=graph is True, mean=trainer.mean_over_ranks))
+    return found
+
+
+class TrainingMetrics(StepListener):
+    """Listener that measures steps.
+
+    Args:
+        meter: Sums of the logging interval.
+        reduce: Function that sums a tensor over the ranks.
+        schedule: Schedule of the loss, whose weight scales the statistics.
+    """
+
+    def __init__(self, meter: Meter, reduce: Callable[[torch.Tensor], torch.Tensor], schedule: LossSchedule) -> None:
+        self.meter, self.reduce, self.schedule = meter, reduce, schedule
+
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
+        """Begin the first interval."""
+        self.meter.restart()
+
+    def within(self, phase: str) -> AbstractContextManager[object]:
+        """Count the time of the context as that of a phase; none of it where `phase` is `PAUSED`."""
+        return self.meter.paused() if phase == PAUSED else self.meter.phases.within(phase)
+
+    def forward_done(self, batch: Batch, inputs: LossInputs, output: dict[str, torch.Tensor]) -> None:
+        """Count a micro-batch."""
+        self.meter.add(batch, output["statistics"], self.schedule.weight, output.get("drawn"))
+
+    def micro_batch_done(self, batch: Batch, loss: torch.Tensor, is_last: bool) -> None:
+        """Enter the phase of the optimizer after the last micro-batch."""
+        if is_last:
+            self.meter.phases.enter("optimizer")
+
+    def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
+        """Enter the phase of the data, and count the step."""
+        self.meter.phases.enter("data")
+        self.meter.phases.steps += 1
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the interval."""
+        return self.meter.read(self.reduce)
+
+
+class TeacherUpdates(StepListener):
+    """Listener that updates a moving-average teacher, and saves what training changes in a teacher.
+
+    Args:
+        trainer: Trainer of the student.
+        objective: Objective that holds the teacher.
+    """
+
+    def __init__(self, trainer: TransformersCompat, objective: DistillationObjective) -> None:
+        self.args, self.objective = trainer.args, objective
+
+    def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
+        """Update a moving-average teacher."""
+        self.objective.teacher.follow(self.objective.student)
+
+    def on_epoch_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
+        """Flush teacher outputs that were cached in this epoch, so that all processes can read them."""
+        self.objective.teacher.flush()
+
+    def save(self, checkpoint: Path) -> None:
+        """Flush cached outputs, and write what training has changed in the teacher."""
+        self.objective.teacher.flush()
+        if self.args.should_save:
+            self.objective.teacher.save(checkpoint)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Restore what training has changed in the teacher."""
+        self.objective.teacher.restore(checkpoint)
+
+
+class CachedModules(StepListener):
+    """Listener that caches the lists of the student's modules while it trains."""
+
+    def __init__(self, trainer: TransformersCompat) -> None:
+        self.trainer = trainer
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Drop the lists at the end, also after an error."""
+        try:
+            yield
+        finally:
+            clear_module_cache(self.trainer.model)
+
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
+        """Cache the lists: the model is wrapped and placed by now."""
+        cache_modules(self.trainer.model)
+
+
+class RolloutBatches(StepListener):
+    """Listener that replaces responses of a step's micro-batches by the student's rollouts.
+
+    Args:
+        rollouts: Generates the rollouts.
+        trainer: Trainer of the student.
+    """
+
+    replaces_batches = True
+
+    def __init__(self, rollouts: OnPolicyRollouts, trainer: TransformersCompat) -> None:
+        self.rollouts, self.trainer = rollouts, trainer
+        self.gives_rewards = rollouts.rewards is not None
+
+    def epoch_batches(self, batches: Iterator[Collated], count: int, are_final: bool) -> Iterator[Collated]:
+        """Return the epoch as an iterator in which rollouts of later steps can look ahead."""
+        return self.rollouts.epoch(batches)
+
+    def replace(self, batches: list[Collated], step: int, following: int) -> list[Collated]:
+        """Return the micro-batches with rollouts by the present student."""
+        with uncompiled():
+            return self.rollouts.replace(batches, step, self.trainer.data_collator, following)
+
+    def upcoming(self) -> Iterable[Collated]:
+        """Return the micro-batches of later steps whose rollouts are there."""
+        return self.rollouts.upcoming_batches(self.trainer.data_collator)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the interval's rollouts."""
+        return self.rollouts.pop_metrics(self.trainer.sum_over_ranks, self.trainer.args.device)
+
+    def save(self, checkpoint: Path) -> None:
+        """Write the rollouts of later steps."""
+        self.rollouts.save(checkpoint, self.trainer.args.process_index)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Read the rollouts of later steps."""
+        self.rollouts.restore(checkpoint)
+
+
+def teacher_diagnosis(
+    trainer: TransformersCompat, objective: DistillationObjective
+) -> Callable[[list[Batch]], str | None]:
+    """Return the function that finds where the teacher is not finite on a skipped step's batches.
+
+    Every rank calls it; None where the teacher is finite on all ranks.
+    """
+
+    def diagnose(batches: list[Batch]) -> str | None:
+        from distill.teachers.blame import teacher_fault
+
+        with trainer.compute_loss_context_manager():
+            fault = teacher_fault(objective, [trainer._prepare_inputs(dict(batch)) for batch in batches])
+        anywhere = torch.tensor(float(fault is not None), device=trainer.args.device)
+        if trainer.sum_over_ranks(anywhere) == 0:
+            return None
+        return fault or "on another rank"
+
+    return diagnose
