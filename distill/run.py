@@ -55,9 +55,11 @@ from distill.run_results import RunResult, RunResults, announce
 from distill.run_stages import Loaded, Opened, Prepared, Start, Trained
 from distill.teachers.base import LoadContext
 from distill.teachers.calibration import calibration_of
+from distill.teachers.capabilities import first_batch_lines, is_collective
 from distill.teachers.opening import ModelPair, opened_pair, use_plugin
 from distill.teachers.plugin import allowed_plugin
 from distill.teachers.registry import source_of
+from distill.teachers.source_capabilities import data_problems
 from distill.training.arguments import fused_optimizer, require_optimizer, training_arguments
 from distill.training.checkpoint_validation import find_valid_checkpoint
 from distill.training.error_translation import translate_errors
@@ -262,7 +264,7 @@ class Run:
         recipe, context, splits = self.recipe, prepared.context, prepared.splits
         with console.spinner("loading teacher and student"):
             pair = self.resources.enter_context(opened_pair(prepared.source, prepared.vocabulary, context))
-        if problems := prepared.source.data_problems(splits):
+        if problems := data_problems(prepared.source, splits):
             raise ValueError(problems[0])
         if self.start.plugin is not None and self.start.plugin.terms:
             use_plugin(pair.teacher, self.start.plugin)
@@ -285,7 +287,7 @@ class Run:
             None on all processes but the first.
         """
         locked = None
-        if is_main_process() or pair.teacher.is_collective:  # collective: a sharded teacher is gathered for its hash
+        if is_main_process() or is_collective(pair.teacher):  # collective: a sharded teacher is gathered for its hash
             locked = build_lock(
                 self.recipe, teacher=pair.teacher, student=pair.student, tokenizer=pair.tokenizer,
                 rows=prepared.splits.train, processes=world_size(), source=prepared.splits.report.digest,
@@ -309,7 +311,7 @@ class Run:
         first_rows = list(itertools.islice(splits.validation, trainer.args.per_device_eval_batch_size))
         first = trainer._prepare_inputs(trainer.data_collator(first_rows))
         objective = trainer.objective
-        lines = pair.teacher.validate_first_batch(first, objective.student, objective.pairing)
+        lines = first_batch_lines(pair.teacher, first, objective.student, objective.pairing)
         lines += first_look(trainer, first, splits.train, recipe)
         if device.type == "cuda" or recipe.train.compile:
             from distill.teachers.kernels import prepare_models

@@ -28,6 +28,7 @@ from distill.recipe import Recipe, dump
 from distill.reports.run_manifest import BEFORE_FILE, note_end, read_before
 from distill.reports.run_summary import result_table, show_samples
 from distill.teachers.base import TeacherSource
+from distill.teachers.capabilities import responses_of
 from distill.teachers.identity import model_name
 from distill.teachers.opening import ModelPair
 from distill.training.progress import read_metrics
@@ -110,7 +111,7 @@ class RunResults:
         if recipe.generate.prompts:
             announce("answering", "the prompts of the samples, teacher and student")
             with uncompiled():
-                texts = pair.teacher.respond(recipe.generate.prompts, recipe.generate)
+                texts = responses_of(pair.teacher, recipe.generate.prompts, recipe.generate)
             answers |= {} if texts is None else {"teacher": texts}
             if pair.tokenizer is not None and (is_main_process() or is_sharded(pair.student)):
                 answers["before"] = self._answers_of(pair.student)

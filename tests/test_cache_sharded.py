@@ -29,6 +29,7 @@ from distill.planning.preflight import check
 from distill.teachers.cache import format as layout
 from distill.teachers.cache.settings import Settings
 from distill.teachers.cache.teacher import section_to_load
+from distill.teachers.capabilities import is_collective
 
 RECIPE = """
 teacher: {model: teacher}
@@ -98,7 +99,7 @@ def both(folder, device, *cases):
         assert os.environ["RANK"] == "1" or sum(told) == total, "progress is exact"
 
     loaded = load(parse(RECIPE, ON[device], name="tiny"))
-    assert loaded.backend.is_collective
+    assert is_collective(loaded.backend)
     plain, calls = loaded.backend.targets, []
     loaded.backend.targets = lambda batch: calls.append(len(batch["valid_rows"])) or plain(batch)
     write.LEAST_ROWS = 3 * FEW_ROWS  # an odd number of shards

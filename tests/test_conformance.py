@@ -36,7 +36,7 @@ EVERY = [subject for subjects in KINDS.values() for subject in subjects]
 
 def test_every_registered_kind_and_format_is_here(subject_of):
     assert set(RECIPES) >= {subjects[0] for subjects in KINDS.values()}
-    found = {(type(teacher.format), teacher.reading) for teacher in (subject_of(name).teacher for name in EVERY)}
+    found = {(type(teacher.format), teacher.rows.reading) for teacher in (subject_of(name).teacher for name in EVERY)}
     assert found == REFERENCES.keys() - {(TopKFormat, "context")}, "see tests/test_compositions.py"
 
 

@@ -211,7 +211,8 @@ def another_head(patch):
 
     def rolled(self, *given):
         make(self, *given)
-        self.head.weights = self.head.weights._replace(weight=self.head.weights.weight.roll(1, 0))
+        head = self.stored_head
+        head.weights = head.weights._replace(weight=head.weights.weight.roll(1, 0))
 
     patch.setattr(CachedTeacher, "__init__", rolled)
 

@@ -23,11 +23,11 @@ from distill.planning.devices import LINK_EFFICIENCY, find_device
 from distill.planning.memory import LOADING, layer_activations, step_memory
 from distill.planning.preflight import check, device_plan, planned_precision
 from distill.planning.step_time import COPY_EFFICIENCY
-from distill.recipe import Lora, load, parse
-from distill.recipe.models import WeightedTeacher
+from distill.recipe import Lora, WeightedTeacher, load, parse
 from distill.recipe.shipped import shipped_architectures, shipped_recipes
 from distill.teachers.model import SHARDED_FP8
 from distill.teachers.registry import source_of
+from distill.teachers.source_capabilities import shapes_of
 
 # as published on the models' cards or counted from their released weights
 PUBLISHED = {
@@ -59,7 +59,7 @@ def meta(config):
 
 @pytest.mark.parametrize("name", shipped_architectures())
 def test_shipped_architectures_have_the_published_number_of_parameters(name):
-    (shape,) = source_of(recipe(f"teacher={{init: random, config: {name}}}")).shapes()
+    (shape,) = shapes_of(source_of(recipe(f"teacher={{init: random, config: {name}}}")))
     assert shape.parameters == PUBLISHED[name]
 
 

@@ -22,6 +22,7 @@ from distill.run import run
 from distill.serving.open import open_engine
 from distill.teachers.base import HeadForward, LossInputs
 from distill.teachers.cache.settings import Settings
+from distill.teachers.capabilities import first_batch_lines, flops_per_token, prefetching_of
 from distill.teachers.context.teacher import ContextTeacher
 from distill.teachers.hidden import HiddenFormat, StoredHead
 from distill.teachers.mixture import MixtureFormat
@@ -160,8 +161,8 @@ def test_a_mixture_in_a_route_is_the_mixture_without_one(place, url):
         objective = DistillationObjective(teacher, student, {"terms": [{"type": "jsd"}], "temperature": 2.0})
         batch = objective.collator(Collator(0))(own[:4])
         if ahead:
-            teacher.submit(batch)
-            assert teacher.members[0].members[1]._pending and teacher.fault_of([batch]) is None
+            prefetching_of(teacher).submit(batch)
+            assert teacher.members[0].members[1]._pending and prefetching_of(teacher).fault_of([batch]) is None
         output = student(**objective.compare(batch))
         output["loss"].backward()
         figures.append(
@@ -175,7 +176,7 @@ def test_a_mixture_in_a_route_is_the_mixture_without_one(place, url):
         objective.detach()
     for other in figures[1:]:
         torch.testing.assert_close(other, figures[0], rtol=1e-5, atol=1e-6)
-    assert sum("log-probabilities of" in line for line in served.validate_first_batch(batch, None, None)) == 1
+    assert sum("log-probabilities of" in line for line in first_batch_lines(served, batch, None, None)) == 1
     served.close()
 
 
@@ -256,7 +257,7 @@ def test_a_context_in_a_route_is_the_context_without_one():
         figures.append((output["loss"].detach(), *(p.grad.clone() for p in student.parameters())))
         student.zero_grad()
         objective.detach()
-        assert list(teacher.flops_per_token()) == ["route0_teacher_" if is_routed else "teacher_"]
+        assert list(flops_per_token(teacher)) == ["route0_teacher_" if is_routed else "teacher_"]
     torch.testing.assert_close(figures[1], figures[0], rtol=1e-5, atol=1e-7)
 
 
@@ -347,7 +348,7 @@ def test_check_counts_what_each_model_reads(place):
     from distill.models.load import load_student
 
     student = count_flops(load_student(recipe.student, device="cpu", dtype=torch.float32), trains=True)
-    (work,) = teacher.flops_per_token().values()
+    (work,) = flops_per_token(teacher).values()
     own, read = ([row[f"{who}position_ids"] for row in splits.train] for who in ("", "teacher_"))
     learned = sum(label != -100 for row in splits.train for label in row["labels"])
     sizes = [(sum(map(len, rows)), learned, sum(at + 1 for row in rows for at in row)) for rows in (own, read)]

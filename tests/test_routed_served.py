@@ -19,6 +19,7 @@ from distill.recipe import RecipeError, dump, parse
 from distill.run import run
 from distill.serving.open import open_engine
 from distill.teachers.cache.settings import Settings
+from distill.teachers.capabilities import first_batch_lines, prefetching_of
 from distill.teachers.registry import source_of
 from distill.teachers.server import client
 from distill.training.lock_file import read_lock
@@ -189,16 +190,17 @@ def test_a_served_route_is_asked_ahead_and_proves_itself(place, urls):
     rows = vocabulary.read(recipe.data, 0).train
     batch = teacher.collate(Collator(0))([rows[number] for number in range(4)])
     counts = [member.exchange.servers.positions for member in teacher.members]
-    teacher.submit(batch)
-    assert teacher.ahead == 2 and teacher.fault_of([batch]) is None
+    prefetching = prefetching_of(teacher)
+    prefetching.submit(batch)
+    assert prefetching.ahead == 2 and prefetching.fault_of([batch]) is None
     asked = [member.exchange.servers.positions for member in teacher.members]
     assert all(after > before for before, after in zip(counts, asked, strict=True))
     assert set(teacher.targets(batch)) == {0, 1}
     assert [member.exchange.servers.positions for member in teacher.members] == asked
-    assert sum("log-probabilities of" in line for line in teacher.validate_first_batch(batch, None, None)) == 2
-    teacher.members[1].head.weights.weight.mul_(1.5)
+    assert sum("log-probabilities of" in line for line in first_batch_lines(teacher, batch, None, None)) == 2
+    teacher.members[1].stored_head.weights.weight.mul_(1.5)
     with pytest.raises(ValueError, match="log-probabilities made here are off by"):
-        teacher.validate_first_batch(batch, None, None)
+        first_batch_lines(teacher, batch, None, None)
     teacher.close()
 
 

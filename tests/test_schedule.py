@@ -192,7 +192,7 @@ def test_a_teacher_that_is_asked_ahead_is_asked_in_every_step():
     ).loss
     objective = DistillationObjective(tiny_model(seed=1), tiny_model(), fading)
     LossSchedule(objective, fading)
-    objective.teacher.ahead = 2
+    vars(objective.teacher).update(ahead=2, submit=lambda batch: None, fault_of=lambda batches: None)
     with pytest.raises(ValueError, match="outputs are prefetched"):
         LossSchedule(objective, fading)
 

@@ -189,7 +189,9 @@ def test_hidden_states_are_read_from_the_folder_of_its_connector(place, engine, 
         at = batch["valid_rows"]
         targets = teacher.targets(batch).flatten(0, 1)
         torch.testing.assert_close(targets[at], hidden.flatten(0, 1)[at], rtol=1e-4, atol=1e-5)
-        assert torch.equal(teacher.head.weights.weight, engine.weights.weight) and teacher.transform.softcap == 5.0
+        assert (
+            torch.equal(teacher.stored_head.weights.weight, engine.weights.weight) and teacher.transform.softcap == 5.0
+        )
         result = run(recipe, name="vllm-hidden")
     alone = run(recipe_in(place, "loss.temperature=2"), name="vllm-alone")
     assert result.after.forward_kl == pytest.approx(alone.after.forward_kl, rel=1e-4)

@@ -5,6 +5,7 @@ import torch
 from subjects import across, informed, kept, one, routed, several
 
 from distill.models.flops import FlopCounts, count_flops
+from distill.teachers.capabilities import flops_per_token
 from distill.training.metrics import Meter
 
 MAKERS = {"one": one, "mixture": several, "context": informed, "cross": across, "routed": routed}
@@ -40,7 +41,7 @@ def test_tokens_and_pairs_are_those_that_its_models_got(kind):
         for call in each
     )
     assert len(calls) == len(teacher.models) and expected > 0
-    without_heads = {p: w and w._replace(trained=0.0) for p, w in teacher.flops_per_token().items()}
+    without_heads = {p: w and w._replace(trained=0.0) for p, w in flops_per_token(teacher).items()}
     meter = Meter(torch.device("cpu"), without_heads, FlopCounts(1.0, 0.0, 0.0), objective.divergence, objective.routes)
     meter.peak = 1e6
     meter.add(batch, output["statistics"].detach())
@@ -52,7 +53,7 @@ def test_tokens_and_pairs_are_those_that_its_models_got(kind):
 def test_heads_are_counted_for_the_tokens_of_their_routes():
     subject = routed()
     batch = subject.batch()
-    heads = {prefix: FlopCounts(0.0, 10.0**n, 0.0) for n, prefix in enumerate(subject.teacher.flops_per_token())}
+    heads = {prefix: FlopCounts(0.0, 10.0**n, 0.0) for n, prefix in enumerate(flops_per_token(subject.teacher))}
     objective = subject.objective()
     meter = Meter(torch.device("cpu"), heads, FlopCounts(1.0, 0.0, 0.0), objective.divergence, objective.routes)
     meter.peak = 1e6
@@ -64,4 +65,4 @@ def test_heads_are_counted_for_the_tokens_of_their_routes():
 
 
 def test_what_is_asked_now_and_then_has_no_mfu():
-    assert kept().teacher.flops_per_token() == {"": None}
+    assert flops_per_token(kept().teacher) == {"": None}

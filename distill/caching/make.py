@@ -30,6 +30,7 @@ from distill.teachers.cache.plan import LogitHead, head_of
 from distill.teachers.cache.settings import Settings
 from distill.teachers.cache.teacher import section_to_load
 from distill.teachers.calibration import calibration_of
+from distill.teachers.capabilities import is_collective, quantise_layers, responses_of
 from distill.teachers.keep.source import KeepSource
 from distill.teachers.keep.store import Store
 from distill.teachers.keep.teacher import KeptTeacher
@@ -68,7 +69,7 @@ class Loaded(NamedTuple):
     @property
     def columns(self) -> int:
         """Columns of the vocabulary that teacher and student share."""
-        return self.pair.vocab_size or self.backend.head_rows()[0]
+        return self.pair.vocab_size or self.backend.format.properties.columns[0]
 
     @property
     def retokenises(self) -> bool:
@@ -176,11 +177,11 @@ def make_cache(
         return missing
 
     ready(loaded)
-    missing = broadcast_from_rank0(begin) if kept.is_collective else begin()
+    missing = broadcast_from_rank0(begin) if is_collective(kept) else begin()
     batch_size = settings.batch_size or recipe.train.batch_size
     section = recipe.generate  # shards answer together
     if section.prompts:
-        with_store(loaded.pair.teacher, kept).respond(section.prompts, section)
+        responses_of(with_store(loaded.pair.teacher, kept), section.prompts, section)
     with progress(work.learned) as advance:
         fill(kept, work, splits, batch_size=batch_size, missing=missing, advance=advance)
     return read_json(folder / MANIFEST) if is_main_process() else None
@@ -192,7 +193,7 @@ def ready(loaded: Loaded) -> None:
         return
     if loaded.context.device.type == "cuda":
         patch_models(loaded.pair, loaded.context.attention)
-    loaded.pair.teacher.quantise()
+    quantise_layers(loaded.pair.teacher)
 
 
 def with_store(teacher: Teacher, kept: KeptTeacher) -> Teacher:

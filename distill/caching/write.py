@@ -23,6 +23,7 @@ from distill.data.collator import Collator
 from distill.data.packing import best_fit
 from distill.models.document_rope import follows_length
 from distill.teachers.cache.format import documents_of, rows_of
+from distill.teachers.capabilities import is_collective
 from distill.teachers.keep.store import Store
 from distill.teachers.keep.teacher import KeptTeacher
 
@@ -164,13 +165,13 @@ def fill(
             look()
         store.write(number)
     store.land()
-    for _ in range(calls_left(work, missing, batch_size, rank, world) if kept.is_collective else 0):
+    for _ in range(calls_left(work, missing, batch_size, rank, world) if is_collective(kept) else 0):
         ask([], None)
         look()
     while others:
         look()
         time.sleep(0.2 if others else 0)
-    if kept.is_collective or rank == 0:
+    if is_collective(kept) or rank == 0:
         store.flush()
 
 

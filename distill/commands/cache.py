@@ -69,6 +69,7 @@ def cache(
     if processes > 1 and (not report or _in_shards(resolved, processes, batch_size)):
         raise typer.Exit(launch.restart(processes))
     from distill.caching.make import load, make_cache, ready
+    from distill.teachers.capabilities import is_collective
 
     first = ranks.is_main_process()
     quiet = as_json or not first
@@ -85,7 +86,7 @@ def cache(
         )
     else:
         ready(loaded)
-    if not (first or loaded.backend.is_collective):
+    if not (first or is_collective(loaded.backend)):
         return
     table: Sequence[Any] = []
     rounded, wanted = None, report or not hidden or settings.dtype == "fp8"

@@ -21,6 +21,7 @@ from distill.models.precision import resolve_device
 from distill.planning.run_plan import plan_steps
 from distill.recipe import Recipe
 from distill.teachers.base import load_context
+from distill.teachers.capabilities import quantise_layers
 from distill.teachers.fp8_cost import Offer
 from distill.teachers.model import LoadedTeacher
 from distill.teachers.registry import source_of
@@ -82,7 +83,7 @@ def probe(recipe: Recipe) -> ProbeResult:
         )
         trainer.remove_callback(PrinterCallback)
         patch_models(pair, context.attention)
-        pair.teacher.quantise()
+        quantise_layers(pair.teacher)
         if recipe.student.compute == "fp8":
             compute_in_fp8(pair.student)
         torch.cuda.reset_peak_memory_stats(device)

@@ -41,9 +41,11 @@ from distill.recipe import Recipe
 from distill.recipe.teachers import describe_teacher
 from distill.teachers.base import LoadContext, Teacher
 from distill.teachers.calibration import calibration_of
+from distill.teachers.capabilities import truncated_copy
 from distill.teachers.model import shortened
 from distill.teachers.opening import ModelPair, opened_pair
 from distill.teachers.registry import source_of
+from distill.teachers.source_capabilities import data_problems
 
 ROWS, TOKENS = 6, 64
 LARGE = 3_000_000_000  # parameters of both models, above which truncated copies are checked
@@ -184,7 +186,7 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
     # different layers for each: a student cut from the teacher must not become equal to it
     layers = [model.config.get_text_config().num_hidden_layers for model in teacher.models.values()][:1]  # type: ignore[union-attr,operator]
     ends = pair.layer_indices == [0, *(count - 1 for count in layers)]
-    small_student, small_teacher = shortened(student, [0, 1]), teacher.truncated_copy([0, 1 if ends else -1])
+    small_student, small_teacher = shortened(student, [0, 1]), truncated_copy(teacher, [0, 1 if ends else -1])
     if small:
         student, teacher = copy.deepcopy(small_student), small_teacher
 
@@ -202,9 +204,9 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
         copies,
         packs=recipe.data.packing,
     )
-    form, whole = subject.form, teacher.whole_documents
+    form, whole = subject.form, teacher.rows.whole_documents
     subject.packing_fault = packing_fault(splits.train, alone.train, form)
-    subject.data_fault = next(iter(source.data_problems(splits)), None)
+    subject.data_fault = next(iter(data_problems(source, splits)), None)
     subject.last_tokens = last_tokens(splits.train, form, recipe.data.max_length)
     subject.rows = some_rows(splits.train, form, whole=whole, count=ROWS, tokens=TOKENS)
     return _with_rollouts(subject, recipe, pair, splits.report.format)

@@ -161,11 +161,11 @@ def padding_changes_nothing(subject: CheckSetup) -> CheckResult:
         subject.token_losses(pad_to_multiple_of=length + 7),
         subject.token_losses(pad_to_multiple_of=length + 7, pad_token_id=5),
     ]
-    if not subject.teacher.whole_documents:
+    if not subject.teacher.rows.whole_documents:
         results += [
             subject.token_losses([subject.form.with_masked_end(row, token) for row in subject.rows]) for token in (1, 7)
         ]
-    masked = "" if subject.teacher.whole_documents else ", and after a masked token"
+    masked = "" if subject.teacher.rows.whole_documents else ", and after a masked token"
     if subject.separates_documents:
         results.append(subject.token_losses(padding_side="left"))
     sides = "left, right" if subject.separates_documents else "right"

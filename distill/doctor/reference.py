@@ -143,7 +143,7 @@ class Reference:
         *teachers, own = self.tokenizers
         verdicts = [
             compare(tokenizer, own, rows, student_rows)
-            for tokenizer, rows in zip(teachers, self.teacher.head_rows(), strict=True)
+            for tokenizer, rows in zip(teachers, self.teacher.format.properties.columns, strict=True)
         ]
         verdict = next((verdict for verdict in verdicts if not verdict.compatible), verdicts[0])
         return verdict.compatible, f"same ids and positions; {verdict}"

@@ -95,13 +95,13 @@ class ContextMixtureReference(ContextReference, MixtureReference):
         """Return each teacher with its own inputs, and the student with the batch's."""
         calls: Reads = []
         for _, member, _ in self.teacher.batches(batch):
-            own = {name: batch[f"{member.prefix}{name}"] for name in INPUTS}
+            own = {name: batch[f"{prefix_of(member)}{name}"] for name in INPUTS}
             calls += [(model, own) for model in member.models.values()]
         return [*calls, (student, {n: batch[n] for n in INPUTS})]
 
     def description(self) -> Mapping[str, Any]:
         """Return what each teacher reads, and how to open it."""
-        return {"members": [(place_of(inside(member)), member.prefix) for member in self.teacher.members]}
+        return {"members": [(place_of(inside(member)), prefix_of(member)) for member in self.teacher.members]}
 
     @staticmethod
     def rebuilt(models: list[nn.Module], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
@@ -122,14 +122,19 @@ class ContextTopKReference(TopKReference, ContextReference):
         return super().stored_by(self.teacher.inner, [ContextCollator.teacher_row(row) for row in rows], own)
 
 
+def prefix_of(member: Teacher) -> str:
+    """Return the prefix of the columns that one teacher reads of a batch."""
+    return member.prefix if isinstance(member, ContextTeacher) else ""
+
+
 def inside(member: Any) -> Any:
     """Return the teacher that computes the outputs of one with a context; any other one as it is."""
-    return member.inner if member.prefix else member
+    return member.inner if isinstance(member, ContextTeacher) else member
 
 
 def member_logits(member: Any, document: Row, device: torch.device) -> torch.Tensor:
     """Return one teacher's logits [N, V] for the trained tokens of a document."""
-    row = ContextCollator.teacher_row(document) if member.prefix else document
+    row = ContextCollator.teacher_row(document) if isinstance(member, ContextTeacher) else document
     return logits_of(inside(member), row, device)
 
 

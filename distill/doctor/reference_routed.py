@@ -11,7 +11,7 @@ from torch import nn
 
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor.reference import MixtureReference, Reads, Reference, Verdict
-from distill.doctor.reference_context import inside, member_logits
+from distill.doctor.reference_context import inside, member_logits, prefix_of
 from distill.doctor.reference_loss import SampledTokens, token_loss
 from distill.doctor.remote_outputs import place_of, teacher_at
 from distill.doctor.rewards import advantage_of
@@ -39,7 +39,8 @@ class RoutedReference(Reference):
     def loss(self, student: Any, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None) -> torch.Tensor:
         """Return the mean loss over the trained tokens of all documents."""
         total, count, device = torch.zeros((), dtype=torch.float64), 0, batch["labels"].device
-        columns = columns or min(student.get_output_embeddings().weight.shape[0], *self.teacher.head_rows())
+        heads = self.teacher.format.properties.columns
+        columns = columns or min(student.get_output_embeddings().weight.shape[0], *heads)
         for row in rows:
             for document in self.rows.documents(row):
                 ids, labels = (torch.tensor(document[name], device=device) for name in ("input_ids", "labels"))
@@ -70,9 +71,9 @@ class RoutedReference(Reference):
     def reads(self, student: nn.Module, batch: Batch) -> Reads:
         """Return each model with its route's documents, row by row, padded to the longest row."""
         calls: Reads = []
-        groups = enumerate(self.groups)
-        for number, reading in [(n, prefix) for n, group in groups for prefix in sorted({m.prefix for _, m in group})]:
-            group, lines = [member for _, member in self.groups[number] if member.prefix == reading], []
+        prefixes = [sorted({prefix_of(member) for _, member in group}) for group in self.groups]
+        for number, reading in [(n, prefix) for n, found in enumerate(prefixes) for prefix in found]:
+            group, lines = [member for _, member in self.groups[number] if prefix_of(member) == reading], []
             read = (batch[f"{reading}{name}"].tolist() for name in ("input_ids", "position_ids"))
             own = (batch[name].tolist() for name in ("position_ids", "routes"))
             for ids, positions, plain, routes in zip(*read, *own, strict=True):
@@ -101,7 +102,7 @@ class RoutedReference(Reference):
 
     def description(self) -> dict[str, Any]:
         """Return the routes and, for each of their teachers, how to open it."""
-        members = [[(place_of(inside(m)), m.prefix) for _, m in group] for group in self.groups]
+        members = [[(place_of(inside(m)), prefix_of(m)) for _, m in group] for group in self.groups]
         return {"routes": list(self.teacher.routes), "members": members}
 
     @staticmethod

@@ -33,4 +33,4 @@ BY_NAME = {reference.__name__: reference for reference in REFERENCES.values()}
 
 def reference_of(teacher: Teacher, weights: Sequence[float] = (1.0,), tokenizers: Any = None) -> Reference:
     """Return the reference for a teacher's format; arguments as of `Reference`."""
-    return REFERENCES[type(teacher.format), teacher.reading](teacher, weights, tokenizers)
+    return REFERENCES[type(teacher.format), teacher.rows.reading](teacher, weights, tokenizers)

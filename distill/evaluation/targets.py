@@ -21,6 +21,7 @@ from distill.teachers.cross.data import load_cross_data
 from distill.teachers.measure import KL, Measure
 from distill.teachers.registry import measure_of, source_of
 from distill.teachers.sharded import load_sharded_teacher
+from distill.teachers.source_capabilities import files_of
 
 CONFIGS = ("config.json", "adapter_config.json")  # of a whole student, of an adapter
 
@@ -112,7 +113,7 @@ def tokenizer_section(target: Target, teacher: str | None) -> ModelSection:
     """Return the section of the model whose tokenizer the teacher uses."""
     if teacher is not None or target.recipe is None:
         return teacher_section(target, teacher)
-    return source_of(target.recipe).tokenizer_section
+    return files_of(source_of(target.recipe)).tokenizer_section()
 
 
 def measure_of_target(target: Target, teacher: str | None) -> Measure:

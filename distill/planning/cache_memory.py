@@ -23,6 +23,7 @@ from distill.teachers.base import TeacherSource
 from distill.teachers.cache.encode import CHUNK_ELEMENTS
 from distill.teachers.cache.teacher import section_to_load
 from distill.teachers.registry import source_of
+from distill.teachers.source_capabilities import shapes_of
 
 BYTES_PER_LOGIT = 48
 
@@ -35,7 +36,7 @@ def caching_memory(plan: DevicePlan, batch_size: int | None = None, *, sharded: 
         batch_size: rows at a time; None for the recipe's.
         sharded: whether each device holds a shard of one teacher.
     """
-    recipe, (teacher, *_) = plan.recipe, plan.source.shapes()
+    recipe, (teacher, *_) = plan.recipe, shapes_of(plan.source)
     size, footprint = plan.precision.teacher.itemsize, plan.footprint(sharded)
     weights = footprint.weights
     if sharded:
@@ -95,7 +96,7 @@ def _placement(
     if device.type != "cuda":
         return source, Placement("ddp", recipe.parallel.teacher == "sharded", True, "as requested")
     plan = DevicePlan.on_cuda(recipe, device, world)
-    (teacher, *_) = source.shapes()
+    (teacher, *_) = shapes_of(source)
     kv_cache = cached_tokens * 2 * teacher.layers * teacher.key_value * plan.precision.teacher.itemsize
     return source, place_for_caching(plan, batch_size, kv_cache)
 

@@ -14,6 +14,7 @@ from distill.recipe import Recipe
 from distill.teachers.base import TeacherSource
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.registry import source_of
+from distill.teachers.source_capabilities import files_of
 
 
 class DevicePlan(NamedTuple):
@@ -54,7 +55,7 @@ class DevicePlan(NamedTuple):
     def student(self) -> MetaModel:
         """The student on the meta device, with its adapters."""
         section = self.recipe.student
-        config = meta_config(self.source.config_section, "teacher") if section.is_cut else None
+        config = meta_config(files_of(self.source).config_section(), "teacher") if section.is_cut else None
         return meta_student(section, config)
 
     @property

@@ -42,6 +42,15 @@ from distill.recipe.usual import unusual
 from distill.teachers.base import TeacherSource
 from distill.teachers.losses import is_soft
 from distill.teachers.registry import source_of
+from distill.teachers.source_capabilities import (
+    copy_cached_state,
+    data_problems,
+    files_of,
+    is_to_be_made,
+    shapes_of,
+    smaller_teachers,
+    source_size_text,
+)
 from distill.teachers.vocabulary import Vocabulary, is_synthetic
 
 log = logging.getLogger(__name__)
@@ -142,7 +151,7 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = Tr
         gpus,
         plan.world,
         placement.short,
-        _combined_shape(source.shapes()),
+        _combined_shape(shapes_of(source)),
         student.shape,
         plan.accumulation,
         tokens,
@@ -158,7 +167,7 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = Tr
     _check_lengths(plan, report)
     report.notes += unusual(recipe)
     report.problems += [problem] if (problem := report_to_problem(recipe.train.report_to)) else []
-    models = {"teacher": source.config_section, "student": recipe.student}
+    models = {"teacher": files_of(source).config_section(), "student": recipe.student}
     report.notes += [note for name, section in models.items() if (note := size_note(section, name))]
     loaded = {**source.sections, "student": recipe.student}
     report.problems += [fault for name, section in loaded.items() if (fault := weights_problem(section, name))]
@@ -179,8 +188,8 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = Tr
     report.host = footprint.host * gpus
     report.moved = footprint.moved * plan.accumulation * is_soft(recipe.loss)
     report.advice = advise(plan, device)
-    report.teacher_text = source.size_text()
-    if device.cuda and source.is_to_be_made:
+    report.teacher_text = source_size_text(source)
+    if device.cuda and is_to_be_made(source):
         report.teacher_text += f"; {describe_cache_memory(plan)}"
     _estimate_time(plan, facts, report)
     _estimate_disk(recipe, student.shape, plan.precision, report)
@@ -246,7 +255,7 @@ def _memory_savers(plan: DevicePlan, device: Device) -> list[tuple[str, Recipe]]
     elif train.optimizer_states == "float32" or (train.optimizer_states == "auto" and precision.student.itemsize > 2):
         offer("train", optimizer_states="bfloat16")
     wide = precision.teacher == torch.float32
-    for way in source.smaller(device.family) if device.cuda else []:
+    for way in smaller_teachers(source, device.family) if device.cuda else []:
         if way.same_targets or not wide:
             moved = device_plan(way.recipe, device, plan.world).footprint().moved
             note = f"{moved / GIB:.1f} GiB cross the bus in every micro-batch" if moved else way.note
@@ -272,7 +281,7 @@ def advise(plan: DevicePlan, device: Device) -> list[tuple[str, float, bool]]:
     advice = []
     for label, recipe in _memory_savers(plan, device):
         changed = device_plan(recipe, device, plan.world)
-        changed.source.follow(plan.source)
+        copy_cached_state(changed.source, plan.source)
         memory = _memory(changed, device)
         if (saved := (now - memory.peak) / GIB) >= 0.05:
             advice.append((label, saved, memory.peak <= changed.usable))
@@ -281,7 +290,7 @@ def advise(plan: DevicePlan, device: Device) -> list[tuple[str, float, bool]]:
 
 def _check_lengths(plan: DevicePlan, report: Preflight) -> None:
     recipe, length = plan.recipe, plan.recipe.data.max_length
-    teacher = meta_config(plan.source.config_section, "teacher")
+    teacher = meta_config(files_of(plan.source).config_section(), "teacher")
     for config, name in ((teacher, "teacher"), (plan.student.config, "student")):
         most = getattr(config.get_text_config(), "max_position_embeddings", None)
         if most and length > most:
@@ -291,8 +300,8 @@ def _check_lengths(plan: DevicePlan, report: Preflight) -> None:
 def _check_vocabulary(source: TeacherSource, report: Preflight) -> Vocabulary | None:
     """Compare the tokenizers that are available; return them, or None where they are not or cannot be compared."""
     recipe = source.recipe
-    rows = [shape.vocabulary for shape in source.shapes()]
-    sections: list[tuple[ModelSection, str]] = [(source.tokenizer_section, "teacher")]
+    rows = [shape.vocabulary for shape in shapes_of(source)]
+    sections: list[tuple[ModelSection, str]] = [(files_of(source).tokenizer_section(), "teacher")]
     if recipe.student.has_tokenizer:
         sections.append((recipe.student, "student"))
     absent = [why for section, name in sections if (why := missing_tokenizer_reason(section, name))]
@@ -352,7 +361,7 @@ def _check_data(source: TeacherSource, vocabulary: Vocabulary | None, report: Pr
         report.problems.append(str(error).splitlines()[0])
         report.data = f"{data.source}: cannot be used"
         return None
-    report.problems += source.data_problems(splits)
+    report.problems += data_problems(source, splits)
     facts = splits.report
     report.data, report.trained_share = str(facts), facts.trained_share
     if facts.trained_share < 0.02:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
+from distill.teachers.capabilities import prefetching_of
 from distill.teachers.token_comparison import token_comparison
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ def teacher_agreement_line(objective: DistillationObjective, batch: Batch) -> li
         batch: Batch collated by it, on the device; equal on all processes.
     """
     teacher = objective.teacher
-    answers = teacher.models and teacher.supports_new_rows and not teacher.ahead
-    comparison = token_comparison(teacher.format)
+    prefetching, comparison = prefetching_of(teacher), token_comparison(teacher.format)
+    answers = teacher.models and teacher.rows.supports_new_rows and not (prefetching and prefetching.ahead)
     if not (answers and objective.needs_targets) or comparison is None:
         return []
     labels = shift_labels(mask_document_starts(batch["labels"], batch.get("position_ids"))).flatten()

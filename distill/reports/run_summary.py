@@ -15,6 +15,7 @@ from distill.models.offload import offloading_of
 from distill.models.quantised import quantised_by
 from distill.models.widths import widths_of
 from distill.planning.steps import small_data_warnings
+from distill.teachers.capabilities import size_text
 from distill.teachers.identity import model_name
 from distill.teachers.measure import KL, Measure
 
@@ -52,7 +53,7 @@ def preamble(
     whole = plan.tokens_per_step <= data.rows * data.max_length
     step = f"{plan.tokens_per_step:,} tokens" if whole else f"all {counted(data.tokens, 'token')}"
     lines = {
-        "teacher": f"{source.title()}, {pair.teacher.parameters_text()}",
+        "teacher": f"{source.title()}, {size_text(pair.teacher)}",
         "student": f"{name}, {count_text(total)} parameters, {count_text(trained)} trained ({trained / total:.0%})",
         "loss": f"{terms}, temperature {recipe.loss.temperature:g}" + "".join(map(_line_of, recipe.loss.schedule)),
         "vocabulary": pair.verdict,

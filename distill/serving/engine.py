@@ -31,6 +31,7 @@ from distill.models.packed import keeps_apart
 from distill.recipe import Teacher as TeacherSection
 from distill.teachers.cache.encode import Encoding, encode, log_probabilities
 from distill.teachers.cache.settings import MAX_TOP_K, TAILS
+from distill.teachers.capabilities import is_collective
 from distill.teachers.identity import model_name, teacher_identity
 from distill.teachers.model import LoadedTeacher
 from distill.teachers.server.wire import (
@@ -155,12 +156,12 @@ class Engine:
     ) -> None:
         self.teacher, self.model = teacher, teacher.model
         self.forward: Callable[[dict[str, torch.Tensor]], torch.Tensor] = teacher.targets  # type: ignore[assignment]
-        if teacher.is_collective:
+        if is_collective(teacher):
             self.forward = self._forward_together
             self.forward({"input_ids": torch.zeros(1, 2, dtype=torch.int64, device=teacher.model.device)})
         with teacher.hidden.head.open() as (weight, bias, _):
             weight, bias = weight.detach(), None if bias is None else bias.detach()
-            if teacher.is_collective:  # gathered in this context only
+            if is_collective(teacher):  # gathered in this context only
                 weight, bias = weight.clone(), None if bias is None else bias.clone()
         self.weights = HeadWeights(weight, bias, None)
         self.transform = teacher.hidden.transform

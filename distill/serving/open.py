@@ -31,6 +31,7 @@ from distill.serving.peers import Peers
 from distill.serving.sharded import ShardedEngine
 from distill.teachers.base import load_context
 from distill.teachers.cache.identity import text_hashes
+from distill.teachers.capabilities import quantise_layers, size_text
 from distill.teachers.kernels import patch_model
 from distill.teachers.model import LoadedTeacher
 from distill.teachers.registry import source_of
@@ -102,7 +103,7 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Engin
         attention = AttentionChoices(recipe).of(teacher.model, "teacher")
         report = patch_model(teacher.model, "teacher", attention, compiles=False)
         console.print_lines(f"{'kernels':<12}teacher: {report}")
-    teacher.quantise()
+    quantise_layers(teacher)
     template: Any = text_hashes(recipe, vocabulary.tokenizer)["template"]
     given = teacher, recipe.teacher, vocabulary.tokenizer, template, most_tokens
     if not sharded:
@@ -202,7 +203,7 @@ def describe(engine: Engine) -> list[str]:
     identity = engine.identity
     number = getattr(torch, identity.dtype).itemsize
     return [
-        f"{'teacher':<12}{identity.model}, {engine.teacher.parameters_text()}, {identity.hash}",
+        f"{'teacher':<12}{identity.model}, {size_text(engine.teacher)}, {identity.hash}",
         f"{'a token':<12}hidden states {number * identity.hidden:,} bytes; fp8 {identity.hidden + 4:,} (KL "
         f"{identity.notes['fp8_kl']:.1e} nats a token); top 64 {64 * 4 + 6:,}",
     ]

@@ -10,8 +10,7 @@ A new backend is one file with a source and a teacher, and a line in `registry.B
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -19,19 +18,17 @@ import torch
 from torch import nn
 
 from distill.models.attention_choice import AttentionChoices
-from distill.models.flops import FlopCounts, count_flops, count_text, parameters_of, sum_flops
-from distill.models.head import HeadWeights, LogitTransform, find_head
+from distill.models.head import HeadWeights, LogitTransform
 from distill.models.precision import Precision, resolve_device, resolve_precision
-from distill.models.sharding import SINGLE_PROCESS, Placement, is_sharded
-from distill.teachers.calibration import NO_ROWS, Calibration, CutRequest, CutStudent, calibration_of
-from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
+from distill.models.sharding import SINGLE_PROCESS, Placement
+from distill.teachers.calibration import NO_ROWS, Calibration, calibration_of
+from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.losses import DIVERGENCES
 from distill.teachers.measure import KL, Measure
 
 if TYPE_CHECKING:
     from distill.data.load import Splits
-    from distill.models.shape import Shape
-    from distill.recipe import Generate, ModelSection, Recipe
+    from distill.recipe import Recipe
     from distill.recipe import Teacher as TeacherSection
     from distill.teachers.losses import LossSpec, TargetLoss
     from distill.teachers.vocabulary import Vocabulary
@@ -40,7 +37,6 @@ Batch = Mapping[str, torch.Tensor]
 Collate = Callable[[Sequence[Mapping[str, Sequence[int]]]], dict[str, torch.Tensor]]
 # a teacher's outputs for a batch, opaque to all but its format; None where the loss needs none
 Targets = object
-Prompt = str | list[dict[str, str]]
 LossResult = torch.Tensor | tuple[torch.Tensor, Sequence[torch.Tensor]]
 
 
@@ -115,6 +111,7 @@ class TargetProperties(NamedTuple):
     """Properties of targets that reports, metrics and the student's forward depend on.
 
     Attributes:
+        columns: of each teacher's distribution: the rows of its head, or the columns of what is stored.
         measure: name, unit and key of the reported divergences.
         caveat: limitation to report with them; None where they compare two whole distributions.
         divergences: those that these targets can be compared by, as `loss.terms` names them.
@@ -123,6 +120,7 @@ class TargetProperties(NamedTuple):
         needed_by_hard_labels: whether a loss of hard labels alone needs the targets too, which determine its tokens.
     """
 
+    columns: tuple[int, ...]
     measure: Measure = KL
     caveat: str | None = None
     divergences: frozenset[str] = DIVERGENCES
@@ -138,7 +136,7 @@ class TargetFormat(Protocol):
         properties: what others than the losses use of it.
     """
 
-    properties: TargetProperties = TargetProperties()
+    properties: TargetProperties
 
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
         """Return how a student's logits are aligned with these targets.
@@ -170,39 +168,39 @@ class TargetFormat(Protocol):
         ...
 
 
+class AcceptedRows(NamedTuple):
+    """Rows that a teacher has outputs for.
+
+    Attributes:
+        reading: which tokens it reads in place of the student's: the `same`, the same answers after a `context`, or
+            the same text `retokenised`.
+        supports_new_rows: whether it can be queried for rows that it has not seen (on-policy).
+        whole_documents: whether rows must hold whole documents, as its outputs were stored: doctor may not cut them.
+    """
+
+    reading: Literal["same", "context", "retokenised"] = "same"
+    supports_new_rows: bool = True
+    whole_documents: bool = False
+
+
 class Teacher(Protocol):
     """A teacher that is ready to be queried. Methods with a body here are the default of most kinds.
+
+    What only some teachers can do stands in capabilities.py, with the function that asks for it.
 
     Attributes:
         format: what `targets` returns.
         models: by the field of the recipe that names each: to patch, compile, diagnose; empty for a cache.
-        supports_new_rows: whether it can be queried for rows that it has not seen (on-policy).
-        whole_documents: whether rows must hold whole documents, as its outputs were stored: doctor may not cut them.
-        ahead: micro-batches that may be submitted before their targets are needed.
-        prefix: of the names of `input_ids` and `position_ids` among the columns that it reads of a batch.
-        reading: which tokens it reads in place of the student's: the `same`, the same answers after a `context`, or
-            the same text `retokenised`.
+        rows: for which it has outputs.
     """
 
-    prefix: str = ""
-    reading: Literal["same", "context", "retokenised"] = "same"
     format: TargetFormat
     models: Mapping[str, nn.Module]
-    supports_new_rows: bool = True
-    whole_documents: bool = False
-    ahead: int = 0
+    rows: AcceptedRows = AcceptedRows()
 
     def collate(self, plain: Collate) -> Collate:
         """Return the collator: `plain`, or one around it that adds the columns that the teacher needs."""
         return plain
-
-    def submit(self, batch: Batch) -> None:
-        """Start computing the targets of a batch ahead of time, where that is possible."""
-        return
-
-    def fault_of(self, batches: Sequence[Batch]) -> str | None:
-        """Return why targets submitted for these batches will not come, a line; None once all of them are there."""
-        return None
 
     def targets(self, batch: Batch) -> Targets:
         """Return the teacher's outputs for a collated batch, without a graph; every rank calls this equally often."""
@@ -212,76 +210,9 @@ class Teacher(Protocol):
         """Return the student's part of a batch; ValueError for a batch that `collate` has not made."""
         return dict(batch)
 
-    def head_rows(self) -> list[int]:
-        """Return the rows of each head, or the columns of what is stored."""
-        return [len(find_head(model).linear.weight) for model in self.models.values()]  # type: ignore[arg-type]
-
-    def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield weights and biases of the heads with a readable name; of sharded ones, this process's part."""
-        for name, head in ((name, find_head(model).linear) for name, model in self.models.items()):
-            for tensor in (head.weight, getattr(head, "bias", None)):
-                if isinstance(tensor, torch.Tensor):
-                    yield f"the weights of the {name}'s head", tensor
-
-    def flops_per_token(self) -> dict[str, FlopCounts | None]:
-        """Return FLOPs per token of one forward pass by the prefix of what is read; None where they are not known."""
-        return {self.prefix: sum_flops(count_flops(model, trains=False) for model in self.models.values())}
-
-    def parameters_text(self) -> str:
-        """Return the number of parameters as readable text."""
-        return f"{count_text(sum(parameters_of(model)[0] for model in self.models.values()))} parameters"
-
-    def to(self, device: torch.device) -> None:
-        """Move the models that are not sharded."""
-        for model in self.models.values():
-            if not is_sharded(model):
-                model.to(device)
-
-    def cut_student(self, request: CutRequest) -> CutStudent:
-        """Return a student of this teacher's parts, in train mode, without adapters; ValueError where impossible."""
-        raise ValueError("student.from_teacher: this kind of teacher has no layers to cut a student from")
-
-    def quantise(self) -> None:
-        """Quantise layers that the recipe has in 8 bits and loading has not: after patching, before any query."""
-        return
-
-    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
-        """Check the first held-out batch: quantise, and return lines on what that costs, or what share is matched."""
-        return []
-
-    def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
-        """Return greedy responses to questions or conversations of messages; None where it cannot generate. Every
-        process must call this for a sharded teacher."""
-        return None
-
-    @property
-    def is_collective(self) -> bool:
-        """True where all processes must call `respond` and `fingerprint`, since the models are sharded."""
-        return any(map(is_sharded, self.models.values()))
-
-    def truncated_copy(self, layers: Sequence[int]) -> Teacher:
-        """Return a copy with only these layers (negative indices count from the end), for doctor's training runs."""
-        ...
-
     def fingerprint(self) -> dict[str, object]:
         """Return a fingerprint of the weights, for the lock file; collective where they are sharded."""
         ...
-
-    def follow(self, student: nn.Module) -> None:
-        """Update a teacher that is not frozen, such as an EMA; called after each optimizer step."""
-        return
-
-    def save(self, checkpoint: Path) -> None:
-        """Write what training has changed into a checkpoint's folder; called on the first process only."""
-        return
-
-    def restore(self, checkpoint: Path) -> None:
-        """Restore what `save` wrote into a checkpoint; called on all processes."""
-        return
-
-    def flush(self) -> None:
-        """Flush pending outputs; called on all processes, at checkpoints and the ends of epochs and evaluations."""
-        return
 
     def close(self) -> None:
         """Release threads and connections; the teacher cannot be queried afterwards."""
@@ -320,6 +251,8 @@ def load_context(recipe: Recipe, splits: Splits | None = None) -> LoadContext:
 class TeacherSource(Protocol):
     """A teacher as described by the recipe and the files on this machine; no weights are read.
 
+    What only some sources know stands in source_capabilities.py, with the function that asks for it.
+
     Attributes:
         recipe: the run's.
         sections: of the models that will be loaded, by field; none for a cache.
@@ -330,25 +263,6 @@ class TeacherSource(Protocol):
     sections: Mapping[str, TeacherSection]
     shardable: bool = True
 
-    @property
-    def is_to_be_made(self) -> bool:
-        """True for a cache that another command has to make first."""
-        return False
-
-    @property
-    def config_section(self) -> ModelSection:
-        """The model whose configuration the (first) teacher has."""
-        return next(iter(self.sections.values()))
-
-    @property
-    def tokenizer_section(self) -> ModelSection:
-        """The model whose tokenizer the (first) teacher has."""
-        return next(iter(self.sections.values()))
-
-    def shapes(self) -> list[Shape]:
-        """Sizes of the teachers, the first one first."""
-        ...
-
     def vocabulary(self) -> Vocabulary:
         """Tokenizers, and how data are made with them.
 
@@ -356,22 +270,6 @@ class TeacherSource(Protocol):
             ValueError: a tokenizer that cannot be read.
         """
         ...
-
-    def measure(self) -> Measure:
-        """Return name, unit and key of its divergence."""
-        return KL
-
-    def note_data(self, splits: Splits) -> None:
-        """Note the rows that the teacher will read, in its own reading."""
-        return
-
-    def data_problems(self, splits: Splits) -> list[str]:
-        """Return why the teacher cannot be used for these rows, in its own reading: documents that are missing."""
-        return []
-
-    def follow(self, other: TeacherSource) -> None:
-        """Copy what another recipe's source knows of the data, where this one's are the same."""
-        return
 
     def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
         """Return why its configuration cannot be loaded this way; `family` is the GPU's, None where unknown."""
@@ -381,17 +279,9 @@ class TeacherSource(Protocol):
         """Return bytes and FLOPs of a training step, by arithmetic."""
         ...
 
-    def smaller(self, family: str | None = None) -> list[SmallerTeacher]:
-        """Return other ways of holding it on GPUs of a family, which need less memory."""
-        return []
-
     def title(self) -> str:
         """Return a readable name."""
         ...
-
-    def size_text(self) -> str:
-        """Return its size as readable text, before it is loaded."""
-        return f"{sum(shape.parameters for shape in self.shapes()) / 1e6:,.2f} M parameters"
 
     def open(self, context: LoadContext, vocabulary: Vocabulary) -> Teacher:
         """Load the teacher.

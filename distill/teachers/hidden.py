@@ -13,7 +13,7 @@ from torch import nn
 
 from distill.models.head import HeadWeights, LogitTransform, aligned, find_head, whole
 from distill.recipe.loss import Loss
-from distill.teachers.base import HeadForward, LossResult, TargetFormat, Targets, VocabularyAlignment
+from distill.teachers.base import HeadForward, LossResult, TargetFormat, TargetProperties, Targets, VocabularyAlignment
 from distill.teachers.losses import HeldOutLoss, LogitTransforms, LossSpec, TargetLoss, build_loss
 from distill.teachers.separate import LOSSES, SeparateTermsLoss
 from distill.teachers.token_comparison import TOP, ComparesTokens
@@ -46,10 +46,15 @@ class ModelHead:
 
 
 class StoredHead:
-    """A head whose weights are in memory."""
+    """A head whose weights are in memory, outside of any model.
 
-    def __init__(self, weights: HeadWeights) -> None:
-        weight, bias, lora = weights
+    Args:
+        weights: of the head.
+        name: readable, for a message that says what is not finite.
+    """
+
+    def __init__(self, weights: HeadWeights, name: str = "the stored head") -> None:
+        self.name, (weight, bias, lora) = name, weights
         self.weights = HeadWeights(aligned(weight), None if bias is None else aligned(bias), lora)
         self.rows = len(weight)
 
@@ -57,6 +62,11 @@ class StoredHead:
     def open(self) -> Iterator[HeadWeights]:
         """Yield the weights as they are."""
         yield self.weights
+
+    def to(self, device: torch.device) -> None:
+        """Move the weights."""
+        weight, bias, _ = self.weights
+        self.weights = HeadWeights(weight.to(device), None if bias is None else bias.to(device), None)
 
 
 class FusedFormat(TargetFormat, ComparesTokens):
@@ -118,6 +128,7 @@ class HiddenFormat(FusedFormat):
 
     def __init__(self, head: TeacherHead, transform: LogitTransform) -> None:
         self.head, self.transform = head, transform
+        self.properties = TargetProperties((head.rows,))
 
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
         return pairing_of(student, {"student": rows, "teacher": self.head.rows}, vocab_size)

@@ -11,10 +11,10 @@ itself, also where two of them are the same model with different adapters; of a 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -25,25 +25,25 @@ from distill.core.ranks import is_main_process
 from distill.data.load import Splits
 from distill.generation.greedy import generate
 from distill.models.fingerprint import model_identity
-from distill.models.flops import FlopCounts, sum_flops
+from distill.models.flops import sum_flops
 from distill.models.head import LogitTransform
 from distill.models.load import load_tokenizer
-from distill.models.shape import Shape
 from distill.models.vocabulary import compare
-from distill.recipe import Data, Generate, ModelSection, Recipe
+from distill.recipe import Data, Generate, Recipe
 from distill.recipe.teachers import TeacherDescription
 from distill.teachers.base import (
+    AcceptedRows,
     Batch,
     Collate,
     HeadForward,
     LoadContext,
     LossResult,
-    Prompt,
+    TargetProperties,
     Teacher,
     TeacherSource,
     VocabularyAlignment,
 )
-from distill.teachers.calibration import CutRequest, CutStudent
+from distill.teachers.capabilities import CopiesTruncated, Layer, Part, Prompt, Responds, truncated_copy
 from distill.teachers.context.data import ContextCollator, load_context_data
 from distill.teachers.context.teacher import ContextTeacher
 from distill.teachers.footprint import Footprint, FootprintContext
@@ -52,6 +52,7 @@ from distill.teachers.losses import TargetLoss
 from distill.teachers.mixture_model import MixtureModel
 from distill.teachers.model import LoadedTeacher
 from distill.teachers.reading import PREFIX
+from distill.teachers.source_capabilities import SourceLayer, SourcePart, files_of, note_data, of_member
 from distill.teachers.vocabulary import Vocabulary, is_synthetic
 
 log = logging.getLogger(__name__)
@@ -68,9 +69,10 @@ class MixtureFormat(FusedFormat):
 
     def __init__(self, members: Sequence[HiddenFormat], weights: Sequence[float]) -> None:
         self.members, self.weights = list(members), tuple(weights)
+        self.properties = TargetProperties(tuple(member.head.rows for member in self.members))
 
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
-        heads = {f"teachers.{number}": member.head.rows for number, member in enumerate(self.members)}
+        heads = {f"teachers.{number}": columns for number, columns in enumerate(self.properties.columns)}
         return pairing_of(student, {"student": rows, **heads}, vocab_size)
 
     def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
@@ -95,7 +97,7 @@ class MixtureFormat(FusedFormat):
         return sum((share * logits[:, :columns].softmax(-1) for share, logits in parts), each[0].new_zeros(()))
 
 
-class SeveralTeachers(Teacher):
+class SeveralTeachers(Teacher, Layer):
     """Common base of mixtures and of routed teachers.
 
     Args:
@@ -108,65 +110,33 @@ class SeveralTeachers(Teacher):
             for number, member in enumerate(members)
         ]
         self.models = {name: model for member in self.members for name, model in member.models.items()}
-        self.ahead = max(member.ahead for member in self.members)
-        self.supports_new_rows = all(member.supports_new_rows for member in self.members)
-        self.whole_documents = any(member.whole_documents for member in self.members)
+        self.rows = AcceptedRows(
+            supports_new_rows=all(member.rows.supports_new_rows for member in self.members),
+            whole_documents=any(member.rows.whole_documents for member in self.members),
+        )
         if not all(isinstance(member.format, FusedFormat) for member in self.members):
             raise ValueError("teachers: expected several teachers that give hidden states, got one that gives top k")
 
-    def batches(self, batch: Batch) -> Iterator[tuple[int, Teacher, Batch]]:
-        """Yield number, teacher and batch of each member that reads some of a batch."""
-        raise NotImplementedError
-
-    def submit(self, batch: Batch) -> None:
-        for _, member, own in self.batches(batch):
-            member.submit(own)
-
-    def fault_of(self, batches: Sequence[Batch]) -> str | None:
-        parts = [(member, own) for batch in batches for _, member, own in self.batches(batch)]
-        return next((fault for member, own in parts if (fault := member.fault_of([own]))), None)
-
-    def head_rows(self) -> list[int]:
-        return [rows for member in self.members for rows in member.head_rows()]
-
-    def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for member in self.members:
-            yield from member.head_tensors()
-
-    def to(self, device: torch.device) -> None:
-        for member in self.members:
-            member.to(device)
-
-    def cut_student(self, request: CutRequest) -> CutStudent:
-        """Return a student cut from the first teacher."""
-        return self.members[0].cut_student(request)
-
-    def quantise(self) -> None:
-        for member in self.members:
-            member.quantise()
-
-    def follow(self, student: nn.Module) -> None:
-        for member in self.members:
-            member.follow(student)
-
-    def save(self, checkpoint: Path) -> None:
-        for member in self.members:
-            member.save(checkpoint)
-
-    def restore(self, checkpoint: Path) -> None:
-        for member in self.members:
-            member.restore(checkpoint)
-
-    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
+    def parts(self) -> list[Part]:
+        """Return the members, each with its columns of a batch."""
         return [
-            line
-            for _, member, own in self.batches(batch)
-            for line in member.validate_first_batch(own, student, pairing)
+            Part(member, self.prefix_of(number), functools.partial(self.member_batch, number))
+            for number, member in enumerate(self.members)
         ]
 
-    def flush(self) -> None:
-        for member in self.members:
-            member.flush()
+    def prefix_of(self, number: int) -> str:
+        """Return the prefix of the columns that a member's models read."""
+        return ""
+
+    def member_batch(self, number: int, batch: Batch) -> Batch | None:
+        """Return a member's batch; None where it reads nothing of this one."""
+        raise NotImplementedError
+
+    def batches(self, batch: Batch) -> Iterator[tuple[int, Teacher, Batch]]:
+        """Yield number, teacher and batch of each member that reads some of a batch."""
+        for number, member in enumerate(self.members):
+            if (own := self.member_batch(number, batch)) is not None:
+                yield number, member, own
 
     def elsewhere(self) -> dict[str, object]:
         """Return the fingerprints of the members whose weights are not in this process."""
@@ -177,7 +147,7 @@ class SeveralTeachers(Teacher):
             member.close()
 
 
-class MixtureTeacher(SeveralTeachers):
+class MixtureTeacher(SeveralTeachers, CopiesTruncated, Responds):
     """Several teachers of hidden states over one vocabulary.
 
     Args:
@@ -193,7 +163,8 @@ class MixtureTeacher(SeveralTeachers):
         super().__init__(members)
         self.weights = tuple(weight / sum(weights) for weight in weights)
         self.format = MixtureFormat([cast("HiddenFormat", member.format) for member in self.members], self.weights)
-        self.reading = "context" if any(member.reading == "context" for member in self.members) else "same"
+        if any(member.rows.reading == "context" for member in self.members):
+            self.rows = self.rows._replace(reading="context")
 
     def collate(self, plain: Collate) -> Collate:
         # answers after the teachers' prompt are replaced with those after the student's (on-policy): columns of all
@@ -206,16 +177,11 @@ class MixtureTeacher(SeveralTeachers):
             member.student_batch(own, needs_targets)  # raises where a column is missing
         return {name: value for name, value in batch.items() if not MEMBER.match(name) and not name.startswith(PREFIX)}
 
-    def flops_per_token(self) -> dict[str, FlopCounts | None]:
-        works = [each for member in self.members for each in member.flops_per_token().items()]
-        return {prefix: sum_flops(work for own, work in works if own == prefix) for prefix, _ in works}
-
-    def batches(self, batch: Batch) -> Iterator[tuple[int, Teacher, Batch]]:
+    def member_batch(self, number: int, batch: Batch) -> Batch:
+        own = f"member{number}_"
         plain = {name: value for name, value in batch.items() if not MEMBER.match(name)}
-        for number, member in enumerate(self.members):
-            own = f"member{number}_"
-            named = {name.removeprefix(own): value for name, value in batch.items() if name.startswith(own)}
-            yield number, member, {**plain, **named}
+        named = {name.removeprefix(own): value for name, value in batch.items() if name.startswith(own)}
+        return {**plain, **named}
 
     def targets(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Return each teacher's last hidden states, [B, S, its hidden size]."""
@@ -224,14 +190,14 @@ class MixtureTeacher(SeveralTeachers):
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
         """Return responses sampled from the mixture; None where one of the teachers is not loaded or has a context."""
         first = self.members[0]
-        if len(self.models) < len(self.members) or self.reading != "same" or not is_main_process():
+        if len(self.models) < len(self.members) or self.rows.reading != "same" or not is_main_process():
             return None
         assert isinstance(first, LoadedTeacher)
         group = MixtureModel(list(self.models.values()), self.weights)
         return first.tokenizer and generate(group, first.tokenizer, prompts, settings.max_new_tokens)
 
     def truncated_copy(self, layers: Sequence[int]) -> MixtureTeacher:
-        return MixtureTeacher([member.truncated_copy(layers) for member in self.members], self.weights)
+        return MixtureTeacher([truncated_copy(member, layers) for member in self.members], self.weights)
 
     def fingerprint(self) -> dict[str, object]:
         here = model_identity(MixtureModel(list(self.models.values()), self.weights)) if self.models else {}
@@ -264,7 +230,7 @@ class MixtureCollator:
         return batch | more
 
 
-class MixtureSource(TeacherSource):
+class MixtureSource(TeacherSource, SourceLayer):
     """Several teachers of a recipe.
 
     Args:
@@ -278,16 +244,16 @@ class MixtureSource(TeacherSource):
         self.all_sections = description.members
         self.sections = {field: section for field, section in description.members.items() if section.is_loaded}
 
-    @property
-    def config_section(self) -> ModelSection:
-        return self.members[0].config_section
+    def parts(self) -> list[SourcePart]:
+        """Return the members, each with the rows that it reads."""
+        return [
+            SourcePart(member, functools.partial(self.member_splits, number), number)
+            for number, member in enumerate(self.members)
+        ]
 
-    @property
-    def tokenizer_section(self) -> ModelSection:
-        return self.members[0].tokenizer_section
-
-    def shapes(self) -> list[Shape]:
-        return [shape for member in self.members for shape in member.shapes()]
+    def member_splits(self, number: int, splits: Splits) -> Splits:
+        """Return the rows that a member reads."""
+        return splits
 
     def vocabulary(self) -> Vocabulary:
         return MixtureVocabulary(self)
@@ -296,14 +262,6 @@ class MixtureSource(TeacherSource):
         settings: Any = {"cuda": cuda, "sharded": sharded, "family": family}
         texts = [(n, text) for n, member in enumerate(self.members) for text in member.problems(**settings)]
         return [*(of_member(*each) for each in texts), *[SHARDED] * sharded]
-
-    def note_data(self, splits: Splits) -> None:
-        for member in self.members:
-            member.note_data(splits)
-
-    def data_problems(self, splits: Splits) -> list[str]:
-        texts = [(n, text) for n, member in enumerate(self.members) for text in member.data_problems(splits)]
-        return [of_member(*each) for each in texts]
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """All teachers are held, and run one after another; the loss reads hidden states one teacher at a time."""
@@ -331,16 +289,12 @@ class MixtureSource(TeacherSource):
         return MixtureTeacher([member.open(context, vocabulary) for member in self.members], self.weights)
 
 
-def of_member(number: int, text: str) -> str:
-    """Return a message with the field of one of several teachers."""
-    return re.sub("^teacher[.]", f"teachers.{number}.", text)
-
-
 class MixtureVocabulary(Vocabulary):
     """One tokenizer for several teachers and a student."""
 
     def __init__(self, source: MixtureSource) -> None:
-        section = source.config_section if is_synthetic(source.recipe.data) else source.tokenizer_section
+        files = files_of(source)
+        section = files.config_section() if is_synthetic(source.recipe.data) else files.tokenizer_section()
         super().__init__(source.recipe, section)
         self.source = source
 
@@ -350,7 +304,7 @@ class MixtureVocabulary(Vocabulary):
             splits = load_context_data(data, self.tokenizer, contexts[0], seed=seed)
         else:
             splits = super().read(data, seed)
-        self.source.note_data(splits)
+        note_data(self.source, splits)
         return splits
 
     def tokenizers(self) -> list[Any] | None:
@@ -367,7 +321,7 @@ class MixtureVocabulary(Vocabulary):
 
     def _others(self) -> Iterator[tuple[str, Any]]:
         for number, member in enumerate(self.source.members[1:], 1):
-            yield f"teachers.{number}", load_tokenizer(member.tokenizer_section, f"teachers.{number}")
+            yield f"teachers.{number}", load_tokenizer(files_of(member).tokenizer_section(), f"teachers.{number}")
 
 
 SHARDED = (

@@ -36,7 +36,6 @@ from distill.recipe.models import EIGHT_BITS
 from distill.teachers.base import (
     Batch,
     LoadContext,
-    Prompt,
     TargetFormat,
     Targets,
     Teacher,
@@ -44,18 +43,28 @@ from distill.teachers.base import (
     VocabularyAlignment,
 )
 from distill.teachers.calibration import CutRequest, CutStudent, cut_from
+from distill.teachers.capabilities import (
+    ChecksFirstBatch,
+    CopiesTruncated,
+    CutsStudents,
+    Prompt,
+    Quantises,
+    Responds,
+    is_collective,
+)
 from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 from distill.teachers.fp8_cost import Offer, fp8_offers, quantise_and_measure
 from distill.teachers.hidden import HiddenFormat, ModelHead
 from distill.teachers.identity import model_name
 from distill.teachers.sharded import load_sharded_teacher
+from distill.teachers.source_capabilities import OffersSmaller
 from distill.teachers.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from distill.models.precision import Precision
 
 
-class LoadedTeacher(Teacher):
+class LoadedTeacher(Teacher, ChecksFirstBatch, CopiesTruncated, CutsStudents, Quantises, Responds):
     """A causal language model, frozen and in eval mode.
 
     Args:
@@ -105,7 +114,7 @@ class LoadedTeacher(Teacher):
         return [] if is_quantised(self.model) else fp8_offers(self.model, self.hidden, batch, timed)
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
-        if self.tokenizer is None or not (is_main_process() or self.is_collective):
+        if self.tokenizer is None or not (is_main_process() or is_collective(self)):
             return None
         return generate(self.model, self.tokenizer, prompts, settings.max_new_tokens)
 
@@ -123,7 +132,7 @@ def shortened(model: Any, layers: Sequence[int]) -> Any:
     return cut_layers(model, indices).to(model.device)
 
 
-class ModelSource(TeacherSource):
+class ModelSource(TeacherSource, OffersSmaller):
     """A model that will be loaded.
 
     Args:
@@ -140,9 +149,6 @@ class ModelSource(TeacherSource):
     def meta(self) -> MetaModel:
         """Return the model on the meta device, without memory."""
         return meta_model(meta_config(self.section, self.field), self.field)
-
-    def shapes(self) -> list[Shape]:
-        return [self.meta().shape]
 
     def vocabulary(self) -> Vocabulary:
         return Vocabulary(self.recipe, self.section)

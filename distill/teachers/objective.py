@@ -38,6 +38,7 @@ from distill.teachers.base import (
     Teacher,
     VocabularyAlignment,
 )
+from distill.teachers.capabilities import prefetching_of
 from distill.teachers.losses import KL, STATISTICS, LossSpec, TargetLoss, measured_terms, soft_terms
 from distill.teachers.measure import Measure
 from distill.teachers.token_comparison import token_comparison
@@ -149,13 +150,14 @@ class DistillationObjective:
         """Yield the batches in their order, while those that follow are submitted to the teacher, where it prefetches.
 
         Args:
-            batches: collated; up to the teacher's `ahead` of them are taken before they are yielded.
+            batches: collated; up to `Prefetches.ahead` of them are taken before they are yielded.
             least: batches to submit ahead at least, where the teacher prefetches.
         """
-        count, waiting = max(self.teacher.ahead, least) if self.teacher.ahead else 0, collections.deque[B]()
+        prefetching, waiting = prefetching_of(self.teacher), collections.deque[B]()
+        count = max(prefetching.ahead, least) if prefetching is not None and prefetching.ahead else 0
         for batch in batches:
-            if count and self.needs_targets:
-                self.teacher.submit(batch)
+            if prefetching is not None and count and self.needs_targets:
+                prefetching.submit(batch)
             waiting.append(batch)
             if len(waiting) > count:
                 yield waiting.popleft()

@@ -14,6 +14,7 @@ from distill.models.head import bare, decoder_of, find_head
 from distill.models.load import load_student
 from distill.models.packed import packing_problem
 from distill.teachers.calibration import CutRequest
+from distill.teachers.capabilities import student_cut_from
 
 if TYPE_CHECKING:
     from distill.recipe import Recipe
@@ -84,7 +85,7 @@ def open_pair(source: TeacherSource, vocabulary: Vocabulary, context: LoadContex
     layer_indices, dtype = None, context.precision.student
     if section.is_cut:
         request = CutRequest(without_lora, context.device, dtype, context.calibration)
-        student, layer_indices = teacher.cut_student(request)
+        student, layer_indices = student_cut_from(teacher, request)
     else:
         student = load_student(without_lora, device=context.device, dtype=dtype)
     vocabulary.fit(student)
@@ -92,7 +93,7 @@ def open_pair(source: TeacherSource, vocabulary: Vocabulary, context: LoadContex
         check_length(recipe, model, field)
         check_packing(recipe, model, field)
     rows = len(find_head(student).linear.weight)  # type: ignore[arg-type]
-    vocab_size, verdict = vocabulary.match(teacher.head_rows(), rows)
+    vocab_size, verdict = vocabulary.match(list(teacher.format.properties.columns), rows)
     if section.lora is not None:
         from distill.models.adapters import add_lora
 

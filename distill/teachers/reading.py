@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from distill.data.collator import Collator
-from distill.teachers.base import Batch, Collate, Teacher, VocabularyAlignment
+from distill.teachers.base import Batch, Collate, Teacher
 from distill.teachers.model import LoadedTeacher
 from distill.teachers.wrapping import WrappingTeacher
 
@@ -31,16 +31,19 @@ class ReadingTeacher(WrappingTeacher):
         teacher: the inner teacher, or a causal language model.
 
     Attributes:
+        reading: as of `AcceptedRows`.
         needed: columns without which a batch cannot be compared: the teacher's ids, and what aligns both readings.
         only_for_rollouts: columns by which answers of the batch can be replaced, and that nothing else reads.
     """
 
     prefix = PREFIX
+    reading: Literal["context", "retokenised"]
     needed: tuple[str, ...]
     only_for_rollouts: tuple[str, ...] = ()
 
     def __init__(self, teacher: Teacher | nn.Module) -> None:
         super().__init__(LoadedTeacher(teacher) if isinstance(teacher, nn.Module) else teacher)
+        self.rows = self.rows._replace(reading=self.reading)
 
     @property
     def pad_token_id(self) -> int:
@@ -60,10 +63,6 @@ class ReadingTeacher(WrappingTeacher):
             )
         own = {*self.needed, *self.only_for_rollouts}
         return {name: value for name, value in batch.items() if name not in own and not name.startswith(PREFIX)}
-
-    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
-        """Check the inner teacher alone: the student is not compared on the teacher's rows."""
-        return self.inner.validate_first_batch(self.inner_batch(batch), None, pairing)
 
 
 class SecondReading:

@@ -18,6 +18,7 @@ from distill.recipe.teachers import describe_teacher
 from distill.teachers.base import TeacherSource
 from distill.teachers.measure import Measure
 from distill.teachers.named import load_named
+from distill.teachers.source_capabilities import measure_of_source
 
 ENTRY_POINTS = "distill.backends"  # group of backends in other packages
 Maker = Callable[[Recipe, TeacherSection, str], TeacherSource]
@@ -100,4 +101,4 @@ def backend_of(recipe: Recipe, section: TeacherSection) -> str:
 
 def measure_of(recipe: Recipe, stored: Mapping[str, Any] | None = None) -> Measure:
     """Return the measure of a run from its result.json or before.json, else from its recipe."""
-    return Measure(**stored) if stored else source_of(recipe).measure()
+    return Measure(**stored) if stored else measure_of_source(source_of(recipe))

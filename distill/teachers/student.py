@@ -10,12 +10,13 @@ from torch import nn
 
 from distill.models.average import RunningAverage
 from distill.teachers.base import LoadContext
+from distill.teachers.capabilities import FollowsStudent
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.model import LoadedTeacher, ModelSource, shortened
 from distill.teachers.vocabulary import Vocabulary
 
 
-class AveragedTeacher(LoadedTeacher):
+class AveragedTeacher(LoadedTeacher, FollowsStudent):
     """An EMA of the student: after each step, `share` times itself plus (1 - `share`) times the student.
 
     Args:
@@ -30,7 +31,7 @@ class AveragedTeacher(LoadedTeacher):
     def truncated_copy(self, layers: Sequence[int]) -> AveragedTeacher:
         return AveragedTeacher(shortened(self.model, layers), self.share, field=next(iter(self.models)))
 
-    def follow(self, student: nn.Module) -> None:
+    def update_ema(self, student: nn.Module) -> None:
         self.average.update(student)
 
     def save(self, checkpoint: Path) -> None:

@@ -22,6 +22,7 @@ from distill.models.gpu_specs import family_in
 from distill.models.precision import resolve_device
 from distill.recipe.resume_policy import why_batch_size_stays
 from distill.teachers.registry import source_of
+from distill.teachers.source_capabilities import smaller_teachers
 from distill.training.checkpoints import checkpoints
 from distill.training.resuming import smaller_batch
 
@@ -122,7 +123,7 @@ def _ways_of_a_new_run(recipe: Recipe) -> list[str]:
 
 def _smaller_teachers(recipe: Recipe) -> list[SmallerTeacher]:
     family = family_in(resolve_device(recipe.train))
-    return [] if recipe.parallel.teacher == "sharded" else source_of(recipe).smaller(family)
+    return [] if recipe.parallel.teacher == "sharded" else smaller_teachers(source_of(recipe), family)
 
 
 def _disk(code: int, name: str | None, recipe: Recipe, folder: Path) -> str:

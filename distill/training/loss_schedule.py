@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from distill.recipe import Loss
+from distill.teachers.capabilities import prefetching_of
 from distill.training.listeners import StepListener
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ class LossSchedule(StepListener):
         self.now: Loss | None = None
         if self.section is not None:
             teacher = objective.teacher
-            asks_ahead = teacher.ahead and teacher.supports_new_rows  # stored outputs may stay unread
+            prefetching = prefetching_of(teacher)
+            # stored outputs may stay unread
+            asks_ahead = prefetching is not None and prefetching.ahead and teacher.rows.supports_new_rows
             if asks_ahead and self.section.leaves_the_teacher_out:
                 raise ValueError(
                     "loss.schedule: expected a divergence of weight above 0 in every step, since this teacher's "

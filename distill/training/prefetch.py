@@ -15,6 +15,7 @@ import torch
 
 from distill.core.errors import TeacherUnavailableError
 from distill.core.ranks import world_size
+from distill.teachers.capabilities import prefetching_of
 from distill.training.checkpoints import CHECKPOINT
 from distill.training.listeners import StepListener
 from distill.training.transformers_compat import TransformersCompat
@@ -50,7 +51,7 @@ class TeacherPrefetcher(StepListener):
 
     def epoch_batches(self, batches: Iterator[Collated], count: int, are_final: bool) -> Iterator[Collated]:
         """Return the micro-batches of an epoch in order, submitted to the teacher ahead of use if they are final."""
-        if not are_final or not self.objective.teacher.ahead:
+        if not are_final or not self.depth:
             return batches
         if self._epoch[0] is not batches:
             self._epoch = batches, self.objective.ahead(batches, count)
@@ -58,9 +59,15 @@ class TeacherPrefetcher(StepListener):
         return self._epoch[1]
 
     @property
+    def depth(self) -> int:
+        """Return how many micro-batches may be submitted before their targets are needed; 0 without prefetching."""
+        prefetching = prefetching_of(self.objective.teacher)
+        return 0 if prefetching is None else prefetching.ahead
+
+    @property
     def prefetch_enabled(self) -> bool:
         """Return whether the next step's targets are computed before they are needed."""
-        return self.objective.teacher.ahead > 0 and self.objective.needs_targets
+        return self.depth > 0 and self.objective.needs_targets
 
     def batches_taken(self, batches: list[Collated], upcoming: Iterable[Collated]) -> None:
         """Wait for the teacher outputs of a step's micro-batches, and submit those of later steps.
@@ -74,12 +81,15 @@ class TeacherPrefetcher(StepListener):
 
     def _submit(self, batches: Iterable[Collated]) -> None:
         """Submit micro-batches to the teacher, those that were not submitted before, without waiting."""
-        for batch in batches:
-            self.objective.teacher.submit(batch)
+        prefetching = prefetching_of(self.objective.teacher)
+        if prefetching is not None:
+            for batch in batches:
+                prefetching.submit(batch)
 
     def _wait(self, batches: Sequence[Collated]) -> None:
         self._submit(batches)  # rollouts are submitted only now
-        fault = self.objective.teacher.fault_of(batches)
+        prefetching = prefetching_of(self.objective.teacher)
+        fault = None if prefetching is None else prefetching.fault_of(batches)
         anywhere = fault is not None
         if world_size() > 1:  # a single process need not wait for the GPU here
             here = torch.tensor(float(anywhere), device=self.trainer.args.device)

@@ -15,6 +15,7 @@ from distill.models.flops import count_flops
 from distill.models.gpu_specs import runs_our_kernels
 from distill.recipe import Recipe
 from distill.teachers.base import Batch, LossInputs
+from distill.teachers.capabilities import flops_per_token, flush, following
 from distill.teachers.losses import LossSpec
 from distill.teachers.objective import DistillationObjective
 from distill.training.divergence_monitor import DivergenceMonitor
@@ -58,7 +59,7 @@ def training_listeners(
         diagnose=teacher_diagnosis(trainer, objective),
     )
     schedule = LossSchedule(objective, loss)
-    flops = objective.teacher.flops_per_token(), count_flops(trainer.model, trains=True)
+    flops = flops_per_token(objective.teacher), count_flops(trainer.model, trains=True)
     meter = Meter(trainer.args.device, *flops, objective.divergence, objective.routes)
     return [
         guard,
@@ -161,21 +162,24 @@ class TeacherUpdates(StepListener):
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Update a moving-average teacher."""
-        self.objective.teacher.follow(self.objective.student)
+        for each in following(self.objective.teacher):
+            each.update_ema(self.objective.student)
 
     def on_epoch_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Flush teacher outputs that were cached in this epoch, so that all processes can read them."""
-        self.objective.teacher.flush()
+        flush(self.objective.teacher)
 
     def save(self, checkpoint: Path) -> None:
         """Flush cached outputs, and write what training has changed in the teacher."""
-        self.objective.teacher.flush()
+        flush(self.objective.teacher)
         if self.args.should_save:
-            self.objective.teacher.save(checkpoint)
+            for each in following(self.objective.teacher):
+                each.save(checkpoint)
 
     def restore(self, checkpoint: Path) -> None:
         """Restore what training has changed in the teacher."""
-        self.objective.teacher.restore(checkpoint)
+        for each in following(self.objective.teacher):
+            each.restore(checkpoint)
 
 
 class CachedModules(StepListener):

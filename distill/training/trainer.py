@@ -24,9 +24,9 @@ from distill.core.labels import count_trained_tokens
 from distill.data.collator import Collator, DefaultColumns, padding_token
 from distill.models.attention import keep_soft_cap
 from distill.models.document_rope import follows_length, rope_by_document
-from distill.models.sharding import is_sharded
 from distill.recipe import Loss
 from distill.teachers.base import Batch, Teacher
+from distill.teachers.capabilities import move_to
 from distill.teachers.losses import LossSpec
 from distill.teachers.objective import DistillationObjective
 from distill.training.arguments import overwrite_arguments
@@ -98,8 +98,7 @@ class DistillationTrainer(TransformersCompat):
             callbacks=callbacks,
             **more,
         )
-        if not (isinstance(teacher, nn.Module) and is_sharded(teacher)):
-            teacher.to(args.device)
+        move_to(teacher, args.device)
         # FSDP moves the student later; the objective needs both models on the device now
         device = next(model.parameters()).device
         if device.type != "meta" and device != args.device:

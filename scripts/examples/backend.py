@@ -12,47 +12,37 @@ Contexts, other tokenizers, stores, routes and mixtures work with it: they are l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
 
 from distill.models.head import HeadWeights, LogitTransform
-from distill.models.meta_models import meta_config, meta_model
-from distill.models.shape import Shape
 from distill.recipe import ModelSection, Recipe
 from distill.recipe import Teacher as TeacherSection
 from distill.teachers.base import Batch, LoadContext, Teacher, TeacherSource
+from distill.teachers.capabilities import HoldsHead
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.hidden import HiddenFormat, StoredHead
+from distill.teachers.source_capabilities import NamesFiles, shapes_of
 from distill.teachers.vocabulary import Vocabulary
 
 
-class BigramTeacher(Teacher):
+class BigramTeacher(Teacher, HoldsHead):
     """A teacher whose hidden state of a token [H] is a row of a table; its logits follow from a head [V, H]."""
 
     def __init__(self, vocabulary: int, hidden: int = 16) -> None:
         generator = torch.Generator().manual_seed(0)
         self.table = torch.randn(vocabulary, hidden, generator=generator)
-        self.head = StoredHead(HeadWeights(torch.randn(vocabulary, hidden, generator=generator), None, None))
-        self.format, self.models = HiddenFormat(self.head, LogitTransform()), {}
+        weights = HeadWeights(torch.randn(vocabulary, hidden, generator=generator), None, None)
+        self.stored_head = StoredHead(weights, "the bigram head")  # by which it is moved and diagnosed, like a model
+        self.format, self.models = HiddenFormat(self.stored_head, LogitTransform()), {}
 
     def targets(self, batch: Batch) -> torch.Tensor:
         return self.table[batch["input_ids"]]
-
-    def head_rows(self) -> list[int]:
-        return [self.head.rows]
-
-    def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield "the bigram head", self.head.weights.weight
-
-    def truncated_copy(self, layers: Sequence[int]) -> BigramTeacher:
-        return self
 
     def fingerprint(self) -> dict[str, object]:
         return {"bigram": len(self.table), "seed": 0}
 
 
-class BigramSource(TeacherSource):
+class BigramSource(TeacherSource, NamesFiles):
     """The source of a `BigramTeacher`: the section's model names its tokenizer and its vocabulary."""
 
     shardable = False
@@ -60,17 +50,13 @@ class BigramSource(TeacherSource):
     def __init__(self, recipe: Recipe, section: TeacherSection, field: str) -> None:
         self.recipe, self.section, self.sections = recipe, section, {}
 
-    @property
     def config_section(self) -> ModelSection:
         return self.section.loaded()
 
     tokenizer_section = config_section
 
-    def shapes(self) -> list[Shape]:
-        return [meta_model(meta_config(self.config_section, "teacher"), "teacher").shape]
-
     def vocabulary(self) -> Vocabulary:
-        return Vocabulary(self.recipe, self.config_section)
+        return Vocabulary(self.recipe, self.config_section())
 
     def footprint(self, context: FootprintContext) -> Footprint:
         return Footprint(token_bytes=4.0 * 16)
@@ -79,4 +65,4 @@ class BigramSource(TeacherSource):
         return "a bigram table"
 
     def open(self, context: LoadContext, vocabulary: Vocabulary) -> BigramTeacher:
-        return BigramTeacher(self.shapes()[0].vocabulary)
+        return BigramTeacher(shapes_of(self)[0].vocabulary)

@@ -43,6 +43,7 @@ from distill.teachers.cache.format import (
 from distill.teachers.cache.identity import text_hashes
 from distill.teachers.cache.read import data_settings
 from distill.teachers.cache.settings import Settings
+from distill.teachers.capabilities import is_collective
 from distill.teachers.hidden import HiddenFormat
 
 
@@ -64,7 +65,7 @@ def head_of(teacher: Teacher) -> LogitHead | None:
     if not isinstance(teacher.format, HiddenFormat):
         return None
     with teacher.format.head.open() as weights:
-        if teacher.is_collective:
+        if is_collective(teacher):
             bias = weights.bias
             weights = HeadWeights(weights.weight.clone(), None if bias is None else bias.clone(), None)
     return LogitHead(weights, teacher.format.transform)

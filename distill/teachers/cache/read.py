@@ -23,7 +23,6 @@ from distill.core.labels import mask_document_starts
 from distill.core.manifest import damage_of_files
 from distill.data.collator import valid_rows
 from distill.recipe import Generate, Recipe
-from distill.teachers.base import Prompt
 from distill.teachers.cache.format import (
     ANSWERS,
     DOCUMENTS,
@@ -46,6 +45,7 @@ from distill.teachers.cache.format import (
     sizes_of,
     sum_of_sums,
 )
+from distill.teachers.capabilities import Prompt
 
 if TYPE_CHECKING:
     from distill.data.load import Splits

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,15 +14,14 @@ from distill.data.load import Splits
 from distill.models.flops import head_flops
 from distill.models.head import HeadWeights, LogitTransform
 from distill.models.load import load_student
-from distill.models.meta_models import meta_config, meta_model
 from distill.models.shape import Shape
 from distill.recipe import FromTeacher, Generate, ModelSection, Recipe
 from distill.recipe import Teacher as TeacherSection
 from distill.teachers.base import (
+    AcceptedRows,
     Batch,
     Collate,
     LoadContext,
-    Prompt,
     TargetFormat,
     Teacher,
     TeacherSource,
@@ -48,14 +46,23 @@ from distill.teachers.cache.read import PREFIX, CachedRows, TeacherCache
 from distill.teachers.cache.settings import Settings
 from distill.teachers.cache.top_k import TopKFormat, TopKTargets, spread, top_k_targets
 from distill.teachers.calibration import CutRequest, CutStudent, cut_identity
+from distill.teachers.capabilities import CutsStudents, DescribesSize, HoldsHead, Prompt, Responds
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.hidden import HiddenFormat, StoredHead
 from distill.teachers.identity import teacher_identity
 from distill.teachers.measure import Measure, over_stored
+from distill.teachers.source_capabilities import (
+    ChecksData,
+    DescribesStored,
+    MadeByCommand,
+    Measures,
+    NamesFiles,
+    shapes_of,
+)
 from distill.teachers.vocabulary import Vocabulary, is_synthetic
 
 
-class CachedTeacher(Teacher):
+class CachedTeacher(Teacher, CutsStudents, DescribesSize, HoldsHead, Responds):
     """A teacher whose outputs are read from disk, in place of running it.
 
     Args:
@@ -63,8 +70,7 @@ class CachedTeacher(Teacher):
         device: where the stored head is held.
     """
 
-    supports_new_rows = False
-    whole_documents = True
+    rows = AcceptedRows(supports_new_rows=False, whole_documents=True)
 
     def __init__(self, cache: TeacherCache | str | Path, device: torch.device | str = "cpu") -> None:
         self.cache = cache if isinstance(cache, TeacherCache) else TeacherCache(cache)
@@ -73,10 +79,13 @@ class CachedTeacher(Teacher):
         self.format: TargetFormat
         if self.cache.is_hidden:
             tensors = load_file(self.cache.path / HEAD, device=str(device))
-            self.head: StoredHead | None = StoredHead(HeadWeights(tensors["weight"], tensors.get("bias"), None))
-            self.format = HiddenFormat(self.head, LogitTransform(manifest["scale"], manifest["softcap"]))
+            head = StoredHead(
+                HeadWeights(tensors["weight"], tensors.get("bias"), None), "the head in the teacher's cache"
+            )
+            self.format = HiddenFormat(head, LogitTransform(manifest["scale"], manifest["softcap"]))
+            self.stored_head: StoredHead | None = head
         else:
-            self.head, self.format = None, TopKFormat(manifest)
+            self.stored_head, self.format = None, TopKFormat(manifest)
 
     def collate(self, plain: Collate) -> Collate:
         return CachedRows(plain, self.cache)
@@ -88,24 +97,11 @@ class CachedTeacher(Teacher):
 
     def targets(self, batch: Batch) -> torch.Tensor | TopKTargets:
         """Return the stored targets at their positions; 0 where no token is trained."""
-        dtype = torch.float32 if self.head is None else self.head.weights.weight.dtype
+        dtype = torch.float32 if self.stored_head is None else self.stored_head.weights.weight.dtype
         return targets_of(self.cache.manifest, batch, dtype)
 
-    def head_rows(self) -> list[int]:
-        """Return the columns that the stored probabilities are over."""
-        return [self.cache.columns]
-
-    def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self.head is not None:
-            yield "the head in the teacher's cache", self.head.weights.weight
-
-    def parameters_text(self) -> str:
+    def size_text(self) -> str:
         return description(self.cache.manifest)
-
-    def to(self, device: torch.device) -> None:
-        if self.head is not None:
-            weight, bias, _ = self.head.weights
-            self.head.weights = HeadWeights(weight.to(device), None if bias is None else bias.to(device), None)
 
     def cut_student(self, request: CutRequest) -> CutStudent:
         """Return the student that is stored in the cache."""
@@ -117,9 +113,6 @@ class CachedTeacher(Teacher):
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
         return self.cache.answers(prompts, settings)
-
-    def truncated_copy(self, layers: Sequence[int]) -> CachedTeacher:
-        return copy.copy(self)
 
     def fingerprint(self) -> dict[str, object]:
         """Return the hash of the manifest, which has teacher, documents, and size and checksums of every shard."""
@@ -173,7 +166,7 @@ def stored_footprint(stored: Plan, shape: Shape) -> Footprint:
     return Footprint(token_bytes=stored["k"] * ((4 + number) + (4 + 4)), logits=False)
 
 
-class CacheSource(TeacherSource):
+class CacheSource(TeacherSource, NamesFiles, MadeByCommand, Measures, ChecksData, DescribesStored):
     """The source of the cache at `teacher.path`, complete or still to be made by the model that the recipe names."""
 
     shardable = False
@@ -187,33 +180,26 @@ class CacheSource(TeacherSource):
         """Manifest of a complete cache; None where there is none yet."""
         return read_json(self.folder / MANIFEST)
 
-    @property
     def is_to_be_made(self) -> bool:
-        """True where the recipe names the model that will make the cache, and the cache does not exist."""
+        """Return whether the recipe names the model that will make the cache, and the cache does not exist."""
         named = self.section.model is not None or self.section.init == "random"
         return named and not (self.folder / MANIFEST).is_file()
 
-    @property
     def config_section(self) -> ModelSection:
-        """The configuration that the recipe names, else the one in the cache."""
-        if self.is_to_be_made or self.section.config is not None:
+        """Return the configuration that the recipe names, else the one in the cache."""
+        if self.is_to_be_made() or self.section.config is not None:
             return self.section.loaded()
         return ModelSection(init="random", config=stored_folder(self.folder, TEACHER))
 
-    @property
     def tokenizer_section(self) -> ModelSection:
-        if self.is_to_be_made:
+        if self.is_to_be_made():
             return self.section
         return ModelSection(model=stored_folder(self.folder, TOKENIZER))
-
-    def shapes(self) -> list[Shape]:
-        """Return the shape of the model that made it, though its weights are not loaded."""
-        return [meta_model(meta_config(self.config_section, "teacher"), "teacher").shape]
 
     def vocabulary(self) -> Vocabulary:
         """Return the vocabulary of the cache's tokenizer, which makes the data; they must be the cached ones."""
         manifest = self.manifest or {}
-        section = self.section if is_synthetic(self.recipe.data) else self.tokenizer_section
+        section = self.section if is_synthetic(self.recipe.data) else self.tokenizer_section()
         top_k = bool(manifest) and manifest.get("kind") != "hidden"
         return Vocabulary(self.recipe, section, manifest.get("ids_below"), top_k)
 
@@ -230,7 +216,7 @@ class CacheSource(TeacherSource):
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """Return the footprint of what is stored per token, or will be by default."""
-        return stored_footprint(self.manifest or Settings().checked()._asdict(), self.shapes()[0])
+        return stored_footprint(self.manifest or Settings().checked()._asdict(), shapes_of(self)[0])
 
     def title(self) -> str:
         """Return the name of the model that made the cache; the cache's folder where that is not known."""
@@ -240,11 +226,11 @@ class CacheSource(TeacherSource):
 
     def size_text(self) -> str:
         """Return what is stored, in words; of a cache that is still to be made, what it will take."""
-        if not self.is_to_be_made:
+        if not self.is_to_be_made():
             manifest = manifest_of(self.folder)
             size = sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
             return f"not loaded: {self.folder}, {size / GIB:,.2f} GiB on disk; {description(manifest)}"
-        columns = self.shapes()[0].vocabulary
+        columns = shapes_of(self)[0].vocabulary
         each = bytes_a_token({"kind": "top_k", "k": Settings().k, "vocabulary": columns, "dtype": "float16"})
         return (
             f"not loaded: {self.section.path}, which is still to be made: distill cache takes {each} bytes a learned "

@@ -96,7 +96,7 @@ class TopKFormat(TargetFormat):
             "agreement is with a drawn token of most weight, where probabilities are flat not always the likeliest",
         }[self.tail]
         divergences = frozenset(["forward_kl"] if self.tail == "sampled" else ["forward_kl", "reverse_kl"])
-        self.properties = TargetProperties(over_stored(manifest), caveat, divergences)
+        self.properties = TargetProperties((self.columns,), over_stored(manifest), caveat, divergences)
 
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
         """Return a pairing over the columns that the stored tokens were taken from; the student must have them all."""

@@ -19,21 +19,30 @@ from distill.teachers.base import (
     Batch,
     Collate,
     LoadContext,
-    Prompt,
     Targets,
     Teacher,
     TeacherSource,
     VocabularyAlignment,
 )
 from distill.teachers.cache.top_k import TopKTargets, spread
+from distill.teachers.capabilities import (
+    ChecksFirstBatch,
+    CopiesTruncated,
+    Prompt,
+    Responds,
+    first_batch_lines,
+    responses_of,
+    truncated_copy,
+)
 from distill.teachers.context.data import ContextCollator, filled, load_context_data
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.reading import ReadingTeacher
+from distill.teachers.source_capabilities import note_data
 from distill.teachers.vocabulary import Vocabulary
 from distill.teachers.wrapping import WrappingSource, WrappingVocabulary, readings_of
 
 
-class ContextTeacher(ReadingTeacher):
+class ContextTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated, Responds):
     """A teacher with a prompt of its own; its batches come from `ContextCollator`.
 
     Args:
@@ -62,17 +71,13 @@ class ContextTeacher(ReadingTeacher):
 
     def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         """Check the inner teacher on the student's rows, and report how much more the teacher reads."""
-        own, other = (batch[name].numel() for name in ("input_ids", "teacher_input_ids"))
+        mine, other = (batch[name].numel() for name in ("input_ids", "teacher_input_ids"))
         line = (
-            f"the teacher reads {other:,} tokens where the student reads {own:,} (first held-out batch, with padding); "
-            f"the {len(batch['valid_rows']):,} that are learned are the same to both"
+            f"the teacher reads {other:,} tokens where the student reads {mine:,} (first held-out batch, with "
+            f"padding); the {len(batch['valid_rows']):,} that are learned are the same to both"
         )
-        if self.models:
-            return [
-                *self.inner.validate_first_batch(self.student_batch(batch, True), student, pairing),
-                f"{'context':<12}{line}",
-            ]
-        return [*super().validate_first_batch(batch, student, pairing), f"{'context':<12}{line}"]
+        own = (self.student_batch(batch, True), student) if self.models else (self.inner_batch(batch), None)
+        return [*first_batch_lines(self.inner, *own, pairing), f"{'context':<12}{line}"]
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
         """Return responses after a context that is the same for all; None where it depends on a row of the data."""
@@ -83,10 +88,10 @@ class ContextTeacher(ReadingTeacher):
         system = [{"role": "system", "content": text}] if place == "system" else []
         wrap = {"system": "{1}", "before": "{0}\n\n{1}", "after": "{1}\n\n{0}"}[place]
         turns = [[*system, {"role": "user", "content": wrap.format(text, prompt)}] for prompt in prompts]
-        return self.inner.respond(turns, settings)
+        return responses_of(self.inner, turns, settings)
 
     def truncated_copy(self, layers: Sequence[int]) -> ContextTeacher:
-        return ContextTeacher(self.inner.truncated_copy(layers), self.context)
+        return ContextTeacher(truncated_copy(self.inner, layers), self.context)
 
 
 def moved(values: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -122,16 +127,13 @@ class ContextSource(WrappingSource):
 
         def read(data: Data, seed: int) -> Splits:
             splits = load_context_data(data, inner.tokenizer, self.context, seed=seed)
-            self.note_data(splits)
+            note_data(self, splits)
             return splits
 
         return WrappingVocabulary(inner, read)
 
-    def note_data(self, splits: Splits) -> None:
-        self.inner.note_data(readings_of(splits, ContextCollator.teacher_row))
-
-    def data_problems(self, splits: Splits) -> list[str]:
-        return self.inner.data_problems(readings_of(splits, ContextCollator.teacher_row))
+    def inner_splits(self, splits: Splits) -> Splits:
+        return readings_of(splits, ContextCollator.teacher_row)
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """Return the inner teacher's footprint, with its outputs over both readings."""

@@ -32,6 +32,7 @@ from distill.teachers.base import (
     Teacher,
     VocabularyAlignment,
 )
+from distill.teachers.capabilities import ChecksFirstBatch, CopiesTruncated, first_batch_lines, truncated_copy
 from distill.teachers.cross.alignment import Shared
 from distill.teachers.cross.answers import TeacherReader
 from distill.teachers.cross.data import CrossCollator, load_cross_data
@@ -43,6 +44,7 @@ from distill.teachers.hidden import HiddenFormat
 from distill.teachers.losses import HeldOutLoss, LossSpec, TargetLoss, build_loss
 from distill.teachers.measure import SPANS, Measure
 from distill.teachers.reading import ReadingTeacher
+from distill.teachers.source_capabilities import Measures, note_data
 from distill.teachers.vocabulary import Match, Vocabulary, is_synthetic
 from distill.teachers.wrapping import WrappingSource, readings_of
 
@@ -55,12 +57,13 @@ class SpansFormat(TargetFormat):
         shared: the ids of the same tokens in both vocabularies.
     """
 
-    # no KL: one part compares sorted probabilities; a span's tokens need not all have labels; hard labels too are over
-    # spans
-    properties = TargetProperties(SPANS, reads_valid_rows=False, needed_by_hard_labels=True)
-
     def __init__(self, inner: HiddenFormat, shared: Shared) -> None:
         self.inner = inner
+        # no KL: one part compares sorted probabilities; a span's tokens need not all have labels; hard labels too are
+        # over spans
+        self.properties = TargetProperties(
+            inner.properties.columns, SPANS, reads_valid_rows=False, needed_by_hard_labels=True
+        )
         self.shared = tuple(torch.as_tensor(ids) for ids in shared)
 
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
@@ -82,7 +85,7 @@ class SpansFormat(TargetFormat):
             )  # fmt: skip
 
 
-class CrossTeacher(ReadingTeacher):
+class CrossTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated):
     """A teacher that reads by its own tokenizer; its batches come from `CrossCollator`.
 
     Args:
@@ -119,7 +122,7 @@ class CrossTeacher(ReadingTeacher):
     @torch.no_grad()
     def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         """Check the inner teacher, and report the share of its probability on tokens that the student has."""
-        lines = super().validate_first_batch(batch, student, pairing)
+        lines = first_batch_lines(self.inner, self.inner_batch(batch), None, pairing)
         targets, loss = self.targets(batch), self.spans.loss([LossTerm("forward_kl", 1.0)], pairing)
         with self.hidden.head.open() as head:
             share = loss.matched(targets, head, pairing.columns).item()
@@ -130,10 +133,10 @@ class CrossTeacher(ReadingTeacher):
         return [*lines, f"{'matched':<12}{matched}"]
 
     def truncated_copy(self, layers: Sequence[int]) -> CrossTeacher:
-        return CrossTeacher(self.inner.truncated_copy(layers), self.shared)
+        return CrossTeacher(truncated_copy(self.inner, layers), self.shared)
 
 
-class CrossSource(WrappingSource):
+class CrossSource(WrappingSource, Measures):
     """The source of a teacher for a student with `vocabulary: cross`."""
 
     def vocabulary(self) -> CrossVocabulary:
@@ -142,11 +145,8 @@ class CrossSource(WrappingSource):
     def measure(self) -> Measure:
         return SPANS
 
-    def note_data(self, splits: Splits) -> None:
-        self.inner.note_data(readings_of(splits, CrossCollator.teacher_row))
-
-    def data_problems(self, splits: Splits) -> list[str]:
-        return self.inner.data_problems(readings_of(splits, CrossCollator.teacher_row))
+    def inner_splits(self, splits: Splits) -> Splits:
+        return readings_of(splits, CrossCollator.teacher_row)
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """Return the inner teacher's footprint; the loss's chunks depend on the device's memory."""
@@ -193,7 +193,7 @@ class CrossVocabulary(Vocabulary):
 
     def read(self, data: Data, seed: int) -> Splits:
         splits = load_cross_data(data, self.tokenizer, self.teacher_tokenizer, seed=seed)
-        self.source.note_data(splits)
+        note_data(self.source, splits)
         return splits
 
     def prepare(self) -> None:

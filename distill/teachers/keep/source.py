@@ -49,19 +49,33 @@ from distill.teachers.cache.settings import Settings, default_tail
 from distill.teachers.cache.teacher import stored_footprint
 from distill.teachers.cache.top_k import TopKFormat
 from distill.teachers.calibration import CutRequest, cut_identity
+from distill.teachers.capabilities import is_collective, student_cut_from
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.identity import teacher_identity
 from distill.teachers.keep.store import Store
 from distill.teachers.keep.teacher import KeptTeacher, StoredTeacher
 from distill.teachers.measure import KL, Measure, over_stored
 from distill.teachers.server.source import ServerSource
+from distill.teachers.source_capabilities import (
+    CachesState,
+    ChecksData,
+    DescribesStored,
+    Measures,
+    NotesData,
+    copy_cached_state,
+    data_problems,
+    files_of,
+    measure_of_source,
+    shapes_of,
+    source_size_text,
+)
 from distill.teachers.vocabulary import Match, Vocabulary
 from distill.teachers.wrapping import WrappingSource, WrappingVocabulary
 
 BEGINS_WITHIN_S = 1800.0  # seconds; machines load a teacher at different speeds
 
 
-class KeepSource(WrappingSource):
+class KeepSource(WrappingSource, Measures, NotesData, ChecksData, DescribesStored, CachesState):
     """The source of a teacher that is opened if anything is missing in its folder.
 
     Args:
@@ -114,13 +128,13 @@ class KeepSource(WrappingSource):
         if (plan := self.plan) is not None:
             return over_stored(plan)
         if self.sent_top_k:
-            return self.inner.measure()
+            return measure_of_source(self.inner)
         return KL if self.settings().hidden else Measure("KL over what is stored")
 
-    def follow(self, other: TeacherSource) -> None:
+    def copy_cached_state(self, other: TeacherSource) -> None:
         if not isinstance(other, KeepSource):
             return
-        self.inner.follow(other.inner)
+        copy_cached_state(self.inner, other.inner)
         if self.recipe.data == other.recipe.data:
             self.required, self.noted = other.required, other.noted
 
@@ -137,7 +151,7 @@ class KeepSource(WrappingSource):
 
     def data_problems(self, splits: Splits) -> list[str]:
         """Return the teacher's problems, and one where the disk is too small for the data that were noted last."""
-        return [*self.inner.data_problems(splits), *self.room_problems()]
+        return [*data_problems(self.inner, splits), *self.room_problems()]
 
     def room_problems(self) -> list[str]:
         """Return a message where the disk is too small for the data that were noted last."""
@@ -162,7 +176,7 @@ class KeepSource(WrappingSource):
     def footprint(self, context: FootprintContext) -> Footprint:
         """Return the teacher's footprint and that of what is read; the head of a sharded one stays whole beside the
         shards. Where all outputs for these data are stored, it is a cache's: the teacher is not opened."""
-        shape = self.shapes()[0]
+        shape = shapes_of(self)[0]
         if self.required and not self.missing() and (plan := self.plan) is not None:
             return stored_footprint(plan, shape)
         opened, self._dtype = self.inner.footprint(context), context.precision.teacher
@@ -175,13 +189,13 @@ class KeepSource(WrappingSource):
         amount = f"{width * count / GIB:,.2f} GiB for the {count:,} of these data"
         if not count:
             amount = f"{width * 1e8 / GIB:,.0f} GiB for each 100 M"
-        text = f"{self.inner.size_text()}; keep: {self.section.keep}, {width:,} bytes a learned token, {amount}"
+        text = f"{source_size_text(self.inner)}; keep: {self.section.keep}, {width:,} bytes a learned token, {amount}"
         if count and (present := count - sum(self.required[key] for key in self.missing())):
             text += f", {present / count:.0%} of them stored already" + (": it is not loaded" * (present == count))
         return text
 
     def _width(self) -> int:
-        settings, shape = self.settings(), self.shapes()[0]
+        settings, shape = self.settings(), shapes_of(self)[0]
         if self._dtype is None:
             self._dtype = resolve_precision(self.recipe, resolve_device(self.recipe.train)).teacher
         dtype = settings.dtype or str(self._dtype).removeprefix("torch.")
@@ -233,14 +247,15 @@ class KeepSource(WrappingSource):
             content = hidden_content(settings, head, columns, self.recipe.loss.temperature)
         if student.is_cut:
             assert student.from_teacher is not None
-            layers = cut_identity(student.from_teacher, layers_of(meta_config(self.config_section, self.field)))
+            config = meta_config(files_of(self).config_section(), self.field)
+            layers = cut_identity(student.from_teacher, layers_of(config))
         tokenizer = vocabulary.teacher_tokenizer
         digest = "" if self.noted is None else self.noted.report.digest
         origin = Origin(self.recipe, digest, tokenizer, vocabulary.id_bound, layers)
         maker = {"dtype": self.section.held if self.section.dtype in EIGHT_BITS else dtype} | (self.maker() or {})
         plan = plan_of(origin, content, maker)
         if self.option is None:
-            plan["weights"] = None if inner.is_collective else inner.fingerprint().get("weights")
+            plan["weights"] = None if is_collective(inner) else inner.fingerprint().get("weights")
         if self.folder is not None:
             teacher = KeptTeacher(inner, Store(plan, None, {}), head=head)
             begin = functools.partial(self._begin, plan, teacher, context, tokenizer)
@@ -299,9 +314,10 @@ class KeepSource(WrappingSource):
             if student.is_cut and plan["student_layers"] is not None and not (self.folder / STUDENT).is_dir():
                 plain = student.model_copy(update={"lora": None})
                 alone = context.calibration._replace(shares=False)  # this process begins for all
-                cut = kept.cut_student(CutRequest(plain, torch.device("cpu"), context.precision.student, alone)).model
+                request = CutRequest(plain, torch.device("cpu"), context.precision.student, alone)
+                cut = student_cut_from(kept, request).model
             models = [*kept.models.values()]
-            config = models[0].config if models else meta_config(self.config_section, self.field)
+            config = models[0].config if models else meta_config(files_of(self).config_section(), self.field)
             head = kept.head.weights if kept.head is not None and plan["kind"] == "hidden" else None
             write_companions(self.folder, config, tokenizer, head, cut)
         return plan
@@ -329,7 +345,7 @@ class KeepSource(WrappingSource):
         student: Student = self.recipe.student.model_copy(update={"lora": None})
         if student.vocabulary == "cross":
             return rows
-        own = meta_student(student, meta_config(self.config_section, self.field)).shape.vocabulary
+        own = meta_student(student, meta_config(files_of(self).config_section(), self.field)).shape.vocabulary
         if student.vocabulary == "extend" and vocabulary.tokenizer is not None:
             return min(rows, max(own, len(vocabulary.tokenizer)))
         return min(rows, shared_columns(vocabulary.tokenizer, vocabulary.student_tokenizer, rows, own)[0])

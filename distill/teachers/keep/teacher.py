@@ -26,7 +26,7 @@ from distill.data.collator import valid_rows
 from distill.models.flops import FlopCounts
 from distill.models.host_copy import for_transfer, to_device
 from distill.recipe import Generate
-from distill.teachers.base import Batch, Collate, Prompt, Targets, Teacher, VocabularyAlignment
+from distill.teachers.base import Batch, Collate, Targets, Teacher, VocabularyAlignment
 from distill.teachers.cache.encode import rounding_cost
 from distill.teachers.cache.format import ANSWERS, DTYPES, MANIFEST, Document, Plan, documents_of, write_signed
 from distill.teachers.cache.plan import LogitHead, head_of, stored_tensors, stored_top_k
@@ -34,6 +34,21 @@ from distill.teachers.cache.read import PREFIX, TeacherCache, prompt_text
 from distill.teachers.cache.teacher import CachedTeacher, targets_of
 from distill.teachers.cache.top_k import TopKFormat
 from distill.teachers.calibration import CutRequest, CutStudent
+from distill.teachers.capabilities import (
+    ChecksFirstBatch,
+    CopiesTruncated,
+    CountsWork,
+    Flushes,
+    Prefetches,
+    Prompt,
+    Responds,
+    first_batch_lines,
+    is_collective,
+    prefetching_of,
+    responses_of,
+    student_cut_from,
+    truncated_copy,
+)
 from distill.teachers.keep.store import Store
 from distill.teachers.wrapping import WrappingTeacher
 
@@ -86,7 +101,7 @@ class TopKSender(Protocol):
         ...
 
 
-class KeptTeacher(WrappingTeacher):
+class KeptTeacher(WrappingTeacher, ChecksFirstBatch, CopiesTruncated, CountsWork, Flushes, Prefetches, Responds):
     """A teacher, and the store of its outputs.
 
     Args:
@@ -100,8 +115,8 @@ class KeptTeacher(WrappingTeacher):
         self, inner: Teacher, store: Store, device: torch.device | None = None, head: LogitHead | None = None
     ) -> None:
         super().__init__(inner)
-        self.store, self.supports_new_rows = store, False
-        self.ahead = max(inner.ahead, 1)  # read
+        self.store, self.rows = store, inner.rows._replace(supports_new_rows=False)
+        self.ahead = max(0 if (prefetching := prefetching_of(inner)) is None else prefetching.ahead, 1)  # read
         self.head = head or head_of(inner)
         self.device = device or (torch.device("cpu") if self.head is None else self.head.weights.weight.device)
         if not store.is_hidden:
@@ -130,10 +145,13 @@ class KeptTeacher(WrappingTeacher):
             self._reading[batched] = self._pool.submit(lambda: for_transfer(read(), device))
         elif not any(stored):
             self._asked[batched] = None
-            self.inner.submit(_without_documents(batch))
+            if (prefetching := prefetching_of(self.inner)) is not None:
+                prefetching.submit(_without_documents(batch))
 
     def fault_of(self, batches: Sequence[Batch]) -> str | None:
-        return self.inner.fault_of([_without_documents(batch) for batch in batches if _documents(batch) in self._asked])
+        asked = [_without_documents(batch) for batch in batches if _documents(batch) in self._asked]
+        prefetching = prefetching_of(self.inner)
+        return None if prefetching is None else prefetching.fault_of(asked)
 
     def targets(self, batch: Batch) -> Targets:
         """Return the stored targets of a batch, after querying the teacher for those that are not stored."""
@@ -162,7 +180,7 @@ class KeptTeacher(WrappingTeacher):
         if batched in self._asked:  # its answer is pending, whatever has been stored meanwhile
             del self._asked[batched]
             new_rows = [n for n, row in enumerate(rows) if row]
-        if not self._any_process(bool(new_rows)):
+        if not self._any_process(bool(new_rows), batch["input_ids"].device):
             return None
         repeats = sum(map(len, rows)) - len({d.key for row in rows for d in row if not self.store.has(d.key)})
         indices = list(new_rows) or list(range(len(batch["input_ids"])))  # a process without new rows takes part
@@ -180,11 +198,11 @@ class KeptTeacher(WrappingTeacher):
             return None
         return {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
 
-    def _any_process(self, here: bool) -> bool:
+    def _any_process(self, here: bool, device: torch.device) -> bool:
         """Return whether the teacher is to be called: of a sharded one all processes call it, or none does."""
-        if not self.is_collective:
+        if not is_collective(self):
             return here
-        flag = torch.tensor(int(here), device=self.device)
+        flag = torch.tensor(int(here), device=device)
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
         return bool(flag)
 
@@ -217,22 +235,14 @@ class KeptTeacher(WrappingTeacher):
         self.store.finish_writing()
         self.inner.close()
 
-    def head_rows(self) -> list[int]:
-        """Return the rows of the head, or the columns that K tokens were taken from."""
-        return super().head_rows() if self.store.is_hidden else [self.store.columns]
-
     def flops_per_token(self) -> dict[str, FlopCounts | None]:
         """Return None for the FLOPs, which depend on how often the teacher is queried."""
         return {"": None}
 
-    def to(self, device: torch.device) -> None:
-        self.device = device
-        self.inner.to(device)
-
     def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         """Check the teacher, and report the cost of quantising it and of storing its hidden states in fp8."""
         plain = _without_documents(batch)
-        lines = self.inner.validate_first_batch(plain, student, pairing)
+        lines = first_batch_lines(self.inner, plain, student, pairing)
         dtype = DTYPES[self.store.manifest["dtype"]]
         if dtype.itemsize == 1 and self.head is not None:
             hidden = self.inner.targets(plain)
@@ -243,7 +253,7 @@ class KeptTeacher(WrappingTeacher):
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
         """Return the teacher's responses, and store them for runs that will not load it."""
-        answers, folder = self.inner.respond(prompts, settings), self.store.folder
+        answers, folder = responses_of(self.inner, prompts, settings), self.store.folder
         fills = folder is not None and self.store.writes and not (folder / MANIFEST).is_file()
         if answers is not None and folder is not None and fills and is_main_process():
             paired = dict(zip(map(prompt_text, prompts), answers, strict=True))
@@ -252,7 +262,7 @@ class KeptTeacher(WrappingTeacher):
 
     def truncated_copy(self, layers: Sequence[int]) -> KeptTeacher:
         """Return a small teacher whose outputs are not stored."""
-        return KeptTeacher(self.inner.truncated_copy(layers), Store(self.store.manifest, None, {}))
+        return KeptTeacher(truncated_copy(self.inner, layers), Store(self.store.manifest, None, {}))
 
     def __deepcopy__(self, memo: dict[int, object]) -> KeptTeacher:
         """Return a copy that stores nothing, since its model may be changed."""
@@ -280,7 +290,7 @@ class StoredTeacher(CachedTeacher):
         try:
             return super().cut_student(request)
         except ValueError:
-            return self.load().cut_student(request)
+            return student_cut_from(self.load(), request)
 
     def fingerprint(self) -> dict[str, object]:
         return fingerprint_of(self.cache.manifest)

@@ -21,7 +21,7 @@ from distill.data.load import Splits, load_rows
 from distill.data.report import DataReport
 from distill.data.tokenise import Encoder
 from distill.models.fingerprint import model_identity
-from distill.models.flops import FlopCounts, sum_flops
+from distill.models.flops import sum_flops
 from distill.models.head import LogitTransform
 from distill.recipe import Data, Generate, Part, Recipe
 from distill.recipe.teachers import TeacherDescription
@@ -32,7 +32,6 @@ from distill.teachers.base import (
     LoadContext,
     LossInputs,
     LossResult,
-    Prompt,
     TargetFormat,
     TargetProperties,
     TeacherSource,
@@ -41,6 +40,17 @@ from distill.teachers.base import (
 from distill.teachers.base import Teacher as AnyTeacher
 from distill.teachers.cache.teacher import CacheSource
 from distill.teachers.cache.top_k import spread
+from distill.teachers.capabilities import (
+    ChecksFirstBatch,
+    CopiesTruncated,
+    DescribesSize,
+    Prompt,
+    Responds,
+    first_batch_lines,
+    head_tensors,
+    size_text,
+    truncated_copy,
+)
 from distill.teachers.context.data import ContextEncoder, ContextReport
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.hidden import HiddenFormat, pairing_of
@@ -51,10 +61,10 @@ from distill.teachers.mixture import (
     MixtureTeacher,
     MixtureVocabulary,
     SeveralTeachers,
-    of_member,
 )
 from distill.teachers.reading import PREFIX
 from distill.teachers.routed.data import RoutedCollator, RoutedEncoder, RouteRows
+from distill.teachers.source_capabilities import note_data
 from distill.teachers.token_comparison import ComparesTokens
 
 E = TypeVar("E", bound=Encoder)
@@ -109,12 +119,12 @@ class RoutedFormat(TargetFormat, ComparesTokens):
     def __init__(self, members: Sequence[HiddenFormat | MixtureFormat], routes: Sequence[str]) -> None:
         self.members, self.routes = list(members), tuple(routes)
         # the targets determine which tokens are of which route
-        self.properties = TargetProperties(routes=self.routes, needed_by_hard_labels=True)
+        columns = tuple(column for member in self.members for column in member.properties.columns)
+        self.properties = TargetProperties(columns, routes=self.routes, needed_by_hard_labels=True)
 
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
-        own = [member.members if isinstance(member, MixtureFormat) else [member] for member in self.members]
-        heads = [each.head.rows for group in own for each in group]
-        return pairing_of(student, {"student": rows} | {f"teachers.{n}": h for n, h in enumerate(heads)}, vocab_size)
+        heads = {f"teachers.{number}": columns for number, columns in enumerate(self.properties.columns)}
+        return pairing_of(student, {"student": rows, **heads}, vocab_size)
 
     def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> RoutedLoss:
         return RoutedLoss([member.loss(section, pairing) for member in self.members], counts=True)
@@ -174,7 +184,7 @@ class RoutedFormat(TargetFormat, ComparesTokens):
         return total, statistics
 
 
-class RoutedTeacher(SeveralTeachers):
+class RoutedTeacher(SeveralTeachers, ChecksFirstBatch, CopiesTruncated, DescribesSize, Responds):
     """Several teachers, by route.
 
     Args:
@@ -200,17 +210,15 @@ class RoutedTeacher(SeveralTeachers):
             member.student_batch(own, needs_targets)  # raises where a column is missing
         return {name: value for name, value in batch.items() if not name.startswith(("route", PREFIX))}
 
-    def batches(self, batch: Batch) -> Iterator[tuple[int, AnyTeacher, Batch]]:
-        """Yield number, teacher and the teacher's batch of each route that occurs."""
-        for number, member in enumerate(self.members):
-            own = f"route{number}_"
-            if f"{own}rows" in batch:
-                named = {name.removeprefix(own): value for name, value in batch.items() if name.startswith(own)}
-                yield number, member, named
+    def prefix_of(self, number: int) -> str:
+        return f"route{number}_"
 
-    def flops_per_token(self) -> dict[str, FlopCounts | None]:
-        works = [(n, *each) for n, member in enumerate(self.members) for each in member.flops_per_token().items()]
-        return {f"route{n}_{prefix}": work for n, prefix, work in works}
+    def member_batch(self, number: int, batch: Batch) -> Batch | None:
+        """Return the documents of a route; None where none occurs."""
+        own = self.prefix_of(number)
+        if f"{own}rows" not in batch:
+            return None
+        return {name.removeprefix(own): value for name, value in batch.items() if name.startswith(own)}
 
     def targets(self, batch: Batch) -> dict[int, RouteTargets]:
         """Return hidden states [B, S, hidden] by route that occurs, for each of its teachers; 0 elsewhere."""
@@ -228,12 +236,12 @@ class RoutedTeacher(SeveralTeachers):
             targets[0] = RouteTargets(nothing if isinstance(self.members[0], MixtureTeacher) else nothing[0], rows)
         return targets
 
-    def parameters_text(self) -> str:
-        return ", ".join(f"{name} {member.parameters_text()}" for name, member in self._named())
+    def size_text(self) -> str:
+        return ", ".join(f"{name} {size_text(member)}" for name, member in self._named())
 
     def head_widths(self, route: int) -> list[tuple[int, torch.dtype]]:
         """Return hidden size and dtype of a route's heads."""
-        weights = [tensor for name, tensor in self.members[route].head_tensors() if tensor.dim() == 2]
+        weights = [tensor for _, tensor in head_tensors(self.members[route]) if tensor.dim() == 2]
         return [(weight.shape[1], weight.dtype) for weight in weights]
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
@@ -245,10 +253,11 @@ class RoutedTeacher(SeveralTeachers):
         counts = {name: len(batch.get(f"route{n}_rows", ())) for n, name in enumerate(self.routes)}
         shares = ", ".join(f"{count:,} by {name}" for name, count in counts.items())
         line = f"{'routes':<12}of the first held-out batch's learned tokens {shares}"
-        return [line, *super().validate_first_batch(batch, student, pairing)]
+        inner = (first_batch_lines(member, own, student, pairing) for _, member, own in self.batches(batch))
+        return [line, *(each for lines in inner for each in lines)]
 
     def truncated_copy(self, layers: Sequence[int]) -> RoutedTeacher:
-        return RoutedTeacher([member.truncated_copy(layers) for member in self.members], self.routes)
+        return RoutedTeacher([truncated_copy(member, layers) for member in self.members], self.routes)
 
     def fingerprint(self) -> dict[str, object]:
         loaded: dict[str, object] = {name: model_identity(model) for name, model in self.models.items()}
@@ -282,17 +291,7 @@ class RoutedSource(MixtureSource):
             for n, cache in caches.items() if (made := cache.manifest) and made["kind"] != "hidden"
         ]  # fmt: skip
 
-    def note_data(self, splits: Splits) -> None:
-        for number, member in enumerate(self.members):
-            member.note_data(self._of(number, splits))
-
-    def data_problems(self, splits: Splits) -> list[str]:
-        texts = [
-            (n, text) for n, member in enumerate(self.members) for text in member.data_problems(self._of(n, splits))
-        ]
-        return [of_member(*each) for each in texts]
-
-    def _of(self, number: int, splits: Splits) -> Splits:
+    def member_splits(self, number: int, splits: Splits) -> Splits:
         """Return the documents of a member's route."""
         route = list(dict.fromkeys(self.routes)).index(self.routes[number])
         train, validation = (RouteRows(rows, route) for rows in splits[:2])
@@ -349,5 +348,5 @@ class RoutedVocabulary(MixtureVocabulary):
 
         report = ContextReport if contexts else DataReport
         splits = load_rows(data, encoder, [template], seed=seed, report_type=report)
-        self.source.note_data(splits)
+        note_data(self.source, splits)
         return splits

@@ -262,7 +262,7 @@ class LaunchedTeacher(ServerTeacher):
         )  # fmt: skip
         self._servers, self._source = servers, source
 
-    def parameters_text(self) -> str:
+    def size_text(self) -> str:
         count, sharded = len(self._servers.children), self._servers.sharded
         where = counted(count, "GPU") if torch.cuda.is_available() else counted(count, "process")
         size = count_text(self._source.meta().shape.parameters)

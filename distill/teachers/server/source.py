@@ -16,8 +16,7 @@ from distill.data.load import Splits
 from distill.data.token_cache import keep
 from distill.models.flops import head_flops
 from distill.models.head import HeadWeights, LogitTransform
-from distill.models.meta_models import meta_config, meta_model, meta_student
-from distill.models.shape import Shape
+from distill.models.meta_models import meta_config, meta_student
 from distill.recipe import ModelSection, Recipe
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.models import EIGHT_BITS
@@ -28,6 +27,7 @@ from distill.teachers.base import (
 from distill.teachers.cache.format import TEACHER, bytes_a_token
 from distill.teachers.cache.identity import text_hashes
 from distill.teachers.cache.settings import default_tail
+from distill.teachers.capabilities import move_to
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.identity import model_name, teacher_identity
 from distill.teachers.measure import KL, Measure, over_stored
@@ -37,12 +37,20 @@ from distill.teachers.server.teacher import ServerTeacher
 from distill.teachers.server.vllm import VllmExchange, length_problems, served_model
 from distill.teachers.server.vllm_hidden import VllmHiddenExchange, load_ends
 from distill.teachers.server.wire import FILES, Identity, head_hash, tensors_of
+from distill.teachers.source_capabilities import (
+    CachesState,
+    ChecksData,
+    DescribesStored,
+    Measures,
+    NamesFiles,
+    shapes_of,
+)
 from distill.teachers.vocabulary import Vocabulary, is_synthetic
 
 CONFIG = "config.json"
 
 
-class ServerSource(TeacherSource):
+class ServerSource(TeacherSource, NamesFiles, Measures, ChecksData, DescribesStored, CachesState):
     """The source of the servers that the recipe's `teacher.url` names; their identity is queried on first use."""
 
     shardable = False
@@ -93,27 +101,22 @@ class ServerSource(TeacherSource):
         k_tokens, hidden = ("float32", "bfloat16") if self.is_vllm else ("float16", self.identity.dtype)
         return hidden if self.section.top_k is None else k_tokens
 
-    @property
     def config_section(self) -> ModelSection:
         if self.is_vllm:
             return self.section.loaded()
         return ModelSection(init="random", config=f"{self.folder}/{TEACHER}")
 
-    @property
     def tokenizer_section(self) -> ModelSection:
         return self.section.loaded() if self.is_vllm else ModelSection(model=self.folder)
 
-    def follow(self, other: TeacherSource) -> None:
+    def copy_cached_state(self, other: TeacherSource) -> None:
         if isinstance(other, ServerSource) and other.section == self.section:  # the same servers, asked already
             self.__dict__ |= {
                 name: other.__dict__[name] for name in ("servers", "identity", "vllm_model") if name in other.__dict__
             }
 
-    def shapes(self) -> list[Shape]:
-        return [meta_model(meta_config(self.config_section, "teacher"), "teacher").shape]
-
     def vocabulary(self) -> Vocabulary:
-        section = self.config_section if is_synthetic(self.recipe.data) else self.tokenizer_section
+        section = self.config_section() if is_synthetic(self.recipe.data) else self.tokenizer_section()
         return Vocabulary(self.recipe, section, top_k=self.section.top_k is not None)
 
     def measure(self) -> Measure:
@@ -162,7 +165,7 @@ class ServerSource(TeacherSource):
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """Return the footprint of the head and of each token's targets; no weights are loaded."""
-        shape, k = self.shapes()[0], self.section.top_k
+        shape, k = shapes_of(self)[0], self.section.top_k
         if k is not None:
             return Footprint(token_bytes=k * (6 + 8), logits=False)
         number = context.precision.teacher.itemsize if self.is_vllm else getattr(torch, self.identity.dtype).itemsize
@@ -175,7 +178,7 @@ class ServerSource(TeacherSource):
 
     def size_text(self) -> str:
         """Return the bytes received per token as readable text, in place of the weights."""
-        shape = self.shapes()[0]
+        shape = shapes_of(self)[0]
         plan = {"kind": "hidden", "hidden": shape.hidden, "dtype": "bfloat16" if self.is_vllm else self.identity.dtype}
         if self.section.top_k is not None:
             plan = {"kind": "top_k", "k": self.section.top_k, "vocabulary": shape.vocabulary, "dtype": "float16"}
@@ -189,9 +192,9 @@ class ServerSource(TeacherSource):
             ValueError: the servers are not one teacher.
             TeacherUnavailableError: none answers.
         """
-        student = meta_student(self.recipe.student, meta_config(self.config_section, "teacher")).shape
+        student = meta_student(self.recipe.student, meta_config(self.config_section(), "teacher")).shape
         if self.is_vllm:
-            shape = self.shapes()[0]
+            shape = shapes_of(self)[0]
             columns = min(shape.vocabulary, student.vocabulary)
             spec, cut = TargetSpec.by(self.recipe, columns, shape.hidden, torch.float32), context.precision.teacher
             if self.section.folder is None:
@@ -201,7 +204,7 @@ class ServerSource(TeacherSource):
             states = VllmHiddenExchange(self.servers, spec._replace(dtype=cut), Path(self.section.folder), ends)
             named = states.identity() | {"ends": ends.fingerprint}
             teacher = ServerTeacher(states, named, ends.transform, ends.head, self.section, cut)
-            teacher.to(context.device)
+            move_to(teacher, context.device)
             return teacher
         identity, dtype = self.identity, getattr(torch, self.identity.dtype)
         extends = self.recipe.student.vocabulary == "extend"

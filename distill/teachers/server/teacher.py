@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,13 @@ from distill.teachers.base import (
 )
 from distill.teachers.cache.top_k import TopKFormat, TopKTargets, spread, top_k_targets
 from distill.teachers.calibration import CutRequest, CutStudent, cut_from
+from distill.teachers.capabilities import (
+    ChecksFirstBatch,
+    CutsStudents,
+    DescribesSize,
+    HoldsHead,
+    Prefetches,
+)
 from distill.teachers.hidden import HiddenFormat, StoredHead
 from distill.teachers.server.exchange import Answer, Exchange, TargetTensors
 from distill.teachers.server.proof import LogitReading, prove
@@ -50,7 +57,7 @@ class ServedRows:
         return batch
 
 
-class ServerTeacher(Teacher):
+class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, HoldsHead, Prefetches):
     """Outputs of servers for the rows of a batch, requested by `submit` and awaited by `targets`.
 
     Args:
@@ -68,21 +75,18 @@ class ServerTeacher(Teacher):
     ) -> None:  # fmt: skip
         self.exchange, self.identity, self.section, self.dtype = exchange, identity, section, dtype
         self.models, self.ahead = {}, section.prefetch
-        self.head = None if head is None else StoredHead(head)
+        self.stored_head = None if head is None else StoredHead(head, "the head of the served teacher")
         spec = exchange.spec
         self.format: TargetFormat = (
             TopKFormat(spec.manifest(transform.scale, transform.softcap))
-            if self.head is None
-            else HiddenFormat(self.head, transform)
+            if self.stored_head is None
+            else HiddenFormat(self.stored_head, transform)
         )
         self.transform = transform
         self._pending: OrderedDict[int, tuple[TargetRequest, Answer]] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, object]) -> ServerTeacher:
-        return self.truncated_copy(())
-
-    def truncated_copy(self, layers: Sequence[int]) -> ServerTeacher:
-        """Return a copy: the layers are in another process."""
+        """Return a copy of the same servers' teacher, which shares the connections."""
         return copy.copy(self)
 
     def collate(self, plain: Collate) -> Collate:
@@ -113,7 +117,7 @@ class ServerTeacher(Teacher):
         if device.type != "cpu":
             values = {name: to_device(value, device) for name, value in values.items()}
         rows = batch["valid_rows"] if "valid_rows" in batch else _rows(batch)
-        if self.head is not None:
+        if self.stored_head is not None:
             return spread(values["hidden"], rows, shape)
         return top_k_targets(values, rows, shape, self.exchange.spec.tail)
 
@@ -137,22 +141,10 @@ class ServerTeacher(Teacher):
         found: Any = batch.get(SERVED)
         return found if found is not None else TargetRequest.of(batch, _rows(batch))
 
-    def head_rows(self) -> list[int]:
-        return [self.exchange.spec.columns]
-
-    def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self.head is not None:
-            yield "the head of the served teacher", self.head.weights.weight
-
-    def parameters_text(self) -> str:
+    def size_text(self) -> str:
         spec = self.exchange.spec
-        values = "hidden states" if self.head is not None else f"top {spec.top_k} ({spec.tail})"
+        values = "hidden states" if self.stored_head is not None else f"top {spec.top_k} ({spec.tail})"
         return f"{values} from {', '.join(self.section.urls)}"
-
-    def to(self, device: torch.device) -> None:
-        if self.head is not None:
-            weight, bias, _ = self.head.weights
-            self.head.weights = HeadWeights(weight.to(device), None if bias is None else bias.to(device), None)
 
     def cut_student(self, request: CutRequest) -> CutStudent:
         """Return a student cut from the model that the recipe names beside the server, which is loaded for that."""
@@ -161,7 +153,7 @@ class ServerTeacher(Teacher):
 
     def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         self.targets(batch)
-        weights = None if self.head is None else self.head.weights
+        weights = None if self.stored_head is None else self.stored_head.weights
         each = self.exchange.cost()
         proof = prove(LogitReading(self.exchange, weights, self.transform), self._asked(batch))
         return [f"{'served':<12}{each:,.0f} bytes a learned token; {proof}"]
@@ -169,7 +161,7 @@ class ServerTeacher(Teacher):
     def fingerprint(self) -> dict[str, object]:
         """Return the servers' identity, and the outputs that are requested."""
         spec = self.exchange.spec
-        query = {"top_k": spec.top_k, "tail": spec.tail} if self.head is None else {"send": spec.send}
+        query = {"top_k": spec.top_k, "tail": spec.tail} if self.stored_head is None else {"send": spec.send}
         return {**self.identity, **query}
 
     def place(self) -> dict[str, object]:
