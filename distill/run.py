@@ -56,6 +56,7 @@ from distill.run_stages import Loaded, Opened, Prepared, Start, Trained
 from distill.teachers.base import LoadContext
 from distill.teachers.calibration import calibration_of
 from distill.teachers.capabilities import first_batch_lines, is_collective
+from distill.teachers.layer_matching import with_kept_layers
 from distill.teachers.opening import ModelPair, opened_pair, use_plugin
 from distill.teachers.plugin import allowed_plugin
 from distill.teachers.registry import source_of
@@ -179,7 +180,8 @@ class Run:
         loaded = self._load(prepared)
         pair, arguments = loaded.pair, loaded.arguments
         trainer = DistillationTrainer(
-            pair.student, pair.teacher, arguments, loss=recipe.loss, vocab_size=pair.vocab_size,
+            pair.student, pair.teacher, arguments, loss=with_kept_layers(recipe.loss, pair.layer_indices),
+            vocab_size=pair.vocab_size,
             train_dataset=splits.epochs, eval_dataset=splits.validation,
             processing_class=pair.tokenizer, optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
         )  # fmt: skip

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from distill.core.labels import IGNORE_INDEX
 from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe import RecipeError, dump, parse
+from distill.recipe.layer_terms import LAYERED
 from distill.recipe.loss import SEPARATE, Loss
 from distill.teachers import separate
 from distill.teachers.base import HeadForward, LossInputs, VocabularyAlignment
@@ -326,7 +327,7 @@ def test_recipes_with_this_loss():
     parse(BASE + TERM, ["data.on_policy={fraction: 0.5, temperature: 0.7}"])
     parse(BASE + TERM, ["teacher={type: cache, path: there}"])  # which may hold hidden states
     parse(BASE + TERM, ["loss.plugin={file: p.py, sha256: " + "0" * 64 + "}"])
-    assert separate.LOSSES.keys() == set(SEPARATE)
+    assert separate.LOSSES.keys() == {*SEPARATE, *LAYERED}
     two = "teachers: [{model: t, route: a}, {model: u, route: a}]"
     for text, overrides, told in (
         (TERM.replace("_kl}", "_kl, k: 0}"), [], "k"),

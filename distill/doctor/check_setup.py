@@ -24,6 +24,7 @@ from distill.generation.documents import ResponseRetokenizer
 from distill.models.packed import keeps_apart
 from distill.recipe.loss import Loss
 from distill.teachers.base import Teacher
+from distill.teachers.layer_matching import with_automatic_layers
 from distill.teachers.losses import is_soft
 from distill.teachers.objective import DistillationObjective, as_teacher
 
@@ -120,7 +121,7 @@ class CheckSetup:
     def truncated(self) -> CheckSetup:
         """Return the subject with truncated or copied models, for training runs."""
         student, teacher = self.small() if self.small else (copy.deepcopy(self.student), copy.deepcopy(self.teacher))
-        return replace(self, student=student, teacher=teacher, small=None)
+        return replace(self, student=student, teacher=teacher, loss=with_automatic_layers(self.loss), small=None)
 
     def at_temperature_2(self) -> CheckSetup | None:
         """Return the subject at temperature 2 if the recipe's is 1, where T and its square are equal; else None."""

@@ -42,6 +42,7 @@ from distill.recipe.teachers import describe_teacher
 from distill.teachers.base import LoadContext, Teacher
 from distill.teachers.calibration import calibration_of
 from distill.teachers.capabilities import truncated_copy
+from distill.teachers.layer_matching import with_automatic_layers, with_kept_layers
 from distill.teachers.model import shortened
 from distill.teachers.opening import ModelPair, opened_pair
 from distill.teachers.registry import source_of
@@ -190,6 +191,8 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
     if small:
         student, teacher = copy.deepcopy(small_student), small_teacher
 
+    loss = with_automatic_layers(recipe.loss) if small else with_kept_layers(recipe.loss, pair.layer_indices)
+
     def copies() -> tuple[nn.Module, Teacher]:
         return _adapted(copy.deepcopy(small_student), recipe), copy.deepcopy(small_teacher)
 
@@ -197,7 +200,7 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
         _adapted(student, recipe),
         teacher,
         [],
-        recipe.loss.model_copy(update={"schedule": []}),
+        loss.model_copy(update={"schedule": []}),
         pair.vocab_size,
         describe_teacher(recipe).weights,
         vocabulary.tokenizers(),

@@ -16,6 +16,7 @@ from distill_kernels import FusedDistillationLoss, LossTerm, TeacherHead
 from torch.nn import functional as F
 
 from distill.core.labels import IGNORE_INDEX
+from distill.doctor.reference_layers import layer_loss
 from distill.doctor.reference_loss import Mixture, SampledTokens, mixed_log_probabilities, shifted, token_loss
 from distill.doctor.remote_outputs import place_of, remote_logits, teacher_at
 from distill.doctor.rewards import advantage_of
@@ -73,7 +74,11 @@ class Reference:
         columns = columns or min(z.shape[-1] for z in (z_s, *(z for _, z in teachers)))
         cut = [(share, z[:, :columns]) for share, z in teachers]
         sampled = SampledTokens(keep.flatten().nonzero()[:, 0], self.advantages(rows) if loss.rewarded else None)
-        return token_loss(z_s[:, :columns], cut, labels[keep], loss, sampled, self.dtype)
+        total = token_loss(z_s[:, :columns], cut, labels[keep], loss, sampled, self.dtype)
+        if loss.reads_layers:
+            (teacher,) = self.teacher.models.values()
+            total = total + layer_loss(student, teacher, batch, loss, self.dtype)
+        return total
 
     def advantages(self, rows: Sequence[Row]) -> torch.Tensor:
         """Return the advantage of each trained token [N] by the reward that doctor uses, document by document."""

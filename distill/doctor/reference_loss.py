@@ -9,9 +9,10 @@ import torch
 from torch.nn import functional as F
 
 from distill.core.labels import IGNORE_INDEX
+from distill.recipe.layer_terms import LAYERED
 from distill.recipe.loss import Loss
 
-NO_DIVERGENCE = ("cross_entropy", "policy_gradient", "top_k_reverse_kl")
+NO_DIVERGENCE = ("cross_entropy", "policy_gradient", "top_k_reverse_kl", *LAYERED)
 Mixture = Sequence[tuple[float, torch.Tensor]]
 
 

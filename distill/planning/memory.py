@@ -33,6 +33,7 @@ from distill_kernels.losses.projection import TILE
 
 from distill.models.shape import Shape
 from distill.planning.device_plan import DevicePlan
+from distill.planning.layer_memory import layer_memory
 from distill.planning.steps import FUSED
 from distill.teachers.losses import is_soft
 from distill.teachers.source_capabilities import shapes_of
@@ -131,7 +132,8 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
     stream = tokens * weight * student.hidden
     checkpointed = recipe.train.gradient_checkpointing
     activations = stream * student.layers if checkpointed else one_layer * student.layers
-    activations += 2 * stream + tokens * teacher.token_bytes * soft
+    layers = layer_memory(plan, share)
+    activations += 2 * stream + tokens * teacher.token_bytes * soft + layers.states
     again = one_layer if checkpointed else 0.0
     # gradients inside one layer: of the MLP's three wide tensors, and of the stream
     inside = tokens * (compute * 3 * student.intermediate + 2 * weight * student.hidden)
@@ -154,7 +156,7 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
     rollouts = _rollout_cache(plan, student, compute)
     own = recipe.data.own_answers
     answering = student.parameters * weight if own is not None and sharded else 0.0
-    held = teacher_weights + weights + states + buckets + rollouts + answering
+    held = teacher_weights + weights + states + layers.projections + buckets + rollouts + answering
     accumulated = gradients if accumulation > 1 else 0.0
     forward = held + accumulated + copies + activations
     in_loss = forward + workspace + head_gradient + stream
@@ -180,6 +182,11 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
         parts["cache of rollouts"] = rollouts
     if answering:
         parts["copy that generates rollouts"] = answering
+    if layers.states:
+        parts["states of layers"] = layers.states
+        parts["activations"] -= layers.states
+    if layers.projections:
+        parts["layer projections"] = layers.projections
     moments = {"loss": in_loss, "backward": max(start, end), "optimizer": held + gradients + temporary}
     if teacher.loading:
         moments[LOADING] = teacher.loading

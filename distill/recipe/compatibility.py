@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from distill.recipe.layer_terms import LAYERED
 from distill.recipe.loss import SEPARATE
 from distill.recipe.models import Teacher
 from distill.recipe.teachers import Sections
+from distill.recipe.value_conflicts import value_conflicts
 
 
 def _teachers(recipe: Sections) -> Sequence[Teacher]:
@@ -70,6 +72,26 @@ def _without_prompts(recipe: Sections) -> str | None:
     if any(part.data.format == "text" for part in recipe.data.parts):
         return "data.format: text (running text)"
     return None
+
+
+def _without_layers(recipe: Sections) -> str | None:
+    """Return the setting for which a teacher's layers are not computed here: only its last outputs are."""
+    if recipe.parallel.teacher == "served":
+        return "parallel.teacher: served"
+    found = _first(recipe, lambda teacher: not teacher.is_loaded or bool(teacher.backend) or teacher.keep is not None)
+    if found is None:
+        return None
+    field, teacher = found
+    if not teacher.is_loaded:
+        return f"{field}.type: {teacher.type}"
+    return f"{field}.backend: {teacher.backend}" if teacher.backend else f"{field}.keep: {teacher.keep}"
+
+
+def _one_graph(recipe: Sections) -> str | None:
+    """Return the setting by which layers run inside a graph, where their states cannot be read."""
+    if recipe.train.compile:
+        return "train.compile: true"
+    return "train.cuda_graph: true" if recipe.train.cuda_graph is True else None
 
 
 def _shares_a_route(recipe: Sections) -> str | None:
@@ -127,6 +149,16 @@ PROPERTIES: dict[str, Property] = {
             lambda teacher: "keep_as: top_k" if teacher.keep_as == "top_k" else f"top_k: {teacher.top_k}",
         ),
         "leave top_k out (and keep_as: top_k), or cache with --hidden",
+    ),
+    "hidden states of layers": Property(
+        "a teacher whose layers are computed in the run's own processes",
+        lambda recipe: _without_layers(recipe),
+        "set teacher.type to model, without keep, and parallel.teacher to auto, copied or sharded",
+    ),
+    "eager steps": Property(
+        "layers that are called one by one",
+        lambda recipe: _one_graph(recipe),
+        "leave train.compile out, and train.cuda_graph at auto",
     ),
     "one teacher": Property(
         "one teacher", _or_none(lambda recipe: bool(recipe.teachers), "teachers"), "give teacher in its place"
@@ -238,6 +270,11 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         f"loss.terms: {' and '.join(SEPARATE)}",  # except for a sampled tail, for which a teacher's top K suffice
         lambda recipe: recipe.loss.has(*SEPARATE) and (recipe.loss.tailed is None or recipe.loss.has(SEPARATE[0])),
         ("hidden states",),
+    ),
+    Requirement(
+        f"loss.terms: {' and '.join(LAYERED)}",
+        lambda recipe: recipe.loss.reads_layers,
+        ("one teacher", "hidden states of layers", "student's tokens", "student's prompts", "eager steps"),
     ),
     Requirement("loss.label_smoothing", lambda recipe: recipe.loss.label_smoothing > 0, ("student's tokens",)),
     Requirement("loss.z_loss", lambda recipe: recipe.loss.z_loss > 0, ("student's tokens",)),
@@ -367,44 +404,7 @@ def conflicts(recipe: Sections) -> Iterator[str]:
     for pair in APART:
         if pair.both(recipe):
             yield f"{pair.field}: {pair.reason}"
-    yield from _values(recipe)
-
-
-def _values(recipe: Sections) -> Iterator[str]:
-    """Yield a message for each conflict between values."""
-    own = recipe.data.on_policy
-    whole = own is not None and (own.fraction, own.temperature, own.top_k, own.top_p, own.min_p) == (1, 1, 0, 1, 0)
-    if recipe.loss.has("policy_gradient") and not whole:
-        yield (
-            "loss.terms: policy_gradient is of tokens that the student drew from its present distribution: expected "
-            "data.on_policy with fraction 1 and temperature 1, without top_k, top_p and min_p"
-        )
-    if recipe.loss.tailed is not None and not whole:
-        yield (
-            "loss.terms: top_k_reverse_kl with tail: sampled needs tokens that the student drew: expected "
-            "data.on_policy with fraction 1 and temperature 1, without top_k, top_p and min_p"
-        )
-    samples, rows = recipe.data.samples, recipe.train.batch_size
-    if recipe.loss.rewarded is not None and whole and samples < 2:
-        yield (
-            "data.on_policy.samples: expected 2 or more with a reward (loss.terms), which is compared with those of "
-            f"other answers to the same prompt; got {samples}"
-        )
-    if rows % samples:
-        yield f"train.batch_size: expected a multiple of data.on_policy.samples {samples}, got {rows}"
-    if samples > 1 and own is not None and own.temperature == 0:
-        yield f"data.on_policy.samples: {samples} answers at data.on_policy.temperature 0 would be the same"
-    if any(part.data.format == "prompts" for part in recipe.data.parts) and (own is None or own.fraction < 1):
-        yield "data.format: prompts have no answers to train on: expected data.on_policy with fraction 1"
-    if own is not None and own.environment is not None and own.turns == "all":
-        yield (
-            "data.on_policy.turns: all replays the replies of logged chats: expected last with "
-            "data.on_policy.environment, got all"
-        )
-    if recipe.data.answers_every_turn and any(part.data.train_on == "last" for part in recipe.data.parts):
-        yield "data.on_policy.turns: all answers every turn: expected data.train_on all or each, got last"
-    if recipe.teacher.urls and recipe.student.is_cut and recipe.teacher.model is None:
-        yield "student.from_teacher: its layers are with the server; name the model it serves by teacher.model as well"
+    yield from value_conflicts(recipe)
 
 
 def require_command(recipe: Sections, command: str) -> None:

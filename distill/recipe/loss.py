@@ -11,6 +11,7 @@ With p_s and p_t the student's and the teacher's distributions at the temperatur
     cross_entropy    -log p_s[label] at temperature 1
     policy_gradient  -sg(log p_t[y] - log p_s[y]) p_s[y] / sg(p_s[y]) of the token y sampled from the student
     top_k_reverse_kl KL(p_s || p_t) over the student's top K tokens, all others merged into one outcome
+    hidden_state, attention_relation    distances between layers of both models (layer_terms.py)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from distill.core.errors import Section
 from distill.recipe.fields import NotNegative, Text, Usual
+from distill.recipe.layer_terms import LAYERED, AttentionRelationTerm, HiddenStateTerm
 
 
 class PlainTerm(Section):
@@ -199,7 +201,15 @@ class Schedule(Section):
 
 
 Term = Annotated[
-    PlainTerm | JSDTerm | SkewTerm | PolicyGradientTerm | TopKTerm | PluginTerm, Field(discriminator="type")
+    PlainTerm
+    | JSDTerm
+    | SkewTerm
+    | PolicyGradientTerm
+    | TopKTerm
+    | HiddenStateTerm
+    | AttentionRelationTerm
+    | PluginTerm,
+    Field(discriminator="type"),
 ]
 BUILT_IN = {name for kind in get_args(get_args(Term)[0]) for name in get_args(kind.model_fields["type"].annotation)}
 SEPARATE = ("policy_gradient", "top_k_reverse_kl")  # terms that are not divergences between full distributions
@@ -275,6 +285,11 @@ class Loss(Section):
         weighted = {term.type for term in self.terms if term.weight > 0}
         if not weighted:
             raise ValueError("every term has weight 0: give at least one term a weight above 0")
+        if weighted <= set(LAYERED):
+            raise ValueError(
+                f"terms: expected a divergence or cross_entropy of weight above 0 beside {' and '.join(LAYERED)}, "
+                "which do not train the head; got none"
+            )
         for name in ("label_smoothing", "z_loss"):
             if getattr(self, name) and "cross_entropy" not in weighted:
                 raise ValueError(f"{name} belongs to the cross_entropy term, and none has a weight above 0")
@@ -305,6 +320,11 @@ class Loss(Section):
         for step in sorted({step for line in self.schedule for step in line.steps}):
             if not any(term.weight > 0 for term in self.at(step).terms):
                 raise ValueError(f"schedule: every term has weight 0 in step {step}")
+            if not any(term.weight > 0 and term.type not in LAYERED for term in self.at(step).terms):
+                raise ValueError(
+                    f"schedule: every term but {' and '.join(LAYERED)} has weight 0 in step {step}; these do not train "
+                    "the head"
+                )
         return self
 
     @property
@@ -323,6 +343,11 @@ class Loss(Section):
     def runs_terms(self) -> bool:
         """Return whether terms come from the plugin's file, rather than a reward or an environment alone."""
         return self.plugin is not None and self.has("plugin")
+
+    @property
+    def reads_layers(self) -> bool:
+        """Return whether an active term compares layers of both models."""
+        return self.has(*LAYERED)
 
     def has(self, *types: str) -> bool:
         """Return whether a term of one of these types has a weight above 0."""

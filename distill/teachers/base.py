@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from distill.data.load import Splits
     from distill.recipe import Recipe
     from distill.recipe import Teacher as TeacherSection
+    from distill.teachers.layer_matching import StepStates
     from distill.teachers.losses import LossSpec, TargetLoss
     from distill.teachers.vocabulary import Vocabulary
 
@@ -53,6 +54,8 @@ class LossInputs:
             them, NaN where it did not; None where they were not kept.
         advantages: float [B, S] as the shifted labels: what a reward adds to each token's advantage; None without one.
         batch: the collated batch, for those who watch the loss.
+        layers: states of both models' layers, where the loss compares them; the teacher's are there, the student's
+            forward adds its own.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class LossInputs:
         self.sampled_log_p = sampled_log_p
         self.advantages = advantages
         self.batch = batch
+        self.layers: StepStates | None = None
 
 
 class HeadForward(NamedTuple):

@@ -46,6 +46,22 @@ class MeasuredByPart(Protocol):
     measured: TargetLoss
 
 
+@runtime_checkable
+class ReadsLayers(Protocol):
+    """A loss that may compare layers of both models.
+
+    Attributes:
+        reads_layers: whether it does in this step.
+    """
+
+    reads_layers: bool
+
+
+def reads_layers(loss: TargetLoss) -> bool:
+    """Return whether a loss compares layers of both models."""
+    return isinstance(loss, ReadsLayers) and loss.reads_layers
+
+
 def measured_terms(loss: TargetLoss) -> Sequence[LossTerm]:
     """Return the terms whose divergence the statistics of a loss report."""
     while isinstance(loss, MeasuredByPart):

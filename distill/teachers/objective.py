@@ -28,6 +28,7 @@ from torch import nn
 from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
 from distill.models.head import HeadWeights, bare, call_head, decoder_of, find_head, probe_logits
 from distill.models.output_rows import output_rows
+from distill.recipe.loss import Loss
 from distill.teachers.base import (
     Batch,
     Collate,
@@ -39,7 +40,8 @@ from distill.teachers.base import (
     VocabularyAlignment,
 )
 from distill.teachers.capabilities import prefetching_of
-from distill.teachers.losses import KL, STATISTICS, LossSpec, TargetLoss, measured_terms, soft_terms
+from distill.teachers.layer_matching import layer_matching
+from distill.teachers.losses import KL, STATISTICS, LossSpec, TargetLoss, measured_terms, reads_layers, soft_terms
 from distill.teachers.measure import Measure
 from distill.teachers.token_comparison import token_comparison
 
@@ -95,7 +97,9 @@ class DistillationObjective:
         self.teacher = as_teacher(teacher)
         rows = len(find_head(student).linear.weight)  # type: ignore[arg-type]
         self.pairing: VocabularyAlignment = self.teacher.format.pair(probe_logits(student, "student"), rows, vocab_size)
+        loss = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
         self.loss: TargetLoss = self.teacher.format.loss(loss, self.pairing)
+        self.layers = layer_matching(self.teacher.models, student, loss)
         self._student: nn.Module | None = None
         self._watcher: LossWatcher | None = None
         self.attach(student)
@@ -133,6 +137,8 @@ class DistillationObjective:
         if original is not None:
             self._student.forward = original
         self._student = None
+        if self.layers is not None:
+            self.layers.detach()
 
     def watch(self, watcher: LossWatcher) -> None:
         """Have a watcher see each loss from now on."""
@@ -185,7 +191,11 @@ class DistillationObjective:
         inputs.pop("rewards", None)
         advantages = advantages if advantages is None else nn.functional.pad(advantages, (0, 1))[:, 1:]
         own = self.teacher.student_batch(inputs, self.needs_targets)
-        return {**own, "loss_inputs": LossInputs(self.targets(inputs), num_items, statistics, drawn, advantages, batch)}
+        recorded = self.layers is not None and reads_layers(self.loss)
+        with self.layers.record_teacher() if recorded else nullcontext() as layers:  # type: ignore[union-attr]
+            loss_inputs = LossInputs(self.targets(inputs), num_items, statistics, drawn, advantages, batch)
+        loss_inputs.layers = layers
+        return {**own, "loss_inputs": loss_inputs}
 
     def loss_of(
         self,
@@ -259,7 +269,9 @@ class DistillationObjective:
             inputs.pop(key, None)
         decoder, properties = decoder_of(student), self.teacher.format.properties
         inputs |= output_rows(decoder, valid_rows if properties.reads_valid_rows else None, labels.numel())
-        hidden = decoder(**inputs, use_cache=False).last_hidden_state
+        layers = loss_inputs.layers
+        with layers.record_student(student, inputs.get("position_ids")) if layers else nullcontext():
+            hidden = decoder(**inputs, use_cache=False).last_hidden_state
         shifted = shift_labels(labels)
 
         def compute(hidden: torch.Tensor, head: HeadWeights) -> dict[str, torch.Tensor]:
@@ -267,10 +279,11 @@ class DistillationObjective:
                 result = self.loss_of(hidden, head, loss_inputs, shifted, valid_rows)
             if self._watcher is not None:
                 self._watcher.loss_computed(loss_inputs.batch, result)
+            idle = 0.0 if layers is None else layers.unused()
             if isinstance(result, torch.Tensor):
-                return {"loss": result}
+                return {"loss": result + idle}
             loss, stats = result
-            output = {"loss": loss, "statistics": torch.stack(tuple(stats)).sum(dim=1)}
+            output = {"loss": loss + idle, "statistics": torch.stack(tuple(stats)).sum(dim=1)}
             if (drawn := loss_inputs.sampled_log_p) is not None:
                 log_p, drawn = stats[STATISTICS.index("student_label_logprob")].detach(), drawn.flatten()
                 learned = shifted.flatten() != IGNORE_INDEX

@@ -34,6 +34,8 @@ class TermLoss(Protocol):
 Maker = Callable[..., TermLoss]  # of the term, the section, the pairing, transform
 Makers = Mapping[str, Maker | str]  # by the term's type; a string names one that is imported where a recipe has it
 LOSSES: Makers = {
+    "attention_relation": "distill.teachers.layer_losses:AttentionRelationLoss",
+    "hidden_state": "distill.teachers.layer_losses:HiddenStateLoss",
     "policy_gradient": "distill.teachers.policy_gradient:SampledTokenLoss",
     "top_k_reverse_kl": "distill.teachers.own_top_k:own_top_k_loss",
 }
@@ -52,6 +54,7 @@ class SeparateTermsLoss:
         fused: the loss of the other terms, if there are any; and, where that does not compare with the teacher, the
             forward KL, for metrics only. Each with whether it counts.
         measured: the last of them.
+        reads_layers: whether a term compares layers of both models.
     """
 
     def __init__(self, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform, makers: Makers) -> None:
@@ -65,6 +68,7 @@ class SeparateTermsLoss:
         if not (self.fused and self.fused[0][0].objective.needs_teacher):
             self.fused.append((build_loss("forward_kl", transforms), False))
         self.measured = self.fused[-1][0]
+        self.reads_layers = section.reads_layers
         self.objective, self.reduction, self.workspace = self.measured.objective, "mean", None
 
     def __call__(self, call: HeadForward, teacher: HeadWeights) -> LossResult:

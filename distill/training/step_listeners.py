@@ -19,6 +19,7 @@ from distill.teachers.capabilities import flops_per_token, flush, following
 from distill.teachers.losses import LossSpec
 from distill.teachers.objective import DistillationObjective
 from distill.training.divergence_monitor import DivergenceMonitor
+from distill.training.layer_terms import LayerTerms
 from distill.training.listeners import StepListener
 from distill.training.loss_schedule import LossSchedule
 from distill.training.metrics import Meter
@@ -61,6 +62,7 @@ def training_listeners(
     schedule = LossSchedule(objective, loss)
     flops = flops_per_token(objective.teacher), count_flops(trainer.model, trains=True)
     meter = Meter(trainer.args.device, *flops, objective.divergence, objective.routes)
+    layers = [] if objective.layers is None else [LayerTerms(objective.layers, trainer)]
     return [
         guard,
         RankWatch(folder),
@@ -69,6 +71,7 @@ def training_listeners(
         TeacherUpdates(trainer, objective),
         TrainingMetrics(meter, trainer.sum_over_ranks, schedule),
         schedule,
+        *layers,
     ]
 
 
@@ -102,7 +105,8 @@ def run_listeners(
             from distill.training.rollout_files import StoredRollouts
 
             found.append(StoredRollouts(folder, section.store_every, pair.tokenizer, objective.routes))
-    device, graph = trainer.args.device, recipe.train.cuda_graph
+    device = trainer.args.device
+    graph = recipe.train.cuda_graph if objective.layers is None else False  # no hooks run in a replay
     if device.type == "cuda" and (graph is True or (graph and runs_our_kernels(device))):
         from distill.training.cuda_graphs import CudaGraphCallback
 

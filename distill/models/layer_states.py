@@ -1,0 +1,121 @@
+"""Recording of chosen layers' states while a model's decoder runs: outputs of layers, and what attention gets.
+
+    with record_states(model, outputs=[3], attention=[5]) as states:
+        hidden = decoder(**inputs)
+    states.outputs[3], states.attention[5].query
+
+Nothing else is kept, unlike with `output_hidden_states`. Hooks are on the layers' own modules and exist inside the
+block alone, within the forward of whatever wraps the model (DDP, FSDP): a layer that is computed a second time, for its
+gradient, is not recorded again. Queries, keys and values are taken where transformers' layers call their attention
+function, so they are the same for every form of the projections and for every attention back end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from distill.models.head import bare
+from distill.models.pruning import find_layers
+
+
+class AttentionInputs(NamedTuple):
+    """Inputs of one attention call.
+
+    Attributes:
+        query: [B, heads, S, head width].
+        key, value: [B, key-value heads, S, head width].
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+class LayerStates(NamedTuple):
+    """States of one forward.
+
+    Attributes:
+        outputs: [B, S, hidden] by the layer's number.
+        attention: Inputs of the layer's attention by its number.
+    """
+
+    outputs: dict[int, torch.Tensor]
+    attention: dict[int, AttentionInputs]
+
+
+@contextlib.contextmanager
+def record_states(
+    model: nn.Module, outputs: Collection[int] = (), attention: Collection[int] = ()
+) -> Iterator[LayerStates]:
+    """Record states of chosen layers of a causal language model, bare or inside PEFT, while its decoder runs.
+
+    Args:
+        outputs: Numbers of layers whose outputs are recorded.
+        attention: Numbers of layers whose attention's inputs are recorded.
+
+    Raises:
+        ValueError: On exit, where a layer did not run, has outputs of another form than [B, S, hidden], or does not
+            attend through transformers' attention interface.
+    """
+    states = LayerStates({}, {})
+    _, layers = find_layers(model)
+    hooks = [layers[number].register_forward_hook(functools.partial(_keep, states, number)) for number in outputs]
+    owners = {id(module): number for number in attention for module in layers[number].modules()}
+    try:
+        with _recorded_attention(states, owners) if owners else contextlib.nullcontext():
+            yield states
+    finally:
+        for hook in hooks:
+            hook.remove()
+    name = type(bare(model)).__name__
+    if missing := sorted(set(outputs) - states.outputs.keys()):
+        raise ValueError(
+            f"loss.terms: hidden_state: layer {missing[0]} of {name} has no output [batch, tokens, hidden] to compare"
+        )
+    if missing := sorted(set(attention) - states.attention.keys()):
+        raise ValueError(
+            f"loss.terms: attention_relation: layer {missing[0]} of {name} does not call attention through "
+            "transformers' attention interface (eager attention, or none); set attention to sdpa, or leave the term out"
+        )
+
+
+def _keep(states: LayerStates, number: int, module: nn.Module, inputs: object, output: object) -> None:
+    hidden = output[0] if isinstance(output, tuple) else output
+    if isinstance(hidden, torch.Tensor) and hidden.dim() == 3:
+        states.outputs[number] = hidden
+
+
+@contextlib.contextmanager
+def _recorded_attention(states: LayerStates, owners: dict[int, int]) -> Iterator[None]:
+    """Put a recorder before every attention function; `owners` has the layer's number by the id of its modules."""
+
+    def recorder(attend: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(attend)
+        def record(
+            module: nn.Module,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            *args: object,
+            **more: object,
+        ) -> object:
+            if (number := owners.get(id(module))) is not None:
+                states.attention[number] = AttentionInputs(query, key, value)
+            return attend(module, query, key, value, *args, **more)
+
+        return record
+
+    functions = dict(ALL_ATTENTION_FUNCTIONS)
+    ALL_ATTENTION_FUNCTIONS.update({name: recorder(attend) for name, attend in functions.items()})
+    try:
+        yield
+    finally:
+        for name in functions:
+            del ALL_ATTENTION_FUNCTIONS[name]

@@ -1,0 +1,80 @@
+"""Memory of the terms that compare layers, and the check that both models have the layers and widths.
+
+With N tokens in a micro-batch, t the bytes of the teacher's states, c those of what is computed in, and P pairs:
+
+    teacher's states    N t (width of each layer that is compared, and of its queries, keys and values)
+    projected states    N c P (teacher's width + student's width), kept for the backward
+    projection          teacher's width x student's width: weight, gradient and two states
+
+The student's states are among its activations, but for queries, keys and values of layers that are computed again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from distill.models.meta_models import meta_config
+from distill.models.pruning import layer_indices, layers_of
+from distill.planning.device_plan import DevicePlan
+from distill.teachers.layer_matching import MatchedTerm, matched_terms, with_kept_layers
+from distill.teachers.source_capabilities import files_of, shapes_of
+
+
+class LayerMemory(NamedTuple):
+    """Bytes on each device.
+
+    Attributes:
+        projections: Weights, gradients and optimizer states of projections.
+        states: Kept states of a micro-batch.
+    """
+
+    projections: float = 0.0
+    states: float = 0.0
+
+
+def planned_terms(plan: DevicePlan) -> list[MatchedTerm]:
+    """Return the terms that compare layers, from both configurations.
+
+    Raises:
+        ValueError: Both models cannot be compared in this way.
+    """
+    recipe, loss = plan.recipe, plan.recipe.loss
+    if not loss.reads_layers:
+        return []
+    teacher = meta_config(files_of(plan.source).config_section(), "teacher")
+    if recipe.student.is_cut:
+        loss = with_kept_layers(loss, layer_indices(recipe.student.from_teacher, layers_of(teacher)))
+    return matched_terms(loss, plan.student.config, teacher)
+
+
+def layer_memory(plan: DevicePlan, share: int = 1) -> LayerMemory:
+    """Return the memory of the terms that compare layers; zeros where they cannot be computed.
+
+    Args:
+        plan: The recipe on its devices.
+        share: Devices over which a projection is divided.
+    """
+    try:
+        terms = planned_terms(plan)
+    except ValueError:  # reported among the problems of the recipe
+        terms = []
+    if not terms:
+        return LayerMemory()
+    recipe, precision, student = plan.recipe, plan.precision, plan.student.shape
+    (teacher,) = shapes_of(plan.source)
+    tokens, compute = recipe.train.batch_size * recipe.data.max_length, precision.compute.itemsize
+    outputs = {other for each in terms if not each.heads for _, other in each.pairs}
+    attention = {other for each in terms if each.heads for _, other in each.pairs}
+    again = (
+        {own for each in terms if each.heads for own, _ in each.pairs} if recipe.train.gradient_checkpointing else ()
+    )
+    numbers = len(outputs) * teacher.hidden + len(attention) * (teacher.query + 2 * teacher.key_value)
+    states = float(tokens * precision.teacher.itemsize * numbers)
+    states += tokens * compute * len(again) * (student.query + 2 * student.key_value)
+    projections = 0.0
+    for each in terms:
+        if each.is_projected:
+            states += tokens * compute * len(each.pairs) * sum(each.widths)
+            weight = 4 if student.rank else precision.student.itemsize
+            projections += 4 * weight * each.widths[0] * each.widths[1] / share
+    return LayerMemory(projections, states)

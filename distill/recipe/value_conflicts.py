@@ -1,0 +1,44 @@
+"""Conflicts between values of settings, each a message; those between properties are in `compatibility.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from distill.recipe.teachers import Sections
+
+
+def value_conflicts(recipe: Sections) -> Iterator[str]:
+    """Yield a message for each conflict between values."""
+    own = recipe.data.on_policy
+    whole = own is not None and (own.fraction, own.temperature, own.top_k, own.top_p, own.min_p) == (1, 1, 0, 1, 0)
+    if recipe.loss.has("policy_gradient") and not whole:
+        yield (
+            "loss.terms: policy_gradient is of tokens that the student drew from its present distribution: expected "
+            "data.on_policy with fraction 1 and temperature 1, without top_k, top_p and min_p"
+        )
+    if recipe.loss.tailed is not None and not whole:
+        yield (
+            "loss.terms: top_k_reverse_kl with tail: sampled needs tokens that the student drew: expected "
+            "data.on_policy with fraction 1 and temperature 1, without top_k, top_p and min_p"
+        )
+    samples, rows = recipe.data.samples, recipe.train.batch_size
+    if recipe.loss.rewarded is not None and whole and samples < 2:
+        yield (
+            "data.on_policy.samples: expected 2 or more with a reward (loss.terms), which is compared with those of "
+            f"other answers to the same prompt; got {samples}"
+        )
+    if rows % samples:
+        yield f"train.batch_size: expected a multiple of data.on_policy.samples {samples}, got {rows}"
+    if samples > 1 and own is not None and own.temperature == 0:
+        yield f"data.on_policy.samples: {samples} answers at data.on_policy.temperature 0 would be the same"
+    if any(part.data.format == "prompts" for part in recipe.data.parts) and (own is None or own.fraction < 1):
+        yield "data.format: prompts have no answers to train on: expected data.on_policy with fraction 1"
+    if own is not None and own.environment is not None and own.turns == "all":
+        yield (
+            "data.on_policy.turns: all replays the replies of logged chats: expected last with "
+            "data.on_policy.environment, got all"
+        )
+    if recipe.data.answers_every_turn and any(part.data.train_on == "last" for part in recipe.data.parts):
+        yield "data.on_policy.turns: all answers every turn: expected data.train_on all or each, got last"
+    if recipe.teacher.urls and recipe.student.is_cut and recipe.teacher.model is None:
+        yield "student.from_teacher: its layers are with the server; name the model it serves by teacher.model as well"
