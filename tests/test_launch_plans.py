@@ -1,7 +1,9 @@
 """Launch plans: later calls of an op allocate and launch what its launcher would have, for arguments of their own."""
 
+import gc
 import inspect
 import random
+import weakref
 
 import pytest
 import torch
@@ -248,6 +250,35 @@ def test_a_gradient_goes_through_planned_launches(machine):
     assert kernel.looked_up == back.looked_up == 2
     with pytest.raises(ValueError, match="create_graph"):
         torch.autograd.grad(op(x), x, dy, create_graph=True)
+
+
+def test_outputs_die_with_their_last_reference(machine):
+    """What lives on keeps its graph, whose leaves then belong to another stream than a captured backward's."""
+    kernel = Kernel(lambda x_ptr, parts, y_ptr: None, machine)
+
+    def launcher(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        launch(kernel, (1,), x, (x, y, 3), y)
+        return y
+
+    op = KernelOp(
+        "test_plan_lifetime",
+        launcher,
+        torch.empty_like,
+        setup_context=lambda ctx, inputs, output: None,
+        backward=lambda ctx, dy: dy,
+    )
+    x = torch.randn(8, requires_grad=True)
+    gc.disable()
+    try:
+        for _ in range(4):
+            y = op(x)
+            node = weakref.ref(y.grad_fn)
+            del y
+            assert node() is None
+    finally:
+        gc.enable()
+    assert kernel.looked_up == 2
 
 
 def test_a_profiler_of_triton_sees_every_launch(ops, machine):

@@ -364,6 +364,7 @@ def autotune_attention(
             torch.autograd.grad(out, (query, key, value), upstream)
 
     times = {}
+    refusals = {}
     for backend in BACKENDS:
         try:
             for _ in range(3):
@@ -376,7 +377,8 @@ def autotune_attention(
         except torch.OutOfMemoryError:  # no refusal: the batch is too large for a step as well
             raise
         except RuntimeError as error:  # PyTorch: "No available kernel" for shapes a back end does not serve
-            log.info("attention: %s does not serve these shapes (%s)", backend, str(error).splitlines()[0])
+            refusals[backend] = str(error).splitlines()[0]
+            log.info("attention: %s does not serve these shapes (%s)", backend, refusals[backend])
             continue
         samples = []
         for _ in range(7):
@@ -387,6 +389,10 @@ def autotune_attention(
             torch.cuda.synchronize()
             samples.append(start.elapsed_time(end) / 3)
         times[backend] = statistics.median(samples)
+    if not times:
+        raise RuntimeError(
+            f"attention: no back end could be timed on [{batch}, {heads}, {length}, {head_dim}]: {refusals}"
+        )
     return min(times, key=times.__getitem__), times
 
 

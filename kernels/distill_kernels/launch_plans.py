@@ -218,61 +218,75 @@ class _Recorder(TorchDispatchMode):
         self.launched.append((compiled, (*grid, 1, 1)[:3], values))
 
     def plan(self, outputs: Any) -> LaunchPlan | None:
-        """Return the plan of what was seen, or None."""
-        if self.reason is not None or (LAUNCH_HOOKS is not None and self.starts != len(self.launched)):
+        """Return the plan of what was seen, or None; what was seen is forgotten."""
+        launched, buffers = self.launched, self.buffers
+        self.launched, self.buffers = [], []  # outputs, soon with a graph behind them, must not live on here
+        if self.reason is not None or (LAUNCH_HOOKS is not None and self.starts != len(launched)):
             return None
+        buffers = [buffer for buffer in buffers if buffer.numel()]
+        allocations = [(tuple(buffer.shape), buffer.stride(), buffer.dtype) for buffer in buffers]
+        bases = {_storage(buffer): (number, buffer) for number, buffer in enumerate(buffers)}
         try:
-            return self._plan(outputs)
+            make_outputs = _outputs(outputs, bases, allocations)
+            values = _Values(self.inputs, self.input_count, bases)
+            places = [[values.place(value) for value in arguments] for _, _, arguments in launched]
         except _Unplannable:
             return None
-
-    def _plan(self, outputs: Any) -> LaunchPlan:
-        allocations = [(tuple(b.shape), b.stride(), b.dtype) for b in self.buffers if b.numel()]
-        bases = {_storage(b): (number, b) for number, b in enumerate(b for b in self.buffers if b.numel())}
-        make_outputs = _outputs(outputs, bases, allocations)
-        constants: list[Any] = []
-        derived: list[Callable[[list[Any]], Any]] = []
-        first_constant = self.input_count + len(allocations)
-        wanted: list[tuple[str, Any]] = []  # what stands behind inputs and buffers: constants first, then derived
-
-        def place(value: Any) -> tuple[str, int]:
-            if isinstance(value, torch.Tensor) and value.data_ptr():
-                pointer = value.data_ptr()
-                if pointer in self.inputs:
-                    return "value", self.inputs[pointer]
-                if _storage(value) not in bases:
-                    raise _Unplannable
-                number, base = bases[_storage(value)]
-                if pointer == base.data_ptr():
-                    return "value", self.input_count + number
-                return derive(_offset, self.input_count + number, pointer - base.data_ptr())
-            if HAS_TRITON and isinstance(value, TensorDescriptor):
-                kind, number = place(value.base)
-                if kind != "value":
-                    raise _Unplannable
-                return derive(_descriptor, number, {**vars(value), "base": None})
-            if isinstance(value, tuple):
-                return derive(_tuple, [place(part) for part in value], None)
-            constants.append(0 if isinstance(value, torch.Tensor) else value)
-            return "constant", len(constants) - 1
-
-        def derive(*made: Any) -> tuple[str, int]:
-            wanted.append(made)
-            return "derived", len(wanted) - 1
-
-        places = [[place(value) for value in values] for _, _, values in self.launched]
-        first = {"value": 0, "constant": first_constant, "derived": first_constant + len(constants)}
-        for make, source, more in wanted:
+        first = {"value": 0, "constant": self.input_count + len(allocations)}
+        first["derived"] = first["constant"] + len(values.constants)
+        derived = []
+        for make, source, more in values.derived:
             if make is _tuple:
                 source = [first[kind] + number for kind, number in source]
             derived.append(functools.partial(make, source, more))
         launches = []
-        for (compiled, grid, _), of_kernel in zip(self.launched, places, strict=True):
-            if len(of_kernel) < 2:
-                raise _Unplannable
+        for (compiled, grid, _), of_kernel in zip(launched, places, strict=True):
+            if len(of_kernel) < 2:  # `itemgetter` of one is no tuple
+                return None
             pick = operator.itemgetter(*(first[kind] + number for kind, number in of_kernel))
             launches.append((_start(compiled, grid), pick))
-        return LaunchPlan(self.device, allocations, constants, derived, launches, make_outputs, self.same)
+        return LaunchPlan(self.device, allocations, values.constants, derived, launches, make_outputs, self.same)
+
+
+class _Values:
+    """Where each kernel argument comes from: an input, a buffer, a constant, or derived from these.
+
+    Args:
+        inputs: Numbers of the inputs by address.
+        input_count: How many there are.
+        bases: Number and tensor of each buffer, by its storage.
+    """
+
+    def __init__(self, inputs: dict[int, int], input_count: int, bases: dict[int, tuple[int, torch.Tensor]]) -> None:
+        self.inputs, self.input_count, self.bases = inputs, input_count, bases
+        self.constants: list[Any] = []
+        self.derived: list[tuple[Callable[..., Any], Any, Any]] = []
+
+    def place(self, value: Any) -> tuple[str, int]:
+        """Return a kind, "value" for inputs and buffers, and a number among those of its kind."""
+        if isinstance(value, torch.Tensor) and value.data_ptr():
+            pointer = value.data_ptr()
+            if pointer in self.inputs:
+                return "value", self.inputs[pointer]
+            if _storage(value) not in self.bases:
+                raise _Unplannable
+            number, base = self.bases[_storage(value)]
+            if pointer == base.data_ptr():
+                return "value", self.input_count + number
+            return self._derive(_offset, self.input_count + number, pointer - base.data_ptr())
+        if HAS_TRITON and isinstance(value, TensorDescriptor):
+            kind, number = self.place(value.base)
+            if kind != "value":
+                raise _Unplannable
+            return self._derive(_descriptor, number, {**vars(value), "base": None})
+        if isinstance(value, tuple):
+            return self._derive(_tuple, [self.place(part) for part in value], None)
+        self.constants.append(0 if isinstance(value, torch.Tensor) else value)
+        return "constant", len(self.constants) - 1
+
+    def _derive(self, *made: Any) -> tuple[str, int]:
+        self.derived.append(made)
+        return "derived", len(self.derived) - 1
 
 
 def _storage(tensor: torch.Tensor) -> int:

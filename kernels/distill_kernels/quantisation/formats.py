@@ -110,9 +110,14 @@ def reference_scale(weight: torch.Tensor, name: str) -> torch.Tensor:
     form = check_fits(weight, name)
     blocks = weight.float().unflatten(-1, (-1, form.columns(weight)))
     if not form.signed:
-        return blocks.abs().amax(-1) / form.high
+        return _divide(blocks.abs().amax(-1), form.high)
     largest = blocks.abs().argmax(-1, keepdim=True)  # the first of equals
-    return blocks.gather(-1, largest).squeeze(-1) / form.low
+    return _divide(blocks.gather(-1, largest).squeeze(-1), form.low)
+
+
+def _divide(x: torch.Tensor, number: float) -> torch.Tensor:
+    # by a tensor: on a GPU PyTorch multiplies by the reciprocal of a plain number, which rounds otherwise
+    return x / x.new_full((), number)
 
 
 def reference_quantise(weight: torch.Tensor, name: str, scale: torch.Tensor | None = None) -> Blocks:
@@ -188,7 +193,7 @@ def encode(values: torch.Tensor, name: str) -> Blocks | None:
             break
         part = blocks[left]
         largest = part.gather(-1, part.abs().argmax(-1, keepdim=True)).squeeze(-1)
-        tried = (largest / divisor).to(form.scale_dtype)
+        tried = _divide(largest, divisor).to(form.scale_dtype)
         q = round_half_away(part * _reciprocal(tried.float())[:, None]).clamp(form.low, form.high)
         exact = (q * tried.float()[:, None] == part).all(-1)
         codes[left[exact]], scale[left[exact]] = q[exact].to(torch.int8), tried[exact]
