@@ -194,7 +194,7 @@ def test_equal_models_are_at_distance_0_and_masked_tokens_do_not_count():
     objective = DistillationObjective(teacher, student, loss_of(*terms))
     inputs = objective.compare(batch())
     student(**inputs)
-    sums = inputs["loss_inputs"].layers.sums
+    sums = inputs["step_inputs"].layers.sums
     assert list(sums) == ["hidden_state", "hidden_state-2", "attention_relation"]
     for total, tokens in sums.values():
         assert abs(total) < 1e-9 and tokens == 10
@@ -236,13 +236,13 @@ def test_adapters_and_recomputed_layers_change_nothing(kind):
 def test_only_chosen_layers_are_kept():
     student, teacher = models()
     objective = DistillationObjective(teacher, student, loss_of(HIDDEN, RELATION))
-    states = objective.compare(batch())["loss_inputs"].layers
+    states = objective.compare(batch())["step_inputs"].layers
     assert states.teacher.outputs.keys() == {0, 2} and states.teacher.attention.keys() == {1, 3}
     hooks = [module for model in (student, teacher) for module in model.modules() if module._forward_hooks]
     assert not hooks
     held_out = DistillationObjective(teacher, student, loss_of(HIDDEN))
     held_out.loss = held_out.held_out_loss()
-    assert held_out.compare(batch())["loss_inputs"].layers is None
+    assert held_out.compare(batch())["step_inputs"].layers is None
 
 
 def test_layer_maps():
@@ -269,7 +269,7 @@ def test_a_pruned_student_is_compared_with_the_layers_that_it_was():
     kept, uniform = with_kept_layers(loss_of(term), [0, 3]), loss_of(term)
     for loss, zero in ((kept, True), (uniform, False)):
         objective = DistillationObjective(teacher, student, loss)
-        states = objective.compare(batch())["loss_inputs"]
+        states = objective.compare(batch())["step_inputs"]
         with torch.no_grad():
             student(**objective.compare(batch()))
         assert (states.layers.teacher.outputs.keys() == {0, 3}) is zero
@@ -278,7 +278,7 @@ def test_a_pruned_student_is_compared_with_the_layers_that_it_was():
     first = loss_of({**term, "layers": [[0, 0]]})
     inputs = DistillationObjective(teacher, student, first).compare(batch())
     student(**inputs)
-    assert inputs["loss_inputs"].layers.sums["hidden_state"][0] == 0
+    assert inputs["step_inputs"].layers.sums["hidden_state"][0] == 0
 
 
 RECIPE = "teacher: {model: t}\nstudent: {model: s}\ndata: {source: x.jsonl}\ntrain: {steps: 3}\n"

@@ -17,7 +17,7 @@ from distill.recipe import RecipeError, dump, parse
 from distill.recipe.layer_terms import LAYERED
 from distill.recipe.loss import SEPARATE, Loss
 from distill.teachers import separate
-from distill.teachers.base import HeadForward, LossInputs, VocabularyAlignment
+from distill.teachers.base import HeadForward, StepInputs, VocabularyAlignment
 from distill.teachers.own_top_k import OwnTopKLoss
 from distill.training.loss_schedule import LossSchedule
 
@@ -74,7 +74,7 @@ def loss_of(k=K, tail="bucket", pairing=None, transform=PLAIN, temperature=1.0, 
 def called(loss, student, teacher, labels, rows=None, items=None):
     lora = (student["a"], student["b"], 0.5) if "a" in student else None
     head = HeadWeights(student["weight"], student.get("bias"), lora)
-    call = HeadForward(student["hidden"], head, LossInputs(teacher["hidden"], items, False), labels, rows)
+    call = HeadForward(student["hidden"], head, StepInputs(teacher["hidden"], items, False), labels, rows)
     return loss(call, HeadWeights(teacher["weight"], teacher.get("bias"), None))
 
 

@@ -28,7 +28,7 @@ from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe import RecipeError, parse
 from distill.recipe.loss import Loss
 from distill.run import run
-from distill.teachers.base import HeadForward, LossInputs, VocabularyAlignment
+from distill.teachers.base import HeadForward, StepInputs, VocabularyAlignment
 from distill.teachers.plugin import allowed_plugin
 from distill.teachers.policy_gradient import SampledTokenLoss
 from distill.training.progress import read_metrics
@@ -181,7 +181,7 @@ def test_a_token_that_the_teacher_rules_out_is_no_fault_of_the_reward_alone():
     section = Loss.model_validate({"terms": [TERM | {"teacher_weight": 0.0, "weight": 1.0}]})
     loss = SampledTokenLoss(section.terms[0], section, VocabularyAlignment(LogitTransform(), 2, None), LogitTransform())
     hidden, weight = torch.ones(1, 1, 1), torch.zeros(2, 1)
-    inputs = LossInputs(hidden, None, False, advantages=torch.tensor([[2.0]]))
+    inputs = StepInputs(hidden, None, False, advantages=torch.tensor([[2.0]]))
     call = HeadForward(hidden, HeadWeights(weight, None, None), inputs, torch.tensor([[1]]), None)
     assert loss(call, HeadWeights(weight, torch.tensor([0.0, -torch.inf]), None)).item() == -2.0
 

@@ -11,7 +11,7 @@ from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe import parse
 from distill.reports.curves import charts_of
 from distill.run import run
-from distill.teachers.base import HeadForward, LossInputs
+from distill.teachers.base import HeadForward, StepInputs
 from distill.teachers.hidden import HiddenFormat, StoredHead
 from distill.training.progress import read_metrics
 
@@ -64,7 +64,7 @@ def test_overlap_is_that_of_dense_logits():
     )
     teacher = HiddenFormat(StoredHead(HeadWeights(theirs, None, None)), LogitTransform())
     a, b = torch.randn(2, 8, generator=generator), torch.randn(40, 2, generator=generator)
-    call = HeadForward(hidden, HeadWeights(own, None, (a, b, 0.5)), LossInputs(targets, None, True), None, None)
+    call = HeadForward(hidden, HeadWeights(own, None, (a, b, 0.5)), StepInputs(targets, None, True), None, None)
     rows = torch.tensor([1, 3, 8])
     (shares,) = teacher.overlap(teacher.pair(LogitTransform(), 40, None), call, rows).values()
     likeliest = [

@@ -155,7 +155,7 @@ def test_a_reward_is_held_to_its_definition(make, monkeypatch):
 
         def faulty(self, *values, fault=fault, **more):
             made = compare(self, *values, **more)
-            made["loss_inputs"].advantages = fault(made["loss_inputs"].advantages)
+            made["step_inputs"].advantages = fault(made["step_inputs"].advantages)
             return made
 
         with monkeypatch.context() as patch:

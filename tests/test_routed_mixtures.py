@@ -20,7 +20,7 @@ from distill.planning.preflight import check
 from distill.recipe import RecipeError, dump, parse
 from distill.run import run
 from distill.serving.open import open_engine
-from distill.teachers.base import HeadForward, LossInputs
+from distill.teachers.base import HeadForward, StepInputs
 from distill.teachers.cache.settings import Settings
 from distill.teachers.capabilities import first_batch_lines, flops_per_token, prefetching_of
 from distill.teachers.context.teacher import ContextTeacher
@@ -301,7 +301,7 @@ def test_overlap_by_route_is_that_of_dense_probabilities():
     hidden, *theirs = (torch.randn(2, 5, width, generator=generator) for width in (8, 6, 5, 7))
     places = torch.tensor([0, 1, 2, 6]), torch.tensor([3, 4, 7, 8])
     targets = {0: RouteTargets(theirs[0], places[0]), 1: RouteTargets(tuple(theirs[1:]), places[1])}
-    call = HeadForward(hidden, HeadWeights(own, None, None), LossInputs(targets, None, True), None, None)
+    call = HeadForward(hidden, HeadWeights(own, None, None), StepInputs(targets, None, True), None, None)
     rows = torch.tensor([1, 3, 4, 6, 7, 8])
     shares = format.overlap(format.pair(LogitTransform(), 40, None), call, rows)
     z = [h.flatten(0, 1)[rows] @ f.head.weights.weight.T for h, f in zip(theirs, formats, strict=True)]

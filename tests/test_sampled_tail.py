@@ -10,7 +10,7 @@ from distill.doctor.invariants import CHECKS
 from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe import RecipeError, parse
 from distill.recipe.loss import Loss
-from distill.teachers.base import HeadForward, LossInputs, VocabularyAlignment
+from distill.teachers.base import HeadForward, StepInputs, VocabularyAlignment
 from distill.teachers.cache.top_k import TopKFormat, TopKTargets
 from distill.teachers.losses import measured_terms
 from distill.teachers.own_top_k import OwnTopKTailLoss
@@ -53,7 +53,7 @@ def test_value_and_gradient_have_no_bias(stale, temperature):
     older = z_s.detach() + 0.5 * stale * torch.randn(V, generator=generator, dtype=torch.float64)
     log_q = older.log_softmax(-1)
     y = torch.multinomial(log_q.exp(), DRAWS, replacement=True, generator=generator)
-    inputs = LossInputs(teacher["hidden"].expand(1, DRAWS, HT), None, False, log_q[y][None])
+    inputs = StepInputs(teacher["hidden"].expand(1, DRAWS, HT), None, False, log_q[y][None])
     own = HeadWeights(student["weight"], None, None)
     many = HeadForward(student["hidden"].expand(1, DRAWS, H), own, inputs, y[None], None)
     head = HeadWeights(teacher["weight"], None, None)
@@ -186,7 +186,7 @@ def test_over_the_teachers_tokens(told):
         log_t.gather(-1, y)[..., 0].masked_fill(~learned, 0).flatten(),
     )
     drawn = torch.randn(labels.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) - 3
-    inputs = LossInputs(targets, torch.tensor(11), True, drawn.masked_fill(~learned, torch.nan))
+    inputs = StepInputs(targets, torch.tensor(11), True, drawn.masked_fill(~learned, torch.nan))
     head = HeadWeights(student["weight"], None, None)
     got, statistics = format.apply(
         loss, pairing, HeadForward(student["hidden"], head, inputs, labels, valid(labels) if told else None)

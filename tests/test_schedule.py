@@ -197,6 +197,21 @@ def test_a_teacher_that_is_asked_ahead_is_asked_in_every_step():
         LossSchedule(objective, fading)
 
 
+def test_the_weight_of_a_step_stands_in_its_inputs():
+    terms = "terms: [{type: forward_kl}, {type: cross_entropy}]"
+    section = recipe_of("{setting: terms.0.weight, steps: [0, 4], values: [1, 0]}", terms).loss
+    objective = DistillationObjective(tiny_model(seed=1), tiny_model(), section)
+    batch = {"input_ids": torch.tensor([[3, 4, 5, 6]]), "labels": torch.tensor([[3, 4, 5, 6]])}
+    inputs = objective.compare(batch)["step_inputs"]
+    assert inputs.weight is None and inputs.batch is batch, "no schedule yet"
+    schedule, found = LossSchedule(objective, section), []
+    for step in (0, 1, 4):
+        schedule.begin_step(step)
+        inputs = objective.compare(batch, 3)["step_inputs"]
+        found.append((inputs.weight, inputs.num_items, inputs.targets is None))
+    assert found == [(1.0, 3, False), (0.75, 3, False), (0.0, 3, True)]
+
+
 def test_doctor_looks_at_every_term_that_is_scheduled():
     """A term that begins at 0 as well: a fault of it is found."""
     later = recipe_of(

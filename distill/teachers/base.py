@@ -10,8 +10,8 @@ A new backend is one file with a source and a teacher, and a line in `registry.B
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
@@ -41,8 +41,8 @@ Targets = object
 LossResult = torch.Tensor | tuple[torch.Tensor, Sequence[torch.Tensor]]
 
 
-class LossInputs:
-    """Inputs of the loss that the objective passes to the student's forward with the batch.
+class StepInputs:
+    """Inputs of a micro-batch's loss: made by `DistillationObjective.compare`, read inside the student's forward.
 
     A plain class: DDP and FSDP2 look for tensors in keyword arguments (FSDP2 casts them) and leave this one alone.
 
@@ -53,6 +53,7 @@ class LossInputs:
         sampled_log_p: float [B, S] as the shifted labels: log-probabilities of the labels when the student sampled
             them, NaN where it did not; None where they were not kept.
         advantages: float [B, S] as the shifted labels: what a reward adds to each token's advantage; None without one.
+        weight: total weight of all divergences in the present step of a schedule; None without a schedule.
         batch: the collated batch, for those who watch the loss.
         layers: states of both models' layers, where the loss compares them; the teacher's are there, the student's
             forward adds its own.
@@ -60,16 +61,22 @@ class LossInputs:
 
     def __init__(
         self, targets: Targets | None, num_items: torch.Tensor | int | None, statistics: bool,
-        sampled_log_p: torch.Tensor | None = None, advantages: torch.Tensor | None = None,
-        batch: Batch = MappingProxyType({}),
+        sampled_log_p: torch.Tensor | None = None, advantages: torch.Tensor | None = None, weight: float | None = None,
     ) -> None:  # fmt: skip
         self.targets = targets
         self.num_items = num_items
         self.statistics = statistics
         self.sampled_log_p = sampled_log_p
         self.advantages = advantages
-        self.batch = batch
+        self.weight = weight
+        self.batch: Batch = {}
         self.layers: StepStates | None = None
+
+    def with_targets(self, targets: Targets, num_items: torch.Tensor | int | None) -> StepInputs:
+        """Return the same inputs with other targets and another divisor, as a route of several has them."""
+        inputs = copy.copy(self)
+        inputs.targets, inputs.num_items = targets, num_items
+        return inputs
 
 
 class HeadForward(NamedTuple):
@@ -85,7 +92,7 @@ class HeadForward(NamedTuple):
 
     hidden: torch.Tensor
     head: HeadWeights
-    inputs: LossInputs
+    inputs: StepInputs
     labels: torch.Tensor
     valid_rows: torch.Tensor | None
 

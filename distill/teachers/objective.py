@@ -1,6 +1,6 @@
 """The distillation objective: a teacher of any kind, the loss, and a student forward that computes it without logits.
 
-The objective holds the teacher and patches `student.forward`. A call that carries `LossInputs` runs the student's
+The objective holds the teacher and patches `student.forward`. A call that carries `StepInputs` runs the student's
 decoder through its own modules, then the fused loss inside the head's own `__call__`, all within the (possibly DDP-
 or FSDP-wrapped) student's forward, so that every wrapper's hooks fire; any other call falls through to the original,
 so `generate` and `save_pretrained` work as before. The teacher is no submodule of the student: its weights are
@@ -33,8 +33,8 @@ from distill.teachers.base import (
     Batch,
     Collate,
     HeadForward,
-    LossInputs,
     LossResult,
+    StepInputs,
     Targets,
     Teacher,
     VocabularyAlignment,
@@ -101,6 +101,7 @@ class DistillationObjective:
         self.loss: TargetLoss = self.teacher.format.loss(loss, self.pairing)
         self.layers = layer_matching(self.teacher.models, student, loss)
         self._student: nn.Module | None = None
+        self.scheduled_weight: float | None = None  # of all divergences in the present step; None without a schedule
         self._watcher: LossWatcher | None = None
         self.attach(student)
 
@@ -113,9 +114,9 @@ class DistillationObjective:
         objective = self
 
         @functools.wraps(type(inner).forward)
-        def forward(model: Any, *args: Any, loss_inputs: LossInputs | None = None, **kwargs: Any) -> Any:
-            if loss_inputs is not None:
-                return objective._student_forward(model, loss_inputs, **kwargs)
+        def forward(model: Any, *args: Any, step_inputs: StepInputs | None = None, **kwargs: Any) -> Any:
+            if step_inputs is not None:
+                return objective._student_forward(model, step_inputs, **kwargs)
             return original(*args, **kwargs) if original else type(model).forward(model, *args, **kwargs)
 
         inner._forward_before_distillation = original  # type: ignore[assignment]
@@ -143,6 +144,12 @@ class DistillationObjective:
     def watch(self, watcher: LossWatcher) -> None:
         """Have a watcher see each loss from now on."""
         self._watcher = watcher
+
+    def use(self, loss: TargetLoss) -> None:
+        """Use another loss from now on, that of a schedule's present step."""
+        self.loss = loss
+        name, weight = self.divergence
+        self.scheduled_weight = weight if name else 0.0
 
     def collator(self, plain: Collate) -> Collate:
         """Return the collator of this objective: `plain`, or one around it that adds columns."""
@@ -193,15 +200,16 @@ class DistillationObjective:
         own = self.teacher.student_batch(inputs, self.needs_targets)
         recorded = self.layers is not None and reads_layers(self.loss)
         with self.layers.record_teacher() if recorded else nullcontext() as layers:  # type: ignore[union-attr]
-            loss_inputs = LossInputs(self.targets(inputs), num_items, statistics, drawn, advantages, batch)
-        loss_inputs.layers = layers
-        return {**own, "loss_inputs": loss_inputs}
+            targets = self.targets(inputs)
+        step = StepInputs(targets, num_items, statistics, drawn, advantages, self.scheduled_weight)
+        step.batch, step.layers = batch, layers
+        return {**own, "step_inputs": step}
 
     def loss_of(
         self,
         hidden: torch.Tensor,
         head: HeadWeights,
-        inputs: LossInputs,
+        inputs: StepInputs,
         labels: torch.Tensor,
         valid_rows: torch.Tensor | None,
     ) -> LossResult:
@@ -250,7 +258,7 @@ class DistillationObjective:
     def _student_forward(
         self,
         student: nn.Module,
-        loss_inputs: LossInputs,
+        step_inputs: StepInputs,
         labels: torch.Tensor,
         valid_rows: torch.Tensor | None = None,
         **inputs: Any,
@@ -269,22 +277,22 @@ class DistillationObjective:
             inputs.pop(key, None)
         decoder, properties = decoder_of(student), self.teacher.format.properties
         inputs |= output_rows(decoder, valid_rows if properties.reads_valid_rows else None, labels.numel())
-        layers = loss_inputs.layers
+        layers = step_inputs.layers
         with layers.record_student(student, inputs.get("position_ids")) if layers else nullcontext():
             hidden = decoder(**inputs, use_cache=False).last_hidden_state
         shifted = shift_labels(labels)
 
         def compute(hidden: torch.Tensor, head: HeadWeights) -> dict[str, torch.Tensor]:
             with nullcontext() if self._watcher is None else self._watcher.within("loss"):
-                result = self.loss_of(hidden, head, loss_inputs, shifted, valid_rows)
+                result = self.loss_of(hidden, head, step_inputs, shifted, valid_rows)
             if self._watcher is not None:
-                self._watcher.loss_computed(loss_inputs.batch, result)
+                self._watcher.loss_computed(step_inputs.batch, result)
             idle = 0.0 if layers is None else layers.unused()
             if isinstance(result, torch.Tensor):
                 return {"loss": result + idle}
             loss, stats = result
             output = {"loss": loss + idle, "statistics": torch.stack(tuple(stats)).sum(dim=1)}
-            if (drawn := loss_inputs.sampled_log_p) is not None:
+            if (drawn := step_inputs.sampled_log_p) is not None:
                 log_p, drawn = stats[STATISTICS.index("student_label_logprob")].detach(), drawn.flatten()
                 learned = shifted.flatten() != IGNORE_INDEX
                 if len(log_p) != len(drawn):  # of aligned spans, each with its label at its first token
@@ -296,7 +304,7 @@ class DistillationObjective:
                 comparison = token_comparison(self.teacher.format)
                 if valid_rows is not None and comparison is not None:
                     sample = valid_rows[:: -(-len(valid_rows) // COMPARED) or 1]
-                    call = HeadForward(hidden, head, loss_inputs, shifted, valid_rows)
+                    call = HeadForward(hidden, head, step_inputs, shifted, valid_rows)
                     shares = comparison.overlap(self.pairing, call, sample)
                 total, nothing = gap.abs().masked_fill(~known, 0.0).sum(), gap.new_zeros(0)
                 each = [shares.get(route, nothing) for route in self.routes or ("",)]

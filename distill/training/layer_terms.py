@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from distill.teachers.base import Batch, LossInputs
+from distill.teachers.base import Batch, StepInputs
 from distill.teachers.layer_matching import LayerMatching
 from distill.training.listeners import StepListener
 from distill.training.transformers_compat import TransformersCompat
@@ -24,7 +24,7 @@ class LayerTerms(StepListener):
         self.matching, self.trainer = matching, trainer
         self.sums: dict[str, torch.Tensor] = {}
 
-    def forward_done(self, batch: Batch, inputs: LossInputs, output: dict[str, torch.Tensor]) -> None:
+    def forward_done(self, batch: Batch, inputs: StepInputs, output: dict[str, torch.Tensor]) -> None:
         """Count a micro-batch."""
         for name, pair in inputs.layers.sums.items() if inputs.layers else ():
             self.sums[name] = pair + self.sums.get(name, 0.0)

@@ -22,7 +22,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
-from distill.teachers.base import Batch, LossInputs, LossResult
+from distill.teachers.base import Batch, LossResult, StepInputs
 
 if TYPE_CHECKING:
     from distill.generation.rollout_steps import Collated
@@ -87,7 +87,7 @@ class StepListener(TrainerCallback):
     def loss_computed(self, batch: Batch, result: LossResult) -> None:
         """Take note of a micro-batch's loss and statistics per token, inside the student's forward."""
 
-    def forward_done(self, batch: Batch, inputs: LossInputs, output: dict[str, torch.Tensor]) -> None:
+    def forward_done(self, batch: Batch, inputs: StepInputs, output: dict[str, torch.Tensor]) -> None:
         """Take note of a training forward.
 
         Args:

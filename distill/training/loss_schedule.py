@@ -54,14 +54,8 @@ class LossSchedule(StepListener):
         if self.section is None or (loss := self.section.at(step)) == self.now:
             return
         self.now = loss
-        self.objective.loss = self.objective.teacher.format.loss(loss, self.objective.pairing)
+        self.objective.use(self.objective.teacher.format.loss(loss, self.objective.pairing))
         self.values = {line.setting: line.at(step) for line in self.section.schedule}
-
-    @property
-    def weight(self) -> float | None:
-        """Return the total weight of all divergences in the present step; None without a schedule."""
-        name, weight = self.objective.divergence if self.section else (None, 0.0)
-        return None if self.section is None else weight if name else 0.0
 
     def metrics(self) -> dict[str, float]:
         """Return the scheduled settings of the present step, for the log."""

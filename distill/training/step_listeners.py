@@ -14,7 +14,7 @@ from distill.models.compiling import uncompiled
 from distill.models.flops import count_flops
 from distill.models.gpu_specs import runs_our_kernels
 from distill.recipe import Recipe
-from distill.teachers.base import Batch, LossInputs
+from distill.teachers.base import Batch, StepInputs
 from distill.teachers.capabilities import flops_per_token, flush, following
 from distill.teachers.losses import LossSpec
 from distill.teachers.objective import DistillationObjective
@@ -59,7 +59,6 @@ def training_listeners(
         limit=LIMIT if scaler is None else 10 * LIMIT,  # float16: the scaler finds its scale by steps that overflow
         diagnose=teacher_diagnosis(trainer, objective),
     )
-    schedule = LossSchedule(objective, loss)
     flops = flops_per_token(objective.teacher), count_flops(trainer.model, trains=True)
     meter = Meter(trainer.args.device, *flops, objective.divergence, objective.routes)
     layers = [] if objective.layers is None else [LayerTerms(objective.layers, trainer)]
@@ -69,8 +68,8 @@ def training_listeners(
         TeacherPrefetcher(objective, trainer),
         CachedModules(trainer),
         TeacherUpdates(trainer, objective),
-        TrainingMetrics(meter, trainer.sum_over_ranks, schedule),
-        schedule,
+        TrainingMetrics(meter, trainer.sum_over_ranks),
+        LossSchedule(objective, loss),
         *layers,
     ]
 
@@ -120,11 +119,10 @@ class TrainingMetrics(StepListener):
     Args:
         meter: Sums of the logging interval.
         reduce: Function that sums a tensor over the ranks.
-        schedule: Schedule of the loss, whose weight scales the statistics.
     """
 
-    def __init__(self, meter: Meter, reduce: Callable[[torch.Tensor], torch.Tensor], schedule: LossSchedule) -> None:
-        self.meter, self.reduce, self.schedule = meter, reduce, schedule
+    def __init__(self, meter: Meter, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.meter, self.reduce = meter, reduce
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Begin the first interval."""
@@ -134,9 +132,9 @@ class TrainingMetrics(StepListener):
         """Count the time of the context as that of a phase; none of it where `phase` is `PAUSED`."""
         return self.meter.paused() if phase == PAUSED else self.meter.phases.within(phase)
 
-    def forward_done(self, batch: Batch, inputs: LossInputs, output: dict[str, torch.Tensor]) -> None:
+    def forward_done(self, batch: Batch, inputs: StepInputs, output: dict[str, torch.Tensor]) -> None:
         """Count a micro-batch."""
-        self.meter.add(batch, output["statistics"], self.schedule.weight, output.get("drawn"))
+        self.meter.add(batch, output["statistics"], inputs.weight, output.get("drawn"))
 
     def micro_batch_done(self, batch: Batch, loss: torch.Tensor, is_last: bool) -> None:
         """Enter the phase of the optimizer after the last micro-batch."""

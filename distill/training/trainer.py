@@ -127,7 +127,7 @@ class DistillationTrainer(TransformersCompat):
         output = model(**compared)
         if model.training:
             for each in self.listeners:
-                each.forward_done(inputs, compared["loss_inputs"], output)
+                each.forward_done(inputs, compared["step_inputs"], output)
         loss = output["loss"]
         if num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes

@@ -25,7 +25,7 @@ from distill_kernels.losses.policy_reference import Policy
 
 from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe.loss import Loss
-from distill.teachers.base import HeadForward, LossInputs, VocabularyAlignment
+from distill.teachers.base import HeadForward, StepInputs, VocabularyAlignment
 from distill.teachers.own_top_k import OwnTopKLoss
 from scripts.bench.harness import Row
 from scripts.bench.losses import MAIN, REVERSE, Inputs, exact_gradients_from, floor, measured, ours
@@ -96,7 +96,7 @@ def own_top_k(quick: bool) -> list[Row]:
 
             def loss(i: Inputs, module: OwnTopKLoss = module) -> torch.Tensor:
                 head, teacher = (HeadWeights(weight, None, None) for weight in (i.w, i.w_teacher))
-                given = LossInputs(i.x_teacher[None], None, False)
+                given = StepInputs(i.x_teacher[None], None, False)
                 return module(HeadForward(i.x[None], head, given, i.labels[None], rows), teacher)
 
             losses[f"top_k_reverse_kl, K = {k}, {tail}"] = loss

@@ -30,7 +30,6 @@ from distill.teachers.base import (
     Collate,
     HeadForward,
     LoadContext,
-    LossInputs,
     LossResult,
     TargetFormat,
     TargetProperties,
@@ -143,7 +142,7 @@ class RoutedFormat(TargetFormat, ComparesTokens):
         assert isinstance(call.inputs.targets, dict)
         shares = {}
         for number, own in call.inputs.targets.items():
-            mine = call._replace(inputs=LossInputs(own.hidden, None, True))
+            mine = call._replace(inputs=call.inputs.with_targets(own.hidden, None))
             (share,) = self.members[number].overlap(pairing, mine, rows).values()
             shares[self.routes[number]] = share.masked_fill(~torch.isin(rows, own.rows), torch.nan)
         return shares
@@ -163,8 +162,7 @@ class RoutedFormat(TargetFormat, ComparesTokens):
                 continue
             labels = torch.full_like(flat, IGNORE_INDEX)
             labels[targets.rows] = flat[targets.rows]
-            given = call.inputs
-            inputs = LossInputs(targets.hidden, items, given.statistics, given.sampled_log_p, given.advantages)
+            inputs = call.inputs.with_targets(targets.hidden, items)
             mine = call._replace(inputs=inputs, labels=labels.view_as(call.labels), valid_rows=targets.rows)
             results.append(member.apply(own, pairing, mine))
         occurring = [result for result in results if result is not None]
