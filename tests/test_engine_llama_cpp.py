@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.greedy import encode_prompt
+from distill.models.quantised_student import formats_of, quantise_student
+from distill.recipe.quantise import Quantise
 from distill.reports.gguf_file import LLAMA_3, TYPES, write_gguf
 from scripts.engines import llama_cpp
 
@@ -213,6 +215,25 @@ def test_each_type_holds_the_weights_that_were_rounded(type, tmp_path):
     gap = kl(read_back(Path(written.path), folder, ids), made.top[0])
     # llama.cpp rounds activations too, to the type of the weights they meet: as much again as the weights' rounding
     assert gap < max(1e-5, 4 * written.kl)
+
+
+def test_a_student_trained_in_q4_0_computes_the_same_in_its_file(tmp_path):
+    """Only llama.cpp's own rounding of activations to 8 bits is left: a fraction of what rounding to q4_0 costs."""
+    folder = student(tmp_path / "m", layers=3)
+    costs = write_gguf(folder, tmp_path / "plain.gguf", "q4_0").kl
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    weights = quantise_student(model, formats_of(model, Quantise(format="q4_0")).by_name, learned=True)
+    weights.scales.mul_(0.9)
+    weights.after_start()
+    model.save_pretrained(folder)
+    weights.write_formats(folder)
+    written = write_gguf(folder, tmp_path / "m.gguf", "q4_0")
+    ids = tokenizer(" ".join(texts(12, seed=6)), add_special_tokens=False).input_ids[:200]
+    made = llama_cpp.judge(Path(written.path), sequences=[ids], top=448)
+    with torch.no_grad():
+        own = model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    assert written.exact and abs(written.kl) < 1e-9
+    assert kl(own, made.top[0]) < 0.05 * costs
 
 
 @pytest.mark.slow

@@ -80,7 +80,9 @@ def formats_of(model: nn.Module, section: Quantise) -> Formats:
         wanted |= {f"{prefix}.{name}.weight": chosen for name in matched}
     if not linears:
         raise ValueError(f"student.quantise: {type(model).__name__} has no linear layers (torch.nn.Linear) to quantise")
-    names = {parameter: name for name, parameter in model.named_parameters()}  # one name for tied weights
+    names: dict[torch.Tensor | nn.Module, str] = {
+        p: name for name, p in model.named_parameters()
+    }  # one of tied weights
     embedding, head = model.get_input_embeddings().weight, find_head(model).linear.weight  # type: ignore[operator]
     for_embedding, for_head = section.outside
     if embedding is head and section.head != "auto" and for_head != for_embedding:

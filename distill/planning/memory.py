@@ -115,6 +115,8 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
         width = {"auto": trained_bytes, "float32": 4, "bfloat16": 2}[recipe.train.optimizer_states]
         masters = 4 if recipe.train.master_weights and trained_bytes < 4 else 0
         states = student.trained * (2 * width + masters) / share
+    if recipe.student.quantise is not None:  # master weights, and learned scales of 32 weights with their moments
+        states += 4 * (1 + 4 / 32) * (student.linear + student.head)
     temporary = gradients if optimizer == "adamw_torch" else 0.0
     buckets = gradients if world > 1 and not sharded else 0.0
     gathered = (student.linear / student.layers + student.head) * compute if sharded else 0.0

@@ -238,11 +238,11 @@ def _write(model: Any, tokenizer: Any, path: Path, plan: Plan, name: str) -> Non
         if architecture in INTERLEAVED and (".q_proj." in key or ".k_proj." in key):
             count = heads if ".q_proj." in key else pairs
             tensor = tensor.view(count, 2, width // 2, -1).transpose(1, 2).reshape(tensor.shape)
-        kind = gguf.GGMLQuantizationType[plan.type_of(key, tensor).upper()]
+        stored = gguf.GGMLQuantizationType[plan.type_of(key, tensor).upper()]
         data = plan.data_of(key, tensor)
-        if kind == gguf.GGMLQuantizationType.BF16:
-            data = gguf.quants.quantize(data, kind)
-        writer.add_tensor(target, data, raw_dtype=kind)
+        if stored == gguf.GGMLQuantizationType.BF16:
+            data = gguf.quants.quantize(data, stored)
+        writer.add_tensor(target, data, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
