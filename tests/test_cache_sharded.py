@@ -320,8 +320,8 @@ def test_an_fp8_teacher_that_fits_no_gpu_is_refused(monkeypatch):
 
 def test_check_says_what_making_the_cache_takes():
     found = [check(of_70b(), find_device("H100"), gpus=gpus, read_data=False).teacher_text for gpus in (2, 4)]
-    assert "GiB on each GPU while it is cached, the teacher sharded, more than its memory" in found[0]
-    assert found[1].endswith("GiB on each GPU while it is cached, the teacher sharded")
+    assert "GiB on each GPU while it is cached, the teacher sharded (FSDP2), more than its memory" in found[0]
+    assert found[1].endswith("GiB on each GPU while it is cached, the teacher sharded (FSDP2)")
 
 
 @pytest.mark.parametrize("how, started", [("sharded", 4), ("copied", 1)])

@@ -74,7 +74,7 @@ class Loaded(NamedTuple):
     @property
     def retokenises(self) -> bool:
         """True where the teacher reads the text by a tokenizer of its own."""
-        return self.recipe.student.vocabulary == "cross"
+        return self.pair.teacher.rows.reading == "retokenised"
 
     @property
     def measures(self) -> bool:
@@ -219,8 +219,7 @@ def _announce(loaded: Loaded, store: Store, work: Work, missing: Sequence[int], 
     total = width * work.learned + (KEY_BYTES + 16) * len(work.entries)
     state = f"{_size(left)} to be written" if missing else "complete already"
     if placement is not SINGLE_PROCESS:
-        held = "in shards (FSDP2)" if placement.teacher_sharded else "copied"
-        say(f"{'devices':<12}teacher {held}: {placement.why}")
+        say(f"{'devices':<12}{placement.teacher_text}: {placement.why}")
     say(
         f"{folder}: "
         f"{counted(work.learned, 'position')} of {counted(len(work.entries), 'document')}, "

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.commands.recipe_files import teachers_of
 from distill.core import console
 from distill.core.folders import RECIPE_FILE, RUNS, check_folder
 from distill.recipe import Recipe, load
 from distill.recipe.shipped import find_architecture, find_recipe, shipped_recipes
+from distill.recipe.teachers import teacher_sections
 
 
 def complete_recipe(incomplete: str) -> list[str]:
@@ -66,7 +66,7 @@ def load_recipe(argument: str, overrides: Sequence[str] | None) -> tuple[Path, R
     for field, spec in (("teacher.config", recipe.teacher), ("student.config", recipe.student)):
         if spec.init == "random" and spec.config is not None:
             find_architecture(spec.config, field)
-    for name, teacher in teachers_of(recipe).items():
+    for name, teacher in teacher_sections(recipe).items():
         for field, folder in (("keep", teacher.keep), ("path", teacher.path)):
             if folder is not None:
                 check_folder(Path(folder).expanduser(), f"{name}.{field}")

@@ -89,7 +89,7 @@ def cache(
     if not (first or is_collective(loaded.backend)):
         return
     table: Sequence[Any] = []
-    rounded, wanted = None, report or not hidden or settings.dtype == "fp8"
+    rounded, wanted = None, report or not settings.is_lossless
     if wanted and not loaded.measures:
         if not quiet:
             console.print_lines(

@@ -10,7 +10,8 @@ from pathlib import Path
 from distill.core.files import suggest_path
 from distill.data.sources import STDLIB, local_path, missing_source
 from distill.models.source import PACKAGE_PREFIX, resolve_model_source
-from distill.recipe import ModelSection, Recipe, Teacher
+from distill.recipe import ModelSection, Recipe
+from distill.recipe.teachers import teacher_sections
 
 
 def path_faults(recipe: Recipe) -> list[str]:
@@ -28,7 +29,7 @@ def path_notes(recipe: Recipe) -> list[str]:
             with contextlib.suppress(ValueError):  # reported by `path_faults`
                 if not resolve_model_source(section.model, f"{name}.model").local:
                     notes.append(_hub_id_note(f"{name}.model", section.model))
-    for name, teacher in teachers_of(recipe).items():
+    for name, teacher in teacher_sections(recipe).items():
         if teacher.path is not None and not Path(teacher.path).expanduser().exists():
             near = suggest_path(teacher.path)
             notes.append(f"{name}.path: {teacher.path} does not exist yet{near}; distill cache makes it")
@@ -38,14 +39,8 @@ def path_notes(recipe: Recipe) -> list[str]:
     return [note for note in notes if note]
 
 
-def teachers_of(recipe: Recipe) -> dict[str, Teacher]:
-    """Return the recipe's teachers by the recipe's field of each."""
-    several: dict[str, Teacher] = {f"teachers.{number}": teacher for number, teacher in enumerate(recipe.teachers)}
-    return several or {"teacher": recipe.teacher}
-
-
 def _models(recipe: Recipe) -> dict[str, ModelSection]:
-    return {**teachers_of(recipe), "student": recipe.student}
+    return {**teacher_sections(recipe), "student": recipe.student}
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:

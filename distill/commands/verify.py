@@ -207,14 +207,15 @@ def _cache(folder: Path) -> Iterator[Line]:
     yield _line(PLAN, lambda: f"{(read_json(folder / PLAN) or {})['kind'].replace('_', ' ')} of a teacher")
     try:
         cache: Shards
-        if (folder / MANIFEST).is_file():
+        complete = (folder / MANIFEST).is_file()
+        if complete:
             cache = TeacherCache(folder)
         else:
             cache = Store(read_json(folder / PLAN) or {}, folder, {}, all_parts=True)
     except (ValueError, KeyError) as error:
         yield folder.name, str(error), False
         return
-    if isinstance(cache, TeacherCache):
+    if complete:
         fault = damage_of_files(folder, cache.manifest.get("files", {}))
         text = f"version {cache.manifest['version']}, {counted(cache.stored, 'position')}"
         yield "files", fault or text, fault is None

@@ -33,8 +33,7 @@ class RoutedReference(Reference):
     def groups(self) -> list[list[tuple[float, Any]]]:
         """Return the teachers of each route with their weights, from the recipe."""
         shares = iter(self.weights)
-        groups = [route.members if isinstance(route, MixtureTeacher) else [route] for route in self.teacher.members]
-        return [[(next(shares), member) for member in group] for group in groups]
+        return [[(next(shares), member) for member in group] for group in self.teacher.groups()]
 
     def loss(self, student: Any, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None) -> torch.Tensor:
         """Return the mean loss over the trained tokens of all documents."""

@@ -42,9 +42,14 @@ class Placement(NamedTuple):
             return "one device"
         return self.student + (", teacher sharded" if self.teacher_sharded else "")
 
+    @property
+    def teacher_text(self) -> str:
+        """Return how the devices hold the teacher."""
+        return "teacher sharded (FSDP2)" if self.teacher_sharded else "teacher copied"
+
     def __str__(self) -> str:
         student = "sharded (FSDP2)" if self.student_sharded else "copied (DDP)"
-        return f"student {student}, teacher {'sharded (FSDP2)' if self.teacher_sharded else 'copied'}: {self.why}"
+        return f"student {student}, {self.teacher_text}: {self.why}"
 
 
 SINGLE_PROCESS = Placement("ddp", False, True, "one process")

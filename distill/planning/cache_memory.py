@@ -129,6 +129,5 @@ def describe_cache_memory(plan: DevicePlan) -> str:
     plan = plan.with_recipe(recipe.model_copy(update={"teacher": section_to_load(recipe)}))
     placement = place_for_caching(plan)
     needed = caching_memory(plan, sharded=placement.teacher_sharded)
-    teacher = "the teacher sharded" if placement.teacher_sharded else "the teacher replicated"
     fits = "" if placement.fits else ", more than its memory"
-    return f"{needed / GIB:.1f} GiB on each GPU while it is cached, {teacher}{fits}"
+    return f"{needed / GIB:.1f} GiB on each GPU while it is cached, the {placement.teacher_text}{fits}"

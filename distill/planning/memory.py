@@ -152,9 +152,7 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
         head_gradient *= 4 / weight
     if autocast:
         workspace += student.head * compute
-    teacher_weights = teacher.weights
-    if teacher_sharded:
-        teacher_weights = min(teacher_weights, teacher_weights / world + teacher.gathered)
+    teacher_weights = teacher.held(world, sharded=teacher_sharded)
     rollouts = _rollout_cache(plan, student, compute)
     own = recipe.data.own_answers
     answering = student.parameters * weight if own is not None and sharded else 0.0

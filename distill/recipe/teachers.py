@@ -46,6 +46,12 @@ def loaded_section(recipe: Sections, teacher: Teacher | None = None) -> Teacher:
     return teacher.model_copy(update={name: getattr(recipe.student, name) for name in CHECKPOINT})
 
 
+def teacher_sections(recipe: Sections) -> dict[str, Teacher]:
+    """Return the recipe's teachers as they are written, by the recipe's field of each."""
+    several: dict[str, Teacher] = {f"teachers.{number}": teacher for number, teacher in enumerate(recipe.teachers)}
+    return several or {"teacher": recipe.teacher}
+
+
 def describe_teacher(recipe: Sections) -> TeacherDescription:
     """Return the teachers of a recipe."""
     if not recipe.teachers:

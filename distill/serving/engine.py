@@ -46,6 +46,8 @@ from distill.teachers.server.wire import (
     head_hash,
     hidden_of,
     pack_ids,
+    packed_rows,
+    row_bytes,
 )
 
 LOGITS_BYTES = 64 << 20  # maximum size of a response of /v1/logits
@@ -115,11 +117,8 @@ class Job(NamedTuple):
             row = 4 * identity.rows
         elif self.options.top_k is not None:
             row = 8 * self.options.top_k + 12
-        elif self.options.dtype == "fp8":
-            row = identity.hidden + 4
         else:
-            dtype = identity.dtype if self.options.dtype == "auto" else self.options.dtype
-            row = getattr(torch, dtype).itemsize * identity.hidden
+            row = row_bytes(identity.hidden, identity.dtype if self.options.dtype == "auto" else self.options.dtype)
         return row * len(self.query.rows)
 
 
@@ -274,10 +273,7 @@ class Engine:
         if options.logits:
             return HostCopy({"logits": rows.float()})
         if options.top_k is None:
-            sent = fp8_rows(rows) if options.dtype == "fp8" else {
-                "hidden": rows if options.dtype == "auto" else rows.to(getattr(torch, options.dtype))
-            }  # fmt: skip
-            return HostCopy(sent)
+            return HostCopy(packed_rows(rows, options.dtype))
         generator = None
         if options.tail == "sampled":  # seeded by the request, so that equal requests have equal responses
             digest = hashlib.sha256(job.query.body()).digest()

@@ -36,6 +36,10 @@ class Footprint(NamedTuple):
     workspace: float | None = None
     wide_head_gradient: bool = False
 
+    def held(self, world: int, *, sharded: bool) -> float:
+        """Return bytes of the weights on each of `world` devices: all, or a shard and what is gathered at a time."""
+        return min(self.weights, self.weights / world + self.gathered) if sharded else self.weights
+
 
 class FootprintContext(NamedTuple):
     """Inputs of a footprint beside the recipe.

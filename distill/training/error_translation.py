@@ -21,6 +21,7 @@ from distill.data.token_cache import cache_root
 from distill.models.gpu_specs import family_in
 from distill.models.precision import resolve_device
 from distill.recipe.resume_policy import why_batch_size_stays
+from distill.recipe.teachers import teacher_sections
 from distill.teachers.registry import source_of
 from distill.teachers.source_capabilities import smaller_teachers
 from distill.training.checkpoints import checkpoints
@@ -136,7 +137,7 @@ def _disk(code: int, name: str | None, recipe: Recipe, folder: Path) -> str:
 
 def _fullest(recipe: Recipe, folder: Path) -> Path:
     """Return the place that a run writes to with the least free space, the run's folder in a tie."""
-    kept = [Path(section.keep).expanduser() for section in (recipe.teacher, *recipe.teachers) if section.keep]
+    kept = [Path(section.keep).expanduser() for section in teacher_sections(recipe).values() if section.keep]
     return min((folder, *kept, cache_root(), Path(tempfile.gettempdir())), key=free_bytes)
 
 

@@ -39,6 +39,11 @@ class Settings(NamedTuple):
     batch_size: int | None = None
     shard_bytes: int = SHARD_BYTES
 
+    @property
+    def is_lossless(self) -> bool:
+        """True where what is stored is what the teacher computes: hidden states in a dtype of computing."""
+        return self.hidden and self.dtype != "fp8"
+
     def checked(self) -> Settings:
         """Return itself with the dtype filled in.
 

@@ -237,6 +237,10 @@ class RoutedTeacher(SeveralTeachers, ChecksFirstBatch, CopiesTruncated, Describe
     def size_text(self) -> str:
         return ", ".join(f"{name} {size_text(member)}" for name, member in self._named())
 
+    def groups(self) -> list[list[AnyTeacher]]:
+        """Return the teachers of each route."""
+        return [member.members if isinstance(member, MixtureTeacher) else [member] for member in self.members]
+
     def head_widths(self, route: int) -> list[tuple[int, torch.dtype]]:
         """Return hidden size and dtype of a route's heads."""
         weights = [tensor for _, tensor in head_tensors(self.members[route]) if tensor.dim() == 2]

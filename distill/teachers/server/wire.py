@@ -258,6 +258,23 @@ def fp8_rows(hidden: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"hidden": (wide / scale[:, None]).to(torch.float8_e4m3fn), "scale": scale}
 
 
+def packed_rows(hidden: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
+    """Return hidden states [M, H] as they are sent, in a dtype that was asked for; `auto` for their own."""
+    if dtype == "fp8":
+        return fp8_rows(hidden)
+    return {"hidden": hidden if dtype == "auto" else hidden.to(getattr(torch, dtype))}
+
+
+def row_bytes(width: int, dtype: str) -> int:
+    """Return the bytes of one row of `packed_rows`.
+
+    Args:
+        width: of the hidden states.
+        dtype: that they are sent in, never `auto`.
+    """
+    return width + 4 if dtype == "fp8" else getattr(torch, dtype).itemsize * width
+
+
 def hidden_of(answer: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Return the hidden states [M, H] of an answer in `dtype`, whatever dtype they were sent in."""
     hidden, scale = answer["hidden"], answer.get("scale")
