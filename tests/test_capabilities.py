@@ -1,4 +1,4 @@
-"""What only some teachers can do: asked through layers, and what holds without it."""
+"""Capabilities of teachers and their sources: asked through layers, with what holds for a teacher without one."""
 
 from types import SimpleNamespace
 

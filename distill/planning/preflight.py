@@ -308,8 +308,7 @@ def _check_layers(plan: DevicePlan, report: Preflight) -> None:
 
 def _check_vocabulary(source: TeacherSource, report: Preflight) -> Vocabulary | None:
     """Compare the tokenizers that are available; return them, or None where they are not or cannot be compared."""
-    recipe = source.recipe
-    rows = [shape.vocabulary for shape in shapes_of(source)]
+    recipe, rows = source.recipe, [shape.vocabulary for shape in shapes_of(source)]
     sections: list[tuple[ModelSection, str]] = [(files_of(source).tokenizer_section(), "teacher")]
     if recipe.student.has_tokenizer:
         sections.append((recipe.student, "student"))
