@@ -144,7 +144,7 @@ class _Relation(torch.autograd.Function):
     def forward(
         ctx: _Context, student: torch.Tensor, teacher: torch.Tensor, documents: torch.Tensor | None
     ) -> torch.Tensor:
-        ctx.save_for_backward(student, documents)
+        ctx.save_for_backward(student, documents)  # type: ignore[arg-type]  # None is saved as None
         ctx.teacher = teacher
         batch, _, length, _ = student.shape
         out = torch.empty((batch, length), dtype=_wide(student.dtype), device=student.device)

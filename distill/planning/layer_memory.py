@@ -47,6 +47,15 @@ def planned_terms(plan: DevicePlan) -> list[MatchedTerm]:
     return matched_terms(loss, plan.student.config, teacher)
 
 
+def layer_problems(plan: DevicePlan) -> list[str]:
+    """Return why both models cannot be compared in this way; empty where they can."""
+    try:
+        planned_terms(plan)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
 def layer_memory(plan: DevicePlan, share: int = 1) -> LayerMemory:
     """Return the memory of the terms that compare layers; zeros where they cannot be computed.
 
@@ -54,10 +63,7 @@ def layer_memory(plan: DevicePlan, share: int = 1) -> LayerMemory:
         plan: The recipe on its devices.
         share: Devices over which a projection is divided.
     """
-    try:
-        terms = planned_terms(plan)
-    except ValueError:  # reported among the problems of the recipe
-        terms = []
+    terms = [] if layer_problems(plan) else planned_terms(plan)
     if not terms:
         return LayerMemory()
     recipe, precision, student = plan.recipe, plan.precision, plan.student.shape

@@ -31,7 +31,7 @@ from distill.models.source import resolve_tokenizer_source
 from distill.planning.cache_memory import describe_cache_memory
 from distill.planning.device_plan import DevicePlan
 from distill.planning.devices import Device
-from distill.planning.layer_memory import planned_terms
+from distill.planning.layer_memory import layer_problems
 from distill.planning.memory import Memory, step_memory
 from distill.planning.placement import estimate_placement, requested_placement, teacher_server_memory
 from distill.planning.rollout_time import RolloutEstimate, estimate_rollouts
@@ -166,7 +166,7 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = Tr
             "its effect on the loss and on the gradients"
         )
     _check_lengths(plan, report)
-    _check_layers(plan, report)
+    report.problems += layer_problems(plan)
     report.notes += unusual(recipe)
     report.problems += [problem] if (problem := report_to_problem(recipe.train.report_to)) else []
     models = {"teacher": files_of(source).config_section(), "student": recipe.student}
@@ -297,13 +297,6 @@ def _check_lengths(plan: DevicePlan, report: Preflight) -> None:
         most = getattr(config.get_text_config(), "max_position_embeddings", None)
         if most and length > most:
             report.problems.append(f"data.max_length: {recipe.data.max_length} exceeds the {name}'s {most} positions")
-
-
-def _check_layers(plan: DevicePlan, report: Preflight) -> None:
-    try:
-        planned_terms(plan)
-    except ValueError as error:
-        report.problems.append(str(error))
 
 
 def _check_vocabulary(source: TeacherSource, report: Preflight) -> Vocabulary | None:

@@ -12,6 +12,8 @@ from distill.recipe.fields import NotNegative
 
 Pair = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2, max_length=2)]
 Layers = Literal["auto"] | Annotated[list[Pair], Field(min_length=1)]
+Relation = Literal["query", "key", "value"]
+RELATIONS: tuple[Relation, ...] = ("query", "key", "value")
 LAYERED = ("hidden_state", "attention_relation")  # their types
 
 
@@ -78,9 +80,7 @@ class AttentionRelationTerm(LayerTerm):
     """
 
     type: Literal["attention_relation"]
-    relations: Annotated[list[Literal["query", "key", "value"]], Field(min_length=1)] = Field(
-        default_factory=lambda: ["query", "key", "value"]
-    )
+    relations: Annotated[list[Relation], Field(min_length=1)] = Field(default_factory=lambda: list(RELATIONS))
     heads: Annotated[int, Field(ge=1)] | None = None
 
     @model_validator(mode="after")

@@ -188,9 +188,10 @@ def layer_matching(teachers: Mapping[str, nn.Module], student: nn.Module, sectio
     (model,) = teachers.values()
     trained = (p for p in bare(student).parameters() if p.requires_grad and p.is_floating_point())
     like = next(trained, next(student.parameters()))
+    found = matched_terms(section, bare(student).config, bare(model).config)  # type: ignore[arg-type]
     terms = [
         each._replace(projection=LayerProjection(*each.widths[::-1], like)) if each.is_projected else each
-        for each in matched_terms(section, bare(student).config, bare(model).config)
+        for each in found
     ]
     return LayerMatching(terms, model, student)
 
