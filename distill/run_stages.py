@@ -5,21 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from transformers import TrainingArguments
-
-from distill.evaluation.evaluate import HeldOut
-from distill.planning.run_plan import RunPlan
-from distill.run_results import Answers, RunResults
-from distill.teachers.base import LoadContext, TeacherSource
-from distill.teachers.opening import ModelPair
-from distill.teachers.plugin import Plugin
-from distill.teachers.vocabulary import Vocabulary
-from distill.training.lock_file import Plain
-from distill.training.resuming import ResumePlan
-from distill.training.trainer import DistillationTrainer
-
 if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
     from distill.data.load import Splits
+    from distill.evaluation.evaluate import HeldOut
+    from distill.planning.run_plan import RunPlan
+    from distill.run_results import Answers, RunResults
+    from distill.teachers.base import LoadContext, TeacherSource
+    from distill.teachers.opening import ModelPair
+    from distill.teachers.plugin import Plugin
+    from distill.teachers.vocabulary import Vocabulary
+    from distill.training.lock_file import Plain
+    from distill.training.resuming import ResumePlan
+    from distill.training.trainer import DistillationTrainer
 
 
 class Start(NamedTuple):

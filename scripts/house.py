@@ -67,7 +67,7 @@ LOADED = (
     ("distill", "distill", 1),
     ("distill.cli", "distill", 51),
     ("distill.models.head", "distill", 30),
-    ("distill.run", "distill", 110),
+    ("distill.run", "distill", 128),
     ("distill_kernels", "distill_kernels", 2),
     ("distill_kernels.losses.fused", "distill_kernels", 25),
 )

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
-from distill.data.load import Splits
 from distill.models.meta_models import meta_config, meta_model
 from distill.models.shape import Shape
 from distill.recipe import ModelSection
 from distill.teachers.base import TeacherSource
 from distill.teachers.footprint import SmallerTeacher
 from distill.teachers.measure import KL, Measure
+
+if TYPE_CHECKING:
+    from distill.data.load import Splits
 
 
 class SourcePart(NamedTuple):
