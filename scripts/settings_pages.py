@@ -6,6 +6,7 @@ pages()     # {"index.md": "# Settings ...", "teacher.md": "# teacher ...", ...}
 from __future__ import annotations
 
 from distill.commands.settings_schema import Setting, settings
+from distill.recipe.renamed import RENAMED
 
 NOTE = "<!-- written by python -m scripts.docs -->"
 # page by section; the longest name that a setting begins with counts
@@ -38,6 +39,16 @@ On the command line a setting is given as `section.name=value`; an item of a lis
 
 Two settings belong to no section.
 """
+FORMER_NAMES = """\
+## Renamed settings
+
+A recipe or an override with a former name is read until 1.0; one log line gives the present name. The same holds for \
+the entries of `teachers`.
+
+| former name | present name |
+|---|---|
+{rows}
+"""
 
 
 def pages() -> dict[str, str]:
@@ -49,7 +60,9 @@ def pages() -> dict[str, str]:
         f"| [`{section}`]({file}) | {sum(item.name != section for item in by_section[section])} | {contents} |"
         for section, (file, contents) in SECTIONS.items()
     )
-    found = {"index.md": INTRODUCTION.format(note=NOTE, rows=rows) + "\n" + _entries(by_section[""])}
+    renamed = "\n".join(f"| `{former}` | `{present}` |" for former, present in sorted(RENAMED.items()))
+    introduction = INTRODUCTION.format(note=NOTE, rows=rows) + "\n" + _entries(by_section[""])
+    found = {"index.md": f"{introduction.rstrip()}\n\n{FORMER_NAMES.format(rows=renamed)}"}
     for section, (file, _) in SECTIONS.items():
         heading, *rest = by_section[section]
         found[file] = f"# {section}\n\n{NOTE}\n\n{_sentence(heading.meaning)}\n\n{_entries(rest)}"

@@ -95,7 +95,7 @@ def expected_hidden(engine, query):
 
 def from_server(*urls, **more):
     """Overrides that have a recipe ask servers."""
-    settings = {"wait": 20.0, **more}
+    settings = {"timeout": 20.0, **more}
     return ["teacher.type=server", f"teacher.url={json.dumps(list(urls))}"] + [
         f"teacher.{name}={json.dumps(value)}" for name, value in settings.items()
     ]

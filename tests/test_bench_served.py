@@ -25,7 +25,8 @@ def test_rates_latencies_and_bytes(engine, monkeypatch):
     assert [row.candidate for row in rows] == ["1 client", "8 clients"]
     for row in rows:
         p99, share, busy, size = re.fullmatch(
-            r"p99 ([\d,.]+) ms, (\d+)% of its own forward, (\d+)% in forwards, ([\d,]+) bytes a learned token", row.note
+            r"p99 ([\d,.]+) ms, (\d+)% of its own forward, (\d+)% in forwards, ([\d,]+) bytes per trained token",
+            row.note,
         ).groups()
         assert float(p99.replace(",", "")) >= round(row.ms, 1) > 0 and 0 < int(busy) <= 100
         assert int(share) == pytest.approx(100 * row.tokens_per_s / own.tokens_per_s, abs=1)

@@ -46,7 +46,7 @@ def start(workplace, code, *arguments):
 
 
 def test_a_process_that_is_early_waits_until_the_first_has_begun(tmp_path, monkeypatch):
-    recipe = parse(RECIPE, [f"teacher.keep={tmp_path / 'cache'}"])
+    recipe = parse(RECIPE, [f"teacher.online_cache={tmp_path / 'cache'}"])
     source, plan = KeepSource(ModelSource(recipe), recipe.teacher), {"kind": "top_k", "k": 8}
 
     def begin():

@@ -56,7 +56,7 @@ def test_a_run_reads_what_the_command_stored(place, url, tmp_path, monkeypatch, 
 
     monkeypatch.setattr(ModelSource, "load", refuse)
     monkeypatch.setattr(Engine, "hidden", refuse)
-    kept = run(parse(text, ["teacher.keep=stored"], name="r"), name="kept")
+    kept = run(parse(text, ["teacher.online_cache=stored"], name="r"), name="kept")
     first, second = (
         [row["loss"] for row in read_metrics(result.folder / "metrics.jsonl") if "loss" in row]
         for result in (plain, kept)

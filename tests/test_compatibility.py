@@ -19,8 +19,8 @@ BACKENDS = {
     "server": SERVER,
     "server's top k": SERVER + ", top_k: 8",
     "cache": "type: cache, path: there",
-    "stored": "model: t, keep: there",
-    "stored top k": "model: t, keep: there, keep_as: top_k",
+    "stored": "model: t, online_cache: there",
+    "stored top k": "model: t, online_cache: there, online_cache_format: top_k",
     "launched": "model: t",
 }
 ROWS = {"same": "", "context": ", context: {template: 'Know that {hint}'}", "retokenised": ""}
@@ -70,7 +70,7 @@ WITH = {
     "offloaded teacher": ["teacher.offload=cpu"],
     "sharded teacher": ["parallel.teacher=sharded"],
     "launched server": ["parallel={teacher: served, teacher_gpus: 1}"],
-    "kept teacher": ["teacher.keep=there"],
+    "kept teacher": ["teacher.online_cache=there"],
     "cut student": ["student={from_teacher: {layers: 1}}"],
     "teacher's context": ["teacher.context={template: 'Be brief.'}"],
     "student as teacher": ["teacher={type: student, context: {template: 'Be brief.'}}"],
@@ -142,7 +142,7 @@ def test_a_refusal_names_what_is_required_what_is_given_and_what_gives_it():
         "data.on_policy",
         "a teacher that computes outputs for rows it has not seen",
         "teacher.type: cache",
-        "set teacher.type to model or server, without teacher.keep",
+        "set teacher.type to model or server, without teacher.online_cache",
     )
     (fault,) = faults_of([*overrides_of("server", "same", "routed"), *WITH["teacher for some steps"]])
     assert "teacher.type: server: requires a divergence of weight above 0 in every step" in fault

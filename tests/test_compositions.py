@@ -57,21 +57,21 @@ SERVED, MERGED = "type: server, url: '{url}'", "type: server, url: '{merged}'"
 # by name: the run that it equals, and its teacher
 COMPOSITIONS = {
     "served, context": ("context", f"teacher: {{{SERVED}, {INFORMED}}}\n{TOLD}"),
-    "filled, context": ("context", f"teacher: {{model: teacher, keep: kept, {INFORMED}}}\n{TOLD}"),
-    "served and filled, context": ("context", f"teacher: {{{SERVED}, keep: kept, {INFORMED}}}\n{TOLD}"),
+    "filled, context": ("context", f"teacher: {{model: teacher, online_cache: kept, {INFORMED}}}\n{TOLD}"),
+    "served and filled, context": ("context", f"teacher: {{{SERVED}, online_cache: kept, {INFORMED}}}\n{TOLD}"),
     "served, context, on-policy": ("context, on-policy", f"teacher: {{{SERVED}, {INFORMED}}}\n{OWN}"),
     "served, retokenised": ("retokenised", f"teacher: {{{MERGED}}}\n{CROSS}"),
     "served, retokenised, on-policy": ("retokenised, on-policy", f"teacher: {{{MERGED}}}\n{CROSS_OWN}"),
-    "filled, retokenised": ("retokenised", f"teacher: {{model: merged, keep: kept}}\n{CROSS}"),
-    "served and filled, retokenised": ("retokenised", f"teacher: {{{MERGED}, keep: kept}}\n{CROSS}"),
+    "filled, retokenised": ("retokenised", f"teacher: {{model: merged, online_cache: kept}}\n{CROSS}"),
+    "served and filled, retokenised": ("retokenised", f"teacher: {{{MERGED}, online_cache: kept}}\n{CROSS}"),
     "routed: filled with a context, served and filled": (
         "routed",
-        f"teachers: [{{model: other, keep: one, {INFORMED}, route: even}}, {{{SERVED}, keep: two, route: odd}}]\n"
-        + ROUTED,
+        f"teachers: [{{model: other, online_cache: one, {INFORMED}, route: even}}, "
+        f"{{{SERVED}, online_cache: two, route: odd}}]\n" + ROUTED,
     ),
     "served with a context and filled, in a mixture": (
         "mixture, one with a context",
-        f"teachers: [{{{SERVED}, weight: 3, {INFORMED}}}, {{model: other, keep: kept}}]\n{TOLD}",
+        f"teachers: [{{{SERVED}, weight: 3, {INFORMED}}}, {{model: other, online_cache: kept}}]\n{TOLD}",
     ),
     "served with a context, in a mixture, on-policy": (
         "the same, on-policy",
@@ -79,12 +79,12 @@ COMPOSITIONS = {
     ),
     "filled with a context, served, in a routed mixture": (
         "routed, a mixture with a context",
-        f"teachers: [{{model: other, keep: one, {INFORMED}, route: even}}, {{{SERVED}, route: even}}, "
+        f"teachers: [{{model: other, online_cache: one, {INFORMED}, route: even}}, {{{SERVED}, route: even}}, "
         f"{{{SERVED}, route: odd}}]\n{ROUTED}",
     ),
     "mixture: served, filled": (
         "mixture",
-        f"teachers: [{{{SERVED}, weight: 3}}, {{model: other, keep: kept}}]\n{MIXED}",
+        f"teachers: [{{{SERVED}, weight: 3}}, {{model: other, online_cache: kept}}]\n{MIXED}",
     ),
 }
 
@@ -129,7 +129,7 @@ def test_a_layer_changes_no_bit(name, place, addressed, figures_of_base):
 def test_a_filled_store_is_read_without_the_teacher(base, rows, place, figures_of_base):
     """Both spellings work; rounding depends on the rows that a document was first read with."""
     model = "merged" if base == "retokenised" else "teacher"
-    filling = f"teacher: {{model: {model}, keep: kept{rows}"
+    filling = f"teacher: {{model: {model}, online_cache: kept{rows}"
     with alone(place) as folder:
         run(parse(filling, ["train.steps=24"], name="filling"), name="filling")
         (folder / model).unlink()  # a link to the model
@@ -173,7 +173,7 @@ def test_two_stored_teachers_are_a_mixture(place):
 
     with alone(place) as folder:
         run(
-            parse(f"teacher: {{model: teacher, keep: kept}}\n{MIXED}", ["train.steps=24"], name="filling"),
+            parse(f"teacher: {{model: teacher, online_cache: kept}}\n{MIXED}", ["train.steps=24"], name="filling"),
             name="filling",
         )
         stored, other = CachedTeacher(folder / "kept"), CachedTeacher(folder / "kept")

@@ -167,7 +167,7 @@ def test_the_disk_that_is_full_is_named(disk, given, tmp_path, monkeypatch, caps
         return begun
 
     monkeypatch.setattr(KeepSource, "_begin", begin_then_fill)
-    ends_in_one_line(capsys, given, f"teacher.keep={small}/kept", "train.steps=2", says=says)
+    ends_in_one_line(capsys, given, f"teacher.online_cache={small}/kept", "train.steps=2", says=says)
 
 
 def test_a_disk_that_is_read_only(disk, given, capsys):

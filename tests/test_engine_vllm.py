@@ -87,7 +87,7 @@ def test_a_run_learns_from_its_rollouts_with_answers_drawn_ahead(place, tmp_path
     teacher: {{model: {place}/teacher}}
     student: {{model: {place}/teacher}}
     data: {{source: {tmp_path}/pairs.jsonl, max_length: 48, cache: false, validation: {{fraction: 0.1}},
-            on_policy: {{engine: vllm, fraction: 1.0, max_new_tokens: 8, ahead: 1}}}}
+            on_policy: {{engine: vllm, fraction: 1.0, max_new_tokens: 8, max_staleness: 1}}}}
     loss: {{terms: [{{type: reverse_kl}}]}}
     train: {{steps: 4, batch_size: 4, device: cpu, log_every: 1, learning_rate: 1e-3}}
     generate: {{prompts: []}}
@@ -143,7 +143,7 @@ def test_every_turn_of_a_chat_is_answered_as_by_our_loop(smollm2, tmp_path):
 def test_top_k_targets_are_the_loaded_teachers(place, tmp_path):
     engine = engine_in(place)
     with vllm.serving(place / "teacher", "--max-logprobs", "64", log=tmp_path / "log") as url:
-        recipe = recipe_in(place, *from_server(url, protocol="vllm", top_k=16, wait=60.0))
+        recipe = recipe_in(place, *from_server(url, protocol="vllm", top_k=16, timeout=60.0))
         teacher, vocabulary = opened(recipe)
         rows = [vocabulary.read(recipe.data, 0).train[number] for number in range(3)]
         batch = teacher.collate(Collator(2))(rows)
@@ -168,7 +168,7 @@ def test_hidden_states_are_the_loaded_teachers(place, tmp_path):
         "kv_connector_extra_config": {"shared_storage_path": str(states)},
     }
     with vllm.serving(place / "teacher", *STATES, json.dumps(connector), log=tmp_path / "log") as url:
-        recipe = recipe_in(place, *from_server(url, protocol="vllm", folder=str(states), wait=60.0))
+        recipe = recipe_in(place, *from_server(url, protocol="vllm", folder=str(states), timeout=60.0))
         result = run(recipe, name="hidden")
         left = [path.name for path in states.rglob("*") if path.is_file() and path.suffix != ".lock"]
     alone = run(recipe_in(place), name="alone")

@@ -317,7 +317,7 @@ def test_a_resumed_run_is_bit_identical_though_the_environment_is_random(folder)
     "more",
     [
         ["teacher.context={template: 'They are called {name}.', place: system}"],
-        ["data.on_policy.ahead=1"],
+        ["data.on_policy.max_staleness=1"],
         ["data.on_policy.samples=2"],
         ["data.on_policy.engine=transformers"],
         ["data.packing=false", "data.on_policy.fraction=0.5"],

@@ -86,9 +86,9 @@ RUNS = {
     "retokenised, on-policy, copies": Golden(OTHER_TOKENIZER + REVERSE + PAIRS % ("", ROLLOUTS), processes=2),
     "served": Golden("teacher: {type: server, url: '{url}'}\n" + STUDENT + TWO_TERMS + TEXT),
     "served top k": Golden("teacher: {type: server, url: '{url}', top_k: 8}\n" + STUDENT + REVERSE + TEXT),
-    "filled while read": Golden("teacher: {model: teacher, keep: kept}\n" + STUDENT + TWO_TERMS + TEXT),
+    "filled while read": Golden("teacher: {model: teacher, online_cache: kept}\n" + STUDENT + TWO_TERMS + TEXT),
     "top k filled while read": Golden(
-        "teacher: {model: teacher, keep: kept-top-k, keep_as: top_k, top_k: 8}\n"
+        "teacher: {model: teacher, online_cache: kept-top-k, online_cache_format: top_k, top_k: 8}\n"
         + STUDENT
         + "loss: {terms: [{type: forward_kl}]}\n"
         + TEXT

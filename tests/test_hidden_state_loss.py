@@ -290,7 +290,7 @@ TERMS = "loss.terms=[{type: forward_kl}, {type: hidden_state}]"
     [
         (["teacher={type: cache, path: there}"], "got teacher.type: cache"),
         (["teacher={type: server, url: 'http://127.0.0.1:1'}"], "got teacher.type: server"),
-        (["teacher.keep=there"], "got teacher.keep: there"),
+        (["teacher.online_cache=there"], "got teacher.online_cache: there"),
         (["parallel={teacher: served, teacher_gpus: 1}"], "got parallel.teacher: served"),
         (["student.vocabulary=cross"], "requires a teacher of the student's tokenizer"),
         (["teacher.context={template: 'Be brief.'}"], "requires a teacher that reads the student's prompts"),

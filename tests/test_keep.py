@@ -24,7 +24,7 @@ from distill.teachers.model import ModelSource
 from distill.training.progress import read_metrics
 
 RECIPE = """
-teacher: {model: teacher, keep: kept}
+teacher: {model: teacher, online_cache: kept}
 student: {model: student}
 data: {source: text.txt, max_length: 32, cache: false, validation: {fraction: 0.1}}
 train: {epochs: 2, batch_size: 2, tokens_per_step: 128, learning_rate: 3e-3, warmup: 0, log_every: 1, device: cpu}
@@ -119,22 +119,22 @@ def test_on_a_gpu_what_is_read_has_the_bits_of_what_was_said(here, asked):
     on_gpu = ["train.device=cuda", "train.precision=bfloat16", "train.deterministic=true", "generate.prompts=[]"]
     once = [*on_gpu, "train.epochs=1"]
     first, plain, again = (
-        run(recipe(*once, f"teacher.keep={keep}"), name=name)
+        run(recipe(*once, f"teacher.online_cache={keep}"), name=name)
         for name, keep in (("first", "kept"), ("plain", "null"), ("again", "kept"))
     )
     for other in (plain, again):
         assert losses(other) == losses(first) and same(weights(other), weights(first)) and other.after == first.after
     before = len(asked)
-    twice = run(recipe(*on_gpu, "teacher.keep=kept-too"), name="twice")
+    twice = run(recipe(*on_gpu, "teacher.online_cache=kept-too"), name="twice")
     assert 0 < len(asked) - before <= before  # as often as in the first epoch alone, and evaluations of that
     asked.clear()
-    read = run(recipe(*on_gpu, "teacher.keep=kept-too"), name="read")
+    read = run(recipe(*on_gpu, "teacher.online_cache=kept-too"), name="read")
     assert not asked and losses(read) == losses(twice) and same(weights(read), weights(twice))
 
 
 @pytest.mark.full
 def test_the_first_epoch_is_a_run_without_and_the_second_asks_nothing(here, asked):
-    plain = run(recipe("train.epochs=1", "teacher.keep=null"), name="plain")
+    plain = run(recipe("train.epochs=1", "teacher.online_cache=null"), name="plain")
     without = len(asked)
     kept = run(recipe("train.epochs=1"), name="kept")
     assert losses(kept) == losses(plain) and same(weights(kept), weights(plain))
@@ -193,20 +193,22 @@ def test_check_counts_no_weights_where_all_is_stored(here, capsys):
 
 def test_check_says_the_bytes_first(here, capsys):
     assert run_command(["check", "tiny.yaml"]) == 0
-    said = re.search(r"keep: kept, (\d+) bytes a learned token, (\S+) GiB for the ([\d,]+) of", capsys.readouterr().out)
+    said = re.search(
+        r"online_cache: kept, (\d+) bytes per trained token, (\S+) GiB for the ([\d,]+) of", capsys.readouterr().out
+    )
     assert int(said[1]) == 4 * 32 and not Path("kept").exists()
     run(recipe("train.epochs=1"), name="one")
     manifest = json.loads(Path("kept/manifest.json").read_text())
     assert manifest["positions"] == int(said[3].replace(",", ""))
     more = [
-        "teacher={init: random, config: llama-3.1-8b, keep: kept, dtype: bfloat16}",
+        "teacher={init: random, config: llama-3.1-8b, online_cache: kept, dtype: bfloat16}",
         "student={init: random, config: llama-3.2-1b}",
         "data.source=nothing-here",
     ]
     run_command(["check", "tiny.yaml", *more])
-    assert "8,192 bytes a learned token, 763 GiB for each 100 M" in capsys.readouterr().out
-    run_command(["check", "tiny.yaml", *more, "teacher.keep_as=hidden_fp8"])
-    assert "4,100 bytes a learned token" in capsys.readouterr().out
+    assert "8,192 bytes per trained token, 763 GiB for each 100 M" in capsys.readouterr().out
+    run_command(["check", "tiny.yaml", *more, "teacher.online_cache_format=hidden_fp8"])
+    assert "4,100 bytes per trained token" in capsys.readouterr().out
 
 
 @pytest.mark.few(1)
@@ -217,7 +219,7 @@ def test_a_run_that_is_killed_and_resumed_is_the_whole_one(here, monkeypatch, sh
     monkeypatch.setattr(store, "SHARD_BYTES", shard_bytes)
     Path("text.txt").write_text("\n".join([*Path("text.txt").read_text().splitlines()[:20]] * 2))
     more = ["train.save_every=3", "data.packing=false"]
-    whole = run(recipe(*more, "teacher.keep=whole"), name="whole")
+    whole = run(recipe(*more, "teacher.online_cache=whole"), name="whole")
     targets, calls = KeptTeacher.targets, []
 
     def dies(self, batch):
@@ -255,17 +257,17 @@ def test_what_is_there_is_used(here, asked, unloaded):
     assert run_command(["cache", "tiny.yaml", *half]) == 0
     before = TeacherCache("half").stored
     count = sum(asked)
-    run(recipe("teacher.keep=half"), name="extended")
+    run(recipe("teacher.online_cache=half"), name="extended")
     assert 0 < sum(asked) - count < everything and TeacherCache("half").stored > before
     assert run_command(["verify", "half"]) == 0
     unloaded()
-    run(recipe("teacher.keep=half", "train.epochs=1"), name="read")
+    run(recipe("teacher.online_cache=half", "train.epochs=1"), name="read")
 
 
 def test_a_damaged_part_is_refused_and_asked_for_again_without_it(here, asked):
     short = "train={steps: 4, batch_size: 2, device: cpu}"
     run(recipe(short), name="some")
-    whole, count = run(recipe(short, "teacher.keep=null"), name="whole"), len(asked)
+    whole, count = run(recipe(short, "teacher.online_cache=null"), name="whole"), len(asked)
     part = sorted(Path("kept").glob("shard-part-*"))[-1]
     content = bytearray(part.read_bytes())
     content[-200] ^= 1
@@ -283,7 +285,7 @@ def test_a_damaged_part_is_refused_and_asked_for_again_without_it(here, asked):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name, dtype", [("hidden_fp8", "fp8"), ("top_k", "float16")])
 def test_less_may_be_stored(here, asked, capsys, name, dtype):
-    stored = [f"teacher.keep_as={name}", *(["teacher.top_k=40"] if name == "top_k" else [])]
+    stored = [f"teacher.online_cache_format={name}", *(["teacher.top_k=40"] if name == "top_k" else [])]
     first = run(recipe(*stored), name="first")
     out, count = capsys.readouterr().out, len(asked)
     if name == "hidden_fp8":
@@ -314,12 +316,15 @@ def test_a_student_that_is_cut_is_stored_and_another_one_is_cut_from_the_weights
     [
         (["teacher.model=other"], r"teacher\.model: the model's files differ: the cache kept was made by"),
         (
-            ["teacher.keep_as=top_k"],
+            ["teacher.online_cache_format=top_k"],
             r"kept was begun with other settings: kind was 'hidden', now 'top_k'",
         ),
-        (["teacher.keep_as=hidden_fp8"], r"kept was begun with other settings: dtype was 'float32', now 'fp8'"),
+        (
+            ["teacher.online_cache_format=hidden_fp8"],
+            r"kept was begun with other settings: dtype was 'float32', now 'fp8'",
+        ),
         (["teacher.dtype=bfloat16"], r"kept was begun with other settings: dtype was 'float32', now 'bfloat16'"),
-        (["teacher.keep=student"], r"teacher\.keep: student is not empty and holds no cache"),
+        (["teacher.online_cache=student"], r"teacher\.online_cache: student is not empty and holds no cache"),
     ],
 )
 def test_what_another_teacher_said_is_not_mixed_in(here, models, tmp_path_factory, overrides, message):
@@ -341,7 +346,7 @@ def test_what_another_teacher_said_is_not_mixed_in(here, models, tmp_path_factor
 
 def test_two_processes_store_for_each_other(here, asked, unloaded):
     more = ["tiny.yaml", "train.tokens_per_step=256"]
-    run_as_two("-m", "distill", "run", *more, "teacher.keep=null", "--name", "plain", cwd=here)
+    run_as_two("-m", "distill", "run", *more, "teacher.online_cache=null", "--name", "plain", cwd=here)
     run_as_two("-m", "distill", "run", *more, "--name", "two", cwd=here)
     plain, two = (read_metrics(Path(f"runs/{name}/metrics.jsonl")) for name in ("plain", "two"))
     epoch = [row["loss"] for row in plain if "loss" in row], [row["loss"] for row in two if "loss" in row]
@@ -378,7 +383,7 @@ def test_a_second_run_reads_while_the_first_stores(here, asked):
         stdout=PIPE,
         stderr=PIPE,
     )
-    run(recipe("train={steps: 3, batch_size: 2, device: cpu}", "teacher.keep=begun"), name="first")
+    run(recipe("train={steps: 3, batch_size: 2, device: cpu}", "teacher.online_cache=begun"), name="first")
     shutil.copytree("begun", "kept", dirs_exist_ok=True)
     try:
         assert b"held" in holder.stdout.readline().encode()

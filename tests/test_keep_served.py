@@ -21,7 +21,7 @@ from distill.training.progress import read_metrics
 
 SENT = {
     "hidden states": [],
-    "hidden states in fp8": ["teacher.send=fp8"],
+    "hidden states in fp8": ["teacher.transfer_dtype=fp8"],
     "top k": ["teacher.top_k=8", "loss.terms.0.type=reverse_kl"],
 }
 TWO_EPOCHS = ["train={epochs: 2, batch_size: 1, tokens_per_step: 96, device: cpu, log_every: 1, save_every: 5}"]
@@ -82,7 +82,7 @@ def test_a_run_is_the_one_without_keep_and_asks_once(place, url, here, asked, se
     """Over two epochs, to the bit; then a run from the full folder asks nothing at all."""
     plain = run(recipe(place, url, *SENT[sent]), name="plain")
     both = len(asked)
-    kept = run(recipe(place, url, *SENT[sent], "teacher.keep=kept"), name="kept")
+    kept = run(recipe(place, url, *SENT[sent], "teacher.online_cache=kept"), name="kept")
     hold_same(plain, kept)
     manifest = json.loads(Path("kept/manifest.json").read_text())
     assert manifest["kind"] == ("hidden" if sent.startswith("hidden") else "top_k")
@@ -90,7 +90,7 @@ def test_a_run_is_the_one_without_keep_and_asks_once(place, url, here, asked, se
     first = asked[both:]
     assert len(first) < 0.6 * both
     asked.clear()
-    again = run(recipe(place, url, *SENT[sent], "teacher.keep=kept"), name="again")
+    again = run(recipe(place, url, *SENT[sent], "teacher.online_cache=kept"), name="again")
     hold_same(again, kept)
     assert not asked and run_command(["verify", "kept"]) == 0
 
@@ -98,7 +98,7 @@ def test_a_run_is_the_one_without_keep_and_asks_once(place, url, here, asked, se
 @pytest.mark.full
 def test_drawn_tokens_are_those_of_the_first_question(place, url, here, asked):
     """Sampled tokens depend on the rows that share a request."""
-    drawn = ["teacher.top_k=8", "teacher.keep=kept"]
+    drawn = ["teacher.top_k=8", "teacher.online_cache=kept"]
     first = run(recipe(place, url, *drawn), name="first")
     asked.clear()
     hold_same(first, run(recipe(place, url, *drawn), name="again"))
@@ -115,7 +115,7 @@ def test_the_second_epoch_asks_nothing(place, url, here, asked, monkeypatch):
         return made
 
     monkeypatch.setattr(KeptTeacher, "targets", counted)
-    result = run(recipe(place, url, "teacher.keep=kept"), name="kept")
+    result = run(recipe(place, url, "teacher.online_cache=kept"), name="kept")
     rows = sum("loss" in row for row in read_metrics(result.folder / "metrics.jsonl"))
     assert len(counts) > rows and counts[-rows] == counts[-1] > 0, "what the first epoch asked is all that is asked"
 
@@ -125,7 +125,7 @@ def test_the_second_epoch_asks_nothing(place, url, here, asked, monkeypatch):
 @pytest.mark.parametrize("sent", ["hidden states", "top k"])
 def test_a_run_that_is_killed_and_resumed_is_the_whole_one(place, url, here, monkeypatch, sent):
     more = [*SENT[sent], "train.save_every=3"]
-    whole = run(recipe(place, url, *more, "teacher.keep=whole"), name="whole")
+    whole = run(recipe(place, url, *more, "teacher.online_cache=whole"), name="whole")
     targets, calls = KeptTeacher.targets, []
 
     def dies(self, batch):
@@ -137,8 +137,8 @@ def test_a_run_that_is_killed_and_resumed_is_the_whole_one(place, url, here, mon
     with monkeypatch.context() as patch:
         patch.setattr(KeptTeacher, "targets", dies)
         with pytest.raises(KeyboardInterrupt):
-            run(recipe(place, url, *more, "teacher.keep=kept"), name="parts")
-    parts = run(recipe(place, url, *more, "teacher.keep=kept"), name="parts", resume=True)
+            run(recipe(place, url, *more, "teacher.online_cache=kept"), name="parts")
+    parts = run(recipe(place, url, *more, "teacher.online_cache=kept"), name="parts", resume=True)
     assert parts.after == whole.after and losses(parts)[-5:] == losses(whole)[-5:]
     first, second = weights(parts), weights(whole)
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -146,19 +146,19 @@ def test_a_run_that_is_killed_and_resumed_is_the_whole_one(place, url, here, mon
 
 
 def test_two_processes_store_for_each_other(place, url, here, asked):
-    Path("two.yaml").write_text(dump(recipe(place, url, "train.tokens_per_step=192", "teacher.keep=kept")))
+    Path("two.yaml").write_text(dump(recipe(place, url, "train.tokens_per_step=192", "teacher.online_cache=kept")))
     run_as_two("-m", "distill", "run", "two.yaml", "--name", "kept", cwd=here)
-    run_as_two("-m", "distill", "run", "two.yaml", "--name", "plain", "teacher.keep=null", cwd=here)
+    run_as_two("-m", "distill", "run", "two.yaml", "--name", "plain", "teacher.online_cache=null", cwd=here)
     plain, kept = (read_metrics(Path(f"runs/{name}/metrics.jsonl")) for name in ("plain", "kept"))
     assert [row["loss"] for row in kept if "loss" in row] == [row["loss"] for row in plain if "loss" in row]
     assert TeacherCache("kept").stored and run_command(["verify", "kept"]) == 0
     asked.clear()
-    run(recipe(place, url, "train.tokens_per_step=192", "teacher.keep=kept"), name="alone")
+    run(recipe(place, url, "train.tokens_per_step=192", "teacher.online_cache=kept"), name="alone")
     assert not asked
 
 
 def test_a_damaged_part_is_refused_and_asked_for_again_without_it(place, url, here, asked):
-    short = ["train={steps: 4, batch_size: 1, device: cpu, log_every: 1}", "teacher.keep=kept"]
+    short = ["train={steps: 4, batch_size: 1, device: cpu, log_every: 1}", "teacher.online_cache=kept"]
     whole, count = run(recipe(place, url, *short), name="some"), len(asked)
     part = sorted(Path("kept").glob("shard-part-*"))[-1]
     content = bytearray(part.read_bytes())
@@ -175,29 +175,44 @@ def test_a_damaged_part_is_refused_and_asked_for_again_without_it(place, url, he
 @pytest.mark.full
 def test_the_folder_of_a_loaded_teacher_is_that_of_its_server(place, url, here, asked):
     """Weights and files are the same: what one has stored, the other reads."""
-    run(recipe_in(place, *TWO_EPOCHS, "output_dir=runs", "teacher.keep=kept"), name="loaded")
-    run(recipe(place, url, "teacher.keep=kept"), name="served")
+    run(recipe_in(place, *TWO_EPOCHS, "output_dir=runs", "teacher.online_cache=kept"), name="loaded")
+    run(recipe(place, url, "teacher.online_cache=kept"), name="served")
     assert not asked
 
 
 @pytest.mark.parametrize(
     "more, message",
     [
-        (["teacher.top_k=8"], r"teacher\.keep: kept was begun with other settings: kind was 'hidden', now 'top_k'"),
-        (["teacher.send=fp8"], r"kept was begun with other settings: teacher\.dtype was 'float32', now .*sent in fp8"),
-        (["teacher.keep_as=hidden_fp8"], r"kept was begun with other settings: dtype was 'float32', now 'fp8'"),
+        (
+            ["teacher.top_k=8"],
+            r"teacher\.online_cache: kept was begun with other settings: kind was 'hidden', now 'top_k'",
+        ),
+        (
+            ["teacher.transfer_dtype=fp8"],
+            r"kept was begun with other settings: teacher\.dtype was 'float32', now .*sent in fp8",
+        ),
+        (
+            ["teacher.online_cache_format=hidden_fp8"],
+            r"kept was begun with other settings: dtype was 'float32', now 'fp8'",
+        ),
     ],
 )
 def test_what_was_stored_otherwise_is_not_mixed_in(place, url, here, more, message):
-    run(recipe(place, url, "teacher.keep=kept", "train={steps: 2, batch_size: 1, device: cpu}"), name="begun")
+    run(recipe(place, url, "teacher.online_cache=kept", "train={steps: 2, batch_size: 1, device: cpu}"), name="begun")
     with pytest.raises(ValueError, match=message) as error:
-        run(recipe(place, url, "teacher.keep=kept", *more), name="refused")
+        run(recipe(place, url, "teacher.online_cache=kept", *more), name="refused")
     assert len(str(error.value).splitlines()) == 1 and not Path("runs/refused").exists()
 
 
 def test_another_teacher_behind_the_address_is_refused(place, url, here, tmp_path_factory):
     run(
-        recipe(place, url, "teacher.model=null", "teacher.keep=kept", "train={steps: 2, batch_size: 1, device: cpu}"),
+        recipe(
+            place,
+            url,
+            "teacher.model=null",
+            "teacher.online_cache=kept",
+            "train={steps: 2, batch_size: 1, device: cpu}",
+        ),
         name="begun",
     )
     other = write_models(tmp_path_factory.mktemp("other"), seed=7)
@@ -205,13 +220,13 @@ def test_another_teacher_behind_the_address_is_refused(place, url, here, tmp_pat
         serving(engine_in(other)) as address,
         pytest.raises(ValueError, match=r"teacher\.model: the model's files differ: the cache kept was made by"),
     ):
-        run(recipe(place, address, "teacher.model=null", "teacher.keep=kept"), name="refused")
+        run(recipe(place, address, "teacher.model=null", "teacher.online_cache=kept"), name="refused")
 
 
 @pytest.mark.full
 def test_hidden_states_of_a_server_may_be_stored_as_fewer(place, url, here, asked, capsys):
     for name in ("hidden_fp8", "top_k"):
-        stored = ["teacher.keep=" + name, f"teacher.keep_as={name}"]
+        stored = ["teacher.online_cache=" + name, f"teacher.online_cache_format={name}"]
         first = run(recipe(place, url, *stored), name=f"first-{name}")
         asked.clear()
         hold_same(first, run(recipe(place, url, *stored), name=f"again-{name}"))
@@ -222,16 +237,17 @@ def test_hidden_states_of_a_server_may_be_stored_as_fewer(place, url, here, aske
 
 
 def test_a_servers_tokens_are_not_stored_in_fp8():
-    with pytest.raises(ValueError, match=r"keep_as: expected top_k with a server's top_k"):
+    with pytest.raises(ValueError, match=r"online_cache_format: expected top_k, the tokens that a server sends"):
         parse(
-            dump(recipe(Path("x"), "http://h:1")), ["teacher.top_k=8", "teacher.keep=k", "teacher.keep_as=hidden_fp8"]
+            dump(recipe(Path("x"), "http://h:1")),
+            ["teacher.top_k=8", "teacher.online_cache=k", "teacher.online_cache_format=hidden_fp8"],
         )
 
 
 def test_check_says_what_is_stored(place, url, here, capsys):
-    Path("kept.yaml").write_text(dump(recipe(place, url, "teacher.keep=kept")))
+    Path("kept.yaml").write_text(dump(recipe(place, url, "teacher.online_cache=kept")))
     assert run_command(["check", "kept.yaml"]) == 0
-    assert re.search(r"keep: kept, 256 bytes a learned token", capsys.readouterr().out)
+    assert re.search(r"online_cache: kept, 256 bytes per trained token", capsys.readouterr().out)
     assert run_command(["check", "kept.yaml", "teacher.top_k=8"]) == 0
-    assert re.search(r"keep: kept, 38 bytes a learned token", capsys.readouterr().out)
+    assert re.search(r"online_cache: kept, 38 bytes per trained token", capsys.readouterr().out)
     shutil.rmtree("kept", ignore_errors=True)

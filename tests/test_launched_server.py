@@ -45,7 +45,7 @@ OWN = [
     "loss.terms=[{type: reverse_kl}]",
     "train.steps=3",
     "train.tokens_per_step=192",
-    "data.on_policy={fraction: 0.5, max_new_tokens: 6, ahead: 1}",
+    "data.on_policy={fraction: 0.5, max_new_tokens: 6, max_staleness: 1}",
 ]
 CASES = {
     "plain": ["train.eval_every=2"],
@@ -212,7 +212,7 @@ def test_it_is_the_same_to_the_bit(alone, capsys, case):
     assert_same(run_here(f"served-{case}".replace(" ", "-"), *CASES[case], *served()), expected)
     said = " ".join(capsys.readouterr().out.split())
     assert "K parameters, served from 1 process, copied" in said
-    assert re.search(r"served 19\d bytes a learned token", said)  # 48 numbers of 4 bytes, and what names them
+    assert re.search(r"served 19\d bytes per trained token", said)  # 48 numbers of 4 bytes, and what names them
     assert "are those of its own logits" in said
     assert LaunchedServers.current is None and not servers()
 

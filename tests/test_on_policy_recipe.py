@@ -57,7 +57,7 @@ def test_memory_is_counted(workplace):
     longest = source_of(recipe).vocabulary().read(recipe.data, recipe.train.seed).report.longest
     read = check(recipe, find_device("cpu")).memory.parts["cache of rollouts"]
     assert read == cache / 64 * (longest + recipe.data.on_policy.max_new_tokens) and 0 < longest < 64 - 8
-    plan = device_plan(parse(RECIPE, ["data.on_policy.ahead=1"]), find_device("cpu"), 1)
+    plan = device_plan(parse(RECIPE, ["data.on_policy.max_staleness=1"]), find_device("cpu"), 1)
     ahead = step_memory(plan)
     assert ahead.parts["cache of rollouts"] == 2 * cache == cache + ahead.peak - with_own.peak
 

@@ -336,7 +336,11 @@ def test_recipes_with_this_loss():
         (TERM.replace("_kl}", "_kl, k: 1, tail: renormalize}"), [], "2 or more with tail: renormalize"),
         (TERM, ["teacher=null", "teachers=[{model: t}, {model: u}]"], "one teacher a token"),
         (TERM, ["teacher=null", two.replace(": [", "=["), "data.fields.teacher=c"], "one teacher a token"),
-        (TERM, ["teacher.keep=there", "teacher.keep_as=top_k"], "requires the whole distribution of a teacher"),
+        (
+            TERM,
+            ["teacher.online_cache=there", "teacher.online_cache_format=top_k"],
+            "requires the whole distribution of a teacher",
+        ),
         (TERM, ["student.vocabulary=cross"], "the student's tokenizer"),
     ):
         with pytest.raises(RecipeError) as refused:

@@ -41,7 +41,7 @@ SETTINGS = [
     "teacher.model={}",
     "student.model={}",
     "teacher.adapter={}",
-    "teacher.keep={}",
+    "teacher.online_cache={}",
     "teacher={{type: cache, path: {}}}",
     "student={{config: {}, init: random}}",
     "loss.plugin={{file: {}}}",
@@ -156,7 +156,7 @@ def test_no_argument_breaks_a_command(paths, command, kind, capsys):
     [
         ("run my.yaml output_dir={}", "output_dir"),
         ("run my.yaml --output-dir {}", "output_dir"),
-        ("check my.yaml --gpu cpu teacher.keep={}", "teacher.keep"),
+        ("check my.yaml --gpu cpu teacher.online_cache={}", "teacher.online_cache"),
         ("validate my.yaml teacher={{type:_cache,_path:_{}}}", "teacher.path"),
         ("cache my.yaml --out {}", "--out"),
         ("export r -o {}", "--output"),

@@ -28,9 +28,9 @@ def test_stores_and_contexts_change_no_bit(place):
     """A bigram's outputs depend on the last token alone, so that a prompt before the answer changes nothing."""
     plain = figures(f"teacher: {{{PLUGIN}}}\n{MIXED}", place)
     assert len(set(plain["loss"])) == 4 and plain["before"]["forward_kl"] != plain["after"]["forward_kl"]
-    assert figures(f"teacher: {{{PLUGIN}, keep: kept}}\n{MIXED}", place) == plain
+    assert figures(f"teacher: {{{PLUGIN}, online_cache: kept}}\n{MIXED}", place) == plain
     told = figures(f"teacher: {{{PLUGIN}}}\n{TOLD}", place)
-    for layers in (INFORMED, f"keep: kept, {INFORMED}"):
+    for layers in (INFORMED, f"online_cache: kept, {INFORMED}"):
         found = figures(f"teacher: {{{PLUGIN}, {layers}}}\n{TOLD}", place)
         assert found["after"]["forward_kl"] == pytest.approx(told["after"]["forward_kl"], rel=0.05)
 

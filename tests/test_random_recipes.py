@@ -39,7 +39,7 @@ ANSWERS = {
     "samples": ["1", "1", "2"],
     "engine": ["distill", "distill", "transformers"],
     "batch_size": ["64", "3"],
-    "ahead": ["0", "1", "2", "3"],
+    "max_staleness": ["0", "1", "2", "3"],
 }
 LOSSES = [
     "{type: reverse_kl}",

@@ -81,8 +81,8 @@ def test_an_engine_that_draws_from_something_else_is_seen(workplace, monkeypatch
 
 
 def test_weights_one_step_old_are_seen(workplace):
-    """The gap with `ahead` is that between two steps' weights: none in the first of two, whose weights sample both."""
-    rows = rows_of("data.on_policy.ahead=1", "data.on_policy.fraction=1", "train.log_every=1")
+    """The gap with `max_staleness` is that between two steps' weights: none in the first, whose weights sample both."""
+    rows = rows_of("data.on_policy.max_staleness=1", "data.on_policy.fraction=1", "train.log_every=1")
     assert all((row["rollout_gap"] > 1e-3) == (row["step"] % 2 == 0) for row in rows) and rows[0]["rollout_gap"] < 1e-5
 
 

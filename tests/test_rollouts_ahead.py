@@ -21,7 +21,7 @@ def ahead(folder, steps=1, *, fraction=1.0, device="cpu", **settings):
     """Three micro-batches of two rows a step, four steps an epoch, seven in all."""
     defaults = {"max_steps": 7, "gradient_accumulation_steps": 3, "use_cpu": device == "cpu", "learning_rate": 1e-2}
     student = tiny_model(dtype=torch.float64).to(device)
-    own = {"ahead": steps, "fraction": fraction}
+    own = {"max_staleness": steps, "fraction": fraction}
     return trainer(folder, student=student, data=pairs(24), own=own, **(defaults | settings))
 
 
@@ -61,7 +61,7 @@ def test_a_group_is_answered_by_the_weights_of_its_first_step():
     """And a document by its own seed of its own step: as by a copy of those weights that was asked in that step."""
     model = tiny_model(dtype=torch.float64)
     batches = [COLLATE(pairs(8, seed=n)) for n in range(6)]
-    own = on_policy(model, ahead=2)
+    own = on_policy(model, max_staleness=2)
     epoch = own.epoch(iter(batches))
     for step, batch in enumerate(epoch):
         if step % 3 == 0:
@@ -80,7 +80,7 @@ def test_a_group_is_answered_by_the_weights_of_its_first_step():
 
 def test_other_micro_batches_than_were_looked_at_are_answered_too():
     model = tiny_model(dtype=torch.float64)
-    own = on_policy(model, ahead=1)
+    own = on_policy(model, max_staleness=1)
     own.epoch(iter([COLLATE(pairs(8, seed=1))]))
     own.replace([COLLATE(pairs(8))], 0, COLLATE, following=1)
     other = COLLATE(pairs(8, seed=2))
@@ -118,10 +118,10 @@ def test_a_run_goes_on_in_the_middle_of_a_group(tmp_path, device, fraction):
 
 def test_a_checkpoint_of_two_processes_is_one_of_all_answers(tmp_path):
     """The checkpoint holds responses that are dealt differently when the run is resumed."""
-    model, both = tiny_model(dtype=torch.float64), on_policy(tiny_model(dtype=torch.float64), ahead=1)
+    model, both = tiny_model(dtype=torch.float64), on_policy(tiny_model(dtype=torch.float64), max_staleness=1)
     rows = [pairs(6, seed=n) for n in range(4)]
     for rank in range(2):
-        own = on_policy(model, ahead=1)
+        own = on_policy(model, max_staleness=1)
         own.epoch(iter([COLLATE(rows[2 + rank])]))
         own.replace([COLLATE(rows[rank])], 0, COLLATE, following=1)
         own.save(tmp_path / "checkpoint-1", rank)

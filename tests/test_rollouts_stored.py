@@ -41,7 +41,7 @@ CLIPPED = "loss.terms=[{type: policy_gradient, importance: true, clip: 0.2, disc
 CASES = {
     "plain": [],
     "routed": ["data.fields.teacher=domain", "teachers=[{model: teacher, route: even}, {model: other, route: odd}]"],
-    "ahead": ["data.on_policy.ahead=1", CLIPPED, "train.save_every=3"],
+    "ahead": ["data.on_policy.max_staleness=1", CLIPPED, "train.save_every=3"],
 }
 TWICE = ("plain", "ahead")
 SHARDED = {
@@ -239,7 +239,7 @@ def test_a_conversation_is_stored_with_its_turns():
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("data.on_policy.ahead=-1", "ahead"),
+        ("data.on_policy.max_staleness=-1", "max_staleness"),
         ("data.on_policy.store_every=-1", "store_every"),
         ("loss.terms=[{type: policy_gradient, clip: 0.2}]", "importance"),
         ("loss.terms=[{type: policy_gradient, importance: true, clip: 1.5}]", "clip"),

@@ -123,7 +123,7 @@ def loaded(place):
 
 
 def test_a_served_part_of_a_mixture_changes_no_bit(place, url, loaded):
-    recipe = recipe_of(place, mixed(place, f"type: server, url: '{url}', wait: 5"))
+    recipe = recipe_of(place, mixed(place, f"type: server, url: '{url}', timeout: 5"))
     assert parse(dump(recipe)) == recipe
     weights, result = trained(recipe, "served")
     assert result.after == loaded[1].after

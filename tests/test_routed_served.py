@@ -60,7 +60,8 @@ def urls(place):
 def recipe_of(place, elsewhere, *overrides):
     """Both teachers by their routes, some of them elsewhere: at an address, or as spelled."""
     where = {name: f"model: {place}/{name}" for name in TEACHERS} | {
-        name: f"type: server, url: '{at}', wait: 5" if at.startswith("http") else at for name, at in elsewhere.items()
+        name: f"type: server, url: '{at}', timeout: 5" if at.startswith("http") else at
+        for name, at in elsewhere.items()
     }
     return parse(
         f"""

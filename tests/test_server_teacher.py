@@ -83,7 +83,7 @@ def test_packed_with_others_it_differs_by_rounding(place, url, in_process):
 
 @pytest.mark.full
 def test_fp8_on_the_wire_costs_little(place, url, in_process):
-    _, figures, _ = trained(place, "fp8", *ACCUMULATED, *from_server(url, send="fp8"))
+    _, figures, _ = trained(place, "fp8", *ACCUMULATED, *from_server(url, transfer_dtype="fp8"))
     losses = [(one["loss"], other["loss"]) for one, other in zip(figures, in_process[1], strict=True)]
     assert all(one == pytest.approx(other, rel=0.02) for one, other in losses) and losses[0][0] != losses[0][1]
 
@@ -100,7 +100,7 @@ def test_the_students_own_words_are_asked_of_as_soon_as_they_exist(place, url, a
         "data.max_length=96",
         "loss.terms=[{type: reverse_kl}]",
         "train.steps=3",
-        f"data.on_policy={{fraction: 0.5, max_new_tokens: 6, ahead: {ahead}}}",
+        f"data.on_policy={{fraction: 0.5, max_new_tokens: 6, max_staleness: {ahead}}}",
     ]
     assert_same(trained(place, f"own-served-{ahead}", *own, *from_server(url)), trained(place, f"own-{ahead}", *own))
 
@@ -135,7 +135,7 @@ def test_check_asks_once_who_it_is_whatever_it_advises(place, url, monkeypatch):
     calls, identity = [], Servers.identity
     monkeypatch.setattr(Servers, "identity", lambda servers: (calls.append(servers), identity(servers))[1])
     report = check(recipe_in(place, *from_server(url)), find_device("cpu"))
-    assert not report.problems and "bytes a learned token come from there" in report.teacher_text
+    assert not report.problems and "bytes per trained token come from there" in report.teacher_text
     assert len(calls) == 1
 
 
@@ -185,7 +185,7 @@ def test_all_are_gone_and_the_run_is_resumed_to_the_bit(place, in_process, monke
     with contextlib.ExitStack() as dies:
         address = dies.enter_context(serving(engine))
         counted.at, counted.then = 15, dies.close  # one answer after the third step's last
-        asks = [*ACCUMULATED, *from_server(address, wait=1.0)]
+        asks = [*ACCUMULATED, *from_server(address, timeout=1.0)]
         with pytest.raises(RunError) as gone:
             trained(place, "gone", *asks)
     assert "no answer within 1 s" in str(gone.value) and "\n" not in str(gone.value), gone.value
@@ -227,7 +227,7 @@ def test_a_token_and_no_server(place, engine, tmp_path, monkeypatch):
             opened(recipe_in(place, *from_server(address)))
         assert opened(recipe_in(place, *from_server(address, token_file=str(tmp_path / "token"))))
     with pytest.raises(RunError, match=r"no answer within 0\.3 s .*Connect"):
-        opened(recipe_in(place, *from_server("http://127.0.0.1:9", wait=0.3)))
+        opened(recipe_in(place, *from_server("http://127.0.0.1:9", timeout=0.3)))
     with pytest.raises(ValueError, match=r"data\.chat_template: the template differs"):
         _with_other_template(place, engine)
 

@@ -217,11 +217,11 @@ def test_what_is_wrong_with_a_connectors_files_is_said(place, engine, tmp_path, 
 
 
 def test_a_server_that_dies_before_it_wrote_is_told_soon(place, engine, tmp_path, monkeypatch):
-    """Not after `teacher.wait`, and not that a file is missing."""
+    """Not after `teacher.timeout`, and not that a file is missing."""
     monkeypatch.setattr(vllm_hidden, "HEALTH_S", 0.1)
     monkeypatch.setattr(vllm_hidden, "DEAD_S", 0.5)
     with running(vllm_with_folder(engine, tmp_path, lambda what, values: values)) as address:
-        recipe = recipe_in(place, *from_server(address, protocol="vllm", folder=str(tmp_path), wait=60.0))
+        recipe = recipe_in(place, *from_server(address, protocol="vllm", folder=str(tmp_path), timeout=60.0))
         teacher, _ = opened(recipe)
         exchange = teacher.exchange
         assert exchange.servers.silence() is None
@@ -237,9 +237,9 @@ def test_top_k_servers_that_die_are_reported_long_before_the_wait_is_over(place,
     """The limit is 30 s, with the silence that is waited for; one of two servers that stays is enough."""
     with running(vllm(engine)) as stays:
         with running(vllm(engine)) as dies:
-            recipe = recipe_in(place, *from_server(dies, protocol="vllm", top_k=5, wait=300.0))
+            recipe = recipe_in(place, *from_server(dies, protocol="vllm", top_k=5, timeout=300.0))
             alone, _ = opened(recipe)
-            both, _ = opened(recipe_in(place, *from_server(dies, stays, protocol="vllm", top_k=5, wait=300.0)))
+            both, _ = opened(recipe_in(place, *from_server(dies, stays, protocol="vllm", top_k=5, timeout=300.0)))
         assert both.exchange.servers.fetch("GET", "/v1/models").numel() > 0
         assert both.exchange.servers.silence() is not None and both.exchange.servers.silence(of_all=True) is None
     began = time.monotonic()
@@ -280,7 +280,10 @@ def test_what_a_recipe_may_say_of_servers(place):
         (["teacher.url=http://x", "teacher.protocol=vllm"], "protocol: vllm needs top_k"),
         (["teacher.url=http://x", "teacher.protocol=vllm", "teacher.top_k=3", "teacher.folder=f"], "vllm needs top_k"),
         (["teacher.url=http://x", "teacher.folder=f"], "is for the hidden states of protocol: vllm"),
-        (["teacher.url=http://x", "teacher.top_k=3", "teacher.send=fp8"], "send: fp8 is for hidden states"),
+        (
+            ["teacher.url=http://x", "teacher.top_k=3", "teacher.transfer_dtype=fp8"],
+            "transfer_dtype: fp8 is for hidden states",
+        ),
         (["teacher.url=http://x", "teacher.model=null", "student={from_teacher: {layers: 1}}"], "its layers are with"),
         (["teacher.url=http://x", "teacher.type=model"], "url: belongs to type: server"),
     ):

@@ -231,7 +231,7 @@ def test_a_run_that_is_killed_goes_on_to_the_bit(tmp_path, ahead, packing):
     lines = [json.dumps({"prompt": f"FunctionInput {n}?", "completion": f"It is {n * n}."}) for n in range(60)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
     recipe = RECIPE.replace("packing: false", f"packing: {str(packing).lower()}")
-    recipe = recipe.replace("{max", f"{{ahead: {ahead}, max")
+    recipe = recipe.replace("{max", f"{{max_staleness: {ahead}, max")
     if packing:
         recipe = recipe.replace("max_length: 64", "max_length: 256").replace("512", "2048")
     (tmp_path / "recipe.yaml").write_text(recipe)

@@ -59,8 +59,10 @@ def test_check_says_what_a_cache_will_take(capsys):
     assert run_command(["check", "llama3-8b-to-1b-cached", "--gpu", "40GB", "--no-data"]) == 0
     out = capsys.readouterr().out
     header = (RECIPES / "llama3-8b-to-1b-cached.yaml").read_text()
-    each, whole = re.search(r"(\d+) bytes a learned token .*?([\d.]+) GiB for each", out, re.S).groups()
-    assert "still to be made" in out and f"{each} bytes a learned token" in header and f"{whole} GiB for each" in header
+    each, whole = re.search(r"(\d+) bytes per trained token .*?([\d.]+) GiB for each", out, re.S).groups()
+    assert (
+        "still to be made" in out and f"{each} bytes per trained token" in header and f"{whole} GiB for each" in header
+    )
     assert float(whole) == pytest.approx(int(each) * 1e8 / GIB, abs=0.05)
 
 

@@ -2,7 +2,7 @@
 
 `stored_by_0_1.tar.xz` holds what that version wrote: a teacher, its text, and for the recipe below the folders of
 `distill cache --hidden`, of the same with half of its shards, of `distill cache --top-k 8`, and of runs with
-`teacher.keep`, one of which was killed after its third step.
+`teacher.online_cache`, one of which was killed after its third step.
 """
 
 import json
@@ -54,8 +54,8 @@ def losses_of(*overrides, name):
     [
         ("teacher={type: cache, path: hidden}", HIDDEN),
         ("teacher={type: cache, path: top-k, model: teacher}", DRAWN),
-        ("teacher.keep=kept", HIDDEN),
-        ("teacher.keep=hidden", HIDDEN),
+        ("teacher.online_cache=kept", HIDDEN),
+        ("teacher.online_cache=hidden", HIDDEN),
     ],
 )
 def test_a_complete_folder_is_read_as_it_was(here, monkeypatch, teacher, losses):
@@ -69,10 +69,10 @@ def test_a_complete_folder_is_read_as_it_was(here, monkeypatch, teacher, losses)
 def test_a_run_that_was_begun_is_gone_on_with(here, monkeypatch):
     calls, last_hidden = [], model.last_hidden
     monkeypatch.setattr(model, "last_hidden", lambda *given: calls.append(1) or last_hidden(*given))
-    assert losses_of("teacher.keep=kept-begun", name="gone-on") == pytest.approx(HIDDEN, rel=1e-5)
+    assert losses_of("teacher.online_cache=kept-begun", name="gone-on") == pytest.approx(HIDDEN, rel=1e-5)
     some = len(calls)
     shutil.rmtree("kept-begun")
-    losses_of("teacher.keep=kept-begun", name="anew")
+    losses_of("teacher.online_cache=kept-begun", name="anew")
     assert 0 < some < len(calls) - some and TeacherCache("kept-begun").stored == TeacherCache("kept").stored
 
 

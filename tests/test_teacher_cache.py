@@ -347,7 +347,7 @@ def test_two_processes_write_what_one_does(loaded, bucket, tmp_path, monkeypatch
 
 def test_a_small_disk_is_refused_before_anything_is_written(loaded, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    with pytest.raises(ValueError, match=r"--out: .* GiB more are stored \(262 bytes a learned token\)"):
+    with pytest.raises(ValueError, match=r"--out: .* GiB more are stored \(262 bytes per trained token\)"):
         write(loaded, tmp_path / "cache", k=64)
 
 

@@ -90,7 +90,7 @@ def recipe_to_store(recipe: Recipe) -> Recipe:
     """
     require_command(recipe, "cache")
     section = recipe.teacher if recipe.teacher.urls else section_to_load(recipe)
-    return recipe.model_copy(update={"teacher": section.model_copy(update={"keep": None})})
+    return recipe.model_copy(update={"teacher": section.model_copy(update={"online_cache": None})})
 
 
 def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
@@ -108,7 +108,9 @@ def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
     transformers.utils.logging.disable_progress_bar()
     device = resolve_device(recipe.train)
     precision = resolve_precision(recipe, device)
-    stored = source_of(recipe.model_copy(update={"teacher": recipe.teacher.model_copy(update={"keep": os.devnull})}))
+    stored = source_of(
+        recipe.model_copy(update={"teacher": recipe.teacher.model_copy(update={"online_cache": os.devnull})})
+    )
     vocabulary = stored.vocabulary()
     splits = vocabulary.read(recipe.data, recipe.train.seed)
     placement, choices = plan_caching(recipe, device, world_size(), batch_size), AttentionChoices(recipe)

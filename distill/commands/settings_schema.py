@@ -19,6 +19,7 @@ from distill.core.errors import Section, did_you_mean
 from distill.recipe import Recipe
 from distill.recipe.aliases import ALIASES, OTHER_TOOLS
 from distill.recipe.fields import Usual
+from distill.recipe.renamed import RENAMED
 from distill.recipe.shipped import SCHEMA_FILE, shipped_folder
 
 WORDS = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true | false", "null": "null"}
@@ -63,13 +64,13 @@ def settings() -> list[Setting]:
 
 
 def find_settings(name: str) -> list[Setting]:
-    """Return the settings that match a name: path, end of a path, section, prefix, another tool's name, or part of a
-    name.
+    """Return the settings that match a name: a path or its end, a section, a prefix, a former or another tool's name.
 
     Raises:
         ValueError: None matches; the message suggests the nearest.
     """
     plain = re.sub(r"\[\]|\.\d+(?=\.|$)", "", name.strip().strip("."))
+    plain = RENAMED.get(plain, plain)
     paths = {setting.name.replace("[]", ""): setting for setting in settings()}
     last = {path: path.rpartition(".")[2] for path in paths}
     tests = (

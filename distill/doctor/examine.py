@@ -221,7 +221,7 @@ def _in_float32(recipe: Recipe) -> Recipe:
     """
 
     def wide(section: Any) -> Any:
-        stored = {"keep": section.keep and os.devnull} if hasattr(section, "keep") else {}
+        stored = {"online_cache": section.online_cache and os.devnull} if hasattr(section, "online_cache") else {}
         return section.model_copy(update={"dtype": "auto", **stored})
 
     return recipe.model_copy(

@@ -145,7 +145,7 @@ def rollouts_from_recipe(
     return OnPolicyRollouts(
         engine, fraction=section.fraction, max_new_tokens=section.max_new_tokens, sampling=sampling_of(section),
         seed=recipe.train.seed, max_length=recipe.data.max_length, batch_size=section.batch_size,
-        samples=section.samples, ahead=section.ahead, student=student, snapshot=snapshot, log_probs=True,
-        multiple=multiple, one_row=one_row, reader=reader,
+        samples=section.samples, max_staleness=section.max_staleness, student=student, snapshot=snapshot,
+        log_probs=True, multiple=multiple, one_row=one_row, reader=reader,
         environment=environment, rewards=rewards,
     )  # fmt: skip

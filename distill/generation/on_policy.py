@@ -9,9 +9,9 @@ The documents that are replaced, and every sampled token, follow from (seed, ste
 run generates the same responses again.
 
 The student itself generates; where its weights are sharded, an unsharded copy of it (`Snapshot`), into which they are
-gathered before. With `ahead`, the responses of that many more steps are generated in one call, by the same weights:
-decoding is bound by reading the weights, so that twice as many sequences take far less than twice as long. Responses of
-future steps are part of every checkpoint.
+gathered before. With `max_staleness`, the responses of that many more steps are generated in one call, by the same
+weights: decoding is bound by reading the weights, so that twice as many sequences take far less than twice as long.
+Responses of future steps are part of every checkpoint.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class OnPolicyRollouts:
         max_length: Maximum number of tokens in a row.
         batch_size: Maximum number of a step's prompts that are generated at once.
         samples: Responses per replaced document, which then appears as many times.
-        ahead: Further steps whose responses are generated with those of a step; the maximum staleness in optimizer
-            steps.
+        max_staleness: Further steps whose responses are generated with those of a step, by weights that are at most so
+            many optimizer steps old.
         student: The model that `snapshot` copies.
         snapshot: Copy that generates in the student's place; None to generate with the student.
         log_probs: Add `sampled_log_p`, each sampled token's log-probability, to the batches; the engine must return it.
@@ -99,7 +99,7 @@ class OnPolicyRollouts:
     max_length: int
     batch_size: int = 64
     samples: int = 1
-    ahead: int = 0
+    max_staleness: int = 0
     student: nn.Module | None = None
     snapshot: Snapshot | None = None
     log_probs: bool = False
@@ -194,7 +194,7 @@ class OnPolicyRollouts:
         """
         if self._epoch is None:
             return {}
-        more = min(self.ahead - step % (self.ahead + 1), limit)
+        more = min(self.max_staleness - step % (self.max_staleness + 1), limit)
         batches = iter(self._epoch.peek(count * more))
         groups = enumerate((list(itertools.islice(batches, count)) for _ in range(more)), step + 1)
         return {number: RolloutStep(group, self._plans(group, number)) for number, group in groups if group}
@@ -237,7 +237,7 @@ class OnPolicyRollouts:
             max_new_tokens=[self._room(rollout) for rollout in rollouts],
             sampling=self.sampling,
             seeds=[rollout.turn_seed for rollout in rollouts],
-            batch_size=self.batch_size * (self.ahead + 1),
+            batch_size=self.batch_size * (self.max_staleness + 1),
             same_weights=same_weights,
         )
         log_probs = responses.log_probs if self.log_probs else [[]] * len(rollouts)
@@ -307,15 +307,15 @@ class OnPolicyRollouts:
         Returns:
             rollouts, rollouts_per_second (over the time spent generating, ranks in parallel), rollout_length (mean,
                 tokens), rollout_truncated (fraction cut off at max_new_tokens), rollout_repeated (fraction that repeat
-                themselves), rollouts_left_out (documents that no longer fit); with `ahead` rollout_lag (mean, optimizer
-                steps); with `environment` rollout_turns (mean number of responses in a rollout); with `rewards` those
-                of `reward_metrics`.
+                themselves), rollouts_left_out (documents that no longer fit); with `max_staleness` rollout_lag (mean,
+                optimizer steps); with `environment` rollout_turns (mean number of responses in a rollout); with
+                `rewards` those of `reward_metrics`.
         """
         precision = torch.float32 if device.type == "mps" else torch.float64
         here = torch.tensor([*self._sums, 1.0], dtype=precision, device=device)
         count, tokens, truncated, dropped, repeated, seconds, lag, turns, *rewards, ranks = reduce(here).tolist()
         self._sums[:] = 0
-        more = {"rollout_lag": lag / max(count, 1)} if self.ahead else {}
+        more = {"rollout_lag": lag / max(count, 1)} if self.max_staleness else {}
         more |= {} if self.environment is None else {"rollout_turns": turns / max(count, 1)}
         more |= {} if self.rewards is None else reward_metrics(rewards, count)
         return more | {

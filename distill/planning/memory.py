@@ -200,7 +200,16 @@ def _rollout_cache(plan: DevicePlan, student: Shape, compute: int) -> float:
         return 0.0
     if plan.longest:
         length = min(length, plan.longest + section.max_new_tokens)
-    return 1.5 * section.batch_size * (section.ahead + 1) * length * 2 * student.layers * student.key_value * compute
+    return (
+        1.5
+        * section.batch_size
+        * (section.max_staleness + 1)
+        * length
+        * 2
+        * student.layers
+        * student.key_value
+        * compute
+    )
 
 
 def _workspace(plan: DevicePlan, rows: int, columns: int, head_gradient: int, models: int) -> float:

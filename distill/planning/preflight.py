@@ -407,7 +407,5 @@ def _estimate_disk(recipe: Recipe, student: Shape, precision: Precision, report:
     there = next(folder for folder in (runs, *runs.parents) if folder.is_dir())
     report.disk_free = float(shutil.disk_usage(there).free)
     if report.disk > report.disk_free:
-        report.problems.append(
-            f"disk: expected {report.disk / GIB:.1f} GiB free in {recipe.output_dir}, "
-            f"got {report.disk_free / GIB:.1f} GiB"
-        )
+        free = f"{report.disk_free / GIB:.1f} GiB"
+        report.problems.append(f"disk: expected {report.disk / GIB:.1f} GiB free in {recipe.output_dir}, got {free}")

@@ -47,7 +47,7 @@ def estimate_rollouts(plan: DevicePlan, device: Device, data: DataReport, rows: 
     if device.gpu_spec is None or section.engine != "distill" or plan.precision.compute == torch.float32:
         return RolloutEstimate(number, new, None)
     here = max(number / plan.world, 1.0)
-    sequences = min(here, section.batch_size) * (section.ahead + 1)
+    sequences = min(here, section.batch_size) * (section.max_staleness + 1)
     fused = device.family in FASTER_ON and sequences <= MAX_ROWS and recipe.student.compute != "fp8"
     fused = fused and plain_unsupported_reason(plan.student.model, plan.precision.compute) is None
     token = seconds_per_token(

@@ -78,13 +78,13 @@ def _without_layers(recipe: Sections) -> str | None:
     """Return the setting for which a teacher's layers are not computed here: only its last outputs are."""
     if recipe.parallel.teacher == "served":
         return "parallel.teacher: served"
-    found = _first(recipe, lambda teacher: not teacher.is_loaded or bool(teacher.backend) or teacher.keep is not None)
+    found = _first(recipe, lambda each: not each.is_loaded or bool(each.backend) or each.online_cache is not None)
     if found is None:
         return None
     field, teacher = found
     if not teacher.is_loaded:
         return f"{field}.type: {teacher.type}"
-    return f"{field}.backend: {teacher.backend}" if teacher.backend else f"{field}.keep: {teacher.keep}"
+    return f"{field}.backend: {teacher.backend}" if teacher.backend else f"{field}.online_cache: {teacher.online_cache}"
 
 
 def _one_graph(recipe: Sections) -> str | None:
@@ -137,18 +137,20 @@ PROPERTIES: dict[str, Property] = {
     "new rows": Property(
         "a teacher that computes outputs for rows it has not seen",
         _instead(
-            lambda teacher: teacher.is_cached or teacher.keep is not None,
-            lambda teacher: "type: cache" if teacher.is_cached else f"keep: {teacher.keep}",
+            lambda teacher: teacher.is_cached or teacher.online_cache is not None,
+            lambda teacher: "type: cache" if teacher.is_cached else f"online_cache: {teacher.online_cache}",
         ),
-        "set teacher.type to model or server, without teacher.keep",
+        "set teacher.type to model or server, without teacher.online_cache",
     ),
     "hidden states": Property(
         "the whole distribution of a teacher, from its hidden states",
         _instead(
-            lambda teacher: teacher.top_k is not None or teacher.keep_as == "top_k",
-            lambda teacher: "keep_as: top_k" if teacher.keep_as == "top_k" else f"top_k: {teacher.top_k}",
+            lambda teacher: teacher.top_k is not None or teacher.online_cache_format == "top_k",
+            lambda teacher: (
+                "online_cache_format: top_k" if teacher.online_cache_format == "top_k" else f"top_k: {teacher.top_k}"
+            ),
         ),
-        "leave top_k out (and keep_as: top_k), or cache with --hidden",
+        "leave top_k out (and online_cache_format: top_k), or cache with --hidden",
     ),
     "hidden states of layers": Property(
         "a teacher whose layers are computed in the run's own processes",
@@ -291,8 +293,8 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         ("prompts for the context", "one context a route"),
     ),
     Requirement(
-        "teacher.keep",
-        lambda recipe: any(teacher.keep is not None for teacher in _teachers(recipe)),
+        "teacher.online_cache",
+        lambda recipe: any(teacher.online_cache is not None for teacher in _teachers(recipe)),
         ("frozen weights",),
     ),
     Requirement(

@@ -71,9 +71,9 @@ class OnPolicy(Section):
         engine: generation engine: `distill` (the built-in decode loop), `transformers`, or `vllm` where that is
             installed.
         batch_size: maximum number of a step's prompts that are generated at once.
-        ahead: asynchronous rollouts: number of further steps whose responses are generated together with those of a
-            step, by the same weights, which are up to this many optimizer steps old in training (staleness); 0 to
-            generate by the current weights in every step.
+        max_staleness: asynchronous rollouts: number of further steps whose responses are generated together with those
+            of a step, by the same weights, which are up to this many optimizer steps old in training; 0 to generate by
+            the current weights in every step.
         environment: `FILE.py:function`, called as function(messages, tools, row) after each response of a chat; it
             returns the next message or messages, such as a tool's result, to which the student responds again, or None
             at the end. `max_new_tokens` then bounds all responses and replies of a rollout. The run needs
@@ -95,7 +95,7 @@ class OnPolicy(Section):
     samples: Annotated[int, Field(ge=1, le=2**16)] = 1
     engine: Literal["distill", "transformers", "vllm"] = "distill"
     batch_size: Annotated[int, Field(ge=1, le=2**16)] = 64
-    ahead: Annotated[int, Field(ge=0, le=64)] = 0
+    max_staleness: Annotated[int, Field(ge=0, le=64)] = 0
     environment: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")] | None = None
     environment_timeout: Annotated[float, Field(gt=0, le=86400)] = 10.0
     max_turns: Annotated[int, Field(ge=2, le=1024)] = 8

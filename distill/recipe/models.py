@@ -24,7 +24,7 @@ def in_order(parts: list[str]) -> list[str]:
 # a decoder layer, `29`, or a module inside one, `29.mlp`
 Part = Annotated[str, BeforeValidator(str), StringConstraints(pattern=r"^\d{1,5}(\.\w+)*$")]
 Parts = Annotated[list[Part], AfterValidator(in_order)]
-SERVED = ("url", "protocol", "folder", "top_k", "prefetch", "send", "deterministic", "wait", "token_file")
+SERVED = ("url", "protocol", "folder", "top_k", "prefetch", "transfer_dtype", "deterministic", "timeout", "token_file")
 
 
 class ModelSection(Section):
@@ -114,25 +114,26 @@ class Teacher(ModelSection):
         folder: folder that a vLLM server's ExampleHiddenStatesConnector writes to, by its path on this machine; files
             are deleted once they are read.
         top_k: number of tokens of each distribution that a server sends (null for hidden states, from which logits are
-            computed locally) or that `keep_as: top_k` stores (64 if none is given).
+            computed locally) or that `online_cache_format: top_k` stores (64 if none is given).
         prefetch: micro-batches to request ahead of the one being trained on, at least as many as an optimizer step has.
-        send: format of hidden states on the wire: `auto` in their own dtype; `fp8` in half the bytes, at a cost in
-            accuracy that is printed.
+        transfer_dtype: format of hidden states on the wire: `auto` in their own dtype; `fp8` in half the bytes, at a
+            cost in accuracy that is printed.
         deterministic: compute each micro-batch in a forward pass of its own, so that its bits do not depend on other
             requests.
-        wait: timeout in seconds: after so long without a response the run writes a checkpoint and ends.
+        timeout: seconds without a response after which the run writes a checkpoint and ends.
         token_file: file with the bearer token; by default the token is in the environment variable DISTILL_SERVE_TOKEN.
         fp8_skip: layers that `dtype: fp8` keeps in bfloat16: decoder layers counted from 0, whole (`29`) or a part by
             the name of its module (`29.mlp`). `distill check --probe` shows which are worth it.
         adapter: a PEFT LoRA (hub id or folder) that is merged into the teacher when it is loaded.
         offload: `cpu` keeps the decoder layers in host memory and streams them to the GPU one after another in every
             forward pass: for a teacher larger than the GPU, at the speed of the bus.
-        keep: folder for online caching: the teacher's outputs are stored there as they are first computed or received
-            from its server, and read from then on: in later epochs and evaluations, and by later runs with other losses
-            or students. A complete one is what `distill cache` writes, and the teacher's weights are no longer loaded.
-        keep_as: what `keep` stores: `hidden` states, from which every loss is exact; `hidden_fp8`, half the bytes, with
-            one scale per token (the error is measured and printed); or `top_k` tokens of each distribution. The `top_k`
-            tokens of a server are stored as received.
+        online_cache: folder for online caching: the teacher's outputs are stored there as they are first computed or
+            received from its server, and read from then on: in later epochs and evaluations, and by later runs with
+            other losses or students. A complete one is what `distill cache` writes, and the teacher's weights are no
+            longer loaded.
+        online_cache_format: what `online_cache` stores: `hidden` states, from which every loss is exact; `hidden_fp8`,
+            half the bytes, with one scale per token (the error is measured and printed); or `top_k` tokens of each
+            distribution. The `top_k` tokens of a server are stored as received.
     """
 
     type: Literal["model", "cache", "server", "student", "plugin"] = "model"
@@ -145,15 +146,15 @@ class Teacher(ModelSection):
     folder: Text | None = None
     top_k: Annotated[int, Field(ge=1, le=511)] | None = None
     prefetch: Annotated[int, Field(ge=1, le=1024)] = 2
-    send: Literal["auto", "fp8"] = "auto"
+    transfer_dtype: Literal["auto", "fp8"] = "auto"
     deterministic: bool = True
-    wait: Annotated[float, Field(gt=0, le=86_400)] = 300.0
+    timeout: Annotated[float, Field(gt=0, le=86_400)] = 300.0
     token_file: Text | None = None
     fp8_skip: Parts = Field(default_factory=list)
     adapter: Text | None = None
     offload: Literal["cpu"] | None = None
-    keep: Text | None = None
-    keep_as: Literal["hidden", "hidden_fp8", "top_k"] = "hidden"
+    online_cache: Text | None = None
+    online_cache_format: Literal["hidden", "hidden_fp8", "top_k"] = "hidden"
 
     @property
     def is_cached(self) -> bool:
@@ -178,8 +179,8 @@ class Teacher(ModelSection):
 
     @property
     def by_itself(self) -> Teacher:
-        """The same model without `context` and `keep`, which is what a server of it computes."""
-        return self.model_copy(update={"context": None, "keep": None, "keep_as": "hidden"})
+        """The same model without `context` and `online_cache`, which is what a server of it computes."""
+        return self.model_copy(update={"context": None, "online_cache": None, "online_cache_format": "hidden"})
 
     def loaded(self) -> Teacher:
         """Return the section that loads the model named together with a cache or a server."""
@@ -198,12 +199,13 @@ class Teacher(ModelSection):
             raise ValueError(f"dtype: {self.dtype} has no meaning with type: {self.type}; {why}")
         if not self.is_loaded and self.offload is not None:
             raise ValueError(f"offload: cpu has no meaning with type: {self.type}; no teacher is loaded")
-        if self.keep is not None and self.is_cached:
-            raise ValueError("keep: stores a teacher's outputs, and with type: cache they are stored; leave it out")
-        if self.keep_as == "hidden_fp8" and self.urls and self.top_k is not None:
-            raise ValueError("keep_as: expected top_k with a server's top_k, whose tokens are stored; got hidden_fp8")
-        if self.keep is None and self.keep_as != "hidden":
-            raise ValueError(f"keep_as: {self.keep_as} says what keep stores, and there is no keep; give it a folder")
+        if self.online_cache is not None and self.is_cached:
+            raise ValueError("online_cache: expected none with type: cache, whose outputs are stored; leave it out")
+        if self.online_cache_format == "hidden_fp8" and self.urls and self.top_k is not None:
+            raise ValueError("online_cache_format: expected top_k, the tokens that a server sends; got hidden_fp8")
+        if self.online_cache is None and self.online_cache_format != "hidden":
+            given = refuse("a folder with online_cache_format", None)
+            raise ValueError(f"online_cache: {given}; online_cache_format is {self.online_cache_format}")
         if self.init == "pretrained" and self.model is None and self.type == "model":
             raise ValueError("model is missing: a hub id, a local folder, a .gguf file or package:NAME/FILE.gguf")
         return self
@@ -222,7 +224,7 @@ class Teacher(ModelSection):
     @model_validator(mode="after")
     def _is_served_somewhere(self) -> Self:
         if self.type != "server":
-            served = [name for name in SERVED if name != "top_k" or self.keep_as != "top_k"]
+            served = [name for name in SERVED if name != "top_k" or self.online_cache_format != "top_k"]
             if given := next((name for name in served if name in self.model_fields_set and
                               getattr(self, name) != type(self).model_fields[name].default), None):  # fmt: skip
                 raise ValueError(f"{given}: belongs to type: server")
@@ -235,15 +237,15 @@ class Teacher(ModelSection):
                 raise ValueError(f"url: expected http://HOST:PORT or https://HOST:PORT, got {url!r}")
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("url: expected each server once")
-        if self.top_k is not None and self.send == "fp8":
-            raise ValueError("send: fp8 is for hidden states, got it with top_k")
+        if self.top_k is not None and self.transfer_dtype == "fp8":
+            raise ValueError("transfer_dtype: fp8 is for hidden states, got it with top_k")
         if self.protocol == "vllm" and (self.model is None or (self.top_k is None) == (self.folder is None)):
             raise ValueError(
                 "protocol: vllm needs top_k (20 unless the server allows more), or the folder that it writes hidden "
                 "states to; and model for its tokenizer, norm and head"
             )
-        if self.folder is not None and (self.protocol != "vllm" or self.send != "auto"):
-            raise ValueError("folder: is for the hidden states of protocol: vllm, as they are (send: auto)")
+        if self.folder is not None and (self.protocol != "vllm" or self.transfer_dtype != "auto"):
+            raise ValueError("folder: is for the hidden states of protocol: vllm, as they are (transfer_dtype: auto)")
         return self
 
     @model_validator(mode="after")

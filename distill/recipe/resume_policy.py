@@ -26,7 +26,7 @@ FREE = (
     "teacher.url",
     "teacher.folder",
     "teacher.prefetch",
-    "teacher.wait",
+    "teacher.timeout",
     "teacher.token_file",
     "data.workers",
     "data.cache",  # the hash of the rows in lock.yaml identifies the data

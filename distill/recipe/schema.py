@@ -28,6 +28,7 @@ from distill.recipe.data import Data, Part
 from distill.recipe.fields import Text
 from distill.recipe.loss import Loss
 from distill.recipe.models import Student, Teacher, WeightedTeacher
+from distill.recipe.renamed import rename_overrides, rename_settings
 from distill.recipe.train import Parallel, Train
 from distill.recipe.yaml_text import apply_overrides, parse_yaml, to_yaml
 
@@ -146,11 +147,14 @@ def parse(
         RecipeError: one line per fault: field, what was expected, what came.
     """
     tree = parse_yaml(text, origin)
+    rename_settings(tree, quiet=of_run)
     if of_run:
         _split_by_the_runs_seed(tree)
         _serve_where_ranks_were(tree)
     tree.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:100] or "recipe")
-    apply_overrides(tree, overrides, list_defaults={("loss", "terms"): Loss().model_dump()["terms"]})
+    terms = {("loss", "terms"): Loss().model_dump()["terms"]}
+    apply_overrides(tree, rename_overrides(overrides), list_defaults=terms)
+    rename_settings(tree)  # in the values of overrides
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:

@@ -67,5 +67,5 @@ def describe_teacher(recipe: Sections) -> TeacherDescription:
 def reads_as_the_student(recipe: Sections) -> bool:
     """Return whether a single loaded model is the teacher, reads the student's rows and has no store."""
     teacher = recipe.teacher
-    plain = teacher.is_loaded and teacher.context is None and teacher.keep is None
+    plain = teacher.is_loaded and teacher.context is None and teacher.online_cache is None
     return plain and not recipe.teachers and recipe.student.vocabulary != "cross"

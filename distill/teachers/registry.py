@@ -2,8 +2,8 @@
 
     source_of(recipe)   =   routes or a mixture ( rows ( store ( backend ) ) , ... )
 
-Each layer exists where the recipe names it: `teacher.keep` a store, `teacher.context` or `student.vocabulary: cross`
-other rows than the student's, `teachers` several teachers. Its module is imported then.
+Each layer exists where the recipe names it: `teacher.online_cache` a store, `teacher.context` or
+`student.vocabulary: cross` other rows than the student's, `teachers` several teachers. Its module is imported then.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def source_for(recipe: Recipe, section: TeacherSection, field: str) -> TeacherSo
     """
     alone = recipe.model_copy(update={"teacher": section, "teachers": []}) if recipe.teachers else recipe
     source = backend_maker(recipe, section, field)(alone, section, field)
-    if section.keep is not None:
+    if section.online_cache is not None:
         source = load_named(LAYERS["keep"])(source, section, field)
     if section.context is not None:
         source = load_named(LAYERS["context"])(source, section.context)

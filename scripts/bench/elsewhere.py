@@ -209,7 +209,7 @@ def keep_rows(folder: Path, until: float) -> list[Row]:
         f"data.max_rows={ROWS * EPOCH + 1}",
         f"train.steps={2 * EPOCH}",
         f"train.log_every={LOG_EVERY}",
-        "teacher.keep=kept",
+        "teacher.online_cache=kept",
     ]
     lines = metrics_of(folder, command(RECIPE, overrides, "keep"), "0", 2 * EPOCH // LOG_EVERY, until)
     first, second = (summary([line for line in lines if low < line["step"] <= low + EPOCH]) for low in (0, EPOCH))

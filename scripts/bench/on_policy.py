@@ -75,10 +75,10 @@ TRL: dict[str, dict[str, Any]] = {
 }
 OURS = {
     "ours": ["train.cuda_graph=false"],
-    "ours, ahead": ["train.cuda_graph=false", "data.on_policy.ahead=1"],
-    "ours, ahead 3": ["train.cuda_graph=false", "data.on_policy.ahead=3"],
+    "ours, ahead": ["train.cuda_graph=false", "data.on_policy.max_staleness=1"],
+    "ours, ahead 3": ["train.cuda_graph=false", "data.on_policy.max_staleness=3"],
     "ours, fp8 teacher": ["train.cuda_graph=false", "teacher.dtype=fp8"],
-    "ours, fp8 teacher, ahead": ["train.cuda_graph=false", "teacher.dtype=fp8", "data.on_policy.ahead=1"],
+    "ours, fp8 teacher, ahead": ["train.cuda_graph=false", "teacher.dtype=fp8", "data.on_policy.max_staleness=1"],
     "ours, fp8 teacher, checkpointed": [
         "train.cuda_graph=false",
         "teacher.dtype=fp8",
@@ -91,7 +91,7 @@ OURS = {
         "train.batch_size=12",
     ],
     "ours, graphs": ["train.cuda_graph=true"],
-    "ours, graphs, ahead": ["train.cuda_graph=true", "data.on_policy.ahead=1"],
+    "ours, graphs, ahead": ["train.cuda_graph=true", "data.on_policy.max_staleness=1"],
 }
 QUICK = {LARGE: ("TRL, 16 x 4", "ours", "ours, ahead"), SMALL: ("ours", "ours, graphs")}
 STEPS = {"TRL": (1, 3), LARGE: (8, 8), SMALL: (8, 16)}  # untimed (graphs are captured in them), timed

@@ -64,7 +64,7 @@ class TeacherBench(Bench):
             rows = min(len(find_head(model).linear.weight) for model in (self.teacher, student))
             teacher = LoadedTeacher(self.teacher, tokenizer=self.tokenizer)
             splits, vocabulary = self.splits(setup), Vocabulary(recipe, recipe.teacher)
-            section = recipe.teacher.model_copy(update={"keep": str(folder)})
+            section = recipe.teacher.model_copy(update={"online_cache": str(folder)})
             keep = KeepSource(ModelSource(recipe), section)
             keep.note_data(splits)
             loaded = Loaded(

@@ -1,4 +1,4 @@
-"""Plan and contents of a cache, written by `distill cache` or by a run with `teacher.keep` (online caching)."""
+"""Plan and contents of a cache, written by `distill cache` or by a run with `teacher.online_cache` (online caching)."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class KeepSource(WrappingSource, Measures, NotesData, ChecksData, DescribesStore
 
     Args:
         inner: source of the teacher.
-        section: of the recipe, whose `keep` names the folder.
+        section: of the recipe, whose `online_cache` names the folder.
         field: of that section.
 
     Attributes:
@@ -88,14 +88,14 @@ class KeepSource(WrappingSource, Measures, NotesData, ChecksData, DescribesStore
         required: positions to store of every document of the data, by its key; empty until these are read.
         noted: the rows of these documents; None until they are read.
         chosen: settings of what is stored, where a command decides; None for the recipe's.
-        option: of the command that names the folder; None for the recipe's `keep`.
+        option: of the command that names the folder; None for the recipe's `online_cache`.
     """
 
     def __init__(self, inner: TeacherSource, section: TeacherSection, field: str = "teacher") -> None:
         super().__init__(inner)
         self.section, self.field = section, field
-        assert section.keep is not None
-        self.folder = None if section.keep == os.devnull else Path(section.keep).expanduser()
+        assert section.online_cache is not None
+        self.folder = None if section.online_cache == os.devnull else Path(section.online_cache).expanduser()
         self.required: dict[bytes, int] = {}
         self.noted: Splits | None = None
         self.chosen: Settings | None = None
@@ -120,8 +120,8 @@ class KeepSource(WrappingSource, Measures, NotesData, ChecksData, DescribesStore
         if self.chosen is not None and not self.sent_top_k:
             return self.chosen
         section = self.section
-        hidden = section.keep_as != "top_k" and not self.sent_top_k
-        dtype = {"hidden_fp8": "fp8", "top_k": "float16"}.get(section.keep_as)
+        hidden = section.online_cache_format != "top_k" and not self.sent_top_k
+        dtype = {"hidden_fp8": "fp8", "top_k": "float16"}.get(section.online_cache_format)
         return Settings(section.top_k or 64, hidden, default_tail(self.recipe.loss), dtype)
 
     def measure(self) -> Measure:
@@ -162,16 +162,16 @@ class KeepSource(WrappingSource, Measures, NotesData, ChecksData, DescribesStore
         free = shutil.disk_usage(ancestor).free
         if left <= free:
             return []
-        fewer = "fewer tokens (--top-k, data.max_rows)" if self.option else "keep_as: hidden_fp8 or top_k"
+        fewer = "fewer tokens (--top-k, data.max_rows)" if self.option else "online_cache_format: hidden_fp8 or top_k"
         return [
-            f"{self.place}: {left / GIB:,.1f} GiB more are stored ({self._width():,} bytes a learned token), and "
+            f"{self.place}: {left / GIB:,.1f} GiB more are stored ({self._width():,} bytes per trained token), and "
             f"{ancestor} has {free / GIB:,.1f} GiB free; use {fewer}, or another disk"
         ]
 
     @property
     def place(self) -> str:
         """The setting or option that names the folder, for messages."""
-        return self.option or f"{self.field}.keep"
+        return self.option or f"{self.field}.online_cache"
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """Return the teacher's footprint and that of what is read; the head of a sharded one stays whole beside the
@@ -189,7 +189,8 @@ class KeepSource(WrappingSource, Measures, NotesData, ChecksData, DescribesStore
         amount = f"{width * count / GIB:,.2f} GiB for the {count:,} of these data"
         if not count:
             amount = f"{width * 1e8 / GIB:,.0f} GiB for each 100 M"
-        text = f"{source_size_text(self.inner)}; keep: {self.section.keep}, {width:,} bytes a learned token, {amount}"
+        stored = f"online_cache: {self.section.online_cache}, {width:,} bytes per trained token, {amount}"
+        text = f"{source_size_text(self.inner)}; {stored}"
         if count and (present := count - sum(self.required[key] for key in self.missing())):
             text += f", {present / count:.0%} of them stored already" + (": it is not loaded" * (present == count))
         return text

@@ -4,8 +4,8 @@ The teacher may be loaded here, sharded, or served. A micro-batch trains on what
 teacher was queried just now. Hidden states, stored in the dtype that they are computed in, and the K tokens that a
 server sends are the teacher's to the bit; of hidden states that are stored in fp8 or as K tokens, the first epoch is
 the same as later ones. Rows whose documents are all stored are read. The teacher is queried for the others, together
-and in their order: for a whole micro-batch where it is new, so that the numbers are those of a run without `keep`.
-Rounding depends on which rows share a batch, so a document keeps the numbers of its first query.
+and in their order: for a whole micro-batch where it is new, so that the numbers are those of a run without
+`online_cache`. Rounding depends on which rows share a batch, so a document keeps the numbers of its first query.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class TargetSpec(NamedTuple):
         section: Teacher = recipe.teacher
         return TargetSpec(
             section.top_k, columns, hidden, dtype, default_tail(recipe.loss), recipe.loss.temperature,
-            section.send, section.deterministic,
+            section.transfer_dtype, section.deterministic,
         )  # fmt: skip
 
     def nothing(self) -> TargetTensors:

@@ -247,7 +247,7 @@ class LaunchedTeacher(ServerTeacher):
 
     def __init__(self, source: ModelSource, servers: LaunchedServers, context: LoadContext) -> None:
         section = source.section
-        client = Servers(Place(servers.urls(), servers.token, section.wait, max(section.prefetch, 1)))
+        client = Servers(Place(servers.urls(), servers.token, section.timeout, max(section.prefetch, 1)))
         client.ended = servers.fault
         identity = client.identity()
         dtype = getattr(torch, identity.dtype)

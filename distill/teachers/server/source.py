@@ -91,7 +91,7 @@ class ServerSource(TeacherSource, NamesFiles, Measures, ChecksData, DescribesSto
         if self.is_vllm:
             unnamed = dict.fromkeys(("revision", "adapter", "config", "files_sha256"))
             return {**unnamed, "model": self.vllm_model["id"], "init": "pretrained"}
-        identity, in_fp8 = self.identity, self.section.send == "fp8" and self.section.top_k is None
+        identity, in_fp8 = self.identity, self.section.transfer_dtype == "fp8" and self.section.top_k is None
         dtype = identity.held if identity.held.startswith(EIGHT_BITS) else identity.dtype
         return {**identity.source, "dtype": dtype + ", sent in fp8" * in_fp8}
 
@@ -182,8 +182,8 @@ class ServerSource(TeacherSource, NamesFiles, Measures, ChecksData, DescribesSto
         plan = {"kind": "hidden", "hidden": shape.hidden, "dtype": "bfloat16" if self.is_vllm else self.identity.dtype}
         if self.section.top_k is not None:
             plan = {"kind": "top_k", "k": self.section.top_k, "vocabulary": shape.vocabulary, "dtype": "float16"}
-        each = shape.hidden + 4 if self.section.send == "fp8" else bytes_a_token(plan)
-        return f"not loaded: {', '.join(self.section.urls)}; {each:,} bytes a learned token come from there"
+        each = shape.hidden + 4 if self.section.transfer_dtype == "fp8" else bytes_a_token(plan)
+        return f"not loaded: {', '.join(self.section.urls)}; {each:,} bytes per trained token come from there"
 
     def open(self, context: LoadContext, vocabulary: Vocabulary) -> ServerTeacher:
         """Fetch the head, once for all runs on this machine, and return the teacher.
@@ -227,7 +227,7 @@ def connect(section: TeacherSection) -> Servers:
     """Return a client of the servers of a recipe's teacher; nothing is sent yet."""
     token = token_of(section.token_file)
     sums = section.protocol != "vllm"
-    return Servers(Place(section.urls, token, section.wait, max(section.prefetch, 1), sums))
+    return Servers(Place(section.urls, token, section.timeout, max(section.prefetch, 1), sums))
 
 
 class OpenedAt(NamedTuple):

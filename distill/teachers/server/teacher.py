@@ -156,7 +156,7 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
         weights = None if self.stored_head is None else self.stored_head.weights
         each = self.exchange.cost()
         proof = prove(LogitReading(self.exchange, weights, self.transform), self._asked(batch))
-        return [f"{'served':<12}{each:,.0f} bytes a learned token; {proof}"]
+        return [f"{'served':<12}{each:,.0f} bytes per trained token; {proof}"]
 
     def fingerprint(self) -> dict[str, object]:
         """Return the servers' identity, and the outputs that are requested."""

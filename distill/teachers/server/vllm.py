@@ -73,7 +73,7 @@ def length_problems(model: Mapping[str, object], max_length: int, extra: int) ->
 
 
 class DeathWatch:
-    """Detection of dead servers: a vLLM that died does not restart by itself, and `teacher.wait` is for one that is
+    """Detection of dead servers: a vLLM that died does not restart by itself, and `teacher.timeout` is for one that is
     slow.
 
     Args:

@@ -1,0 +1,75 @@
+"""Settings under their former names: still read until 1.0, with one log line that gives the present name."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+
+from distill.core.errors import RecipeError
+
+log = logging.getLogger(__name__)
+
+# former name: present name; those of `teacher` are those of each entry of `teachers` too
+RENAMED = {
+    "data.on_policy.ahead": "data.on_policy.max_staleness",
+    "teacher.keep": "teacher.online_cache",
+    "teacher.keep_as": "teacher.online_cache_format",
+    "teacher.send": "teacher.transfer_dtype",
+    "teacher.wait": "teacher.timeout",
+}
+_logged: set[str] = set()
+
+
+def rename_settings(tree: dict[str, object], *, quiet: bool = False) -> None:
+    """Move the values of former names in a recipe's tree to the present names, in place.
+
+    Args:
+        tree: the parsed YAML.
+        quiet: log nothing: the file was written by a run.
+
+    Raises:
+        RecipeError: a setting is given under both names.
+    """
+    for former, present in RENAMED.items():
+        section, _, old = former.rpartition(".")
+        new = present.rpartition(".")[2]
+        for values in _sections(tree, section.split(".")):
+            if old not in values:
+                continue
+            if new in values:
+                raise RecipeError([f"{former}: is the former name of {present}, expected one of them, got both"])
+            values[new] = values.pop(old)
+            if not quiet:
+                _log(former, present)
+
+
+def rename_overrides(overrides: Sequence[str]) -> list[str]:
+    """Return overrides `key.sub=value` with the present names in their keys."""
+    return [_renamed(override) for override in overrides]
+
+
+def _renamed(override: str) -> str:
+    key, equals, value = override.partition("=")
+    name = re.sub(r"^teachers\.\d+\.", "teacher.", key.strip())
+    if not equals or name not in RENAMED:
+        return override
+    _log(name, RENAMED[name])
+    return f"{key.strip().rpartition('.')[0]}.{RENAMED[name].rpartition('.')[2]}={value}"
+
+
+def _sections(tree: dict[str, object], path: Sequence[str]) -> Iterator[dict[str, object]]:
+    """Yield the mapping at `path`; for `teacher`, also those of `teachers`."""
+    node: object = tree
+    for part in path:
+        node = node.get(part) if isinstance(node, dict) else None
+    several = tree.get("teachers") if list(path) == ["teacher"] else None
+    for found in [node, *(several if isinstance(several, list) else [])]:
+        if isinstance(found, dict):
+            yield found
+
+
+def _log(former: str, present: str) -> None:
+    if former not in _logged:
+        _logged.add(former)
+        log.warning("%s is now %s; the former name is read until 1.0", former, present)
