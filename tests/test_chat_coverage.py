@@ -150,7 +150,7 @@ def test_reasoning_that_is_not_written_is_named_dropped_or_required(tmp_path, to
     path = write(tmp_path / "a.jsonl", rows + bare)
     kept = load(path, tokenizer)
     assert kept.report.unrendered == {"reasoning": 4} and not kept.report.dropped
-    assert "reasoning in 4 rows: not rendered by this chat template; learned without" in str(kept.report)
+    assert "reasoning in 4 rows: not rendered by this chat template; trained on without it" in str(kept.report)
     required = load(path, tokenizer, reasoning="require")
     assert sum(required.report.dropped.values()) == 4 and not required.report.unrendered
     assert {learned(row, tokenizer) for row in all_rows(required)} == {"Fine.<|end|>"}

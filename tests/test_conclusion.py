@@ -172,7 +172,7 @@ def test_a_run_that_skipped_every_step_fails(place, capsys):
     (place / "text.txt").write_text("To @ everyone who listens to the teacher @ all times.\n" * 40)
     assert run_command(["run", "r.yaml", "data.validation={source: held.txt, max_rows: 2}"]) == 2
     said = capsys.readouterr().err
-    assert "train: nothing was learned: loss or gradient was NaN or infinite in all 2 steps of the run" in said
+    assert "train: no step was taken: loss or gradient was NaN or infinite in all 2 steps of the run" in said
     assert not (place / "runs/r/student").exists() and not (place / "runs/r/result.json").exists()
 
 

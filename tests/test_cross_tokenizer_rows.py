@@ -136,6 +136,6 @@ def test_rows_that_cannot_be_compared_are_counted():
     starred = CLOSED.replace("m['content'] | trim", "('* ' ~ m['content']) | trim")
     pairs, tally, _ = encode(rows, templates=(CHAT_TEMPLATE, starred))
     assert not pairs and tally.dropped["no assistant turn"] == 1
-    assert tally.dropped["the two chat templates write what the assistant says differently"] == 1
+    assert tally.dropped["the two chat templates render the assistant's text differently"] == 1
     pairs, tally, _ = encode([{"text": "a\u2581b and more"}, {"text": ""}], student="pieces")
     assert not pairs and tally.dropped["tokens do not spell the text"] == 1 and tally.dropped["empty"] == 1

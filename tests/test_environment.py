@@ -218,7 +218,10 @@ def test_replies_are_read_again(tmp_path):
         ("def step(m, t, r):\n    return {'role': 'tool', 'content': 3}\n", "a text as content of a message, got int"),
         ("def step(m, t, r):\n    return {'role': 'tool', 'content': 'a' * 2**21}\n", "at most 1,048,576 bytes"),
         ("def step(m, t, r):\n    return {'role': 'tool', 'content': '', 'x': {1}}\n", "not JSON serializable"),
-        ("def step(m, t, r):\n    while True: pass\n", r"no answer within 1 s \(data.on_policy.environment_timeout\)"),
+        (
+            "def step(m, t, r):\n    while True: pass\n",
+            r"no response within 1 s \(data.on_policy.environment_timeout\)",
+        ),
         ("import os\ndef step(m, t, r):\n    os._exit(3)\n", "its process ended with exit code 3"),
     ],
 )

@@ -52,7 +52,7 @@ def test_a_step_that_is_not_finite_changes_nothing(tmp_path, value, clip, caplog
     made = trainer(tmp_path, max_steps=1, max_grad_norm=clip, weight_decay=0.1)
     Spoil(made, {1}, value)
     start = weights(made.model)
-    with pytest.raises(ValueError, match=r"train: nothing was learned: .* in all 1 steps of the run"):
+    with pytest.raises(ValueError, match=r"train: no step was taken: .* in all 1 steps of the run"):
         made.train()
     for name, weight in weights(made.model).items():
         assert torch.equal(weight, start[name]), name
@@ -148,10 +148,10 @@ def a_bad_cache(made, subject):
 @pytest.mark.parametrize(
     "kind, fault, says",
     [
-        ("several", a_bad_row_of_the_embedding, r"what the teachers\.1 says of \d+ of \d+ positions"),
+        ("several", a_bad_row_of_the_embedding, r"outputs of the teachers\.1 at \d+ of \d+ positions"),
         ("several", a_bad_head, r"the weights of the teachers\.0's head"),
-        ("across", a_bad_row_of_the_embedding, r"what the teacher says of \d+ of \d+ positions"),
-        ("bucket", a_bad_cache, r"what the teacher says of \d+ of \d+ positions"),
+        ("across", a_bad_row_of_the_embedding, r"outputs of the teacher at \d+ of \d+ positions"),
+        ("bucket", a_bad_cache, r"outputs of the teacher at \d+ of \d+ positions"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -171,7 +171,7 @@ def test_a_student_that_is_not_finite_does_not_accuse_the_teacher(tmp_path, capl
     made = trainer(tmp_path, max_steps=2)
     with torch.no_grad():
         made.model.get_input_embeddings().weight[:] = math.nan
-    with pytest.raises(ValueError, match="train: nothing was learned"):
+    with pytest.raises(ValueError, match="train: no step was taken"):
         made.train()
     assert "step 1: loss or gradient is not finite" in caplog.text and "teacher" not in caplog.text
 

@@ -308,7 +308,9 @@ def test_servers_have_the_last_gpus(monkeypatch, given, own):
         assert [each["CUDA_VISIBLE_DEVICES"] for each in copies] == names
         shards = launched._visible_to(count, cuda, sharded=True)
         assert [each["CUDA_VISIBLE_DEVICES"] for each in shards] == [",".join(names)] * count
-    with pytest.raises(ValueError, match=r"teacher_gpus: 4 of the teacher server beside 1 that train.*the 4 GPUs"):
+    with pytest.raises(
+        ValueError, match=r"teacher_gpus: 4 for the teacher server and 1 for training are more than the 4 GPUs"
+    ):
         launched._visible_to(4, cuda, sharded=False)
 
 

@@ -16,7 +16,7 @@ from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe import RecipeError, dump, parse
 from distill.recipe.layer_terms import LAYERED
 from distill.recipe.loss import SEPARATE, Loss
-from distill.teachers import separate
+from distill.teachers import auxiliary_losses
 from distill.teachers.base import HeadForward, StepInputs, VocabularyAlignment
 from distill.teachers.own_top_k import OwnTopKLoss
 from distill.training.loss_schedule import LossSchedule
@@ -327,7 +327,7 @@ def test_recipes_with_this_loss():
     parse(BASE + TERM, ["data.on_policy={fraction: 0.5, temperature: 0.7}"])
     parse(BASE + TERM, ["teacher={type: cache, path: there}"])  # which may hold hidden states
     parse(BASE + TERM, ["loss.plugin={file: p.py, sha256: " + "0" * 64 + "}"])
-    assert separate.LOSSES.keys() == {*SEPARATE, *LAYERED}
+    assert auxiliary_losses.LOSSES.keys() == {*SEPARATE, *LAYERED}
     two = "teachers: [{model: t, route: a}, {model: u, route: a}]"
     for text, overrides, told in (
         (TERM.replace("_kl}", "_kl, k: 0}"), [], "k"),

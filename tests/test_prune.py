@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from distill.models.meta import meta_student
 from test_checkpoint_weights import COMMON
 from tiny import tiny_model
 from torch import nn
@@ -11,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from distill.models.head import find_head
 from distill.models.importance import LayerTrial, positions_of, select_parts, shape_for
 from distill.models.load import load_student, save_student
+from distill.models.meta_models import meta_student
 from distill.models.narrow import Selection, cut_parts, embedding_scale, leading_parts
 from distill.models.width_layout import entries
 from distill.models.width_trial import proven_layout

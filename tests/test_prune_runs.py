@@ -115,8 +115,8 @@ def test_a_cached_teacher_holds_the_student_that_was_cut(place, capsys):
 
 
 def test_a_teacher_whose_outputs_are_kept_cuts_once(place, choices):
-    first = run(recipe("teacher.keep=kept", "train={epochs: 1, steps: null}"), name="first")
-    second = run(recipe("teacher.keep=kept", "train={epochs: 1, steps: null}"), name="second")
+    first = run(recipe("teacher.online_cache=kept", "train={epochs: 1, steps: null}"), name="first")
+    second = run(recipe("teacher.online_cache=kept", "train={epochs: 1, steps: null}"), name="second")
     assert_equal(first, second)
     assert second.before == first.before
 

@@ -46,7 +46,10 @@ def test_a_function_gets_prompt_answer_and_row(tmp_path):
         ("def mine(p, a):\n    return 1\n", r"row 17 of x\.jsonl: TypeError: mine\(\) takes 2 positional"),
         ("import os\ndef mine(p, a, r):\n    os._exit(3)\n", r"row 17 of x\.jsonl: its process ended with exit code 3"),
         ("def mine(p, a, r):\n    raise SystemExit('no')\n", r"row 17 of x\.jsonl: line 2: SystemExit: no"),
-        ("def mine(p, a, r):\n    while True: pass\n", r"row 17 of x\.jsonl: no answer within 1 s \(.*reward_timeout"),
+        (
+            "def mine(p, a, r):\n    while True: pass\n",
+            r"row 17 of x\.jsonl: no response within 1 s \(.*reward_timeout",
+        ),
         ("def other(p, a, r): pass\n", r": ValueError: expected a function mine, got other"),
         ("import nothing_of_this_name\n", r": line 1: ModuleNotFoundError: No module named"),
         ("def mine(:\n", r": SyntaxError"),
@@ -147,7 +150,7 @@ def test_rows_that_nothing_tells_apart_are_refused(tmp_path):
     doubtful = [d for d in documents if sum(d.prompt == other.prompt for other in documents) == 2]
     assert len(doubtful) == 2
     for document in doubtful:
-        with pytest.raises(ValueError, match=r"row 0 of .* and row 1 of .* have the same prompt and other columns"):
+        with pytest.raises(ValueError, match=r"row 0 of .* and row 1 of .* with the same prompt and other columns"):
             question(document, [5])
     documents, question, _ = table(tmp_path, [{**same, "right": 1}] * 2 + rows[2:])
     assert {question(document, [5]).row.get("right") for document in documents} == {1, None}

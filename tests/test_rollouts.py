@@ -240,5 +240,5 @@ def test_prompts_that_the_students_own_template_writes_otherwise(tmp_path, monke
         vocabulary = source_of(parse(f"{base}{name}}}")).vocabulary()
         vocabulary.prepare()
         verdict = vocabulary.match([259], 259).verdict
-        assert ("prompts part after" in verdict) is (name == "other"), verdict
+        assert ("prompts differ after" in verdict) is (name == "other"), verdict
     assert "go on '\\n' (which is learned), the student's own ': '" in verdict

@@ -222,11 +222,11 @@ def test_a_server_that_is_gone_ends_the_run_in_a_line(place, urls, monkeypatch):
     def until(self, method, path, *more):
         asked.append(path)
         if len(asked) > 30:
-            raise TeacherUnavailableError("teacher.url: no answer within 1 s")
+            raise TeacherUnavailableError("teacher.url: no response within 1 s")
         return fetch(self, method, path, *more)
 
     monkeypatch.setattr(client.Servers, "fetch", until)
-    with pytest.raises(RunError, match="no answer within 1 s"):
+    with pytest.raises(RunError, match="no response within 1 s"):
         trained(recipe_of(place, {"talk": urls["talk"]}, "train.steps=40"), "dies")
     assert list((place / "runs" / "dies").glob("checkpoint-*/manifest.json"))
 

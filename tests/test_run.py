@@ -154,7 +154,7 @@ def test_a_name_that_is_taken_is_refused(workplace):
 
 def test_cuda_asked_for_and_absent(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"train\.device: cuda was asked for"):
+    with pytest.raises(ValueError, match=r"train\.device: expected a CUDA device"):
         precision.resolve_device(Train(steps=1, device="cuda"))
 
 

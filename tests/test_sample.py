@@ -113,7 +113,7 @@ def test_files_that_are_not_its_own_are_left_alone(workplace):
         with pytest.raises(ValueError, match=f"--out.*{message}"):
             run(workplace, **change)
     (workplace / "other.txt").write_text("Another question?\n" * 9)
-    with pytest.raises(ValueError, match="does not answer prompt 1"):
+    with pytest.raises(ValueError, match="is not a response to prompt 1"):
         run(workplace, prompts="other.txt")
     (workplace / "few.txt").write_text(QUESTIONS[0])
     with pytest.raises(ValueError, match="more than there are prompts"):

@@ -59,9 +59,11 @@ def test_a_damaged_answer_is_asked_for_once_more_on_a_new_connection(engine, dam
         assert torch.equal(asked(servers, query), expected) and len(connected) == 1
         with caplog.at_level(logging.WARNING):
             assert torch.equal(asked(servers, query), expected) and len(connected) == 2  # the second and third answer
-        assert "asked once more, on a new connection" in caplog.text
+        assert "requesting it once more on a new connection" in caplog.text
         assert torch.equal(asked(servers, query), expected)
-        told = "a damaged answer: expected the checksum 0" if damage == "checksum" else "an answer to another request"
+        told = (
+            "a damaged response: expected the checksum 0" if damage == "checksum" else "a response to another request"
+        )
         with pytest.raises(TeacherUnavailableError, match=f"teacher.url: {address}: twice in a row {told}") as gone:
             asked(servers, query)
         assert "\n" not in str(gone.value)
@@ -92,7 +94,7 @@ def test_an_answer_of_the_same_shape_to_another_question_is_not_taken(url, engin
     with running(proxy(url, change)) as address:
         servers = Servers(Place((address,), wait=5.0))
         assert torch.equal(asked(servers, question(4)), expected_hidden(engine, question(4)))
-        with pytest.raises(TeacherUnavailableError, match="an answer to another request"):
+        with pytest.raises(TeacherUnavailableError, match="a response to another request"):
             asked(servers, question(5))
         servers.close()
 

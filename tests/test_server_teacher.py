@@ -188,7 +188,7 @@ def test_all_are_gone_and_the_run_is_resumed_to_the_bit(place, in_process, monke
         asks = [*ACCUMULATED, *from_server(address, timeout=1.0)]
         with pytest.raises(RunError) as gone:
             trained(place, "gone", *asks)
-    assert "no answer within 1 s" in str(gone.value) and "\n" not in str(gone.value), gone.value
+    assert "no response within 1 s" in str(gone.value) and "\n" not in str(gone.value), gone.value
     step = int(str(gone.value).rpartition("from step ")[2].split()[0])
     folder = place / "runs" / "gone"
     assert step % 2 == 1 and (folder / f"checkpoint-{step}" / "manifest.json").is_file(), (
@@ -226,7 +226,7 @@ def test_a_token_and_no_server(place, engine, tmp_path, monkeypatch):
         with pytest.raises(RunError, match=r"teacher\.token_file: .* refuses the token"):
             opened(recipe_in(place, *from_server(address)))
         assert opened(recipe_in(place, *from_server(address, token_file=str(tmp_path / "token"))))
-    with pytest.raises(RunError, match=r"no answer within 0\.3 s .*Connect"):
+    with pytest.raises(RunError, match=r"no response within 0\.3 s .*Connect"):
         opened(recipe_in(place, *from_server("http://127.0.0.1:9", timeout=0.3)))
     with pytest.raises(ValueError, match=r"data\.chat_template: the template differs"):
         _with_other_template(place, engine)
@@ -291,9 +291,9 @@ def head_of_another(engine, patch):
 
 FAULTS = {
     final_norm_is_missing: "final norm is missing",
-    soft_cap_is_not_told: "soft cap is missing: its own logits are capped at 5",
+    soft_cap_is_not_told: "soft cap is missing: its logits are capped at 5",
     another_soft_cap_is_told: "soft cap",
-    scale_is_not_told: "logit scale is missing: its own logits are 1 times the product, it says 2",
+    scale_is_not_told: "logit scale is missing: its logits are 1 times the GEMM's, it reports 2",
     shifted_by_one: "shifted by one position",
     head_of_another: "the head is another one",
 }
@@ -358,7 +358,7 @@ def test_an_answer_that_is_no_answer(place, url):
     teacher, _ = opened(recipe_in(place, *from_server(url)))
     from distill.teachers.server.wire import TargetRequest
 
-    with pytest.raises(TeacherUnavailableError, match="an answer that is none"):
+    with pytest.raises(TeacherUnavailableError, match="an invalid response"):
         teacher.exchange.read(
             b"nothing of the kind", TargetRequest(np.zeros((1, 2), np.int32), None, np.zeros(1, np.int32))
         )

@@ -140,7 +140,7 @@ def test_a_run_without_student_and_a_model_without_teacher(folder, capsys):
             "teachers: [{model: teacher}, {model: other, weight: 2}]",
             "requires one teacher; got teachers",
         ),
-        ("teacher: {type: cache, path: gone}", "read its teacher from a cache; name the model behind it"),
+        ("teacher: {type: cache, path: gone}", "read its teacher from a cache; name that model"),
     ],
 )
 def test_a_run_whose_teacher_is_not_one_model_asks_for_its_name(teacher, message, folder, capsys):

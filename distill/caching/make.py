@@ -163,7 +163,7 @@ def make_cache(
             raise ValueError("--hidden: needed with student.vocabulary: cross, which compares whole distributions")
     assert keep.noted is not None
     if not keep.required:
-        raise ValueError("data.source: nothing to learn in it, so nothing to cache")
+        raise ValueError("data.source: expected tokens to train on, got none, so nothing to cache")
     keep.folder, keep.option, keep.chosen = folder, "--out", settings
     kept = keep.around(loaded.backend, loaded.context, loaded.vocabulary, loaded.head)
     splits = [keep.noted.train, keep.noted.validation]

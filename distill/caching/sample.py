@@ -189,7 +189,7 @@ def _finished(out: Path, prompts: list[Prompt], settings: dict[str, Any]) -> int
         with contextlib.suppress(ValueError):
             row = json.loads(line)
         if not prompt.matches(row):
-            raise ValueError(f"--out: line {number} of {out} does not answer prompt {number}; give another file")
+            raise ValueError(f"--out: line {number} of {out} is not a response to prompt {number}; give another file")
         if row.get("sampled") != settings:
             raise ValueError(
                 f"--out: line {number} of {out} was made with {row.get('sampled')}, and now it is {settings}; "
@@ -224,7 +224,7 @@ def _processes(recipe: Recipe, who: str, settings: AnswerSettings) -> int:
         return 1
     if who == "student" or not answers_in_shards(recipe, world, settings.batch_size, settings.max_new_tokens):
         raise ValueError(
-            f"parallel.teacher: {world} processes answer together only with a teacher in shards (sharded, --from "
+            f"parallel.teacher: {world} processes generate together only with a sharded teacher (--from "
             "teacher); start distill sample without a launcher"
         )
     if settings.engine == "vllm":

@@ -120,7 +120,7 @@ class DataReport(Tally):
             same = (
                 "all are equal, so that what is held out is trained as well"
                 if self.copies + 1 == used
-                else "learned again"
+                else "trained on again"
             )
             lines.append(f"copies of other rows: {self.copies:,} of {used:,} ({same})")
         if self.truncated:
@@ -130,7 +130,7 @@ class DataReport(Tally):
                 f"turns dropped because their prompts have {self.max_length:,} tokens or more: {self.left_out:,}"
             )
         lines += [
-            f"{what} in {counted(count, 'row')}: {NOT_RENDERED} this chat template; learned without"
+            f"{what} in {counted(count, 'row')}: {NOT_RENDERED} this chat template; trained on without it"
             for what, count in self.unrendered.items()
         ]
         if self.rewritten:

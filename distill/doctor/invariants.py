@@ -27,7 +27,7 @@ from transformers import TrainingArguments
 from distill.doctor.check_setup import TOLERANCE, CheckSetup, Gradients, take_gradients
 from distill.doctor.rollouts import prompts_of
 from distill.models.head import bare, decoder_of, find_head
-from distill.teachers.blame import teacher_fault
+from distill.teachers.diagnose import diagnose_teacher
 from distill.training.trainer import DistillationTrainer
 
 SMALL_WORKSPACE = 2**18  # bytes
@@ -82,7 +82,7 @@ def fused_equals_reference(subject: CheckSetup) -> CheckResult:
     if not loss.isfinite():
         objective = subject.objective()
         objective.detach()
-        fault = teacher_fault(objective, [subject.batch()])
+        fault = diagnose_teacher(objective, [subject.batch()])
         reason = "the loss is not finite" if fault is None else f"the teacher is not finite ({fault})"
         return finding._replace(detail=f"{reason}; {finding.detail}")
     return finding

@@ -22,7 +22,7 @@ def rollouts_follow_the_weights(subject: CheckSetup) -> CheckResult:
     """
     rollouts = subject.rollouts
     if rollouts is None:
-        return CheckResult("own answers", None, NOT_ON_POLICY)
+        return CheckResult("rollouts", None, NOT_ON_POLICY)
     subject = subject.truncated()
     own, collate = rollouts.by(subject.student, fraction=1.0, log_probs=True), Collator(rollouts.pad)
     plain = [{name: part[name] for name in ("input_ids", "labels", "position_ids")} for part in subject.documents()]
@@ -42,7 +42,7 @@ def rollouts_follow_the_weights(subject: CheckSetup) -> CheckResult:
     worst, allowed = max(differences), subject.tolerance
     before, after = (f"{each:.1e}" for each in differences)
     return CheckResult(
-        "own answers",
+        "rollouts",
         worst <= allowed,
         f"log-probabilities of the engine and the student differ by {before}, and by {after} after its weights "
         f"changed (bound {allowed:.0e})",

@@ -17,7 +17,7 @@ def samples_text(prompts: Sequence[str], answers: Mapping[str, Sequence[str]]) -
     for number, prompt in enumerate(prompts):
         blocks.append(f"## Prompt {number + 1}\n\n{_indented(prompt)}")
         blocks += [f"{TITLES.get(name, name)}:\n\n{_indented(texts[number])}" for name, texts in answers.items()]
-    return "# Samples\n\nGreedy answers.\n\n" + "\n\n".join(blocks) + "\n"
+    return "# Samples\n\nGreedy responses.\n\n" + "\n\n".join(blocks) + "\n"
 
 
 def _indented(text: str) -> str:

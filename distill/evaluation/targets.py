@@ -106,7 +106,7 @@ def teacher_section(target: Target, teacher: str | None) -> Teacher:
         return section_to_load(target.recipe)
     except ValueError:
         kind = target.recipe.teacher.type
-        raise ValueError(f"--teacher: this run read its teacher from a {kind}; name the model behind it") from None
+        raise ValueError(f"--teacher: this run read its teacher from a {kind}; name that model") from None
 
 
 def tokenizer_section(target: Target, teacher: str | None) -> ModelSection:

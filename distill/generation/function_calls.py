@@ -179,7 +179,7 @@ class _Worker:
         except queue.Empty:
             self.end()
             limit = self.function.limit if location else "the limit for its imports"
-            raise ValueError(f"{prefix}: no answer within {seconds:g} s ({limit})") from None
+            raise ValueError(f"{prefix}: no response within {seconds:g} s ({limit})") from None
         except OSError:
             line = ""
         if not line:

@@ -170,13 +170,14 @@ class RowTable:
                     exact.setdefault(key, entry)
         chosen = found if len(found) == 1 else exact
         if not found:
-            raise ValueError("data.on_policy: a prompt of the training data is of none of its rows")
+            raise ValueError(
+                "data.on_policy: expected the prompts of the training data's rows, got one of none of them"
+            )
         if len(chosen) != 1:
             rows = " and ".join(self._location(*entry[:2]) for entry in [*found.values()][:2])
             raise ValueError(
-                f"data.on_policy: {rows} have the same prompt and other columns, and nothing tells which of them is "
-                "the row of a response, which a reward or an environment is given; expected one row a prompt, or other "
-                "completions"
+                f"data.on_policy: expected one row per prompt, or different completions, got {rows} with the same "
+                "prompt and other columns: a reward or an environment needs the row of a response"
             )
         ((text, (source, number, span)),) = chosen.items()
         return self._function_input(json.loads(text), source, number, span, response)

@@ -227,7 +227,7 @@ class FusedLoss:
             self._head_of_call = self._labels = self._num_items = self._loss = self._hidden = None
         if not used or hidden is None:
             raise RuntimeError(
-                f"{type(model).__name__}: its forward did not ask for the loss; keep_logits=True leaves it"
+                f"{type(model).__name__}: its forward did not compute the loss; keep_logits=True leaves it"
             )
         return self._with_logits(output, model, head, hidden)
 
@@ -324,4 +324,4 @@ def _differs(model: PreTrainedModel, fused: FusedLoss) -> str | None:
     except (RuntimeError, TypeError, ValueError, IndexError) as error:  # a forward of another make
         return first_line(error)
     close = abs(ours - own) <= 8 * torch.finfo(weight.dtype).eps * max(abs(own), 1.0)  # type: ignore[arg-type]
-    return None if close else f"it comes out as {ours:.6g} where the model says {own:.6g}"
+    return None if close else f"it is {ours:.6g}, and the model's own loss {own:.6g}"

@@ -37,7 +37,7 @@ def resolve_device(train: Train) -> torch.device:
         ValueError: CUDA asked for and absent.
     """
     if train.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("train.device: cuda was asked for, and torch sees no CUDA device here; use cpu or auto")
+        raise ValueError("train.device: expected a CUDA device, and torch finds none; use cpu or auto")
     if train.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -121,9 +121,9 @@ class VocabularyComparison:
         if self.extensible:
             remedy = "set student.vocabulary: extend to give the student the teacher's extra tokens"
         elif self.student_only and not (self.differing or self.teacher_only):
-            remedy = "choose a student without tokens of its own, or a teacher that knows them"
+            remedy = "choose a student without tokens of its own, or a teacher that has them"
         elif self.probe and not (self.differing or self.teacher_only or self.student_only):
-            remedy = "the ids agree and the rules do not: save the teacher's tokenizer beside the student and load that"
+            remedy = "the ids agree but the rules differ: save the teacher's tokenizer with the student and load that"
         else:
             remedy = (
                 "choose a student of the teacher's family (one tokenizer), a copy of the teacher with fewer layers "

@@ -354,7 +354,7 @@ APART: tuple[Apart, ...] = (
     Apart(
         "data.on_policy",
         lambda recipe: recipe.data.own_answers is not None and recipe.loss.has("cross_entropy"),
-        "the labels of a cross_entropy term would be the student's own answers, whatever they are; set its weight to 0 "
+        "the labels of a cross_entropy term would be the student's own responses; set its weight to 0 "
         "and keep a divergence such as reverse_kl or jsd",
     ),
     Apart(

@@ -253,7 +253,7 @@ class Teacher(ModelSection):
         if self.offload is not None and self.dtype in EIGHT_BITS:
             raise ValueError(f"offload: cpu works with weights in 16 or 32 bits; got dtype: {self.dtype}")
         if self.fp8_skip and self.dtype != "fp8":
-            raise ValueError(f"fp8_skip: says what dtype: fp8 leaves in bfloat16; got it with dtype: {self.dtype}")
+            raise ValueError(f"fp8_skip: expected dtype: fp8, whose exceptions it lists, got dtype: {self.dtype}")
         if self.dtype == "int8" and self.init == "random":
             raise ValueError("dtype: int8 quantises a model as it is read, and init: random reads none; use fp8")
         if self.dtype == "int8" and self.adapter is not None:

@@ -265,7 +265,7 @@ class Service:
             raise
 
     def _late(self) -> Refused:
-        return Refused(504, f"no answer within {self.limits.answer_seconds:g} s")
+        return Refused(504, f"no response within {self.limits.answer_seconds:g} s")
 
     def _options(self, request: Request, logits: bool) -> Options:
         given, values = dict(request.query_params), dict[str, Any]()

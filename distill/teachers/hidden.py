@@ -13,9 +13,9 @@ from torch import nn
 
 from distill.models.head import HeadWeights, LogitTransform, aligned, find_head, whole
 from distill.recipe.loss import Loss
+from distill.teachers.auxiliary_losses import LOSSES, CompositeLoss
 from distill.teachers.base import HeadForward, LossResult, TargetFormat, TargetProperties, Targets, VocabularyAlignment
 from distill.teachers.losses import HeldOutLoss, LogitTransforms, LossSpec, TargetLoss, build_loss
-from distill.teachers.separate import LOSSES, SeparateTermsLoss
 from distill.teachers.token_comparison import TOP, ComparesTokens
 
 
@@ -135,13 +135,13 @@ class HiddenFormat(FusedFormat):
 
     def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> TargetLoss:
         if isinstance(section, Loss) and section.has(*self.separate):
-            return SeparateTermsLoss(section, pairing, self.transform, self.separate)
+            return CompositeLoss(section, pairing, self.transform, self.separate)
         return super().loss(section, pairing)
 
     def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Return the loss; the teacher's head is not used where the loss has no divergence."""
         with self.head.open() as teacher:
-            if isinstance(loss, SeparateTermsLoss):
+            if isinstance(loss, CompositeLoss):
                 return loss(call, teacher)
             both = (call.hidden, call.head.weight, call.inputs.targets, teacher.weight)
             return loss(*both, call.labels, teacher_bias=teacher.bias, **pairing.arguments(call))

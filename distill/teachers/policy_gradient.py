@@ -104,7 +104,7 @@ class SampledTokenLoss:
 
     Attributes:
         reduction: "mean", or "none" for the loss of each token.
-        workspace: Unused; every loss has it (`SeparateTermsLoss` sets it on each of its losses).
+        workspace: Unused; every loss has it (`CompositeLoss` sets it on each of its losses).
     """
 
     def __init__(

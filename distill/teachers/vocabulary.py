@@ -130,6 +130,5 @@ class Vocabulary:
             return ""
         at = next((n for n, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
         before, ours, own = texts[0][max(0, at - 20) : at], texts[0][at : at + 30], texts[1][at : at + 30]
-        return (
-            f"; prompts part after {before!r}: the data's go on {ours!r} (which is learned), the student's own {own!r}"
-        )
+        data, student = f"the data's continue with {ours!r} (which is trained on)", f"the student's with {own!r}"
+        return f"; prompts differ after {before!r}: {data}, {student}"

@@ -178,7 +178,7 @@ class StepGuard(StepListener):
         if not self.skipped or self.skipped < steps:
             return
         raise ValueError(
-            f"train: nothing was learned: loss or gradient was NaN or infinite in all {steps} steps of the run, and "
+            f"train: no step was taken: loss or gradient was NaN or infinite in all {steps} steps of the run, and "
             "each was skipped; lower train.learning_rate, or set train.precision and teacher.dtype to float32 to see "
             "whether the models overflow in a narrower one"
         )

@@ -252,10 +252,10 @@ def teacher_diagnosis(
     """
 
     def diagnose(batches: list[Batch]) -> str | None:
-        from distill.teachers.blame import teacher_fault
+        from distill.teachers.diagnose import diagnose_teacher
 
         with trainer.compute_loss_context_manager():
-            fault = teacher_fault(objective, [trainer._prepare_inputs(dict(batch)) for batch in batches])
+            fault = diagnose_teacher(objective, [trainer._prepare_inputs(dict(batch)) for batch in batches])
         anywhere = torch.tensor(float(fault is not None), device=trainer.args.device)
         if trainer.sum_over_ranks(anywhere) == 0:
             return None

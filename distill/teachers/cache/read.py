@@ -141,7 +141,7 @@ class Shards:
             ids = [int(token) for token in row["input_ids"][document.start : document.start + 8]]
             raise ValueError(
                 f"teacher.path: {self.path} has no document of these tokens and labels: row {number} of the batch, "
-                f"tokens {document.start} to {document.stop}, {len(document.predicting)} of them learned, beginning "
+                f"tokens {document.start} to {document.stop}, {len(document.predicting)} of them trained on, beginning "
                 f"{ids}; it was made from other data, another tokenizer or another split into pieces"
             )
         return place[0], *self.read_back(*place, len(document.predicting))

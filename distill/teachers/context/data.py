@@ -86,7 +86,7 @@ class ContextEncoder(Encoder):
                 for part, other in pairs:
                     prompt, answer = part.cut()
                     if answer != other.cut()[1]:
-                        raise RowFault("the template writes the answer in another way after the teacher's context")
+                        raise RowFault("the chat template renders the response differently after the teacher's context")
                     if any(secret in prompt for secret in secrets):
                         raise RowFault(LEAK, "the column of the prompt, or the messages, hold it too")
                 rows += [part for part, _ in pairs]
@@ -117,7 +117,7 @@ class ContextEncoder(Encoder):
         """Return both readings, cut where one of them has no more room."""
         answer = ids[int((labels != IGNORE_INDEX).argmax()) :]
         if len(other) <= len(answer) or not np.array_equal(other[len(other) - len(answer) :], answer):
-            raise RowFault("the answer's tokens are others after the teacher's context", f"{len(answer)} tokens")
+            raise RowFault("the response has other tokens after the teacher's context", f"{len(answer)} tokens")
         surplus = max(len(ids), len(other), self.max_length) - self.max_length
         keep, other_keep = len(ids) - surplus, len(other) - surplus
         if keep < 2 or (labels[:keep] == IGNORE_INDEX).all():
@@ -146,7 +146,7 @@ class ContextEncoder(Encoder):
                 first_trained=sample.first_trained + 1 if sample.first_trained else 0,
             )
         if not at:
-            raise RowFault("no question beside which the teacher's context could stand")
+            raise RowFault("no user message to place the teacher's context at")
         content = messages[at[-1]]["content"]
         both = f"{text}\n\n{content}" if place == "before" else f"{content}\n\n{text}"
         messages[at[-1]] = {**messages[at[-1]], "content": both}
@@ -226,6 +226,6 @@ class ContextCollator(SecondReading):
             learned = np.flatnonzero(own[start + 1 : end] != IGNORE_INDEX) + start + 1
             places = learned + (other_end - end)
             if not np.array_equal(ids[places], own[learned]):
-                raise ValueError("rows: the teacher's reading of an answer is not the student's, token by token")
+                raise ValueError("rows: expected the same response tokens for teacher and student")
             labels[places] = own[learned]
         return {"input_ids": ids, "labels": labels, "position_ids": row[f"{PREFIX}position_ids"]}

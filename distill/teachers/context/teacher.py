@@ -74,7 +74,7 @@ class ContextTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated, Responds
         mine, other = (batch[name].numel() for name in ("input_ids", "teacher_input_ids"))
         line = (
             f"the teacher reads {other:,} tokens where the student reads {mine:,} (first held-out batch, with "
-            f"padding); the {len(batch['valid_rows']):,} that are learned are the same to both"
+            f"padding); the {len(batch['valid_rows']):,} that are trained on are the same for both"
         )
         own = (self.student_batch(batch, True), student) if self.models else (self.inner_batch(batch), None)
         return [*first_batch_lines(self.inner, *own, pairing), f"{'context':<12}{line}"]

@@ -321,7 +321,7 @@ class PairEncoder(RowEncoder):
             begins.append(_answer_start(ends_s, ends_t, *bytes_before))
             answer = text[own.start : own.stop]
             if answer != other_text[other.start : other.stop]:
-                raise RowFault("the two chat templates write what the assistant says differently", repr(answer[:80]))
+                raise RowFault("the two chat templates render the assistant's text differently", repr(answer[:80]))
             starts = len(text[: own.start].encode()), len(other_text[: other.start].encode())
             run = boundaries_of(ends_s, ends_t, *starts, len(answer.encode()))
             to_its_end = len(run) and ends_s[run[-1, 0] - 1] == starts[0] + len(answer.encode())

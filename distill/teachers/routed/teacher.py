@@ -254,7 +254,7 @@ class RoutedTeacher(SeveralTeachers, ChecksFirstBatch, CopiesTruncated, Describe
         """Check the first held-out batch: report each route's number of tokens, and check each teacher that occurs."""
         counts = {name: len(batch.get(f"route{n}_rows", ())) for n, name in enumerate(self.routes)}
         shares = ", ".join(f"{count:,} by {name}" for name, count in counts.items())
-        line = f"{'routes':<12}of the first held-out batch's learned tokens {shares}"
+        line = f"{'routes':<12}of the first held-out batch's trained tokens {shares}"
         inner = (first_batch_lines(member, own, student, pairing) for _, member, own in self.batches(batch))
         return [line, *(each for lines in inner for each in lines)]
 

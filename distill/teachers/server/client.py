@@ -185,7 +185,7 @@ class Servers:
                 raise TeacherUnavailableError(ended)
             if time.monotonic() - silent_since > self.place.wait or self._closed.is_set():
                 faults = "; ".join(f"{server.url}: {server.fault or values}" for server in self._servers)
-                raise TeacherUnavailableError(f"teacher.url: no answer within {self.place.wait:g} s ({faults})")
+                raise TeacherUnavailableError(f"teacher.url: no response within {self.place.wait:g} s ({faults})")
             self._closed.wait(0.05)
 
     def _least_busy(self) -> _Server | None:
@@ -235,7 +235,7 @@ class Servers:
         try:
             return self._exchanged(url, method, path, body, kind)
         except _Damaged as damage:
-            log.warning("%s: %s; it is asked once more, on a new connection", url, damage)
+            log.warning("%s: %s; requesting it once more on a new connection", url, damage)
         try:
             return self._exchanged(url, method, path, body, kind, anew=True)
         except _Damaged as damage:
@@ -287,7 +287,7 @@ class Servers:
             pause = pause * (0.75 + 0.5 * random.Random(time.monotonic_ns()).random()) if seconds is None else seconds
             server.fault, server.until = fault, time.monotonic() + min(pause, self.place.wait / 4)
         if server.failures in (1, 5, 25):
-            log.warning("%s does not answer (%s); it is tried again", server.url, fault)
+            log.warning("%s does not respond (%s); retrying", server.url, fault)
 
     def silence(self, *, of_all: bool = False) -> str | None:
         """Return which server does not answer at /health just now, and why; None where every one does.
@@ -410,4 +410,4 @@ def refusal(url: str, status: int, text: str) -> str:
         return f"teacher.token_file: {url} refuses the token ({text})"
     if "logprobs" in text and "max" in text.lower():  # vLLM's own limit
         return f"teacher.top_k: {url} gives fewer ({text}); start vLLM with a larger --max-logprobs, or lower it"
-    return f"teacher.url: {url} refuses what it is asked: {status}, {text}"
+    return f"teacher.url: {url} refuses the request: {status}, {text}"

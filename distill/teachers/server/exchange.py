@@ -173,7 +173,7 @@ class DistillExchange(ServerExchange):
                 }
         except (WireError, KeyError, RuntimeError, ValueError) as error:
             raise TeacherUnavailableError(
-                f"teacher.url: an answer that is none: {type(error).__name__}: {error}"
+                f"teacher.url: an invalid response: {type(error).__name__}: {error}"
             ) from None
         return require_sound(values, len(query.rows), spec)
 
@@ -196,7 +196,7 @@ def require_sound(
     for name, shape in shapes.items():
         if tuple(values[name].shape) != shape:
             raise TeacherUnavailableError(
-                f"{field}: an answer's {name}: expected {shape}, got {tuple(values[name].shape)}"
+                f"{field}: a response's {name}: expected {shape}, got {tuple(values[name].shape)}"
             )
         value = values[name]
         # most answers pass this check, which reads the memory once
@@ -206,8 +206,8 @@ def require_sound(
         fine = value.isfinite() | (value == -torch.inf) if k is not None else value.isfinite()
         if not bool(fine.all()):
             raise TeacherUnavailableError(
-                f"{field}: an answer's {name} is NaN or infinite at {int((~fine).sum())} places"
+                f"{field}: a response's {name} is NaN or infinite at {int((~fine).sum())} places"
             )
     if k is not None and positions and not 0 <= int(values["ids"].min()) <= int(values["ids"].max()) < spec.columns:
-        raise TeacherUnavailableError(f"{field}: an answer's ids: expected 0 to {spec.columns - 1}")
+        raise TeacherUnavailableError(f"{field}: a response's ids: expected 0 to {spec.columns - 1}")
     return values

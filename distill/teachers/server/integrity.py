@@ -46,9 +46,9 @@ def damage_of(sums: tuple[str | None, str | None], status: int, question: str, b
     """
     asked, told = sums
     if status == 200 and (asked is None or told is None):
-        return "an answer without checksums: install the same version of distill on both sides"
+        return "a response without checksums: install the same version of distill on both sides"
     if asked is not None and asked != question:
-        return f"an answer to another request: expected {question}, got {asked:.40}"
+        return f"a response to another request: expected {question}, got {asked:.40}"
     if told is not None and told != (found := checksum([body])):
-        return f"a damaged answer: expected the checksum {told:.40}, got {found}"
+        return f"a damaged response: expected the checksum {told:.40}, got {found}"
     return None

@@ -186,7 +186,7 @@ def _visible_to(count: int, device: torch.device, sharded: bool) -> list[dict[st
     gpus = torch.cuda.device_count()
     if gpus < here + count:
         raise ValueError(
-            f"parallel.teacher_gpus: {count} of the teacher server beside {here} that train are more than the {gpus} "
+            f"parallel.teacher_gpus: {count} for the teacher server and {here} for training are more than the {gpus} "
             "GPUs of this machine; start fewer processes, or expect fewer for the teacher"
         )
     given = os.environ.get("CUDA_VISIBLE_DEVICES")

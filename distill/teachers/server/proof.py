@@ -50,7 +50,7 @@ def prove(teacher: LogitReading, query: TargetRequest) -> str:
     if len(query.rows) and (compared := teacher.exchange.proof(query)) is not None:
         return compared
     if not teacher.exchange.most_logits or not len(query.rows):
-        why = "nothing is learned here" if teacher.exchange.most_logits else "it sends none"
+        why = "no token is trained on here" if teacher.exchange.most_logits else "it sends none"
         return f"its logits are not compared: {why}"
     expected = own_logits(teacher.exchange, query)
     off, allowed = _sparse(teacher, query, expected) if teacher.head is None else _dense(teacher, query, expected)
@@ -128,10 +128,10 @@ def _reason(teacher: LogitReading, query: TargetRequest, expected: torch.Tensor,
     before = expected if cap is None else cap * torch.atanh((expected / cap).clamp(-1 + 1e-6, 1 - 1e-6))
     scale = ((plain * before).sum() / (plain * plain).sum()).item()
     if _distance(_logits(teacher, hidden, LogitTransform(scale, cap)), expected) < enough:
-        return f"the logit scale is missing: its own logits are {scale:.4g} times the product, it says {own.scale:g}"
+        return f"the logit scale is missing: its logits are {scale:.4g} times the GEMM's, it reports {own.scale:g}"
     if own.softcap is not None and _distance(plain * own.scale, expected) < enough:
-        return f"the soft cap of {own.softcap:g} that it says is not in its own logits"
+        return f"the soft cap of {own.softcap:g} that it reports is not in its logits"
     for cap in CAPS:
         if _distance(cap * torch.tanh(plain * own.scale / cap), expected) < enough:
-            return f"the soft cap is missing: its own logits are capped at {cap:g}, it says {own.softcap}"
+            return f"the soft cap is missing: its logits are capped at {cap:g}, it reports {own.softcap}"
     return "the final norm is missing from the hidden states, or the head is another one"

@@ -164,7 +164,7 @@ class VllmExchange(ServerExchange):
             ]
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             fault = f"{type(error).__name__}: {error}"
-            raise TeacherUnavailableError(f"teacher.url: an answer that is none of vLLM's: {fault}") from None
+            raise TeacherUnavailableError(f"teacher.url: a response that is not vLLM's: {fault}") from None
         ids, logprobs, label = (np.array(part) for part in zip(*rows, strict=True))
         _require_log_probabilities(logprobs, label)
         return require_sound(_completed(torch.from_numpy(ids).int(), torch.from_numpy(logprobs).float(),

@@ -164,7 +164,7 @@ class VllmHiddenExchange(VllmExchange):
                 f"teacher.folder: hidden_states: expected [tokens, layers, {width}], got {got}"
             )
         if len(states) < len(ids) or tokens[: len(ids)].tolist() != ids.tolist():
-            raise TeacherUnavailableError("teacher.folder: a file of other tokens than were asked about")
+            raise TeacherUnavailableError("teacher.folder: a file of other tokens than requested")
         return self.ends.norm(states[: len(ids), -1].to(self.spec.dtype))
 
     def _file_of(self, body: bytes) -> Path:
@@ -173,7 +173,7 @@ class VllmHiddenExchange(VllmExchange):
             return self.folder / Path(json.loads(body)["kv_transfer_params"]["hidden_states_path"]).name
         except (ValueError, KeyError, TypeError):
             raise TeacherUnavailableError(
-                "teacher.folder: an answer without kv_transfer_params.hidden_states_path: start vLLM with the method "
+                "teacher.folder: a response without kv_transfer_params.hidden_states_path: start vLLM with the method "
                 "extract_hidden_states and its ExampleHiddenStatesConnector"
             ) from None
 

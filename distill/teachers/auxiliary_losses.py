@@ -41,7 +41,7 @@ LOSSES: Makers = {
 }
 
 
-class SeparateTermsLoss:
+class CompositeLoss:
     """A recipe's loss that has auxiliary terms.
 
     Args:

@@ -1,8 +1,8 @@
 """Diagnosis of a loss that is not finite: the teacher's fault or the student's. It runs only once one is found.
 
-    fault = teacher_fault(trainer.objective, batches)     # "the teacher's hidden states of 3 of 96 positions", or None
+    fault = diagnose_teacher(trainer.objective, batches)    # "outputs of the teacher at 3 of 96 positions", or None
 
-Without it a damaged teacher looks like a diverged student, and no learning rate cures that.
+Without it a damaged teacher looks like a diverged student, which no learning rate mends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from distill.teachers.capabilities import head_tensors
 from distill.teachers.objective import DistillationObjective
 
 
-def teacher_fault(objective: DistillationObjective, batches: Iterable[Batch]) -> str | None:
+def diagnose_teacher(objective: DistillationObjective, batches: Iterable[Batch]) -> str | None:
     """Return what is NaN or infinite: the teacher's head, else its outputs for the batches; None where all is finite.
 
     The teacher runs once more over every batch, on every process alike, since the processes of a sharded one run
@@ -36,7 +36,7 @@ def teacher_fault(objective: DistillationObjective, batches: Iterable[Batch]) ->
             name = names[number] if len(names) == len(targets) else "teacher"
             if count := _broken(value):
                 positions = value.shape[:-1].numel() if value.dim() > 1 else value.numel()
-                faults.append(f"what the {name} says of {count} of {positions} positions")
+                faults.append(f"outputs of the {name} at {count} of {positions} positions")
     return faults[0] if faults else None
 
 
