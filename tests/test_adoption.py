@@ -156,7 +156,7 @@ def test_keep_logits_leaves_loss_and_logits(head_outputs):
     assert not report.loss and type(output.logits) is torch.Tensor and widths == [259]
 
 
-def test_what_keeps_its_own_loss_says_so(caplog):
+def test_models_that_keep_their_own_loss_are_logged(caplog):
     model = tiny_model()
     distill.patch(model)
     model.loss_function = lambda logits, labels, **_: logits.sum() * 0 + 7
@@ -280,7 +280,7 @@ def test_files_that_lack_a_weight_are_refused(tmp_path):
         distill.AutoFusedModelForCausalLM.from_pretrained(tmp_path / "model")
 
 
-def test_loading_info_comes_beside_the_model(tmp_path):
+def test_loading_info_is_returned_with_the_model(tmp_path):
     save_tiny(tmp_path / "model")
     model, info = distill.AutoFusedModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not info["missing_keys"] and model.get_output_embeddings() is not None

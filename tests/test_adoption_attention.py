@@ -62,7 +62,7 @@ def test_padding_on_the_kernels_themselves(form, kernel_device):
         assert_same(gradient, wanted[name], 1e-3)
 
 
-def test_masks_that_are_not_ours_say_so(caplog):
+def test_unsupported_masks_are_logged(caplog):
     model = make("llama")
     original = copy.deepcopy(model)
     distill.patch(model)
@@ -123,7 +123,7 @@ def test_on_a_gpu_masks_are_not_waited_for(form):
     assert model(**inputs).loss.item() == pytest.approx(expected.item(), rel=1e-3)
 
 
-def test_gaps_that_nobody_looked_at_are_nan_and_raise_later(monkeypatch):
+def test_masks_with_gaps_give_nan_and_raise_later(monkeypatch):
     """A GPU's way, walked through on a CPU: only the device's type is another one."""
 
     class Elsewhere(torch.Tensor):

@@ -152,7 +152,7 @@ def test_small_models_are_picked_exactly():
     assert not any("default" in name or pair != "smollm2" for pair, name in small.chosen(True, ""))
 
 
-def test_a_candidate_that_fails_is_a_row_that_says_why(monkeypatch):
+def test_a_failing_candidate_is_a_row_with_the_reason(monkeypatch):
     shown = 'print(\'result {"ms": 2.0, "joules": 1.0, "peak_mib": 3.0}\', flush=True)'
 
     def of(code):

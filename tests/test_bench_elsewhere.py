@@ -50,7 +50,7 @@ def test_one_that_has_logged_enough_is_ended(tmp_path):
     assert len(metrics_of(tmp_path, words, "", 4, time.monotonic() + 100)) == 4
 
 
-def test_what_fails_says_so_and_costs_only_itself(monkeypatch, capsys):
+def test_a_failing_case_is_reported_and_stops_no_other(monkeypatch, capsys):
     def fails(folder, until):
         metrics_of(folder, [sys.executable, "-c", "raise SystemExit('no such GPU')", "x"], "", 3, until)
 

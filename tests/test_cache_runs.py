@@ -154,7 +154,7 @@ def test_random_tokens_need_no_tokenizer(here):
     assert run(cached("random", *more), name="random").steps == 4
 
 
-def test_the_command_says_the_size_and_the_error(here, capsys):
+def test_the_command_prints_the_size_and_the_error(here, capsys):
     before = sorted(here.iterdir())
     assert run_command(["cache", "tiny.yaml", "--report"]) == 0
     out = capsys.readouterr().out
@@ -255,7 +255,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(here, monkeypatch):
 
 
 @pytest.mark.full
-def test_hidden_states_in_fp8_say_what_they_cost(here, capsys):
+def test_the_error_of_fp8_hidden_states_is_printed(here, capsys):
     assert run_command(["cache", "tiny.yaml", "--hidden", "--dtype", "fp8", "--out", "fp8"]) == 0
     out = capsys.readouterr().out
     assert "36 bytes each" in out, "a byte for each of 32 numbers and a scale of 4 bytes"

@@ -301,7 +301,7 @@ def test_a_teacher_that_fits_no_gpu_is_cached_in_shards(monkeypatch, gib, world,
         (200, {"alone": True, "cached_tokens": 32 * 4096}, False),
     ],
 )
-def test_answers_need_less_beside_the_teacher_or_more(monkeypatch, gib, more, expected):
+def test_sharding_for_queries_depends_on_what_else_is_in_memory(monkeypatch, gib, more, expected):
     gpu_of(monkeypatch, gib)
     assert shards_for_queries(of_70b(), torch.device("cuda", 0), 4, batch_size=1, **more) is expected
     assert not shards_for_queries(of_70b("parallel.teacher=copied"), torch.device("cuda", 0), 4, batch_size=1, **more)
@@ -318,7 +318,7 @@ def test_an_fp8_teacher_that_fits_no_gpu_is_refused(monkeypatch):
         plan_caching(recipe.model_copy(update={"teacher": section}), torch.device("cuda", 0), 4)
 
 
-def test_check_says_what_making_the_cache_takes():
+def test_check_prints_the_cost_of_caching():
     found = [check(of_70b(), find_device("H100"), gpus=gpus, read_data=False).teacher_text for gpus in (2, 4)]
     assert "GiB on each GPU while it is cached, the teacher sharded (FSDP2), more than its memory" in found[0]
     assert found[1].endswith("GiB on each GPU while it is cached, the teacher sharded (FSDP2)")

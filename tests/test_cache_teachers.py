@@ -73,7 +73,7 @@ def hold_to(teacher, loaded, cache):
 
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("kind", [{"tail": "sampled", "k": 16}, {"hidden": True}])
-def test_an_offloaded_teacher_says_what_a_resident_one_says(here, device, kind):
+def test_an_offloaded_teacher_equals_a_resident_one(here, device, kind):
     _, resident = cached(device, "resident", **kind)
     loaded, offloaded = cached(device, "offloaded", "teacher.offload=cpu", **kind)
     assert is_offloaded(loaded.pair.teacher.model)
@@ -105,7 +105,7 @@ def test_a_cache_in_fp8_is_not_finished_in_bfloat16(here):
         cached("cpu", "begun", "teacher.dtype=fp8", "teacher.fp8_skip=[0.mlp]")
 
 
-def test_a_run_learns_from_what_an_fp8_teacher_said(here):
+def test_a_run_trains_on_cached_outputs_of_an_fp8_teacher(here):
     cached("cpu", "fp8", "teacher.dtype=fp8")
     result = run(parse(RECIPE, ["teacher={type: cache, path: fp8, model: teacher}", "train.device=cpu"], name="tiny"))
     assert result.after.forward_kl < result.before.forward_kl

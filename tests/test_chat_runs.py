@@ -132,7 +132,7 @@ def test_a_student_stops_where_its_turns_end(own_folder, tmp_path, capsys):
     assert "generation stops at <|end|> too" in " ".join(capsys.readouterr().out.split())
 
 
-def test_inspect_says_so_in_a_line(own_folder, capsys, tmp_path):
+def test_inspect_reports_rewritten_turns_in_one_line(own_folder, capsys, tmp_path):
     (tmp_path / "r.yaml").write_text(
         "{teacher: {model: teacher}, student: {from_teacher: {layers: 1}}, data: {source: a.jsonl, max_length: 192}, "
         "train: {steps: 1}}"

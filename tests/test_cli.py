@@ -188,7 +188,7 @@ def test_run_hands_over_the_resolved_recipe(folder, fake_run):
     assert (name, resume) == ("trial", False) and fake_run.lock is None
 
 
-def test_runs_lie_where_output_dir_says(folder, fake_run, monkeypatch, capsys):
+def test_runs_are_written_to_output_dir(folder, fake_run, monkeypatch, capsys):
     monkeypatch.setenv("SCRATCH", str(folder / "scratch"))
     make_run(folder / "scratch" / "trial")
     for given in (["--output-dir", "scratch"], ["output_dir=$SCRATCH"]):
@@ -217,7 +217,7 @@ def test_only_the_first_process_asks_for_a_free_folder(folder, fake_run, monkeyp
     assert len(fake_run.calls) == 1 and capsys.readouterr().err == ""
 
 
-def test_ctrl_c_says_how_to_resume(folder, fake_run, capsys):
+def test_ctrl_c_prints_how_to_resume(folder, fake_run, capsys):
     fake_run.error = KeyboardInterrupt()
     assert run_command(["run", "mine.yaml", "data.source=my chats.jsonl"]) == 130
     assert "interrupted before the first checkpoint" in capsys.readouterr().err
@@ -316,7 +316,7 @@ def test_tables_are_plain_outside_a_terminal(capsys):
     assert capsys.readouterr().out == "           KL\nbefore   12.5\n[after]   3.1\n"
 
 
-def test_the_command_has_waiting_threads_sleep_unless_told_otherwise():
+def test_the_command_makes_waiting_threads_sleep_by_default():
     """Read by OpenMP when torch is loaded, so it must be there before."""
     code = (
         "import os, sys; from distill import cli; "

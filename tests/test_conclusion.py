@@ -89,7 +89,7 @@ def test_trying_leaves_the_student_as_it_is():
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
-def test_a_tokenizer_that_reads_back_otherwise_is_told():
+def test_a_tokenizer_that_decodes_differently_is_reported():
     tokenizer = tiny_tokenizer()
     written = tokenizer.save_pretrained
 
@@ -189,7 +189,7 @@ def rates(run):
     return [row["learning_rate"] for row in run.state.log_history if "loss" in row]
 
 
-def test_a_warm_up_goes_on_as_its_run_began(tmp_path):
+def test_a_resumed_warm_up_continues_as_it_began(tmp_path):
     """A checkpoint of before, whose schedule has no flag, keeps transformers' warm-up; a new one its own."""
     settings = {
         "max_steps": 6,

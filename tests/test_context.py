@@ -269,7 +269,7 @@ def test_a_running_average(tmp_path):
         RunningAverage(tiny_model(), 0.9).update(tiny_model(layers=3))
 
 
-def test_a_resumed_run_goes_on_with_the_average(tmp_path):
+def test_a_resumed_run_continues_the_moving_average(tmp_path):
     subject = informed(ema=0.5)
     rows = Dataset.from_list([{name: list(row[name]) for name in row} for row in subject.rows])
 

@@ -24,7 +24,7 @@ def test_the_teachers_prompt_in_the_students_rows_is_found(subject, monkeypatch)
     assert not finding.passed and finding.detail == "input_ids differ"
 
 
-def test_private_words_in_the_students_prompt_are_found():
+def test_private_text_in_the_students_prompt_is_found():
     subject = informed()
     assert models_read_the_same_tokens(subject).passed
     leaking = []

@@ -92,7 +92,7 @@ def test_the_answer_of_a_chat_is_read_as_in_the_data(student, teacher):
 
 
 @pytest.mark.parametrize("student, teacher", SIDES)
-def test_any_drawn_tokens_are_compared_where_both_have_read_the_same(student, teacher):
+def test_any_sampled_tokens_are_compared_at_common_bytes(student, teacher):
     """Random tokens: their bytes are no text as often as not, and characters are cut off."""
     draw = random.Random(5)
     row = {"prompt": "Question: how many tokens? Answer:", "completion": " nobody has counted"}

@@ -279,7 +279,7 @@ def _what_commands_say(result, capsys):
 
 
 @pytest.mark.parametrize("random", [False, True])
-def test_check_says_what_is_shared(folders, random):
+def test_check_reports_the_vocabularies_of_two_tokenizers(folders, random):
     """`distill check` of a recipe across tokenizers: no verdict on ids, the data by both tokenizers."""
     text = RECIPE.format(**{path.stem: path for path in folders.iterdir()})
     dry = ["student.init=random", f"student.config={folders / 'student' / 'config.json'}"]

@@ -74,7 +74,7 @@ def test_the_end_of_a_text_is_learned_wherever_it_is_cut():
 
 
 @pytest.mark.parametrize("student, teacher", [("pieces", "pieces"), ("pieces", "merged"), ("merged", "pieces")])
-def test_what_a_text_says_of_its_beginning_and_end_is_not_said_twice(student, teacher):
+def test_beginning_and_end_tokens_in_a_text_are_not_doubled(student, teacher):
     """Begin and end tokens in a text are read once, also where `<s>` is plain text to the other tokenizer."""
     made = readers(student, teacher)
     for reader, name in zip(made, (student, teacher), strict=True):

@@ -78,7 +78,7 @@ def test_cut_offs_on_a_gpu_are_those_of_a_cpu():
 
 @pytest.mark.parametrize("sampling", [Sampling(0.5, top_k=6), Sampling(1.0, top_p=0.5), Sampling(1.0, 8, 0.8, 0.3)])
 @pytest.mark.parametrize("engine", [DecodeLoop, TransformersEngine])
-def test_what_is_drawn_has_the_cut_distribution(engine, sampling):
+def test_samples_follow_the_restricted_distribution(engine, sampling):
     """Over many seeds: no other tokens, each as often as it is likely; figures are of the whole distribution."""
     model, count = tiny_model(dtype=torch.float64, tie=False), 1500
     with torch.no_grad():
@@ -133,7 +133,7 @@ def test_a_step_is_captured_for_one_sampling():
 
 
 @pytest.mark.parametrize("engine", ["distill", "transformers"])
-def test_a_recipe_says_what_its_answers_are_drawn_from(engine):
+def test_sampling_parameters_come_from_the_recipe(engine):
     wanted = ("temperature=0.9", "top_k=4", "top_p=0.8", "min_p=0.02", f"engine={engine}", r'stop=[END, "\n"]')
     overrides = [f"data.on_policy.{setting}" for setting in wanted]
     model, tokenizer = tiny_model(tiny_tokenizer()), tiny_tokenizer()

@@ -113,7 +113,7 @@ def test_dropped_layers_that_do_nothing_leave_the_outputs_as_they_were(kind):
         ("rwkv", [1], "RwkvForCausalLM cannot be cut to the layers [1]: ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_cut_that_cannot_be_is_told_in_a_line(kind, keep, said):
+def test_an_impossible_cut_is_a_one_line_error(kind, keep, said):
     with pytest.raises(ValueError, match=r"^student\.from_teacher: ") as raised:
         cut_layers(made(kind), keep)
     assert said in str(raised.value) and "\n" not in str(raised.value)

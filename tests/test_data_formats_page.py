@@ -77,7 +77,7 @@ def test_every_text_sample_is_on_the_page_as_it_lies_in_its_file():
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_a_sample_is_learned_where_the_page_says(name, tokenizer):
+def test_labels_of_a_sample_are_those_on_the_page(name, tokenizer):
     rows = documents(name, tokenizer)
     assert sorted(learned(row, tokenizer) for row in rows) == sorted(LEARNED[name])
     if ("read", name) in BLOCKS:

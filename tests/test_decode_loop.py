@@ -148,7 +148,7 @@ def test_kernels_give_the_same_tokens(kernel_device, kind):
     assert ours(model, prompts, 4).tokens == tokens
 
 
-def test_drawn_tokens_depend_on_the_seed_alone():
+def test_sampled_tokens_depend_on_the_seed_alone():
     model = tiny_model(dtype=torch.float64)
     seeds = [7, -3, 2**62, 99, 5]
     whole = ours(model, PROMPTS, 8, sampling=Sampling(1.0), seeds=seeds)
@@ -206,7 +206,7 @@ def test_mistakes_are_named():
 
 
 @pytest.mark.slow
-def test_a_real_model_says_the_same(smollm2_folder):
+def test_a_real_model_gives_the_same_outputs(smollm2_folder):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from distill.generation.greedy import encode_prompt

@@ -63,7 +63,7 @@ def test_families_of_amd():
     assert FAMILIES["gfx942"].warp_size == 64
 
 
-def test_a_gpu_without_kernels_takes_pytorch_and_says_so_once(gpu, caplog):
+def test_a_gpu_without_kernels_runs_pytorch_with_one_log_line(gpu, caplog):
     tensor = SimpleNamespace(is_cuda=True, get_device=lambda: 0)
     gpu((7, 5))
     assert not launch.runs_on_triton(tensor) and not launch.runs_on_triton(tensor)

@@ -56,7 +56,7 @@ def test_every_row_names_the_commit_it_measured():
     assert not nameless
 
 
-def test_a_headline_says_where_the_others_are_better():
+def test_a_headline_compares_with_the_best_rival():
     line = readme.Headline("", ("c", "s"), "ours", ("a", "b"), "ms")
     here = {"gpu": readme.GPU, "case": "c", "shape": "s"}
     rows = [{**here, "candidate": name, "ms": ms} for name, ms in zip("ab", (4.0, 1.0), strict=True)]

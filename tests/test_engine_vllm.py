@@ -80,7 +80,7 @@ def test_greedy_answers_are_our_loops_before_and_after_the_weights_change(smollm
     assert sum(same) >= 3, "of a shuffled model the likeliest tokens are nearly level: one answer may part"
 
 
-def test_a_run_learns_from_its_rollouts_with_answers_drawn_ahead(place, tmp_path):
+def test_a_run_trains_on_asynchronous_rollouts(place, tmp_path):
     pairs = [{"prompt": f"Is {n} even?", "completion": "yes" if n % 2 else "no"} for n in range(40)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     text = f"""

@@ -329,7 +329,7 @@ def test_no_rows_have_no_document_to_answer():
     assert made is batch
 
 
-def test_a_collator_of_somebody_elses_is_not_asked_for_no_rows():
+def test_a_custom_collator_is_never_called_with_no_rows():
     from distill.data.collator import Collator
 
     collate = EmptyBatchCollator(lambda rows: {"rows": rows[0]}, Collator(7, omit_plain_positions=True))

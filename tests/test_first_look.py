@@ -32,7 +32,7 @@ def test_the_share_is_that_of_the_teachers_own_logits(make, monkeypatch):
     assert f"top-1 token is the data's: {sum(hits[:7]) / 7:.1%} of 7 held-out tokens" in line
 
 
-def test_a_teacher_that_says_the_data_is_seen_and_each_route_is_told(monkeypatch):
+def test_agreement_with_the_data_is_reported_for_each_route(monkeypatch):
     """The other route is a mixture, whose likeliest token is that of its members' probabilities."""
     subject = routed()
     batch, objective = subject.batch(), subject.objective()
@@ -57,7 +57,7 @@ def test_a_teacher_that_says_the_data_is_seen_and_each_route_is_told(monkeypatch
     assert shares.format(1, 0) in (line := line_where(route1=1)) and "this is low" in line
 
 
-def test_the_likeliest_token_of_a_mixture():
+def test_the_top_1_token_of_a_mixture():
     """The top-1 token of a route with two models follows from their full distributions."""
     subject = routed()
     objective = subject.objective()
@@ -70,7 +70,7 @@ def test_the_likeliest_token_of_a_mixture():
     assert rows.tolist() == [0, 1, 2, 3] and torch.equal(tokens, mean.argmax(-1)[:4])
 
 
-def test_a_teacher_of_another_kind_is_not_asked():
+def test_a_teacher_without_live_outputs_is_not_queried():
     subject = across()
     assert teacher_agreement_line(subject.objective(), subject.batch()) == []
 

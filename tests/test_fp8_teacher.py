@@ -123,7 +123,7 @@ def test_at_most_one_module_of_a_teacher_is_held_twice(monkeypatch):
     assert max(twice) <= 3, twice
 
 
-def test_training_goes_on_against_the_quantised_teacher():
+def test_training_continues_with_the_quantised_teacher():
     teacher, student = tiny_model(seed=1, hidden=64), tiny_model(seed=2)
     objective = DistillationObjective(LoadedTeacher(teacher, fp8=True), student)
     batch = Collator(pad_token_id=2)([rows(4)[index] for index in range(4)])
@@ -159,7 +159,7 @@ def test_a_teacher_quantised_layer_by_layer_is_the_same(tmp_path, skip, count):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_random_weights_are_drawn_a_layer_at_a_time(tmp_path, tied):
+def test_random_weights_are_initialised_layer_by_layer(tmp_path, tied):
     """Neither host nor device ever holds the whole teacher."""
     tiny_model(layers=3, hidden=64, tie_word_embeddings=tied).config.save_pretrained(tmp_path)
     section = Teacher(init="random", config=str(tmp_path))

@@ -169,7 +169,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("how", SPOILED)
-def test_other_models_run_as_they_are_and_one_line_says_why(kernel_device, how, caplog):
+def test_unsupported_models_run_unfused_with_the_reason_logged(kernel_device, how, caplog):
     if kernel_device.type == "cuda":
         pytest.skip("of the host alone")
     with caplog.at_level(logging.DEBUG, logger="distill.generation.fused_step"):
@@ -178,7 +178,7 @@ def test_other_models_run_as_they_are_and_one_line_says_why(kernel_device, how, 
     assert SPOILED[how] in record.message
 
 
-def test_a_model_that_has_changed_is_tried_anew(kernel_device):
+def test_a_changed_model_is_checked_again(kernel_device):
     model = lively(kernel_device, layers=1)
     loop = DecodeLoop(model, settings())
     request = Request(PROMPTS, [2, 2, 2], [1, 2, 3], GREEDY, 3)
@@ -215,7 +215,7 @@ def test_fused_decoding_is_used_on_measured_families(kernel_device, monkeypatch)
     assert step_of(model, True) is None
 
 
-def test_what_the_benchmark_compares_is_the_same_step(kernel_device):
+def test_the_benchmark_compares_equal_steps(kernel_device):
     from scripts.bench import decode_step
 
     model, steps = lively(kernel_device, layers=1), {}

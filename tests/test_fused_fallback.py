@@ -42,7 +42,7 @@ def test_of_the_layers(kernel_device, monkeypatch, warnings):
     assert len(warnings()) == 1
 
 
-def test_of_what_comes_after_them(kernel_device, monkeypatch, warnings):
+def test_failures_after_the_layers_are_handled(kernel_device, monkeypatch, warnings):
     """The head's kernel, which fails at the first step: slots are as they were, and no other slots try it."""
     loop = loop_of(model_on(kernel_device))
     request = Request(PROMPTS, [2, 2, 2], [1, 2, 3], GREEDY, 3)
@@ -58,7 +58,7 @@ def test_of_what_comes_after_them(kernel_device, monkeypatch, warnings):
     assert loop.generate(PROMPTS, max_new_tokens=4) == loop_of(loop.model, False).generate(PROMPTS, max_new_tokens=4)
 
 
-def test_the_own_layers_may_not_fail(kernel_device, monkeypatch):
+def test_failures_of_unfused_layers_are_raised(kernel_device, monkeypatch):
     loop = loop_of(model_on(kernel_device), fused=False)
     monkeypatch.setattr(type(loop.model), "forward", fail)
     with loop._decoding_mode(), pytest.raises(LAUNCH_ERRORS[0]):

@@ -223,7 +223,7 @@ def test_a_file_that_tells_it_wrong_is_not_kept(fault, message, tmp_path, monkey
     assert not list(tmp_path.glob("*.gguf"))
 
 
-def test_the_command_writes_the_file_beside_the_folder(tmp_path, monkeypatch, capsys):
+def test_the_command_writes_the_file_next_to_the_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     saved(tmp_path / "runs" / "mine" / "student")
     (tmp_path / "runs/mine/recipe.yaml").write_text("name: mine")

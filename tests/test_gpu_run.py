@@ -172,7 +172,7 @@ PLAIN = "train.deterministic=false"  # a setting of the whole process, which has
 
 
 @pytest.mark.gpu
-def test_check_beside_two_measured_steps(there, capsys):
+def test_check_agrees_with_two_measured_steps(there, capsys):
     told = as_json(capsys, "check", "recipe.yaml", PLAIN, "--probe")
     assert told["ok"] and told["device"]["cuda"] and told["problems"] == []
     measured, parts = told["measured"], told["memory"]["parts"]

@@ -256,7 +256,7 @@ def test_a_step_that_is_not_finite_is_skipped_alike(tmp_path):
 
 
 @pytest.mark.gpu
-def test_what_cannot_be_captured_is_launched_and_says_why(tmp_path):
+def test_uncapturable_steps_run_eagerly_with_the_reason_logged(tmp_path):
     class Hooked(TrainerCallback):
         def on_step_begin(self, args, state, control, model=None, **kwargs):
             if state.global_step == 1:
@@ -402,7 +402,7 @@ def test_the_faster_way_is_kept(monkeypatch, replayed, kept):
     assert said[0].startswith(expected)
 
 
-def test_a_wide_model_whose_rows_are_picked_stays_launched_unless_it_is_told():
+def test_a_wide_model_with_output_rows_is_not_captured_by_default():
     small, wide = tiny_model(), tiny_model()
     decoder_of(wide).__dict__[output_rows.MARK] = object()
     assert [name for name, _ in CudaGraphCallback([("teacher", wide), ("student", small)]).models] == ["student"]

@@ -60,7 +60,7 @@ def test_a_step_that_is_not_finite_changes_nothing(tmp_path, value, clip, caplog
     assert "step 1: loss or gradient is not finite" in caplog.text
 
 
-def test_training_goes_on_after_a_skipped_step(tmp_path):
+def test_training_continues_after_a_skipped_step(tmp_path):
     made = trainer(tmp_path, max_steps=5, gradient_accumulation_steps=2)
     Spoil(made, {2, 3})
     start = weights(made.model)
@@ -176,7 +176,7 @@ def test_a_student_that_is_not_finite_does_not_accuse_the_teacher(tmp_path, capl
     assert "step 1: loss or gradient is not finite" in caplog.text and "teacher" not in caplog.text
 
 
-def test_the_teacher_is_asked_again_only_where_a_step_was_skipped(tmp_path):
+def test_the_teacher_is_checked_only_where_a_step_was_skipped(tmp_path):
     made = trainer(tmp_path, max_steps=6)
     Spoil(made, {3})
     guard = made.listeners.find(StepGuard)
@@ -330,7 +330,7 @@ def test_other_errors_pass_through(tmp_path, error):
     assert raised.value is error
 
 
-def test_what_torch_says_of_its_memory_does_not_bury_what_to_do():
+def test_torchs_memory_report_does_not_hide_the_advice():
     said = (
         "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 138.21 GiB "
         "is free. Of the allocated memory 1.00 GiB is allocated by PyTorch. If reserved but unallocated memory is "

@@ -58,7 +58,7 @@ print(json.dumps([called, rows]))
 
 
 @pytest.mark.full
-def test_local_data_of_every_format_call_nobody(tmp_path):
+def test_local_data_of_every_format_make_no_network_requests(tmp_path):
     """The test runs in a process of its own, where the hub is not switched off."""
     import datasets
     import pyarrow

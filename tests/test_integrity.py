@@ -83,7 +83,7 @@ def empty_optimizer(folder):
 
 
 @pytest.mark.parametrize("spoil, says", [(spoil_weights, "is not finite"), (empty_optimizer, "no optimizer moments")])
-def test_what_no_manifest_tells_is_seen_in_the_contents(finished, tmp_path, spoil, says):
+def test_damage_without_a_manifest_is_found_in_the_contents(finished, tmp_path, spoil, says):
     folder = shutil.copytree(finished / "runs/whole/checkpoint-4", tmp_path / "checkpoint-4")
     (folder / MANIFEST).unlink()
     spoil(folder)

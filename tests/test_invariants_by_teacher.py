@@ -324,7 +324,7 @@ RANKS = ["answering", "several", "across", "bucket", "hidden"]
 
 
 @pytest.mark.full
-def test_resume_fails_where_other_answers_are_drawn(subject_of, monkeypatch):
+def test_resume_check_fails_where_other_responses_are_sampled(subject_of, monkeypatch):
     """Answers drawn from a generator that no checkpoint keeps."""
     replace, calls = OnPolicyRollouts.replace, []
 

@@ -70,7 +70,7 @@ def test_ranks_change_nothing_where_there_is_dropout(forked_ranks):
     ],
     ids=["raises", "is killed"],
 )
-def test_ranks_say_what_the_processes_failed_of(tmp_path, fault, says):
+def test_the_reason_of_failed_processes_is_in_the_result(tmp_path, fault, says):
     program = tmp_path / "fails.py"
     program.write_text(fault)
     finding = invariants_runs.ranks_change_nothing(subject(), program=[str(program)])
@@ -112,7 +112,7 @@ def _wait_for_the_end_of(process, seconds=10):
         ("  exitcode  : -11 (pid: 9)\n====", "a process was ended by SIGSEGV"),
     ],
 )
-def test_the_reason_is_found_in_what_was_said(said, reason):
+def test_the_reason_is_found_in_the_output(said, reason):
     assert invariants_runs.reason_of(said) == reason
 
 

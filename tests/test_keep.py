@@ -111,7 +111,7 @@ def test_the_second_epoch_is_read_a_micro_batch_ahead(here, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_what_is_read_has_the_bits_of_what_was_said(here, asked):
+def test_cached_outputs_read_on_a_gpu_are_bit_identical(here, asked):
     """Outputs in bf16, over pinned memory and asynchronous copies: computed and stored, computed, then read.
 
     Then two epochs of which the second reads, and two that both do.
@@ -191,7 +191,7 @@ def test_check_counts_no_weights_where_all_is_stored(here, capsys):
     assert other["parts"]["teacher"] == loaded["parts"]["teacher"], "other documents, of which nothing is stored"
 
 
-def test_check_says_the_bytes_first(here, capsys):
+def test_check_prints_the_bytes_first(here, capsys):
     assert run_command(["check", "tiny.yaml"]) == 0
     said = re.search(
         r"online_cache: kept, (\d+) bytes per trained token, (\S+) GiB for the ([\d,]+) of", capsys.readouterr().out
@@ -264,7 +264,7 @@ def test_what_is_there_is_used(here, asked, unloaded):
     run(recipe("teacher.online_cache=half", "train.epochs=1"), name="read")
 
 
-def test_a_damaged_part_is_refused_and_asked_for_again_without_it(here, asked):
+def test_a_damaged_shard_is_refused_and_computed_again(here, asked):
     short = "train={steps: 4, batch_size: 2, device: cpu}"
     run(recipe(short), name="some")
     whole, count = run(recipe(short, "teacher.online_cache=null"), name="whole"), len(asked)
@@ -327,7 +327,7 @@ def test_a_student_that_is_cut_is_stored_and_another_one_is_cut_from_the_weights
         (["teacher.online_cache=student"], r"teacher\.online_cache: student is not empty and holds no cache"),
     ],
 )
-def test_what_another_teacher_said_is_not_mixed_in(here, models, tmp_path_factory, overrides, message):
+def test_outputs_of_another_teacher_are_not_mixed_in(here, models, tmp_path_factory, overrides, message):
     stored = models / "begun"
     if not stored.exists():
         run(recipe("train={steps: 2, batch_size: 2, device: cpu}"), name="begun")

@@ -96,7 +96,7 @@ def test_a_run_is_the_one_without_keep_and_asks_once(place, url, here, asked, se
 
 
 @pytest.mark.full
-def test_drawn_tokens_are_those_of_the_first_question(place, url, here, asked):
+def test_sampled_tokens_are_those_of_the_first_request(place, url, here, asked):
     """Sampled tokens depend on the rows that share a request."""
     drawn = ["teacher.top_k=8", "teacher.online_cache=kept"]
     first = run(recipe(place, url, *drawn), name="first")
@@ -157,7 +157,7 @@ def test_two_processes_store_for_each_other(place, url, here, asked):
     assert not asked
 
 
-def test_a_damaged_part_is_refused_and_asked_for_again_without_it(place, url, here, asked):
+def test_a_damaged_shard_is_refused_and_computed_again(place, url, here, asked):
     short = ["train={steps: 4, batch_size: 1, device: cpu, log_every: 1}", "teacher.online_cache=kept"]
     whole, count = run(recipe(place, url, *short), name="some"), len(asked)
     part = sorted(Path("kept").glob("shard-part-*"))[-1]
@@ -244,7 +244,7 @@ def test_a_servers_tokens_are_not_stored_in_fp8():
         )
 
 
-def test_check_says_what_is_stored(place, url, here, capsys):
+def test_check_prints_the_bytes_per_stored_token(place, url, here, capsys):
     Path("kept.yaml").write_text(dump(recipe(place, url, "teacher.online_cache=kept")))
     assert run_command(["check", "kept.yaml"]) == 0
     assert re.search(r"online_cache: kept, 256 bytes per trained token", capsys.readouterr().out)

@@ -61,7 +61,7 @@ def test_what_ends_leaves_nothing(model):
     assert added.training and any(p is added.weight for p in cached_parameters(model))
 
 
-def test_methods_of_somebody_else_stay():
+def test_methods_patched_by_others_are_left():
     made = tiny_model().eval()
     made.train = lambda mode=True: made
     cache_modules(made)

@@ -34,7 +34,7 @@ def finished(tmp_path_factory):
 # ------------------------------------------------------------------ the lock
 
 
-def test_a_second_resume_is_refused_and_told_who_holds_the_run(workplace, capsys):
+def test_a_second_resume_is_refused_and_names_the_process_with_the_lock(workplace, capsys):
     folder = workplace / "runs/whole"
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
     with RunLock(folder) as held:
@@ -151,7 +151,7 @@ def test_a_folder_that_is_deleted_under_a_run_ends_it_in_a_line(workplace, monke
     assert "runs/gone: the folder was deleted or moved" in err and err.count("\n") == 1
 
 
-def test_resume_if_any_starts_and_goes_on(workplace, capsys):
+def test_resume_if_any_starts_and_resumes(workplace, capsys):
     assert run_command(["run", "r.yaml", "--resume-if-any"]) == 2
     assert "--resume-if-any: expected --name" in capsys.readouterr().err
     for expected in ("step 4/4", "continuing from runs/new/checkpoint-4"):

@@ -93,7 +93,7 @@ def test_every_card_belongs_to_a_family_that_launches_know():
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, OLDER, UNKNOWN])
-def test_a_path_says_who_computes_and_how_far_it_was_tried(family):
+def test_a_path_names_the_kernels_and_how_they_were_tested(family):
     text = path_of(family)
     assert text.startswith("Triton kernels" if family in FAMILIES else "PyTorch computes") and "\n" not in text
     if family in FAMILIES:
@@ -144,7 +144,7 @@ def test_advice_for_a_large_teacher_is_what_the_card_can(gpu, bits):
     assert not any(label.startswith("teacher.dtype=fp8") for label in labels) or bits == "fp8"
 
 
-def test_a_t4_is_planned_in_float32_and_told_of_pytorch(capsys):
+def test_a_t4_is_planned_in_float32_on_pytorch(capsys):
     recipe = load(ROOT / "recipes" / "llama3-8b-to-1b.yaml", ["train.precision=auto", "teacher.dtype=auto"])
     assert planned_precision(recipe, find_device("T4")).compute == torch.float32
     overrides = ["teacher.init=random", "student.init=random", "data.source=synthetic"]

@@ -56,7 +56,7 @@ def test_dtype_follows_checkpoint_recipe_and_argument_in_rising_order(tokenizer,
     assert load_student(Student(model=str(folder)), dtype=torch.float32).dtype == torch.float32
 
 
-def test_missing_sources_say_what_was_expected(tmp_path, folder):
+def test_missing_sources_are_errors_with_the_expected_forms(tmp_path, folder):
     def message(spec):
         with pytest.raises(ValueError) as raised:
             resolve_model_source(spec, "teacher.model")
@@ -116,7 +116,7 @@ def test_broken_files_name_the_field(tmp_path, folder):
         load_teacher(Teacher(model=str(broken)))
 
 
-def test_remote_code_stays_off_unless_asked_for(tmp_path, folder, caplog):
+def test_remote_code_of_a_model_is_off_by_default(tmp_path, folder, caplog):
     hostile = tmp_path / "hostile"
     hostile.mkdir()
     config = json.loads((folder / "config.json").read_text())

@@ -128,7 +128,7 @@ def folder(tmp_path, monkeypatch):
     return a_newcomers_folder(tmp_path)
 
 
-def test_small_data_are_told_with_a_step_that_fits(folder, capsys):
+def test_too_few_data_are_reported_with_a_step_that_fits(folder, capsys):
     assert run_command(["check", "my.yaml", "--gpu", "cpu"]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
     assert notes[0] == (
@@ -348,7 +348,7 @@ def test_chat_remembers_its_turns_and_ends_with_the_pipe(folder, monkeypatch, ca
     assert said.splitlines()[:4] == ["--- teacher", "reply 1", "--- student", "reply 2"]
 
 
-def test_chat_streams_what_generate_says_and_forgets_what_has_no_room(folder, monkeypatch, capsys):
+def test_chat_streams_the_response_of_generate_and_drops_old_turns(folder, monkeypatch, capsys):
     assert run_command(["generate", "small", "-p", "Hello", "--max-new-tokens", "8"]) == 0
     alone = capsys.readouterr().out.split("--- student\n")[1].strip()
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
@@ -379,7 +379,7 @@ def test_a_log_holds_no_noise_of_libraries(folder):
     assert "held out: loss" in done.stdout, "an evaluation along the way is shown"
 
 
-def test_the_card_says_what_the_hub_reads(tmp_path):
+def test_the_model_card_has_the_hubs_metadata(tmp_path):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "README.md").write_text("---\nlicense: apache-2.0\n---\n# base\n")
     names = {"name": "mine", "teacher": "org/big", "student": "org/base", "data": "org/chats", "recipe": "name: mine"}

@@ -42,7 +42,7 @@ def logits(model, ids=IDS):
 @pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("tie", [True, False])
-def test_an_offloaded_model_says_what_a_resident_one_says(kind, tie):
+def test_an_offloaded_model_equals_a_resident_one(kind, tie):
     resident = frozen(kind=kind, tie=tie)
     offloaded = offload_layers(copy.deepcopy(resident), CPU)
     for ids in (IDS, IDS.flip(1), IDS[:, :4]):  # more than once: the blocks are used again
@@ -252,7 +252,7 @@ def test_training_against_it_is_the_same_bit_for_bit(tmp_path, lora):
     assert all(torch.equal(value, after[1][0][name]) for name, value in after[0][0].items())
 
 
-def test_a_run_says_what_is_offloaded_and_comes_to_the_same(workplace, capsys):  # noqa: F811
+def test_an_offloaded_run_logs_it_and_gives_the_same_result(workplace, capsys):  # noqa: F811
     plain = run(recipe(), name="plain")
     assert "offload" not in capsys.readouterr().out
     offloaded = run(recipe("teacher.offload=cpu"), name="offloaded")

@@ -143,7 +143,7 @@ def same_run(expected, got):
         torch.testing.assert_close(got[0][name], value, rtol=1e-9, atol=1e-9)
 
 
-def test_batches_accumulation_and_ranks_say_and_learn_the_same(tmp_path):
+def test_batches_accumulation_and_ranks_change_neither_metrics_nor_weights(tmp_path):
     expected = two_steps_of_eight(tmp_path, 8, 1)
     assert 0 < sum(count for count, *_ in expected[1]) < 16
     for batch, accumulation in ((2, 4), (1, 8)):
@@ -152,7 +152,7 @@ def test_batches_accumulation_and_ranks_say_and_learn_the_same(tmp_path):
     same_run(expected, torch.load(tmp_path / "two.pt", weights_only=True))
 
 
-def test_the_same_seed_says_the_same_and_a_step_something_new():
+def test_a_seed_reproduces_responses_and_steps_differ():
     model = tiny_model(dtype=torch.float64)
     batch = COLLATE(pairs(8))
     (first,), (again,) = (on_policy(model).replace([batch], 4, COLLATE) for _ in range(2))
@@ -269,7 +269,7 @@ def test_rows_and_buffers_follow_from_attention_and_data(kernel_device):
 
 
 @pytest.mark.full
-def test_resume_says_the_same_words(tmp_path):
+def test_a_resumed_run_samples_the_same_responses(tmp_path):
     def student():
         return tiny_model(attention_dropout=0.1)
 
@@ -317,7 +317,7 @@ def test_resume_says_the_same_words(tmp_path):
 
 
 @pytest.mark.full
-def test_learning_from_its_own_words_lowers_reverse_kl_on_them(tmp_path):
+def test_training_on_rollouts_lowers_their_reverse_kl(tmp_path):
     made = trainer(tmp_path, max_steps=24, learning_rate=5e-3, per_device_train_batch_size=8, own={"max_new_tokens": 3})
     made.train()
     kl = [entry["kl"] for entry in made.state.log_history if "kl" in entry]

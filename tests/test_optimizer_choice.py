@@ -68,13 +68,13 @@ def test_on_a_gpu_ours_with_its_settings(tmp_path: Path):
     assert chosen[1]["stochastic_rounding"] and not chosen[1]["master_weights"]
 
 
-def test_an_optimizer_that_cannot_be_had_is_told_before_the_run(workplace):  # noqa: F811
+def test_an_unavailable_optimizer_is_reported_before_the_run(workplace):  # noqa: F811
     with pytest.raises(ValueError, match=r"^train\.optimizer: galore_adamw: You need to"):
         run(small("train.optimizer=galore_adamw"))
     assert not (workplace / "runs").exists()
 
 
-def test_reports_that_cannot_be_sent_are_told_before_the_run(workplace, monkeypatch):  # noqa: F811
+def test_unavailable_report_targets_are_refused_before_the_run(workplace, monkeypatch):  # noqa: F811
     monkeypatch.setattr(steps, "get_available_reporting_integrations", lambda: ["tensorboard"])
     assert steps.report_to_problem(["tensorboard", "all"]) is None
     for name, expected in (("wandb", "wandb is not installed here"), ("wandbb", "expected some of .*; got wandbb")):

@@ -138,7 +138,7 @@ def test_the_quickstart_of_a_tiny_model_runs_resumes_and_answers(system, workpla
 
 
 @pytest.mark.full
-def test_the_doctor_says_what_computes_and_checks_it(system, workplace):
+def test_the_doctor_names_the_kernels_and_checks_them(system, workplace):
     found = json.loads(python(system, "-m", "distill", "doctor", "--machine", "--json", cwd=workplace))
     lines = {line["name"]: line for line in found["environment"]}
     assert lines["path"]["detail"].endswith("on the CPU; Triton is not installed") and lines["triton"]["fine"]
@@ -148,7 +148,7 @@ def test_the_doctor_says_what_computes_and_checks_it(system, workplace):
 
 @pytest.mark.parametrize("system, triton", [("Linux", True), ("Darwin", False), ("Windows", False)])
 @pytest.mark.parametrize("project", ["pyproject.toml", "kernels/pyproject.toml"])
-def test_triton_is_asked_for_on_linux_alone(project, system, triton):
+def test_triton_is_required_on_linux_alone(project, system, triton):
     asked = tomllib.loads((ROOT / project).read_text())["project"]["dependencies"]
     there = {"platform_system": system}
     names = {each.name for each in map(Requirement, asked) if not each.marker or each.marker.evaluate(there)}

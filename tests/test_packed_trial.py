@@ -175,7 +175,7 @@ def test_a_trial_perturbs_what_fresh_weights_hide_and_compares_every_gradient(ot
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations_that_are_close_in_16_bits_are_told_apart(dtype, activation):
+def test_activations_that_are_close_in_16_bits_are_distinguished(dtype, activation):
     model = tiny_model(kind="gemma", hidden=64, hidden_act=activation, hidden_activation=activation, dtype=dtype)
     mlp = model.model.layers[0].mlp
     x = torch.randn(7, 64, generator=torch.Generator().manual_seed(0)).to(dtype)

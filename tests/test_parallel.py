@@ -40,7 +40,7 @@ def test_the_first_way_that_fits_is_taken(asked, teacher, world, expected):
 
 
 @pytest.mark.parametrize("teachers, expected", [("sharded", ("ddp", True)), ("copied", ("ddp", False))])
-def test_what_is_asked_for_the_teacher_is_done(teachers, expected):
+def test_the_requested_placement_of_the_teacher_is_used(teachers, expected):
     from distill.planning.placement import MemoryNeeds, choose_placement
 
     found = choose_placement("auto", MemoryNeeds(15 * GIB, 4 * GIB, 48 * GIB, 30 * GIB), 130 * GIB, 4, teachers)
@@ -159,7 +159,7 @@ def random_teacher(folder, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_weights_are_drawn_in_shards(two_processes, kind):
+def test_random_weights_are_initialised_in_shards(two_processes, kind):
     from tiny import tiny_model
 
     from distill.models.patching import patch

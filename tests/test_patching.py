@@ -189,7 +189,7 @@ CARRY = {"qwen3_next", "granitemoehybrid", "gpt_oss"}  # no document of a packed
 
 
 @pytest.mark.parametrize("kind", UNLIKE)
-def test_models_with_parts_of_another_kind_say_what_they_said(kind):
+def test_models_with_other_layers_keep_their_outputs(kind):
     model = tiny_model(kind=kind, **UNLIKE[kind])
     if kind == "doge":  # of keys that a fresh model scores alike it chooses any
         for layer in model.model.layers:
@@ -227,7 +227,7 @@ def test_rounding_that_depends_on_the_other_rows_is_not_taken_for_documents_that
     assert keeps_apart(model) == (kind == "llama")
 
 
-def test_our_attention_keeps_documents_apart_where_a_models_own_is_not_told_of_them():
+def test_fused_attention_separates_documents_where_a_models_own_does_not():
     model = tiny_model(kind="opt", ffn_dim=32, word_embed_proj_dim=32, do_layer_norm_before=True)
     before = model.config._attn_implementation
     assert not keeps_apart(model) and keeps_apart_by_ours(model)

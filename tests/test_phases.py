@@ -82,7 +82,7 @@ def train(folder, callbacks=(), **settings):
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("where", ["data", "teacher", "student", "loss", "optimizer", "evaluation"])
-def test_each_phase_of_the_trainer_is_where_it_says(tmp_path, clock, where):
+def test_each_phase_covers_its_part_of_the_step(tmp_path, clock, where):
     path = tmp_path / "metrics.jsonl"
     trainer = train(tmp_path, [MetricsFile(path)], per_device_train_batch_size=1)
     if where == "data":

@@ -50,7 +50,7 @@ def test_commands_name_it(place, capsys):
     assert "requires a teacher whose weights are loaded; got teacher.type: plugin" in capsys.readouterr().err
 
 
-def test_a_backend_that_nobody_registers_is_one_line(place, capsys, monkeypatch):
+def test_an_unregistered_backend_is_a_one_line_error(place, capsys, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
     with alone(place) as folder:
         (folder / "golden.yaml").write_text(f"teacher: {{{PLUGIN}}}\n{MIXED}")

@@ -177,7 +177,7 @@ def test_what_a_run_would_refuse_of_its_arguments_is_refused():
             of(f"train.arguments.{argument}")
 
 
-def test_what_does_not_fit_is_said_with_what_helps():
+def test_a_run_that_does_not_fit_is_reported_with_advice():
     report = of(gpu="24GB")
     assert not report.fits and not report.ok and "memory: the peak of" in report.problems[0]
     saved = [gib for _, gib, _ in report.advice]
@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_said_with_what_helps():
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("gpu", ["H100", "24GB"])
-def test_advice_saves_what_it_says(gpu):
+def test_advice_saves_the_memory_it_names(gpu):
     before = of(gpu=gpu, gpus=2)
     offered = {label.split("=")[0] for label, _, _ in before.advice}
     assert offered >= {"train.gradient_checkpointing", "train.batch_size"}

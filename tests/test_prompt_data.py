@@ -73,7 +73,7 @@ def test_a_run_on_prompts_and_another_on_its_stored_rollouts(workplace):
     assert run(recipe, name="second").steps == 2
 
 
-def test_what_prompts_need_is_said(workplace):
+def test_missing_requirements_of_prompts_are_reported(workplace):
     for override in ("data.on_policy=null", "data.on_policy.fraction=0.5"):
         with pytest.raises(RecipeError, match=r"data.format: prompts have no answers .* fraction 1"):
             parse(RECIPE, [override])

@@ -206,7 +206,7 @@ def test_nothing_is_learned_wrongly_without_a_word():
 
 @pytest.mark.full
 @pytest.mark.parametrize("package", [None, AXOLOTL], ids=["trl", "axolotl"])
-def test_nothing_is_learned_wrongly_without_a_word_by_any_template(package):
+def test_no_template_masks_or_trains_tokens_wrongly_in_silence(package):
     wrong, trained = wrong_cells(shipped(package), CONVERSATIONS)
     assert not wrong, "\n".join(map(str, wrong))
     assert trained > 300

@@ -289,7 +289,7 @@ def test_check_counts_a_checkpoint_by_its_own_bits(workplace, config, bits):  # 
     assert report.memory.parts["teacher"] == 2 * shape.parameters - saved_bytes
 
 
-def test_check_says_what_cannot_be(workplace):  # noqa: F811
+def test_check_reports_quantised_models_that_cannot_be_used(workplace):  # noqa: F811
     saved(workplace / "few", GPTQ)
     for overrides, message in (
         (["teacher.model=few"], "student.from_teacher: the teacher is quantised (gptq)"),

@@ -113,7 +113,7 @@ def test_what_the_model_does_not_have_is_named(tmp_path):
     )
 
 
-def test_another_shape_is_told_with_both(tmp_path):
+def test_a_different_shape_is_reported_with_both_shapes(tmp_path):
     said = fault(edit(saved(tmp_path / "m"), put(LOST, 16, 32)))
     assert said == f"{LOST}: expected the shape [32, 32] of config.json, got [16, 32] in its files"
 

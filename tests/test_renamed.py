@@ -41,7 +41,7 @@ def lines(caplog, monkeypatch):
         ({"teacher": ", online_cache: k", "overrides": ["teacher.keep="]}, {}),
     ],
 )
-def test_former_names_mean_the_present_ones_and_one_line_says_so(former, present, lines):
+def test_former_names_set_the_present_fields_with_one_log_line(former, present, lines):
     assert recipe(**present) == recipe(**present) and not lines()
     read = recipe(**former)
     assert read == recipe(**present) == recipe(**former)

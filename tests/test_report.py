@@ -169,7 +169,7 @@ def test_the_time_split_weighs_intervals_by_their_steps(folder):
     assert text.count("<svg") == 1, "the loss is the KL, which is drawn once"
 
 
-def test_report_as_json_and_elsewhere(folder, tmp_path, capsys):
+def test_report_as_json_and_to_another_path(folder, tmp_path, capsys):
     assert run_command(["report", str(folder), "-o", "page.html"]) == 0
     assert (tmp_path / "page.html").exists() and not (folder / "report.html").exists()
     capsys.readouterr()

@@ -168,7 +168,7 @@ def test_a_fence_is_longer_than_any_inside():
     assert escape("plain-name 1.5") == "plain-name 1.5"
 
 
-def test_the_card_tells_what_was_measured(tmp_path):
+def test_the_model_card_has_the_measured_metrics(tmp_path):
     written = card(tmp_path, before=BEFORE, after=AFTER, hub_models=("meta-llama/Llama-3.1-8B", "runs/a/b", "x y"))
     head = yaml.safe_load(written.split("---\n")[1])
     assert head["base_model"] == ["meta-llama/Llama-3.1-8B"] and head["library_name"] == "transformers"

@@ -109,7 +109,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
-def test_a_damaged_checkpoint_is_told_in_a_line(finished, tmp_path, spoil):
+def test_a_damaged_checkpoint_is_a_one_line_error(finished, tmp_path, spoil):
     folder = shutil.copytree(finished / "runs/whole/checkpoint-4", tmp_path / "checkpoint-4")
     assert fault_of(folder) is None
     spoil(folder)

@@ -142,7 +142,7 @@ def test_answers_of_the_student_are_the_same_in_other_micro_batches(size, room, 
         torch.testing.assert_close(weights(again.model)[name], value, **FLOAT64)
 
 
-def test_trainer_does_not_repeat_what_is_said(tmp_path):
+def test_trainer_logs_each_line_once(tmp_path):
     made, state = made_of(tmp_path, 2), TrainerState(train_batch_size=5, logging_steps=1)
     told = []
     handler = logging.Handler()
@@ -200,7 +200,7 @@ def losses(folder):
     return [row["loss"] for row in read_metrics(folder / "runs/whole/metrics.jsonl")]
 
 
-def test_a_run_goes_on_with_smaller_micro_batches(stopped, finished, capsys):
+def test_a_run_resumes_with_smaller_micro_batches(stopped, finished, capsys):
     told = ["train.batch_size=1", "train.gradient_checkpointing=true", "teacher.offload=cpu"]
     assert resume(*told, "train.save_every=2", "data.workers=1") == 0
     out = capsys.readouterr().out
@@ -227,7 +227,7 @@ def test_a_run_goes_on_with_smaller_micro_batches(stopped, finished, capsys):
 
 
 @pytest.mark.full
-def test_what_is_said_when_memory_runs_out_goes_on(finished, tmp_path, monkeypatch, capsys):
+def test_advice_for_out_of_memory_works(finished, tmp_path, monkeypatch, capsys):
     folder = shutil.copytree(finished, tmp_path / "copy")
     shutil.rmtree(folder / "runs")
     monkeypatch.chdir(folder)
@@ -311,7 +311,7 @@ def notes(sizes, student, *, rows=18, processes=1, drop=False):
     return told.notes(SimpleNamespace(fsdp=False, world_size=processes, dataloader_drop_last=drop), student, rows=rows)
 
 
-def test_dropout_is_said_to_draw_other_numbers():
+def test_a_warning_says_that_dropout_changes_the_random_numbers():
     plain, drops = tiny_model(), tiny_model(attention_dropout=0.1)
     adapted = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1))
     assert notes((4, 2), plain) == []
@@ -326,7 +326,7 @@ def kept_of_epoch(rows, size):
 
 
 @pytest.mark.parametrize("rows", [16, 18, 20])
-def test_rows_that_an_epoch_would_lose_are_told(rows):
+def test_rows_that_an_epoch_drops_are_reported(rows):
     kept = [kept_of_epoch(rows, size) for size in (4, 1)]
     assert notes((4, 1), tiny_model(), rows=rows, processes=2) == []
     if kept[0] == kept[1]:

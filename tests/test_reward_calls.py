@@ -94,7 +94,7 @@ def table(tmp_path, rows, template="tokenizer", **data):
 
 
 @pytest.mark.parametrize("template", ["tokenizer", "none"])
-def test_an_answer_finds_its_row(tmp_path, template):
+def test_a_response_is_matched_to_its_row(tmp_path, template):
     rows = [{"prompt": f"Say {n % 5}.", "completion": f"{n}", "right": n, "when": None} for n in range(10)]
     documents, question, tokenizer = table(tmp_path, rows, template)
     assert len(documents) == 10
@@ -120,7 +120,7 @@ def talk(n):
 
 
 @pytest.mark.parametrize("train_on", ["all", "each", "last"])
-def test_a_turn_of_a_chat_is_judged_after_the_messages_before_it(tmp_path, train_on):
+def test_a_reward_function_gets_the_messages_before_a_turn(tmp_path, train_on):
     rows = [talk(n) for n in range(4)]
     documents, question, tokenizer = table(tmp_path, rows, train_on=train_on)
     assert len(documents) == (12 if train_on == "each" else 4)
@@ -143,7 +143,7 @@ def test_prompts_without_responses_have_rows_too(tmp_path):
     assert all(each.prompt == each.row["messages"] for each in found)
 
 
-def test_rows_that_nothing_tells_apart_are_refused(tmp_path):
+def test_ambiguous_rows_are_refused(tmp_path):
     same = {"prompt": "Say it.", "completion": "it"}
     rows = [{**same, "right": 1}, {**same, "right": 2}, *({"prompt": f"No {n}.", "completion": "x"} for n in range(4))]
     documents, question, _ = table(tmp_path, rows)

@@ -231,7 +231,7 @@ def test_packed_rows_learn_what_plain_ones_do(tmp_path):
     same_run(apart, together)
 
 
-def test_a_reward_that_nobody_gives_is_refused(tmp_path):
+def test_a_reward_without_rollouts_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"a reward needs a callback of RolloutBatches with rewards"):
         two_steps(tmp_path, 4, 1, rewards=None)
 
@@ -258,7 +258,7 @@ def test_a_reward_is_learned(tmp_path):
 
 
 @pytest.mark.full
-def test_beside_the_reverse_kl_a_reward_gives_more_than_the_reverse_kl_alone(tmp_path):
+def test_a_reward_added_to_the_reverse_kl_improves_on_the_reverse_kl(tmp_path):
     """At equal steps, in each of three seeds."""
     both = [{"type": "reverse_kl"}, TERM | {"weight": 1.0, "teacher_weight": 0.0}]
     for seed in range(3):

@@ -34,7 +34,7 @@ def rows_of(*overrides):
     return read_metrics(run(parse(RECIPE, overrides)).folder / "metrics.jsonl")
 
 
-def test_engine_and_trainer_agree_on_what_was_drawn(workplace):
+def test_engine_and_trainer_agree_on_sampled_log_probabilities(workplace):
     rows = rows_of()
     assert [row["step"] for row in rows] == [1, 2, 4]
     for row in rows:
@@ -50,7 +50,7 @@ def test_engine_and_trainer_agree_on_what_was_drawn(workplace):
         } <= set(row)
 
 
-def test_the_likeliest_tokens_of_both_are_compared(workplace):
+def test_the_top_1_tokens_of_both_are_compared(workplace):
     """A teacher that is the student agrees everywhere in the first step; another one in part."""
     more = ("train.log_every=1", "data.on_policy.fraction=1")
     alike, other = (rows_of(f"teacher.model={name}", *more) for name in ("student", "teacher"))

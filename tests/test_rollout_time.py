@@ -85,14 +85,14 @@ def test_steps_that_are_not_fused_are_slower(plan):
 
 
 @pytest.mark.parametrize("override", ["data.on_policy.engine=transformers", "train.precision=float32"])
-def test_of_another_engine_no_time_is_told(override, plan, capsys):
+def test_other_engines_have_no_time_estimate(override, plan, capsys):
     found = plan(override)
     assert found.rollouts.seconds is None and found.seconds_per_step is None
     assert run_command(["check", "r.yaml", "--gpu", "H200", override]) == 0
     assert "of at most 8 tokens: time unknown" in capsys.readouterr().out
 
 
-def test_check_says_it(plan, capsys):
+def test_check_prints_rollouts(plan, capsys):
     assert run_command(["check", "r.yaml", "--gpu", "H200", "data.packing=false"]) == 0
     assert "rollouts    8 per step of at most 8 tokens: 0.00 s of it if all are that long" in capsys.readouterr().out
     assert run_command(["check", "r.yaml", "--gpu", "H200", "--json"]) == 0

@@ -46,7 +46,7 @@ def counted_by(engine):
     "steps, counts, lags",
     [(0, [6] * 7, None), (1, [12, 12, 12, 6], [0, 1] * 3 + [0]), (2, [18, 6, 12, 6], [0, 1, 2, 0, 0, 1, 0])],
 )
-def test_steps_of_an_epoch_are_drawn_in_groups(tmp_path, steps, counts, lags):
+def test_rollouts_of_an_epochs_steps_are_generated_in_groups(tmp_path, steps, counts, lags):
     """Groups begin at multiples of their size, and end with an epoch or with the run."""
     made = ahead(tmp_path, steps, logging_steps=1)
     found = counted(made)
@@ -91,7 +91,7 @@ def test_other_micro_batches_than_were_looked_at_are_answered_too():
 @pytest.mark.few(2)
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("fraction", [1.0, 0.3])
-def test_a_run_goes_on_in_the_middle_of_a_group(tmp_path, device, fraction):
+def test_a_run_resumes_within_a_group_of_asynchronous_steps(tmp_path, device, fraction):
     def figures(made):
         keys = ("loss", "rollouts", "rollout_lag", "rollout_length")
         rows = [row for row in made.state.log_history if "rollouts" in row]
@@ -136,7 +136,7 @@ def test_a_checkpoint_of_two_processes_is_one_of_all_answers(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_a_teacher_elsewhere_is_asked_of_all_steps_of_a_group_at_once(tmp_path, monkeypatch, cut):
+def test_a_remote_teacher_is_queried_for_all_steps_of_a_group_at_once(tmp_path, monkeypatch, cut):
     """Requests hold the micro-batches that will train, as in a run without a server; a step's logs are its own."""
 
     def followed(folder, asks):
@@ -181,7 +181,7 @@ def test_a_training_that_ends_early_draws_no_more(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_the_copy_of_a_patched_student_has_our_layers_and_says_the_same(monkeypatch, kind):
+def test_a_copy_of_a_patched_student_has_fused_layers_and_equal_outputs(monkeypatch, kind):
     """Also after it took other weights; siblings are one product each."""
     monkeypatch.setattr("distill.models.snapshot.runs_our_kernels", lambda device: True)
     student = tiny_model(kind=kind, dtype=torch.float64)

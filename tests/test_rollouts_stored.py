@@ -145,7 +145,7 @@ def test_log_probabilities_are_the_models(workplace):
         assert row["divergence"] == pytest.approx(divergence.tolist(), abs=2e-4)
 
 
-def test_each_answer_knows_its_route(workplace):
+def test_each_response_has_the_route_of_its_prompt(workplace):
     rows = stored(workplace / "runs/routed")
     assert {row["route"] for row in rows} == {"even", "odd"}
     for row in rows:

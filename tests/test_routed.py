@@ -231,7 +231,7 @@ def test_a_run_logs_figures_of_each_teacher(tmp_path, monkeypatch, own):
 
 
 @pytest.mark.parametrize("kind", ["informed", "routed", "routed informed"])
-def test_answers_in_one_row_are_judged_by_the_same_teachers(kind):
+def test_responses_in_one_row_have_the_same_teachers(kind):
     """Each after what its teacher reads before it; loss and gradients as of several rows."""
     subject = SUBJECTS[kind]()
     student = subject.student.double()

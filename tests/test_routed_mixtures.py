@@ -315,7 +315,7 @@ def test_overlap_by_route_is_that_of_dense_probabilities():
             assert share == value if row in at.tolist() else share != share
 
 
-def test_a_log_line_tells_the_overlap_of_each_route(place):
+def test_a_log_line_has_the_overlap_of_each_route(place):
     """The mean of the routes' is that of all; a teacher that is the student overlaps wholly in the first step."""
     teachers = [
         f"model: {place}/student, route: math",

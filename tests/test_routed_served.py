@@ -136,7 +136,7 @@ def test_documents_that_a_cached_route_lacks_are_named(place, cache):
         )
 
 
-def test_the_students_answers_are_asked_of_their_teacher(place, urls):
+def test_rollouts_are_scored_by_the_teacher_of_their_route(place, urls):
     own = ["loss.terms=[{type: reverse_kl}]", "data.packing=false", "data.on_policy={fraction: 0.5, max_new_tokens: 6}"]
     one, other = (
         trained(recipe_of(place, served, *own), name)[0] for served, name in (({}, "own"), (urls, "own-served"))
@@ -184,7 +184,7 @@ def test_doctor(place, urls, cache, kind):
     assert len(findings) > 8 and not [finding for finding in findings if not finding.passed]
 
 
-def test_a_served_route_is_asked_ahead_and_proves_itself(place, urls):
+def test_a_served_route_is_prefetched_and_passes_the_parity_check(place, urls):
     """`submit` requests the rows that `targets` reads; a wrong head is found by the first batch."""
     recipe = recipe_of(place, urls)
     teacher, vocabulary = opened(recipe)

@@ -152,7 +152,7 @@ def test_a_name_that_is_taken_is_refused(workplace):
         run(recipe(), name="mine")
 
 
-def test_cuda_asked_for_and_absent(monkeypatch):
+def test_cuda_requested_and_absent_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"train\.device: expected a CUDA device"):
         precision.resolve_device(Train(steps=1, device="cuda"))

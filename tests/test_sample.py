@@ -79,7 +79,7 @@ def test_the_output_is_a_data_source(workplace):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kept, cut", [(0, 0), (3, 0), (4, 0), (4, 25), (7, 0)])
-def test_it_goes_on_where_it_broke_off(workplace, kept, cut):
+def test_it_continues_where_it_stopped(workplace, kept, cut):
     settings = {"sampling": Sampling(1.0), "seed": 5}
     run(workplace, **settings)
     whole = (workplace / "answers.jsonl").read_bytes()
@@ -155,7 +155,7 @@ def test_what_counts_as_a_prompt(workplace):
     assert [prompt.row["prompt"] for prompt in both] == ["One \u2028 line?\n", "Another\x0cone?\n"]
 
 
-def test_rows_that_cannot_be_asked_are_counted(workplace):
+def test_unusable_prompts_are_counted(workplace):
     rows = [
         {"prompt": "Why?"},
         {"prompt": ""},

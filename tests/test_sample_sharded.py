@@ -117,7 +117,7 @@ def test_shards_go_on_where_they_broke_off(request, place):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", JUDGED)
-def test_a_student_is_judged_by_shards_as_by_the_whole_teacher(request, place, case):
+def test_evaluation_by_a_sharded_teacher_equals_that_by_a_whole_one(request, place, case):
     _, alone, (first, second) = request.getfixturevalue(place)
     assert alone[case]["code"] == first[case]["code"] == second[case]["code"] == 0, (alone[case], first, second)
     assert not second[case]["out"], "one process speaks"

@@ -47,7 +47,7 @@ def test_the_first_of_equal_logits_is_the_greedy_one(kernel_device):
     assert sample_tokens(logits, seeds, seeds, 0.0).tolist() == [0, 700, 0]
 
 
-def test_impossible_tokens_are_never_drawn(kernel_device):
+def test_impossible_tokens_are_never_sampled(kernel_device):
     logits = torch.full((64, 400), float("-inf"), device=kernel_device)
     logits[:, 77] = -30.0
     draws = torch.arange(64, device=kernel_device)

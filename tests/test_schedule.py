@@ -112,7 +112,7 @@ def test_each_step_has_the_loss_of_its_number(here):
     assert len({batch["loss"].item() for batch in seen}) == 8
 
 
-def test_it_is_logged_and_goes_on_to_the_bit(here):
+def test_it_is_logged_and_resumes_bit_identically(here):
     (here / "r.yaml").write_text(BASE + f"loss: {{{TERMS}, schedule: [{RAMPS}]}}\n")
     whole, half = run(load("r.yaml"), name="whole"), run(load("r.yaml"), name="half")
     rows = read_metrics(whole.folder / "metrics.jsonl")
@@ -170,7 +170,7 @@ def test_bad_schedules_are_one_line(line, message):
     assert len(error.value.faults) == 1 and message in str(error.value), str(error.value)
 
 
-def test_a_served_teacher_is_asked_in_every_step():
+def test_a_served_teacher_is_queried_in_every_step():
     fading = "{setting: terms.0.weight, steps: [0, 9], values: [1, 0]}"
     fading += ", {setting: terms.1.weight, steps: [0], values: [0]}"
     own = BASE.replace("{model: teacher}", "{type: server, url: http://localhost:1}")
@@ -185,7 +185,7 @@ def test_the_largest_weight_is_known_to_the_loss_alone():
     assert loss.terms[0].weight == 3.0 and loss.at(0).terms[0].weight == 3.0
 
 
-def test_a_teacher_that_is_asked_ahead_is_asked_in_every_step():
+def test_a_prefetched_teacher_is_queried_in_every_step():
     """Whatever its kind: several with routes may have one among them that is."""
     fading = recipe_of(
         "{setting: terms.0.weight, steps: [0, 9], values: [1, 0]}", "terms: [{type: forward_kl}, {type: cross_entropy}]"

@@ -99,7 +99,7 @@ def test_remote_code_is_off_by_default(remote, touched, capsys):
     assert not touched.exists() and not Path("runs").exists()
 
 
-def test_remote_code_runs_where_the_recipe_says_so_with_a_warning(remote, touched, capsys, caplog, monkeypatch):
+def test_remote_code_runs_with_a_warning_where_the_recipe_allows_it(remote, touched, capsys, caplog, monkeypatch):
     monkeypatch.setenv("HF_MODULES_CACHE", str(remote / "modules"))
     run_command(["run", "r.yaml", "teacher.trust_remote_code=true"])
     assert touched.exists(), capsys.readouterr().err
@@ -409,7 +409,7 @@ def calls(workplace, *arguments):
 
 
 @pytest.mark.full  # in a process of its own; of data alone, tests/test_hostile_inputs.py
-def test_a_run_on_local_files_calls_nobody(workplace):
+def test_a_run_on_local_files_makes_no_network_requests(workplace):
     assert calls(workplace) == [0, []]
 
 

@@ -40,7 +40,7 @@ TOKEN = "a-token-of-more-than-sixteen"
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_alone_it_says_what_the_model_says_to_the_bit(engine, url, packed):
+def test_a_single_served_row_equals_the_model_bitwise(engine, url, packed):
     query = question(1, packed=packed)
     answer = post(url, query, deterministic=1)
     assert answer.status_code == 200 and answer.headers[TEACHER] == engine.identity.hash
@@ -113,7 +113,7 @@ def test_what_travels_is_safetensors_read_and_written_without_a_copy():
     assert bytes(part)[:4] == np.float32(77).tobytes()
 
 
-def test_fp8_on_the_wire_costs_what_the_identity_says(engine, url):
+def test_the_error_of_fp8_transfer_is_that_of_the_identity(engine, url):
     query = question(4)
     answer = tensors_of(post(url, query, dtype="fp8", deterministic=1).content)
     plain = expected_hidden(engine, query)
@@ -242,7 +242,7 @@ def test_any_bytes_are_a_request_or_a_wire_error():
                 assert query.ids.max() < 259
 
 
-def test_a_token_is_asked_for(engine):
+def test_a_server_requires_its_token(engine):
     query = question(9)
     with serving(engine, TOKEN) as url:
         for path in ("identity", "head", "files"):
@@ -289,7 +289,7 @@ def test_what_cannot_be_served(place, capsys):
     assert recipe.teacher.model == "some/model" and recipe.teacher.dtype == "float32"
 
 
-def test_scale_soft_cap_and_bias_are_told(tmp_path):
+def test_a_servers_identity_has_scale_and_soft_cap(tmp_path):
     write_models(tmp_path, kind="gemma2", final_logit_softcapping=5.0)
     engine = engine_in(tmp_path)
     assert engine.identity.softcap == 5.0 and engine.identity.scale == 1.0

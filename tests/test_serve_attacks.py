@@ -59,7 +59,7 @@ def own_ends(url):
 # ------------------------------------------------------------------ connections
 
 
-def test_idle_connections_keep_nobody_out(engine, monkeypatch):
+def test_idle_connections_block_no_others(engine, monkeypatch):
     """More of them than may be open: those that have waited longest make room, and one that was answered goes last."""
     monkeypatch.setattr(connections, "MOST_OPEN", 128)
     query = question(1)
@@ -148,7 +148,7 @@ def test_a_client_that_does_not_read_is_dropped_and_its_answer_with_it(engine, m
         assert not own_ends(url), "the one that does not read is still there"
 
 
-def test_answers_that_nobody_reads_are_bounded_in_memory(engine, monkeypatch):
+def test_unread_answers_of_a_server_are_bounded_in_memory(engine, monkeypatch):
     """A third one waits until the first two are dropped; a small one does not."""
     held, answer = [], engine.answer
     large = torch.zeros(4096, 4096)

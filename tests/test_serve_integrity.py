@@ -42,7 +42,7 @@ def test_every_answer_bears_both_sums(url):
 
 
 @pytest.mark.parametrize("damage", ["checksum", "question_hash"])
-def test_a_damaged_answer_is_asked_for_once_more_on_a_new_connection(engine, damage, monkeypatch, caplog):
+def test_a_damaged_response_is_requested_again_on_a_new_connection(engine, damage, monkeypatch, caplog):
     query, original = question(3), getattr(app, damage)
     count, connected = [0], []
 
@@ -118,7 +118,7 @@ def test_a_flipped_bit_anywhere_is_never_taken(url, engine):
     assert right > 5, (right, ended)
 
 
-def test_an_older_server_is_told_in_one_line(url, engine):
+def test_an_older_server_is_a_one_line_error(url, engine):
     def without_sums(headers, content):
         return {name: value for name, value in headers.items() if name not in (CHECKSUM, QUESTION)}, content
 

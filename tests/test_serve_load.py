@@ -188,7 +188,7 @@ def test_a_gpu_has_its_next_forward_before_the_answers_of_the_last_have_left_it(
     worker.close()
 
 
-def test_a_full_queue_says_when_to_come_again(engine, monkeypatch):
+def test_a_full_queue_responds_with_retry_after(engine, monkeypatch):
     slow = Slow()
     monkeypatch.setattr(engine, "answer", slow)
     with serving(engine, waiting=60) as url, concurrent.futures.ThreadPoolExecutor(8) as pool:

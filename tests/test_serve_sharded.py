@@ -82,7 +82,7 @@ def serve(pool):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_it_says_what_one_process_says(tmp_path, pool, serve, kind):
+def test_two_processes_serve_the_outputs_of_one(tmp_path, pool, serve, kind):
     """Untied; tied, with a soft cap. Requests that go alone: to the bit."""
     cap = {"final_logit_softcapping": 5.0} if kind == "gemma2" else {}
     engine = engine_in(place_for(tmp_path, kind=kind, **cap))
@@ -112,7 +112,7 @@ def test_it_says_what_one_process_says(tmp_path, pool, serve, kind):
 
 
 @pytest.mark.gpu
-def test_on_two_gpus_it_says_what_one_says(tmp_path, pool, serve):
+def test_two_gpus_serve_the_outputs_of_one(tmp_path, pool, serve):
     """Over NCCL, in bf16 and by our kernels; how attention is computed is timed by each process for itself."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
@@ -131,7 +131,7 @@ def test_on_two_gpus_it_says_what_one_says(tmp_path, pool, serve):
     assert server.ended()[0] == [1, -signal.SIGKILL]
 
 
-def test_where_one_is_gone_clients_are_told_and_the_server_ends(tmp_path, serve):
+def test_a_lost_process_ends_the_server_with_errors_to_clients(tmp_path, serve):
     server = serve(place_for(tmp_path))
     query = question(0)
     assert post(server.url, query).status_code == 200

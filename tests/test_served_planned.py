@@ -23,7 +23,7 @@ def chosen(recipe, gpu="H100", gpus=4):
     return planning.choose_teacher_server(device_plan(recipe, device, gpus), device).parallel
 
 
-def test_an_fp8_teacher_that_fits_beside_no_student_gets_a_server():
+def test_an_fp8_teacher_without_room_for_a_student_gets_a_server():
     """70B in fp8 on 2, the LoRA student on 2: it cannot be cut, and copies leave no room; 3 would wait for 1."""
     recipe, device = lora_70b("teacher.dtype=fp8"), find_device("H100")
     parallel = chosen(recipe)
@@ -63,7 +63,7 @@ def test_where_all_can_do_both_a_server_loses():
         (["teacher.dtype=fp8", "loss.terms=[{type: cross_entropy}]"], "H100"),  # nobody asks the teacher
     ],
 )
-def test_nothing_is_chosen_that_was_not_asked_for_or_is_not_known(overrides, gpu):
+def test_a_server_is_not_chosen_without_auto_or_known_rates(overrides, gpu):
     assert chosen(lora_70b(*overrides), gpu).teacher_gpus is None
 
 
@@ -84,7 +84,7 @@ def test_a_launch_chooses_on_gpus_and_a_resumed_run_keeps_what_it_began_with(tmp
         planning.assign_gpus(chosen, 2, None)
 
 
-def test_check_says_what_both_sides_hold():
+def test_check_prints_the_memory_of_both_sides():
     report = check(lora_70b("teacher.dtype=fp8"), find_device("H100"), gpus=4, read_data=False)
     assert report.ok and report.fits and report.training == 2 and report.strategy.endswith("on 2, teacher on 2")
     assert any("2 of 4 serve the teacher (a copy each, 70." in note for note in report.notes)

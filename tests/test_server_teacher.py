@@ -89,7 +89,7 @@ def test_fp8_on_the_wire_costs_little(place, url, in_process):
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_the_students_own_words_are_asked_of_as_soon_as_they_exist(place, url, ahead):
+def test_rollouts_are_submitted_to_the_teacher_as_soon_as_they_exist(place, url, ahead):
     chats = [
         {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"It is {n * n}."}]}
         for n in range(40)
@@ -124,7 +124,7 @@ def test_a_student_cut_from_the_model_that_is_named(place, url):
     assert_same(trained(place, "cut-served", *cut, *from_server(url)), trained(place, "cut", *cut))
 
 
-def test_nothing_is_asked_where_the_loss_asks_nothing(place, url):
+def test_no_query_is_sent_where_the_loss_needs_none(place, url):
     before = _requests(url)
     recipe = recipe_in(place, *from_server(url), "loss.terms=[{type: cross_entropy}]")
     teacher, _ = opened(recipe)

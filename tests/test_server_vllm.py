@@ -120,7 +120,7 @@ def test_logits_are_not_taken_for_log_probabilities(place, engine, mode, told):
         assert "\n" not in str(refused.value)
 
 
-def test_documents_that_are_longer_than_it_takes_are_told_before_a_run_and_by_check(place, engine):
+def test_documents_longer_than_a_servers_limit_are_reported_before_a_run(place, engine):
     with running(vllm(engine)) as address:
         asks = from_server(address, protocol="vllm", top_k=8)
         told = "data.max_length: expected at most 511, since vLLM was started with --max-model-len 512, got 512"
@@ -207,7 +207,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("told", FAULTS)
-def test_what_is_wrong_with_a_connectors_files_is_said(place, engine, tmp_path, told):
+def test_errors_of_a_connectors_files_are_reported(place, engine, tmp_path, told):
     with running(vllm_with_folder(engine, tmp_path, FAULTS[told])) as address:
         recipe = recipe_in(place, *from_server(address, protocol="vllm", folder=str(tmp_path)))
         with pytest.raises((ValueError, RunError), match=rf"teacher\.folder: .*{told}"):
@@ -216,7 +216,7 @@ def test_what_is_wrong_with_a_connectors_files_is_said(place, engine, tmp_path, 
             opened(recipe_in(place, *from_server(address, protocol="vllm", folder=str(tmp_path / "none"))))
 
 
-def test_a_server_that_dies_before_it_wrote_is_told_soon(place, engine, tmp_path, monkeypatch):
+def test_a_server_that_dies_at_start_is_reported_at_once(place, engine, tmp_path, monkeypatch):
     """Not after `teacher.timeout`, and not that a file is missing."""
     monkeypatch.setattr(vllm_hidden, "HEALTH_S", 0.1)
     monkeypatch.setattr(vllm_hidden, "DEAD_S", 0.5)
@@ -258,7 +258,7 @@ def test_a_model_whose_files_lack_its_norm_is_refused(place, tmp_path):
         load_ends(TeacherSection(model=str(folder)), torch.float32)
 
 
-def test_how_many_logprobs_each_vllm_gives_is_asked_before_anything_else(place, engine):
+def test_the_number_of_logprobs_of_each_vllm_server_is_checked_first(place, engine):
     enough, too_few = [], []
     with running(vllm(engine, 64, asked=enough)) as first, running(vllm(engine, 20, asked=too_few)) as second:
         recipe = recipe_in(place, *from_server(first, second, protocol="vllm", top_k=30))
@@ -268,7 +268,7 @@ def test_how_many_logprobs_each_vllm_gives_is_asked_before_anything_else(place, 
     assert "\n" not in str(refused.value) and enough == too_few == [[[0, 0]]], "two tokens of each server, once"
 
 
-def test_what_a_recipe_may_say_of_servers(place):
+def test_server_settings_of_a_recipe_are_validated(place):
     for text, told in (
         (["teacher.url="], "url is missing"),
         (["teacher.url=ftp://x"], "expected http://"),

@@ -62,7 +62,7 @@ def test_the_first_answer_has_the_seed_of_the_only_one():
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_micro_batches_play_no_part_in_what_is_said(fraction):
+def test_micro_batches_do_not_change_the_rollouts(fraction):
     whole, _ = answered([pairs(8)], samples=2, fraction=fraction)
     parts, _ = answered([pairs(8)[:2], pairs(8)[2:4], pairs(8)[4:]], samples=2, fraction=fraction)
     assert [document for part in parts for document in part] == whole[0]
@@ -146,7 +146,7 @@ def eight_answers(folder, size, accumulation, **own):
 WAYS = ({}, {"fraction": 0.5, "samples": 3})
 
 
-def test_any_micro_batches_and_ranks_say_and_learn_the_same_of_them(tmp_path):
+def test_micro_batches_and_ranks_change_neither_metrics_nor_weights(tmp_path):
     run_as_two(__file__, tmp_path, timeout=100)
     of_ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     for number, own in enumerate(WAYS):
@@ -225,7 +225,7 @@ def test_all_answers_of_a_prompt_stay_in_one_micro_batch():
 
 
 @pytest.mark.parametrize("ahead, packing", [(2, True), pytest.param(0, False, marks=pytest.mark.full)])
-def test_a_run_that_is_killed_goes_on_to_the_bit(tmp_path, ahead, packing):
+def test_a_killed_run_resumes_bit_identically(tmp_path, ahead, packing):
     """The run has cut-offs, stop strings and two responses a prompt."""
     save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"seed": 2, "attention_dropout": 0.1})
     lines = [json.dumps({"prompt": f"FunctionInput {n}?", "completion": f"It is {n * n}."}) for n in range(60)]

@@ -167,7 +167,7 @@ def test_resumed_shards_end_as_shards_left_alone(request, made):
     assert all(torch.equal(ours[key], value) for key, value in theirs.items())
 
 
-def test_one_process_speaks_and_says_who_is_sharded(workplace, request):
+def test_one_process_logs_and_names_the_sharded_models(workplace, request):
     text = (workplace / "out.txt").read_text()
     made = {"tied", *chosen(request, "case")}
     assert text.count("devices     student sharded (FSDP2), teacher sharded (FSDP2)") == len(made) + 1

@@ -41,7 +41,7 @@ def folder(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- generate
 
 
-def test_a_student_answers_beside_its_teacher(folder, capsys):
+def test_generate_prints_student_and_teacher(folder, capsys):
     assert run_command(["generate", "mine", "-p", "What?", "--beside-teacher", "--max-new-tokens", "6"]) == 0
     out = capsys.readouterr().out
     tokenizer = AutoTokenizer.from_pretrained("teacher")
@@ -157,7 +157,7 @@ def test_a_run_whose_teacher_is_not_one_model_asks_for_its_name(teacher, message
 # ---------------------------------------------------------------- export
 
 
-def test_an_export_is_whole_and_in_the_dtype_asked_for(folder, capsys):
+def test_an_export_is_complete_and_in_the_requested_dtype(folder, capsys):
     assert run_command(["export", "mine", "-o", "out", "--dtype", "bfloat16", "--shard-size", "40KB", "--json"]) == 0
     written = json.loads(capsys.readouterr().out)
     names = {path.name for path in Path("out").iterdir()}

@@ -42,7 +42,7 @@ SMALL = [
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", PLANNED)
-def test_headers_say_what_check_predicts(name):
+def test_recipe_headers_have_the_estimates_of_check(name):
     header = (RECIPES / f"{name}.yaml").read_text().split("\n\nteacher:")[0]
     assert f"`distill check {name} --gpu {PLANNED[name]}`, not measured" in header
     report = check(load(RECIPES / f"{name}.yaml"), find_device(PLANNED[name]), read_data=False)
@@ -55,7 +55,7 @@ def test_headers_say_what_check_predicts(name):
         assert abs(said[part] - gib) <= 0.051, f"{part}: the header says {said[part]}, check {gib:.2f} GiB"
 
 
-def test_check_says_what_a_cache_will_take(capsys):
+def test_check_prints_the_size_of_a_cache(capsys):
     assert run_command(["check", "llama3-8b-to-1b-cached", "--gpu", "40GB", "--no-data"]) == 0
     out = capsys.readouterr().out
     header = (RECIPES / "llama3-8b-to-1b-cached.yaml").read_text()
@@ -113,7 +113,7 @@ def test_the_cached_recipe_caches_and_runs(here, capsys):
     assert len([row for row in read_metrics(Path("runs/cached/metrics.jsonl")) if "loss" in row]) == 2
 
 
-def test_the_on_policy_recipe_goes_on_with_a_runs_student(here):
+def test_the_on_policy_recipe_continues_from_a_runs_student(here):
     settings = small("teacher.model=teacher", "data.on_policy.max_new_tokens=8", "train.steps=2")
     assert run_command(["run", "llama3-8b-to-1b-on-policy", *settings, "--name", "own"]) == 0
     rows = read_metrics(Path("runs/own/metrics.jsonl"))

@@ -111,7 +111,7 @@ def test_random_models_apply_it(in_shards, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("section", [Teacher, Student])
-def test_pytorchs_attention_asked_for_by_name_is_refused(section, tmp_path):
+def test_pytorchs_attention_requested_by_name_is_refused(section, tmp_path):
     folder = save_tiny(tmp_path / "model", capped())
     load = load_teacher if section is Teacher else load_student
     with pytest.raises(ValueError, match=rf"{section.__name__.lower()}\..*(sdpa|scaled_dot_product_attention)"):

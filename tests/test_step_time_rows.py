@@ -80,7 +80,7 @@ def planned(gpus, overrides, case="", folder=None, hidden=False):
 
 
 @pytest.mark.parametrize("key", MEASURED, ids=", ".join)
-def test_the_arithmetic_says_what_was_measured(key, tmp_path):
+def test_estimates_agree_with_measurements(key, tmp_path):
     gpus, overrides = MEASURED[key]
     told = planned(gpus, overrides, key[0], tmp_path, hidden="hidden" in key[2])
     assert told == pytest.approx(row_of(*key)["tokens_per_s"], rel=BOUND)

@@ -28,7 +28,7 @@ def by_definition(tokenizer, strings, tokens):
 
 
 @pytest.mark.parametrize("size", [259, 330])
-def test_an_answer_ends_where_its_text_contains_one(size):
+def test_a_response_ends_at_a_stop_string(size):
     """Stop strings lie within tokens and across their borders, with byte-level and merged tokens, checked in parts."""
     tokenizer, chance = tiny_tokenizer(size), random.Random(0)
     tokens = tokenizer(TEXT, add_special_tokens=False)["input_ids"] + [1]
@@ -48,7 +48,7 @@ def test_an_answer_ends_where_its_text_contains_one(size):
     assert StopStrings(tokenizer, ["日"]).find_end([]) is None and len(ends) > 20
 
 
-def test_half_a_character_ends_nothing():
+def test_a_partial_character_is_no_stop_string():
     tokenizer = tiny_tokenizer()
     ids = tokenizer("aé", add_special_tokens=False)["input_ids"]
     assert len(ids) == 3

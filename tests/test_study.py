@@ -40,7 +40,7 @@ def test_configurations_differ_in_nothing_but_what_is_compared():
     assert set(seeds) == {0}, "a seed is whole before the next begins"
 
 
-def test_a_key_knows_settings_but_not_where_the_data_lie():
+def test_a_key_depends_on_settings_but_not_on_the_data_path():
     here, there = grid(SOURCES)[0], grid({"gsm8k": ("data.source=/elsewhere/b.jsonl",)})[0]
     assert here.key == there.key and here.shown == there.shown
     on_policy = grid(SOURCES, objectives=["reverse KL, half on-policy"], seeds=1)
@@ -55,7 +55,7 @@ def test_a_key_knows_settings_but_not_where_the_data_lie():
 
 
 @pytest.mark.full
-def test_the_students_own_words_are_one_configuration_more(tiny_study, tmp_path):
+def test_on_policy_is_one_more_configuration(tiny_study, tmp_path):
     few = ["train.steps=2", "data.on_policy.max_new_tokens=4"]
     code, said = tiny_study("--objectives", "reverse KL, half on-policy", "--seeds", "1", more=few)
     assert code == 0 and "1/1 gsm8k, 2 layers, reverse KL, half on-policy, seed 0" in said.out, said.err

@@ -92,7 +92,7 @@ def test_tables_follow_from_rows_alone():
 
 
 @pytest.mark.parametrize(("right", "kind"), [("1" * 46 + "0" * 14, "not told apart"), ("1" * 20 + "0" * 40, "worse")])
-def test_methods_are_told_apart_by_questions_not_by_seeds_that_agree(right, kind):
+def test_methods_are_compared_over_questions_not_over_equal_seeds(right, kind):
     row = {"part": "worked solutions", "task": "sums", "kl": [1.0, 0.5]}
     rows = [
         {**row, "method": method, "seed": seed, "right": {"sums": bits}}

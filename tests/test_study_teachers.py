@@ -39,7 +39,7 @@ def test_configurations_differ_in_nothing_but_the_teachers_word():
     assert [setup.seed for setup in setups] == sorted(setup.seed for setup in setups), "a seed is whole before the next"
 
 
-def test_a_key_knows_both_stages_but_not_where_the_data_lie():
+def test_a_key_depends_on_both_stages_but_not_on_the_data_path():
     here, there = grid(SOURCE), grid(("data.source=/elsewhere/b.jsonl", SOURCE[1]))
     assert [setup.key for setup in here] == [setup.key for setup in there] and here[0].shown == there[0].shown
     changed = [setup._replace(first=(*setup.first, "train.steps=7")) for setup in here if setup.first]
@@ -51,7 +51,7 @@ FEW = ["train.steps=4", "train.log_every=1"]
 
 
 @pytest.mark.full
-def test_a_cached_teacher_beside_the_loaded_one(tiny_study, tmp_path):  # noqa: F811
+def test_the_study_compares_cached_and_online_teachers(tiny_study, tmp_path):  # noqa: F811
     code, said = tiny_study("--plan", "teachers", "--parts", CACHE, "--seeds", "1", more=FEW)
     assert code == 0, said.err
     rows = {row["objective"]: row for row in finished(tmp_path / "out", "teachers")}
@@ -72,7 +72,7 @@ def test_a_cached_teacher_beside_the_loaded_one(tiny_study, tmp_path):  # noqa: 
 
 
 @pytest.mark.full
-def test_a_student_goes_on_with_its_own_words(tiny_study, tmp_path, monkeypatch):  # noqa: F811
+def test_the_study_continues_on_policy(tiny_study, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr("scripts.study.teacher_runs.LONGEST", 6)
     kept = {name: SECOND[name] for name in (OFF, "on-policy, reverse KL")}
     words = ("loss.terms=[{type: reverse_kl}]", "data.on_policy={fraction: 1.0, max_new_tokens: 6}")
@@ -161,7 +161,7 @@ def test_right_answers_count_only_where_they_can_tell():
     assert "on-policy, reverse KL 30.0%" in able and "below 7.8% are not told apart" in able
 
 
-def test_own_words_are_told_beside_the_held_out_text():
+def test_the_studys_sentences_have_metrics_of_rollouts_too():
     rows = [row(OWN, OFF, seed, 1 + 0.01 * seed, own=0.8 + 0.01 * seed) for seed in range(3)]
     rows += [row(OWN, "on-policy, reverse KL", seed, 1.2 + 0.01 * seed, own=0.4 + 0.01 * seed) for seed in range(3)]
     first = sentences(rows)[0]

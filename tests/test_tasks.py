@@ -95,7 +95,7 @@ def test_mistakes_are_found_before_models_are_loaded(arguments, message, folder,
     assert message in capsys.readouterr().err
 
 
-def test_without_the_harness_the_error_says_what_to_install(folder, capsys, monkeypatch):
+def test_without_the_harness_the_error_names_the_package(folder, capsys, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "lm_eval" else found(name, *a))
     assert run_command(["eval", "mine", "--tasks", "hellaswag"]) == 2

@@ -173,7 +173,7 @@ def hooked(model):
         (lambda model: vars(model).update({offload.STREAMER: "a conveyor"}), 0, "offloaded"),
     ],
 )
-def test_where_it_is_off_a_line_says_why(products, caplog, change, count, reason):
+def test_a_log_line_gives_the_reason_where_interleaving_is_off(products, caplog, change, count, reason):
     teacher = model()
     patch(teacher, "teacher", attention=None)
     change(teacher)

@@ -40,7 +40,7 @@ def test_equal_vocabularies_match_and_padded_rows_are_named(base):
     assert "\n" not in str(verdict)
 
 
-def test_a_student_with_more_rows_is_told_of(base):
+def test_a_student_with_more_head_rows_is_reported(base):
     verdict = compare(base, base, teacher_vocab_size=300, student_vocab_size=320)
     assert verdict.require() == 300
     assert "last 20 rows" in str(verdict)
@@ -101,7 +101,7 @@ def test_habits_that_differ_are_notes_not_faults(base):
     assert "eos_token is '<|end|>' to the teacher and '<|start|>' to the student" in str(verdict)
 
 
-def test_a_tokenizer_that_begins_texts_is_told_from_one_that_does_not(base):
+def test_tokenizers_with_and_without_a_beginning_token_are_distinguished(base):
     from tokenizers.processors import TemplateProcessing
 
     begins, plain = copy.deepcopy(base), copy.deepcopy(base)

@@ -64,5 +64,5 @@ def test_heads_are_counted_for_the_tokens_of_their_routes():
     assert len(batch["route0_rows"]) + len(batch["route1_rows"]) == len(batch["valid_rows"])
 
 
-def test_what_is_asked_now_and_then_has_no_mfu():
+def test_a_teacher_that_is_queried_in_some_steps_has_no_mfu():
     assert flops_per_token(kept().teacher) == {"": None}
