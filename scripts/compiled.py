@@ -79,12 +79,15 @@ else:
     "products": (
         """
 from distill_kernels.losses import projection
-from distill_kernels.losses.accumulate import add_transposed_matmul_
+from distill_kernels.losses.accumulate import WeightGradient, add_transposed_matmul_
 from distill_kernels.losses.operands import Head
 from distill_kernels.matmul import gated
 from distill_kernels.matmul.fp8 import fp8_rms_norm
 x, w, n = t(130, 64, grad=False), t(1000, 64, grad=False), torch.ones(130)
 add_transposed_matmul_(t(1000, 64, grad=False), t(130, 1000, grad=False), x)
+sums = WeightGradient(w, 1000, 5, fp32=False)
+for _ in range(5):
+    sums.add(t(130, 1000, grad=False), x)
 for way in projection.projection_candidates(facts):  # what is timed there is compiled too
     if way != projection.CUBLAS:
         out = projection.Logits(torch.empty(130, 1024, dtype=torch.float16)[:, :1000],

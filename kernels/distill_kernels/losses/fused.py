@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from distill_kernels.launch import cdiv, device_facts
-from distill_kernels.losses.accumulate import add_matmul_, add_transposed_matmul_
+from distill_kernels.losses.accumulate import WeightGradient
 from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.mixture_kernel import TeacherMixer, launch_mixture_row_loss
 from distill_kernels.losses.operands import Batch, Head, LossOutput, RequiredGrads
@@ -132,7 +132,7 @@ def fused_linear_divergence(
         if required.lora_b and original.lora_b is not None
         else None
     )
-    d_weight = None
+    weight_sum = WeightGradient(original.weight, vocab, len(plan.groups), fp32=plan.accumulate_fp32)
     row_lse: list[torch.Tensor] = []
     buffers = _Workspace(plan, vocab, logit_dtype, device, both_temperatures=both_temperatures, models=models)
     selected = None if batch.student_top is None else batch.student_top.allocate(n, device)
@@ -275,8 +275,9 @@ def fused_linear_divergence(
             if required.weight and vocab:
                 buffers.extra = None  # frees the memory that dW is planned to take
                 x = masked_hidden(group_start, start)
-                d_weight = _add_weight_gradient(d_weight, g, x, original.weight, vocab, plan.accumulate_fp32)
+                weight_sum.add(g, x)
         group_start = start
+    d_weight = weight_sum.total
     if required.weight and d_weight is None:
         d_weight = torch.zeros_like(original.weight)
     if rank_sums is not None:
@@ -333,30 +334,6 @@ def _store_rows(d_hidden: torch.Tensor, hidden_rows: slice | torch.Tensor, d_x: 
         d_hidden[hidden_rows] = d_x
     else:
         d_hidden.index_copy_(0, hidden_rows, d_x.to(d_hidden.dtype))
-
-
-def _add_weight_gradient(
-    d_weight: torch.Tensor | None,
-    gradients: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    vocab: int,
-    accumulate_fp32: bool,
-) -> torch.Tensor:
-    """Return `dW + gradients^T hidden`, in place where dW exists; fp32 if `accumulate_fp32` or the weight is fp32."""
-    fp32 = accumulate_fp32 or weight.dtype == torch.float32
-    if d_weight is None:
-        d_weight = torch.empty(weight.shape, dtype=torch.float32 if fp32 else weight.dtype, device=weight.device)
-        d_weight[vocab:].zero_()
-        if fp32:
-            matmul_fp32(gradients.t(), hidden, d_weight[:vocab])
-        else:
-            torch.mm(gradients.t(), hidden, out=d_weight[:vocab])
-    elif not fp32:
-        add_transposed_matmul_(d_weight[:vocab], gradients, hidden)
-    else:
-        add_matmul_(d_weight[:vocab], gradients.t(), hidden)
-    return d_weight
 
 
 def _lora_gradients(
