@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
     parser.add_argument("--rows", type=int, default=8, help="rows of a micro-batch")
     parser.add_argument("--step-tokens", type=int, default=16_384)
-    parser.add_argument("--learning-rate", type=float, default=1.5e-4)
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--first-rate", type=float, default=1e-4)
     parser.add_argument("--held-out", type=int, default=600, help="held-out documents")
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
