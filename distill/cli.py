@@ -23,7 +23,20 @@ from typing import Annotated, Any
 import typer
 
 from distill import __version__
-from distill.commands import cache, chat, doctor, evaluate, plan, quantise, sample, serve, settings, share, verify
+from distill.commands import (
+    cache,
+    chat,
+    doctor,
+    evaluate,
+    plan,
+    prune,
+    quantise,
+    sample,
+    serve,
+    settings,
+    share,
+    verify,
+)
 from distill.commands.arguments import (
     AsJson,
     Overrides,
@@ -59,6 +72,7 @@ app = typer.Typer(
     distill validate chat-8b-to-1b.yaml        check it and print every setting
     distill check chat-8b-to-1b.yaml           estimate memory and time
     distill inspect chat-8b-to-1b.yaml         show the trained tokens of a batch
+    distill prune chat-8b-to-1b.yaml --to 0.5  propose shapes to prune the teacher to
     distill cache chat-8b-to-1b.yaml           write teacher outputs to disk
     distill serve chat-8b-to-1b.yaml           start a teacher server
     distill sample my.yaml --prompts q.txt ... generate training data
@@ -79,7 +93,7 @@ recipes_app = typer.Typer(
 )
 app.add_typer(recipes_app, name="recipes")
 _COMMANDS: list[Callable[..., None]] = [
-    *(plan.check, plan.inspect, plan.bench, cache.cache, doctor.doctor),
+    *(plan.check, plan.inspect, plan.bench, prune.prune, cache.cache, doctor.doctor),
     *(evaluate.evaluate, evaluate.compare, evaluate.report),
     *(share.generate, share.export, quantise.quantise, chat.chat, sample.sample, serve.serve, verify.verify),
     *(settings.settings, settings.schema),

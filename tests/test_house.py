@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "kernels" / "distill_kernels"
 MOST_BRANCHES = 9
 MOST_MEMBERS = {"Teacher": 8, "TeacherSource": 8, "TargetFormat": 5}
-MOST_LINES = {"distill": 53_950, "kernels": 19_280}
+MOST_LINES = {"distill": 54_362, "kernels": 19_280}
 MOST_ANY = {"distill/recipe": 0, "distill/core": 0, "distill": 705}
 # over six today; the list only gets shorter
 LONG_SIGNATURES = {

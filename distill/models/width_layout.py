@@ -215,7 +215,9 @@ def _note(slopes: dict[str, list[_Slope]], axis: Axis, shapes: Sequence[dict[str
         for slope, small, large in zip(dims, before[name], after[name], strict=True):
             if large != small:
                 if (large - small) % more:
-                    raise ValueError(f"student.from_teacher: the size of {name} is no multiple of its {axis}")
+                    raise ValueError(
+                        f"student.from_teacher: the size of {name} is no multiple of its {axis}; it cannot be cut"
+                    )
                 slope.by[axis] = (large - small) // more
 
 

@@ -1,0 +1,63 @@
+"""Students that a recipe's teacher could be pruned to, each measured before training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from distill.models.importance import select_parts
+from distill.models.load import load_student, load_teacher
+from distill.models.precision import resolve_device, resolve_precision
+from distill.models.prune_candidates import Candidate, Cost, TeacherOutputs, candidates, check_share, parameters_share
+from distill.recipe import FromTeacher, Importance, Student
+from distill.teachers.calibration import Calibration, calibration_of
+from distill.teachers.registry import source_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from distill.recipe import Recipe
+
+HELD_OUT_ROWS = 16
+
+
+def measure_candidates(
+    recipe: Recipe, share: float, *, cost: Callable[[PreTrainedModel, int], Cost] | None = None
+) -> Iterator[tuple[Candidate, float]]:
+    """Yield shapes for a student of a recipe's teacher, and KL(teacher || student) before training, in nats a token.
+
+    The teacher is held once, and one student at a time; the divergence is over at most `HELD_OUT_ROWS` held-out rows.
+
+    Args:
+        recipe: its data choose the parts; its student is ignored but for `from_teacher.importance`.
+        share: of the teacher's cost that a student may have.
+        cost: makes the cost of a shape, of the teacher and the length of a row; None for the parameters.
+
+    Raises:
+        ValueError: a teacher that is not loaded here, or that cannot be cut.
+    """
+    check_share(share)
+    cut = recipe.student.from_teacher
+    importance = None if cut is None else cut.importance
+    any_cut = FromTeacher(layers=1, importance=importance or Importance())
+    recipe = recipe.model_copy(update={"student": Student(from_teacher=any_cut)})
+    source = source_of(recipe)
+    sections = list(source.sections.values())
+    if len(sections) != 1 or (sections[0].model is None and sections[0].init != "random"):
+        raise ValueError("teacher: expected one model to prune; name it by teacher.model")
+    (section,) = sections
+    vocabulary = source.vocabulary()
+    splits = vocabulary.read(recipe.data, recipe.train.seed)
+    calibration: Calibration = calibration_of(recipe, splits)
+    held_out = [dict(splits.validation[number]) for number in range(min(HELD_OUT_ROWS, len(splits.validation)))]
+    device = resolve_device(recipe.train)
+    dtype = resolve_precision(recipe, device).teacher
+    teacher = load_teacher(section, device=device, dtype=dtype)
+    outputs = TeacherOutputs(teacher, held_out)
+    shares = parameters_share(teacher.config) if cost is None else cost(teacher, recipe.data.max_length)
+    for candidate in candidates(teacher.config, share, shares, importance):
+        student = Student(from_teacher=candidate.cut)
+        chosen = select_parts(teacher, candidate.cut, calibration.rows)
+        model = load_student(student, teacher=teacher, device=device, dtype=dtype, selection=chosen)
+        yield candidate, outputs.divergence(model)
+        del model

