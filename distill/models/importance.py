@@ -7,6 +7,10 @@ activation, aggregated over tokens by `metric`:
     head                Euclidean norm of its output, as the output projection reads it
     MLP column          |product of gate and up|, as the down projection reads it
 
+On SmolLM2-135M-Instruct (GSM8K, KL before training by `l2`, `mean`): 468 of 576 channels 1.64, 1.68; 2 of 3 key and
+value heads 1.02, 1.37; 1024 of 1536 columns 0.47, 0.43. Scores times the norms of the weights that read them (columns
+0.44, heads 1.41 by `l2`) are no better overall.
+
 Key and value heads count by the sum over the heads that share them. Layers: the forward KL from the full teacher
 without each layer, on the calibration rows; the layer without which it is smallest goes, and the rest is measured
 again. The harm of removing a layer mostly grows as others go: a layer whose last measurement is larger than a new one

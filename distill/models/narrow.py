@@ -5,8 +5,9 @@ or columns set to zero. Dropping hidden channels changes three things beside:
 
     RMSNorm     divides by the root mean square over the kept channels in place of all. With `norms` its weight is
                 multiplied by the ratio of the two, sqrt(mean over the kept of E[x_i^2 / mean(x^2)]), measured on the
-                calibration rows, so that kept channels keep their scale. Of a teacher whose dropped channels are zero
-                the ratio is sqrt(H / H') and the student equals it, but for the epsilon.
+                calibration rows, so that kept channels keep their scale. SmolLM2-135M-Instruct with 468 of 576
+                channels: KL before training 1.64 nats a token with it, 2.12 without (GSM8K). Of a teacher whose
+                dropped channels are zero the ratio is sqrt(H / H') and the student equals it, but for the epsilon.
     embedding   a factor that follows from `hidden_size` (Gemma: its root) is put right in the embedding, and with tied
                 weights in the last norm as well.
     logits      are sums over the kept channels.
