@@ -253,7 +253,7 @@ def test_a_gradient_goes_through_planned_launches(machine):
 
 
 def test_outputs_die_with_their_last_reference(machine):
-    """What lives on keeps its graph, whose leaves then belong to another stream than a captured backward's."""
+    """An output that lives on keeps its graph, whose leaves belong to another stream than a captured backward's."""
     kernel = Kernel(lambda x_ptr, parts, y_ptr: None, machine)
 
     def launcher(x: torch.Tensor) -> torch.Tensor:

@@ -249,7 +249,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Values:
-    """Where each kernel argument comes from: an input, a buffer, a constant, or derived from these.
+    """Origins of the kernel arguments: inputs, buffers, constants, or values derived from these.
 
     Args:
         inputs: Numbers of the inputs by address.

@@ -80,9 +80,13 @@ def run_arms(own: argparse.Namespace) -> list[dict[str, Any]]:
     teacher = load_teacher(section, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
     tokenizer = load_tokenizer(section)
     data = Data(
-        source=own.data, max_length=own.length, workers=0, cache=False, max_rows=own.max_rows,
+        source=own.data,
+        max_length=own.length,
+        workers=0,
+        cache=False,
+        max_rows=own.max_rows,
         validation=Validation(fraction=0.05, max_rows=own.held_out),
-    )  # fmt: skip
+    )
     splits = load_data(data, tokenizer, seed=0)
     kept = layers_to_keep(teacher.config.num_hidden_layers, own.layers)
     cut = cut_layers(teacher, kept, torch.float32)
@@ -106,9 +110,13 @@ def run_arms(own: argparse.Namespace) -> list[dict[str, Any]]:
             loss = with_kept_layers(Loss.model_validate({"terms": [{"type": "forward_kl"}, *terms]}), kept)
             with tempfile.TemporaryDirectory() as folder:
                 trainer = DistillationTrainer(
-                    student, teacher, arguments_of(own, folder, seed), loss=loss,
-                    train_dataset=splits.train, processing_class=tokenizer,
-                )  # fmt: skip
+                    student,
+                    teacher,
+                    arguments_of(own, folder, seed),
+                    loss=loss,
+                    train_dataset=splits.train,
+                    processing_class=tokenizer,
+                )
                 began = time.perf_counter()
                 trainer.train()
                 seconds = (time.perf_counter() - began) / trainer.state.max_steps
