@@ -354,8 +354,8 @@ def print_structure() -> None:
         loaded = len(loaded_modules(f"import {module}", package))
         print(f"files of {package} that {module} loads: {loaded}, at most {most}")
     print(f"{'pairs of settings refused by hand':<44}{pairs_refused_by_hand():>6}")
-    for name, count in sorted(protocol_members().items(), key=lambda item: -item[1])[:8]:
-        print(f"members of {name:<33}{count:>6}")
+    for name, count in sorted(protocol_members().items(), key=lambda item: (-item[1], item[0])):
+        print(f"members of {name:<60}{count:>6}")
     for name, places in sorted(capability_places().items()):
         print(f"{f'places that ask for {name}':<44}{len(places):>6}    {', '.join(places)}")
     print_trainer()
