@@ -280,7 +280,7 @@ def test_rollouts_are_written_by_span(place):
         (rows,) = (parquet.read_table(file).to_pylist() for file in sorted((folder / "runs/a/rollouts").glob("*4*")))
         shown = said_by(["inspect", "a", "--rollouts", "--json", "--rows", "1"])
     assert rows and shown["code"] == 0, shown
-    figures = [token["shade"] for token in json.loads(shown["out"])["rows"][-1] if token["state"] == "learned"]
+    figures = [token["value"] for token in json.loads(shown["out"])["rows"][-1] if token["state"] == "trained"]
     assert figures == pytest.approx(rows[0]["divergence"])
     for row in rows:
         assert [turn["by_student"] for turn in row["turns"]] == [True] and row["turns"][0]["text"] == row["answer"]

@@ -203,7 +203,7 @@ def test_stored_answers_are_shown(workplace, monkeypatch):
     assert f"[{row['divergence'][0]:.2f}]" in shown["out"] and "step 4" in shown["out"]
     told = json.loads(said_by(["inspect", "plain", "--rollouts", "--json", "--rows", "1"])["out"])
     (first,) = told["rows"]
-    answer = [token for token in first if token["state"] == "learned"]
+    answer = [token for token in first if token["state"] == "trained"]
     assert [token["id"] for token in answer] == read(files(workplace / "runs/plain")[-1])[0]["answer_ids"]
     Path("runs/none").mkdir()
     shutil.copy("runs/plain/recipe.yaml", "runs/none/recipe.yaml")
