@@ -316,7 +316,8 @@ def fused_loss(
         expect(student_top.k <= vocab, "k", f"1 to the {vocab} columns that count", student_top.k)
     if policy is not None:
         check_policy(policy, shape, inputs.student_hidden.device)
-        policy = Policy(*(None if each is None else each.detach().flatten() for each in policy[:3]), policy.settings)
+        advantages, old, reference = (None if each is None else each.detach().flatten() for each in policy[:3])
+        policy = Policy(advantages, old, reference, policy.settings)
     teacher_heads: list[Head] = []
     mixture: list[float] = []
     if several:
@@ -359,7 +360,7 @@ def fused_loss(
             list(RequiredGrads(stats=return_stats) if recompute else required),
             *((None, None) if top is None else top[:2]),
             *((None, None, None) if policy is None else policy[:3]),
-            "" if top is None and student_top is None else (student_top or top).tail,
+            next((each.tail for each in (top, student_top) if each is not None), ""),
             0 if student_top is None else student_top.k,
             "" if policy is None else policy.settings.encode(),
             "" if shard is None else shard.encode(),

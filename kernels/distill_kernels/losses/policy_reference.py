@@ -85,11 +85,13 @@ class Policy(NamedTuple):
 
     def rows(self, which: slice | torch.Tensor) -> Policy:
         """Return the rows `which`."""
-        return Policy(*(None if each is None else each[which] for each in self[:3]), self.settings)
+        advantages, old, reference = (None if each is None else each[which] for each in self[:3])
+        return Policy(advantages, old, reference, self.settings)
 
     def contiguous(self) -> Policy:
         """Return the arguments with contiguous vectors, as kernels read them."""
-        return Policy(*(contiguous_rows(each) for each in self[:3]), self.settings)
+        advantages, old, reference = (contiguous_rows(each) for each in self[:3])
+        return Policy(advantages, old, reference, self.settings)
 
 
 def reference_policy_terms(log_p: torch.Tensor, policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
