@@ -152,7 +152,7 @@ def parse(
         _split_by_the_runs_seed(tree)
         _serve_where_ranks_were(tree)
     tree.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:100] or "recipe")
-    terms = {("loss", "terms"): Loss().model_dump()["terms"]}
+    terms: dict[tuple[str, ...], list[dict[str, object]]] = {("loss", "terms"): Loss().model_dump()["terms"]}
     apply_overrides(tree, rename_overrides(overrides), list_defaults=terms)
     rename_settings(tree)  # in the values of overrides
     try:

@@ -93,15 +93,15 @@ class KernelOp:
             plan = self._plans.get(key, 0)
         except (RuntimeError, TypeError):  # no storage (sparse), or an argument that cannot be hashed
             return self._outside(args)
-        if plan.__class__ is LaunchPlan and not address_bits & 15 and plan.fits(pointers):
-            call = (plan, pointers)
-        else:
-            if plan == 0:
-                self.check(*args)
-            call = (None, key)
+        if isinstance(plan, LaunchPlan) and not address_bits & 15 and plan.fits(pointers):
+            if needs_gradient and self.function is not None and torch.is_grad_enabled():
+                return self.function.apply(*args, (plan, pointers))
+            return plan(pointers)
+        if plan == 0:
+            self.check(*args)
         if needs_gradient and self.function is not None and torch.is_grad_enabled():
-            return self.function.apply(*args, call)
-        return plan(pointers) if call[0] is not None else self._launch(key, args)
+            return self.function.apply(*args, (None, key))
+        return self._launch(key, args)
 
     def _outside(self, args: tuple[Any, ...]) -> Any:
         """Call the op for arguments that have no description, such as tensor subclasses."""

@@ -98,8 +98,8 @@ class LaunchPlan:
         device: int,
         allocations: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]],
         constants: list[Any],
-        derived: list[Callable[[list[Any]], Any]],
-        launches: list[tuple[Callable[..., None], Callable[[list[Any]], tuple[Any, ...]]]],
+        derived: Sequence[Callable[[list[Any]], Any]],
+        launches: Sequence[tuple[Callable[..., None], Callable[[list[Any]], tuple[Any, ...]]]],
         outputs: Callable[[list[torch.Tensor]], Any],
         same: list[tuple[int, int]],
     ) -> None:
@@ -215,7 +215,8 @@ class _Recorder(TorchDispatchMode):
         parameters = inspect.signature(kernel.fn).parameters
         for name in kernel.arg_names[len(args) :]:
             values.append(options[name] if name in options else parameters[name].default)
-        self.launched.append((compiled, (*grid, 1, 1)[:3], values))
+        x, y, z = (*grid, 1, 1)[:3]
+        self.launched.append((compiled, (x, y, z), values))
 
     def plan(self, outputs: Any) -> LaunchPlan | None:
         """Return the plan of what was seen, or None; what was seen is forgotten."""
