@@ -129,7 +129,10 @@ def run_arms(own: argparse.Namespace) -> list[dict[str, Any]]:
             print(table(rows[-1:]), flush=True)
             if own.out is not None:
                 with own.out.open("a") as file:
-                    file.write(json.dumps({**rows[-1], "device": own.device, "tokens": own.tokens}) + "\n")
+                    file.write(
+                        json.dumps({"plan": "hidden state", **rows[-1], "device": own.device, "tokens": own.tokens})
+                        + "\n"
+                    )
     return rows
 
 

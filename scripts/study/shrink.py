@@ -169,7 +169,7 @@ def main() -> None:
     if not arguments.only_table:
         rows = measure(arguments)
         arguments.out.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        file.write_text("".join(json.dumps({"plan": "shrink", **row}) + "\n" for row in rows))
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     (arguments.out / "shrink.md").write_text(table(rows))
     print(table(rows))

@@ -224,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(shown(row), flush=True)
                 if options.out is not None:
                     with options.out.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(row) + "\n")
+                        file.write(json.dumps({"plan": "shrink quantise", **row}) + "\n")
     for arm in (*CONTROLS, *options.arms):
         own = [row for row in rows if row["arm"] == arm]
         mean = sum(row["kl"][0] for row in own) / len(own)
