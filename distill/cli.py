@@ -72,7 +72,7 @@ app = typer.Typer(
     distill validate chat-8b-to-1b.yaml        check it and print every setting
     distill check chat-8b-to-1b.yaml           estimate memory and time
     distill inspect chat-8b-to-1b.yaml         show the trained tokens of a batch
-    distill prune chat-8b-to-1b.yaml --to 0.5  propose shapes to prune the teacher to
+    distill prune my.yaml --to 0.5             propose shapes of a pruned teacher
     distill cache chat-8b-to-1b.yaml           write teacher outputs to disk
     distill serve chat-8b-to-1b.yaml           start a teacher server
     distill sample my.yaml --prompts q.txt ... generate training data

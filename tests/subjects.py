@@ -415,6 +415,6 @@ def mean_of_means(patch):
 
     def each_by_its_own(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         own = (inputs["labels"][:, 1:] != -100).sum()
-        return compute(self, model, inputs, return_outputs, own * self.current_gradient_accumulation_steps)
+        return compute(self, model, inputs, return_outputs, own * self.args.gradient_accumulation_steps)
 
     patch.setattr(DistillationTrainer, "compute_loss", each_by_its_own)

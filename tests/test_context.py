@@ -162,7 +162,7 @@ def test_a_template_that_writes_answers_by_what_stands_before(tmp_path, monkeypa
         "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
     )
     (tmp_path / "twisted.jinja").write_text(twisted)
-    with pytest.raises(ValueError, match="writes the answer in another way"):
+    with pytest.raises(ValueError, match="renders the response differently"):
         data_of(
             tmp_path, [chat(n) for n in range(3)], monkeypatch, "{template: Calm.}", "data.chat_template=twisted.jinja"
         )
@@ -190,7 +190,7 @@ def test_targets_are_the_teachers_after_its_own_prompt():
 def test_answers_that_are_others_are_refused():
     row = informed().rows[0]
     wrong = row | {"teacher_input_ids": [*row["teacher_input_ids"][:-1], 7]}
-    with pytest.raises(ValueError, match="not the student's, token by token"):
+    with pytest.raises(ValueError, match="expected the same response tokens for teacher and student"):
         ContextCollator(Collator(0), 0)([wrong])
     with pytest.raises(ValueError, match="expected teacher_input_ids"):
         ContextCollator(Collator(0), 0)([{name: row[name] for name in ("input_ids", "labels", "position_ids")}])

@@ -114,7 +114,7 @@ def test_without_cut_offs_nothing_is_cut(monkeypatch):
 
     assert tokens(Sampling(0.8, 259, 1 - 1e-12, 1e-12)) == expected
     assert tokens(Sampling(0.8, top_k=3)) != expected
-    monkeypatch.setattr(Sampling, "cut", lambda *_: pytest.fail("logits are cut"))
+    monkeypatch.setattr(Sampling, "restrict", lambda *_: pytest.fail("logits are cut"))
     assert tokens(Sampling(0.8)) == expected
     assert tokens(Sampling(0.0, 5, 0.5, 0.5)) == tokens(Sampling(0.0)) != expected
 

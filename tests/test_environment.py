@@ -68,7 +68,7 @@ class InProcess:
         found = [self.function(*call.arguments) for call in calls]
         return [[each] if isinstance(each, dict) else each for each in found]
 
-    def called(self, place=""):
+    def error_prefix(self, place=""):
         return f"data.on_policy.environment mine.py:step, {place}"
 
 

@@ -38,7 +38,7 @@ def test_check_counts_what_stays_and_what_waits():
 def test_check_counts_a_real_model_as_it_is_offloaded():
     model = frozen(tie=False)
     shape = shape_of(model)
-    conveyor = offload_layers(model, CPU).__dict__["_distill_conveyor"]
+    conveyor = offload_layers(model, CPU).__dict__["_distill_streamer"]
     padding = 256 * sum(map(len, conveyor.parameters))
     assert 4 * shape.layered <= sum(map(len, conveyor.host)) <= 4 * shape.layered + padding
     assert 4 * shape.largest_layer <= max(map(len, conveyor.host)) <= 4 * shape.largest_layer + padding

@@ -241,4 +241,4 @@ def test_prompts_that_the_students_own_template_writes_otherwise(tmp_path, monke
         vocabulary.prepare()
         verdict = vocabulary.match([259], 259).verdict
         assert ("prompts differ after" in verdict) is (name == "other"), verdict
-    assert "go on '\\n' (which is learned), the student's own ': '" in verdict
+    assert "continue with '\\n' (which is trained on), the student's with ': '" in verdict

@@ -132,8 +132,8 @@ def test_evaluation_by_a_sharded_teacher_equals_that_by_a_whole_one(request, pla
     "name, expected",
     [
         ("vllm", "--engine: vllm loads the teacher whole, and parallel.teacher holds it in shards"),
-        ("student", "parallel.teacher: 2 processes answer together only with a teacher in shards"),
-        ("copied", "parallel.teacher: 2 processes answer together only with a teacher in shards"),
+        ("student", "parallel.teacher: 2 processes generate together only with a sharded teacher"),
+        ("copied", "parallel.teacher: 2 processes generate together only with a sharded teacher"),
         ("whole", "parallel.teacher: expected sharded in the run's recipe for an evaluation on 2 processes"),
     ],
 )

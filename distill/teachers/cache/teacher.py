@@ -233,7 +233,7 @@ class CacheSource(TeacherSource, NamesFiles, MadeByCommand, Measures, ChecksData
         columns = shapes_of(self)[0].vocabulary
         each = bytes_a_token({"kind": "top_k", "k": Settings().k, "vocabulary": columns, "dtype": "float16"})
         return (
-            f"not loaded: {self.section.path}, which is still to be made: distill cache takes {each} bytes a learned "
+            f"not loaded: {self.section.path}, which is still to be made: distill cache takes {each} bytes per trained "
             f"token (k = {Settings().k}), {each * 1e8 / GIB:.1f} GiB for each 100 M"
         )
 

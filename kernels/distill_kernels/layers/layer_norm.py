@@ -243,6 +243,10 @@ _forward_op = KernelOp(
 )
 
 
+def _needs_gradient(tensor: object) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.requires_grad
+
+
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5
 ) -> torch.Tensor:
@@ -263,9 +267,7 @@ def layer_norm(
     if not has_kernel(x):
         _check(x, weight, bias, eps)
         return forbid_double_backward(reference_layer_norm(x, weight, bias, eps))
-    stats = torch.is_grad_enabled() and (
-        x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
-    )
+    stats = torch.is_grad_enabled() and (_needs_gradient(x) or _needs_gradient(weight) or _needs_gradient(bias))
     return _forward_op(x, weight, bias, eps, stats)[0]
 
 
