@@ -49,12 +49,12 @@ class HiddenStateTerm(LayerTerm):
     Attributes:
         type: `hidden_state`.
         weight: weight of this term in the sum.
-        layers: pairs [student, teacher] of layer numbers from 0. `auto` pairs every layer of the student: of one cut
+        layers: pairs `[student, teacher]` of layer numbers from 0. `auto` pairs every layer of the student: of one cut
             from its teacher (`student.from_teacher`) with the layer it was, else layer i of n with layer
             (i + 1) N // n - 1 of the teacher's N.
         metric: `mse`, the squared distance divided by the width; `cosine`, 1 minus the cosine of their angle, which
             does not depend on their lengths.
-        projection: `learned` multiplies the student's states by a matrix [teacher's width, student's width] that is
+        projection: `learned` multiplies the student's states by a matrix `[teacher's width, student's width]` that is
             trained with the student, kept in checkpoints and left out of the saved student; `none` needs equal widths.
     """
 
@@ -73,7 +73,7 @@ class AttentionRelationTerm(LayerTerm):
     Attributes:
         type: `attention_relation`.
         weight: weight of this term in the sum.
-        layers: pairs [student, teacher] of layer numbers from 0; `auto` for the last pair of `hidden_state`'s.
+        layers: pairs `[student, teacher]` of layer numbers from 0; `auto` for the last pair of `hidden_state`'s.
         relations: of what, as attention gets them (queries and keys with their rotary embedding).
         heads: number of relation heads, which divides the widths in both models; null for the greatest common divisor
             of both models' numbers of key-value heads.
