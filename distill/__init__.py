@@ -14,8 +14,8 @@ from distill_kernels.lazy import lazy_names
 if TYPE_CHECKING:
     from distill_kernels import *  # noqa: F403
 
-    from distill.models.adoption import AutoFusedModelForCausalLM, patch
-    from distill.models.patching import unpatch
+    from distill.models.patch.adoption import AutoFusedModelForCausalLM, patch
+    from distill.models.patch.patching import unpatch
     from distill.recipe import Recipe
     from distill.training.trainer import DistillationTrainer
 
@@ -26,8 +26,8 @@ __all__ = ["AutoFusedModelForCausalLM", "DistillationTrainer", "Recipe", "__vers
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "distill.models.adoption": "AutoFusedModelForCausalLM patch",
-        "distill.models.patching": "unpatch",
+        "distill.models.patch.adoption": "AutoFusedModelForCausalLM patch",
+        "distill.models.patch.patching": "unpatch",
         "distill.recipe": "Recipe",
         "distill.training.trainer": "DistillationTrainer",
         "distill_kernels": " ".join(distill_kernels.__all__),

@@ -39,10 +39,12 @@ from distill.core.ranks import broadcast_from_rank0, is_main_process, restart_st
 from distill.core.run_lock import RunLock
 from distill.evaluation.evaluate import gap_closed
 from distill.generation.from_recipe import add_turn_end_tokens, require_prompts, rollouts_from_recipe
-from distill.models.attention_choice import AttentionChoices, read_choices
 from distill.models.gpu_specs import runs_our_kernels
-from distill.models.precision import resolve_device, resolve_precision
-from distill.models.save_check import check_saving, fix_generation_config
+from distill.models.load.save_check import check_saving, fix_generation_config
+from distill.models.patch.attention_choice import AttentionChoices, read_choices
+from distill.models.precision.dtypes import resolve_device, resolve_precision
+from distill.objectives.layer_matching import with_kept_layers
+from distill.objectives.plugin import allowed_plugin
 from distill.planning.run_plan import plan_run
 from distill.planning.steps import accumulation_steps
 from distill.recipe import Recipe, dump
@@ -53,12 +55,10 @@ from distill.reports.run_manifest import note_beginning
 from distill.reports.run_summary import preamble
 from distill.run_results import RunResult, RunResults, announce
 from distill.run_stages import Loaded, Opened, Prepared, Start, Trained
-from distill.teachers.base import LoadContext
 from distill.teachers.calibration import calibration_of
 from distill.teachers.capabilities import first_batch_lines, is_collective
-from distill.teachers.layer_matching import with_kept_layers
+from distill.teachers.interface import LoadContext
 from distill.teachers.opening import ModelPair, opened_pair, use_plugin
-from distill.teachers.plugin import allowed_plugin
 from distill.teachers.registry import source_of
 from distill.teachers.source_capabilities import data_problems
 from distill.training.arguments import fused_optimizer, require_optimizer, training_arguments
@@ -120,7 +120,7 @@ def run(
     with translate_errors(recipe, folder), RunLock(folder) as run_lock, contextlib.ExitStack() as resources:
         if recipe.parallel.teacher == "served":
             from distill.planning.teacher_server import server_shards_teacher
-            from distill.teachers.server.launched import launched_servers
+            from distill.teachers.backends.served.launched import launched_servers
 
             sharded = server_shards_teacher(recipe, device, world_size())
             resources.enter_context(launched_servers(recipe, device, sharded=sharded))
@@ -351,6 +351,6 @@ def _warn_of(recipe: Recipe) -> None:
         log.warning(line)
     for field, section in (("teacher", recipe.teacher), ("student", recipe.student)):
         if section.config is not None:
-            from distill.models.meta_models import names_another_model
+            from distill.models.load.meta_models import names_another_model
 
             names_another_model(section, field)

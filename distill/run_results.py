@@ -21,15 +21,15 @@ from distill.core.run_lock import RunLock, now
 from distill.evaluation.evaluate import HeldOut, evaluate
 from distill.evaluation.samples import write_samples
 from distill.generation.greedy import generate
-from distill.models.compiling import uncompiled
-from distill.models.load import save_student
+from distill.models.load.loading import save_student
+from distill.models.patch.compiling import uncompiled
 from distill.models.sharding import is_sharded, whole_student
 from distill.recipe import Recipe, dump
 from distill.reports.run_manifest import BEFORE_FILE, note_end, read_before
 from distill.reports.run_summary import result_table, show_samples
-from distill.teachers.base import TeacherSource
 from distill.teachers.capabilities import responses_of
 from distill.teachers.identity import model_name
+from distill.teachers.interface import TeacherSource
 from distill.teachers.opening import ModelPair
 from distill.training.progress import read_metrics
 from distill.training.trainer import DistillationTrainer

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
     from distill.data.load import Splits
     from distill.evaluation.evaluate import HeldOut
+    from distill.objectives.plugin import Plugin
     from distill.planning.run_plan import RunPlan
     from distill.run_results import Answers, RunResults
-    from distill.teachers.base import LoadContext, TeacherSource
+    from distill.teachers.interface import LoadContext, TeacherSource
     from distill.teachers.opening import ModelPair
-    from distill.teachers.plugin import Plugin
     from distill.teachers.vocabulary import Vocabulary
     from distill.training.lock_file import Plain
     from distill.training.resuming import ResumePlan

@@ -242,7 +242,7 @@ MORE: dict[str, tuple[str, ...]] = {
         "distill.run.RunResult",
     ),
     "attention.md": ("distill.generation.decode_loop.DecodeLoop", "distill.generation.decode_loop.EngineSettings"),
-    "losses.md": ("distill.teachers.policy_gradient.policy_gradient_loss",),
+    "losses.md": ("distill.objectives.policy_gradient.policy_gradient_loss",),
 }
 
 

@@ -34,8 +34,8 @@ import psutil
 import torch
 
 from distill.core.errors import TeacherUnavailableError
-from distill.teachers.server.client import Place, Servers
-from distill.teachers.server.wire import TargetRequest, tensors_of
+from distill.teachers.backends.served.client import Place, Servers
+from distill.teachers.backends.served.protocol import TargetRequest, tensors_of
 from scripts.hostile_wire import crafted_body, damaged_body, flipping, read_answer
 
 ROOT = Path(__file__).resolve().parents[1]

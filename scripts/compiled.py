@@ -127,7 +127,7 @@ import transformers
 from distill.generation.fused_step import FusedStep
 from distill.generation.sampling import Sampling
 from distill.generation.sequence_slots import SequenceSlots
-from distill.models.ragged_cache import AttentionCall
+from distill.generation.ragged_cache import AttentionCall
 config = transformers.Qwen3Config(
     vocab_size=1000, hidden_size={hidden}, intermediate_size=3 * {hidden}, num_hidden_layers=1,
     num_attention_heads={hidden} // 64, num_key_value_heads={hidden} // 64 // 3, head_dim=64

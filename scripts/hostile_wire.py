@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 
-from distill.teachers.server.wire import TargetRequest
+from distill.teachers.backends.served.protocol import TargetRequest
 
 
 def crafted_body(random: random.Random, good: TargetRequest) -> bytes:

@@ -20,22 +20,22 @@ from distill.doctor.rows import Rows, SpanRows, nearest
 from distill.generation.sampling import Sampling
 from distill.recipe import parse
 from distill.recipe.loss import Loss
-from distill.teachers.base import load_context
-from distill.teachers.cache.read import TeacherCache
-from distill.teachers.cache.settings import Settings
-from distill.teachers.cache.teacher import CachedTeacher
-from distill.teachers.context.teacher import ContextTeacher
-from distill.teachers.cross.encode import PairEncoder
-from distill.teachers.cross.teacher import CrossTeacher
-from distill.teachers.cross.vocabularies import compare_by_bytes
-from distill.teachers.keep.store import Store
-from distill.teachers.keep.teacher import KeptTeacher
-from distill.teachers.mixture import MixtureTeacher
-from distill.teachers.model import LoadedTeacher
-from distill.teachers.routed.teacher import RoutedTeacher
-from distill.teachers.server.launched import Child, LaunchedServers, LaunchedSource, LaunchedTeacher
-from distill.teachers.server.teacher import ServerTeacher
-from distill.teachers.student import AveragedTeacher
+from distill.teachers.backends.local import LoadedTeacher
+from distill.teachers.backends.served.launched import Child, LaunchedServers, LaunchedSource, LaunchedTeacher
+from distill.teachers.backends.served.teacher import ServerTeacher
+from distill.teachers.backends.stored.online_store import Store
+from distill.teachers.backends.stored.online_teacher import KeptTeacher
+from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.settings import Settings
+from distill.teachers.backends.stored.teacher import CachedTeacher
+from distill.teachers.backends.student import AveragedTeacher
+from distill.teachers.combination.mixture import MixtureTeacher
+from distill.teachers.combination.routes import RoutedTeacher
+from distill.teachers.interface import load_context
+from distill.teachers.rows.context.teacher import ContextTeacher
+from distill.teachers.rows.retokenised.encode import PairEncoder
+from distill.teachers.rows.retokenised.teacher import CrossTeacher
+from distill.teachers.rows.retokenised.vocabularies import compare_by_bytes
 from distill.training.trainer import DistillationTrainer
 
 TWO_TERMS = {"temperature": 2.0, "terms": [{"type": "jsd", "beta": 0.3}, {"type": "cross_entropy", "weight": 0.5}]}

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import distill
-from distill.models.fused_loss import LazyLogits
-from distill.models.read_weights import UnfitWeightsError
+from distill.models.load.read_weights import UnfitWeightsError
+from distill.models.patch.fused_loss import LazyLogits
 
 TWISTS = {
     "llama": {},

@@ -10,8 +10,8 @@ from test_patching import assert_same, make
 from tiny import tiny_tokenizer
 
 import distill
-from distill.models import adoption, attention, padding
-from distill.models.kv_cache import PreallocatedCache
+from distill.models.patch import adoption, attention, padding
+from distill.models.patch.kv_cache import PreallocatedCache
 
 MASKS = {
     "right": [[1] * 9 + [0] * 5, [1] * 14, [1] * 3 + [0] * 11],

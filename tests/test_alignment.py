@@ -13,7 +13,7 @@ from two_tokenizers import BYTES, PIECES, PLAIN_PIECES, SPELLED, TOKENIZERS, WOR
 
 from distill.data.chat import ChatOptions
 from distill.data.formats import Sample
-from distill.teachers.cross.alignment import common_boundaries, shared_tokens, token_bytes, token_ends
+from distill.teachers.rows.retokenised.alignment import common_boundaries, shared_tokens, token_bytes, token_ends
 
 # SentencePiece cannot tell U+2581 from a space; "<" could begin one of its bytes' names
 texts = st.text(

@@ -7,8 +7,8 @@ import torch
 from helpers import relative_error
 from tiny import tiny_model
 
-from distill.models import attention
-from distill.models.attention_choice import ATTENTION_FILE, AttentionChoices, read_choices
+from distill.models.patch import attention
+from distill.models.patch.attention_choice import ATTENTION_FILE, AttentionChoices, read_choices
 from distill.recipe import parse
 
 RECIPE = "{teacher: {model: t}, student: {model: s}, data: {source: x, max_length: 64}, train: {steps: 1}}"

@@ -9,12 +9,12 @@ from helpers import assert_as_good_as_torch
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
+from distill.generation import ragged_cache
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
-from distill.models import ragged_cache
-from distill.models.attention import use_fused_attention
 from distill.models.head import decoder_of
-from distill.models.kv_cache import PreallocatedCache
-from distill.models.patching import patch
+from distill.models.patch.attention import use_fused_attention
+from distill.models.patch.kv_cache import PreallocatedCache
+from distill.models.patch.patching import patch
 
 PROMPT, NEW = [5, 6, 7, 8], 3
 KINDS = {"llama": {}, "window": {"kind": "mistral", "sliding_window": 3}}

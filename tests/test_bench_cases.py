@@ -16,7 +16,7 @@ from helpers import realistic_heads, relative_error
 from tiny import save_tiny, tiny_model
 
 from distill.commands import bench
-from distill.models.patching import patch
+from distill.models.patch.patching import patch
 from distill.teachers.objective import DistillationObjective
 from scripts.bench import (
     __main__,

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from distill.models.head import HeadWeights, LogitTransform
+from distill.objectives.top_k_encoding import CHUNK_ELEMENTS, Encoding, encode, normalised, surplus_of
 from distill.recipe import Loss
-from distill.teachers.cache import format as layout
-from distill.teachers.cache.encode import CHUNK_ELEMENTS, Encoding, encode, normalised, surplus_of
-from distill.teachers.cache.settings import default_tail
+from distill.teachers.backends.stored import format as layout
+from distill.teachers.backends.stored.settings import default_tail
 
 
 @given(st.integers(1, 1 << 24), st.integers(1, 21), st.integers(0, 10**6))

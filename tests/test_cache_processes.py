@@ -12,9 +12,9 @@ from two_ranks import run_as_two
 
 from distill.evaluation.evaluate import HeldOut
 from distill.recipe import parse
-from distill.teachers.cache.format import PLAN, write_signed
-from distill.teachers.keep.source import KeepSource
-from distill.teachers.model import ModelSource
+from distill.teachers.backends.local import ModelSource
+from distill.teachers.backends.stored.format import PLAN, write_signed
+from distill.teachers.backends.stored.online_source import KeepSource
 
 RECIPE = """
 teacher: {model: teacher}
@@ -65,7 +65,7 @@ def test_a_process_that_is_early_waits_until_the_first_has_begun(tmp_path, monke
         assert early.result(timeout=20) == plan
     with pytest.raises(ValueError, match="k was 8, now 9"):
         source._begin_apart(begin, plan | {"k": 9})
-    monkeypatch.setattr("distill.teachers.keep.source.BEGINS_WITHIN_S", 0.2)
+    monkeypatch.setattr("distill.teachers.backends.stored.online_source.BEGINS_WITHIN_S", 0.2)
     source.folder = tmp_path / "of another machine"
     with pytest.raises(ValueError, match="a folder that all machines share"):
         source._begin_apart(begin, plan)

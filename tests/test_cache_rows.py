@@ -8,7 +8,7 @@ from distill.cli import run_command
 from distill.recipe import parse
 from distill.run import run
 from distill.serving.engine import Engine
-from distill.teachers.model import ModelSource
+from distill.teachers.backends.local import ModelSource
 from distill.training.progress import read_metrics
 
 SERVED = "teacher: {type: server, url: '%s'%s}\n"

@@ -14,11 +14,11 @@ from distill.caching.make import load as load_for_cache
 from distill.cli import run_command
 from distill.data.collator import Collator
 from distill.data.report import DataReport
-from distill.models.load import load_teacher
+from distill.models.load.loading import load_teacher
 from distill.recipe import dump, parse
 from distill.run import run
-from distill.teachers.cache.read import CachedRows, TeacherCache
-from distill.teachers.cache.teacher import CachedTeacher, maker_section
+from distill.teachers.backends.stored.read import CachedRows, TeacherCache
+from distill.teachers.backends.stored.teacher import CachedTeacher, maker_section
 from distill.training.progress import read_metrics
 
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(40))

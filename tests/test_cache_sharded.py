@@ -26,9 +26,9 @@ from distill.core import launch, ranks
 from distill.planning.cache_memory import plan_caching, shards_for_queries
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
-from distill.teachers.cache import format as layout
-from distill.teachers.cache.settings import Settings
-from distill.teachers.cache.teacher import section_to_load
+from distill.teachers.backends.stored import format as layout
+from distill.teachers.backends.stored.settings import Settings
+from distill.teachers.backends.stored.teacher import section_to_load
 from distill.teachers.capabilities import is_collective
 
 RECIPE = """

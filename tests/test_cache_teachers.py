@@ -13,14 +13,14 @@ from torch.nn import functional as F
 
 from distill.caching.make import load, make_cache
 from distill.generation.greedy import generate
-from distill.models.load import load_teacher
-from distill.models.offload import is_offloaded
-from distill.models.quantised import is_quantised
+from distill.models.load.loading import load_teacher
+from distill.models.load.quantised import is_quantised
+from distill.models.precision.offload import is_offloaded
 from distill.recipe import Teacher, parse
 from distill.run import run
-from distill.teachers.cache import format as layout
-from distill.teachers.cache.read import TeacherCache
-from distill.teachers.cache.settings import Settings
+from distill.teachers.backends.stored import format as layout
+from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.settings import Settings
 
 RECIPE = """
 teacher: {model: teacher}

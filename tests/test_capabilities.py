@@ -7,6 +7,8 @@ import torch
 from tiny import tiny_model
 
 from distill.data.collator import Collator
+from distill.objectives.token_comparison import token_comparison
+from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.calibration import CutRequest
 from distill.teachers.capabilities import (
     first_batch_lines,
@@ -24,10 +26,9 @@ from distill.teachers.capabilities import (
     student_cut_from,
     truncated_copy,
 )
-from distill.teachers.context.teacher import ContextTeacher
-from distill.teachers.mixture import MixtureTeacher
-from distill.teachers.model import LoadedTeacher
-from distill.teachers.routed.teacher import RoutedTeacher
+from distill.teachers.combination.mixture import MixtureTeacher
+from distill.teachers.combination.routes import RoutedTeacher
+from distill.teachers.rows.context.teacher import ContextTeacher
 from distill.teachers.source_capabilities import (
     SourcePart,
     data_problems,
@@ -37,7 +38,6 @@ from distill.teachers.source_capabilities import (
     note_data,
     smaller_teachers,
 )
-from distill.teachers.token_comparison import token_comparison
 from scripts.examples.backend import BigramTeacher
 
 ROWS = [

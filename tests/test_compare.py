@@ -9,11 +9,11 @@ from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
 from distill.evaluation.targets import find_target
+from distill.objectives.measure import KL, SPANS
 from distill.recipe import parse
 from distill.recipe.resume_policy import FREE, settings_of_steps
 from distill.recipe.yaml_text import to_yaml
 from distill.reports.compare_runs import over_seeds, welch
-from distill.teachers.measure import KL, SPANS
 from distill.teachers.registry import measure_of
 from distill.training.lock_file import FIRST
 

@@ -228,7 +228,7 @@ def test_kernels_compile_for_sm_90(name):
 WHOLE_STEPS = """
 import test_fused_decode as steps
 from distill.generation import fused_step
-from distill.models.fused_decoder import RaggedCache, decoder_of, prefill
+from distill.generation.fused_decoder import RaggedCache, decoder_of, prefill
 def calls_of(model, dtype, rows):
     cache = RaggedCache(model.config, rows, 16, model.device)
     cache.calls = {}

@@ -6,8 +6,8 @@ from tiny import save_models, tiny_model
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from distill.data.collator import Collator
-from distill.models.compiling import compile_layers, uncompiled
-from distill.models.patching import patch
+from distill.models.patch.compiling import compile_layers, uncompiled
+from distill.models.patch.patching import patch
 from distill.recipe import parse
 from distill.teachers.objective import DistillationObjective
 
@@ -84,7 +84,7 @@ def test_answers_are_not_compiled():
 
 @pytest.mark.full
 def test_a_run_may_compile(tmp_path, monkeypatch, capsys):
-    from distill.models import compiling
+    from distill.models.patch import compiling
     from distill.run import run
 
     monkeypatch.chdir(tmp_path)

@@ -29,8 +29,8 @@ from distill.cli import run_command
 from distill.data.collator import Collator
 from distill.recipe import parse
 from distill.run import run
-from distill.teachers.cache.teacher import CachedTeacher
-from distill.teachers.mixture import MixtureTeacher
+from distill.teachers.backends.stored.teacher import CachedTeacher
+from distill.teachers.combination.mixture import MixtureTeacher
 from distill.teachers.registry import source_of
 
 CROSS = "student: {model: pieces, vocabulary: cross, lora: {r: 2, head: true}}\n" + TWO_TERMS + TEXT

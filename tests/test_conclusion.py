@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from distill import run_results
 from distill.cli import run_command
-from distill.models.save_check import check_saving, fix_generation_config
+from distill.models.load.save_check import check_saving, fix_generation_config
 from distill.run_results import RunResults
 
 RECIPE = """

@@ -14,10 +14,10 @@ from distill.doctor.invariants import CHECKS, CheckResult, models_read_the_same_
 from distill.doctor.invariants_rollouts import ROLLOUT_CHECKS
 from distill.doctor.references import REFERENCES
 from distill.doctor.rows import SpanRows
+from distill.objectives.top_k import TopKFormat
 from distill.recipe import load
-from distill.teachers.cache.read import TeacherCache
-from distill.teachers.cache.top_k import TopKFormat
-from distill.teachers.mixture import MixtureTeacher
+from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.combination.mixture import MixtureTeacher
 
 SAYS = {
     "one": "same ids and positions",

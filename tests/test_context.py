@@ -19,10 +19,10 @@ from distill.models.average import RunningAverage
 from distill.recipe import RecipeError, dump, load, parse
 from distill.recipe.models import Context
 from distill.run import run
-from distill.teachers.context.data import LEAK, ContextCollator
-from distill.teachers.context.teacher import ContextTeacher
+from distill.teachers.backends.student import AveragedTeacher
 from distill.teachers.registry import source_of
-from distill.teachers.student import AveragedTeacher
+from distill.teachers.rows.context.data import LEAK, ContextCollator
+from distill.teachers.rows.context.teacher import ContextTeacher
 from distill.training.checkpoints import checkpoints
 from distill.training.trainer import DistillationTrainer
 

@@ -5,7 +5,7 @@ from subjects import informed, informed_answering
 
 from distill.doctor.invariants import fused_equals_reference, models_read_the_same_tokens
 from distill.generation.documents import Document
-from distill.teachers.context.teacher import ContextTeacher
+from distill.teachers.rows.context.teacher import ContextTeacher
 
 
 @pytest.mark.parametrize("subject", [informed, informed_answering])

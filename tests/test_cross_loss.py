@@ -9,9 +9,9 @@ from helpers import assert_as_good_as_torch, realistic_heads
 
 from distill.doctor.reference_spans import Reading, dense_spans
 from distill.models.head import HeadWeights
+from distill.objectives import span_loss as cross_loss
+from distill.objectives.span_loss import CrossTokenizerLoss, Spans, SpanTargets
 from distill.recipe.loss import Loss
-from distill.teachers.cross import loss as cross_loss
-from distill.teachers.cross.loss import CrossTokenizerLoss, Spans, SpanTargets
 
 VS, VT = 40, 50
 TERMS = [LossTerm("forward_kl", 0.6), LossTerm("jsd", 0.4, beta=0.3), LossTerm("cross_entropy", 0.2)]

@@ -22,9 +22,9 @@ from distill.data.formats import Format
 from distill.generation.documents import Document, as_row, documents_of
 from distill.recipe import parse
 from distill.run import run
-from distill.teachers.cross.answers import TeacherReader
-from distill.teachers.cross.data import CrossCollator
-from distill.teachers.cross.encode import PairEncoder, Reader
+from distill.teachers.rows.retokenised.answers import TeacherReader
+from distill.teachers.rows.retokenised.data import CrossCollator
+from distill.teachers.rows.retokenised.encode import PairEncoder, Reader
 from distill.training.progress import read_metrics
 
 SIDES = [("bytes", "merged"), ("merged", "bytes"), ("pieces", "bytes"), ("bytes", "pieces"), ("plain pieces", "pieces")]

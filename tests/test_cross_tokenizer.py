@@ -16,16 +16,16 @@ from distill.cli import run_command
 from distill.data.collator import Collator
 from distill.doctor.reference_spans import Reading, dense_spans
 from distill.evaluation.evaluate import evaluate
+from distill.objectives.span_loss import Spans
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
 from distill.recipe import Data, parse
 from distill.recipe.loss import Loss, PlainTerm
 from distill.run import run
-from distill.teachers.cross.data import NAMES, CrossCollator, load_cross_data
-from distill.teachers.cross.loss import Spans
-from distill.teachers.cross.teacher import CrossTeacher
-from distill.teachers.cross.vocabularies import compare_by_bytes
 from distill.teachers.objective import DistillationObjective
+from distill.teachers.rows.retokenised.data import NAMES, CrossCollator, load_cross_data
+from distill.teachers.rows.retokenised.teacher import CrossTeacher
+from distill.teachers.rows.retokenised.vocabularies import compare_by_bytes
 
 
 def data_section(folder, **more):

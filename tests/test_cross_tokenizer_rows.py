@@ -6,7 +6,7 @@ from two_tokenizers import WORDS, readers
 
 from distill.data.chat import ChatOptions
 from distill.data.formats import Format
-from distill.teachers.cross.encode import PairEncoder, end_pairs
+from distill.teachers.rows.retokenised.encode import PairEncoder, end_pairs
 
 CLOSED = (
     "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] | trim }}"

@@ -5,8 +5,8 @@ import torch
 from test_checkpoint_weights import COMMON, FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from distill.models.meta_models import meta_student
-from distill.models.pruning import cut_layers
+from distill.models.load.meta_models import meta_student
+from distill.models.prune.pruning import cut_layers
 from distill.recipe import Student
 
 SLIDING = ["sliding_attention", "full_attention"]

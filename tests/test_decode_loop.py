@@ -11,9 +11,9 @@ from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.engines import TransformersEngine
 from distill.generation.sampling import Sampling
 from distill.generation.support_check import unsupported_reason
-from distill.models.attention import keep_soft_cap, use_fused_attention
 from distill.models.head import decoder_of
-from distill.models.patching import patch
+from distill.models.patch.attention import keep_soft_cap, use_fused_attention
+from distill.models.patch.patching import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [40], [100, 3, 77], list(range(30, 52)), [200, 201]]
@@ -239,7 +239,7 @@ def test_the_benchmarks_candidates_agree():
 
 
 def test_a_model_on_triton_kernels_alone(kernel_device):
-    from distill.models.triton_only import forward_on_triton, use_triton_only
+    from distill.models.patch.triton_only import forward_on_triton, use_triton_only
     from scripts.bench.cuda_free import ways
 
     model = tiny_model(layers=1).to(kernel_device, torch.bfloat16 if kernel_device.type == "cuda" else torch.float32)

@@ -13,8 +13,8 @@ from tiny import tiny_model
 from distill.generation.decode_loop import STEPS_PER_REPLAY, DecodeLoop, EngineSettings
 from distill.generation.sampling import GREEDY, Sampling
 from distill.generation.sequence_slots import SequenceSlots
-from distill.models.attention import use_fused_attention
 from distill.models.head import decoder_of
+from distill.models.patch.attention import use_fused_attention
 
 ROOT = Path(__file__).resolve().parents[1]
 

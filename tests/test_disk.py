@@ -21,7 +21,7 @@ from tiny import save_models
 
 from distill import run_results
 from distill.cli import run_command
-from distill.teachers.keep.source import KeepSource
+from distill.teachers.backends.stored.online_source import KeepSource
 from distill.training.checkpoints import checkpoints
 from distill.training.progress import read_metrics
 from distill.training.trainer import DistillationTrainer
@@ -157,7 +157,9 @@ def test_the_disk_that_is_full_is_named(disk, given, tmp_path, monkeypatch, caps
     small = disk(80)
     monkeypatch.chdir(tmp_path)
     says = [f"{small}/kept: the disk is full ({small} has 0.0 GiB free); make room there"]
-    monkeypatch.setattr("distill.teachers.keep.source.KeepSource.room_problems", lambda *_: [])  # filled up since
+    monkeypatch.setattr(
+        "distill.teachers.backends.stored.online_source.KeepSource.room_problems", lambda *_: []
+    )  # filled up since
     filler = small / "filler"
     begin = KeepSource._begin
 

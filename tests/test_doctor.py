@@ -15,7 +15,7 @@ from distill.doctor import examine, invariants_runs
 from distill.doctor.invariants import accumulation_changes_nothing, packing_changes_nothing
 from distill.doctor.rows import Rows, some_rows
 from distill.recipe import load
-from distill.teachers.model import LoadedTeacher
+from distill.teachers.backends.local import LoadedTeacher
 
 NAMES = [
     "fused loss",

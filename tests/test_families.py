@@ -8,9 +8,9 @@ from helpers import assert_as_good_as_torch
 
 from distill.models.flops import count_flops
 from distill.models.head import probe_logits
-from distill.models.packed import packing_problem
-from distill.models.patching import patch
-from distill.models.pruning import cut_config
+from distill.models.patch.packed import packing_problem
+from distill.models.patch.patching import patch
+from distill.models.prune.pruning import cut_config
 from scripts.families import checks, page
 from scripts.families.configs import families, shortened, tiny_config
 

@@ -22,12 +22,12 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import run_as_two
 
-from distill.models import fp8_student
-from distill.models.adapters import add_lora
-from distill.models.fp8_student import compute_in_fp8
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import decoder_of
-from distill.models.patching import patch, unpatch
+from distill.models.load.adapters import add_lora
+from distill.models.patch.patching import patch, unpatch
+from distill.models.precision import fp8_student
+from distill.models.precision.fp8_student import compute_in_fp8
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
 from distill.recipe import RecipeError, parse

@@ -15,15 +15,15 @@ from torch.nn import functional as F
 
 from distill.cli import run_command
 from distill.data.collator import Collator
-from distill.models import recognition, residual_norms
-from distill.models.fingerprint import fingerprint
-from distill.models.fp8_teacher import load_a_layer_at_a_time, quantise
-from distill.models.load import load_teacher
-from distill.models.patching import patch
-from distill.models.quantised import is_quantised
+from distill.models.load.fingerprint import fingerprint
+from distill.models.load.loading import load_teacher
+from distill.models.load.quantised import is_quantised
+from distill.models.patch import recognition, residual_norms
+from distill.models.patch.patching import patch
+from distill.models.precision.fp8_teacher import load_a_layer_at_a_time, quantise
 from distill.recipe import RecipeError, Teacher, parse
+from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.fp8_cost import Before, fp8_offers, quantise_and_measure
-from distill.teachers.model import LoadedTeacher
 from distill.teachers.objective import DistillationObjective
 
 
@@ -184,11 +184,11 @@ def test_layerwise_loading_only_where_the_teacher_does_not_fit(monkeypatch, gib,
     """8B in bfloat16 beside a 1B student in bfloat16: 15.0 + 2.3 GiB."""
     from types import SimpleNamespace
 
-    from distill.models.attention_choice import AttentionChoices
-    from distill.models.precision import resolve_precision
+    from distill.models.patch.attention_choice import AttentionChoices
+    from distill.models.precision.dtypes import resolve_precision
     from distill.models.sharding import SINGLE_PROCESS
-    from distill.teachers import model
-    from distill.teachers.base import LoadContext
+    from distill.teachers.backends import local as model
+    from distill.teachers.interface import LoadContext
 
     ways = []
     for name in ("load_a_layer_at_a_time", "load_teacher"):

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from distill.generation.decode_loop import DecodeLoop, EngineSettings, Request
 from distill.generation.sampling import GREEDY, Sampling
-from distill.models.joined_projections import join_projections
-from distill.models.patching import patch
-from distill.models.shared_input import FP8_GROUP
-from distill.models.triton_only import use_triton_only
+from distill.models.patch.joined_projections import join_projections
+from distill.models.patch.patching import patch
+from distill.models.patch.shared_input import FP8_GROUP
+from distill.models.patch.triton_only import use_triton_only
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [40], [100, 3, 77]]
 KINDS = {
@@ -209,7 +209,7 @@ def test_fused_decoding_is_used_on_measured_families(kernel_device, monkeypatch)
     assert {INTERPRETER, "sm_90"} == FASTER_ON
     model = lively(kernel_device)
     assert step_of(model, None) is not None and step_of(model, False) is None
-    monkeypatch.setattr("distill.models.fused_decoder.FASTER_ON", frozenset())
+    monkeypatch.setattr("distill.generation.fused_decoder.FASTER_ON", frozenset())
     assert step_of(model, None) is None and step_of(model, True) is not None
     monkeypatch.setattr("distill.generation.fused_step.MAX_ROWS", 2)
     assert step_of(model, True) is None

@@ -8,8 +8,8 @@ import torch
 from distill_kernels.quantisation.formats import FORMATS, encode, reference_fake_quantise, reference_scale
 from tiny import tiny_model
 
-from distill.models.gptq import DAMPING, best_scale, calibration_batches, compensate, round_weights
-from distill.models.quantised_student import formats_of
+from distill.models.precision.gptq import DAMPING, best_scale, calibration_batches, compensate, round_weights
+from distill.models.precision.quantised_student import formats_of
 from distill.recipe.quantise import Quantise
 
 

@@ -17,7 +17,7 @@ from distill.cli import run_command
 from distill.core.folders import RUN_LOCK
 from distill.core.manifest import MANIFEST
 from distill.doctor import examine, invariants, invariants_runs
-from distill.models import attention, patching
+from distill.models.patch import attention, patching
 from distill.recipe import load
 
 STEPS, BATCH, LARGE = 24, 2, 400

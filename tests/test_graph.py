@@ -13,13 +13,13 @@ from tiny import tiny_model
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
-from distill.models import forward_comparison, fp8_student, output_rows, packed, shared_input
-from distill.models.fp8_student import compute_in_fp8
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import decoder_of
-from distill.models.joined_projections import join_projections
-from distill.models.patching import patch
-from distill.teachers.mixture import MixtureTeacher
+from distill.models.patch import forward_comparison, output_rows, packed, shared_input
+from distill.models.patch.joined_projections import join_projections
+from distill.models.patch.patching import patch
+from distill.models.precision import fp8_student
+from distill.teachers.combination.mixture import MixtureTeacher
 from distill.training.cuda_graphs import CAPTURE, TIMED, WARM_UP, CudaGraphCallback
 from distill.training.trainer import DistillationTrainer
 
@@ -93,10 +93,10 @@ def train(folder, graphed, *, data=None, then=None, autocast=False, steps=16, ch
         patch(model, role, attention="triton")
         assert not joined or join_projections(model, trains=True)
     if fp8:
-        compute_in_fp8(student)
+        fp8_student.compute_in_fp8(student)
     taught = teacher
     if mixture:
-        from distill.teachers.model import LoadedTeacher
+        from distill.teachers.backends.local import LoadedTeacher
 
         other = tiny_model(hidden=128, layers=2, dtype=torch.bfloat16, seed=9).cuda()
         patch(other, "teacher", attention="triton")
@@ -333,7 +333,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import decoder_of
-from distill.models.patching import patch
+from distill.models.patch.patching import patch
 
 config = AutoConfig.from_pretrained("recipes/architectures/llama-3.2-1b", num_hidden_layers=2)
 model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().train()

@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from distill.cli import run_command
 from distill.core.errors import RunError
 from distill.recipe import dump, parse
-from distill.teachers.cache.read import TeacherCache
+from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.objective import DistillationObjective
 from distill.training import error_translation
 from distill.training.checkpoints import checkpoints

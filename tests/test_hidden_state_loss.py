@@ -17,13 +17,13 @@ from distill.data.collator import Collator
 from distill.doctor.check_setup import CheckSetup
 from distill.doctor.invariants import CHECKS
 from distill.models import layer_distance
+from distill.objectives.layer_matching import with_automatic_layers, with_kept_layers
 from distill.planning.devices import find_device
 from distill.planning.memory import step_memory
 from distill.planning.preflight import device_plan
 from distill.recipe import RecipeError, parse
 from distill.recipe.layer_terms import pairs_of
 from distill.recipe.loss import Loss
-from distill.teachers.layer_matching import with_automatic_layers, with_kept_layers
 from distill.teachers.objective import DistillationObjective
 
 EXACT = 1e-9  # both sides in fp64
@@ -261,7 +261,7 @@ def test_layer_maps():
 
 
 def test_a_pruned_student_is_compared_with_the_layers_that_it_was():
-    from distill.models.pruning import cut_layers
+    from distill.models.prune.pruning import cut_layers
 
     _, teacher = models()
     student = cut_layers(teacher, [0, 3])

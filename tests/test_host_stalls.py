@@ -6,8 +6,8 @@ from datasets import Dataset
 from tiny import tiny_model
 from transformers import TrainerCallback
 
-from distill.models.patching import patch
-from distill.models.precision import resolve_precision
+from distill.models.patch.patching import patch
+from distill.models.precision.dtypes import resolve_precision
 from distill.planning.run_plan import plan_steps
 from distill.recipe import parse
 from distill.training.arguments import fused_optimizer, training_arguments

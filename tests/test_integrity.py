@@ -21,10 +21,10 @@ from distill.cli import run_command
 from distill.core import files
 from distill.core.files import replacing, replacing_folder, write_text
 from distill.core.manifest import MANIFEST
-from distill.models.precision import resolve_precision
+from distill.models.precision.dtypes import resolve_precision
 from distill.planning.run_plan import plan_steps
 from distill.recipe import parse
-from distill.teachers.cache.read import TeacherCache
+from distill.teachers.backends.stored.read import TeacherCache
 from distill.training.arguments import training_arguments
 from distill.training.checkpoint_validation import fault_of
 

@@ -18,9 +18,10 @@ from distill.doctor.check_setup import CheckSetup
 from distill.doctor.invariants import CHECKS
 from distill.doctor.rows import Rows
 from distill.models import head
+from distill.objectives import hidden
 from distill.recipe.loss import Loss
-from distill.teachers import hidden, objective
-from distill.teachers.model import LoadedTeacher
+from distill.teachers import objective
+from distill.teachers.backends.local import LoadedTeacher
 
 SUM = {
     "temperature": 2.0,
@@ -172,7 +173,7 @@ def masked_token_counts(patch):
 
 
 def a_norm_that_is_off(patch):
-    from distill.models import patching
+    from distill.models.patch import patching
 
     put = patching.patch
 

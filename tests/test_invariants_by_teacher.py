@@ -8,16 +8,16 @@ from subjects import mean_of_means
 
 from distill.doctor import invariants, invariants_runs
 from distill.generation.on_policy import OnPolicyRollouts
+from distill.objectives import hidden
+from distill.objectives import top_k as cache_top_k
 from distill.recipe.loss import Loss
-from distill.teachers import hidden
-from distill.teachers import model as loaded
-from distill.teachers.cache import teacher as cache_teacher
-from distill.teachers.cache import top_k as cache_top_k
-from distill.teachers.cache.read import TeacherCache
-from distill.teachers.cache.teacher import CachedTeacher
-from distill.teachers.cross.data import CrossCollator
-from distill.teachers.cross.teacher import CrossTeacher, SpansFormat
-from distill.teachers.mixture import MixtureFormat, MixtureTeacher
+from distill.teachers.backends import local as loaded
+from distill.teachers.backends.stored import teacher as cache_teacher
+from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.teacher import CachedTeacher
+from distill.teachers.combination.mixture import MixtureFormat, MixtureTeacher
+from distill.teachers.rows.retokenised.data import CrossCollator
+from distill.teachers.rows.retokenised.teacher import CrossTeacher, SpansFormat
 
 
 @pytest.mark.few(2)
@@ -98,7 +98,7 @@ def the_second_teacher_sees_all(patch):
 
 
 def a_teacher_is_patched_wrongly(patch):
-    from distill.models import patching
+    from distill.models.patch import patching
 
     put = patching.patch
 
@@ -146,14 +146,14 @@ def the_student_reads_for_both(patch):
 
 
 def distances_may_be_negative(patch):
-    from distill.teachers.cross import loss
+    from distill.objectives import span_loss as loss
 
     whole = loss.span_figures
     patch.setattr(loss, "span_figures", lambda *given: whole(*given)._replace(divergence=whole(*given).divergence - 30))
 
 
 def chunks_lose_a_span(patch):
-    from distill.teachers.cross import loss
+    from distill.objectives import span_loss as loss
 
     cut = loss._chunks
     patch.setattr(loss, "_chunks", lambda *given: cut(*given)[: -1 if len(cut(*given)) > 1 else None])
@@ -341,8 +341,8 @@ FAULTS = """
 import sys
 from pathlib import Path
 from distill.doctor import invariants_runs, reference
-from distill.teachers.cache.read import CachedRows
-from distill.teachers.cross.data import CrossCollator
+from distill.teachers.backends.stored.read import CachedRows
+from distill.teachers.rows.retokenised.data import CrossCollator
 from distill.training.trainer import DistillationTrainer
 
 # several: the weights are lost on the way to the processes

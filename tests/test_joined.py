@@ -20,11 +20,11 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from distill.models import gpu_specs
-from distill.models.fp8_student import compute_in_fp8
 from distill.models.head import decoder_of
-from distill.models.joined_projections import join_projections
-from distill.models.patching import patch, unpatch
-from distill.models.snapshot import Snapshot
+from distill.models.patch.joined_projections import join_projections
+from distill.models.patch.patching import patch, unpatch
+from distill.models.patch.snapshot import Snapshot
+from distill.models.precision.fp8_student import compute_in_fp8
 
 IDS = torch.arange(3, 17).view(2, 7)
 
@@ -204,7 +204,7 @@ def test_an_optimizers_steps_and_files_are_those_of_separate_weights(tmp_path):
 
 
 def test_a_copy_of_a_joined_student_has_its_own_joined_weights(monkeypatch):
-    monkeypatch.setattr("distill.models.snapshot.runs_our_kernels", lambda device: True)
+    monkeypatch.setattr("distill.models.patch.snapshot.runs_our_kernels", lambda device: True)
     model, _ = ready()
     snapshot = Snapshot(model)
 

@@ -16,11 +16,11 @@ from two_ranks import run_as_two
 from distill.cli import run_command
 from distill.recipe import parse
 from distill.run import run
-from distill.teachers import model
-from distill.teachers.cache.read import TeacherCache
-from distill.teachers.keep import store
-from distill.teachers.keep.teacher import KeptTeacher
-from distill.teachers.model import ModelSource
+from distill.teachers.backends import local as model
+from distill.teachers.backends.local import ModelSource
+from distill.teachers.backends.stored import online_store as store
+from distill.teachers.backends.stored.online_teacher import KeptTeacher
+from distill.teachers.backends.stored.read import TeacherCache
 from distill.training.progress import read_metrics
 
 RECIPE = """

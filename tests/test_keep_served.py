@@ -15,8 +15,8 @@ from distill.cli import run_command
 from distill.recipe import dump, parse
 from distill.run import run
 from distill.serving.engine import Engine
-from distill.teachers.cache.read import TeacherCache
-from distill.teachers.keep.teacher import KeptTeacher
+from distill.teachers.backends.stored.online_teacher import KeptTeacher
+from distill.teachers.backends.stored.read import TeacherCache
 from distill.training.progress import read_metrics
 
 SENT = {

@@ -88,7 +88,7 @@ def model_and_inputs():
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 3, "do_sample": False}], ids=str)
 def test_generate_gives_the_same_tokens(model_and_inputs, options):
-    from distill.models.kv_cache import PreallocatedCache
+    from distill.models.patch.kv_cache import PreallocatedCache
 
     model, inputs = model_and_inputs
     options = {"max_new_tokens": 24, "min_new_tokens": 24, **options}
@@ -104,7 +104,7 @@ def test_generate_gives_the_same_tokens(model_and_inputs, options):
 
 @pytest.mark.parametrize("candidates", ["prompt", "another model"])
 def test_assisted_generation_truncates_rejected_tokens(candidates):
-    from distill.models.kv_cache import PreallocatedCache
+    from distill.models.patch.kv_cache import PreallocatedCache
 
     tokenizer = tiny_tokenizer()
     model, other = tiny_model(tokenizer).eval(), tiny_model(tokenizer, layers=1, seed=3).eval()
@@ -126,9 +126,9 @@ KINDS = {"llama": {}, "mistral": {"kind": "mistral", "sliding_window": 6}, "gemm
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_generate_decodes_on_our_kernel(kernel_device, kind, monkeypatch):
-    from distill.models import attention
     from distill.models.head import decoder_of
-    from distill.models.kv_cache import PreallocatedCache
+    from distill.models.patch import attention
+    from distill.models.patch.kv_cache import PreallocatedCache
 
     tokenizer = tiny_tokenizer()
     tokenizer.padding_side = "left"
@@ -154,9 +154,9 @@ def test_generate_decodes_on_our_kernel(kernel_device, kind, monkeypatch):
 
 
 def test_other_padding_keeps_pytorchs_attention(kernel_device, caplog):
-    from distill.models.attention import use_fused_attention
     from distill.models.head import decoder_of
-    from distill.models.kv_cache import PreallocatedCache
+    from distill.models.patch.attention import use_fused_attention
+    from distill.models.patch.kv_cache import PreallocatedCache
 
     model = tiny_model().to(kernel_device)
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 2, 11]], device=kernel_device)
@@ -170,7 +170,7 @@ def test_other_padding_keeps_pytorchs_attention(kernel_device, caplog):
 
 
 def test_cached_logits_equal_uncached(model_and_inputs):
-    from distill.models.kv_cache import PreallocatedCache
+    from distill.models.patch.kv_cache import PreallocatedCache
 
     model, inputs = model_and_inputs
     ids = inputs["input_ids"]
@@ -182,7 +182,7 @@ def test_cached_logits_equal_uncached(model_and_inputs):
 
 
 def test_generate_beyond_the_end_is_an_error(model_and_inputs):
-    from distill.models.kv_cache import PreallocatedCache
+    from distill.models.patch.kv_cache import PreallocatedCache
 
     model, inputs = model_and_inputs
     cache = PreallocatedCache(model.config, inputs["input_ids"].shape[1] + 2)
@@ -191,7 +191,7 @@ def test_generate_beyond_the_end_is_an_error(model_and_inputs):
 
 
 def test_adapter_refuses_what_it_cannot_hold(model_and_inputs):
-    from distill.models.kv_cache import PreallocatedCache
+    from distill.models.patch.kv_cache import PreallocatedCache
 
     model, _ = model_and_inputs
     with pytest.raises(ValueError, match="max_length"):

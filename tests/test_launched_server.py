@@ -26,8 +26,8 @@ from two_ranks import run_as_two
 from distill.core import launch
 from distill.core.ranks import exit_process
 from distill.serving.peers import Peers
-from distill.teachers.server import launched
-from distill.teachers.server.launched import LaunchedServers, launched_servers
+from distill.teachers.backends.served import launched
+from distill.teachers.backends.served.launched import LaunchedServers, launched_servers
 
 RECIPE = """
 name: tiny

@@ -7,10 +7,10 @@ from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 from torch import nn
 
 from distill.data.chat import FROZEN_DAY
-from distill.models.fingerprint import fingerprint
+from distill.models.load.fingerprint import fingerprint
 from distill.recipe import parse
 from distill.run import run
-from distill.teachers.model import LoadedTeacher
+from distill.teachers.backends.local import LoadedTeacher
 from distill.training.checkpoints import checkpoints
 from distill.training.lock_file import build_lock, differences, hash_rows, read_lock
 

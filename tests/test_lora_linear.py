@@ -8,9 +8,9 @@ from helpers import assert_as_good_as_torch
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
-from distill.models import patching
-from distill.models.adapters import merged
-from distill.models.patching import patch, unpatch
+from distill.models.load.adapters import merged
+from distill.models.patch import patching
+from distill.models.patch.patching import patch, unpatch
 
 SHAPES = [(7, 5, 3, 1), (64, 48, 80, 4), (33, 130, 17, 16)]
 

@@ -15,14 +15,15 @@ from distill.cli import run_command
 from distill.core.units import GIB
 from distill.doctor import machine
 from distill.doctor.machine_checks import CHECKS
-from distill.models import gpu_specs, precision
+from distill.models import gpu_specs
 from distill.models.gpu_specs import GPU_SPECS, find_gpu_spec, match_gpu_spec, path_of
+from distill.models.precision import dtypes as precision
 from distill.models.shape import USABLE
 from distill.planning.devices import find_device
 from distill.planning.preflight import check, planned_precision
 from distill.recipe import load, parse
 from distill.teachers import kernels, opening
-from distill.teachers.base import load_context
+from distill.teachers.interface import load_context
 from distill.teachers.registry import source_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -219,7 +220,9 @@ def workplace(tmp_path, monkeypatch):
 def test_an_fp8_teacher_is_refused_before_it_is_read(gpu, workplace, monkeypatch, capability, family):
     device, recipe = gpu(capability), parse(RECIPE)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
-    monkeypatch.setattr("distill.teachers.model.load_teacher", lambda *_, **__: pytest.fail("its weights are read"))
+    monkeypatch.setattr(
+        "distill.teachers.backends.local.load_teacher", lambda *_, **__: pytest.fail("its weights are read")
+    )
     source, context = source_of(recipe), load_context(recipe)
     assert context.device == device
     with pytest.raises(ValueError, match=rf"^teacher\.dtype: fp8 needs a GPU .*\({family}\) {ADVICE}$"):

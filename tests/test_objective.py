@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from distill.data.collator import Collator
 from distill.models.head import LogitTransform, find_head, probe_logits, read_head
-from distill.teachers.losses import STATISTICS
+from distill.objectives.losses import STATISTICS
 from distill.teachers.objective import DistillationObjective
 
 EXACT = 1e-9  # both sides in fp64

@@ -5,7 +5,7 @@ from test_offload import CPU, frozen
 
 from distill.core.units import GIB
 from distill.models.gpu_specs import PCIE_5
-from distill.models.offload import offload_layers
+from distill.models.precision.offload import offload_layers
 from distill.models.shape import shape_of
 from distill.planning.devices import LINK_EFFICIENCY, find_device
 from distill.planning.preflight import check

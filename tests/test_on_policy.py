@@ -19,7 +19,7 @@ from distill.generation.documents import as_row, documents_of
 from distill.generation.from_recipe import rollouts_from_recipe
 from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.sampling import GREEDY, Sampling
-from distill.models.patching import patch
+from distill.models.patch.patching import patch
 from distill.recipe import parse
 from distill.teachers.objective import DistillationObjective
 from distill.training.checkpoints import checkpoints

@@ -5,12 +5,12 @@ import torch
 from tiny import tiny_model
 
 from distill.data.collator import Collator
-from distill.models import output_rows
-from distill.models.compiling import compile_layers
 from distill.models.flops import count_flops
 from distill.models.graphs import _GraphedDecoder
 from distill.models.head import decoder_of, last_hidden
-from distill.models.patching import patch, unpatch
+from distill.models.patch import output_rows
+from distill.models.patch.compiling import compile_layers
+from distill.models.patch.patching import patch, unpatch
 from distill.teachers.objective import DistillationObjective
 
 KINDS = ("llama", "qwen2", "qwen3", "gemma2")

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from distill.core.labels import IGNORE_INDEX
 from distill.models.head import HeadWeights, LogitTransform
+from distill.objectives import auxiliary_losses
+from distill.objectives.student_top_k import OwnTopKLoss
+from distill.objectives.targets import HeadForward, StepInputs, VocabularyAlignment
 from distill.recipe import RecipeError, dump, parse
 from distill.recipe.layer_terms import LAYERED
 from distill.recipe.loss import SEPARATE, Loss
-from distill.teachers import auxiliary_losses
-from distill.teachers.base import HeadForward, StepInputs, VocabularyAlignment
-from distill.teachers.own_top_k import OwnTopKLoss
 from distill.training.loss_schedule import LossSchedule
 
 V, H, HT, K = 37, 16, 12, 5

@@ -8,8 +8,8 @@ from distill_kernels.losses.topk_reference import TopK, reference_top_k_rows
 from subjects import OWN_TOP_K, answering, informed_answering, one, routed_answering
 
 from distill.doctor.invariants import CHECKS, fused_equals_reference, workspace_changes_nothing
+from distill.objectives.student_top_k import OwnTopKLoss
 from distill.recipe.loss import Loss
-from distill.teachers.own_top_k import OwnTopKLoss
 
 ALONE = {"terms": [{"type": "top_k_reverse_kl", "k": 8}]}
 

@@ -8,10 +8,10 @@ from tiny import tiny_config, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from distill.models import packed
-from distill.models.forward_comparison import Mismatch, compare_forwards
-from distill.models.packed import keeps_apart, lowered_limits, packing_problem
-from distill.models.patching import patch
+from distill.models.patch import packed
+from distill.models.patch.forward_comparison import Mismatch, compare_forwards
+from distill.models.patch.packed import keeps_apart, lowered_limits, packing_problem
+from distill.models.patch.patching import patch
 from distill.recipe import dump, parse
 from distill.teachers.opening import check_packing
 

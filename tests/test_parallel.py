@@ -135,7 +135,7 @@ def random_teacher(folder, kind):
 
     from distill.models.head import decoder_of, find_head
     from distill.recipe import Teacher
-    from distill.teachers.sharded import load_sharded_teacher
+    from distill.teachers.backends.sharded import load_sharded_teacher
 
     tiny_config(layers=4, hidden=64, tie=kind == "tied", initializer_range=0.5).save_pretrained(folder / kind)
     dist.barrier()
@@ -162,7 +162,7 @@ def random_teacher(folder, kind):
 def test_random_weights_are_initialised_in_shards(two_processes, kind):
     from tiny import tiny_model
 
-    from distill.models.patching import patch
+    from distill.models.patch.patching import patch
 
     whole = tiny_model(layers=4, hidden=64, tie=kind == "tied")
     found = two_processes[f"random {kind}"]
@@ -178,7 +178,7 @@ def failure(folder):
     from tiny import tiny_config
 
     from distill.recipe import Teacher
-    from distill.teachers.sharded import load_sharded_teacher
+    from distill.teachers.backends.sharded import load_sharded_teacher
 
     tiny_config().save_pretrained(folder / "hollow")  # a configuration without weights
     dist.barrier()

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from distill import AutoFusedModelForCausalLM
-from distill.models.packed import keeps_apart
-from distill.models.patching import patch, unpatch
+from distill.models.patch.packed import keeps_apart
+from distill.models.patch.patching import patch, unpatch
 from distill.recipe import dump, parse
 from distill.teachers.opening import check_packing, keeps_apart_by_ours
 

@@ -10,12 +10,12 @@ from helpers import relative_error
 from tiny import save_models, tiny_model
 
 from distill import cli
+from distill.objectives.plugin import Plugin, allowed_plugin, load_plugin
 from distill.recipe import dump, parse
 from distill.recipe.loss import Loss
-from distill.teachers.model import LoadedTeacher
+from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.objective import DistillationObjective
 from distill.teachers.opening import use_plugin
-from distill.teachers.plugin import Plugin, allowed_plugin, load_plugin
 
 PLUGIN = """
 def own_kl(student_logits, teacher_logits, labels):

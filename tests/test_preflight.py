@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from distill.cli import run_command
 from distill.core.units import GIB
-from distill.models.adapters import add_lora
 from distill.models.flops import parameters_of
-from distill.models.precision import Precision
+from distill.models.load.adapters import add_lora
+from distill.models.precision.dtypes import Precision
 from distill.models.shape import shape_of
 from distill.planning import memory
 from distill.planning.devices import LINK_EFFICIENCY, find_device
@@ -25,7 +25,7 @@ from distill.planning.preflight import check, device_plan, planned_precision
 from distill.planning.step_time import COPY_EFFICIENCY
 from distill.recipe import Lora, WeightedTeacher, load, parse
 from distill.recipe.shipped import shipped_architectures, shipped_recipes
-from distill.teachers.model import SHARDED_FP8
+from distill.teachers.backends.local import SHARDED_FP8
 from distill.teachers.registry import source_of
 from distill.teachers.source_capabilities import shapes_of
 

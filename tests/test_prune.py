@@ -8,13 +8,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distill.models.head import find_head
-from distill.models.importance import LayerTrial, positions_of, select_parts, shape_for
-from distill.models.load import load_student, save_student
-from distill.models.meta_models import meta_student
-from distill.models.narrow import Selection, cut_parts, embedding_scale, leading_parts
-from distill.models.width_layout import entries
-from distill.models.width_trial import proven_layout
-from distill.models.widths import Widths, target_widths, widths_of
+from distill.models.load.loading import load_student, save_student
+from distill.models.load.meta_models import meta_student
+from distill.models.prune.importance import LayerTrial, positions_of, select_parts, shape_for
+from distill.models.prune.narrow import Selection, cut_parts, embedding_scale, leading_parts
+from distill.models.prune.width_layout import entries
+from distill.models.prune.width_trial import proven_layout
+from distill.models.prune.widths import Widths, target_widths, widths_of
 from distill.recipe import FromTeacher, Student
 
 LAYERS = 4

@@ -8,9 +8,9 @@ from tiny import save_models, tiny_model
 from torch import nn
 
 from distill.cli import run_command
-from distill.models import prune_candidates
-from distill.models.prune_candidates import TeacherOutputs, candidates, parameters_of_cut, parameters_share
-from distill.models.pruning import cut_layers
+from distill.models.prune import candidates as prune_candidates
+from distill.models.prune.candidates import TeacherOutputs, candidates, parameters_of_cut, parameters_share
+from distill.models.prune.pruning import cut_layers
 from distill.recipe import FromTeacher, load
 from distill.run import run
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distill.models.width_trial import proven_layout
+from distill.models.prune.width_trial import proven_layout
 from scripts.families.configs import tiny_config
 
 ALL = ("hidden", "heads", "intermediate")

@@ -10,7 +10,7 @@ from two_ranks import run_as_two
 
 from distill.cli import run_command
 from distill.doctor import examine
-from distill.models import importance
+from distill.models.prune import importance
 from distill.recipe import load, parse
 from distill.run import run
 from distill.teachers.objective import DistillationObjective

@@ -15,7 +15,7 @@ from two_tokenizers import TOKENIZERS
 from distill.cli import run_command
 from distill.recipe import Data
 from distill.reports.gguf_file import write_gguf
-from distill.teachers.cross.data import load_cross_data
+from distill.teachers.rows.retokenised.data import load_cross_data
 from distill.training.progress import read_metrics
 
 RECIPE = """

@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.bitnet import AutoBitLinear
 
 from distill.doctor.examine import prepare
-from distill.models import quantised
-from distill.models.fingerprint import fingerprint
 from distill.models.flops import count_flops, parameters_of
-from distill.models.load import load_student, load_teacher
-from distill.models.patching import patch
-from distill.models.quantised import NF4, int8_arguments, quantised_by_transformers, stored_bits
-from distill.models.source import ModelSource
+from distill.models.load import quantised
+from distill.models.load.fingerprint import fingerprint
+from distill.models.load.loading import load_student, load_teacher
+from distill.models.load.quantised import NF4, int8_arguments, quantised_by_transformers, stored_bits
+from distill.models.load.source import ModelSource
+from distill.models.patch.patching import patch
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
 from distill.recipe import RecipeError, Student, Teacher, load

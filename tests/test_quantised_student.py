@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from two_ranks import run_as_two
 
 from distill.core.errors import RunError
-from distill.models.patching import patch
-from distill.models.quantised_student import formats_of, quantise_student, read_formats
+from distill.models.patch.patching import patch
+from distill.models.precision.quantised_student import formats_of, quantise_student, read_formats
 from distill.recipe import RecipeError, parse
 from distill.recipe.quantise import Quantise
 from distill.run import run

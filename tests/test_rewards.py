@@ -25,12 +25,12 @@ from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.rewards import Rewards, group_advantages
 from distill.generation.sampling import Sampling
 from distill.models.head import HeadWeights, LogitTransform
+from distill.objectives.plugin import allowed_plugin
+from distill.objectives.policy_gradient import SampledTokenLoss
+from distill.objectives.targets import HeadForward, StepInputs, VocabularyAlignment
 from distill.recipe import RecipeError, parse
 from distill.recipe.loss import Loss
 from distill.run import run
-from distill.teachers.base import HeadForward, StepInputs, VocabularyAlignment
-from distill.teachers.plugin import allowed_plugin
-from distill.teachers.policy_gradient import SampledTokenLoss
 from distill.training.progress import read_metrics
 from distill.training.rollout_files import files, read
 from distill.training.step_listeners import RolloutBatches

@@ -8,11 +8,11 @@ from tiny import save_models
 
 from distill.generation import sequence_slots
 from distill.models.head import HeadWeights, LogitTransform
+from distill.objectives.hidden import HiddenFormat, StoredHead
+from distill.objectives.targets import HeadForward, StepInputs
 from distill.recipe import parse
 from distill.reports.curves import charts_of
 from distill.run import run
-from distill.teachers.base import HeadForward, StepInputs
-from distill.teachers.hidden import HiddenFormat, StoredHead
 from distill.training.progress import read_metrics
 
 RECIPE = (

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor.invariants import CHECKS, fused_equals_reference
 from distill.generation.on_policy import is_repetitive
+from distill.objectives.policy_gradient import discounted, policy_gradient_loss
 from distill.recipe import RecipeError, dump, parse
 from distill.recipe.loss import Loss
-from distill.teachers.policy_gradient import discounted, policy_gradient_loss
 from distill.teachers.registry import source_of
 
 ALONE = {"terms": [{"type": "policy_gradient", "weight": 0.7}]}
@@ -169,7 +169,7 @@ def test_log_probabilities_are_computed_where_they_are_needed(monkeypatch, more,
     term = {"type": "policy_gradient", "reward": "mine.py:right", **more}
     subject, calls = answering({"terms": [term]}), []
     counted = lambda *args, **named: calls.append(1) or fused_log_probs(*args, **named)  # noqa: E731
-    monkeypatch.setattr("distill.teachers.policy_gradient.fused_log_probs", counted)
+    monkeypatch.setattr("distill.objectives.policy_gradient.fused_log_probs", counted)
     objective, batch = subject.objective(), subject.batch()
     batch["sampled_log_p"], batch["advantages"] = (torch.full(batch["labels"].shape, v) for v in (-5.0, 0.5))
     subject.student(**objective.compare(batch, statistics=False))["loss"].backward()
@@ -189,7 +189,7 @@ def found_by_doctor(monkeypatch, row_loss):
         rows = row_loss(log_p, teacher_log_p - log_p) * (labels != IGNORE_INDEX)
         return rows if named["reduction"] == "none" else rows.sum() / (labels != IGNORE_INDEX).sum()
 
-    monkeypatch.setattr("distill.teachers.policy_gradient.fused_policy_gradient_loss", from_log_probs)
+    monkeypatch.setattr("distill.objectives.policy_gradient.fused_policy_gradient_loss", from_log_probs)
     return not fused_equals_reference(answering(ALONE)).passed
 
 

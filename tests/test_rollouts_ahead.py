@@ -10,8 +10,8 @@ from tiny import tiny_model
 from transformers import TrainerCallback
 
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
-from distill.models.patching import patch
-from distill.models.snapshot import Snapshot
+from distill.models.patch.patching import patch
+from distill.models.patch.snapshot import Snapshot
 from distill.training.step_listeners import RolloutBatches
 
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -183,7 +183,7 @@ def test_a_training_that_ends_early_draws_no_more(tmp_path):
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_a_copy_of_a_patched_student_has_fused_layers_and_equal_outputs(monkeypatch, kind):
     """Also after it took other weights; siblings are one product each."""
-    monkeypatch.setattr("distill.models.snapshot.runs_our_kernels", lambda device: True)
+    monkeypatch.setattr("distill.models.patch.snapshot.runs_our_kernels", lambda device: True)
     student = tiny_model(kind=kind, dtype=torch.float64)
     prompts = [row["input_ids"][:4] for row in pairs(6)]
     patch(student, "student", attention=None)

@@ -128,7 +128,7 @@ def test_a_discount_is_held_to_its_definition(make, monkeypatch):
     term = {"type": "policy_gradient", "weight": 0.7, "discount": 0.5, "importance": True, "clip": 0.2}
     subject.loss = Loss.model_validate({"terms": [term]})
     assert fused_equals_reference(subject).passed
-    monkeypatch.setattr("distill.teachers.policy_gradient.discounted", lambda values, learned, discount: values)
+    monkeypatch.setattr("distill.objectives.policy_gradient.discounted", lambda values, learned, discount: values)
     assert fused_equals_reference(subject).passed is False
 
 
@@ -186,7 +186,7 @@ def test_a_recipe_with_a_reward_is_examined_without_its_code(place):
 @pytest.mark.parametrize("loss", [None, ALONE])
 def test_a_gradient_that_is_zero_where_the_loss_is_not(loss, monkeypatch):
     """At the last of all tokens alone."""
-    from distill.teachers.hidden import HiddenFormat
+    from distill.objectives.hidden import HiddenFormat
 
     apply = HiddenFormat.apply
 

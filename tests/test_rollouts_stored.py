@@ -17,8 +17,8 @@ from tiny import save_models, tiny_tokenizer
 from two_ranks import run_as_two
 
 from distill.core.ranks import exit_process
+from distill.objectives.losses import STATISTICS
 from distill.recipe import RecipeError, parse
-from distill.teachers.losses import STATISTICS
 from distill.training.progress import read_metrics
 from distill.training.rollout_files import StoredRollouts, divergences_of, files, read
 
@@ -123,7 +123,7 @@ def test_a_file_a_stored_step_and_a_row_an_answer(workplace):
 
 def test_log_probabilities_are_the_models(workplace):
     """The first step's student is the loaded model."""
-    from distill.models.load import load_teacher
+    from distill.models.load.loading import load_teacher
     from distill.run import run
 
     with pytest.MonkeyPatch.context() as patch:

@@ -15,10 +15,10 @@ from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.sampling import Sampling
 from distill.recipe import RecipeError, dump, parse
 from distill.run import run
+from distill.teachers.combination import route_data as routed_data
+from distill.teachers.combination.route_data import RoutedCollator
+from distill.teachers.combination.routes import RoutedTeacher
 from distill.teachers.objective import DistillationObjective
-from distill.teachers.routed import data as routed_data
-from distill.teachers.routed.data import RoutedCollator
-from distill.teachers.routed.teacher import RoutedTeacher
 from distill.training.progress import read_metrics
 
 BASE = (

@@ -15,21 +15,21 @@ from distill.doctor.examine import examine
 from distill.doctor.invariants import fused_equals_reference, models_read_the_same_tokens
 from distill.models.average import FILE
 from distill.models.head import HeadWeights, LogitTransform
+from distill.objectives.hidden import HiddenFormat, StoredHead
+from distill.objectives.targets import HeadForward, StepInputs
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
 from distill.recipe import RecipeError, dump, parse
 from distill.run import run
 from distill.serving.open import open_engine
-from distill.teachers.base import HeadForward, StepInputs
-from distill.teachers.cache.settings import Settings
+from distill.teachers.backends.local import LoadedTeacher
+from distill.teachers.backends.stored.settings import Settings
 from distill.teachers.capabilities import first_batch_lines, flops_per_token, prefetching_of
-from distill.teachers.context.teacher import ContextTeacher
-from distill.teachers.hidden import HiddenFormat, StoredHead
-from distill.teachers.mixture import MixtureFormat
-from distill.teachers.model import LoadedTeacher
+from distill.teachers.combination.mixture import MixtureFormat
+from distill.teachers.combination.route_data import RoutedCollator
+from distill.teachers.combination.routes import RoutedFormat, RoutedTeacher, RouteTargets
 from distill.teachers.objective import DistillationObjective
-from distill.teachers.routed.data import RoutedCollator
-from distill.teachers.routed.teacher import RoutedFormat, RoutedTeacher, RouteTargets
+from distill.teachers.rows.context.teacher import ContextTeacher
 from distill.training.lock_file import read_lock
 from distill.training.progress import read_metrics
 
@@ -345,7 +345,7 @@ def test_check_counts_what_each_model_reads(place):
     teacher, vocabulary = opened(recipe)
     splits = vocabulary.read(recipe.data, 0)
     from distill.models.flops import count_flops
-    from distill.models.load import load_student
+    from distill.models.load.loading import load_student
 
     student = count_flops(load_student(recipe.student, device="cpu", dtype=torch.float32), trains=True)
     (work,) = flops_per_token(teacher).values()

@@ -18,10 +18,10 @@ from distill.doctor.examine import examine
 from distill.recipe import RecipeError, dump, parse
 from distill.run import run
 from distill.serving.open import open_engine
-from distill.teachers.cache.settings import Settings
+from distill.teachers.backends.served import client
+from distill.teachers.backends.stored.settings import Settings
 from distill.teachers.capabilities import first_batch_lines, prefetching_of
 from distill.teachers.registry import source_of
-from distill.teachers.server import client
 from distill.training.lock_file import read_lock
 
 TEACHERS = ("math", "talk")

@@ -10,7 +10,7 @@ from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.core.folders import RUN_LOCK
-from distill.models import precision
+from distill.models.precision import dtypes as precision
 from distill.planning import steps as steps_of_a_run
 from distill.recipe import Data, Train, dump, load, parse
 from distill.run import run

@@ -8,13 +8,13 @@ from test_own_top_k import HT, H, V, assert_same, called, logits_of, loss_of, op
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor.invariants import CHECKS
 from distill.models.head import HeadWeights, LogitTransform
+from distill.objectives.losses import measured_terms
+from distill.objectives.sampled_tail import generalised_kl
+from distill.objectives.student_top_k import OwnTopKTailLoss
+from distill.objectives.targets import HeadForward, StepInputs, VocabularyAlignment
+from distill.objectives.top_k import TopKFormat, TopKTargets
 from distill.recipe import RecipeError, parse
 from distill.recipe.loss import Loss
-from distill.teachers.base import HeadForward, StepInputs, VocabularyAlignment
-from distill.teachers.cache.top_k import TopKFormat, TopKTargets
-from distill.teachers.losses import measured_terms
-from distill.teachers.own_top_k import OwnTopKTailLoss
-from distill.teachers.sampled_tail import generalised_kl
 
 DRAWS, K = 10_000, 5
 

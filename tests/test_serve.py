@@ -13,11 +13,11 @@ from served import HTTP, engine_in, expected_hidden, post, question, recipe_in, 
 from tiny import tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
+from distill.objectives.top_k_encoding import Encoding, encode
 from distill.serving import engine as engine_file
 from distill.serving.engine import Engine, Job, Options
 from distill.serving.open import is_loopback, read_token, recipe_of_model, require_safe
-from distill.teachers.cache.encode import Encoding, encode
-from distill.teachers.server.wire import (
+from distill.teachers.backends.served.protocol import (
     BINARY,
     TEACHER,
     Identity,
@@ -298,7 +298,7 @@ def test_a_servers_identity_has_scale_and_soft_cap(tmp_path):
 
 def test_media_types_and_an_engine_without_a_tokenizer():
     from distill.recipe import Teacher
-    from distill.teachers.model import LoadedTeacher
+    from distill.teachers.backends.local import LoadedTeacher
 
     model = tiny_model(tiny_tokenizer(), seed=3)
     engine = Engine(LoadedTeacher(model), Teacher(init="random", config="x"), None, None, 64)

@@ -20,7 +20,7 @@ from served import HTTP, post, question, serving
 from distill.serving import connections
 from distill.serving.connections import Patience, most_connections
 from distill.serving.room import Room
-from distill.teachers.server.wire import WireError, read_body
+from distill.teachers.backends.served.protocol import WireError, read_body
 from scripts.hostile_wire import crafted_body, damaged_body, read_answer
 
 ROOT = Path(__file__).resolve().parents[1]

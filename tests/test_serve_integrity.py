@@ -14,9 +14,9 @@ from starlette.routing import Route
 from distill.core.errors import TeacherUnavailableError
 from distill.serving import app
 from distill.serving.open import running
-from distill.teachers.server.client import Place, Servers
-from distill.teachers.server.integrity import CHECKSUM, QUESTION, checksum, question_hash
-from distill.teachers.server.wire import Identity, tensors_of
+from distill.teachers.backends.served.client import Place, Servers
+from distill.teachers.backends.served.integrity import CHECKSUM, QUESTION, checksum, question_hash
+from distill.teachers.backends.served.protocol import Identity, tensors_of
 from scripts.hostile_wire import flipping
 
 PATH = "/v1/targets?deterministic=1"

@@ -11,10 +11,10 @@ import pytest
 import torch
 from served import HTTP, expected_hidden, post, question, serving
 
-from distill.models.host_copy import HostCopy
+from distill.models.precision.host_copy import HostCopy
 from distill.serving.engine import Job, Options
 from distill.serving.worker import Full, Worker
-from distill.teachers.server.wire import TargetRequest, tensors_of
+from distill.teachers.backends.served.protocol import TargetRequest, tensors_of
 
 
 def test_64_clients_and_those_who_misbehave(engine, url):

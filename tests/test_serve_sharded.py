@@ -23,7 +23,7 @@ from distill.recipe import dump
 from distill.serving.engine import Job, Options
 from distill.serving.open import processes_of
 from distill.serving.worker import Shares
-from distill.teachers.server.wire import TargetRequest, tensors_of
+from distill.teachers.backends.served.protocol import TargetRequest, tensors_of
 
 SHARDED = ["parallel.teacher=sharded", "train.device=cpu"]
 

@@ -13,7 +13,7 @@ from test_serve_attacks import connect, is_closed, own_ends
 from distill.cli import run_command
 from distill.serving import connections
 from distill.serving.connections import Patience, listen
-from distill.teachers.server.wire import tensors_of
+from distill.teachers.backends.served.protocol import tensors_of
 
 
 def one_line(capsys, *words):

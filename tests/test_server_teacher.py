@@ -15,16 +15,16 @@ from served import engine_in, from_server, opened, recipe_in, serving, write_mod
 from distill.core.errors import RunError, TeacherUnavailableError
 from distill.data.collator import Collator
 from distill.doctor import examine, invariants, invariants_runs
+from distill.objectives.top_k import top_k_targets
+from distill.objectives.top_k_encoding import Encoding, encode
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
 from distill.run import run
 from distill.serving.engine import Engine
 from distill.serving.worker import Full
-from distill.teachers.cache.encode import Encoding, encode
-from distill.teachers.cache.top_k import top_k_targets
-from distill.teachers.server import client
-from distill.teachers.server.client import Servers
-from distill.teachers.server.wire import tensors_of
+from distill.teachers.backends.served import client
+from distill.teachers.backends.served.client import Servers
+from distill.teachers.backends.served.protocol import tensors_of
 from distill.training.lock_file import read_lock
 
 ACCUMULATED = ("train.tokens_per_step=192", "train.steps=5", "train.save_every=2")
@@ -356,7 +356,7 @@ def test_answers_are_looked_at(place, url, engine, monkeypatch, spoil, told):
 
 def test_an_answer_that_is_no_answer(place, url):
     teacher, _ = opened(recipe_in(place, *from_server(url)))
-    from distill.teachers.server.wire import TargetRequest
+    from distill.teachers.backends.served.protocol import TargetRequest
 
     with pytest.raises(TeacherUnavailableError, match="an invalid response"):
         teacher.exchange.read(

@@ -20,15 +20,15 @@ from starlette.routing import Route
 
 from distill.core.errors import RunError
 from distill.data.collator import Collator
+from distill.objectives.top_k import top_k_targets
+from distill.objectives.top_k_encoding import Encoding, encode
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
 from distill.recipe import Teacher as TeacherSection
 from distill.run import run
 from distill.serving.open import running
-from distill.teachers.cache.encode import Encoding, encode
-from distill.teachers.cache.top_k import top_k_targets
-from distill.teachers.server import vllm_hidden
-from distill.teachers.server.vllm_hidden import load_ends
+from distill.teachers.backends.served import vllm_hidden
+from distill.teachers.backends.served.vllm_hidden import load_ends
 from distill.training.lock_file import read_lock
 
 

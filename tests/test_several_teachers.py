@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.data.collator import Collator
 from distill.data.load import load_data
-from distill.models import attention_choice
+from distill.models.patch import attention_choice
 from distill.recipe import load as load_recipe
 from distill.recipe import parse
 from distill.run import run
-from distill.teachers.mixture import MixtureModel, MixtureTeacher
+from distill.teachers.combination.mixture import MixtureModel, MixtureTeacher
 from distill.teachers.objective import DistillationObjective
 
 SHARES = (0.5, 0.3, 0.2)

@@ -11,10 +11,10 @@ from test_lora_linear import kept_bytes
 from tiny import tiny_model
 from torch.nn import functional as F
 
-from distill.models import residual_norms
-from distill.models.patching import patch, unpatch
+from distill.models.patch import residual_norms
+from distill.models.patch.patching import patch, unpatch
+from distill.models.patch.shared_input import GROUP
 from distill.models.shape import shape_of
-from distill.models.shared_input import GROUP
 from distill.planning.memory import layer_activations
 
 

@@ -7,11 +7,11 @@ import torch
 from distill_kernels.matmul.fp8 import swap_linears_for_fp8
 from tiny import tiny_model
 
-from distill.models.fp8_student import compute_in_fp8
 from distill.models.head import decoder_of
-from distill.models.joined_projections import join_projections
-from distill.models.patching import patch
-from distill.models.shared_input import GROUP
+from distill.models.patch.joined_projections import join_projections
+from distill.models.patch.patching import patch
+from distill.models.patch.shared_input import GROUP
+from distill.models.precision.fp8_student import compute_in_fp8
 
 
 def attention_of(model):

@@ -11,13 +11,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import distill
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
+from distill.generation.ragged_cache import ragged_attention
 from distill.generation.support_check import unsupported_reason
-from distill.models import attention
-from distill.models.attention import choose_attention, decode_attention_over_cache, fused_attention
-from distill.models.kv_cache import PreallocatedCache
-from distill.models.packed import keeps_apart
-from distill.models.patching import patch, unpatch
-from distill.models.ragged_cache import ragged_attention
+from distill.models.patch import attention
+from distill.models.patch.attention import choose_attention, decode_attention_over_cache, fused_attention
+from distill.models.patch.kv_cache import PreallocatedCache
+from distill.models.patch.packed import keeps_apart
+from distill.models.patch.patching import patch, unpatch
 from distill.teachers.opening import keeps_apart_by_ours
 from scripts.bench import gpt_oss
 from scripts.bench.harness import time_in_turn

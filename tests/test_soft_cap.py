@@ -9,17 +9,16 @@ from datasets import Dataset
 from tiny import save_tiny, tiny_config, tiny_model
 from transformers import Gemma2PreTrainedModel, TrainingArguments, VaultGemmaPreTrainedModel
 
-from distill.generation import support_check
+from distill.generation import ragged_cache, support_check
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.support_check import unsupported_reason
-from distill.models import ragged_cache
-from distill.models.adoption import AutoFusedModelForCausalLM
-from distill.models.attention import keep_soft_cap, stop_fused_attention, use_fused_attention, with_soft_cap
 from distill.models.head import decoder_of
-from distill.models.load import load_student, load_teacher
+from distill.models.load.loading import load_student, load_teacher
+from distill.models.patch.adoption import AutoFusedModelForCausalLM
+from distill.models.patch.attention import keep_soft_cap, stop_fused_attention, use_fused_attention, with_soft_cap
 from distill.recipe import Student, Teacher
 from distill.recipe.models import FromTeacher
-from distill.teachers import sharded
+from distill.teachers.backends import sharded
 from distill.training.trainer import DistillationTrainer
 
 IDS = torch.randint(3, 259, (2, 11), generator=torch.Generator().manual_seed(1))

@@ -9,7 +9,7 @@ from distill.planning.preflight import device_plan
 from distill.planning.step_time import StepTokens, step_time
 from distill.planning.teacher_server import choose_teacher_server, training_gpus
 from distill.recipe import Parallel, load
-from distill.teachers.cache.format import MANIFEST
+from distill.teachers.backends.stored.format import MANIFEST
 from scripts.bench import busy, chat_step, elsewhere, many_gpus, small
 
 ROWS = [json.loads(line) for line in (many_gpus.ROOT / "scripts/bench/results/nvidia-h200.jsonl").open()]

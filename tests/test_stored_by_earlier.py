@@ -17,9 +17,9 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from distill.cli import run_command
 from distill.recipe import parse
 from distill.run import run
-from distill.teachers import model
-from distill.teachers.cache.read import TeacherCache
-from distill.teachers.model import ModelSource
+from distill.teachers.backends import local as model
+from distill.teachers.backends.local import ModelSource
+from distill.teachers.backends.stored.read import TeacherCache
 from distill.training.progress import read_metrics
 
 RECIPE = """

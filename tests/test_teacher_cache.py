@@ -22,10 +22,10 @@ from distill.core.manifest import SUM, with_checksum
 from distill.data.collator import Collator
 from distill.evaluation.evaluate import evaluate
 from distill.recipe import Loss, parse
-from distill.teachers.cache import format as layout
-from distill.teachers.cache.read import TeacherCache
-from distill.teachers.cache.settings import Settings
-from distill.teachers.cache.teacher import CachedTeacher
+from distill.teachers.backends.stored import format as layout
+from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.settings import Settings
+from distill.teachers.backends.stored.teacher import CachedTeacher
 from distill.teachers.objective import DistillationObjective
 from scripts.bench import teacher_cache as bench
 

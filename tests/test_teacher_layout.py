@@ -10,11 +10,12 @@ from distill_kernels.matmul.fp8 import swap_linears_for_fp8
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from distill.models import offload, teacher_layout
-from distill.models.adapters import add_lora
-from distill.models.fingerprint import fingerprint
-from distill.models.patching import patch, unpatch
-from distill.models.teacher_layout import interleave
+from distill.models.load.adapters import add_lora
+from distill.models.load.fingerprint import fingerprint
+from distill.models.patch import teacher_layout
+from distill.models.patch.patching import patch, unpatch
+from distill.models.patch.teacher_layout import interleave
+from distill.models.precision import offload
 from distill.recipe.models import Lora
 
 ROWS, WIDTH = 32, 64

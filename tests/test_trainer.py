@@ -13,8 +13,8 @@ from transformers import TrainingArguments
 
 from distill.doctor.reference_loss import token_loss
 from distill.models.flops import FlopCounts, count_flops
+from distill.objectives.losses import STATISTICS
 from distill.recipe import Loss
-from distill.teachers.losses import STATISTICS
 from distill.training.checkpoints import UNFINISHED, checkpoints
 from distill.training.metrics import Meter
 from distill.training.phases import KEYS

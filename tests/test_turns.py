@@ -14,13 +14,13 @@ from distill.data.collator import Collator
 from distill.data.load import load_data
 from distill.data.mixing import MixedRows, mix_of
 from distill.data.packing import BLOCK, rows_of
+from distill.generation import shared_prefixes
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.documents import documents_of
 from distill.generation.engines import settings_for
 from distill.generation.sampling import Sampling
-from distill.models import shared_prefixes
-from distill.models.attention import keep_soft_cap, use_fused_attention
 from distill.models.head import decoder_of
+from distill.models.patch.attention import keep_soft_cap, use_fused_attention
 from distill.recipe import RecipeError, parse
 from distill.run import run
 from distill.training.block_sampler import BlockSampler

@@ -9,7 +9,7 @@ from tiny import SPECIALS, save_tiny, tiny_model, tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from distill.models.vocabulary import PROBES, compare, extend_student
+from distill.models.load.vocabulary import PROBES, compare, extend_student
 
 
 @pytest.fixture(scope="module")

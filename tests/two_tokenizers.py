@@ -8,8 +8,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, tra
 from transformers import PreTrainedTokenizerFast
 
 from distill.data.chat import ChatTemplate
-from distill.teachers.cross.alignment import token_bytes
-from distill.teachers.cross.encode import Reader
+from distill.teachers.rows.retokenised.alignment import token_bytes
+from distill.teachers.rows.retokenised.encode import Reader
 
 WORDS = TRAINING_TEXT + "Größe naïve café 日本語の文章 Привет мир 🤖👩‍💻 e\u0301 ﬁne ½ " * 4
 

@@ -24,7 +24,8 @@ from distill.core.eval_mode import eval_mode
 from distill.core.labels import mask_document_starts, shift_labels
 from distill.data.collator import Collator, valid_rows
 from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, read_head
-from distill.teachers.cache.encode import (
+from distill.objectives.losses import LogitTransforms
+from distill.objectives.top_k_encoding import (
     Encoding,
     TopK,
     encode,
@@ -33,9 +34,8 @@ from distill.teachers.cache.encode import (
     rounding_cost,
     surplus_of,
 )
-from distill.teachers.cache.format import DTYPES
-from distill.teachers.cache.settings import TAILS
-from distill.teachers.losses import LogitTransforms
+from distill.teachers.backends.stored.format import DTYPES
+from distill.teachers.backends.stored.settings import TAILS
 
 KS = (8, 16, 32, 64, 128, 256)
 

@@ -17,23 +17,23 @@ from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
 from distill.core.units import counted
 from distill.data.load import Splits
 from distill.data.report import DataReport
-from distill.models.attention_choice import AttentionChoices
 from distill.models.head import LogitTransform, probe_logits
-from distill.models.precision import resolve_device, resolve_precision
+from distill.models.patch.attention_choice import AttentionChoices
+from distill.models.precision.dtypes import resolve_device, resolve_precision
 from distill.models.sharding import SINGLE_PROCESS
 from distill.planning.cache_memory import plan_caching
 from distill.recipe import Recipe
 from distill.recipe.compatibility import require_command
-from distill.teachers.base import LoadContext, Teacher
-from distill.teachers.cache.format import KEY_BYTES, MANIFEST, Plan, bytes_a_token, read_json, rows_of
-from distill.teachers.cache.plan import LogitHead, head_of
-from distill.teachers.cache.settings import Settings
-from distill.teachers.cache.teacher import section_to_load
+from distill.teachers.backends.stored.format import KEY_BYTES, MANIFEST, Plan, bytes_a_token, read_json, rows_of
+from distill.teachers.backends.stored.online_source import KeepSource
+from distill.teachers.backends.stored.online_store import Store
+from distill.teachers.backends.stored.online_teacher import KeptTeacher
+from distill.teachers.backends.stored.plan import LogitHead, head_of
+from distill.teachers.backends.stored.settings import Settings
+from distill.teachers.backends.stored.teacher import section_to_load
 from distill.teachers.calibration import calibration_of
 from distill.teachers.capabilities import is_collective, quantise_layers, responses_of
-from distill.teachers.keep.source import KeepSource
-from distill.teachers.keep.store import Store
-from distill.teachers.keep.teacher import KeptTeacher
+from distill.teachers.interface import LoadContext, Teacher
 from distill.teachers.kernels import patch_models
 from distill.teachers.opening import ModelPair, open_pair
 from distill.teachers.registry import source_of

@@ -30,15 +30,15 @@ from distill.generation.prompts import Prompt, read_prompts
 from distill.generation.sampling import Sampling
 from distill.models.gpu_specs import runs_our_kernels
 from distill.models.head import bare
-from distill.models.load import load_config, load_student, load_teacher, load_tokenizer
-from distill.models.patching import patch
-from distill.models.precision import resolve_device, resolve_precision
+from distill.models.load.loading import load_config, load_student, load_teacher, load_tokenizer
+from distill.models.patch.patching import patch
+from distill.models.precision.dtypes import resolve_device, resolve_precision
 from distill.planning.cache_memory import shards_for_queries
 from distill.recipe import Recipe
 from distill.recipe.compatibility import require_command
-from distill.teachers.cache.teacher import maker_section
+from distill.teachers.backends.sharded import load_sharded_teacher
+from distill.teachers.backends.stored.teacher import maker_section
 from distill.teachers.registry import source_of
-from distill.teachers.sharded import load_sharded_teacher
 from distill.teachers.source_capabilities import files_of
 
 log = logging.getLogger(__name__)

@@ -21,11 +21,11 @@ import torch
 from distill.core.ranks import world_size
 from distill.data.collator import Collator
 from distill.data.packing import best_fit
-from distill.models.document_rope import follows_length
-from distill.teachers.cache.format import documents_of, rows_of
+from distill.models.patch.document_rope import follows_length
+from distill.teachers.backends.stored.format import documents_of, rows_of
+from distill.teachers.backends.stored.online_store import Store
+from distill.teachers.backends.stored.online_teacher import KeptTeacher
 from distill.teachers.capabilities import is_collective
-from distill.teachers.keep.store import Store
-from distill.teachers.keep.teacher import KeptTeacher
 
 SHARDS, LEAST_ROWS = 64, 32
 PAD = 0  # any token

@@ -35,16 +35,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from distill.core.labels import shift_labels
-from distill.models.attention import choose_attention
-from distill.models.compiling import compile_layers
 from distill.models.flops import count_flops
 from distill.models.gpu_specs import joins_on, peak_flops
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import bare, decoder_of, find_head, read_head
-from distill.models.joined_projections import join_projections
-from distill.models.output_rows import MARK
-from distill.models.patching import patch, unpatch
-from distill.models.teacher_layout import interleave
+from distill.models.patch.attention import choose_attention
+from distill.models.patch.compiling import compile_layers
+from distill.models.patch.joined_projections import join_projections
+from distill.models.patch.output_rows import MARK
+from distill.models.patch.patching import patch, unpatch
+from distill.models.patch.teacher_layout import interleave
 from distill.recipe.loss import Loss
 from distill.teachers.objective import DistillationObjective
 from distill.training.phases import PAUSED, Phases

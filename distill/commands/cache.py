@@ -58,7 +58,7 @@ def cache(
     distill run chat-8b-to-1b.yaml "teacher={type: cache, path: caches/chat}"
     distill cache llama3-8b-to-1b-cached && distill run llama3-8b-to-1b-cached
     """
-    from distill.teachers.cache.settings import Settings, default_tail
+    from distill.teachers.backends.stored.settings import Settings, default_tail
 
     _, resolved = load_recipe(recipe, overrides)
     stored = resolved.teacher.path

@@ -78,11 +78,11 @@ def evaluate(
     from distill.evaluation import targets
     from distill.evaluation.evaluate_documents import evaluate_documents
     from distill.evaluation.evaluate_spans import evaluate_spans
-    from distill.models.load import load_tokenizer
-    from distill.models.packed import keeps_apart
-    from distill.models.vocabulary import compare as compare_vocabularies
-    from distill.teachers.cross.vocabularies import compare_by_bytes, readers_of
-    from distill.teachers.measure import shown as format_figure
+    from distill.models.load.loading import load_tokenizer
+    from distill.models.load.vocabulary import compare as compare_vocabularies
+    from distill.models.patch.packed import keeps_apart
+    from distill.objectives.measure import shown as format_figure
+    from distill.teachers.rows.retokenised.vocabularies import compare_by_bytes, readers_of
 
     found = targets.find_target(target)
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device="auto")

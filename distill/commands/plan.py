@@ -224,7 +224,7 @@ def inspect(
     if shade is not None:
         require_command(resolved, "inspect --shade")
     from distill.planning.inspect_batches import token_metrics, tokens_of
-    from distill.teachers.base import load_context
+    from distill.teachers.interface import load_context
     from distill.teachers.opening import opened_pair
     from distill.teachers.registry import source_of
 
@@ -326,7 +326,7 @@ def bench(
 
     if not torch.cuda.is_available():
         raise ValueError("bench: expected a CUDA device in this machine, got none")
-    from distill.models.load import load_student, load_teacher
+    from distill.models.load.loading import load_student, load_teacher
 
     def models() -> tuple[Any, Any]:
         teacher = load_teacher(resolved.teacher, device="cuda", dtype=torch.bfloat16)

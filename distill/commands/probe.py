@@ -16,14 +16,14 @@ from transformers import PrinterCallback
 from distill.core.console import spinner
 from distill.data.collator import Collator, padding_token
 from distill.models.gpu_specs import family_in, runs_our_kernels
-from distill.models.patching import patch
-from distill.models.precision import resolve_device
+from distill.models.patch.patching import patch
+from distill.models.precision.dtypes import resolve_device
 from distill.planning.run_plan import plan_steps
 from distill.recipe import Recipe
-from distill.teachers.base import load_context
+from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.capabilities import quantise_layers
 from distill.teachers.fp8_cost import Offer
-from distill.teachers.model import LoadedTeacher
+from distill.teachers.interface import load_context
 from distill.teachers.registry import source_of
 from distill.training.arguments import fused_optimizer, training_arguments
 
@@ -43,7 +43,7 @@ def probe(recipe: Recipe) -> ProbeResult:
     Raises:
         ValueError: This machine has no GPU, or the models cannot be loaded.
     """
-    from distill.models.fp8_student import compute_in_fp8
+    from distill.models.precision.fp8_student import compute_in_fp8
     from distill.teachers.kernels import patch_models
     from distill.teachers.opening import opened_pair
     from distill.training.trainer import DistillationTrainer

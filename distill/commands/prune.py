@@ -16,7 +16,7 @@ from distill.core.files import write_text
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from distill.models.prune_candidates import Candidate, Cost
+    from distill.models.prune.candidates import Candidate, Cost
 
 
 def prune(
@@ -95,9 +95,9 @@ def forward_share(teacher: PreTrainedModel, row_length: int) -> Cost:
     """
     import torch
 
-    from distill.models.importance import shape_for
-    from distill.models.narrow import cut_parts, leading_parts
-    from distill.models.pruning import cut_layers, layer_indices
+    from distill.models.prune.importance import shape_for
+    from distill.models.prune.narrow import cut_parts, leading_parts
+    from distill.models.prune.pruning import cut_layers, layer_indices
     from distill.recipe import FromTeacher
 
     device = next(teacher.parameters()).device

@@ -61,7 +61,7 @@ def quantise(
     import torch
 
     from distill.evaluation import targets
-    from distill.models.gptq import Method
+    from distill.models.precision.gptq import Method
     from distill.reports.round_weights import Rounding, quantise_model
 
     chosen: Method = "gptq" if method == "gptq" else "importance" if method == "importance" else "nearest"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from distill.core.files import suggest_path
 from distill.data.sources import STDLIB, local_path, missing_source
-from distill.models.source import PACKAGE_PREFIX, resolve_model_source
+from distill.models.load.source import PACKAGE_PREFIX, resolve_model_source
 from distill.recipe import ModelSection, Recipe
 from distill.recipe.teachers import teacher_sections
 

@@ -32,7 +32,7 @@ def verify(
     """
     disable_progress_bars()
     from distill.reports.report import find_run
-    from distill.teachers.cache.format import PLAN
+    from distill.teachers.backends.stored.format import PLAN
 
     is_cache = (Path(target) / PLAN).is_file()
     read = _cache(Path(target)) if is_cache else _run(find_run(target))
@@ -168,9 +168,9 @@ def _student(folder: Path) -> str:
     from transformers import AutoModelForCausalLM
 
     from distill.core.manifest import damage_of_files
-    from distill.models.adapters import base_of
-    from distill.models.load import load_config
-    from distill.models.read_weights import weights_fault
+    from distill.models.load.adapters import base_of
+    from distill.models.load.loading import load_config
+    from distill.models.load.read_weights import weights_fault
     from distill.recipe import Student
     from distill.training.checkpoint_validation import not_finite, shapes_of
 
@@ -200,9 +200,9 @@ def _cache(folder: Path) -> Iterator[Line]:
     import numpy as np
 
     from distill.core.manifest import damage_of_files
-    from distill.teachers.cache.format import MANIFEST, PLAN, read_json
-    from distill.teachers.cache.read import Shards, TeacherCache
-    from distill.teachers.keep.store import Store
+    from distill.teachers.backends.stored.format import MANIFEST, PLAN, read_json
+    from distill.teachers.backends.stored.online_store import Store
+    from distill.teachers.backends.stored.read import Shards, TeacherCache
 
     yield _line(PLAN, lambda: f"{(read_json(folder / PLAN) or {})['kind'].replace('_', ' ')} of a teacher")
     try:

@@ -21,11 +21,11 @@ from distill.doctor.rewards import advantages_of
 from distill.doctor.rollouts import StudentRollouts
 from distill.doctor.rows import Row, Rows
 from distill.generation.documents import ResponseRetokenizer
-from distill.models.packed import keeps_apart
+from distill.models.patch.packed import keeps_apart
+from distill.objectives.layer_matching import with_automatic_layers
+from distill.objectives.losses import is_soft
 from distill.recipe.loss import Loss
-from distill.teachers.base import Teacher
-from distill.teachers.layer_matching import with_automatic_layers
-from distill.teachers.losses import is_soft
+from distill.teachers.interface import Teacher
 from distill.teachers.objective import DistillationObjective, as_teacher
 
 Gradients = dict[str, torch.Tensor]

@@ -32,18 +32,18 @@ from distill.doctor.invariants_runs import RUN_CHECKS
 from distill.doctor.rollouts import StudentRollouts, prompts_of
 from distill.doctor.rows import first_learned, last_tokens, packing_fault, some_rows
 from distill.generation.from_recipe import require_prompts
-from distill.models.adapters import add_lora
-from distill.models.attention_choice import AttentionChoices
-from distill.models.precision import Precision, resolve_device
-from distill.models.quantised import quantised_by_transformers
+from distill.models.load.adapters import add_lora
+from distill.models.load.quantised import quantised_by_transformers
+from distill.models.patch.attention_choice import AttentionChoices
+from distill.models.precision.dtypes import Precision, resolve_device
 from distill.models.sharding import SINGLE_PROCESS
+from distill.objectives.layer_matching import with_automatic_layers, with_kept_layers
 from distill.recipe import Recipe
 from distill.recipe.teachers import describe_teacher
-from distill.teachers.base import LoadContext, Teacher
+from distill.teachers.backends.local import shortened
 from distill.teachers.calibration import calibration_of
 from distill.teachers.capabilities import truncated_copy
-from distill.teachers.layer_matching import with_automatic_layers, with_kept_layers
-from distill.teachers.model import shortened
+from distill.teachers.interface import LoadContext, Teacher
 from distill.teachers.opening import ModelPair, opened_pair
 from distill.teachers.registry import source_of
 from distill.teachers.source_capabilities import data_problems

@@ -182,7 +182,7 @@ def patching_changes_nothing(subject: CheckSetup) -> CheckResult:
 
     Rows hold several documents, since our attention gets their bounds in another way than the models' own.
     """
-    from distill.models.patching import patch, unpatch
+    from distill.models.patch.patching import patch, unpatch
 
     subject = replace(subject, rows=subject.packed_rows())
     plain = _fused(subject)

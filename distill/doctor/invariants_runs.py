@@ -33,7 +33,7 @@ from distill.doctor.check_setup import CheckSetup
 from distill.doctor.invariants import CheckResult, difference, without_training_mode
 from distill.doctor.references import BY_NAME
 from distill.doctor.rollouts import StudentRollouts
-from distill.models.read_weights import read_weights
+from distill.models.load.read_weights import read_weights
 from distill.recipe.loss import Loss
 from distill.training.checkpoints import checkpoints
 from distill.training.step_listeners import RolloutBatches

@@ -21,12 +21,13 @@ from distill.doctor.reference_loss import Mixture, SampledTokens, mixed_log_prob
 from distill.doctor.remote_outputs import place_of, remote_logits, teacher_at
 from distill.doctor.rewards import advantage_of
 from distill.doctor.rows import Row, Rows
-from distill.models.vocabulary import compare
+from distill.models.load.vocabulary import compare
+from distill.objectives.losses import LogitTransforms, TargetLoss, build_loss
+from distill.objectives.targets import Batch
 from distill.recipe.loss import Loss
-from distill.teachers.base import Batch, Teacher
-from distill.teachers.losses import LogitTransforms, TargetLoss, build_loss
-from distill.teachers.mixture import MixtureTeacher
-from distill.teachers.model import LoadedTeacher
+from distill.teachers.backends.local import LoadedTeacher
+from distill.teachers.combination.mixture import MixtureTeacher
+from distill.teachers.interface import Teacher
 from distill.teachers.objective import DistillationObjective
 
 COLUMNS = 512  # columns of the vocabulary over which a mixture is compared with itself

@@ -14,11 +14,12 @@ from distill.doctor.reference_loss import Mixture
 from distill.doctor.reference_top_k import TopKReference
 from distill.doctor.remote_outputs import logits_of, place_of, teacher_at
 from distill.doctor.rows import Row, TwoPromptRows, bounds, first_learned
-from distill.teachers.base import Batch, Teacher
-from distill.teachers.context.data import ContextCollator
-from distill.teachers.context.teacher import ContextTeacher
-from distill.teachers.mixture import MixtureTeacher
-from distill.teachers.model import LoadedTeacher
+from distill.objectives.targets import Batch
+from distill.teachers.backends.local import LoadedTeacher
+from distill.teachers.combination.mixture import MixtureTeacher
+from distill.teachers.interface import Teacher
+from distill.teachers.rows.context.data import ContextCollator
+from distill.teachers.rows.context.teacher import ContextTeacher
 
 FEW = 4  # tokens; a shorter context may occur in a prompt by chance
 

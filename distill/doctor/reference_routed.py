@@ -16,12 +16,13 @@ from distill.doctor.reference_loss import SampledTokens, token_loss
 from distill.doctor.remote_outputs import place_of, teacher_at
 from distill.doctor.rewards import advantage_of
 from distill.doctor.rows import RoutedRows, Row, bounds
+from distill.objectives.targets import Batch
 from distill.recipe.loss import Loss
-from distill.teachers.base import Batch, Teacher
-from distill.teachers.context.teacher import ContextTeacher
-from distill.teachers.mixture import MixtureTeacher
-from distill.teachers.model import LoadedTeacher
-from distill.teachers.routed.teacher import RoutedTeacher
+from distill.teachers.backends.local import LoadedTeacher
+from distill.teachers.combination.mixture import MixtureTeacher
+from distill.teachers.combination.routes import RoutedTeacher
+from distill.teachers.interface import Teacher
+from distill.teachers.rows.context.teacher import ContextTeacher
 
 
 class RoutedReference(Reference):

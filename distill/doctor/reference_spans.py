@@ -1,6 +1,6 @@
 """Reference divergence between two tokenizers, from its definition, span by span on full logits.
 
-The outcomes are defined in `distill.teachers.cross.spans`. Here each span's outcomes are computed one after the other,
+The outcomes are defined in `distill.objectives.spans`. Here each span's outcomes are computed one after the other,
 without chunks, precomputed indices or a manual gradient; autograd differentiates it.
 """
 
@@ -21,15 +21,16 @@ from distill.doctor.reference import INPUTS, Description, Reads, Reference, Verd
 from distill.doctor.reference_loss import divergence_from_kl
 from distill.doctor.remote_outputs import logits_of, place_of, teacher_at
 from distill.doctor.rows import OTHERS, Row, SpanRows
+from distill.objectives.losses import LogitTransforms, build_loss, loss_terms
+from distill.objectives.span_loss import CrossTokenizerLoss, Spans, SpanTargets
+from distill.objectives.targets import Batch
 from distill.recipe.loss import Loss
-from distill.teachers.base import Batch, Teacher
-from distill.teachers.cross.alignment import Shared
-from distill.teachers.cross.data import CrossCollator
-from distill.teachers.cross.encode import Reader, end_pairs
-from distill.teachers.cross.loss import CrossTokenizerLoss, Spans, SpanTargets
-from distill.teachers.cross.teacher import CrossTeacher
-from distill.teachers.cross.vocabularies import compare_by_bytes
-from distill.teachers.losses import LogitTransforms, build_loss, loss_terms
+from distill.teachers.interface import Teacher
+from distill.teachers.rows.retokenised.alignment import Shared
+from distill.teachers.rows.retokenised.data import CrossCollator
+from distill.teachers.rows.retokenised.encode import Reader, end_pairs
+from distill.teachers.rows.retokenised.teacher import CrossTeacher
+from distill.teachers.rows.retokenised.vocabularies import compare_by_bytes
 
 
 class SpansReference(Reference):

@@ -15,10 +15,11 @@ from distill.doctor.reference import INPUTS, Reference, Verdict, worst_of
 from distill.doctor.reference_loss import shifted, top_k_loss, with_sampled_tail
 from distill.doctor.remote_outputs import remote_tokens
 from distill.doctor.rows import Row
+from distill.objectives.targets import Batch
+from distill.objectives.top_k import TopKFormat
+from distill.objectives.top_k_encoding import LEAST_TAIL
 from distill.recipe.loss import Loss
-from distill.teachers.base import Batch, Teacher
-from distill.teachers.cache.encode import LEAST_TAIL
-from distill.teachers.cache.top_k import TopKFormat
+from distill.teachers.interface import Teacher
 
 STORED = 0.05  # largest rounding error of a stored half-precision log-probability, nats
 

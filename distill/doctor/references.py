@@ -10,12 +10,13 @@ from distill.doctor.reference_context import ContextMixtureReference, ContextRef
 from distill.doctor.reference_routed import RoutedReference
 from distill.doctor.reference_spans import SpansReference
 from distill.doctor.reference_top_k import TopKReference
-from distill.teachers.base import TargetFormat, Teacher
-from distill.teachers.cache.top_k import TopKFormat
-from distill.teachers.cross.teacher import SpansFormat
-from distill.teachers.hidden import HiddenFormat
-from distill.teachers.mixture import MixtureFormat
-from distill.teachers.routed.teacher import RoutedFormat
+from distill.objectives.hidden import HiddenFormat
+from distill.objectives.targets import TargetFormat
+from distill.objectives.top_k import TopKFormat
+from distill.teachers.combination.mixture import MixtureFormat
+from distill.teachers.combination.routes import RoutedFormat
+from distill.teachers.interface import Teacher
+from distill.teachers.rows.retokenised.teacher import SpansFormat
 
 # by what targets are, and by the rows that the teacher reads
 REFERENCES: dict[tuple[type[TargetFormat], str], type[Reference]] = {

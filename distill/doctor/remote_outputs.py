@@ -15,15 +15,16 @@ from torch.nn import functional as F
 
 from distill.data.collator import valid_rows
 from distill.doctor.rows import Row
-from distill.teachers.base import Batch, Teacher
-from distill.teachers.cache.format import HEAD
-from distill.teachers.cache.read import PREFIX
-from distill.teachers.cache.teacher import CachedTeacher
-from distill.teachers.keep.teacher import KeptTeacher
-from distill.teachers.server.proof import own_logits
-from distill.teachers.server.source import reconnected
-from distill.teachers.server.teacher import ServerTeacher
-from distill.teachers.server.wire import TargetRequest
+from distill.objectives.targets import Batch
+from distill.teachers.backends.served.parity_check import own_logits
+from distill.teachers.backends.served.protocol import TargetRequest
+from distill.teachers.backends.served.source import reconnected
+from distill.teachers.backends.served.teacher import ServerTeacher
+from distill.teachers.backends.stored.format import HEAD
+from distill.teachers.backends.stored.online_teacher import KeptTeacher
+from distill.teachers.backends.stored.read import PREFIX
+from distill.teachers.backends.stored.teacher import CachedTeacher
+from distill.teachers.interface import Teacher
 
 Stored = dict[str, torch.Tensor]
 

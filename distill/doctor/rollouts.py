@@ -18,9 +18,9 @@ from distill.generation.engines import engine_for, settings_for
 from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.sampling import Sampling, sampling_of
 from distill.recipe import Recipe
-from distill.teachers.context.data import ContextCollator
-from distill.teachers.cross.data import CrossCollator
-from distill.teachers.routed.data import RoutedCollator
+from distill.teachers.combination.route_data import RoutedCollator
+from distill.teachers.rows.context.data import ContextCollator
+from distill.teachers.rows.retokenised.data import CrossCollator
 
 MOST_NEW_TOKENS = 16
 

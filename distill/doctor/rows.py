@@ -47,7 +47,7 @@ class Rows:
 
 
 class TwoPromptRows(Rows):
-    """Rows that hold each response after the student's and after the teacher's prompt (`distill.teachers.context`)."""
+    """Rows that hold each response after the student's and after the teacher's prompt (`teachers.rows.context`)."""
 
     @staticmethod
     def documents(row: Row) -> list[Document]:
@@ -68,7 +68,7 @@ class TwoPromptRows(Rows):
 
 
 class RoutedRows(Rows):
-    """Rows whose documents have a route each (`distill.teachers.routed`)."""
+    """Rows whose documents have a route each (`distill.teachers.combination.routes`)."""
 
     @staticmethod
     def documents(row: Row) -> list[Document]:

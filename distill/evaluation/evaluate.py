@@ -23,8 +23,8 @@ from torch import nn
 from distill.core.eval_mode import eval_mode
 from distill.core.labels import count_trained_tokens
 from distill.data.collator import Collator
-from distill.teachers.base import Collate, Teacher
 from distill.teachers.capabilities import flush
+from distill.teachers.interface import Collate, Teacher
 from distill.teachers.objective import DistillationObjective
 
 NO_GAP = 1e-4  # nats; equal models in 16 bits differ by up to this much

@@ -19,9 +19,9 @@ from distill.data.collator import Collator
 from distill.evaluation.bootstrap import intervals
 from distill.evaluation.evaluate import metrics_from_statistics
 from distill.evaluation.evaluate_documents import FIGURES, EvaluationResult
-from distill.teachers.cross.alignment import Shared
-from distill.teachers.cross.teacher import CrossTeacher
 from distill.teachers.objective import DistillationObjective
+from distill.teachers.rows.retokenised.alignment import Shared
+from distill.teachers.rows.retokenised.teacher import CrossTeacher
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from distill.generation.greedy import Turn, encode_prompt
 from distill.generation.sampling import Sampling
 from distill.generation.stopping import end_tokens, override_generation_config
 from distill.generation.support_check import unsupported_reason
-from distill.models.triton_only import use_triton_only
+from distill.models.patch.triton_only import use_triton_only
 
 
 class Stream(BaseStreamer):

@@ -12,15 +12,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from distill.core.folders import RECIPE_FILE, RUNS
 from distill.data.load import columns_of, load_data
 from distill.data.sources import open_source
-from distill.models.adapters import base_of, load_and_merge
-from distill.models.load import load_student, load_teacher, load_tokenizer
+from distill.models.load.adapters import base_of, load_and_merge
+from distill.models.load.loading import load_student, load_teacher, load_tokenizer
+from distill.objectives.measure import KL, Measure
 from distill.recipe import Data, ModelSection, Recipe, Student, Teacher, Validation, load
 from distill.recipe.compatibility import require_command
-from distill.teachers.cache.teacher import section_to_load
-from distill.teachers.cross.data import load_cross_data
-from distill.teachers.measure import KL, Measure
+from distill.teachers.backends.sharded import load_sharded_teacher
+from distill.teachers.backends.stored.teacher import section_to_load
 from distill.teachers.registry import measure_of, source_of
-from distill.teachers.sharded import load_sharded_teacher
+from distill.teachers.rows.retokenised.data import load_cross_data
 from distill.teachers.source_capabilities import files_of
 
 CONFIGS = ("config.json", "adapter_config.json")  # of a whole student, of an adapter

@@ -34,14 +34,14 @@ from torch import nn
 
 from distill.core.eval_mode import eval_mode
 from distill.generation.fused_step import FusedStepFactory
+from distill.generation.ragged_cache import attention_for_ragged_cache, prefill
 from distill.generation.sampling import GREEDY, Sampling
 from distill.generation.sequence_slots import SequenceSlots, copy_to_host
+from distill.generation.shared_prefixes import order_by_prefix
 from distill.generation.stopping import StopStrings
 from distill.models.graphs import own_workspace
 from distill.models.head import bare, decoder_of
-from distill.models.offload import is_offloaded
-from distill.models.ragged_cache import attention_for_ragged_cache, prefill
-from distill.models.shared_prefixes import order_by_prefix
+from distill.models.precision.offload import is_offloaded
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from distill.generation.sampling import Sampling, at_least_float32
 from distill.generation.stopping import StopStrings, end_tokens, override_generation_config, truncate_at_end
 from distill.generation.support_check import unsupported_reason
 from distill.models.head import bare
-from distill.models.kv_cache import PreallocatedCache, unsupported_layers
+from distill.models.patch.kv_cache import PreallocatedCache, unsupported_layers
 
 log = logging.getLogger(__name__)
 

@@ -102,8 +102,8 @@ def rollouts_from_recipe(
     from distill.generation.engines import engine_for, settings_for
     from distill.generation.on_policy import OnPolicyRollouts
     from distill.generation.sampling import sampling_of
-    from distill.models.attention import attends_within_documents
-    from distill.models.snapshot import Snapshot
+    from distill.models.patch.attention import attends_within_documents
+    from distill.models.patch.snapshot import Snapshot
 
     require_prompts(recipe, tokenizer, report.format)
     snapshot = Snapshot(student) if sharded else None

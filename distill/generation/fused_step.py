@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from distill.core.errors import first_line
+from distill.generation.fused_decoder import FusedDecoder, check_layers, epsilon, fused_unsupported_reason
+from distill.generation.ragged_cache import AttentionCall
 from distill.generation.sampling import Sampling
 from distill.generation.sequence_slots import SequenceSlots
-from distill.models.fused_decoder import FusedDecoder, check_layers, epsilon, fused_unsupported_reason
 from distill.models.head import decoder_of, find_head
-from distill.models.ragged_cache import AttentionCall
 
 log = logging.getLogger(__name__)
 

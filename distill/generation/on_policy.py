@@ -57,7 +57,7 @@ from distill.generation.rollout_steps import (
     row_length,
 )
 from distill.generation.sampling import Sampling
-from distill.models.snapshot import Snapshot
+from distill.models.patch.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 

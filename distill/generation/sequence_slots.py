@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from distill.generation.ragged_cache import RaggedCache, to_device
 from distill.generation.sampling import Sampling, at_least_float32
-from distill.models.ragged_cache import RaggedCache, to_device
 
 
 class SequenceSlots:

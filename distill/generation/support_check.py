@@ -9,9 +9,9 @@ from torch import nn
 
 from distill.core.errors import first_line
 from distill.core.eval_mode import eval_mode
-from distill.models.attention import with_soft_cap
+from distill.generation.ragged_cache import RaggedCache, attention_for_ragged_cache, prefill
 from distill.models.head import bare, decoder_of
-from distill.models.ragged_cache import RaggedCache, attention_for_ragged_cache, prefill
+from distill.models.patch.attention import with_soft_cap
 
 
 @torch.no_grad()

@@ -197,7 +197,7 @@ class LayerProjection(nn.Module):
     """Linear map of the student's hidden states to the teacher's width, trained with the student.
 
     It has no entry in state dicts: a saved or exported student does not have it, and checkpoints hold it in a file of
-    its own (`distill.teachers.layer_matching`).
+    its own (`distill.objectives.layer_matching`).
 
     Args:
         teacher: Width of the teacher's hidden states.

@@ -17,11 +17,11 @@ import torch
 from distill.core.units import GIB
 from distill.models.gpu_specs import family_in
 from distill.models.sharding import SINGLE_PROCESS, Placement
+from distill.objectives.top_k_encoding import CHUNK_ELEMENTS
 from distill.planning.device_plan import DevicePlan
 from distill.recipe import FromTeacher, Recipe, Student
-from distill.teachers.base import TeacherSource
-from distill.teachers.cache.encode import CHUNK_ELEMENTS
-from distill.teachers.cache.teacher import section_to_load
+from distill.teachers.backends.stored.teacher import section_to_load
+from distill.teachers.interface import TeacherSource
 from distill.teachers.registry import source_of
 from distill.teachers.source_capabilities import shapes_of
 

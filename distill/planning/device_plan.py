@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import torch
 
-from distill.models.meta_models import MetaModel, meta_config, meta_student
-from distill.models.precision import Precision, resolve_precision
+from distill.models.load.meta_models import MetaModel, meta_config, meta_student
+from distill.models.precision.dtypes import Precision, resolve_precision
 from distill.models.shape import USABLE
 from distill.planning.steps import accumulation_steps
 from distill.recipe import Recipe
-from distill.teachers.base import TeacherSource
 from distill.teachers.footprint import Footprint, FootprintContext
+from distill.teachers.interface import TeacherSource
 from distill.teachers.registry import source_of
 from distill.teachers.source_capabilities import files_of
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from distill.models.meta_models import meta_config
-from distill.models.pruning import layer_indices, layers_of
+from distill.models.load.meta_models import meta_config
+from distill.models.prune.pruning import layer_indices, layers_of
+from distill.objectives.layer_matching import MatchedTerm, matched_terms, with_kept_layers
 from distill.planning.device_plan import DevicePlan
-from distill.teachers.layer_matching import MatchedTerm, matched_terms, with_kept_layers
 from distill.teachers.source_capabilities import files_of, shapes_of
 
 

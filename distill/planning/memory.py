@@ -5,7 +5,7 @@ residual stream (the embedding's dtype), H the hidden size, A heads x head width
 MLP's width, V the vocabulary, L layers; what reads one norm's output keeps one copy of it, as it is computed with, but
 for PEFT's LoRA layers under autocast, each of which keeps its own (ours do not):
 
-    teacher         parameters x bytes of its dtype; fewer in 8 bits and offloaded (`teachers/model.py`)
+    teacher         parameters x bytes of its dtype; fewer in 8 bits and offloaded (`teachers/backends/local.py`)
     student         parameters x w, gradients trained x w, AdamW states 2 x trained x w (or of their own dtype)
     activations     N L (2 r H norms' inputs + c (q + g) H normed inputs + c (3 A + 2 K) attention + 3 c I MLP), q = 3
                     and g = 2 for PEFT's layers under autocast, else 1 and 1; 2 c I for an MLP without gate; row
@@ -32,10 +32,10 @@ from distill_kernels.losses.plan import plan_chunks
 from distill_kernels.losses.projection import TILE
 
 from distill.models.shape import Shape
+from distill.objectives.losses import is_soft
 from distill.planning.device_plan import DevicePlan
 from distill.planning.layer_memory import layer_memory
 from distill.planning.steps import FUSED
-from distill.teachers.losses import is_soft
 from distill.teachers.source_capabilities import shapes_of
 
 LOADING = "loading of the teacher"

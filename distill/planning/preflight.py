@@ -23,11 +23,12 @@ from distill.core.units import GIB
 from distill.data.report import DataReport
 from distill.data.sources import STDLIB, local_path, missing_source
 from distill.models.gpu_specs import fp8_problem
-from distill.models.meta_models import meta_config, size_note, weights_problem
-from distill.models.precision import Precision, resolve_precision
+from distill.models.load.meta_models import meta_config, size_note, weights_problem
+from distill.models.load.source import resolve_tokenizer_source
+from distill.models.precision.dtypes import Precision, resolve_precision
 from distill.models.shape import USABLE, Shape
 from distill.models.sharding import SINGLE_PROCESS, Placement
-from distill.models.source import resolve_tokenizer_source
+from distill.objectives.losses import is_soft
 from distill.planning.cache_memory import describe_cache_memory
 from distill.planning.device_plan import DevicePlan
 from distill.planning.devices import Device
@@ -40,8 +41,7 @@ from distill.planning.steps import FUSED, report_to_problem, require_arguments, 
 from distill.planning.teacher_server import choose_teacher_server, teacher_server_problem, training_gpus
 from distill.recipe import Lora, ModelSection, Recipe
 from distill.recipe.usual import unusual
-from distill.teachers.base import TeacherSource
-from distill.teachers.losses import is_soft
+from distill.teachers.interface import TeacherSource
 from distill.teachers.registry import source_of
 from distill.teachers.source_capabilities import (
     copy_cached_state,

@@ -16,7 +16,7 @@ from distill_kernels.decoding.fused_linear import MAX_ROWS
 from distill_kernels.decoding.plan import FASTER_ON
 
 from distill.data.report import DataReport
-from distill.models.fused_decoder import plain_unsupported_reason
+from distill.generation.fused_decoder import plain_unsupported_reason
 from distill.models.gpu_specs import GpuSpec
 from distill.models.shape import Shape
 from distill.planning.device_plan import DevicePlan

@@ -17,11 +17,11 @@ import torch
 
 from distill.models.flops import NO_FLOPS, FlopCounts, count_flops
 from distill.models.gpu_specs import GpuSpec
+from distill.objectives.losses import is_soft
 from distill.planning.device_plan import DevicePlan
 from distill.planning.devices import LINK_EFFICIENCY, Device
 from distill.planning.memory import step_memory
 from distill.planning.placement import estimate_placement, teacher_server_memory
-from distill.teachers.losses import is_soft
 
 # Fractions of data-sheet rates, from H200 rows in scripts/bench/results: GEMMs of an 8B model's MLP, 8,192 tokens,
 # 0.70 to 0.77 in bf16, 0.75 to 0.79 in fp8 beside their operands' bytes (rows `fp8`, `gated`); attention 0.42 to 0.59

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from distill.core.units import GIB
+from distill.objectives.losses import is_soft
 from distill.planning.device_plan import DevicePlan
 from distill.planning.devices import Device, find_device
 from distill.planning.placement import TeacherServerMemory, estimate_placement, teacher_server_memory
@@ -26,7 +27,6 @@ from distill.planning.step_time import StepTokens, step_time
 from distill.planning.steps import accumulation_steps
 from distill.recipe import Recipe, load
 from distill.recipe.teachers import reads_as_the_student
-from distill.teachers.losses import is_soft
 
 
 def training_gpus(recipe: Recipe, gpus: int) -> int:

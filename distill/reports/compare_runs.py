@@ -18,13 +18,13 @@ from typing import NamedTuple
 import numpy as np
 
 from distill.core.errors import show
+from distill.objectives.measure import Measure
 from distill.recipe import parse
 from distill.recipe.resume_policy import settings_of_steps
 from distill.reports.curves import points
 from distill.reports.report import AGREEMENT, Run, legend
 from distill.reports.style import document
 from distill.reports.svg_plot import Series, Size, line_chart
-from distill.teachers.measure import Measure
 
 # settings that held-out metrics depend on besides the student; `config` matters for random weights alone
 JUDGED_BY = (

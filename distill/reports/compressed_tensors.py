@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from distill.core.errors import RecipeError
 from distill.core.files import write_json
-from distill.models.config_validation import read_json
-from distill.models.quantised_student import FORMAT_FILE, read_formats
-from distill.models.read_weights import read_weights
+from distill.models.load.config_validation import read_json
+from distill.models.load.read_weights import read_weights
+from distill.models.precision.quantised_student import FORMAT_FILE, read_formats
 from distill.reports.gguf_file import TEXTS
 
 PACKED = ("int4_g32", "int8")

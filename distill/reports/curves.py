@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.core.files import write_text
+from distill.objectives.measure import KL, Measure
 from distill.reports.svg_plot import Series, Size, line_chart, picture
-from distill.teachers.measure import KL, Measure
 
 Rows = Sequence[Mapping[str, Any]]  # rows of metrics.jsonl
 

@@ -15,8 +15,8 @@ from distill.core.errors import RecipeError, first_line
 from distill.core.files import replacing_folder, write_text
 from distill.core.folders import RECIPE_FILE, check_folder
 from distill.evaluation.targets import CONFIGS, load_merged, target_in
-from distill.models.quantised_student import read_formats, write_formats
-from distill.models.read_weights import read_weights
+from distill.models.load.read_weights import read_weights
+from distill.models.precision.quantised_student import read_formats, write_formats
 from distill.reports.compressed_tensors import pack_folder
 from distill.reports.gguf_file import write_gguf
 from distill.reports.model_card import merged_card

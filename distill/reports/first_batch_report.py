@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
+from distill.objectives.token_comparison import token_comparison
 from distill.teachers.capabilities import prefetching_of
-from distill.teachers.token_comparison import token_comparison
 
 if TYPE_CHECKING:
+    from distill.objectives.targets import Batch
     from distill.recipe import Data, Recipe
-    from distill.teachers.base import Batch, Collate
+    from distill.teachers.interface import Collate
     from distill.teachers.objective import DistillationObjective
     from distill.training.trainer import DistillationTrainer
 

@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTra
 from distill.core.errors import RecipeError
 from distill.core.files import replacing
 from distill.models.head import attention_sizes
-from distill.models.quantised_student import read_formats
-from distill.models.read_weights import read_weights
+from distill.models.load.read_weights import read_weights
+from distill.models.precision.quantised_student import read_formats
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 INTERLEAVED = ("llama",)

@@ -14,7 +14,7 @@ import yaml
 
 from distill.core.files import write_text
 from distill.evaluation.evaluate import HeldOut, gap_in_words
-from distill.teachers.measure import KL, SPANS, Measure, shown
+from distill.objectives.measure import KL, SPANS, Measure, shown
 
 # lines of the card for a whole model, and for an adapter alone
 MODEL = 'library_name: "transformers"', "from transformers import AutoModelForCausalLM, AutoTokenizer\n"

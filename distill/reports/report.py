@@ -20,12 +20,12 @@ from distill.core.files import write_text
 from distill.core.folders import RECIPE_FILE, RESULT_FILE, RUNS
 from distill.evaluation.evaluate import perplexity
 from distill.evaluation.samples import TITLES
+from distill.objectives.measure import Measure, shown
 from distill.recipe import Recipe, parse
 from distill.reports.curves import Rows, charts_of
 from distill.reports.style import document
 from distill.reports.svg_plot import line_chart, short
 from distill.teachers.identity import model_name
-from distill.teachers.measure import Measure, shown
 from distill.teachers.registry import measure_of, source_of
 
 # display names of the phases of training.phases

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from distill.core.errors import RecipeError
 from distill.core.files import replacing_folder
 from distill.core.folders import check_folder
-from distill.models.gptq import Method, calibration_batches, round_weights
-from distill.models.quantised_student import formats_of, write_formats
+from distill.models.precision.gptq import Method, calibration_batches, round_weights
+from distill.models.precision.quantised_student import formats_of, write_formats
 from distill.recipe.quantise import FORMATS_OF_GGUF, Quantise
 from distill.reports.compressed_tensors import pack_folder
 from distill.reports.gguf_file import write_gguf
@@ -45,7 +45,7 @@ class Rounding(NamedTuple):
 
     Attributes:
         section: Formats, as in a recipe.
-        method: nearest, importance or gptq; see `distill.models.gptq`.
+        method: nearest, importance or gptq; see `distill.models.precision.gptq`.
         rows: Tokenised rows to calibrate on; nearest reads none.
     """
 

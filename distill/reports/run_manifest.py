@@ -14,7 +14,7 @@ from typing import Any
 from distill.core.folders import KERNELS_FILE, RECIPE_FILE, RESULT_FILE
 from distill.core.manifest import add_to_manifest, fault_of_entry
 from distill.evaluation.evaluate import HeldOut
-from distill.teachers.measure import Measure
+from distill.objectives.measure import Measure
 from distill.training.lock_file import LOCK_FILE
 
 log = logging.getLogger(__name__)

@@ -11,19 +11,19 @@ from distill.evaluation.evaluate import HeldOut, gap_in_words
 from distill.evaluation.samples import TITLES
 from distill.models.flops import count_text, parameters_of
 from distill.models.head import bare
-from distill.models.offload import offloading_of
-from distill.models.quantised import quantised_by
-from distill.models.widths import widths_of
+from distill.models.load.quantised import quantised_by
+from distill.models.precision.offload import offloading_of
+from distill.models.prune.widths import widths_of
+from distill.objectives.measure import KL, Measure
 from distill.planning.steps import small_data_warnings
 from distill.teachers.capabilities import size_text
 from distill.teachers.identity import model_name
-from distill.teachers.measure import KL, Measure
 
 if TYPE_CHECKING:
     from distill.data.report import DataReport
     from distill.planning.run_plan import RunPlan
     from distill.recipe.loss import Schedule
-    from distill.teachers.base import TeacherSource
+    from distill.teachers.interface import TeacherSource
     from distill.teachers.objective import DistillationObjective
     from distill.teachers.opening import ModelPair
 

@@ -1,1 +1,1 @@
-"""`distill serve`: a teacher server over HTTP for remote trainers. The protocol is `distill.teachers.server.wire`."""
+"""`distill serve`: a teacher server over HTTP for remote trainers. Protocol: `teachers.backends.served.protocol`."""

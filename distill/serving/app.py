@@ -34,8 +34,16 @@ from distill.core.errors import TeacherUnavailableError
 from distill.serving.engine import Answer, Engine, Job, Options
 from distill.serving.room import Room
 from distill.serving.worker import Full, Worker
-from distill.teachers.server.integrity import CHECKSUM, QUESTION, checksum, question_hash
-from distill.teachers.server.wire import BINARY, JSON, TEACHER, TargetRequest, WireError, parts_of, read_body
+from distill.teachers.backends.served.integrity import CHECKSUM, QUESTION, checksum, question_hash
+from distill.teachers.backends.served.protocol import (
+    BINARY,
+    JSON,
+    TEACHER,
+    TargetRequest,
+    WireError,
+    parts_of,
+    read_body,
+)
 
 log = logging.getLogger(__name__)
 

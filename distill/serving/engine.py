@@ -26,15 +26,12 @@ from distill.core.environment import environment
 from distill.data.packing import best_fit
 from distill.data.token_cache import tokenizer_hash
 from distill.models.head import HeadWeights, bare
-from distill.models.host_copy import HostCopy, to_device
-from distill.models.packed import keeps_apart
+from distill.models.patch.packed import keeps_apart
+from distill.models.precision.host_copy import HostCopy, to_device
+from distill.objectives.top_k_encoding import Encoding, encode, log_probabilities
 from distill.recipe import Teacher as TeacherSection
-from distill.teachers.cache.encode import Encoding, encode, log_probabilities
-from distill.teachers.cache.settings import MAX_TOP_K, TAILS
-from distill.teachers.capabilities import is_collective
-from distill.teachers.identity import model_name, teacher_identity
-from distill.teachers.model import LoadedTeacher
-from distill.teachers.server.wire import (
+from distill.teachers.backends.local import LoadedTeacher
+from distill.teachers.backends.served.protocol import (
     DTYPES,
     FILES,
     PROTOCOL,
@@ -49,6 +46,9 @@ from distill.teachers.server.wire import (
     packed_rows,
     row_bytes,
 )
+from distill.teachers.backends.stored.settings import MAX_TOP_K, TAILS
+from distill.teachers.capabilities import is_collective
+from distill.teachers.identity import model_name, teacher_identity
 
 LOGITS_BYTES = 64 << 20  # maximum size of a response of /v1/logits
 FP8_TOKENS = 512  # tokens that the cost of fp8 is measured on

@@ -19,8 +19,8 @@ from starlette.applications import Starlette
 from distill.core import console
 from distill.core.launch import processes_to_start, visible_gpus
 from distill.core.ranks import is_main_process, world_size
-from distill.models.attention_choice import AttentionChoices
 from distill.models.gpu_specs import family_in
+from distill.models.patch.attention_choice import AttentionChoices
 from distill.models.sharding import Placement
 from distill.recipe import Recipe, parse
 from distill.recipe.compatibility import require_command
@@ -29,11 +29,11 @@ from distill.serving.connections import DEFAULT_PATIENCE, Patience, Server, list
 from distill.serving.engine import Engine
 from distill.serving.peers import Peers
 from distill.serving.sharded import ShardedEngine
-from distill.teachers.base import load_context
-from distill.teachers.cache.identity import text_hashes
+from distill.teachers.backends.local import LoadedTeacher
+from distill.teachers.backends.stored.identity import text_hashes
 from distill.teachers.capabilities import quantise_layers, size_text
+from distill.teachers.interface import load_context
 from distill.teachers.kernels import patch_model
-from distill.teachers.model import LoadedTeacher
 from distill.teachers.registry import source_of
 
 TOKEN_VARIABLE = "DISTILL_SERVE_TOKEN"

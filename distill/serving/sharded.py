@@ -3,7 +3,7 @@
 Processes with shards gather weights collectively, so that all make a forward pass at once, each of its own batch: W of
 them compute W requests of one forward pass each, or W times the tokens when packed. Each step's requests are written to
 
-    step/n      in the launch's store: each process's requests, in the form of /v1/targets (`teachers/server/wire.py`)
+    step/n      in the launch's store: each process's requests, in the form of /v1/targets (served/protocol.py)
 
 and read by the other processes, which send their hidden states to the first one by point-to-point communication; a
 process without a request makes a forward pass of two tokens. Each writes heartbeats (`peers.py`): where a process is
@@ -31,12 +31,12 @@ from accelerate import PartialState
 
 from distill.core.errors import RunError, TeacherUnavailableError
 from distill.core.ranks import world_size
-from distill.models.precision import resolve_device
+from distill.models.precision.dtypes import resolve_device
 from distill.recipe import Recipe
 from distill.serving.engine import Answer, Engine, Job, Options
 from distill.serving.peers import BEAT_S, LOOKS_S, STORE_GONE, Peers, clone, join
 from distill.serving.worker import Shares, Worker
-from distill.teachers.server.wire import TargetRequest, read_body
+from distill.teachers.backends.served.protocol import TargetRequest, read_body
 
 REFUSES_S = 2.0  # after a process is gone, so that waiting clients receive the error
 PART = struct.Struct("<BBI")  # of a step: flags, the process that computes it, bytes of the request

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import NamedTuple
 
-from distill.models.host_copy import HostCopy
+from distill.models.precision.host_copy import HostCopy
 from distill.serving.engine import Answer, Job
 
 log = logging.getLogger(__name__)

@@ -18,16 +18,16 @@ from torch import nn
 from distill.core.environment import device_name
 from distill.core.ranks import broadcast_from_rank0
 from distill.data.token_cache import keep, key_of
-from distill.models.fingerprint import fingerprint
-from distill.models.load import load_student
-from distill.models.pruning import layer_indices, layers_of
+from distill.models.load.fingerprint import fingerprint
+from distill.models.load.loading import load_student
+from distill.models.prune.pruning import layer_indices, layers_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from distill.data.load import Splits
-    from distill.models.importance import Row
-    from distill.models.narrow import Selection
+    from distill.models.prune.importance import Row
+    from distill.models.prune.narrow import Selection
     from distill.recipe import FromTeacher, Recipe, Student
 
 VERSION = 1  # increase when the same inputs would give another choice
@@ -119,8 +119,8 @@ def cut_from(teacher: PreTrainedModel, request: CutRequest) -> CutStudent:
 
 def _stored(teacher: nn.Module, cut: FromTeacher, calibration: Calibration) -> Selection:
     """Return the choice from the cache, or choose and store it."""
-    from distill.models.importance import select_parts
-    from distill.models.narrow import Selection
+    from distill.models.prune.importance import select_parts
+    from distill.models.prune.narrow import Selection
 
     made: list[Selection] = []
 

@@ -18,12 +18,13 @@ from torch import nn
 from distill.models.flops import FlopCounts, count_flops, count_text, parameters_of, sum_flops
 from distill.models.head import find_head
 from distill.models.sharding import is_sharded
-from distill.teachers.base import Batch, Teacher, VocabularyAlignment
+from distill.objectives.targets import Batch, VocabularyAlignment
 from distill.teachers.calibration import CutRequest, CutStudent
+from distill.teachers.interface import Teacher
 
 if TYPE_CHECKING:
+    from distill.objectives.hidden import StoredHead
     from distill.recipe import Generate
-    from distill.teachers.hidden import StoredHead
 
 Prompt = str | list[dict[str, str]]
 

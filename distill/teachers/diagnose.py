@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from distill.teachers.base import Batch
+from distill.objectives.targets import Batch
 from distill.teachers.capabilities import head_tensors
 from distill.teachers.objective import DistillationObjective
 

@@ -17,12 +17,12 @@ from torch import nn
 
 from distill.core.eval_mode import eval_mode
 from distill.core.labels import shift_labels
-from distill.models.fp8_teacher import Part, in_fp8, parts_of, quantise, quantise_part
 from distill.models.head import HeadWeights, LogitTransform, bare, decoder_of, find_head, last_hidden, read_head
+from distill.models.precision.fp8_teacher import Part, in_fp8, parts_of, quantise, quantise_part
+from distill.objectives.hidden import HiddenFormat
+from distill.objectives.losses import LogitTransforms
+from distill.objectives.targets import Batch, VocabularyAlignment
 from distill.recipe.models import in_order
-from distill.teachers.base import Batch, VocabularyAlignment
-from distill.teachers.hidden import HiddenFormat
-from distill.teachers.losses import LogitTransforms
 
 
 class Fp8Cost(NamedTuple):

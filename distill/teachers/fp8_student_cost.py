@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from distill.models.fp8_student import compute_in_fp8
-from distill.teachers.base import Batch
+from distill.models.precision.fp8_student import compute_in_fp8
+from distill.objectives.targets import Batch
 from distill.teachers.objective import DistillationObjective
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from distill.models.source import resolve_model_source
+from distill.models.load.source import resolve_model_source
 from distill.recipe import ModelSection, Teacher
 
 WEIGHTS = ("*.safetensors", "config.json")

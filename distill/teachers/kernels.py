@@ -9,15 +9,15 @@ from torch import nn
 
 from distill.core import console
 from distill.core.ranks import is_main_process
-from distill.models.compiling import compile_layers
 from distill.models.gpu_specs import family_in, joins_on, path_of, runs_our_kernels
-from distill.models.joined_projections import join_projections
-from distill.models.patching import PatchReport, Role, patch
+from distill.models.patch.compiling import compile_layers
+from distill.models.patch.joined_projections import join_projections
+from distill.models.patch.patching import PatchReport, Role, patch
+from distill.models.patch.teacher_layout import interleave
 from distill.models.sharding import is_sharded
-from distill.models.teacher_layout import interleave
 
 if TYPE_CHECKING:
-    from distill.models.attention_choice import AttentionChoices
+    from distill.models.patch.attention_choice import AttentionChoices
     from distill.teachers.opening import ModelPair
 
 

@@ -27,23 +27,15 @@ from torch import nn
 
 from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
 from distill.models.head import HeadWeights, bare, call_head, decoder_of, find_head, probe_logits
-from distill.models.output_rows import output_rows
+from distill.models.patch.output_rows import output_rows
+from distill.objectives.layer_matching import layer_matching
+from distill.objectives.losses import KL, STATISTICS, LossSpec, TargetLoss, measured_terms, reads_layers, soft_terms
+from distill.objectives.measure import Measure
+from distill.objectives.targets import Batch, HeadForward, LossResult, StepInputs, Targets, VocabularyAlignment
+from distill.objectives.token_comparison import token_comparison
 from distill.recipe.loss import Loss
-from distill.teachers.base import (
-    Batch,
-    Collate,
-    HeadForward,
-    LossResult,
-    StepInputs,
-    Targets,
-    Teacher,
-    VocabularyAlignment,
-)
 from distill.teachers.capabilities import prefetching_of
-from distill.teachers.layer_matching import layer_matching
-from distill.teachers.losses import KL, STATISTICS, LossSpec, TargetLoss, measured_terms, reads_layers, soft_terms
-from distill.teachers.measure import Measure
-from distill.teachers.token_comparison import token_comparison
+from distill.teachers.interface import Collate, Teacher
 
 COMPARED = 32  # tokens of an on-policy micro-batch whose most probable tokens are compared
 B = TypeVar("B", bound=Mapping[str, Any])
@@ -53,7 +45,7 @@ def as_teacher(teacher: nn.Module | Teacher) -> Teacher:
     """Return a `Teacher`: a causal language model becomes a `LoadedTeacher`, frozen and in eval mode."""
     if not isinstance(teacher, nn.Module):
         return teacher
-    from distill.teachers.model import LoadedTeacher
+    from distill.teachers.backends.local import LoadedTeacher
 
     return LoadedTeacher(teacher)
 
@@ -75,7 +67,7 @@ class DistillationObjective:
 
     Args:
         teacher: A causal language model on the student's device (put in eval mode, its parameters frozen), or any
-            `distill.teachers.base.Teacher`.
+            `distill.teachers.interface.Teacher`.
         student: A causal language model, bare or inside PEFT, before any DDP or FSDP wrapping. Its forward is
             patched (`detach` restores it). Adapters may still be added later.
         loss: A recipe's `loss` section (object or mapping), the name of one divergence, a sequence of `LossTerm`,

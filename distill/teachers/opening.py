@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from distill.models.attention import stop_fused_attention, use_fused_attention
 from distill.models.gpu_specs import family_in, fp8_problem, runs_our_kernels
 from distill.models.head import bare, decoder_of, find_head
-from distill.models.load import load_student
-from distill.models.packed import packing_problem
+from distill.models.load.loading import load_student
+from distill.models.patch.attention import stop_fused_attention, use_fused_attention
+from distill.models.patch.packed import packing_problem
 from distill.teachers.calibration import CutRequest
 from distill.teachers.capabilities import student_cut_from
 
 if TYPE_CHECKING:
+    from distill.objectives.plugin import Plugin
     from distill.recipe import Recipe
-    from distill.teachers.base import LoadContext, Teacher, TeacherSource
-    from distill.teachers.plugin import Plugin
+    from distill.teachers.interface import LoadContext, Teacher, TeacherSource
     from distill.teachers.vocabulary import Vocabulary
 
 
@@ -95,7 +95,7 @@ def open_pair(source: TeacherSource, vocabulary: Vocabulary, context: LoadContex
     rows = len(find_head(student).linear.weight)  # type: ignore[arg-type]
     vocab_size, verdict = vocabulary.match(list(teacher.format.properties.columns), rows)
     if section.lora is not None:
-        from distill.models.adapters import add_lora
+        from distill.models.load.adapters import add_lora
 
         student = add_lora(student, section.lora, seed=recipe.train.seed)
     return ModelPair(teacher, student, vocabulary, vocab_size, verdict, layer_indices)
@@ -107,7 +107,7 @@ def use_plugin(teacher: Teacher, plugin: Plugin) -> None:
     Raises:
         ValueError: a kind of teacher whose logits the functions cannot be given.
     """
-    from distill.teachers.plugin_terms import PluginFormat
+    from distill.objectives.plugin_terms import PluginFormat
 
     teacher.format = PluginFormat(teacher.format, plugin)
 

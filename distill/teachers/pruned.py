@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from distill.models.importance import select_parts
-from distill.models.load import load_student, load_teacher
-from distill.models.precision import resolve_device, resolve_precision
-from distill.models.prune_candidates import Candidate, Cost, TeacherOutputs, candidates, check_share, parameters_share
+from distill.models.load.loading import load_student, load_teacher
+from distill.models.precision.dtypes import resolve_device, resolve_precision
+from distill.models.prune.candidates import Candidate, Cost, TeacherOutputs, candidates, check_share, parameters_share
+from distill.models.prune.importance import select_parts
 from distill.recipe import FromTeacher, Importance, Student
 from distill.teachers.calibration import Calibration, calibration_of
 from distill.teachers.registry import source_of

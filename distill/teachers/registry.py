@@ -10,33 +10,33 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Mapping
+from pkgutil import resolve_name
 from typing import Any
 
+from distill.objectives.measure import Measure
 from distill.recipe import Recipe
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.teachers import describe_teacher
-from distill.teachers.base import TeacherSource
-from distill.teachers.measure import Measure
-from distill.teachers.named import load_named
+from distill.teachers.interface import TeacherSource
 from distill.teachers.source_capabilities import measure_of_source
 
 ENTRY_POINTS = "distill.backends"  # group of backends in other packages
 Maker = Callable[[Recipe, TeacherSection, str], TeacherSource]
 # by backend; a maker takes a recipe with this teacher alone, the teacher's section and the field that holds it
 BACKENDS = {
-    "local": "distill.teachers.model:ModelSource",
-    "average": "distill.teachers.student:AverageSource",
-    "launched": "distill.teachers.server.launched:LaunchedSource",
-    "server": "distill.teachers.server.source:ServerSource",
-    "cache": "distill.teachers.cache.teacher:CacheSource",
+    "local": "distill.teachers.backends.local:ModelSource",
+    "average": "distill.teachers.backends.student:AverageSource",
+    "launched": "distill.teachers.backends.served.launched:LaunchedSource",
+    "server": "distill.teachers.backends.served.source:ServerSource",
+    "cache": "distill.teachers.backends.stored.teacher:CacheSource",
 }
 # sources around others
 LAYERS = {
-    "keep": "distill.teachers.keep.source:KeepSource",
-    "context": "distill.teachers.context.teacher:ContextSource",
-    "cross": "distill.teachers.cross.teacher:CrossSource",
-    "mixture": "distill.teachers.mixture:MixtureSource",
-    "routes": "distill.teachers.routed.teacher:RoutedSource",
+    "keep": "distill.teachers.backends.stored.online_source:KeepSource",
+    "context": "distill.teachers.rows.context.teacher:ContextSource",
+    "cross": "distill.teachers.rows.retokenised.teacher:CrossSource",
+    "mixture": "distill.teachers.combination.mixture:MixtureSource",
+    "routes": "distill.teachers.combination.routes:RoutedSource",
 }
 
 
@@ -46,7 +46,7 @@ def source_of(recipe: Recipe) -> TeacherSource:
     members = [source_for(recipe, section, field) for field, section in description.members.items()]
     if not recipe.teachers:
         return members[0]
-    together: TeacherSource = load_named(LAYERS["routes" if description.routes else "mixture"])(
+    together: TeacherSource = resolve_name(LAYERS["routes" if description.routes else "mixture"])(
         recipe, description, members
     )
     return together
@@ -63,11 +63,11 @@ def source_for(recipe: Recipe, section: TeacherSection, field: str) -> TeacherSo
     alone = recipe.model_copy(update={"teacher": section, "teachers": []}) if recipe.teachers else recipe
     source = backend_maker(recipe, section, field)(alone, section, field)
     if section.online_cache is not None:
-        source = load_named(LAYERS["keep"])(source, section, field)
+        source = resolve_name(LAYERS["keep"])(source, section, field)
     if section.context is not None:
-        source = load_named(LAYERS["context"])(source, section.context)
+        source = resolve_name(LAYERS["context"])(source, section.context)
     if recipe.student.vocabulary == "cross":
-        source = load_named(LAYERS["cross"])(source)
+        source = resolve_name(LAYERS["cross"])(source)
     return source
 
 
@@ -78,7 +78,7 @@ def backend_maker(recipe: Recipe, section: TeacherSection, field: str) -> Maker:
         ValueError: no installed package registers it.
     """
     if section.backend is None:
-        own: Maker = load_named(BACKENDS[backend_of(recipe, section)])
+        own: Maker = resolve_name(BACKENDS[backend_of(recipe, section)])
         return own
     found = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     if section.backend not in found:

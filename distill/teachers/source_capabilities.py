@@ -10,12 +10,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
-from distill.models.meta_models import meta_config, meta_model
+from distill.models.load.meta_models import meta_config, meta_model
 from distill.models.shape import Shape
+from distill.objectives.measure import KL, Measure
 from distill.recipe import ModelSection
-from distill.teachers.base import TeacherSource
 from distill.teachers.footprint import SmallerTeacher
-from distill.teachers.measure import KL, Measure
+from distill.teachers.interface import TeacherSource
 
 if TYPE_CHECKING:
     from distill.data.load import Splits

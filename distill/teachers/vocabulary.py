@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distill.data.chat import load_template, with_template
 from distill.data.load import Splits, load_data
 from distill.data.rows import RowFault
-from distill.models.load import load_config, load_tokenizer
-from distill.models.vocabulary import compare, extend_student, shared_columns
+from distill.models.load.loading import load_config, load_tokenizer
+from distill.models.load.vocabulary import compare, extend_student, shared_columns
 
 if TYPE_CHECKING:
     from distill.generation.documents import ResponseRetokenizer

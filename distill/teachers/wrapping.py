@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distill.objectives.targets import Batch, Targets
 from distill.recipe import Data
-from distill.teachers.base import Batch, Collate, Targets, Teacher, TeacherSource
 from distill.teachers.capabilities import Layer, Part
 from distill.teachers.footprint import Footprint, FootprintContext
+from distill.teachers.interface import Collate, Teacher, TeacherSource
 from distill.teachers.source_capabilities import SourceLayer, SourcePart
 from distill.teachers.vocabulary import Match, Vocabulary
 

@@ -10,7 +10,7 @@ import torch
 from distill_kernels.optim.adamw import FusedAdamW
 from transformers import Trainer, TrainingArguments, get_scheduler
 
-from distill.models.precision import COMPUTE, Precision
+from distill.models.precision.dtypes import COMPUTE, Precision
 from distill.planning.run_plan import RunPlan
 from distill.planning.steps import FUSED, data_rows_per_micro_batch, report_to_problem, require_arguments
 from distill.recipe import Recipe
@@ -158,7 +158,7 @@ def overwrite_arguments(args: TrainingArguments) -> None:
     args.average_tokens_across_devices = True
     args.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]
     if args.n_gpu > 1:
-        from distill.teachers.server.launched import LaunchedServers
+        from distill.teachers.backends.served.launched import LaunchedServers
 
         if LaunchedServers.current is None:  # else a teacher server uses the others
             log.warning("%d GPUs are visible to one process; using one. Use torchrun for all.", args.n_gpu)

@@ -17,7 +17,7 @@ from torch import nn
 
 from distill.core.errors import RunError
 from distill.models.head import bare
-from distill.models.read_weights import read_weights
+from distill.models.load.read_weights import read_weights
 
 ADAPTER = "adapter_model.safetensors"
 

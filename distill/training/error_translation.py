@@ -19,7 +19,7 @@ from distill.core.ranks import world_size
 from distill.core.units import GIB
 from distill.data.token_cache import cache_root
 from distill.models.gpu_specs import family_in
-from distill.models.precision import resolve_device
+from distill.models.precision.dtypes import resolve_device
 from distill.recipe.resume_policy import why_batch_size_stays
 from distill.recipe.teachers import teacher_sections
 from distill.teachers.registry import source_of

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from distill.teachers.base import Batch, StepInputs
-from distill.teachers.layer_matching import LayerMatching
+from distill.objectives.layer_matching import LayerMatching
+from distill.objectives.targets import Batch, StepInputs
 from distill.training.listeners import StepListener
 from distill.training.transformers_compat import TransformersCompat
 

@@ -22,7 +22,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
-from distill.teachers.base import Batch, LossResult, StepInputs
+from distill.objectives.targets import Batch, LossResult, StepInputs
 
 if TYPE_CHECKING:
     from distill.generation.rollout_steps import Collated

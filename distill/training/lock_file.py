@@ -25,12 +25,12 @@ from torch import nn
 
 from distill.core.environment import environment
 from distill.core.errors import RecipeError, differences, show
-from distill.models.attention import BACKENDS
-from distill.models.fingerprint import model_identity
-from distill.models.load import STUDENT_SEED, TEACHER_SEED
+from distill.models.load.fingerprint import model_identity
+from distill.models.load.loading import STUDENT_SEED, TEACHER_SEED
+from distill.models.patch.attention import BACKENDS
 from distill.recipe import Recipe, parse
 from distill.recipe.yaml_text import parse_yaml, to_yaml
-from distill.teachers.base import Teacher
+from distill.teachers.interface import Teacher
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from distill.teachers.capabilities import prefetching_of
 from distill.training.listeners import StepListener
 
 if TYPE_CHECKING:
-    from distill.teachers.losses import LossSpec
+    from distill.objectives.losses import LossSpec
     from distill.teachers.objective import DistillationObjective
 
 

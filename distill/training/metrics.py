@@ -33,7 +33,7 @@ from distill.core.labels import count_trained_tokens
 from distill.core.units import GIB
 from distill.models.flops import FlopCounts
 from distill.models.gpu_specs import peak_flops
-from distill.teachers.losses import PER_ROUTE, STATISTICS
+from distill.objectives.losses import PER_ROUTE, STATISTICS
 from distill.training.phases import PAUSED, Phases
 
 

@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainerState
 from distill.core.console import terminal_may_be_lost, wrap_line
 from distill.core.files import write_text
 from distill.core.manifest import fault_of_entry, remove_from_manifest
-from distill.teachers.measure import KL, Measure
+from distill.objectives.measure import KL, Measure
 from distill.training.listeners import StepListener
 
 log = logging.getLogger(__name__)

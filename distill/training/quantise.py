@@ -10,8 +10,8 @@ import torch
 from transformers import TrainingArguments
 
 from distill.core import console
-from distill.models.gptq import calibration_batches, round_weights
-from distill.models.quantised_student import QuantisedWeights, formats_of, quantise_student
+from distill.models.precision.gptq import calibration_batches, round_weights
+from distill.models.precision.quantised_student import QuantisedWeights, formats_of, quantise_student
 from distill.recipe.quantise import Quantise
 from distill.training.listeners import StepListener
 from distill.training.trainer import DistillationTrainer

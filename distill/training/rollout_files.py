@@ -20,8 +20,8 @@ from distill.core.labels import IGNORE_INDEX
 from distill.core.manifest import add_to_manifest
 from distill.core.ranks import is_main_process
 from distill.generation.documents import Document, documents_of
-from distill.teachers.base import Batch, LossResult
-from distill.teachers.losses import STATISTICS
+from distill.objectives.losses import STATISTICS
+from distill.objectives.targets import Batch, LossResult
 from distill.training.listeners import StepListener
 
 FOLDER = "rollouts"

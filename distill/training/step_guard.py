@@ -32,7 +32,7 @@ from distill.core import console
 from distill.core.errors import RunError
 from distill.core.ranks import is_main_process
 from distill.models.gpu_specs import joins_on
-from distill.teachers.base import Batch
+from distill.objectives.targets import Batch
 from distill.training.listeners import StepListener
 from distill.training.module_cache import cached_parameters
 

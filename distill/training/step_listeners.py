@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import TrainerCallback, TrainerState
 
-from distill.models.compiling import uncompiled
 from distill.models.flops import count_flops
 from distill.models.gpu_specs import runs_our_kernels
+from distill.models.patch.compiling import uncompiled
+from distill.objectives.losses import LossSpec
+from distill.objectives.targets import Batch, StepInputs
 from distill.recipe import Recipe
-from distill.teachers.base import Batch, StepInputs
 from distill.teachers.capabilities import flops_per_token, flush, following
-from distill.teachers.losses import LossSpec
 from distill.teachers.objective import DistillationObjective
 from distill.training.divergence_monitor import DivergenceMonitor
 from distill.training.layer_terms import LayerTerms

@@ -22,12 +22,13 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArgum
 
 from distill.core.labels import count_trained_tokens
 from distill.data.collator import Collator, DefaultColumns, padding_token
-from distill.models.attention import keep_soft_cap
-from distill.models.document_rope import follows_length, rope_by_document
+from distill.models.patch.attention import keep_soft_cap
+from distill.models.patch.document_rope import follows_length, rope_by_document
+from distill.objectives.losses import LossSpec
+from distill.objectives.targets import Batch
 from distill.recipe import Loss
-from distill.teachers.base import Batch, Teacher
 from distill.teachers.capabilities import move_to
-from distill.teachers.losses import LossSpec
+from distill.teachers.interface import Teacher
 from distill.teachers.objective import DistillationObjective
 from distill.training.arguments import overwrite_arguments
 from distill.training.listeners import Listeners
@@ -47,7 +48,7 @@ class DistillationTrainer(TransformersCompat):
     Args:
         model: The student: a causal language model, bare or wrapped by PEFT. Its forward is patched.
         teacher: A causal language model over the same vocabulary, or any other kind of
-            `distill.teachers.base.Teacher`; moved to the student's device and frozen.
+            `distill.teachers.interface.Teacher`; moved to the student's device and frozen.
         args: `Trainer`'s arguments. Five fields are overwritten, since any other value trains wrongly here:
             `remove_unused_columns`, `logging_nan_inf_filter`, `ddp_find_unused_parameters` and
             `accelerator_config.dispatch_batches` (which slices every tensor of a batch to its number of rows) to

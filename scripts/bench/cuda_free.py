@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
-from distill.models.triton_only import use_triton_only
+from distill.models.patch.triton_only import use_triton_only
 from scripts.bench.generate import NO_END, REGRET, Tokens, regret, shared_copy, twin
 from scripts.bench.harness import Row, peak_above_inputs, time_in_turn
 from scripts.bench.step import random_model

@@ -28,9 +28,9 @@ from distill_kernels.launch import DeviceFacts
 
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.fused_step import FusedStep
+from distill.generation.ragged_cache import AttentionCall
 from distill.generation.sampling import Sampling
 from distill.generation.sequence_slots import SequenceSlots
-from distill.models.ragged_cache import AttentionCall
 from scripts.bench.generate import REGRET, Tokens, ragged_prompts, regret, twin
 from scripts.bench.harness import Row, copy_bandwidth, time_in_turn
 from scripts.bench.step import random_model

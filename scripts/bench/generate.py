@@ -19,7 +19,7 @@ import torch
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.engines import TransformersEngine
 from distill.generation.sampling import Sampling
-from distill.models.patching import patch
+from distill.models.patch.patching import patch
 from scripts.bench.harness import Row, peak_above_inputs, time_in_turn
 from scripts.bench.step import random_model
 

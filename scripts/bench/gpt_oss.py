@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GptOssConfig
 
-from distill.models.patching import patch
+from distill.models.patch.patching import patch
 from scripts.bench.harness import Row, peak_above_inputs, time_in_turn
 
 SHAPES = {"one document": [4096], "4 documents": [1500, 300, 900, 1396]}

@@ -12,7 +12,7 @@ import torch
 from accelerate import cpu_offload
 
 from distill.models.head import decoder_of
-from distill.models.offload import offload_layers
+from distill.models.precision.offload import offload_layers
 from scripts.bench.harness import Row, peak_above_inputs, time_in_turn
 from scripts.bench.step import TEACHER, random_model
 

@@ -24,9 +24,9 @@ from distill_kernels import FusedDistillationLoss, FusedPolicyGradientLoss, Loss
 from distill_kernels.losses.policy_reference import Policy
 
 from distill.models.head import HeadWeights, LogitTransform
+from distill.objectives.student_top_k import OwnTopKLoss
+from distill.objectives.targets import HeadForward, StepInputs, VocabularyAlignment
 from distill.recipe.loss import Loss
-from distill.teachers.base import HeadForward, StepInputs, VocabularyAlignment
-from distill.teachers.own_top_k import OwnTopKLoss
 from scripts.bench.harness import Row
 from scripts.bench.losses import MAIN, REVERSE, Inputs, exact_gradients_from, floor, measured, ours
 

@@ -20,7 +20,7 @@ from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.operands import Head
 
 from distill.models.head import HeadWeights
-from distill.teachers.cross.loss import CrossTokenizerLoss, Spans, SpanTargets
+from distill.objectives.span_loss import CrossTokenizerLoss, Spans, SpanTargets
 from scripts.bench.harness import Row
 from scripts.bench.losses import FLOOR_ROWS, KL, MAIN, Inputs, exact_gradients_from, floor, measured
 

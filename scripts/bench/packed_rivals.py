@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from distill.commands.bench import Batch, Rival, Step, decoder_inputs, liger_step, logits_step
-from distill.models.compiling import compile_layers
 from distill.models.head import decoder_of, find_head
+from distill.models.patch.compiling import compile_layers
 
 VARLEN = "bench_varlen"
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

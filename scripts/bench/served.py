@@ -23,8 +23,8 @@ from distill.recipe import parse
 from distill.serving.app import Limits, make_app
 from distill.serving.engine import Engine
 from distill.serving.open import open_engine, running
-from distill.teachers.server.client import Place, Servers
-from distill.teachers.server.wire import TargetRequest, hidden_of, tensors_of
+from distill.teachers.backends.served.client import Place, Servers
+from distill.teachers.backends.served.protocol import TargetRequest, hidden_of, tensors_of
 from scripts.bench.harness import Row
 
 NEEDS_CUDA = False

@@ -13,7 +13,7 @@ of the wall clock over a pair's `timed` steps after `warm` launched or compiled 
     ..., LoRA                     PEFT's adapters of rank 16 on every linear layer of the student
     liger                         Liger Kernel's patches and its fused linear JSD at beta = 0
     ours, ...                     `distill run` as it is; `launched` and `graphed` set train.cuda_graph
-    ours, ..., joined             with models/joined_projections.py, which no family of GPUs uses by default
+    ours, ..., joined             with models/patch/joined_projections.py, which no family of GPUs uses by default
 
 Rivals make no masks: transformers asks a batch whether documents are packed in it, but not while it is compiled or
 captured, and then attends by a mask of [T, T] in place of `is_causal`. Layers compiled before had no mask, so that a

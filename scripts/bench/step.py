@@ -59,12 +59,12 @@ def use_kernels(teacher: Any, student: Any, *, fp8_teacher: bool = False, fp8_st
     """Prepare both for steps of `BATCH` rows as `distill run` does; the attention of teacher and student."""
     from distill_kernels.matmul.fp8 import swap_linears_for_fp8
 
-    from distill.models.attention import choose_attention
-    from distill.models.fp8_student import compute_in_fp8
     from distill.models.gpu_specs import joins_on
-    from distill.models.joined_projections import join_projections
-    from distill.models.patching import patch
-    from distill.models.teacher_layout import interleave
+    from distill.models.patch.attention import choose_attention
+    from distill.models.patch.joined_projections import join_projections
+    from distill.models.patch.patching import patch
+    from distill.models.patch.teacher_layout import interleave
+    from distill.models.precision.fp8_student import compute_in_fp8
 
     models = (teacher, student)
     chosen = [choose_attention(model, BATCH, LENGTH, backward=model is student)[0] for model in models]

@@ -20,13 +20,13 @@ from distill.caching.write import fill, plan_work
 from distill.core.files import make_folder
 from distill.data.collator import Collator
 from distill.models.head import find_head, probe_logits, read_head
-from distill.teachers.cache.format import HEAD, PLAN, bytes_a_token, write_signed, write_tensors
-from distill.teachers.cache.read import TeacherCache
-from distill.teachers.cache.settings import SHARD_BYTES
-from distill.teachers.cache.teacher import CachedTeacher
-from distill.teachers.keep.store import Store
-from distill.teachers.keep.teacher import KeptTeacher
-from distill.teachers.model import LoadedTeacher
+from distill.teachers.backends.local import LoadedTeacher
+from distill.teachers.backends.stored.format import HEAD, PLAN, bytes_a_token, write_signed, write_tensors
+from distill.teachers.backends.stored.online_store import Store
+from distill.teachers.backends.stored.online_teacher import KeptTeacher
+from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.settings import SHARD_BYTES
+from distill.teachers.backends.stored.teacher import CachedTeacher
 from distill.teachers.objective import DistillationObjective
 from scripts.bench.harness import Row
 
@@ -128,8 +128,8 @@ def compare(
 
 def run(quick: bool, only: str) -> Iterator[Row]:
     """`quick` takes fewer steps; `only` has no meaning here."""
-    from distill.models.attention import choose_attention
-    from distill.models.patching import patch
+    from distill.models.patch.attention import choose_attention
+    from distill.models.patch.patching import patch
     from scripts.bench.step import BATCH, LENGTH, STUDENT, TEACHER, random_model
 
     teacher, student = random_model(TEACHER, 0).requires_grad_(False), random_model(STUDENT, 1)

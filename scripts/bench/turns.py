@@ -22,9 +22,9 @@ from unittest import mock
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from distill.generation import shared_prefixes
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.sampling import Sampling
-from distill.models import shared_prefixes
 from scripts.bench.harness import Row
 from scripts.bench.step import ARCHITECTURES
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 import torch
 
 from distill.models.head import HeadWeights, LogitTransform
+from distill.objectives.hidden import HiddenFormat, StoredHead
+from distill.objectives.targets import Batch
 from distill.recipe import ModelSection, Recipe
 from distill.recipe import Teacher as TeacherSection
-from distill.teachers.base import Batch, LoadContext, Teacher, TeacherSource
 from distill.teachers.capabilities import HoldsHead
 from distill.teachers.footprint import Footprint, FootprintContext
-from distill.teachers.hidden import HiddenFormat, StoredHead
+from distill.teachers.interface import LoadContext, Teacher, TeacherSource
 from distill.teachers.source_capabilities import NamesFiles, shapes_of
 from distill.teachers.vocabulary import Vocabulary
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import decoder_of
-from distill.models.patching import patch
+from distill.models.patch.patching import patch
 from distill.teachers.objective import DistillationObjective
 
 

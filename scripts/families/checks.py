@@ -28,8 +28,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from distill.data.collator import Collator
-from distill.models.packed import packing_problem
-from distill.models.patching import patch
+from distill.models.patch.packed import packing_problem
+from distill.models.patch.patching import patch
 from distill.teachers.objective import DistillationObjective
 from scripts.families.configs import LAYERS, tiny_config
 

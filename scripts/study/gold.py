@@ -32,11 +32,11 @@ from distill.data.collator import Collator
 from distill.generation.documents import Document, as_row
 from distill.generation.engines import engine_for, settings_for
 from distill.generation.sampling import Sampling
-from distill.teachers.cross.answers import TeacherReader
-from distill.teachers.cross.encode import Reader
-from distill.teachers.cross.teacher import CrossTeacher
-from distill.teachers.cross.vocabularies import compare_by_bytes
 from distill.teachers.objective import DistillationObjective
+from distill.teachers.rows.retokenised.answers import TeacherReader
+from distill.teachers.rows.retokenised.encode import Reader
+from distill.teachers.rows.retokenised.teacher import CrossTeacher
+from distill.teachers.rows.retokenised.vocabularies import compare_by_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 END = "<end>"

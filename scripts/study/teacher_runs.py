@@ -25,17 +25,17 @@ from distill.generation.decode_loop import Engine
 from distill.generation.documents import Document, as_row, documents_of
 from distill.generation.engines import engine_for, settings_for
 from distill.generation.sampling import Sampling
-from distill.models.attention_choice import AttentionChoices
 from distill.models.head import find_head, probe_logits
+from distill.models.patch.attention_choice import AttentionChoices
 from distill.models.sharding import SINGLE_PROCESS
 from distill.recipe import Recipe
-from distill.teachers.base import LoadContext
-from distill.teachers.cache.plan import head_of
-from distill.teachers.cache.read import TeacherCache
-from distill.teachers.cache.settings import Settings
-from distill.teachers.cache.teacher import CachedTeacher
-from distill.teachers.keep.source import KeepSource
-from distill.teachers.model import LoadedTeacher, ModelSource
+from distill.teachers.backends.local import LoadedTeacher, ModelSource
+from distill.teachers.backends.stored.online_source import KeepSource
+from distill.teachers.backends.stored.plan import head_of
+from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.settings import Settings
+from distill.teachers.backends.stored.teacher import CachedTeacher
+from distill.teachers.interface import LoadContext
 from distill.teachers.opening import ModelPair
 from distill.teachers.vocabulary import Vocabulary
 from scripts.study.runs import Bench, Judged, free, row_of, train

@@ -1,0 +1,211 @@
+"""LoRA adapters (Hu et al., 2021) through PEFT: putting them on a student, merging them into a model."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from distill.models.head import find_head
+from distill.models.load.config_validation import read_json
+from distill.recipe import Lora
+
+log = logging.getLogger(__name__)
+
+
+def add_lora(model: PreTrainedModel, lora: Lora, *, seed: int | None = None) -> Any:
+    """Put trainable adapters on `model`; its own weights stop training.
+
+    Args:
+        model: The student.
+        lora: `targets` are last or full parts of module names, or `all-linear` for every linear layer but the head;
+            `head: true` adds the head, also where it is tied to the embedding.
+        seed: What A is drawn from; with it the adapters are the same whatever was drawn before, as by one process of
+            several that plans more than one alone does. None for PyTorch's generator as it stands.
+
+    Returns:
+        A `peft.PeftModel`.
+
+    Raises:
+        ValueError: a target that matches no linear layer; lists those there are.
+    """
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    known: dict[str, list[str]] = {}  # full names of linear layers, by the last part (`q_proj`); the head's too
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            known.setdefault(name.rpartition(".")[2], []).append(name)
+    head = next(name for name, module in model.named_modules() if module is find_head(model).module)
+    targets = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
+    if targets == ["all-linear"]:
+        modules = [name for names in known.values() for name in names if name != head]
+    else:
+        modules = _matching(targets, known)
+    if lora.head and head not in modules:
+        modules.append(head)
+    if head in modules and lora.dropout > 0:
+        raise ValueError(f"student.lora.dropout: expected 0 where the head has an adapter, got {lora.dropout}")
+    config = LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=_shortest(modules, known),
+        bias="none",
+        task_type=TaskType.CAUSAL_LM,
+    )
+    devices = {p.device.index for p in model.parameters() if p.is_cuda} if seed is not None else ()
+    with torch.random.fork_rng(devices, enabled=seed is not None), warnings.catch_warnings():
+        if seed is not None:
+            torch.manual_seed(seed)
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT reads a property that transformers has renamed
+        return get_peft_model(model, config)
+
+
+def _matching(targets: Sequence[str], known: dict[str, list[str]]) -> list[str]:
+    full = [name for names in known.values() for name in names]
+    modules: list[str] = []
+    for target in targets:
+        matched = [name for name in full if name == target or name.endswith("." + target)]
+        if not matched:
+            near = difflib.get_close_matches(target, known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(
+                f"student.lora.targets: {target!r} matches no linear layer; {hint}there are {', '.join(sorted(known))}"
+            )
+        modules += [name for name in matched if name not in modules]
+    return modules
+
+
+def _shortest(modules: Sequence[str], known: dict[str, list[str]]) -> list[str]:
+    """Last parts of names where they say the same, so that adapter_config.json is short; full names elsewhere."""
+    chosen = set(modules)
+    short = [name for name, full in known.items() if chosen.issuperset(full)]
+    covered = {name for part in short for name in known[part]}
+    return sorted(short) + sorted(chosen - covered)
+
+
+def merged(model: Any) -> PreTrainedModel:
+    """A plain model with the adapters of `model` (a `PeftModel`) added to its weights; `model` stays as it is.
+
+    An adapter on one side of a tied pair (head and embedding) would change both: the copy is untied first, and its
+    configuration says so.
+
+    Raises:
+        ValueError: where adapters hold NaN or infinity.
+    """
+    return merge_in_place(copy.deepcopy(model))
+
+
+def merge_in_place(model: Any) -> PreTrainedModel:
+    """Merge the adapters into `model` itself, as `merged` does for a copy."""
+    plain = model.get_base_model()
+    head, own = find_head(plain).linear, plain.get_input_embeddings()
+    embedding = own.get_base_layer() if hasattr(own, "lora_A") else getattr(own, "original_module", own)
+    adapted = any(
+        hasattr(module, part)
+        for module in (plain.get_output_embeddings(), plain.get_input_embeddings())
+        for part in ("lora_A", "modules_to_save")
+    )
+    if adapted and head.weight is embedding.weight:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+    with torch.no_grad():
+        plain = model.merge_and_unload(safe_merge=True)
+    if adapted:
+        tied = plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
+        for config in (plain.config, plain.config.get_text_config()):
+            config.tie_word_embeddings = tied
+        if not tied and hasattr(plain, "all_tied_weights_keys"):
+            # what transformers 5 ties by when it saves and loads
+            plain.all_tied_weights_keys = {}
+    return plain
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """Write the adapter of a `PeftModel`; a base model on this machine by its whole path, one of the hub by its commit.
+
+    `AutoPeftModelForCausalLM.from_pretrained(folder)` then finds the base from anywhere.
+    """
+    config, base = model.peft_config[model.active_adapter], model.get_base_model()
+    place = Path(config.base_model_name_or_path or "")
+    if config.base_model_name_or_path and place.exists():
+        config.base_model_name_or_path = str(place.resolve())
+    config.revision = config.revision or getattr(base.config, "_commit_hash", None)
+    model.save_pretrained(folder)
+
+
+def base_of(folder: Path) -> dict[str, str | None]:
+    """`model` and `revision` of the base that the adapter in `folder` names; empty where it holds no adapter alone.
+
+    Raises:
+        ValueError: it names none.
+    """
+    if (folder / "config.json").exists() or not (folder / "adapter_config.json").is_file():
+        return {}
+    values = read_json(folder / "adapter_config.json", "student")
+    name, revision = values.get("base_model_name_or_path"), values.get("revision")
+    if not isinstance(name, str) or not name or not isinstance(revision, str | None):
+        raise ValueError(f"student: the adapter in {folder} names no base model (base_model_name_or_path)")
+    return {"model": name, "revision": revision}
+
+
+def load_and_merge(model: PreTrainedModel, adapter: str, field: str = "teacher.adapter") -> PreTrainedModel:
+    """Merge a saved LoRA into `model`.
+
+    Args:
+        model: What the adapter was trained on; consumed.
+        adapter: A folder with adapter_config.json and adapter_model.safetensors, or a hub id. Pickles are not read.
+        field: What errors name.
+
+    Raises:
+        ValueError: no adapter there, one of another kind, or one made for another model.
+    """
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+
+    folder = _adapter_folder(adapter, field)
+    config = PeftConfig.from_pretrained(str(folder))
+    if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
+        raise ValueError(f"{field}: expected a LoRA adapter, got {config.peft_type}")
+    try:
+        with_adapter = PeftModel.from_pretrained(model, str(folder))
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{field}: {adapter} does not fit its base model: {reason}") from error
+    with safe_open(str(folder / "adapter_model.safetensors"), framework="pt") as file:
+        saved = set(file.keys())
+    wrong = saved ^ set(get_peft_model_state_dict(with_adapter))
+    if wrong:
+        raise ValueError(
+            f"{field}: {adapter} does not fit its base model: {len(wrong)} weights have no counterpart, "
+            f"such as {sorted(wrong)[0]}"
+        )
+    log.info("%s: merged %s (rank %s)", field, adapter, getattr(config, "r", "?"))
+    return merge_in_place(with_adapter)
+
+
+def _adapter_folder(adapter: str, field: str) -> Path:
+    needed = ("adapter_config.json", "adapter_model.safetensors")
+    folder = Path(adapter).expanduser()
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+        try:
+            folder = Path(snapshot_download(adapter, allow_patterns=list(needed)))
+        except (OSError, HfHubHTTPError, HFValidationError) as error:
+            raise ValueError(
+                f"{field}: {adapter} is neither a folder nor a hub id that can be reached; give a local folder"
+            ) from error
+    missing = [name for name in needed if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{field}: {adapter} has no {' and no '.join(missing)}")
+    return folder

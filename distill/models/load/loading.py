@@ -1,0 +1,359 @@
+"""Teacher and student as the recipe describes them: load, prune, adapt, save.
+
+    teacher = load_teacher(recipe.teacher, device=device)
+    student = load_student(recipe.student, teacher=teacher, device=device)
+    save_student(student, tokenizer, run_folder / "student")
+
+A loaded teacher is in eval mode and frozen. Neither model keeps a KV cache while training (`config.use_cache` is
+False): with a cache, packed documents would attend to each other.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
+
+from distill.core.files import replacing_folder
+from distill.core.tokenizer_limits import check_tokenizer_limits
+from distill.models.load.adapters import add_lora, load_and_merge, merged, save_adapter
+from distill.models.load.config_validation import check_config, check_index, read_json
+from distill.models.load.quantised import (
+    check_quantisation,
+    check_quantised,
+    explained,
+    int8_arguments,
+    quantised_by_transformers,
+)
+from distill.models.load.read_weights import read_weights
+from distill.models.load.source import (
+    ModelSource,
+    loading,
+    remote_arguments,
+    resolve_model_source,
+    resolve_tokenizer_source,
+)
+from distill.models.patch.attention import keep_soft_cap
+from distill.models.patch.document_rope import rope_by_document
+from distill.models.precision.offload import offload_layers
+from distill.models.precision.quantised_student import quantised_weights
+from distill.models.prune.pruning import cut_layers, layer_indices, layers_of
+from distill.recipe import FromTeacher, Lora, ModelSection, Student, Teacher
+from distill.recipe.models import EIGHT_BITS
+from distill.recipe.shipped import find_architecture
+
+if TYPE_CHECKING:
+    from distill.models.prune.narrow import Selection
+
+log = logging.getLogger(__name__)
+
+TEACHER_SEED, STUDENT_SEED = 0, 1
+
+
+def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedTokenizerBase:
+    """The tokenizer that comes with `section.model` (with `section.config` where `model` is not given).
+
+    A tokenizer without a padding token pads with its end-of-sequence token.
+
+    Raises:
+        ValueError: there is none, or it cannot be reached.
+    """
+    spec = section.model or section.config
+    if spec is None:
+        raise ValueError(f"{field}.model: no tokenizer, since no model is named; data.source: synthetic needs none")
+    source = resolve_tokenizer_source(spec, f"{field}.model")
+    arguments = remote_arguments(section, field) | ({"gguf_file": source.gguf_file} if source.gguf_file else {})
+    if not source.gguf_file:
+        check_tokenizer_limits(_folder_of(source, section), spec, f"{field}.model")
+    with loading(spec, source, f"{field}.model"):
+        tokenizer = AutoTokenizer.from_pretrained(source.location, **arguments)
+        # data.max_length is held to both models; the tokenizer's own limit would be warned of for each longer text
+        tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+        tokenizer("One text, 2 numbers.\n")  # a broken one may panic when it is first used
+    templates = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    if hostile := next((name for name in templates if not re.fullmatch(r"[\w-][\w.-]*", str(name))), None):
+        raise ValueError(
+            f"{field}.model: the tokenizer of {spec} has a chat template called {hostile!r}, which cannot be a file's "
+            "name; rename it in tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"{field}.model: the tokenizer of {spec} has neither a padding nor an end-of-text token")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _folder_of(source: ModelSource, section: ModelSection) -> Path:
+    """Return the folder of a model's tokenizer; that of the hub is fetched."""
+    if source.local:
+        return Path(source.location)
+    file = cached_file(
+        source.location,
+        "tokenizer.json",
+        revision=section.revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )
+    return Path(file).parent if file is not None else Path(source.location)
+
+
+def load_teacher(
+    section: Teacher, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """The teacher on `device`: eval mode, no gradients, its adapter merged.
+
+    With `section.offload` its layers stay in host memory and travel to `device` when they are called.
+
+    Args:
+        dtype: Overrules `section.dtype`; where that is `auto`, the checkpoint's, and for a GGUF file (whose blocks
+            are expanded) float32 on the CPU and bfloat16 on a GPU.
+    """
+    device = torch.device(device)
+    dtype = dtype or _named_dtype(section.dtype)
+    seed = STUDENT_SEED if section.type == "student" else TEACHER_SEED
+    model = _load(section, "teacher", torch.device("cpu") if section.offload else device, dtype, seed)
+    if section.adapter is not None:
+        model = load_and_merge(model, section.adapter)
+    model.config.use_cache = False
+    model.eval().requires_grad_(False)
+    return offload_layers(model, device) if section.offload else model
+
+
+def load_student(
+    section: Student,
+    *,
+    teacher: PreTrainedModel | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    selection: Selection | None = None,
+) -> Any:
+    """The student on `device`, in train mode: loaded, cut from the teacher, or random; with LoRA if asked for.
+
+    Args:
+        teacher: Needed for `from_teacher`, before its layers are patched or sharded.
+        dtype: Overrules `section.dtype`; where that is `auto`, the checkpoint's (the teacher's for `from_teacher`).
+        selection: Parts of the teacher (`select_parts`), needed where they are chosen by rows of the training data.
+
+    Returns:
+        A `PreTrainedModel`, or a `peft.PeftModel` around it; what is to be trained has `requires_grad`.
+    """
+    device, dtype = torch.device(device), dtype or _named_dtype(section.dtype)
+    if not section.is_cut:
+        student = _load(section, "student", device, dtype, STUDENT_SEED)
+    else:
+        if teacher is None:
+            raise ValueError("student.from_teacher: needs a loaded teacher to cut from")
+        if quantised_by_transformers(teacher):
+            raise ValueError(
+                "student.from_teacher: layers cannot be cut out of a quantised teacher; give the teacher in bfloat16, "
+                "or name a student that is cut already by student.model"
+            )
+        student = _place(_cut(teacher, section.from_teacher, dtype, selection), device)
+        rope_by_document(student)
+    student.config.use_cache = False
+    student.train().requires_grad_(True)
+    return add_lora(student, section.lora) if section.lora is not None else student
+
+
+def _cut(
+    teacher: PreTrainedModel, cut: FromTeacher | None, dtype: torch.dtype | None, selection: Selection | None
+) -> PreTrainedModel:
+    """Return the student that `student.from_teacher` makes of a teacher."""
+    if cut is None or not cut.is_calibrated:
+        return cut_layers(teacher, layer_indices(cut, layers_of(teacher.config)), dtype)
+    if selection is None:
+        raise ValueError(
+            "student.from_teacher: its parts are chosen by rows of the training data, which are not read here; save "
+            "the student of a run and name its folder by student.model"
+        )
+    from distill.models.prune.importance import shape_for
+    from distill.models.prune.narrow import cut_parts
+
+    shape = shape_for(cut, teacher.config)
+    if shape.widths is None or shape.layout is None:
+        return cut_layers(teacher, selection.layers, dtype)
+    return cut_parts(teacher, selection, shape.widths, shape.layout, dtype)
+
+
+def load_config(section: ModelSection, field: str) -> Any:
+    """The configuration that `section` tells: of `config` for random weights, else of `model`.
+
+    Raises:
+        ValueError: there is none, or it is not one that transformers knows.
+    """
+    trusted = section.trust_remote_code
+    if section.init == "random":
+        assert section.config is not None
+        path = find_architecture(section.config, f"{field}.config")
+        return copy.deepcopy(_config_of(path, path.stat().st_mtime_ns, f"{field}.config", trusted))
+    assert section.model is not None
+    spec, field = section.model, f"{field}.model"
+    source = resolve_model_source(spec, field)
+    arguments = remote_arguments(section, field.partition(".")[0])
+    if source.gguf_file:
+        modified = Path(source.location, source.gguf_file).stat().st_mtime_ns
+        return copy.deepcopy(_gguf_config(source, modified, spec, field))
+    with loading(spec, source, field):
+        values, _ = PreTrainedConfig.get_config_dict(source.location, revision=arguments.get("revision"))
+    check_config(values, field, spec, trusted=trusted)
+    with loading(spec, source, field):
+        return AutoConfig.from_pretrained(source.location, **arguments)
+
+
+@functools.lru_cache(maxsize=32)
+def _config_of(path: Path, modified: int, field: str, trusted: bool) -> Any:
+    """Return the content of a config.json; `modified`, its time, makes a changed file be read again."""
+    values = read_json(path, field)
+    check_config(values, field, str(path), trusted=trusted)
+    with loading(str(path), ModelSource(str(path)), field):
+        if not isinstance(kind := values.pop("model_type", None), str):
+            raise ValueError("it is not a model configuration: it has no model_type")
+        return AutoConfig.for_model(kind, **values)
+
+
+@functools.lru_cache(maxsize=32)
+def _gguf_config(source: ModelSource, modified: int, spec: str, field: str) -> Any:
+    """Return the configuration from a GGUF file's header, which takes seconds to read; `modified` as above."""
+    with loading(spec, source, field):
+        return AutoConfig.from_pretrained(source.location, gguf_file=source.gguf_file)
+
+
+def _named_dtype(name: str) -> torch.dtype | None:
+    # what is not quantised of an 8-bit teacher; in fp8 it is quantised later (fp8_teacher.py)
+    return None if name == "auto" else torch.bfloat16 if name in EIGHT_BITS else getattr(torch, name)
+
+
+def _attention(section: ModelSection) -> dict[str, Any]:
+    return {} if section.attention == "auto" else {"attn_implementation": section.attention}
+
+
+def _place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    return model.to(device)  # type: ignore[arg-type]
+
+
+def _load(
+    section: ModelSection, field: str, device: torch.device, dtype: torch.dtype | None, seed: int
+) -> PreTrainedModel:
+    if section.init == "random":
+        return _random(section, field, device, dtype, seed)
+    assert section.model is not None
+    source = resolve_model_source(section.model, f"{field}.model")
+    arguments = remote_arguments(section, field) | _attention(section)
+    if source.gguf_file:
+        dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        # without dequantize=True the model counts as quantised: it can neither be trained nor saved
+        arguments |= {"gguf_file": source.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
+    elif device.type == "cuda":
+        arguments["device_map"] = {"": device}  # straight onto the GPU, never whole in host memory
+    if section.dtype == "int8":
+        arguments |= int8_arguments(source, device, field)
+    config = None if source.gguf_file else load_config(section, field)
+    if config is not None:
+        check_quantisation(config, section, field)
+    with loading(section.model, source, f"{field}.model"), explained(config):
+        if not source.local and (
+            index := cached_file(
+                source.location,
+                SAFE_WEIGHTS_INDEX_NAME,
+                revision=section.revision,
+                _raise_exceptions_for_missing_entries=False,
+            )
+        ):
+            check_index(Path(index), f"{field}.model")
+        model = read_weights(
+            AutoModelForCausalLM,
+            source.location,
+            f"{field}.model",
+            file_config=config,
+            dtype=dtype or "auto",
+            use_safetensors=None if source.gguf_file else True,
+            **arguments,
+        )
+    check_quantised(model, section, field)
+    keep_soft_cap(model, section.attention, f"{field}.attention")
+    rope_by_document(model)
+    return _place(model, device)
+
+
+def _random(
+    section: ModelSection, field: str, device: torch.device, dtype: torch.dtype | None, seed: int
+) -> PreTrainedModel:
+    """Random weights, the same for the same seed and device; made on the device, where that is fast."""
+    config = load_config(section, field)
+    dtype = dtype or getattr(config, "dtype", None) or torch.float32
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), device:
+        torch.manual_seed(seed)
+        with loading(str(section.config), ModelSource(""), f"{field}.config"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **_attention(section))
+    keep_soft_cap(model, section.attention, f"{field}.attention")
+    rope_by_document(model)
+    return _place(model, device)
+
+
+def model_options(section: ModelSection, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the arguments of `from_config` from a section."""
+    return {"dtype": dtype, "trust_remote_code": section.trust_remote_code, **_attention(section)}
+
+
+def without_memory(config: Any, options: Mapping[str, Any]) -> Any:
+    """A frozen teacher with parameters on the meta device and buffers, which no checkpoint may hold, in memory."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, **options)
+    model.tie_weights()
+    model.config.use_cache = False
+    return model.eval().requires_grad_(False)
+
+
+def save_student(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path, lora: Lora | None = None) -> Path:
+    """Save a student so that `AutoModelForCausalLM.from_pretrained(folder)` and `generate` take it as it is.
+
+    Weights keep their dtype, tied ones stay tied. Of a LoRA student the merged model goes to `folder`, and the
+    adapter alone to `adapter/` beside it. A folder appears only when it is complete; one that exists is replaced.
+
+    Args:
+        model: The student, unwrapped from DDP or FSDP; not changed.
+        lora: By its `save: adapter` the adapter goes to `folder`, for PEFT to put on the base model that it names.
+    """
+    folder = Path(folder)
+    is_lora = hasattr(model, "peft_config")
+    if is_lora and lora is not None and lora.save == "adapter":
+        with replacing_folder(folder, over=True) as unfinished:
+            save_adapter(model, unfinished)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(unfinished)
+        return folder
+    plain = merged(model) if is_lora else model
+    with replacing_folder(folder, over=True) as unfinished:
+        used, plain.config.use_cache = plain.config.use_cache, True
+        try:
+            plain.save_pretrained(unfinished)
+        finally:
+            plain.config.use_cache = used
+        if (quantised := quantised_weights(model)) is not None:
+            quantised.write_formats(unfinished)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(unfinished)
+    if is_lora:
+        with replacing_folder(folder.parent / "adapter", over=True) as unfinished:
+            save_adapter(model, unfinished)
+    return folder

@@ -1,0 +1,176 @@
+"""Our kernels in any training script: one line where the model is loaded, or one after it.
+
+    model = AutoFusedModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M")
+    model = AutoModelForCausalLM.from_pretrained(...); distill.patch(model)
+
+From then on, `model(input_ids, attention_mask, labels=labels)` gives the same loss and gradients as before, computed
+from the hidden states without logits; norms, MLPs, rotary embeddings and attention run our kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from distill_kernels.launch import runs_on_triton
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.generation import GenerationMode
+
+from distill.models.head import attention_sizes, bare
+from distill.models.load.read_weights import refuse_incomplete
+from distill.models.patch.attention import keep_soft_cap
+from distill.models.patch.fused_loss import fuse_loss
+from distill.models.patch.kv_cache import PreallocatedCache, unsupported_layers
+from distill.models.patch.patching import UNDO, PatchReport, Role
+from distill.models.patch.patching import patch as patch_parts
+
+log = logging.getLogger(__name__)
+
+# parameters from which `generate` gets our cache: on an H200 it was 17 % faster at 1.2 B, and 14 % slower at 0.1 B,
+# where the host is the limit (scripts.bench generate)
+SMALLEST = 500_000_000
+SHARE = 0.5  # of the GPU's free memory that a cache may take before it is in use
+
+
+def patch(
+    model: nn.Module,
+    role: Role = "student",
+    *,
+    attention: str | None = "triton",
+    layers: bool = True,
+    keep_logits: bool = False,
+) -> PatchReport:
+    """Have `model` run our kernels, in place; `distill.unpatch(model)` undoes it.
+
+    A call with `labels` returns the mean cross-entropy of the next tokens as the model itself would (`shift_labels`,
+    `num_items_in_batch`, `ignore_index`, an adapter on the head and what the model does to its logits included), but
+    computes no logits: `outputs.logits` are computed when they are first used, with a graph where gradients are
+    enabled, and a warning says so once. Such a call returns no key-value cache unless it asks for one. A call without
+    labels, as of `generate`, is as before.
+
+    An `attention_mask` of padding on the left, the right or none takes our attention without a look at it. One with
+    gaps takes PyTorch's on a CPU; on a GPU its outputs are NaN and a later call raises: `attention=None` is for these.
+
+    Call it when the model is on its device, before it is sharded, compiled or handed to a trainer; adapters of PEFT may
+    be added before or after. What keeps its own implementation is logged in one line.
+
+    Args:
+        role: "student", or "teacher" for a model that gets no labels.
+        attention: "triton", "cudnn", "flash" (which serve what PyTorch's back ends of that name do), or None to keep
+            the model's own.
+        layers: Swap norms, MLPs, rotary embeddings and residual additions.
+        keep_logits: Leave loss and logits to the model.
+
+    Raises:
+        ValueError: The model is patched already, or an argument has an unknown value.
+    """
+    report = patch_parts(model, role, attention=attention, layers=layers, log_it=False)
+    inner: Any = bare(model)
+    undo: list[Callable[[], None]] = inner.__dict__[UNDO]
+    if role == "student" and not keep_logits:
+        reason = fuse_loss(inner, undo)
+        report.loss = reason is None
+        if reason is not None:
+            report.left["loss"] = reason
+    if report.attention is not None:
+        reason = _use_our_cache(inner, undo)
+        report.generate = reason is None
+        if reason is not None:
+            report.left["generate"] = reason
+    log.log(logging.WARNING if report.left else logging.INFO, "patched %s (%s)", report, role)
+    return report
+
+
+class AutoFusedModelForCausalLM:
+    """`transformers.AutoModelForCausalLM` with our kernels in place: a one-line change for any training script."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        *args: Any,
+        role: Role = "student",
+        attention: str | None = "triton",
+        keep_logits: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Load with `AutoModelForCausalLM.from_pretrained`, then `patch(model, role, ...)`.
+
+        Args:
+            args: As of `AutoModelForCausalLM.from_pretrained`.
+            role: As of `patch`, like `attention` and `keep_logits`.
+            attention: See there.
+            keep_logits: See there.
+            kwargs: As of `AutoModelForCausalLM.from_pretrained`; with `output_loading_info=True` the result is the
+                model and a dictionary, as there.
+
+        Raises:
+            UnfitWeightsError: Files that lack tensors of the model, which transformers alone draws at random with a
+                warning.
+        """
+        with_info = kwargs.pop("output_loading_info", False)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(*args, output_loading_info=True, **kwargs)
+        model, info = loaded  # a model alone by its annotation
+        refuse_incomplete(info["missing_keys"], ())  # transformers refuses other shapes unless told to ignore them
+        keep_soft_cap(model, kwargs.get("attn_implementation") or "auto")
+        patch(model, role, attention=attention, keep_logits=keep_logits)
+        return (model, info) if with_info else model
+
+
+def _use_our_cache(model: PreTrainedModel, undo: list[Callable[[], None]]) -> str | None:
+    """Have `model.generate` make a `PreallocatedCache` where it would make its default one; why not, if it cannot."""
+    if foreign := unsupported_layers(model.config):
+        return f"layers that keep another state than keys and values: {', '.join(foreign)}"
+    if sum(parameter.numel() for parameter in model.parameters()) < SMALLEST:
+        return (
+            "so small a model is bound by its host (distill.generation.decode_loop.DecodeLoop is several times faster)"
+        )
+    if not hasattr(model, "_prepare_cache_for_generation"):
+        return "this version of transformers makes its cache elsewhere"
+
+    kind: Any = type(model)
+
+    @functools.wraps(kind._prepare_cache_for_generation)
+    def prepare(
+        self: PreTrainedModel,
+        config: GenerationConfig,
+        inputs: dict[str, object],
+        mode: GenerationMode,
+        batch: int,
+        longest: int,
+    ) -> None:
+        kind._prepare_cache_for_generation(self, config, inputs, mode, batch, longest)
+        cache, weight = inputs.get("past_key_values"), next(self.parameters())
+        fresh = isinstance(cache, DynamicCache) and not cache.offloading and cache.get_seq_length() == 0
+        fresh = fresh and not getattr(cache, "_is_user_defined", False)
+        alone = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        if fresh and alone and runs_on_triton(weight):
+            need = _cache_bytes(
+                self.config, batch * (config.num_return_sequences or 1), longest + 1, weight.element_size()
+            )
+            free = torch.cuda.mem_get_info(weight.device)[0] if weight.is_cuda else math.inf
+            if need <= SHARE * free:
+                inputs["past_key_values"] = PreallocatedCache(self.config, longest + 1)
+            else:
+                log.warning(
+                    "generate keeps transformers' cache: ours would take %.1f GiB for %d tokens from the start, and "
+                    "%.1f GiB are free; a smaller max_new_tokens lets it",
+                    need / 2**30,
+                    longest + 1,
+                    free / 2**30,
+                )
+
+    model.__dict__["_prepare_cache_for_generation"] = types.MethodType(prepare, model)
+    undo.append(lambda: model.__dict__.pop("_prepare_cache_for_generation", None))
+    return None
+
+
+def _cache_bytes(config: Any, batch: int, slots: int, element: int) -> int:
+    text = config.get_text_config(decoder=True)
+    _, heads, width = attention_sizes(text)
+    return 2 * text.num_hidden_layers * batch * slots * heads * width * element

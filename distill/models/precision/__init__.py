@@ -1,0 +1,1 @@
+"""Number formats and memory of models: dtypes, FP8, quantisation for training, offloading to host memory."""

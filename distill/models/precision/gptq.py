@@ -1,0 +1,289 @@
+"""Rounding of weights without training: to nearest, by importance, and error-compensated (GPTQ).
+
+A linear layer with inputs `x` computes `W x`; rounding `W` to `Q` costs `tr((W - Q) H (W - Q)^T)` with `H = sum x x^T`
+over calibration tokens. `nearest` ignores `H`; `importance` chooses each block's scale by its diagonal; `gptq` (Frantar
+et al., 2022, arXiv 2210.17323) rounds one column after another and moves the others so that they make up for its error:
+
+    q_j = round(w_j),   w_k -= (w_j - q_j) U[j, k] / U[j, j] for the columns k after j,   U = cholesky(H^-1)^T
+
+Columns are taken by falling `H[j, j]`, with scales chosen beforehand. Decoder layers follow each other: each sees what
+the rounded layers before it compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from distill_kernels.quantisation.formats import (
+    FORMATS,
+    reference_fake_quantise,
+    reference_scale,
+    round_half_away,
+)
+from torch import nn
+
+from distill.core.eval_mode import eval_mode
+from distill.models.head import bare, decoder_of
+from distill.models.prune.pruning import find_layers
+
+Method = Literal["nearest", "importance", "gptq"]
+DAMPING = 0.01  # added to the diagonal of H, relative to its mean
+COLUMNS = 128  # rounded before the rest of the matrix is moved
+FACTORS = tuple(0.70 + 0.025 * step for step in range(17))  # of the format's own scale, tried for a block
+
+
+class Rounded(NamedTuple):
+    """A matrix before rounding, and the scales to round it by.
+
+    Attributes:
+        weight: fp32 [N, K]; its nearest values are the result.
+        scale: fp32 [N, K / block].
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+    def values(self, name: str) -> torch.Tensor:
+        """Return the rounded weights in the format called `name`."""
+        return reference_fake_quantise(self.weight, name, self.scale)
+
+
+class _Group:
+    """Linear layers that read the same input, and the sum of its outer products."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.linears: dict[str, nn.Linear] = {}
+        self.hessian = torch.zeros(size, size, device=device)
+        self.tokens = 0
+
+    def add(self, x: torch.Tensor) -> None:
+        rows = x.detach().reshape(-1, x.shape[-1]).float()
+        with torch.autocast(rows.device.type, enabled=False):
+            self.hessian.addmm_(rows.t(), rows)
+        self.tokens += len(rows)
+
+
+def best_scale(weight: torch.Tensor, name: str, importance: torch.Tensor) -> torch.Tensor:
+    """Choose each block's scale by the error that importance weighs, among multiples of the format's own.
+
+    Args:
+        weight: [N, K].
+        name: A key of `FORMATS`.
+        importance: [K], the diagonal of H.
+
+    Returns:
+        fp32 [N, K / block], as it is stored.
+    """
+    form = FORMATS[name]
+    weight = weight.float()
+    first = reference_scale(weight, name)
+    best, least = first, torch.full_like(first, torch.inf)
+    signs = (1.0, -1.0) if form.low != -form.high else (1.0,)
+    for factor in (sign * factor for factor in FACTORS for sign in signs):
+        scale = (first * factor).to(form.scale_dtype).float()
+        error = (reference_fake_quantise(weight, name, scale) - weight).square() * importance
+        error = error.unflatten(-1, (first.shape[-1], -1)).sum(-1)
+        best = torch.where(error < least, scale, best)
+        least = torch.minimum(error, least)
+    return best
+
+
+def compensate(weight: torch.Tensor, hessian: torch.Tensor, name: str, scale: torch.Tensor) -> torch.Tensor:
+    """Return a matrix whose nearest values are GPTQ's rounding of `weight`.
+
+    Args:
+        weight: [N, K].
+        hessian: fp32 [K, K].
+        name: A key of `FORMATS`.
+        scale: fp32 [N, K / block].
+    """
+    form = FORMATS[name]
+    importance = hessian.diagonal().clone()
+    order = importance.argsort(descending=True, stable=True)
+    w = weight.float()[:, order].clone()  # [N, K], columns by importance
+    steps = scale.to(form.scale_dtype).float().repeat_interleave(form.columns(weight), -1)[:, order]
+    inverse = torch.where(steps == 0, 0.0, 1.0 / steps)
+    upper = _inverse_factor(hessian[order][:, order])
+    for start in range(0, w.shape[1], COLUMNS):
+        end = min(start + COLUMNS, w.shape[1])
+        errors = torch.empty_like(w[:, start:end])
+        for j in range(start, end):
+            column = w[:, j]
+            q = round_half_away(column * inverse[:, j]).clamp(form.low, form.high) * steps[:, j]
+            errors[:, j - start] = (column - q) / upper[j, j]
+            if j + 1 < end:
+                w[:, j + 1 : end] -= errors[:, j - start, None] * upper[j, j + 1 : end]
+        w[:, end:] -= errors @ upper[start:end, end:]
+    back = torch.empty_like(w)
+    back[:, order] = w
+    return back
+
+
+def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
+    """Return the upper Cholesky factor of the damped inverse, with more damping where it is singular."""
+    damping = DAMPING * hessian.diagonal().mean().clamp_min(1e-12)
+    eye = torch.eye(len(hessian), device=hessian.device)
+    while True:
+        lower, failed = torch.linalg.cholesky_ex(hessian + damping * eye)
+        if not failed:
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        if not failed:
+            return upper
+        damping *= 10
+
+
+def _round_group(group: _Group, formats: Mapping[str, str], method: Method) -> dict[str, Rounded]:
+    found = {}
+    importance = group.hessian.diagonal() / max(group.tokens, 1)
+    for form in {formats[name] for name in group.linears}:
+        names = [name for name in group.linears if formats[name] == form]
+        weights = [group.linears[name].weight.detach().float() for name in names]
+        weight = torch.cat(weights)  # rows are independent: siblings are rounded as one matrix
+        scale = best_scale(weight, form, importance.clamp_min(1e-12))
+        moved = compensate(weight, group.hessian, form, scale) if method == "gptq" else weight
+        sizes = [len(part) for part in weights]
+        for name, part, own in zip(names, moved.split(sizes), scale.split(sizes), strict=True):
+            found[name] = Rounded(part.contiguous(), own.contiguous())
+    return found
+
+
+class _Calls:
+    """Inputs of every decoder layer, recorded on the way through the model."""
+
+    def __init__(self, model: nn.Module, layers: nn.ModuleList, batches: Iterable[Mapping[str, torch.Tensor]]) -> None:
+        self.hidden: list[torch.Tensor] = []
+        self.arguments: list[list[dict[str, object]]] = []  # by batch, then layer
+        self._outputs: torch.Tensor | None = None
+        handles = [layer.register_forward_pre_hook(self._before(n), with_kwargs=True) for n, layer in enumerate(layers)]
+        handles += [layer.register_forward_hook(self._after) for layer in layers]
+        try:
+            for batch in batches:
+                decoder_of(model)(**batch, use_cache=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before(self, number: int) -> Callable[..., None]:
+        def hook(layer: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, object]) -> None:
+            kwargs = dict(kwargs)
+            given = args[0] if args else kwargs.pop("hidden_states")
+            assert isinstance(given, torch.Tensor)
+            if number == 0:
+                self.hidden.append(given)
+                self.arguments.append([])
+            elif self._outputs is None or not torch.equal(given, self._outputs) or len(args) > 1:
+                raise ValueError(
+                    "student.quantise.start: gptq needs decoder layers that hand hidden states from one to the next; "
+                    f"those of {type(layer).__name__} do not; set start: nearest"
+                )
+            self.arguments[-1].append(kwargs)
+
+        return hook
+
+    def _after(self, layer: nn.Module, args: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        self._outputs = _first(output)
+
+
+def _first(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+@torch.no_grad()
+def round_weights(
+    model: nn.Module, formats: Mapping[str, str], batches: Iterable[Mapping[str, torch.Tensor]], method: Method = "gptq"
+) -> dict[str, Rounded]:
+    """Round the linear layers of a model's decoder layers that `formats` names; the model gets the rounded weights.
+
+    Args:
+        model: A causal language model of transformers, on its device.
+        formats: Format of each parameter, by name in the bare model; others than those of linear layers are left.
+        batches: `input_ids` (and `position_ids`) of calibration rows, int64 [B, S] on the model's device.
+        method: `importance` or `gptq`.
+
+    Returns:
+        The matrices before rounding and their scales, by name.
+
+    Raises:
+        ValueError: The decoder's layers do not form a plain sequence, or there are no rows.
+    """
+    model = bare(model)
+    prefix, layers = find_layers(model)
+    found: dict[str, Rounded] = {}
+    with eval_mode(model):
+        calls = _Calls(model, layers, batches)
+        if not calls.hidden:
+            raise ValueError("student.quantise.start: gptq needs rows of training data to calibrate on, got none")
+        for number, layer in enumerate(layers):
+            wanted = {
+                name: module
+                for part, module in layer.named_modules()
+                if (name := f"{prefix}.{number}.{part}.weight") in formats and isinstance(module, nn.Linear)
+            }
+            for group in _groups_of(layer, wanted, calls, number):
+                with torch.autocast(group.hessian.device.type, enabled=False):
+                    found |= _round_group(group, formats, method)
+                for name in group.linears:
+                    wanted[name].weight.copy_(found[name].values(formats[name]))
+            for row, hidden in enumerate(calls.hidden):
+                calls.hidden[row] = _first(layer(hidden, **calls.arguments[row][number]))
+    return found
+
+
+def _groups_of(layer: nn.Module, wanted: Mapping[str, nn.Linear], calls: _Calls, number: int) -> list[_Group]:
+    """Run a layer on all calibration rows; returns its linear layers by their inputs."""
+    groups: dict[str, _Group] = {}  # by the first name of a group
+    leader: dict[str, str] = {}  # the first of the layers with this input, set by the first row
+    last: list[tuple[torch.Tensor, str]] = []  # input of the call before, and the first layer that read it
+
+    def hook(name: str) -> Callable[..., None]:
+        def see(linear: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            assert isinstance(linear, nn.Linear)
+            if not last or args[0] is not last[0][0]:
+                last[:] = [(args[0], name)]
+            if name not in leader:
+                leader[name] = last[0][1]
+                if leader[name] == name:
+                    groups[name] = _Group(linear.in_features, linear.weight.device)
+                groups[leader[name]].linears[name] = linear
+            if leader[name] == name:
+                groups[name].add(args[0])
+
+        return see
+
+    handles = [linear.register_forward_pre_hook(hook(name)) for name, linear in wanted.items()]
+    try:
+        for row, hidden in enumerate(calls.hidden):
+            layer(hidden, **calls.arguments[row][number])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(groups.values())
+
+
+def calibration_batches(
+    rows: Sequence[Mapping[str, Sequence[int]]], tokens: int, device: torch.device
+) -> list[dict[str, torch.Tensor]]:
+    """Return evenly spaced rows of a data set with at least so many tokens, each as a batch on `device`.
+
+    Args:
+        rows: Data set of `input_ids` and, where documents share a row, `position_ids`.
+        tokens: Number of tokens; all rows where there are fewer.
+        device: Device of the model.
+    """
+    if not len(rows):
+        return []
+    step = max(len(rows) * len(rows[0]["input_ids"]) // tokens, 1)
+    batches: list[dict[str, torch.Tensor]] = []
+    seen = 0
+    for number in (number for offset in range(step) for number in range(offset, len(rows), step)):
+        if seen >= tokens:
+            break
+        row = rows[number]
+        named = {name: row[name] for name in ("input_ids", "position_ids") if name in row}
+        batches.append(
+            {name: torch.as_tensor(ids, dtype=torch.int64, device=device)[None] for name, ids in named.items()}
+        )
+        seen += len(row["input_ids"])
+    return batches

@@ -1,0 +1,204 @@
+"""Shapes to prune a teacher to, for a share of its cost, and the divergence of a pruned student before training.
+
+    for candidate in candidates(config, 0.5, parameters_share(config)):
+        student = cut(candidate.cut)
+        outputs.divergence(student)         # nats a token
+
+Layers and widths are cut in a few proportions: layers alone, MLP columns alone, widths alone, and both. In each the
+largest shape whose share of the cost is at most the one asked for is taken, by bisection over 32 steps from the whole
+model to a quarter of it. Sizes are rounded down to what fits GPUs and the family's configuration (`_multiple`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from distill_kernels import FusedDistillationLoss, LossTerm
+from torch import nn
+from transformers import PreTrainedConfig
+
+from distill.core.eval_mode import eval_mode
+from distill.models.head import decoder_of, find_head, probe_logits, read_head
+from distill.models.load.meta_models import meta_student
+from distill.models.prune.importance import Row, positions_of
+from distill.models.prune.pruning import student_config
+from distill.models.prune.widths import Widths, widths_of
+from distill.recipe import FromTeacher, Importance, Student
+
+STEPS, LEAST = 32, 0.25
+# what is cut in each proportion: the share of the way from 1 that each part goes
+PROPORTIONS: dict[str, dict[str, float]] = {
+    "depth": {"layers": 1.0},
+    "MLP columns": {"intermediate": 1.0},
+    "width": {"hidden": 1.0, "intermediate": 1.0},
+    "width and heads": {"hidden": 1.0, "heads": 1.0, "intermediate": 1.0},
+    "depth and MLP columns": {"layers": 0.5, "intermediate": 1.0},
+    "depth and width": {"layers": 1.0, "hidden": 0.5, "intermediate": 1.0},
+}
+Cost = Callable[[FromTeacher], float]  # share of the teacher's cost that a student of a shape has
+
+
+class Candidate(NamedTuple):
+    """A shape for a student.
+
+    Attributes:
+        name: of the proportion, of `PROPORTIONS`.
+        cut: of `student.from_teacher`.
+        parameters: number of the student's.
+        cost: share of the teacher's cost.
+    """
+
+    name: str
+    cut: FromTeacher
+    parameters: int
+    cost: float
+
+
+def parameters_of_cut(config: PreTrainedConfig, cut: FromTeacher) -> int:
+    """Return the number of parameters of a student of a shape, without memory."""
+    return meta_student(Student(from_teacher=cut), config).shape.parameters
+
+
+def parameters_share(config: PreTrainedConfig) -> Cost:
+    """Return the cost that is the share of a teacher's parameters."""
+    whole = parameters_of_cut(config, FromTeacher(layers=config.get_text_config().num_hidden_layers))
+    return lambda cut: parameters_of_cut(config, cut) / whole
+
+
+def check_share(share: float) -> None:
+    """Raise ValueError for a share of the cost that is not between 0 and 1."""
+    if not 0 < share < 1:
+        raise ValueError(f"--to: expected a share between 0 and 1 of the teacher, got {share:g}")
+
+
+def candidates(
+    config: PreTrainedConfig, share: float, cost: Cost, importance: Importance | None = None
+) -> Iterator[Candidate]:
+    """Yield the largest shape of each proportion whose cost is at most `share`; none that misses it by over a tenth.
+
+    Args:
+        config: of the teacher.
+        share: of the teacher's cost, between 0 and 1.
+        cost: of a shape.
+        importance: how parts will be chosen; None for the defaults.
+
+    Raises:
+        ValueError: a share outside of 0 to 1, or one that no shape reaches.
+    """
+    check_share(share)
+    seen: list[FromTeacher] = []
+    for name, parts in PROPORTIONS.items():
+        low, high = 0, STEPS  # steps that cost too much, and that may be within
+        cut = shape_at(config, parts, 1.0, importance)
+        if (reached := cost(cut)) > share:
+            continue
+        while high - low > 1:
+            middle = (low + high) // 2
+            nearer = shape_at(config, parts, middle / STEPS, importance)
+            if (value := cost(nearer)) <= share:
+                high, cut, reached = middle, nearer, value
+            else:
+                low = middle
+        if reached >= 0.9 * share and cut not in seen:
+            seen.append(cut)
+            yield Candidate(name, cut, parameters_of_cut(config, cut), reached)
+    if not seen:
+        raise ValueError(
+            f"--to: no shape of {type(config).__name__} costs about {share:g} of the whole; expected a share that "
+            f"cutting to {LEAST:g} of the layers or of the widths reaches"
+        )
+
+
+def shape_at(
+    config: PreTrainedConfig, parts: dict[str, float], way: float, importance: Importance | None
+) -> FromTeacher:
+    """Return the shape `way` (0 to 1) along a proportion, from the whole teacher to `LEAST` of it."""
+    full, layers = widths_of(config), config.get_text_config().num_hidden_layers
+    kept = {name: 1 - (1 - LEAST) * way * part for name, part in parts.items()}
+    kv_heads = max(1, round(full.kv_heads * kept.get("heads", 1.0)))
+    heads = kv_heads * full.group
+    columns = _multiple(full.intermediate, 64 if full.intermediate >= 4096 else 8, kept.get("intermediate", 1.0))
+    widths = Widths(full.hidden, heads, kv_heads, columns)
+    widths = widths._replace(hidden=_hidden(config, widths, kept.get("hidden", 1.0)))
+    fields = {name: size for name, size in widths._asdict().items() if size != getattr(full, name)}
+    kept_layers = max(1, round(layers * kept.get("layers", 1.0)))
+    if kept_layers != layers or not fields:
+        fields = {"layers": kept_layers, **fields}
+    return FromTeacher(**fields, importance=importance or Importance())
+
+
+def _multiple(size: int, step: int, share: float) -> int:
+    """Return the largest multiple of `step` within a share of a size; the size itself for the whole."""
+    return size if share >= 1 else max(step, int(size * share) // step * step)
+
+
+def _hidden(config: PreTrainedConfig, widths: Widths, share: float) -> int:
+    """Return hidden channels within a share: a multiple of 64 (of 8 below 1024), and of the heads where the family's
+    configuration requires it."""
+    full, layers = widths.hidden, range(config.get_text_config().num_hidden_layers)
+    if share >= 1 and full % widths.heads == 0:
+        return full
+    step = 64 if full >= 1024 else 8
+    plain = _multiple(full, step, share)
+    try:
+        student_config(config, layers, widths._replace(hidden=plain))
+    except ValueError:
+        return max(widths.heads, _multiple(full, math.lcm(4, widths.heads), min(share, 1 - 1e-9)))
+    return plain
+
+
+class TeacherOutputs:
+    """A teacher's last hidden states on rows, to compare students with.
+
+    Args:
+        teacher: on its device.
+        rows: held out; trained positions count.
+    """
+
+    def __init__(self, teacher: nn.Module, rows: Sequence[Row]) -> None:
+        self.rows, self.teacher = rows, teacher
+        self.transform = probe_logits(teacher, "teacher")
+        self.hidden = [_last_hidden(teacher, row) for row in rows]
+
+    def divergence(self, student: nn.Module) -> float:
+        """Return KL(teacher || student) in nats per token, without full logits."""
+        own = probe_logits(student, "student")
+        loss = FusedDistillationLoss(
+            [LossTerm("forward_kl", 1.0)],
+            student_logit_scale=own.scale,
+            student_softcap=own.softcap,
+            teacher_logit_scale=self.transform.scale,
+            teacher_softcap=self.transform.softcap,
+        )
+        mine, theirs = (read_head(find_head(model)) for model in (student, self.teacher))
+        columns = min(len(mine.weight), len(theirs.weight))
+        total, tokens = 0.0, 0
+        with torch.no_grad():
+            for row, hidden in zip(self.rows, self.hidden, strict=True):
+                states = _last_hidden(student, row)
+                result = loss(
+                    states,
+                    mine.weight,
+                    hidden.to(states.device),
+                    theirs.weight,
+                    student_bias=mine.bias,
+                    teacher_bias=theirs.bias,
+                    vocab_size=None if len(mine.weight) == len(theirs.weight) else columns,
+                )
+                assert isinstance(result, torch.Tensor)
+                total, tokens = total + float(result) * len(states), tokens + len(states)
+        return total / tokens
+
+
+def _last_hidden(model: nn.Module, row: Row) -> torch.Tensor:
+    """Return the last hidden states at a row's trained positions, [n, hidden]."""
+    device = next(model.parameters()).device
+    names = [name for name in ("input_ids", "position_ids") if name in row]
+    given = {name: torch.tensor(row[name], device=device)[None] for name in names}
+    with eval_mode(model), torch.no_grad():
+        hidden = decoder_of(model)(**given, use_cache=False).last_hidden_state[0]
+    assert isinstance(hidden, torch.Tensor)
+    return hidden[torch.tensor(positions_of(row), device=device)]

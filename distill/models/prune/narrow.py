@@ -1,0 +1,223 @@
+"""A student with the chosen parts of its teacher: layers, hidden channels, heads, MLP columns.
+
+Dropping heads or MLP columns is exact: the student computes what its teacher computes with the outputs of those heads
+or columns set to zero. Dropping hidden channels changes three things beside:
+
+    RMSNorm     divides by the root mean square over the kept channels in place of all. With `norms` its weight is
+                multiplied by the ratio of the two, sqrt(mean over the kept of E[x_i^2 / mean(x^2)]), measured on the
+                calibration rows, so that kept channels keep their scale. SmolLM2-135M-Instruct with 468 of 576
+                channels: KL before training 1.64 nats a token with it, 2.12 without (GSM8K). Of a teacher whose
+                dropped channels are zero the ratio is sqrt(H / H') and the student equals it, but for the epsilon.
+    embedding   a factor that follows from `hidden_size` (Gemma: its root) is put right in the embedding, and with tied
+                weights in the last norm as well.
+    logits      are sums over the kept channels.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from distill.core.eval_mode import eval_mode
+from distill.models.head import bare, decoder_of, find_head
+from distill.models.patch.recognition import looks_like_rms_norm, rms_norm_form
+from distill.models.prune.pruning import cut_layers, find_layers
+from distill.models.prune.width_layout import Axis, Layout, entries
+from distill.models.prune.widths import Widths
+
+
+class Selection(NamedTuple):
+    """Parts of a teacher that a student keeps.
+
+    Attributes:
+        layers: indices, ascending.
+        hidden: indices of hidden channels, ascending; None for all.
+        parts: for `heads`, `kv_heads` and `intermediate`, by the teacher's layer, the indices that stay, ascending; an
+            axis that is not cut is absent.
+        norms: factors of norms' weights, by the teacher's names.
+    """
+
+    layers: Sequence[int]
+    hidden: Sequence[int] | None
+    parts: Mapping[str, Mapping[int, Sequence[int]]]
+    norms: Mapping[str, float]
+
+    def kept(self, layer: int | None) -> dict[str, Sequence[int]]:
+        """Return the indices that stay in a layer (None: outside of layers), by axis."""
+        found = {} if self.hidden is None else {"hidden": self.hidden}
+        if layer is None:
+            return found
+        return found | {axis: layers[layer] for axis, layers in self.parts.items() if layer in layers}
+
+    def to_json(self) -> str:
+        """Return the selection as JSON."""
+        parts = {axis: {str(layer): list(kept) for layer, kept in of.items()} for axis, of in self.parts.items()}
+        hidden = None if self.hidden is None else list(self.hidden)
+        values = {"layers": list(self.layers), "hidden": hidden, "parts": parts, "norms": dict(self.norms)}
+        return json.dumps(values)
+
+    @staticmethod
+    def from_json(text: str) -> Selection:
+        """Return the selection that `to_json` wrote."""
+        values = json.loads(text)
+        parts = {axis: {int(layer): kept for layer, kept in of.items()} for axis, of in values["parts"].items()}
+        return Selection(values["layers"], values["hidden"], parts, values["norms"])
+
+
+def leading_parts(layers: Sequence[int], widths: Widths, layout: Layout) -> Selection:
+    """Return the first channels, heads and columns of each layer: a student of the right shape, for timings."""
+    full = layout.full
+    parts: dict[str, dict[int, Sequence[int]]] = {}
+    if (widths.heads, widths.kv_heads) != (full.heads, full.kv_heads):
+        kept = [kv * full.group + number for kv in range(widths.kv_heads) for number in range(widths.group)]
+        parts["heads"] = dict.fromkeys(layers, kept)
+        parts["kv_heads"] = {layer: range(widths.kv_heads) for layer in layers}
+    if widths.intermediate != full.intermediate:
+        parts["intermediate"] = {layer: range(widths.intermediate) for layer in layers}
+    hidden = None if widths.hidden == full.hidden else list(range(widths.hidden))
+    return Selection(list(layers), hidden, parts, {})
+
+
+def cut_parts(
+    teacher: PreTrainedModel, selection: Selection, widths: Widths, layout: Layout, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """Return a copy of the chosen parts of `teacher`.
+
+    Args:
+        teacher: Not changed; must not be sharded.
+        selection: Of it.
+        widths: That `selection` has.
+        layout: Of the teacher's parameters, for the axes that are cut.
+        dtype: Of the copy; None for the teacher's.
+
+    Raises:
+        ValueError: an architecture that cannot be cut this way, with the module.
+    """
+    _check_norms(teacher, layout)
+
+    def narrow(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        kept = selection.kept(layout.layer_of(name))
+        for dim, blocks in enumerate(layout.dims.get(name, ())):
+            if any(block.axis in kept for block in blocks):
+                index = torch.tensor(entries(blocks, kept, layout.full), device=tensor.device)
+                tensor = tensor.index_select(dim, index)
+        return tensor
+
+    student = cut_layers(teacher, selection.layers, dtype, widths=widths, narrow=narrow)
+    forms: dict[type, str] = {}
+    for name, module, _ in layout.norms(teacher):
+        factor = selection.norms.get(name, 1.0)
+        if factor == 1.0 or (new := _renamed(name, layout, selection.layers)) is None:
+            continue
+        form = forms.setdefault(type(module), str(rms_norm_form(module, gradients=False)))
+        scale_norm(student.get_submodule(new), form, factor)
+    if selection.hidden is not None:
+        _same_embedding_scale(teacher, student, layout)
+    return student
+
+
+@torch.no_grad()
+def scale_norm(norm: nn.Module, form: str, factor: float) -> None:
+    """Multiply what an RMSNorm returns by a factor; in the form `gemma` its weight is an offset from 1."""
+    weight = norm.weight
+    assert isinstance(weight, torch.Tensor)
+    offset = 1.0 if form == "gemma" else 0.0
+    weight.copy_((weight.double() + offset) * factor - offset)
+
+
+def exact_factor(axis: Axis, full: Widths, widths: Widths) -> float:
+    """Return the factor of a norm over an axis whose dropped channels are zero."""
+    return math.sqrt(getattr(full, axis) / getattr(widths, axis))
+
+
+def embedding_scale(model: nn.Module) -> float | None:
+    """Return what embeddings are multiplied by before the first layer; None where more than that happens to them."""
+    model = bare(model)
+    _, layers = find_layers(model)
+    seen: list[torch.Tensor] = []
+
+    def look(module: nn.Module, arguments: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> None:
+        seen.append(arguments[0] if arguments else named["hidden_states"])
+        raise _SeenError
+
+    rows = _weight_of(model.get_input_embeddings())  # type: ignore[operator]
+    ids = torch.arange(4, device=rows.device)[None] + 3
+    handle = layers[0].register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        with eval_mode(model), torch.no_grad():
+            decoder_of(model)(input_ids=ids, use_cache=False)
+    except _SeenError:
+        pass
+    finally:
+        handle.remove()
+    given, plain = seen[0][0].double(), rows[ids[0]].detach().double()
+    if given.shape != plain.shape:
+        return None
+    scale = (given * plain).sum() / (plain * plain).sum().clamp_min(1e-30)
+    close = (given - scale * plain).norm() <= 2e-2 * given.norm()
+    return float(scale) if close else None
+
+
+def _weight_of(module: nn.Module) -> torch.Tensor:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
+class _SeenError(Exception):
+    """Raised in place of the first layer, whose input was all that was needed."""
+
+
+@torch.no_grad()
+def _same_embedding_scale(teacher: nn.Module, student: nn.Module, layout: Layout) -> None:
+    """Undo the change of a factor on the embeddings that follows from `hidden_size`; in place."""
+    before, after = embedding_scale(teacher), embedding_scale(student)
+    if before is None or after is None:
+        raise ValueError(
+            f"student.from_teacher.hidden: {type(teacher).__name__} computes more of its embeddings than a multiple, "
+            "so that hidden channels cannot be cut"
+        )
+    change = after / before
+    if abs(change - 1) < 1e-2:  # rounding of a factor in 16 bits
+        return
+    embedding = _weight_of(bare(student).get_input_embeddings())  # type: ignore[operator]
+    embedding.div_(change)
+    if find_head(student).linear.weight is embedding:
+        last = [(name, norm) for name, norm, _ in layout.norms(teacher) if layout.layer_of(name + ".") is None]
+        if len(last) != 1:
+            raise ValueError(
+                f"student.from_teacher.hidden: expected one norm after the last layer of {type(teacher).__name__}, got "
+                f"{[name for name, _ in last]}"
+            )
+        name, norm = last[0]
+        scale_norm(student.get_submodule(name), str(rms_norm_form(norm, gradients=False)), change)
+
+
+def _check_norms(teacher: nn.Module, layout: Layout) -> None:
+    """Refuse norms over channels that are cut which are no RMSNorm."""
+    known: dict[type, bool] = {}
+    for name, module, block in layout.norms(teacher):
+        kind = type(module)
+        if kind not in known:
+            known[kind] = looks_like_rms_norm(module) and isinstance(rms_norm_form(module, gradients=False), str)
+        if not known[kind]:
+            raise ValueError(
+                f"student.from_teacher.{block.axis}: expected RMSNorms over what is cut, got {name} "
+                f"({kind.__name__}); leave {block.axis} out"
+            )
+
+
+def _renamed(name: str, layout: Layout, layers: Sequence[int]) -> str | None:
+    """Return a module's name in the student; None where its layer goes."""
+    layer = layout.layer_of(name + ".")
+    if layer is None:
+        return name
+    if layer not in layers:
+        return None
+    return name.replace(f"{layout.prefix}{layer}.", f"{layout.prefix}{list(layers).index(layer)}.", 1)

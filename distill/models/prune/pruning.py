@@ -1,0 +1,244 @@
+"""A student cut from its teacher: the same model with fewer layers, starting from the teacher's own weights.
+
+Which layers go matters more than how many. `layers: N` of `L` keeps the first and the last layers and drops one block
+of `L - N` neighbours in the middle; see `layers_to_keep`. Neighbouring middle layers change the hidden states least
+and alike (Men et al., 2024, ShortGPT; Gromov et al., 2024, The Unreasonable Ineffectiveness of the Deeper Layers).
+`keep: [...]` names the layers outright.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from distill.core.errors import first_line
+from distill.models.head import bare, decoder_of
+from distill.models.load.read_weights import UnfitWeightsError, read_weights
+from distill.models.prune.widths import Widths, with_widths
+from distill.recipe import FromTeacher
+
+PER_LAYER = (
+    "intermediate_size",
+    "activation_sparsity_pattern",
+)  # lists with one entry a layer, beside those of "layer"
+# lists of layers' numbers
+LAYER_NUMBERS = ("attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids", "mlp_only_layers", "moe_layers")
+JOINED = {"embed_tokens_per_layer.weight": 1, "per_layer_model_projection.weight": 0}  # by the dimension of the layers
+# what a module may know of its position and of others', which the configuration is held to
+POSITION = ("layer_id", "layer_number", "kv_shared_layer_index", "store_full_length_kv")
+
+
+def layers_to_keep(total: int, count: int) -> list[int]:
+    """The layers that `layers: count` keeps of `total`: all but a contiguous block in the middle.
+
+    With `d = total - count` layers to drop, layers `s .. s + d - 1` go, `s = (count + 1) // 2`, so that the first half
+    of the kept layers (and the odd one) stands before the gap and the second half after it. 30 layers, 20 kept:
+    0-9 and 20-29.
+    """
+    if not 1 <= count <= total:
+        raise ValueError(f"student.from_teacher.layers: expected 1 to {total}, as many as the teacher has, got {count}")
+    start = (count + 1) // 2
+    return [*range(start), *range(start + total - count, total)]
+
+
+def check_kept(keep: Sequence[int], total: int) -> list[int]:
+    """`keep` as a list, ascending and within the teacher's layers."""
+    indices = list(keep)
+    if not indices or indices != sorted(set(indices)) or indices[0] < 0 or indices[-1] >= total:
+        raise ValueError(
+            f"student.from_teacher.keep: expected ascending layer numbers from 0 to {total - 1}, none twice, "
+            f"got {indices}"
+        )
+    return indices
+
+
+def layer_indices(cut: FromTeacher | None, total: int) -> list[int]:
+    """The layers that `student.from_teacher` keeps of a teacher's `total`."""
+    assert cut is not None
+    return check_kept(cut.keep, total) if cut.keep is not None else layers_to_keep(total, cut.layers or total)
+
+
+def layers_of(config: Any) -> int:
+    """A configuration's number of decoder layers."""
+    return config.get_text_config().num_hidden_layers
+
+
+def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The decoder's list of layers and its name inside `model`, such as `model.layers`.
+
+    Raises:
+        ValueError: where there is none of the length that the configuration tells.
+    """
+    model = bare(model)
+    total = layers_of(model.config)
+    decoder = decoder_of(model)
+    inside = {id(module) for module in decoder.modules()}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == total and id(module) in inside:
+            return name, module
+    raise ValueError(f"student.from_teacher: {type(model).__name__} has no list of {total} layers to cut from")
+
+
+def cut_layers(
+    teacher: PreTrainedModel,
+    keep: Sequence[int],
+    dtype: torch.dtype | None = None,
+    *,
+    widths: Widths | None = None,
+    narrow: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, tensor: tensor,
+) -> PreTrainedModel:
+    """A copy of `teacher` that holds only the layers `keep`.
+
+    The copy is built from a configuration with fewer layers (per-layer lists such as `layer_types` cut alike) and gets
+    the teacher's weights under their new numbers: kept layers compute exactly what they did, tied weights stay tied,
+    and saving and loading gives the same model back.
+
+    Args:
+        teacher: Not changed; must not be sharded.
+        dtype: Of the copy; None for the teacher's.
+        widths: Of the copy; None for the teacher's.
+        narrow: Makes a parameter of these widths of the teacher's parameter of that name.
+
+    Raises:
+        ValueError: layer numbers out of range, or an architecture whose layers would behave differently in their new
+            positions.
+    """
+    prefix, layers = find_layers(teacher)
+    indices = check_kept(keep, len(layers))
+    config = student_config(teacher.config, indices, widths)
+    state = {}
+    for name, tensor in teacher.state_dict().items():
+        if (renamed := _renumber(name, prefix + ".", indices)) is not None:
+            part = narrow(name, _of_layers(name, tensor, indices, len(layers))).detach()
+            # never shared: training the student leaves the teacher alone
+            state[renamed] = part.clone() if part.data_ptr() == tensor.data_ptr() else part
+    model_class: Any = type(teacher)
+    try:
+        student = read_weights(
+            model_class,
+            None,
+            "student.from_teacher",
+            config=config,
+            dtype=dtype or teacher.dtype,
+            state_dict=state,
+            attn_implementation=teacher.config._attn_implementation,
+        )
+    except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
+        what = f"student.from_teacher: {type(teacher).__name__} cannot be cut to the layers {indices}: "
+        if not isinstance(error, UnfitWeightsError):
+            raise ValueError(f"{what}{type(error).__name__}: {first_line(error)}") from error
+        raise ValueError(
+            f"{what}they have other parts in their new positions ({', '.join(error.names[:1]) or error}); choose "
+            "layers that keep the pattern"
+        ) from error
+    student = student.to(teacher.device)  # type: ignore[arg-type]
+    cut = find_layers(student)[1] if widths is None else _without_memory(teacher, indices)
+    for position, number in enumerate(indices):
+        _same_behaviour(layers[number], cut[position], number)
+    student.generation_config = copy.deepcopy(teacher.generation_config)
+    return student
+
+
+def _without_memory(teacher: PreTrainedModel, keep: Sequence[int]) -> nn.ModuleList:
+    """The layers of a copy in the teacher's own widths, on the meta device."""
+    with torch.device("meta"):
+        return find_layers(type(teacher)(student_config(teacher.config, keep)))[1]
+
+
+def student_config(config: Any, keep: Sequence[int], widths: Widths | None = None) -> Any:
+    """Return `cut_config`, with other widths where they are given, in a form that can be saved and read back.
+
+    Raises:
+        ValueError: transformers refuses such a configuration, or makes another of it.
+    """
+    cut = cut_config(config, keep)
+    what = f"student.from_teacher: {type(config).__name__} cannot be cut to the layers {list(keep)}"
+    if widths is not None:
+        cut = with_widths(cut, widths)
+        what = f"student.from_teacher: {type(config).__name__} cannot be cut to {len(keep)} layers and {widths}"
+    written = cut.to_dict()
+    try:
+        again = type(config).from_dict(copy.deepcopy(written)).to_dict()
+    except Exception as error:  # a configuration's own checks raise what they like
+        raise ValueError(f"{what}: {first_line(error.__cause__ or error)}") from error
+    if changed := [name for name, value in written.items() if again.get(name) != value]:
+        raise ValueError(f"{what}: read back, its configuration has another {changed[0]}; choose other layers")
+    return cut
+
+
+def cut_config(config: Any, keep: Sequence[int]) -> Any:
+    """A copy of `config` for the layers `keep`: the number of layers, and lists with one entry a layer or of numbers.
+
+    Raises:
+        ValueError: a kept layer takes the keys and values of one that is not.
+    """
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    total = text.num_hidden_layers
+    if sharing := getattr(text, "num_kv_shared_layers", None):
+        text.num_kv_shared_layers = _kept_sharing(text.layer_types, total - sharing, keep)
+    for name, value in vars(text).items():
+        if isinstance(value, list | tuple) and name in LAYER_NUMBERS:
+            setattr(text, name, [keep.index(number) for number in value if number in keep])
+        elif isinstance(value, list | tuple) and len(value) == total and ("layer" in name or name in PER_LAYER):
+            setattr(text, name, [value[number] for number in keep])
+    text.num_hidden_layers = len(keep)
+    return config
+
+
+def _kept_sharing(types: Sequence[str], first: int, keep: Sequence[int]) -> int:
+    """Return how many of `keep`, from layer `first` on, reuse keys and values of an earlier layer of their type."""
+    sharing = [number for number in keep if number >= first]
+    for number in sharing:
+        source = max(n for n in range(first) if types[n] == types[number])
+        if source not in keep:
+            raise ValueError(
+                f"student.from_teacher: layer {number} takes keys and values of layer {source}, which is not kept; "
+                f"keep {source} too, or no layer from {first} on"
+            )
+    return len(sharing)
+
+
+def _of_layers(name: str, tensor: torch.Tensor, keep: Sequence[int], total: int) -> torch.Tensor:
+    """The part of a tensor that belongs to the layers `keep`, where it holds one beside the other for each layer."""
+    dim = next((dim for end, dim in JOINED.items() if name.endswith(end)), None)
+    if dim is None:
+        return tensor
+    return (
+        tensor.unflatten(dim, (total, -1))
+        .index_select(dim, torch.tensor(keep, device=tensor.device))
+        .flatten(dim, dim + 1)
+    )
+
+
+def _renumber(name: str, prefix: str, keep: Sequence[int]) -> str | None:
+    """A weight's name in the cut model; None for one that goes."""
+    if not name.startswith(prefix):
+        return name
+    number, _, rest = name.removeprefix(prefix).partition(".")
+    return f"{prefix}{keep.index(int(number))}.{rest}" if int(number) in keep else None
+
+
+def _same_behaviour(before: nn.Module, after: nn.Module, number: int) -> None:
+    """Hold that a layer is configured in its new position as in its old one (sliding window, rotary or not, ...)."""
+    old, new = dict(before.named_modules()), dict(after.named_modules())
+    if old.keys() != new.keys():
+        raise ValueError(
+            f"student.from_teacher: layer {number} has other parts in its new position; choose other layers"
+        )
+    for name, module in old.items():
+        for key, value in vars(module).items():
+            if not isinstance(value, bool | int | float | str | None):
+                continue
+            if "idx" in key or key in ("training", *POSITION) or key.startswith("_"):
+                continue
+            if getattr(new[name], key, None) != value:
+                raise ValueError(
+                    f"student.from_teacher: layer {number} has {key}={value!r} in the teacher and "
+                    f"{getattr(new[name], key, None)!r} in its new position; choose layers that keep the pattern"
+                )

@@ -1,0 +1,243 @@
+"""Layout of a decoder's parameters: which dimension of which parameter holds hidden channels, heads or MLP columns.
+
+No family is known by name. A dimension holds hidden channels if it is as many entries longer where the configuration
+has more of them, and likewise for heads, key and value heads and MLP columns: the model is built without memory from
+configurations that differ in one of these. A dimension that holds several parts (`[gate; up]`, `[q; k; v]`) is a
+sequence of blocks, in one of two orders that `width_trial.py` tells apart by running a small model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from distill.core.errors import first_line
+from distill.models.head import attention_sizes
+from distill.models.patch.recognition import epsilon_of
+from distill.models.prune.pruning import find_layers
+from distill.models.prune.widths import Widths, widths_of, with_widths
+
+Axis = Literal["hidden", "heads", "kv_heads", "intermediate"]
+Order = Literal["blocks", "interleaved"]
+FIELDS = {"hidden": "hidden_size", "heads": "num_attention_heads", "intermediate": "intermediate_size"}
+
+
+class Block(NamedTuple):
+    """Consecutive entries of a dimension: those of each channel, head or column in turn.
+
+    Attributes:
+        axis: what the entries belong to.
+        unit: entries of each.
+    """
+
+    axis: Axis
+    unit: int
+
+
+Dims = tuple[tuple[Block, ...], ...]  # by dimension; empty for one that no width changes
+
+
+class Layout(NamedTuple):
+    """Layout of a model's parameters.
+
+    Attributes:
+        dims: of the parameters that a width changes, by name.
+        prefix: of the names of parameters in layers, before the number.
+        full: the model's widths.
+    """
+
+    dims: Mapping[str, Dims]
+    prefix: str
+    full: Widths
+
+    def layer_of(self, name: str) -> int | None:
+        """Return the number of the layer that a parameter belongs to; None outside of them."""
+        found = re.match(re.escape(self.prefix) + r"(\d+)\.", name)
+        return None if found is None else int(found[1])
+
+    def on(self, axis: Axis) -> Iterator[str]:
+        """Yield the names of parameters with a dimension on an axis."""
+        for name, dims in self.dims.items():
+            if any(block.axis == axis for blocks in dims for block in blocks):
+                yield name
+
+    def readers(self, model: nn.Module, axis: Axis) -> dict[int, tuple[str, int]]:
+        """Return by layer the linear layer that reads the heads or columns, by name, and the entries of each.
+
+        Raises:
+            ValueError: a layer in which not exactly one linear layer reads them.
+        """
+        found: dict[int, list[tuple[str, int]]] = {}
+        for name in self.on(axis):
+            owner, _, leaf = name.rpartition(".")
+            layer, blocks = self.layer_of(name), self.dims[name][-1]
+            if layer is None:
+                raise ValueError(f"student.from_teacher: {name} has {axis} outside of the layers, which cannot be cut")
+            here = found.setdefault(layer, [])
+            is_linear = leaf == "weight" and isinstance(model.get_submodule(owner), nn.Linear)
+            if is_linear and [block.axis for block in blocks] == [axis]:
+                here.append((owner, blocks[0].unit))
+        for layer, readers in found.items():
+            if len(readers) != 1:
+                raise ValueError(
+                    f"student.from_teacher: expected one linear layer that reads the {axis} of layer {layer}, got "
+                    f"{[name for name, _ in readers] or 'none'}; {axis} of {type(model).__name__} cannot be cut"
+                )
+        return {layer: readers[0] for layer, readers in sorted(found.items())}
+
+    def norms(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, Block]]:
+        """Yield the norms over channels or heads that may be cut, by name, and what their weight is over."""
+        for name, dims in self.dims.items():
+            owner, _, leaf = name.rpartition(".")
+            module = model.get_submodule(owner)
+            if leaf == "weight" and len(dims) == 1 and epsilon_of(module) is not None:
+                yield owner, module, dims[0][0]
+
+
+def entries(blocks: Sequence[Block], kept: Mapping[str, Sequence[int]], full: Widths) -> list[int]:
+    """Return the entries of a dimension that belong to the kept channels, heads or columns, ascending.
+
+    Args:
+        blocks: of the dimension.
+        kept: by axis; an axis that is absent is kept whole.
+        full: number of each before the cut.
+    """
+    found: list[int] = []
+    start = 0
+    for axis, unit in blocks:
+        total = getattr(full, axis)
+        for number in kept.get(axis, range(total)):
+            found.extend(range(start + number * unit, start + (number + 1) * unit))
+        start += total * unit
+    return found
+
+
+def without_memory(config: PreTrainedConfig) -> nn.Module:
+    """Return a model of a configuration on the meta device.
+
+    Raises:
+        ValueError: a configuration that makes no model.
+    """
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:  # a configuration's own checks raise what they like
+        cause = first_line(error.__cause__ or error)
+        raise ValueError(f"student.from_teacher: {type(config).__name__} cannot have other widths: {cause}") from error
+
+
+def find_layout(config: PreTrainedConfig, axes: Collection[Axis], orders: Mapping[str, Order]) -> Layout:
+    """Return the layout of a configuration's model for the axes that will be cut.
+
+    Args:
+        config: of transformers.
+        axes: of hidden, heads and intermediate; heads includes `kv_heads`.
+        orders: by axis: of a dimension with several parts for each head or column, one part of all after the other, or
+            all parts of each.
+
+    Raises:
+        ValueError: a parameter whose size follows from a width in another way, by name.
+    """
+    full = widths_of(config)
+    model = without_memory(config)
+    slopes = {name: [_Slope(size) for size in shape] for name, shape in _shapes(model).items()}
+    before = full
+    wide = full._replace(hidden=2 * full.hidden)
+    changes: list[tuple[Axis, Widths]] = [("hidden", wide)] if {"hidden", "heads"} & set(axes) else []
+    if "heads" in axes:
+        # of twice as many hidden channels, since some configurations require a multiple of the heads
+        changes.append(("heads", wide._replace(heads=2 * full.heads)))
+        if getattr(config.get_text_config(), "num_key_value_heads", None) is not None:
+            changes.append(("kv_heads", changes[-1][1]._replace(kv_heads=2 * full.kv_heads)))
+    shapes = _shapes(model)
+    for axis, widths in changes:
+        after = _shapes(without_memory(with_widths(config, widths)))
+        _note(slopes, axis, (shapes, after), getattr(widths, axis) - getattr(before, axis))
+        before, shapes = widths, after
+    if "intermediate" in axes:
+        after = _shapes(without_memory(with_widths(config, full._replace(intermediate=2 * full.intermediate))))
+        _note(slopes, "intermediate", (_shapes(model), after), full.intermediate)
+    head_width = attention_sizes(config.get_text_config())[2]
+    cut = {*axes} | ({"kv_heads"} if "heads" in axes else set())
+    dims: dict[str, Dims] = {}
+    for name, found in slopes.items():
+        held = [slope.blocks(name, full, head_width, orders) for slope in found]
+        dims[name] = tuple(tuple(block for block in blocks if block.axis in cut) for blocks in held)
+    layout = Layout({name: found for name, found in dims.items() if any(found)}, find_layers(model)[0] + ".", full)
+    _check(layout, model, axes)
+    return layout
+
+
+class _Slope:
+    """Growth of one dimension's size with each width."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.by: dict[Axis, int] = {}
+
+    def blocks(self, name: str, full: Widths, head_width: int, orders: Mapping[str, Order]) -> tuple[Block, ...]:
+        """Return the dimension's blocks."""
+        if not self.by:
+            return ()
+        if self.size != sum(getattr(full, axis) * slope for axis, slope in self.by.items()):
+            raise ValueError(
+                f"student.from_teacher: {name} has entries beside its {' and '.join(self.by)}; it cannot be cut"
+            )
+        if "hidden" in self.by:
+            if self.by != {"hidden": 1}:
+                raise ValueError(f"student.from_teacher: {name} has {self.by} entries for each; it cannot be cut")
+            return (Block("hidden", 1),)
+        made: list[Block] = []
+        unit = self.by.get("heads", head_width)
+        for axis, slope in self.by.items():
+            part = 1 if axis == "intermediate" else head_width if len(self.by) == 1 else unit
+            apart = orders.get("heads" if axis == "kv_heads" else axis) == "blocks" and slope % part == 0
+            made += [Block(axis, part)] * (slope // part) if apart else [Block(axis, slope)]
+        return tuple(made)
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _note(slopes: dict[str, list[_Slope]], axis: Axis, shapes: Sequence[dict[str, tuple[int, ...]]], more: int) -> None:
+    """Note by how much each dimension grew, for each unit of an axis that was added."""
+    before, after = shapes
+    if before.keys() != after.keys():
+        (name, *_) = sorted(before.keys() ^ after.keys())
+        raise ValueError(f"student.from_teacher: {name} is there for some numbers of {axis} only; they cannot be cut")
+    for name, dims in slopes.items():
+        for slope, small, large in zip(dims, before[name], after[name], strict=True):
+            if large != small:
+                if (large - small) % more:
+                    raise ValueError(
+                        f"student.from_teacher: the size of {name} is no multiple of its {axis}; it cannot be cut"
+                    )
+                slope.by[axis] = (large - small) // more
+
+
+def _check(layout: Layout, model: nn.Module, axes: Collection[Axis]) -> None:
+    """Refuse what is not channels, heads or columns of plain modules."""
+    kind = type(model).__name__
+    for axis in axes:
+        if not any(layout.on(axis)):
+            raise ValueError(
+                f"student.from_teacher.{axis}: {kind} has no parameter whose size follows from {FIELDS[axis]}"
+            )
+    for name, dims in layout.dims.items():
+        held = [{block.axis for block in blocks} for blocks in dims]
+        if sum("hidden" in each for each in held) > 1:
+            raise ValueError(
+                f"student.from_teacher: {name} maps hidden channels to hidden channels ({kind} takes no head_dim of "
+                "its own, or mixes channels); its widths cannot be cut"
+            )
+        if len(dims) > 2 and any("intermediate" in each for each in held):
+            raise ValueError(
+                f"student.from_teacher.intermediate: {name} has the columns of experts, which are not cut; leave "
+                "intermediate out"
+            )

@@ -1,0 +1,156 @@
+"""Proof that a family's widths can be cut: a small model of it is cut, and computes what it should.
+
+The small model has the configuration's own parts, a few layers and narrow ones, and random weights. In it everything
+that belongs to some channels, heads and columns is set to zero: what is left computes nothing with them, and the model
+cut to the others must give the same logits. A family whose modules are made up in a way that nobody told us about is
+refused by that, in place of being cut into nonsense.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from distill.core.errors import first_line
+from distill.models.patch.recognition import EPSILONS
+from distill.models.prune.narrow import Selection, cut_parts, exact_factor
+from distill.models.prune.pruning import cut_config, layers_to_keep
+from distill.models.prune.width_layout import Axis, Layout, Order, entries, find_layout
+from distill.models.prune.widths import Widths, widths_of, with_widths
+
+LAYERS = 4
+TOLERANCE = 1e-3  # relative, of float32
+EPSILON = 1e-12  # of the small models' norms, whose own epsilons a cut does not scale
+ORDERS: tuple[Order, ...] = ("blocks", "interleaved")
+_proven: dict[tuple[str, str, tuple[str, ...]], Layout | str] = {}
+
+
+def proven_layout(config: PreTrainedConfig, axes: Collection[Axis]) -> Layout:
+    """Return the layout of a configuration's model for these axes, tried out on a small model.
+
+    Args:
+        config: of the teacher.
+        axes: to cut; of hidden, heads and intermediate.
+
+    Raises:
+        ValueError: a model that cannot be cut, with the module or with the error of the small model.
+    """
+    key = (type(config).__name__, config.to_json_string(use_diff=False), tuple(sorted(axes)))
+    if key not in _proven:
+        if len(_proven) >= 32:
+            _proven.clear()
+        try:
+            _proven[key] = _prove(config, axes)
+        except ValueError as error:
+            _proven[key] = str(error)
+    found = _proven[key]
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
+
+
+def axes_of(full: Widths, widths: Widths) -> list[Axis]:
+    """Return the axes along which a cut makes a model narrower; heads stand for their keys and values as well."""
+    cut: list[Axis] = [axis for axis in ("hidden", "intermediate") if getattr(full, axis) != getattr(widths, axis)]
+    heads = (full.heads, full.kv_heads) != (widths.heads, widths.kv_heads)
+    return [*cut, "heads"] if heads else cut
+
+
+def _prove(config: PreTrainedConfig, axes: Collection[Axis]) -> Layout:
+    tried: list[str] = []
+    several = [axis for axis in ("heads", "intermediate") if axis in axes]
+    found: list[Layout] = []
+    for orders in itertools.product(ORDERS, repeat=len(several)):
+        layout = find_layout(config, axes, dict(zip(several, orders, strict=True)))
+        if layout in found:
+            continue
+        found.append(layout)
+        try:
+            error = _error_of_small(config, axes, dict(zip(several, orders, strict=True)))
+        except (RuntimeError, ArithmeticError, LookupError, AttributeError, TypeError) as fault:
+            raise ValueError(
+                f"student.from_teacher: a small {type(config).__name__} cannot be cut along {', '.join(axes)}: "
+                f"{type(fault).__name__}: {first_line(fault)}"
+            ) from fault
+        if error <= TOLERANCE:
+            return layout
+        tried.append(f"{error:.2g}")
+    raise ValueError(
+        f"student.from_teacher: a small {type(config).__name__} that is cut along {', '.join(axes)} differs from the "
+        f"same with zeros there by {' or '.join(tried)}, relative; its {', '.join(axes)} cannot be cut"
+    )
+
+
+def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a configuration of the same family with a few narrow layers."""
+    total, full = config.get_text_config().num_hidden_layers, widths_of(config)
+    short = cut_config(config, layers_to_keep(total, min(LAYERS, total)))
+    pairs = 1 if full.kv_heads == 1 else 4
+    group = min(full.group, 4)
+    heads = pairs * group
+    return with_widths(short, Widths(hidden=16 * heads, heads=heads, kv_heads=pairs, intermediate=48))
+
+
+def _error_of_small(config: PreTrainedConfig, axes: Collection[Axis], orders: dict[str, Order]) -> float:
+    """Return the relative error of a small cut model's logits."""
+    small = small_config(config)
+    layout = find_layout(small, axes, orders)
+    full = layout.full
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
+        _draw(model)
+        # of each group one head stays, of every second group where there are several
+        kv = list(range(0, full.kv_heads, 2))
+        heads = [n * full.group + m for n in kv for m in range(0, full.group, 2)]
+        layers = list(range(small.get_text_config().num_hidden_layers))
+        parts: dict[str, dict[int, list[int]]] = {}
+        widths = full
+        if "heads" in axes:
+            parts |= {"heads": dict.fromkeys(layers, heads), "kv_heads": dict.fromkeys(layers, kv)}
+            widths = widths._replace(heads=len(heads), kv_heads=len(kv))
+        if "intermediate" in axes:
+            parts["intermediate"] = {n: torch.randperm(48)[:30].sort().values.tolist() for n in layers}
+            widths = widths._replace(intermediate=30)
+        hidden = None
+        if "hidden" in axes:
+            hidden = torch.randperm(full.hidden)[: full.hidden // 2].sort().values.tolist()
+            widths = widths._replace(hidden=len(hidden))
+        selection = Selection(layers, hidden, parts, {})
+        _zero_the_rest(model, selection, layout)
+        norms = {name: exact_factor(block.axis, full, widths) for name, _, block in layout.norms(model)}
+        cut = cut_parts(model, selection._replace(norms=norms), widths, layout)
+        ids = torch.arange(24)[None] * 7 % 97 + 3
+        for module in (*model.modules(), *cut.modules()):
+            for name in [name for name in EPSILONS if isinstance(getattr(module, name, None), float)]:
+                setattr(module, name, EPSILON)
+        with torch.no_grad():
+            expected, got = (each(input_ids=ids, use_cache=False).logits.double() for each in (model, cut))
+    return float((got - expected).norm() / expected.norm())
+
+
+@torch.no_grad()
+def _draw(model: nn.Module) -> None:
+    """Draw weights so large that every part of the model counts, and norms of all sizes."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0, parameter.shape[-1] ** -0.5 if parameter.shape[0] < 4096 else 1.0)
+        else:
+            parameter.uniform_(0.5, 1.5)
+
+
+@torch.no_grad()
+def _zero_the_rest(model: nn.Module, selection: Selection, layout: Layout) -> None:
+    """Set everything that belongs to what is dropped to zero, norms aside, through which zeros pass."""
+    apart = {f"{name}.weight" for name, _, _ in layout.norms(model)}
+    for name, parameter in model.named_parameters():
+        kept = selection.kept(layout.layer_of(name))
+        for dim, blocks in enumerate(layout.dims.get(name, ())):
+            if name not in apart and any(block.axis in kept for block in blocks):
+                mask = torch.zeros(parameter.shape[dim], dtype=parameter.dtype)
+                mask[entries(blocks, kept, layout.full)] = 1
+                parameter.mul_(mask.view(-1, *[1] * (parameter.dim() - dim - 1)))

@@ -1,0 +1,182 @@
+"""Targets that are hidden states: one teacher's last hidden states [B, S, hidden] and its head, in the fused losses."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from distill_kernels import FusedDistillationLoss
+from distill_kernels.losses.divergence import unique_argmax
+from torch import nn
+
+from distill.models.head import HeadWeights, LogitTransform, aligned, find_head, whole
+from distill.objectives.auxiliary_losses import LOSSES, CompositeLoss
+from distill.objectives.losses import HeldOutLoss, LogitTransforms, LossSpec, TargetLoss, build_loss
+from distill.objectives.targets import (
+    HeadForward,
+    LossResult,
+    TargetFormat,
+    TargetProperties,
+    Targets,
+    VocabularyAlignment,
+)
+from distill.objectives.token_comparison import TOP, ComparesTokens
+from distill.recipe.loss import Loss
+
+
+class TeacherHead(Protocol):
+    """A teacher's head as a handle that is opened inside the loss.
+
+    Attributes:
+        rows: of its weight.
+    """
+
+    rows: int
+
+    def open(self) -> contextlib.AbstractContextManager[HeadWeights]:
+        """Return a context manager of the head's weights, gathered while it lasts."""
+        ...
+
+
+class ModelHead:
+    """The head of a loaded model, which may be sharded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.rows = len(find_head(model).linear.weight)  # type: ignore[arg-type]
+
+    def open(self) -> contextlib.AbstractContextManager[HeadWeights]:
+        """Return a context manager: weights gathered on entry, resharded on exit; changes of the head are seen."""
+        return whole(find_head(self.model))
+
+
+class StoredHead:
+    """A head whose weights are in memory, outside of any model.
+
+    Args:
+        weights: of the head.
+        name: readable, for a message that says what is not finite.
+    """
+
+    def __init__(self, weights: HeadWeights, name: str = "the stored head") -> None:
+        self.name, (weight, bias, lora) = name, weights
+        self.weights = HeadWeights(aligned(weight), None if bias is None else aligned(bias), lora)
+        self.rows = len(weight)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[HeadWeights]:
+        """Yield the weights as they are."""
+        yield self.weights
+
+    def to(self, device: torch.device) -> None:
+        """Move the weights."""
+        weight, bias, _ = self.weights
+        self.weights = HeadWeights(weight.to(device), None if bias is None else bias.to(device), None)
+
+
+class FusedFormat(TargetFormat, ComparesTokens):
+    """Hidden states and heads, in the fused losses of full distributions.
+
+    Attributes:
+        transform: scale and soft cap of the teacher's logits, as far as the loss takes them.
+    """
+
+    transform = LogitTransform()
+
+    def transforms(self, pairing: VocabularyAlignment) -> LogitTransforms:
+        """Return scale and soft cap of both models."""
+        return LogitTransforms(pairing.student, self.transform)
+
+    def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> TargetLoss:
+        return build_loss(section, self.transforms(pairing))
+
+    def held_out(self, pairing: VocabularyAlignment) -> TargetLoss:
+        return HeldOutLoss(lambda term: FusedDistillationLoss([term], **self.transforms(pairing)))
+
+    def scores(self, targets: Targets, rows: torch.Tensor) -> torch.Tensor:
+        """Return for flat `rows` [n] a score of each token, fp32 [n, columns], ordered as the teacher's
+        probabilities are."""
+        raise NotImplementedError
+
+    def likeliest(
+        self, targets: Targets, rows: torch.Tensor, most: int
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+        return {"": (rows[:most], unique_argmax(self.scores(targets, rows[:most])))}
+
+    @torch.no_grad()
+    def overlap(self, pairing: VocabularyAlignment, call: HeadForward, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the overlap from the student head's GEMM alone: scale and soft cap do not change the order."""
+        hidden, head = call.hidden.flatten(0, 1)[rows], call.head
+        # autocast would keep its copy of the head's weight for the rest of the forward, and this one has no gradient
+        with torch.autocast(hidden.device.type, enabled=False):
+            own = nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
+            if head.lora is not None:
+                a, b, scale = head.lora
+                own = own + scale * (hidden.to(a.dtype) @ a.T) @ b.T
+            both = (own, self.scores(call.inputs.targets, rows))
+        own, theirs = (z[:, : pairing.columns].topk(min(TOP, pairing.columns)).indices for z in both)
+        return {"": (own[:, :, None] == theirs[:, None]).any(-1).float().mean(-1)}
+
+
+class HiddenFormat(FusedFormat):
+    """One teacher's last hidden states, and its head.
+
+    Args:
+        head: of the teacher.
+        transform: scale and soft cap of its logits.
+
+    Attributes:
+        separate: makers of the losses of terms that are not fused, by the term's type.
+    """
+
+    separate = LOSSES
+
+    def __init__(self, head: TeacherHead, transform: LogitTransform) -> None:
+        self.head, self.transform = head, transform
+        self.properties = TargetProperties((head.rows,))
+
+    def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
+        return pairing_of(student, {"student": rows, "teacher": self.head.rows}, vocab_size)
+
+    def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> TargetLoss:
+        if isinstance(section, Loss) and section.has(*self.separate):
+            return CompositeLoss(section, pairing, self.transform, self.separate)
+        return super().loss(section, pairing)
+
+    def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
+        """Return the loss; the teacher's head is not used where the loss has no divergence."""
+        with self.head.open() as teacher:
+            if isinstance(loss, CompositeLoss):
+                return loss(call, teacher)
+            both = (call.hidden, call.head.weight, call.inputs.targets, teacher.weight)
+            return loss(*both, call.labels, teacher_bias=teacher.bias, **pairing.arguments(call))
+
+    def scores(self, targets: object, rows: torch.Tensor) -> torch.Tensor:
+        assert isinstance(targets, torch.Tensor)
+        return self.logits(targets.flatten(0, 1)[rows])
+
+    def logits(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return fp32 logits [..., rows of the head] of hidden states [..., hidden], scale and soft cap applied."""
+        with self.head.open() as teacher:
+            z: Any = nn.functional.linear(targets.to(teacher.weight.dtype), teacher.weight, teacher.bias).float()
+        return self.transform.applied(z)
+
+
+def pairing_of(student: LogitTransform, rows: dict[str, int], vocab_size: int | None) -> VocabularyAlignment:
+    """Return a pairing over `vocab_size` columns, or as many as the smallest head has.
+
+    Args:
+        student: scale and soft cap of its logits.
+        rows: of each head, by its model.
+        vocab_size: columns requested.
+
+    Raises:
+        ValueError: more than a head has.
+    """
+    smallest = min(rows.values())
+    if vocab_size is not None and not 0 < vocab_size <= smallest:
+        raise ValueError(f"vocab_size: expected 1 to {smallest} (heads: {rows}), got {vocab_size}")
+    columns = vocab_size or smallest
+    return VocabularyAlignment(student, columns, None if columns == max(rows.values()) else columns)

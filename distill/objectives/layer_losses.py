@@ -1,0 +1,98 @@
+"""Losses of the terms `hidden_state` and `attention_relation`, which compare layers of student and teacher."""
+
+from __future__ import annotations
+
+import torch
+
+from distill.core.labels import IGNORE_INDEX
+from distill.models.head import HeadWeights, LogitTransform
+from distill.models.layer_distance import relation_divergence, state_distance
+from distill.models.patch.output_rows import pick
+from distill.objectives.layer_matching import StepStates
+from distill.objectives.targets import HeadForward, VocabularyAlignment
+from distill.recipe.layer_terms import AttentionRelationTerm, HiddenStateTerm
+from distill.recipe.loss import Loss
+
+
+class LayerTermLoss:
+    """The loss of one term, the mean over pairs of layers, from the states that the step has recorded.
+
+    Args:
+        term: Settings of the term.
+        section: The recipe's loss section.
+        pairing: Number of logits compared; not used.
+        transform: Scale and soft cap of the teacher's logits; not used.
+
+    Attributes:
+        reduction: "mean" over the tokens of the step, or "none" for the loss of each token, 0 where it is not trained.
+        workspace: Unused; every term's loss has it.
+    """
+
+    def __init__(
+        self,
+        term: HiddenStateTerm | AttentionRelationTerm,
+        section: Loss,
+        pairing: VocabularyAlignment,
+        transform: LogitTransform,
+    ) -> None:
+        self.term, self.reduction = term, "mean"
+        self.workspace: int | None = None
+
+    def __call__(self, call: HeadForward, teacher: HeadWeights) -> torch.Tensor:
+        """Return the loss inside the student head's own call."""
+        states, labels = call.inputs.layers, call.labels
+        assert states is not None, "the objective records layers for a loss that reads them"
+        rows = call.valid_rows
+        if rows is None:
+            rows = (labels != IGNORE_INDEX).flatten().nonzero()[:, 0]
+        matched = states.matching.find(self.term)
+        values = self.of_tokens(states, rows) / len(matched.pairs)
+        states.record(matched.name, values)
+        values = self.term.weight * values
+        if self.reduction == "none":
+            return values.new_zeros(labels.numel()).index_copy(0, rows, values).view(labels.shape)
+        items = len(rows) or 1 if call.inputs.num_items is None else call.inputs.num_items
+        return values.sum() / items
+
+    def of_tokens(self, states: StepStates, rows: torch.Tensor) -> torch.Tensor:
+        """Return the sum over pairs of layers of each token's loss, without weight, [M]."""
+        raise NotImplementedError
+
+
+class HiddenStateLoss(LayerTermLoss):
+    """The term `hidden_state`; arguments as of `LayerTermLoss`."""
+
+    term: HiddenStateTerm
+
+    def of_tokens(self, states: StepStates, rows: torch.Tensor) -> torch.Tensor:
+        matched, metric = states.matching.find(self.term), self.term.metric
+        total = None
+        for own, other in matched.pairs:
+            student, teacher = states.student.outputs[own], states.teacher.outputs[other].flatten(0, 1)
+            if matched.projection is None:
+                value = state_distance(student.flatten(0, 1), teacher, rows, metric)
+            else:
+                projected = matched.projection(pick(student, rows)[0])
+                value = state_distance(projected, teacher, rows, metric, picked=True)
+            total = value if total is None else total + value
+        assert total is not None
+        return total
+
+
+class AttentionRelationLoss(LayerTermLoss):
+    """The term `attention_relation`; arguments as of `LayerTermLoss`."""
+
+    term: AttentionRelationTerm
+
+    def of_tokens(self, states: StepStates, rows: torch.Tensor) -> torch.Tensor:
+        matched, total = states.matching.find(self.term), None
+        for own, other in matched.pairs:
+            for name in self.term.relations:
+                student, teacher = (
+                    getattr(side.attention[number], name)
+                    for side, number in ((states.student, own), (states.teacher, other))
+                )
+                value = relation_divergence(student, teacher, matched.heads, states.documents)
+                total = value if total is None else total + value
+        assert total is not None
+        return total.flatten()[rows]

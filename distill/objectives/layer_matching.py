@@ -1,0 +1,294 @@
+"""Layers of student and teacher that a loss compares, their states in a step, and projections between widths.
+
+    matching = layer_matching(teacher.models, student, section)        # None for a loss without such terms
+    with matching.record_teacher() as states: targets = teacher.targets(batch)
+    with states.record_student(student, position_ids): hidden = decoder(...)
+    # `states` reaches the terms' losses (layer_losses.py) through the student's forward
+
+Only a teacher whose model runs in this process has states of layers; they are recorded while it computes its targets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedConfig
+
+from distill.core.errors import RunError
+from distill.models.head import attention_sizes, bare
+from distill.models.layer_distance import LayerProjection, documents_of
+from distill.models.layer_states import LayerStates, record_states
+from distill.models.prune.pruning import layers_of
+from distill.recipe.layer_terms import AttentionRelationTerm, HiddenStateTerm, pairs_of
+from distill.recipe.loss import Loss
+
+FILE = "layer_projections.safetensors"  # in a checkpoint
+MODULE = "layer_projections"  # of the student, while it trains
+AnyTerm = HiddenStateTerm | AttentionRelationTerm
+
+
+class MatchedTerm(NamedTuple):
+    """A term of the recipe with what follows from the two models.
+
+    Attributes:
+        term: Of the recipe, at weight 1.
+        name: Of its metric.
+        pairs: Numbers of the layers that are compared, [student, teacher].
+        widths: Of both models' hidden states, [student, teacher].
+        heads: Number of relation heads; 0 for hidden states.
+        projection: Of the student's states to the teacher's width; None without one.
+    """
+
+    term: AnyTerm
+    name: str
+    pairs: list[tuple[int, int]]
+    widths: tuple[int, int]
+    heads: int = 0
+    projection: LayerProjection | None = None
+
+    @property
+    def is_projected(self) -> bool:
+        """Return whether the student's states are projected to the teacher's width."""
+        return isinstance(self.term, HiddenStateTerm) and self.term.projection == "learned"
+
+
+class StepStates:
+    """States of both models in one micro-batch, and the sums of the terms over its tokens.
+
+    Attributes:
+        matching: What is compared.
+        teacher: States of the teacher.
+        student: States of the student, once its decoder has run.
+        documents: int64 [B, S], a number for each document of a row; None for one document a row.
+        sums: By the term's name its sum over the trained tokens, without weight, and their number: fp32 [2].
+    """
+
+    def __init__(self, matching: LayerMatching, teacher: LayerStates) -> None:
+        self.matching, self.teacher = matching, teacher
+        self.student = LayerStates({}, {})
+        self.documents: torch.Tensor | None = None
+        self.sums: dict[str, torch.Tensor] = {}
+
+    @contextlib.contextmanager
+    def record_student(self, student: nn.Module, position_ids: torch.Tensor | None) -> Iterator[None]:
+        """Record the student's states inside the block."""
+        self.documents = documents_of(position_ids)
+        with self.matching.recorded(student, 0) as self.student:
+            yield
+
+    def record(self, name: str, values: torch.Tensor) -> None:
+        """Add a term's losses of the trained tokens to the metrics."""
+        self.sums[name] = torch.stack([values.detach().sum().float(), values.new_tensor(len(values)).float()])
+
+    def unused(self) -> torch.Tensor | float:
+        """Return a 0 whose gradient reaches the projections that no term of the step has used.
+
+        A term whose scheduled weight is 0 leaves its projection out, and DDP waits for the gradient of each parameter.
+        """
+        idle = [each.projection for each in self.matching.terms if each.name not in self.sums]
+        return sum((0.0 * projection.weight.sum() for projection in idle if projection is not None), 0.0)
+
+
+class LayerMatching:
+    """The layers that a loss compares, and its projections, which are a part of the student until `detach`.
+
+    Args:
+        terms: Terms of the loss.
+        teacher: Model of the teacher.
+        student: Causal language model, bare or inside PEFT.
+    """
+
+    def __init__(self, terms: Sequence[MatchedTerm], teacher: nn.Module, student: nn.Module) -> None:
+        self.terms, self.teacher, self.inner = terms, teacher, bare(student)
+        self.projections = nn.ModuleList(each.projection for each in terms if each.projection is not None)
+        if len(self.projections):
+            self.inner.add_module(MODULE, self.projections)
+
+    def detach(self) -> None:
+        """Take the projections out of the student."""
+        if len(self.projections):
+            self.inner._modules.pop(MODULE, None)
+
+    def find(self, term: AnyTerm) -> MatchedTerm:
+        """Return what belongs to a term of the recipe, whatever its weight in this step."""
+        return next(each for each in self.terms if each.term == term.model_copy(update={"weight": 1.0}))
+
+    def recorded(self, model: nn.Module, side: int) -> contextlib.AbstractContextManager[LayerStates]:
+        """Return a context manager that records the compared states of the student (`side` 0) or the teacher (1)."""
+        outputs, attention = (
+            sorted({pair[side] for each in self.terms if isinstance(each.term, kind) for pair in each.pairs})
+            for kind in (HiddenStateTerm, AttentionRelationTerm)
+        )
+        return record_states(model, outputs, attention)
+
+    @contextlib.contextmanager
+    def record_teacher(self) -> Iterator[StepStates]:
+        """Record the teacher's states inside the block, in which it computes its targets."""
+        with self.recorded(self.teacher, 1) as states:
+            yield StepStates(self, states)
+
+    def save(self, checkpoint: Path, *, writes: bool) -> None:
+        """Write the projections into a checkpoint's folder; all processes call it, and the one that `writes` does."""
+        weights = {str(n): _whole(each.weight) for n, each in enumerate(self._projections())}
+        if weights and writes:
+            save_file(weights, checkpoint / FILE)
+
+    @torch.no_grad()
+    def restore(self, checkpoint: Path) -> None:
+        """Restore the projections of a checkpoint; all processes call it.
+
+        Raises:
+            RunError: The checkpoint has none.
+        """
+        if not len(self.projections):
+            return
+        if not (checkpoint / FILE).is_file():
+            raise RunError(
+                f"--resume: {checkpoint}: expected {FILE}, since the recipe has a learned projection; move the folder "
+                "away to use an older checkpoint"
+            )
+        saved = load_file(checkpoint / FILE)
+        for number, each in enumerate(self._projections()):
+            weight, value = each.weight, saved[str(number)].to(each.weight.device)
+            if isinstance(weight, DTensor):
+                value = distribute_tensor(value, weight.device_mesh, weight.placements)
+            weight.copy_(value)
+
+    def _projections(self) -> Iterator[LayerProjection]:
+        return (each.projection for each in self.terms if each.projection is not None)
+
+
+def layer_matching(teachers: Mapping[str, nn.Module], student: nn.Module, section: object) -> LayerMatching | None:
+    """Return the matching of a loss; None for one that compares no layers.
+
+    Args:
+        teachers: Models of the teacher in this process, by field.
+        student: Causal language model, bare or inside PEFT, on its device.
+        section: Loss of the objective; only a recipe's `loss` section can compare layers.
+
+    Raises:
+        ValueError: The teacher has no such model, a layer does not exist, widths differ without a projection, or heads
+            cannot be divided.
+    """
+    if not isinstance(section, Loss) or not section.reads_layers:
+        return None
+    if len(teachers) != 1:
+        raise ValueError(
+            "loss.terms: hidden_state and attention_relation require one teacher whose model runs in this process; got "
+            f"{len(teachers)} models"
+        )
+    (model,) = teachers.values()
+    trained = (p for p in bare(student).parameters() if p.requires_grad and p.is_floating_point())
+    like = next(trained, next(student.parameters()))
+    found = matched_terms(section, bare(student).config, bare(model).config)  # type: ignore[arg-type]
+    terms = [
+        each._replace(projection=LayerProjection(*each.widths[::-1], like)) if each.is_projected else each
+        for each in found
+    ]
+    return LayerMatching(terms, model, student)
+
+
+def matched_terms(loss: Loss, student: PreTrainedConfig, teacher: PreTrainedConfig) -> list[MatchedTerm]:
+    """Return the terms of a loss that compare layers, without projections.
+
+    Args:
+        loss: Of the recipe.
+        student: Configuration of the student.
+        teacher: Configuration of the teacher.
+
+    Raises:
+        ValueError: A layer does not exist, widths differ without a projection, or heads cannot be divided.
+    """
+    found: list[MatchedTerm] = []
+    for term in loss.terms:
+        if isinstance(term, HiddenStateTerm | AttentionRelationTerm) and term.weight > 0:
+            same = sum(each.term.type == term.type for each in found)
+            found.append(_matched(term, f"{term.type}-{same + 1}" if same else term.type, student, teacher))
+    return found
+
+
+def _matched(term: AnyTerm, name: str, student: PreTrainedConfig, teacher: PreTrainedConfig) -> MatchedTerm:
+    pairs = pairs_of(term.layers, layers_of(student), layers_of(teacher))
+    width, wanted = (config.get_text_config().hidden_size for config in (student, teacher))
+    plain = term.model_copy(update={"weight": 1.0})
+    if isinstance(term, AttentionRelationTerm):
+        pairs = pairs[-1:] if term.layers == "auto" else pairs
+        return MatchedTerm(
+            plain, name, pairs, (width, wanted), relation_heads(term, _widths(student), _widths(teacher))
+        )
+    if term.projection == "none" and width != wanted:
+        raise ValueError(
+            f"loss.terms: hidden_state with projection: none expects a student of the teacher's width {wanted}, got "
+            f"{width}; set projection to learned"
+        )
+    return MatchedTerm(plain, name, pairs, (width, wanted))
+
+
+def _widths(config: PreTrainedConfig) -> tuple[int, dict[str, int]]:
+    """Return a model's number of key-value heads, and the widths of its queries, keys and values."""
+    heads, pairs, width = attention_sizes(config.get_text_config())
+    if not heads:
+        raise ValueError("loss.terms: attention_relation expects models with attention, got one without")
+    return pairs, {"query": heads * width, "key": pairs * width, "value": pairs * width}
+
+
+def relation_heads(
+    term: AttentionRelationTerm, student: tuple[int, Mapping[str, int]], teacher: tuple[int, Mapping[str, int]]
+) -> int:
+    """Return the number of relation heads of a term.
+
+    Args:
+        term: Of the recipe.
+        student: Its number of key-value heads, and the width of each relation.
+        teacher: The same of the teacher.
+
+    Raises:
+        ValueError: The number does not divide a width.
+    """
+    heads = term.heads or math.gcd(student[0], teacher[0])
+    for name in term.relations:
+        for whose, (_, widths) in (("student", student), ("teacher", teacher)):
+            if widths[name] % heads:
+                raise ValueError(
+                    f"loss.terms: attention_relation: heads: expected a divisor of the {whose}'s width of {name}, "
+                    f"{widths[name]}, got {heads}"
+                )
+    return heads
+
+
+def with_kept_layers(loss: Loss, kept: Sequence[int] | None) -> Loss:
+    """Return a loss whose terms of `layers: auto` pair the layers of a student with those that it was cut from.
+
+    Args:
+        loss: Of the recipe.
+        kept: Layers of the teacher that the student has; None for a student that was not cut from it.
+    """
+    if kept is None or not loss.reads_layers:
+        return loss
+    pairs = pairs_of("auto", len(kept), max(kept) + 1, kept)
+
+    def paired(term: object) -> object:
+        if isinstance(term, HiddenStateTerm | AttentionRelationTerm) and term.layers == "auto":
+            return term.with_layers(pairs if isinstance(term, HiddenStateTerm) else pairs[-1:])
+        return term
+
+    return loss.model_copy(update={"terms": [paired(term) for term in loss.terms]})
+
+
+def with_automatic_layers(loss: Loss) -> Loss:
+    """Return a loss whose terms choose their layers themselves, for models of other numbers of layers."""
+    terms = [t.with_layers("auto") if isinstance(t, HiddenStateTerm | AttentionRelationTerm) else t for t in loss.terms]
+    return loss.model_copy(update={"terms": terms})
+
+
+def _whole(weight: torch.Tensor) -> torch.Tensor:
+    whole: torch.Tensor = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return whole.detach().cpu().contiguous()

@@ -1,0 +1,165 @@
+"""Formats of a teacher's targets and the values that a loss takes: inputs of a step, the head's call, alignment.
+
+pairing = format.pair(student, rows, vocab_size)        # columns of both heads that are compared
+loss = format.loss(section, pairing)
+value = format.apply(loss, pairing, call)               # inside the call of the student's head
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from distill.models.head import HeadWeights, LogitTransform
+from distill.objectives.losses import DIVERGENCES
+from distill.objectives.measure import KL, Measure
+
+if TYPE_CHECKING:
+    from distill.objectives.layer_matching import StepStates
+    from distill.objectives.losses import LossSpec, TargetLoss
+
+Batch = Mapping[str, torch.Tensor]
+# a teacher's outputs for a batch, opaque to all but its format; None where the loss needs none
+Targets = object
+LossResult = torch.Tensor | tuple[torch.Tensor, Sequence[torch.Tensor]]
+
+
+class StepInputs:
+    """Inputs of a micro-batch's loss: made by `DistillationObjective.compare`, read inside the student's forward.
+
+    A plain class: DDP and FSDP2 look for tensors in keyword arguments (FSDP2 casts them) and leave this one alone.
+
+    Attributes:
+        targets: of the teacher for this batch, in its `TargetFormat`; None if the loss has no divergence.
+        num_items: int64 tensor [] or int that the summed loss is divided by; None for this batch's valid tokens.
+        statistics: whether sums of the token statistics are returned beside the loss.
+        sampled_log_p: float [B, S] as the shifted labels: log-probabilities of the labels when the student sampled
+            them, NaN where it did not; None where they were not kept.
+        advantages: float [B, S] as the shifted labels: what a reward adds to each token's advantage; None without one.
+        weight: total weight of all divergences in the present step of a schedule; None without a schedule.
+        batch: the collated batch, for those who watch the loss.
+        layers: states of both models' layers, where the loss compares them; the teacher's are there, the student's
+            forward adds its own.
+    """
+
+    def __init__(
+        self, targets: Targets | None, num_items: torch.Tensor | int | None, statistics: bool,
+        sampled_log_p: torch.Tensor | None = None, advantages: torch.Tensor | None = None, weight: float | None = None,
+    ) -> None:  # fmt: skip
+        self.targets = targets
+        self.num_items = num_items
+        self.statistics = statistics
+        self.sampled_log_p = sampled_log_p
+        self.advantages = advantages
+        self.weight = weight
+        self.batch: Batch = {}
+        self.layers: StepStates | None = None
+
+    def with_targets(self, targets: Targets, num_items: torch.Tensor | int | None) -> StepInputs:
+        """Return the same inputs with other targets and another divisor, as a route of several has them."""
+        inputs = copy.copy(self)
+        inputs.targets, inputs.num_items = targets, num_items
+        return inputs
+
+
+class HeadForward(NamedTuple):
+    """Inputs of a loss inside the student head's own call.
+
+    Attributes:
+        hidden: the student's last hidden states, [B, S, hidden].
+        head: the student's head as it is inside the call.
+        inputs: targets, divisor, whether statistics are returned.
+        labels: int64 [B, S], already shifted.
+        valid_rows: int64 [M], the flat rows with a label, where the collator gives them.
+    """
+
+    hidden: torch.Tensor
+    head: HeadWeights
+    inputs: StepInputs
+    labels: torch.Tensor
+    valid_rows: torch.Tensor | None
+
+
+class VocabularyAlignment(NamedTuple):
+    """Alignment of a student's logits with a teacher's.
+
+    Attributes:
+        student: scale and soft cap of the student's logits.
+        columns: of the vocabulary that the loss is over.
+        vocab_size: as the fused losses take it: `columns`, None where no head is cut.
+    """
+
+    student: LogitTransform
+    columns: int
+    vocab_size: int | None
+
+    def arguments(self, call: HeadForward) -> dict[str, object]:
+        """Return the arguments of every fused loss beside hidden states, weights and labels, for any teacher."""
+        return {
+            "student_bias": call.head.bias, "student_lora": call.head.lora, "num_items": call.inputs.num_items,
+            "valid_rows": call.valid_rows, "vocab_size": self.vocab_size, "return_stats": call.inputs.statistics,
+        }  # fmt: skip
+
+
+class TargetProperties(NamedTuple):
+    """Properties of targets that reports, metrics and the student's forward depend on.
+
+    Attributes:
+        columns: of each teacher's distribution: the rows of its head, or the columns of what is stored.
+        measure: name, unit and key of the reported divergences.
+        caveat: limitation to report with them; None where they compare two whole distributions.
+        divergences: those that these targets can be compared by, as `loss.terms` names them.
+        routes: names of the routes; each route's sums, `PER_ROUTE` of objectives/losses.py, follow the statistics.
+        reads_valid_rows: whether losses read hidden states at a batch's `valid_rows` only.
+        needed_by_hard_labels: whether a loss of hard labels alone needs the targets too, which determine its tokens.
+    """
+
+    columns: tuple[int, ...]
+    measure: Measure = KL
+    caveat: str | None = None
+    divergences: frozenset[str] = DIVERGENCES
+    routes: tuple[str, ...] = ()
+    reads_valid_rows: bool = True
+    needed_by_hard_labels: bool = False
+
+
+class TargetFormat(Protocol):
+    """Format of a teacher's targets, and the losses that take them.
+
+    Attributes:
+        properties: what others than the losses use of it.
+    """
+
+    properties: TargetProperties
+
+    def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
+        """Return how a student's logits are aligned with these targets.
+
+        Args:
+            student: scale and soft cap of its logits.
+            rows: of its head.
+            vocab_size: columns that are compared; None for as many as all heads have.
+
+        Raises:
+            ValueError: more columns than a head has, or a head with fewer than the targets need.
+        """
+        ...
+
+    def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> TargetLoss:
+        """Return the loss module for a recipe's `loss` section.
+
+        Raises:
+            ValueError: a term that cannot be computed from these targets.
+        """
+        ...
+
+    def held_out(self, pairing: VocabularyAlignment) -> TargetLoss:
+        """Return the loss of evaluations: the forward divergence with statistics, and the reverse divergence."""
+        ...
+
+    def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
+        """Return the loss of a batch, a scalar; with `call.inputs.statistics`, it and the token statistics [N]."""
+        ...

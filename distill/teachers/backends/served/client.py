@@ -1,0 +1,413 @@
+"""HTTP client of one teacher's servers: requests go to the least busy one, and to another where one is gone.
+
+    servers = Servers(place)
+    identity = servers.identity()                  # of all of them the same, or the run is refused
+    future = servers.submit("/v1/targets", body, params)
+
+A server that does not answer, or reports that it is full, gets no requests for a while (exponential backoff, or its
+`Retry-After`), and its requests go to the others. Where none has answered for `place.wait` seconds, or one answers as
+another teacher than the run began with, `TeacherUnavailableError` ends the run in one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import logging
+import os
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlencode, urlsplit
+
+import torch
+
+from distill.core.errors import TeacherUnavailableError
+from distill.teachers.backends.served.integrity import CHECKSUM, QUESTION, damage_of, question_hash
+from distill.teachers.backends.served.protocol import BINARY, TEACHER, Identity, WireError
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds of backoff
+CONNECT_SECONDS, HEALTH_SECONDS = 10.0, 5.0
+LARGE = 1 << 16  # bytes from which on an answer is read into pinned memory
+RETRIED = (408, 425, 429, 500, 502, 503, 504)
+T = TypeVar("T")
+
+
+class Place(NamedTuple):
+    """Addresses of the servers, and settings of requests to them.
+
+    Attributes:
+        urls: of the servers, without a path.
+        token: bearer token; None for none.
+        wait: seconds without an answer of any of them before a request fails.
+        at_once: concurrent requests per server.
+        sums: whether answers carry checksums, as those of `distill serve` do.
+    """
+
+    urls: tuple[str, ...]
+    token: str | None = None
+    wait: float = 300.0
+    at_once: int = 4
+    sums: bool = True
+
+
+def token_of(path: str | None) -> str | None:
+    """Return the bearer token in a file, else in DISTILL_SERVE_TOKEN.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    if path is None:
+        return os.environ.get("DISTILL_SERVE_TOKEN")
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"teacher.token_file: {path} cannot be read: {error}") from None
+
+
+class _Server:
+    """One server: our open requests to it, its failures, and the end of its backoff."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.busy, self.failures, self.until = url, 0, 0, 0.0
+        self.fault = ""
+
+
+class Servers:
+    """HTTP client of servers of the same teacher, with threads of its own.
+
+    Args:
+        place: their addresses.
+
+    Attributes:
+        received: bytes of answers so far, and `positions` that they were for, for the figure of bytes a token.
+        expected: hash of the identity that every answer must carry; None before it is known.
+        ended: returns why servers that this run started will not answer any more; None while one may.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.expected = place, None  # type: tuple[Place, str | None]
+        self._headers = {"accept": BINARY}
+        if place.token is not None:
+            self._headers["authorization"] = f"Bearer {place.token}"
+        self._idle: dict[str, list[http.client.HTTPConnection]] = {}  # by address
+        self._servers = [_Server(url) for url in place.urls]
+        self._lock = threading.Lock()
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []  # from the first `submit` on
+        self._closed = threading.Event()
+        self.ended: Callable[[], str | None] = lambda: None
+        self.received = self.positions = 0
+
+    def close(self) -> None:
+        """Close without waiting for open requests, whose threads end with the answer."""
+        self._closed.set()
+        for _ in self._threads:
+            self._work.put(None)
+        with self._lock:
+            idle, self._idle = self._idle, {}
+        for connection in (each for connections in idle.values() for each in connections):
+            connection.close()
+
+    # --------------------------------------------------------------- one request
+
+    def submit(
+        self, path: str, body: bytes, positions: int, read: Callable[[torch.Tensor], T], kind: str = BINARY
+    ) -> Future[T]:
+        """Send a request in a thread; return the future of `read`'s result, or of what `fetch` raises.
+
+        Args:
+            path: of the request, with its query.
+            body: of the request.
+            positions: that the answer will be for.
+            read: called with the answer's body, as `fetch` returns it.
+            kind: content type of the body.
+        """
+        future: Future[T] = Future()
+        if not self._threads:  # daemons: a run that ends does not wait for open requests
+            names = range(self.place.at_once * len(self.place.urls))
+            self._threads = [threading.Thread(target=self._answer_all, daemon=True, name="asking") for _ in names]
+            for thread in self._threads:
+                thread.start()
+
+        def answer() -> T:
+            found = self.fetch("POST", path, body, kind)
+            with self._lock:
+                self.received += len(found)
+                self.positions += positions
+            return read(found)
+
+        self._work.put((future, answer))
+        return future
+
+    def _answer_all(self) -> None:
+        while (asked := self._work.get()) is not None:
+            future, ask = asked
+            try:
+                future.set_result(ask())
+            except BaseException as error:  # whoever waits for the answer raises it
+                future.set_exception(error)
+
+    def ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        """Return an answer's body as bytes; see `fetch`."""
+        return self.fetch(method, path, body).numpy().tobytes()
+
+    def fetch(self, method: str, path: str, body: bytes | None = None, kind: str = BINARY) -> torch.Tensor:
+        """Return the body of an answer of any server, uint8; in pinned memory where a GPU is in use.
+
+        Args:
+            method: of HTTP.
+            path: with its query.
+            body: of the request.
+            kind: content type of the body.
+
+        Raises:
+            TeacherUnavailableError: none answered in time, one is another teacher now, or refuses the request.
+        """
+        silent_since, values = time.monotonic(), ""
+        while True:
+            server = None if self._closed.is_set() else self._least_busy()
+            if server is not None:
+                try:
+                    return self._ask_one(server, method, path, body, kind)
+                except _TryAgain as again:
+                    values = str(again)
+                    continue
+            if (ended := self.ended()) is not None:
+                raise TeacherUnavailableError(ended)
+            if time.monotonic() - silent_since > self.place.wait or self._closed.is_set():
+                faults = "; ".join(f"{server.url}: {server.fault or values}" for server in self._servers)
+                raise TeacherUnavailableError(f"teacher.url: no response within {self.place.wait:g} s ({faults})")
+            self._closed.wait(0.05)
+
+    def _least_busy(self) -> _Server | None:
+        """Return the least busy server outside backoff, its count of requests raised; None where there is none."""
+        with self._lock:
+            ready = [server for server in self._servers if server.until <= time.monotonic()]
+            if not ready:
+                return None
+            server = min(ready, key=lambda each: each.busy)
+            server.busy += 1
+            return server
+
+    def _ask_one(
+        self, server: _Server, method: str, path: str, body: bytes | None = None, kind: str = BINARY
+    ) -> torch.Tensor:
+        try:
+            response, content = self._sound(server.url, method, path, body, kind)
+        except (http.client.InvalidURL, UnicodeError) as error:
+            raise ValueError(f"teacher.url: {server.url}: {error}") from None
+        except TeacherUnavailableError:
+            raise
+        except (OSError, http.client.HTTPException, RuntimeError) as error:  # RuntimeError: no memory
+            self._leave_alone(server, f"{type(error).__name__}: {error}", None)
+            raise _TryAgain(server.fault) from None
+        finally:
+            with self._lock:
+                server.busy -= 1
+        if response.status in RETRIED:
+            told = response.headers.get("retry-after", "")
+            self._leave_alone(server, f"{response.status}: {_line(content)}", float(told) if told.isdigit() else None)
+            raise _TryAgain(server.fault)
+        if response.status != 200:
+            raise TeacherUnavailableError(refusal(server.url, response.status, _line(content)))
+        now = response.headers.get(TEACHER)
+        if self.expected is not None and now != self.expected:
+            raise TeacherUnavailableError(
+                f"teacher.url: {server.url} is another teacher now: {now}, where the run began with {self.expected}; "
+                "start the server with the same model and settings"
+            )
+        server.failures, server.fault = 0, ""
+        return content
+
+    def _sound(
+        self, url: str, method: str, path: str, body: bytes | None, kind: str
+    ) -> tuple[http.client.HTTPResponse, torch.Tensor]:
+        """Return an intact answer; a damaged one is requested once more, on a new connection."""
+        try:
+            return self._exchanged(url, method, path, body, kind)
+        except _Damaged as damage:
+            log.warning("%s: %s; requesting it once more on a new connection", url, damage)
+        try:
+            return self._exchanged(url, method, path, body, kind, anew=True)
+        except _Damaged as damage:
+            raise TeacherUnavailableError(f"teacher.url: {url}: twice in a row {damage}") from None
+
+    def _exchanged(
+        self, url: str, method: str, path: str, body: bytes | None, kind: str, anew: bool = False
+    ) -> tuple[http.client.HTTPResponse, torch.Tensor]:
+        """Send a request over a kept connection or a new one; return the response and its whole body."""
+        headers = self._headers | ({} if body is None else {"content-type": kind})
+        while True:
+            with self._lock:
+                idle = [] if anew else self._idle.setdefault(url, [])
+                connection = kept = idle.pop() if idle else None
+            connection = connection or self._connection(url)
+            try:
+                connection.request(method, urlsplit(url).path.rstrip("/") + path, body, headers)
+                response = connection.getresponse()
+                content = _content(response)
+                if self.place.sums:
+                    _require_sound(response, content, question_hash(path, body or b""))
+            except BaseException as error:
+                connection.close()
+                if kept and isinstance(error, ConnectionError):  # the server had closed it meanwhile
+                    continue
+                raise
+            with self._lock:
+                if not (response.will_close or self._closed.is_set()):
+                    self._idle.setdefault(url, []).append(connection)
+                    return response, content
+            connection.close()
+            return response, content
+
+    def _connection(self, url: str, seconds: float | None = None) -> http.client.HTTPConnection:
+        place = urlsplit(url)
+        kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
+        try:
+            connection = kind(place.hostname or "", place.port, timeout=seconds or CONNECT_SECONDS)
+        except ValueError as error:  # of the port
+            raise http.client.InvalidURL(str(error)) from None
+        connection.connect()
+        connection.sock.settimeout(seconds or self.place.wait)
+        return connection
+
+    def _leave_alone(self, server: _Server, fault: str, seconds: float | None) -> None:
+        with self._lock:
+            server.failures += 1
+            pause = min(FIRST_PAUSE * 2 ** (server.failures - 1), LONGEST_PAUSE, self.place.wait / 4)
+            pause = pause * (0.75 + 0.5 * random.Random(time.monotonic_ns()).random()) if seconds is None else seconds
+            server.fault, server.until = fault, time.monotonic() + min(pause, self.place.wait / 4)
+        if server.failures in (1, 5, 25):
+            log.warning("%s does not respond (%s); retrying", server.url, fault)
+
+    def silence(self, *, of_all: bool = False) -> str | None:
+        """Return which server does not answer at /health just now, and why; None where every one does.
+
+        Args:
+            of_all: return None where any server answers, else the fault of the last one.
+        """
+        fault = None
+        for url in self.place.urls:
+            fault = self._silence_of(url)
+            if (fault is None) == of_all:
+                break
+        return fault
+
+    def _silence_of(self, url: str) -> str | None:
+        try:
+            connection = self._connection(url, HEALTH_SECONDS)
+            with contextlib.closing(connection):
+                connection.request("GET", urlsplit(url).path.rstrip("/") + "/health", headers=self._headers)
+                status = connection.getresponse().status
+        except (OSError, http.client.HTTPException) as error:
+            return f"{url}: {type(error).__name__}: {error}"
+        return f"{url}: {status}" if status >= 500 else None
+
+    # ------------------------------------------------------------- who they are
+
+    def of_each(
+        self, path: str, method: str = "GET", body: bytes | None = None, kind: str = BINARY
+    ) -> dict[str, bytes]:
+        """Return the answer of every server by its address; only of those that answer, where others do not.
+
+        Raises:
+            TeacherUnavailableError: none does.
+        """
+        answers = {}
+        for server in self._servers:
+            with self._lock:
+                server.busy += 1
+            with contextlib.suppress(_TryAgain):
+                answers[server.url] = self._ask_one(server, method, path, body, kind).numpy().tobytes()
+        if not answers:
+            self.fetch(method, path, body, kind)  # waits for one
+            return self.of_each(path, method, body, kind)
+        return answers
+
+    def identity(self) -> Identity:
+        """Return the identity of all servers that answer, which must be the same; later answers are checked against it.
+
+        Raises:
+            ValueError: they differ, or one is no `distill serve`.
+            TeacherUnavailableError: none answers.
+        """
+        found = {url: _identity(url, body) for url, body in self.of_each("/v1/identity").items()}
+        (first, identity), *others = found.items()
+        for url, other in others:
+            if other.hash != identity.hash:
+                name = next(n for n in Identity._fields if getattr(other, n) != getattr(identity, n))
+                raise ValueError(
+                    f"teacher.url: {url} and {first} are different teachers: {name} is "
+                    f"{getattr(other, name)!r:.80} and {getattr(identity, name)!r:.80}"
+                )
+        self.expected = identity.hash
+        return identity
+
+
+class _TryAgain(Exception):
+    """Failure of one server to answer, where another may."""
+
+
+class _Damaged(Exception):
+    """Answer that is not what the server sent, or is to another request."""
+
+
+def _require_sound(response: http.client.HTTPResponse, content: torch.Tensor, question: str) -> None:
+    sums = response.headers.get(QUESTION), response.headers.get(CHECKSUM)
+    if damage := damage_of(sums, response.status, question, content.numpy().data):
+        raise _Damaged(damage)
+
+
+def _identity(url: str, body: bytes) -> Identity:
+    try:
+        return Identity.read(json.loads(body))
+    except (WireError, ValueError) as error:
+        raise ValueError(f"teacher.url: {url}: {error}") from None
+
+
+def _content(response: http.client.HTTPResponse) -> torch.Tensor:
+    """Return an answer's body, uint8, read into pinned memory where the GPU will copy from it."""
+    if response.length is None:  # in chunks, as other servers send
+        return torch.frombuffer(bytearray(response.read() or b"\0"), dtype=torch.uint8)
+    pinned = torch.cuda.is_initialized() and response.length > LARGE
+    content = torch.empty(response.length, dtype=torch.uint8, pin_memory=pinned)
+    memory, place = content.numpy().data, 0
+    while place < len(memory):
+        if not (count := response.readinto(memory[place:])):
+            raise http.client.IncompleteRead(b"", len(memory) - place)
+        place += count
+    response.close()
+    return content
+
+
+def with_query(path: str, **params: object) -> str:
+    """Return a path with the query of a request."""
+    return f"{path}?{urlencode(params)}"
+
+
+def _line(content: torch.Tensor) -> str:
+    """Return the text of an error's body, in one line."""
+    text = content[:2000].numpy().tobytes().decode(errors="replace")
+    with contextlib.suppress(ValueError, TypeError):
+        tree = json.loads(text)
+        inner = tree.get("error", tree.get("message", tree)) if isinstance(tree, dict) else tree
+        text = str(inner.get("message", inner) if isinstance(inner, dict) else inner)
+    return " ".join(text.split())[:300]
+
+
+def refusal(url: str, status: int, text: str) -> str:
+    """Return a message for a refusal that repeating the request would not change."""
+    if status in (401, 403):
+        return f"teacher.token_file: {url} refuses the token ({text})"
+    if "logprobs" in text and "max" in text.lower():  # vLLM's own limit
+        return f"teacher.top_k: {url} gives fewer ({text}); start vLLM with a larger --max-logprobs, or lower it"
+    return f"teacher.url: {url} refuses the request: {status}, {text}"

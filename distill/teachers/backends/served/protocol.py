@@ -1,0 +1,374 @@
+"""Wire protocol between a trainer and a teacher server: requests, answers and the teacher's identity.
+
+    POST /v1/targets?dtype=...   body: safetensors, `input_ids` int32 [B, S], `rows` int32 [M], and `position_ids` int32
+                                 [B, S] that restart with each document (left out: each row is one)
+                                 answer: safetensors, each tensor with an entry per requested row
+    POST /v1/logits              the same body; answer: `logits` float32 [M, V] by the model's own forward
+    GET  /v1/identity /v1/head /v1/files    the identity; `weight` and `bias`; configuration and tokenizer as text
+
+Every answer of 200 carries checksums (`integrity.py`).
+
+`rows` are the flat positions b * S + i whose next token is trained, ascending. Safetensors hold numbers and nothing
+else: no code, no paths. Bodies may be JSON of the same names, for use by hand; then the answer is JSON too.
+
+Hidden states of H take 2 H bytes a row in bf16; `dtype=fp8` H + 4: e4m3 of 1 sign, 4 exponent and 3 mantissa bits, each
+row divided by its largest absolute value over 448 first. K tokens take the bytes given in `stored/format.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from distill.teachers.backends.stored.format import join_ids, split_ids
+
+PROTOCOL = 2
+BINARY, JSON = "application/octet-stream", "application/json"
+TEACHER = "x-distill-teacher"  # header of every answer: the identity's `hash`
+FP8_MOST = 448.0  # largest value of float8_e4m3fn
+FILES = (
+    "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt",
+)  # fmt: skip
+DTYPES = ("auto", "fp8", "float16", "bfloat16", "float32")
+SAFETENSORS = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+class WireError(ValueError):
+    """A body that violates the protocol; the message names what was expected.
+
+    Attributes:
+        status: of HTTP: 400 where it cannot be parsed, 422 where its values are invalid.
+    """
+
+    def __init__(self, message: str, status: int = 422) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, eq=False)
+class TargetRequest:
+    """Rows of tokens, and the positions that are requested. No tuple: in a batch those are taken apart.
+
+    Attributes:
+        ids: int32 [B, S].
+        positions: int32 [B, S], 0 where a document begins; None where each row is one.
+        rows: int32 [M], flat positions, ascending.
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray | None
+    rows: np.ndarray
+
+    def to(self, *_: object, **__: object) -> TargetRequest:
+        """Return itself: it stays in host memory when the tensors of its batch are moved to a device."""
+        return self
+
+    @staticmethod
+    def of(batch: Mapping[str, torch.Tensor], rows: torch.Tensor) -> TargetRequest:
+        """Return the request for a collated batch and the flat positions int64 [M] that are trained."""
+        narrow = {name: batch[name].cpu().numpy().astype(np.int32) for name in ("input_ids", "position_ids")
+                  if batch.get(name) is not None}  # fmt: skip
+        return TargetRequest(narrow["input_ids"], narrow.get("position_ids"), rows.cpu().numpy().astype(np.int32))
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Token after each of the rows, int32 [M]."""
+        return self.ids.reshape(-1)[self.rows + 1]
+
+    def body(self) -> bytes:
+        """Return the request as safetensors bytes."""
+        arrays = {"input_ids": self.ids, "position_ids": self.positions, "rows": self.rows}
+        return b"".join(parts_of({name: torch.from_numpy(a) for name, a in arrays.items() if a is not None}))
+
+    def checked(self, vocabulary: int, most_tokens: int, longest: int | None) -> TargetRequest:
+        """Return itself, once its values are valid.
+
+        Args:
+            vocabulary: ids are below it.
+            most_tokens: B * S at most.
+            longest: of a document; None for no limit.
+
+        Raises:
+            WireError: naming the tensor.
+        """
+        shape, size = self.ids.shape, self.ids.size
+        _require(0 < size <= most_tokens, f"input_ids: expected 1 to {most_tokens} tokens, got {size}")
+        low, high = int(self.ids.min()), int(self.ids.max())
+        _require(low >= 0 and high < vocabulary, f"input_ids: expected 0 to {vocabulary - 1}, got {low} to {high}")
+        places = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+        if self.positions is not None:
+            _require(
+                self.positions.shape == shape,
+                f"position_ids: expected {shape} as input_ids, got {self.positions.shape}",
+            )
+            places, on = self.positions, np.zeros(shape, np.int64)
+            on[:, 1:] = places[:, :-1].astype(np.int64) + 1
+            _require(bool(((places == 0) | (places == on) & (on > 0)).all()),
+                     "position_ids: expected each to be 0, or one more than the one before it in its row")  # fmt: skip
+        deepest = int(places.max()) + 1
+        _require(longest is None or deepest <= longest, f"input_ids: a document of {deepest}; at most {longest} here")
+        rows = self.rows.astype(np.int64)
+        inside = rows.size == 0 or (rows[0] >= 0 and rows[-1] < size - 1 and bool((np.diff(rows) > 0).all()))
+        _require(inside, f"rows: expected ascending positions below {size - 1}")
+        _require(bool((places.reshape(-1)[rows + 1] != 0).all()), "rows: a document's last token predicts none of it")
+        return self
+
+
+def read_body(body: bytes, json_body: bool) -> TargetRequest:
+    """Return the request in a body.
+
+    Raises:
+        WireError: the body is no request.
+    """
+    if not json_body:
+        arrays = {name: _array(name, tensor) for name, tensor in tensors_of(body).items()}
+    else:
+        try:
+            arrays = {name: np.asarray(value) for name, value in dict(json.loads(body)).items()}
+        except (ValueError, TypeError, RecursionError, OverflowError) as error:
+            raise WireError(f"body: expected JSON of lists of whole numbers: {error!s:.100}", 400) from None
+    unknown = set(arrays) - {"input_ids", "position_ids", "rows"}
+    given = ", ".join(map(repr, arrays))[:100]
+    fine = not unknown and {"input_ids", "rows"} <= set(arrays)
+    _require(fine, f"body: expected input_ids, rows and at most position_ids; got {given}")
+    for name, array in arrays.items():
+        dimensions = 1 if name == "rows" else 2
+        fine = array.ndim == dimensions or not array.size
+        _require(fine, f"{name}: expected {dimensions} dimensions, got {array.ndim}")
+        fine = array.dtype.kind in "iu" or not array.size
+        _require(fine, f"{name}: expected whole numbers, got {array.dtype}")
+        _require(not array.size or -(2**31) <= array.min() <= array.max() < 2**31, f"{name}: expected int32")
+        arrays[name] = array.astype(np.int32).reshape(-1) if dimensions == 1 else array.astype(np.int32)
+    _require(arrays["input_ids"].ndim == 2, "input_ids: expected 2 dimensions and a token at least")
+    return TargetRequest(arrays["input_ids"], arrays.get("position_ids"), arrays["rows"])
+
+
+def _array(name: str, tensor: torch.Tensor) -> np.ndarray:
+    """Return a request's tensor in NumPy, which has no float8, fewer dimensions and smaller empty arrays."""
+    if tensor.is_floating_point() or tensor.dim() > 2 or max(tensor.shape, default=0) >= 2**31:
+        got = f"{str(tensor.dtype).removeprefix('torch.')} of {tensor.dim()} dimensions"
+        raise WireError(f"{name[:40]!r}: expected whole numbers in at most 2 dimensions, got {got}", 400)
+    return tensor.numpy()
+
+
+def tensors_of(body: bytes | torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors of safetensors bytes; views of a uint8 tensor, which the library would copy twice.
+
+    Raises:
+        WireError: the bytes are no safetensors.
+    """
+    whole = body if isinstance(body, torch.Tensor) else torch.frombuffer(bytearray(body or b"?"), dtype=torch.uint8)
+    try:
+        ends = 8 + int.from_bytes(whole[:8].numpy().tobytes(), "little")
+        if not 8 < ends <= len(whole):
+            raise ValueError("the header is longer than the body")
+        header, data = json.loads(whole[8:ends].numpy().tobytes()), whole[ends:]
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        tensors = {n: _tensor(data, SAFETENSORS[e["dtype"]], e["shape"], e["data_offsets"]) for n, e in entries.items()}
+        if sum(tensor.nbytes for tensor in tensors.values()) != len(data):
+            raise ValueError("its tensors are not all of the body")
+        return tensors
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError, RecursionError) as error:
+        raise WireError(f"body: expected safetensors: {error!s:.100}", 400) from None
+
+
+def _tensor(data: torch.Tensor, dtype: torch.dtype, shape: list[int], offsets: list[int]) -> torch.Tensor:
+    start, stop = offsets
+    if any(type(number) is not int or number < 0 for number in (*shape, start, stop)):
+        raise ValueError("sizes are whole numbers")
+    if not start <= stop <= len(data) or stop - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError("a tensor's size is not that of its bytes")
+    part = data[start:stop]
+    return (part.clone() if part.storage_offset() % dtype.itemsize else part).view(dtype).reshape(shape)
+
+
+def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
+    """Return safetensors bytes of CPU tensors in parts: the header, then each tensor's own memory, not copied."""
+    names, header, end = {dtype: name for name, dtype in SAFETENSORS.items()}, {}, 0
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)  # the widest first, so that all are aligned
+    for name, tensor in ordered:
+        header[name] = {
+            "dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end := end + tensor.nbytes]
+        }  # fmt: skip
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    flat = (tensor.contiguous().flatten().view(torch.uint8).numpy().data for _, tensor in ordered)
+    return [len(text).to_bytes(8, "little") + text, *flat]
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise WireError(message)
+
+
+class Piece(NamedTuple):
+    """A document of a request, up to the last position needed: its ids, and the requested positions.
+
+    Attributes:
+        job: number of the request.
+        ids: int32 [n].
+        query: int64 [m], requested positions in it.
+    """
+
+    job: int
+    ids: np.ndarray
+    query: np.ndarray
+
+
+def documents(query: TargetRequest, job: int = 0, beyond: int = 0) -> list[Piece]:
+    """Return the documents of a request that have requested positions, in order.
+
+    Args:
+        query: the request.
+        job: its number.
+        beyond: tokens that are kept after the last requested position.
+    """
+    begins = np.zeros(query.ids.shape, bool)
+    begins[:, 0] = True
+    if query.positions is not None:
+        begins |= query.positions == 0
+    starts = np.flatnonzero(begins)
+    owner = np.searchsorted(starts, query.rows, side="right") - 1
+    flat, pieces = query.ids.reshape(-1), []
+    for number in np.unique(owner).tolist():
+        mine = query.rows[owner == number].astype(np.int64) - starts[number]
+        pieces.append(Piece(job, flat[starts[number] : starts[number] + mine[-1] + 1 + beyond], mine))
+    return pieces
+
+
+# ------------------------------------------------------------------ answers
+
+
+def fp8_rows(hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return `hidden` float8_e4m3fn [M, H] and `scale` fp32 [M] of hidden states [M, H]."""
+    wide = hidden.float()
+    scale = (wide.abs().amax(-1) / FP8_MOST).clamp_min(torch.finfo(torch.float32).tiny)
+    return {"hidden": (wide / scale[:, None]).to(torch.float8_e4m3fn), "scale": scale}
+
+
+def packed_rows(hidden: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
+    """Return hidden states [M, H] as they are sent, in a dtype that was asked for; `auto` for their own."""
+    if dtype == "fp8":
+        return fp8_rows(hidden)
+    return {"hidden": hidden if dtype == "auto" else hidden.to(getattr(torch, dtype))}
+
+
+def row_bytes(width: int, dtype: str) -> int:
+    """Return the bytes of one row of `packed_rows`.
+
+    Args:
+        width: of the hidden states.
+        dtype: that they are sent in, never `auto`.
+    """
+    return width + 4 if dtype == "fp8" else getattr(torch, dtype).itemsize * width
+
+
+def hidden_of(answer: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return the hidden states [M, H] of an answer in `dtype`, whatever dtype they were sent in."""
+    hidden, scale = answer["hidden"], answer.get("scale")
+    return hidden.to(dtype) if scale is None else (hidden.float() * scale[:, None]).to(dtype)
+
+
+def pack_ids(ids: torch.Tensor, columns: int) -> dict[str, torch.Tensor]:
+    """Pack ids int32 [M, K] as a cache stores them: 16 bits each, and the bits beyond."""
+    low, high = split_ids(ids.numpy(), columns)
+    packed = {"ids": torch.from_numpy(low)}
+    return packed if high is None else packed | {"ids_high": torch.from_numpy(high)}
+
+
+def unpack_ids(answer: Mapping[str, torch.Tensor], columns: int) -> torch.Tensor:
+    """Return the ids int32 [M, K] of `pack_ids`."""
+    high = answer.get("ids_high")
+    return torch.from_numpy(join_ids(answer["ids"].numpy(), None if high is None else high.numpy(), columns))
+
+
+# ------------------------------------------------------------------ who it is
+
+
+class Identity(NamedTuple):
+    """Identity of a served teacher. Targets depend on all but `hash`, `protocol`, `notes` and `limits`.
+
+    Attributes:
+        protocol: version of the wire protocol.
+        model: its name.
+        source: `teacher_identity` of its section: name, revision, adapter, hash of the files.
+        fingerprint: of its weights as they are held (fp8 and int8 differ from bf16).
+        dtype: of hidden states and head; likewise `held`, of the linear layers, with those that fp8 leaves out.
+        rows, hidden: of its head.
+        head: SHA-256 of weight and bias.
+        scale, softcap: of the logits.
+        tokenizer, template: hashes; None where there is none.
+        files: hash of what /v1/files has.
+        limits: tokens and positions of a request, documents' length.
+        notes: not compared: device, versions, cost of fp8 on the wire.
+    """
+
+    protocol: int
+    model: str
+    source: dict[str, object]
+    fingerprint: dict[str, object]
+    dtype: str
+    held: str
+    rows: int
+    hidden: int
+    head: str
+    scale: float
+    softcap: float | None
+    tokenizer: str | None
+    template: str | None
+    files: str
+    limits: dict[str, int | None]
+    notes: dict[str, object]
+
+    @property
+    def hash(self) -> str:
+        """Hash of all that targets depend on, 32 hex digits."""
+        others = "protocol", "limits", "notes"
+        telling = {name: value for name, value in self._asdict().items() if name not in others}
+        return hashlib.sha256(json.dumps(telling, sort_keys=True).encode()).hexdigest()[:32]
+
+    def written(self) -> dict[str, object]:
+        """Return the identity as /v1/identity sends it."""
+        return self._asdict() | {"hash": self.hash}
+
+    @staticmethod
+    def read(tree: Mapping[str, object]) -> Identity:
+        """Parse the identity that /v1/identity sends.
+
+        Raises:
+            WireError: it is not one of this protocol.
+        """
+        if not isinstance(tree, Mapping) or tree.get("protocol") != PROTOCOL:
+            found = tree.get("protocol") if isinstance(tree, Mapping) else None
+            raise WireError(
+                f"expected an identity of protocol {PROTOCOL}, got {found!s:.20}; install the same version of distill "
+                "on both sides"
+            )
+        try:
+            identity = Identity(**{name: tree[name] for name in Identity._fields})  # type: ignore[arg-type]
+        except KeyError as error:
+            raise WireError(f"expected an identity with {error}") from None
+        if identity.hash != tree.get("hash"):
+            raise WireError("expected an identity whose hash is its own")
+        return identity
+
+
+def head_hash(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 of the head's tensors on the CPU: names, shapes, dtypes, bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

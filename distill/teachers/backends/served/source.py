@@ -1,0 +1,260 @@
+"""Source of a served teacher: which servers, what they serve, and how the run opens them."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+
+from distill.core.errors import TeacherUnavailableError
+from distill.data.load import Splits
+from distill.data.token_cache import keep
+from distill.models.flops import head_flops
+from distill.models.head import HeadWeights, LogitTransform
+from distill.models.load.meta_models import meta_config, meta_student
+from distill.objectives.measure import KL, Measure, over_stored
+from distill.recipe import ModelSection, Recipe
+from distill.recipe import Teacher as TeacherSection
+from distill.recipe.models import EIGHT_BITS
+from distill.teachers.backends.served.client import Place, Servers, token_of
+from distill.teachers.backends.served.exchange import DistillExchange, TargetSpec
+from distill.teachers.backends.served.protocol import FILES, Identity, head_hash, tensors_of
+from distill.teachers.backends.served.teacher import ServerTeacher
+from distill.teachers.backends.served.vllm import VllmExchange, length_problems, served_model
+from distill.teachers.backends.served.vllm_hidden import VllmHiddenExchange, load_ends
+from distill.teachers.backends.stored.format import TEACHER, bytes_a_token
+from distill.teachers.backends.stored.identity import text_hashes
+from distill.teachers.backends.stored.settings import default_tail
+from distill.teachers.capabilities import move_to
+from distill.teachers.footprint import Footprint, FootprintContext
+from distill.teachers.identity import model_name, teacher_identity
+from distill.teachers.interface import LoadContext, TeacherSource
+from distill.teachers.source_capabilities import (
+    CachesState,
+    ChecksData,
+    DescribesStored,
+    Measures,
+    NamesFiles,
+    shapes_of,
+)
+from distill.teachers.vocabulary import Vocabulary, is_synthetic
+
+CONFIG = "config.json"
+
+
+class ServerSource(TeacherSource, NamesFiles, Measures, ChecksData, DescribesStored, CachesState):
+    """The source of the servers that the recipe's `teacher.url` names; their identity is queried on first use."""
+
+    shardable = False
+
+    def __init__(self, recipe: Recipe, section: TeacherSection | None = None, field: str = "teacher") -> None:
+        self.recipe, self.section, self.field, self.sections = recipe, section or recipe.teacher, field, {}
+        self.is_vllm = self.section.protocol == "vllm"
+
+    @functools.cached_property
+    def servers(self) -> Servers:
+        """Client of the servers, made on first use."""
+        return connect(self.section)
+
+    @functools.cached_property
+    def identity(self) -> Identity:
+        """Identity of a `distill serve`."""
+        return self.servers.identity()
+
+    @functools.cached_property
+    def vllm_model(self) -> dict[str, object]:
+        """Model that vLLM serves: id, root and max_model_len."""
+        return served_model(self.servers)
+
+    @functools.cached_property
+    def folder(self) -> str:
+        """Local folder with tokenizer and, in `teacher/`, configuration of a `distill serve`; written once."""
+        return str(keep(f"served-{self.identity.files[:32]}", self._write_files, cache=self.recipe.data.cache)[0])
+
+    def _write_files(self, folder: Path) -> None:
+        files = json.loads(self.servers.ask("GET", "/v1/files"))
+        (folder / TEACHER).mkdir()
+        for name in FILES:  # and no other, whatever a server calls its files
+            if isinstance(text := files.get(name), str):
+                (folder / TEACHER / name if name == CONFIG else folder / name).write_text(text, encoding="utf-8")
+
+    def maker(self) -> dict[str, object]:
+        """Return the served teacher's identity, as `teacher_identity` does, and the dtype of its layers."""
+        if self.is_vllm:
+            unnamed = dict.fromkeys(("revision", "adapter", "config", "files_sha256"))
+            return {**unnamed, "model": self.vllm_model["id"], "init": "pretrained"}
+        identity, in_fp8 = self.identity, self.section.transfer_dtype == "fp8" and self.section.top_k is None
+        dtype = identity.held if identity.held.startswith(EIGHT_BITS) else identity.dtype
+        return {**identity.source, "dtype": dtype + ", sent in fp8" * in_fp8}
+
+    @property
+    def stored_dtype(self) -> str:
+        """Dtype that stores what is sent without loss."""
+        k_tokens, hidden = ("float32", "bfloat16") if self.is_vllm else ("float16", self.identity.dtype)
+        return hidden if self.section.top_k is None else k_tokens
+
+    def config_section(self) -> ModelSection:
+        if self.is_vllm:
+            return self.section.loaded()
+        return ModelSection(init="random", config=f"{self.folder}/{TEACHER}")
+
+    def tokenizer_section(self) -> ModelSection:
+        return self.section.loaded() if self.is_vllm else ModelSection(model=self.folder)
+
+    def copy_cached_state(self, other: TeacherSource) -> None:
+        if isinstance(other, ServerSource) and other.section == self.section:  # the same servers, asked already
+            self.__dict__ |= {
+                name: other.__dict__[name] for name in ("servers", "identity", "vllm_model") if name in other.__dict__
+            }
+
+    def vocabulary(self) -> Vocabulary:
+        section = self.config_section() if is_synthetic(self.recipe.data) else self.tokenizer_section()
+        return Vocabulary(self.recipe, section, top_k=self.section.top_k is not None)
+
+    def measure(self) -> Measure:
+        section, loss = self.section, self.recipe.loss
+        if section.top_k is None:
+            return KL
+        tail = default_tail(loss)
+        return over_stored({"k": section.top_k, "tail": "bucket" if self.is_vllm and tail == "sampled" else tail,
+                            "temperature": loss.temperature})  # fmt: skip
+
+    def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
+        """Return problems: requests that exceed the servers' limits, or another model than the recipe names."""
+        recipe = self.recipe
+        if self.is_vllm:
+            if recipe.loss.temperature != 1.0 and self.section.top_k is not None:
+                return ["loss.temperature: expected 1 with vLLM's top_k, which has no other probabilities"]
+            # a document's last token is not sent where only states are read, which makes room for the generated one
+            extra = int(self.section.folder is None)
+            return length_problems(self.vllm_model, recipe.data.max_length, extra)
+        identity, problems = self.identity, []
+        most, tokens = identity.limits["tokens"], recipe.train.batch_size * recipe.data.max_length
+        if most is not None and tokens > most:
+            problems.append(
+                f"train.batch_size: expected at most {most} tokens a micro-batch, as the server was started "
+                f"(--max-tokens), got {recipe.train.batch_size} x data.max_length {recipe.data.max_length}"
+            )
+        if self.section.model is not None or self.section.init == "random":
+            here, there = teacher_identity(self.section.loaded()), identity.source
+            by_files = bool(here["files_sha256"] and there["files_sha256"])
+            names = ("files_sha256", "adapter") if by_files else ("init", "config", "model", "revision", "adapter")
+            if (other := next((name for name in names if here[name] != there.get(name)), None)) is not None:
+                problems.append(
+                    f"teacher.{'model' if by_files else other}: the server's {other} is {there.get(other)!r}, of the "
+                    f"recipe's it is {here[other]!r}; leave it out to take what is served"
+                )
+        return problems
+
+    def data_problems(self, splits: Splits) -> list[str]:
+        """Return a problem where the chat template is not the server's; running text has none."""
+        if self.is_vllm or splits.report.format.startswith("text") or is_synthetic(self.recipe.data):
+            return []
+        here = text_hashes(self.recipe, self.vocabulary().tokenizer)["template"]
+        if here == self.identity.template:
+            return []
+        return ["data.chat_template: the template differs from the server's; start distill serve with this recipe"]
+
+    def footprint(self, context: FootprintContext) -> Footprint:
+        """Return the footprint of the head and of each token's targets; no weights are loaded."""
+        shape, k = shapes_of(self)[0], self.section.top_k
+        if k is not None:
+            return Footprint(token_bytes=k * (6 + 8), logits=False)
+        number = context.precision.teacher.itemsize if self.is_vllm else getattr(torch, self.identity.dtype).itemsize
+        return Footprint(float(shape.head * number), token_bytes=2 * number * shape.hidden, flops=head_flops(shape))
+
+    def title(self) -> str:
+        known: Identity | None = self.__dict__.get("identity")  # reports are written after the server has ended, too
+        own = model_name(self.section) if self.section.model else ", ".join(self.section.urls)
+        return f"{known.model if known else own} (served)"
+
+    def size_text(self) -> str:
+        """Return the bytes received per token as readable text, in place of the weights."""
+        shape = shapes_of(self)[0]
+        plan = {"kind": "hidden", "hidden": shape.hidden, "dtype": "bfloat16" if self.is_vllm else self.identity.dtype}
+        if self.section.top_k is not None:
+            plan = {"kind": "top_k", "k": self.section.top_k, "vocabulary": shape.vocabulary, "dtype": "float16"}
+        each = shape.hidden + 4 if self.section.transfer_dtype == "fp8" else bytes_a_token(plan)
+        return f"not loaded: {', '.join(self.section.urls)}; {each:,} bytes per trained token come from there"
+
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> ServerTeacher:
+        """Fetch the head, once for all runs on this machine, and return the teacher.
+
+        Raises:
+            ValueError: the servers are not one teacher.
+            TeacherUnavailableError: none answers.
+        """
+        student = meta_student(self.recipe.student, meta_config(self.config_section(), "teacher")).shape
+        if self.is_vllm:
+            shape = shapes_of(self)[0]
+            columns = min(shape.vocabulary, student.vocabulary)
+            spec, cut = TargetSpec.by(self.recipe, columns, shape.hidden, torch.float32), context.precision.teacher
+            if self.section.folder is None:
+                vllm = VllmExchange(self.servers, spec)
+                return ServerTeacher(vllm, vllm.identity(), LogitTransform(), None, self.section, cut)
+            ends = load_ends(self.section.loaded(), cut)
+            states = VllmHiddenExchange(self.servers, spec._replace(dtype=cut), Path(self.section.folder), ends)
+            named = states.identity() | {"ends": ends.fingerprint}
+            teacher = ServerTeacher(states, named, ends.transform, ends.head, self.section, cut)
+            move_to(teacher, context.device)
+            return teacher
+        identity, dtype = self.identity, getattr(torch, self.identity.dtype)
+        extends = self.recipe.student.vocabulary == "extend"
+        columns = identity.rows if self.section.top_k is None or extends else min(identity.rows, student.vocabulary)
+        spec = TargetSpec.by(self.recipe, columns, identity.hidden, dtype)
+        return _opened(self.section, self.servers, identity, spec, OpenedAt(context.device, context.precision.teacher))
+
+
+def reconnected(place: Mapping[str, Any]) -> ServerTeacher:
+    """Return the teacher of a `distill serve` from the values of `ServerTeacher.place`."""
+    section = TeacherSection.model_validate(place["section"])
+    servers = connect(section)
+    identity = servers.identity()
+    dtype = getattr(torch, place["wanted"]["dtype"])
+    spec = TargetSpec(**{**place["wanted"], "dtype": dtype})
+    return _opened(section, servers, identity, spec, OpenedAt(torch.device("cpu"), dtype))
+
+
+def connect(section: TeacherSection) -> Servers:
+    """Return a client of the servers of a recipe's teacher; nothing is sent yet."""
+    token = token_of(section.token_file)
+    sums = section.protocol != "vllm"
+    return Servers(Place(section.urls, token, section.timeout, max(section.prefetch, 1), sums))
+
+
+class OpenedAt(NamedTuple):
+    """Device of the head, and dtype of a student that is cut."""
+
+    device: torch.device
+    cut: torch.dtype
+
+
+def _opened(
+    section: TeacherSection, servers: Servers, identity: Identity, spec: TargetSpec, at: OpenedAt
+) -> ServerTeacher:
+    head = None if spec.top_k is not None else _head(servers, identity, at.device)
+    named = {"model": identity.model, **identity.fingerprint, "dtype": identity.dtype, "held": identity.held,
+             "scale": identity.scale, "softcap": identity.softcap, "server": identity.hash}  # fmt: skip
+    exchange = DistillExchange(servers, spec, identity.limits["logits"] or 1)
+    return ServerTeacher(exchange, named, LogitTransform(identity.scale, identity.softcap), head, section, at.cut)
+
+
+def _head(servers: Servers, identity: Identity, device: torch.device) -> HeadWeights:
+    """Return the head, from this machine's cache where it was fetched before."""
+
+    def fetch(folder: Path) -> None:
+        (folder / "head.safetensors").write_bytes(servers.ask("GET", "/v1/head"))
+
+    folder, found = keep(f"head-{identity.head[:32]}", fetch, cache=True)
+    tensors = load_file(folder / "head.safetensors")
+    if head_hash(tensors) != identity.head and found:  # damaged here: fetched again
+        tensors = tensors_of(servers.ask("GET", "/v1/head"))
+    if head_hash(tensors) != identity.head:
+        raise TeacherUnavailableError("teacher.url: the server's head is not the one that its identity names")
+    bias = tensors.get("bias")
+    return HeadWeights(tensors["weight"].to(device), None if bias is None else bias.to(device), None)

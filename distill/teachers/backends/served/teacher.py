@@ -1,0 +1,172 @@
+"""A remote teacher, on other GPUs or another host, whose outputs are prefetched."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from distill.core.errors import TeacherUnavailableError
+from distill.core.labels import mask_document_starts
+from distill.data.collator import valid_rows
+from distill.models.head import HeadWeights, LogitTransform
+from distill.models.load.loading import load_teacher
+from distill.models.precision.host_copy import to_device
+from distill.objectives.hidden import HiddenFormat, StoredHead
+from distill.objectives.targets import Batch, TargetFormat, VocabularyAlignment
+from distill.objectives.top_k import TopKFormat, TopKTargets, spread, top_k_targets
+from distill.recipe import Teacher as TeacherSection
+from distill.teachers.backends.served.exchange import Answer, Exchange, TargetTensors
+from distill.teachers.backends.served.parity_check import LogitReading, prove
+from distill.teachers.backends.served.protocol import TargetRequest
+from distill.teachers.calibration import CutRequest, CutStudent, cut_from
+from distill.teachers.capabilities import (
+    ChecksFirstBatch,
+    CutsStudents,
+    DescribesSize,
+    HoldsHead,
+    Prefetches,
+)
+from distill.teachers.interface import Collate, Teacher
+
+SERVED = "served"  # column of a batch: the query to the servers
+MOST_PENDING = 4096  # answers that were not collected
+
+
+class ServedRows:
+    """A collator that adds the query to the servers to a batch, while its tensors are in host memory."""
+
+    def __init__(self, collate: Collate) -> None:
+        self.collate = collate
+
+    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+        """Collate rows."""
+        batch: dict[str, Any] = dict(self.collate(rows))
+        if "valid_rows" not in batch:
+            batch["valid_rows"] = valid_rows(mask_document_starts(batch["labels"], batch.get("position_ids")))
+        batch[SERVED] = TargetRequest.of(batch, batch["valid_rows"])
+        return batch
+
+
+class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, HoldsHead, Prefetches):
+    """Outputs of servers for the rows of a batch, requested by `submit` and awaited by `targets`.
+
+    Args:
+        exchange: of the servers' protocol.
+        identity: of the teacher, for the lock file.
+        transform: how its logits follow from its head's product; an attribute too.
+        head: its weights; None where K tokens are sent.
+        section: of the recipe.
+        dtype: of a student that is cut from the model named there, as if that model were loaded.
+    """
+
+    def __init__(
+        self, exchange: Exchange, identity: dict[str, object], transform: LogitTransform, head: HeadWeights | None,
+        section: TeacherSection, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.exchange, self.identity, self.section, self.dtype = exchange, identity, section, dtype
+        self.models, self.ahead = {}, section.prefetch
+        self.stored_head = None if head is None else StoredHead(head, "the head of the served teacher")
+        spec = exchange.spec
+        self.format: TargetFormat = (
+            TopKFormat(spec.manifest(transform.scale, transform.softcap))
+            if self.stored_head is None
+            else HiddenFormat(self.stored_head, transform)
+        )
+        self.transform = transform
+        self._pending: OrderedDict[int, tuple[TargetRequest, Answer]] = OrderedDict()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ServerTeacher:
+        """Return a copy of the same servers' teacher, which shares the connections."""
+        return copy.copy(self)
+
+    def collate(self, plain: Collate) -> Collate:
+        return ServedRows(plain)
+
+    def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in batch.items() if name != SERVED}
+
+    def submit(self, batch: Batch) -> None:
+        query = self._asked(batch)
+        if len(query.rows) and id(query) not in self._pending:
+            self._pending[id(query)] = query, self.exchange.ask(query)
+            while len(self._pending) > MOST_PENDING:
+                self._pending.popitem(last=False)
+
+    def fault_of(self, batches: Sequence[Batch]) -> str | None:
+        for batch in batches:
+            if (waiting := self._pending.get(id(self._asked(batch)))) is not None:
+                try:
+                    waiting[1].result()
+                except TeacherUnavailableError as gone:
+                    return str(gone)
+        return None
+
+    def targets(self, batch: Batch) -> torch.Tensor | TopKTargets:
+        """Return the targets at their positions; 0 where no token is trained."""
+        values, shape, device = self.sent(batch), batch["input_ids"].shape, batch["input_ids"].device
+        if device.type != "cpu":
+            values = {name: to_device(value, device) for name, value in values.items()}
+        rows = batch["valid_rows"] if "valid_rows" in batch else _rows(batch)
+        if self.stored_head is not None:
+            return spread(values["hidden"], rows, shape)
+        return top_k_targets(values, rows, shape, self.exchange.spec.tail)
+
+    def sent(self, batch: Batch) -> TargetTensors:
+        """Return the answers for a batch's trained positions as received, on the CPU."""
+        return self.values(self._asked(batch))
+
+    def values(self, query: TargetRequest) -> TargetTensors:
+        """Return the servers' outputs for some rows, on the CPU.
+
+        Raises:
+            TeacherUnavailableError: no answer came in time, or none that is valid.
+        """
+        if not len(query.rows):
+            return self.exchange.spec.nothing()
+        _, answer = self._pending.pop(id(query), (None, None))
+        return (answer or self.exchange.ask(query)).result()
+
+    @staticmethod
+    def _asked(batch: Batch) -> TargetRequest:
+        found: Any = batch.get(SERVED)
+        return found if found is not None else TargetRequest.of(batch, _rows(batch))
+
+    def size_text(self) -> str:
+        spec = self.exchange.spec
+        values = "hidden states" if self.stored_head is not None else f"top {spec.top_k} ({spec.tail})"
+        return f"{values} from {', '.join(self.section.urls)}"
+
+    def cut_student(self, request: CutRequest) -> CutStudent:
+        """Return a student cut from the model that the recipe names beside the server, which is loaded for that."""
+        model = load_teacher(self.section.loaded(), device="cpu", dtype=self.dtype)
+        return cut_from(model, request)
+
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
+        self.targets(batch)
+        weights = None if self.stored_head is None else self.stored_head.weights
+        each = self.exchange.cost()
+        proof = prove(LogitReading(self.exchange, weights, self.transform), self._asked(batch))
+        return [f"{'served':<12}{each:,.0f} bytes per trained token; {proof}"]
+
+    def fingerprint(self) -> dict[str, object]:
+        """Return the servers' identity, and the outputs that are requested."""
+        spec = self.exchange.spec
+        query = {"top_k": spec.top_k, "tail": spec.tail} if self.stored_head is None else {"send": spec.send}
+        return {**self.identity, **query}
+
+    def place(self) -> dict[str, object]:
+        """Return plain values from which `reconnected` makes the same teacher in another process."""
+        spec = self.exchange.spec._asdict() | {"dtype": str(self.exchange.spec.dtype).removeprefix("torch.")}
+        return {"section": self.section.model_dump(mode="json"), "wanted": spec}
+
+    def close(self) -> None:
+        self.exchange.close()
+
+
+def _rows(batch: Batch) -> torch.Tensor:
+    return valid_rows(mask_document_starts(batch["labels"], batch.get("position_ids")))

@@ -1,0 +1,267 @@
+"""A vLLM server's hidden states, by its connector: one safetensors file a request, in a folder that both can reach.
+
+    vllm serve MODEL --no-enable-chunked-prefill
+        --speculative_config {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config":
+                              {"hf_config": {"eagle_aux_hidden_state_layer_ids": [LAYERS OF THE MODEL]}}}
+        --kv_transfer_config {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer",
+                              "kv_connector_extra_config": {"shared_storage_path": FOLDER}}
+
+Answers of /v1/completions have `kv_transfer_params.hidden_states_path`: a file with `hidden_states` [tokens, layers, H]
+and `token_ids` [tokens]. While it is written its writer holds an exclusive flock of the file beside it whose name ends
+in `.lock`; it is read under a shared one, then both are deleted. The layer whose id is the number of layers is the last
+one's output before the final norm, which is applied here, as is the head: both are read from the files of
+`teacher.model`, the layers between are not. A document is a request, since an answer names one file.
+
+On the first batch the server's `prompt_logprobs` of 64 tokens are compared with those that follow here. Source:
+vLLM's documentation, "Hidden State Extraction"; tests run it against vLLM 0.32.0 on CPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from distill.core.errors import TeacherUnavailableError
+from distill.core.files import try_lock
+from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, probe_logits, read_head
+from distill.models.load.fingerprint import fingerprint
+from distill.models.load.loading import load_config
+from distill.models.load.source import loading, resolve_model_source
+from distill.models.prune.pruning import cut_config
+from distill.recipe import Teacher as TeacherSection
+from distill.teachers.backends.served.client import Servers
+from distill.teachers.backends.served.exchange import TargetSpec, TargetTensors, require_sound
+from distill.teachers.backends.served.protocol import JSON, TargetRequest, documents
+from distill.teachers.backends.served.vllm import VllmExchange
+
+LOOKS_S = 0.002
+HEALTH_S = 2.0  # seconds between two checks of the servers while a file is awaited
+DEAD_S = 15.0  # seconds without an answer after which a server counts as dead
+
+
+class Ends(NamedTuple):
+    """Modules of a model after its layers: final norm and head.
+
+    Attributes:
+        norm: the final one.
+        head: its weights; `transform`: scale and soft cap of the logits.
+        fingerprint: of embedding, norm and head.
+    """
+
+    norm: nn.Module
+    head: HeadWeights
+    transform: LogitTransform
+    fingerprint: str
+
+
+def load_ends(section: TeacherSection, dtype: torch.dtype) -> Ends:
+    """Read a model without its layers, in host memory.
+
+    Raises:
+        ValueError: it cannot be read, or has no final norm that can be identified.
+    """
+    assert section.model is not None
+    source, config = resolve_model_source(section.model, "teacher.model"), load_config(section, "teacher")
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # it would warn of the layers, which are left out
+    try:
+        with loading(section.model, source, "teacher.model"):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source.location, config=cut_config(config, range(0)), revision=section.revision, dtype=dtype,
+                trust_remote_code=section.trust_remote_code, use_safetensors=True, output_loading_info=True,
+            )  # fmt: skip
+            model, missing = loaded[0], loaded[1]["missing_keys"]
+            if missing:
+                raise ValueError(f"its files lack {', '.join(sorted(missing))}")
+    finally:
+        transformers.logging.set_verbosity(before)
+    model.eval().requires_grad_(False)
+    width = find_head(model).linear.weight.shape[1]  # type: ignore[index]
+    norms = [
+        module for module in decoder_of(model).children()
+        if (own := list(module.parameters())) and all(weight.shape == (width,) for weight in own)
+    ]  # fmt: skip
+    if len(norms) != 1:
+        raise ValueError(f"teacher.folder: expected one norm after the layers of {section.model}, found {len(norms)}")
+    return Ends(norms[0], read_head(find_head(model)), probe_logits(model, "teacher"), fingerprint(model))
+
+
+class Parts(NamedTuple):
+    """Pending answers to a query's documents."""
+
+    parts: Sequence[Future[torch.Tensor]]
+    positions: int
+    spec: TargetSpec
+
+    def result(self) -> TargetTensors:
+        """Wait for the hidden states of all positions, in order.
+
+        Raises:
+            TeacherUnavailableError: one will not come, or has other contents.
+        """
+        hidden = torch.cat([part.result() for part in self.parts])
+        return require_sound({"hidden": hidden}, self.positions, self.spec)
+
+
+class VllmHiddenExchange(VllmExchange):
+    """The exchange with vLLM's completions endpoint and the folder that its connector writes to.
+
+    Args:
+        servers: of the same model.
+        spec: of each position: hidden states.
+        folder: its path on this machine; only the file names of the paths that a server reports are used.
+        ends: final norm and head of the model.
+    """
+
+    def __init__(self, servers: Servers, spec: TargetSpec, folder: Path, ends: Ends) -> None:
+        super().__init__(servers, spec._replace(top_k=1))  # for `proof`
+        self.logprobs, self.spec = self.spec, spec._replace(deterministic=False)
+        self.folder, self.ends, self.read_bytes = folder, ends, 0
+        if not folder.is_dir():
+            raise ValueError(f"teacher.folder: expected the folder that vLLM's connector writes to, got {folder}")
+
+    def _question(self, query: TargetRequest) -> bytes:
+        question: dict[str, Any] = json.loads(super()._question(query))
+        return json.dumps({n: v for n, v in question.items() if n != "prompt_logprobs"}).encode()
+
+    def read(self, body: bytes, query: TargetRequest) -> TargetTensors:
+        """Return the hidden states of one document, all of whose positions are requested."""
+        return {"hidden": self._hidden(body, query.ids[0])}
+
+    def ask(self, query: TargetRequest) -> Parts:  # type: ignore[override]
+        def part(ids: np.ndarray, rows: np.ndarray) -> Future[torch.Tensor]:
+            one = TargetRequest(ids[None].astype(np.int32), None, rows.astype(np.int32))
+
+            def read(body: torch.Tensor) -> torch.Tensor:
+                return self._hidden(body.numpy().tobytes(), ids)[torch.from_numpy(rows)]
+
+            return self.servers.submit("/v1/completions", self._question(one), len(rows), read, JSON)
+
+        pieces = documents(query)
+        return Parts([part(piece.ids, piece.query) for piece in pieces], len(query.rows), self.spec)
+
+    @torch.no_grad()
+    def _hidden(self, body: bytes, ids: np.ndarray) -> torch.Tensor:
+        """Return hidden states [tokens, H] of a document, after the final norm, from the file that an answer names."""
+        found = self._loaded(self._file_of(body))
+        states, tokens = found.get("hidden_states"), found.get("token_ids")
+        if states is None or tokens is None or states.dim() != 3 or states.shape[2] != self.spec.hidden:
+            got, width = None if states is None else tuple(states.shape), self.spec.hidden
+            raise TeacherUnavailableError(
+                f"teacher.folder: hidden_states: expected [tokens, layers, {width}], got {got}"
+            )
+        if len(states) < len(ids) or tokens[: len(ids)].tolist() != ids.tolist():
+            raise TeacherUnavailableError("teacher.folder: a file of other tokens than requested")
+        return self.ends.norm(states[: len(ids), -1].to(self.spec.dtype))
+
+    def _file_of(self, body: bytes) -> Path:
+        """Return the path of the file that an answer names, on this machine."""
+        try:
+            return self.folder / Path(json.loads(body)["kv_transfer_params"]["hidden_states_path"]).name
+        except (ValueError, KeyError, TypeError):
+            raise TeacherUnavailableError(
+                "teacher.folder: a response without kv_transfer_params.hidden_states_path: start vLLM with the method "
+                "extract_hidden_states and its ExampleHiddenStatesConnector"
+            ) from None
+
+    def _loaded(self, path: Path) -> dict[str, torch.Tensor]:
+        """Return the tensors of a file once it is written, and delete it.
+
+        Raises:
+            TeacherUnavailableError: it does not come, or a server has died meanwhile.
+        """
+        lock, until = path.with_name(path.name + ".lock"), time.monotonic() + self.servers.place.wait
+        looks, silent_since = time.monotonic() + HEALTH_S, None
+        while True:
+            try:
+                with _shared(lock):
+                    found = load_file(path)
+                    break
+            except (OSError, SafetensorError) as error:  # held by its writer; not there yet; without lock, in parts
+                if time.monotonic() > until:
+                    raise TeacherUnavailableError(f"teacher.folder: {path} cannot be read: {error!s:.200}") from None
+                if (now := time.monotonic()) > looks:
+                    silence, looks = self.servers.silence(), now + HEALTH_S
+                    silent_since = (silent_since or now) if silence else None
+                    if silent_since is not None and now - silent_since > DEAD_S:
+                        raise TeacherUnavailableError(f"teacher.url: {silence}, and {path} was not written") from None
+                time.sleep(LOOKS_S)
+        self.read_bytes += path.stat().st_size
+        for file in (path, lock):
+            file.unlink(missing_ok=True)
+        return found
+
+    def cost(self) -> float:
+        return (self.servers.received + self.read_bytes) / max(self.servers.positions, 1)
+
+    def proof(self, query: TargetRequest) -> str:
+        """Compare the server's own log-probabilities of the next tokens with those computed from its hidden states.
+
+        Raises:
+            ValueError: they differ: layers, norm, head or soft cap are not the server's.
+        """
+        try:
+            expected = self._label_log_probs(query).double()
+        except TeacherUnavailableError as refused:
+            return f"its log-probabilities are not compared: {refused}"
+        weight, bias, _ = self.ends.head
+        hidden = self.ask(query).result()["hidden"]
+        z = nn.functional.linear(hidden.to(weight), weight, bias).double() * self.ends.transform.scale
+        cap = self.ends.transform.softcap
+        z = z if cap is None else cap * torch.tanh(z / cap)
+        own = z.log_softmax(-1).gather(1, torch.from_numpy(query.labels.astype(np.int64))[:, None])[:, 0]
+        off = (own - expected).abs().mean().item()
+        if not off <= MOST_OFF:
+            raise ValueError(
+                f"teacher.folder: log-probabilities made here are off by {off:.2g} nats a token from the server's own: "
+                "its last layer id is not the number of layers, or teacher.model is another model than it serves"
+            )
+        return f"log-probabilities of {len(own)} tokens are the server's own, to {off:.1g} nats"
+
+    def _label_log_probs(self, query: TargetRequest) -> torch.Tensor:
+        """Return the server's own log-probabilities of the next tokens, float32 [rows].
+
+        A document is a request: for each the connector writes a file, which nothing else would delete.
+        """
+        asker = VllmExchange(self.servers, self.logprobs)
+        asker.model = self.model
+
+        def part(piece: Any) -> Future[torch.Tensor]:
+            one = TargetRequest(piece.ids[None].astype(np.int32), None, piece.query.astype(np.int32))
+
+            def read(body: torch.Tensor) -> torch.Tensor:
+                answer = body.numpy().tobytes()
+                self._loaded(self._file_of(answer))
+                return asker.read(answer, one)["label_logprob"]
+
+            return self.servers.submit("/v1/completions", asker._question(one), len(one.rows), read, JSON)
+
+        return torch.cat([asked.result() for asked in [part(piece) for piece in documents(query, 0, beyond=1)]])
+
+
+MOST_OFF = 0.1  # nats a token: half precision moves them by a tenth of that
+
+
+@contextlib.contextmanager
+def _shared(lock: Path) -> Iterator[None]:
+    """Hold a shared flock, where there is a file to lock; OSError while its writer holds it."""
+    if not lock.exists():
+        yield
+        return
+    with lock.open() as file:
+        if try_lock(file.fileno(), shared=True) is False:
+            raise BlockingIOError(f"{lock} is held by its writer")
+        yield

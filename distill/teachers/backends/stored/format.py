@@ -1,0 +1,297 @@
+"""Cache format: how documents are named, how a teacher's outputs for them are stored, and in how many bytes.
+
+    caches/chat/
+        plan.json                  what is cached, of which data and teacher; the first file written
+        shard-00000.safetensors    documents; a shard is whole or absent
+        manifest.json              the plan and the counts; the last file written: the cache is complete
+        tokenizer/ teacher/        the tokenizer and the configuration of the teacher
+        head.safetensors           the teacher's head, where hidden states are stored
+        student/                   where the recipe cuts its student from the teacher
+        answers.json               the teacher's answers to the recipe's prompts
+
+A document is found by the hash of its tokens and of which of them are trained, so that shuffling, packing, accumulation
+and ranks cannot misalign it. The positions whose next token is trained are stored, in order. For each, with K tokens:
+
+    ids             uint16 [K], and what exceeds 16 bits in `ids_high`, 1, 2, 4 or 8 bits an id
+    logprobs        float16 [K], at the temperature; of sampled tokens the logarithm of their weight
+    tail            float16, log of the probability of all other tokens, which the rounded K cannot reproduce; of
+                    sampled tokens the entropy at the temperature
+    entropy, label_logprob    float16, exact, of the whole distribution at temperature 1, for the figures
+
+At K = 64 that is 262 bytes a token for vocabularies up to 65,536, 270 up to 131,072 and 278 up to 262,144. The rounding
+of float16 moves a probability by at most 0.4 % where it is above 1e-7 (log-probabilities from -16 to -8 are 0.0078
+apart). With hidden states: `hidden` [teacher's width] in bfloat16 alone, or in fp8 (E4M3) with `hidden_scale`, float32.
+
+Beside them a shard has, for each document, its key, where its positions begin, and a checksum (XXH3, 64 bits) of key
+and positions, checked whenever the document is read: hashing what is copied anyway costs about 0.1 s a GiB. The
+manifest has the checksum of each shard's checksums, checked when the cache is opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from distill.core.errors import show
+from distill.core.files import replacing, write_json
+from distill.core.labels import IGNORE_INDEX
+from distill.core.manifest import SUM, has_valid_checksum, with_checksum
+from distill.recipe import Teacher
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+PLAN, MANIFEST, ANSWERS, HEAD = "plan.json", "manifest.json", "answers.json", "head.safetensors"
+TOKENIZER, TEACHER, STUDENT = "tokenizer", "teacher", "student"  # folders
+KEY_BYTES = 16
+SHARD = "shard-"  # prefix of the names of shards
+FP8 = torch.float8_e4m3fn
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "fp8": FP8}
+BITS = {torch.bfloat16: torch.uint16, FP8: torch.uint8}  # dtypes that numpy does not know, and what holds their bits
+FIGURES = ("tail", "entropy", "label_logprob")
+Plan = Mapping[str, Any]  # description of a cache: see `distill.teachers.backends.stored.plan`
+DOCUMENTS = ("keys", "offsets", "sums")  # tensors of a shard with a value per document, not per position
+
+
+class Document(NamedTuple):
+    """One document of a row.
+
+    Attributes:
+        key: 16 bytes, the hash of the tokens and of which are trained.
+        start, stop: its tokens in the row.
+        predicting: int64 [n], positions in the row whose next token is trained.
+    """
+
+    key: bytes
+    start: int
+    stop: int
+    predicting: np.ndarray
+
+
+def documents_of(row: Mapping[str, Any]) -> Iterator[Document]:
+    """Yield the documents of a row that have trained tokens, in order; position ids restart at 0 with each.
+
+    Args:
+        row: `input_ids`; `labels` (every token is trained without them) and `position_ids` (one document without).
+    """
+    ids = np.asarray(row["input_ids"], dtype=np.int32)
+    labels = np.asarray(row.get("labels", ids), dtype=np.int32)
+    positions = row.get("position_ids")
+    starts = np.zeros(1, np.int64) if positions is None else np.flatnonzero(np.asarray(positions) == 0)
+    if len(starts) == 0 or starts[0] != 0:
+        starts = np.concatenate([[0], starts])
+    for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(ids)], strict=True):
+        learned = labels[start + 1 : stop] != IGNORE_INDEX
+        if learned.any():
+            digest = hashlib.blake2b(ids[start:stop].tobytes(), digest_size=KEY_BYTES)
+            digest.update(np.packbits(learned).tobytes())
+            yield Document(digest.digest(), start, stop, np.flatnonzero(learned) + start)
+
+
+def rows_of(rows: Any, at_once: int = 256) -> Iterator[Mapping[str, np.ndarray]]:
+    """Yield the rows of a data set one by one, read in batches."""
+    table = rows.with_format("numpy") if hasattr(rows, "with_format") else None
+    for start in range(0, len(rows), at_once):
+        if table is None:
+            yield from (rows[number] for number in range(start, min(start + at_once, len(rows))))
+            continue
+        batch = table[start : start + at_once]
+        for number in range(len(batch["input_ids"])):
+            yield {name: values[number] for name, values in batch.items()}
+
+
+# ------------------------------------------------------------------ ids
+
+
+def high_bits(vocabulary: int) -> int:
+    """Return the bits of an id beyond 16, rounded up to 0, 1, 2, 4 or 8."""
+    needed = max((vocabulary - 1).bit_length() - 16, 0)
+    if needed > 8:
+        raise ValueError(f"vocabulary: expected at most {1 << 24:,} tokens, got {vocabulary:,}")
+    return next(width for width in (0, 1, 2, 4, 8) if width >= needed)
+
+
+def split_ids(ids: np.ndarray, vocabulary: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """Split ids [n, K] into uint16 [n, K] and packed higher bits, uint8 [n, ceil(K * bits / 8)], None without any."""
+    bits = high_bits(vocabulary)
+    low = (ids & 0xFFFF).astype(np.uint16)
+    if not bits:
+        return low, None
+    each = 8 // bits
+    high = (ids >> 16).astype(np.uint8)
+    high = np.pad(high, ((0, 0), (0, -high.shape[1] % each))).reshape(len(ids), -1, each)
+    shifts = (np.arange(each) * bits).astype(np.uint8)
+    return low, np.bitwise_or.reduce(high << shifts, axis=2)
+
+
+def join_ids(low: np.ndarray, high: np.ndarray | None, vocabulary: int) -> np.ndarray:
+    """Return the ids int32 [n, K] from the parts of `split_ids`."""
+    ids = low.astype(np.int32)
+    if high is None:
+        return ids
+    bits = high_bits(vocabulary)
+    shifts = (np.arange(8 // bits) * bits).astype(np.uint8)
+    apart = (high[:, :, None] >> shifts) & np.uint8((1 << bits) - 1)
+    return ids | (apart.reshape(len(ids), high.shape[1] * len(shifts))[:, : ids.shape[1]].astype(np.int32) << 16)
+
+
+def bytes_a_token(plan: Plan) -> int:
+    """Return the bytes of one stored position under this plan."""
+    width = DTYPES[plan["dtype"]].itemsize
+    if plan["kind"] == "hidden":
+        return int(width * plan["hidden"] + 4 * (plan["dtype"] == "fp8"))
+    k = plan["k"]
+    return k * (2 + width) + -(-k * high_bits(plan["vocabulary"]) // 8) + len(FIGURES) * width
+
+
+# ------------------------------------------------------------------ files
+
+
+def read_json(path: Path) -> Plan | None:
+    """Return a JSON file's content, a dictionary; None where there is no such file.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    again = "move its folder away" if path.name == PLAN else "delete it"
+    cure = f"{again}, and the same command makes it again"
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is damaged: {str(error).splitlines()[0]:.120}; {cure}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: is damaged: expected a section of JSON, got {show(value)}; {cure}")
+    if not has_valid_checksum(value):
+        raise ValueError(f"{path}: is damaged: it is not as it was written; {cure}")
+    return {name: entry for name, entry in value.items() if name != SUM}
+
+
+def write_signed(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file that holds its own checksum, which `read_json` checks."""
+    write_json(path, with_checksum(value))
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    """Return the file of a shard."""
+    return folder / f"{SHARD}{number:05d}.safetensors"
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file atomically: it is whole, and on the disk, or absent."""
+    with replacing(path) as beside:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside)
+
+
+def as_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Return numpy arrays over the same memory; dtypes that numpy does not know as their bits."""
+    return {name: tensor.view(BITS.get(tensor.dtype, tensor.dtype)).numpy() for name, tensor in tensors.items()}
+
+
+def map_tensors(path: Path, cure: str = "delete it") -> dict[str, np.ndarray]:
+    """Return the arrays of a safetensors file, as of `as_arrays`, mapped: read from disk as they are used.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    try:
+        return as_arrays(load_file(path))
+    except SafetensorError as error:
+        raise ValueError(f"teacher.path: {path} is damaged: {error!s:.80}; {cure}") from None
+
+
+def document_sums(arrays: Mapping[str, np.ndarray], documents: Iterable[int]) -> list[int]:
+    """Return checksums of some documents of a shard, int64, over the key and all that is stored of its positions.
+
+    Args:
+        arrays: of the shard: `keys`, `offsets`, and those with a value a position.
+        documents: their numbers in it.
+    """
+    names = sorted(set(arrays) - set(DOCUMENTS))
+    sums = []
+    for number in documents:
+        start, stop = arrays["offsets"][number : number + 2].tolist()
+        digest = xxhash.xxh3_64(arrays["keys"][number].tobytes())
+        for name in names:
+            digest.update(np.ascontiguousarray(arrays[name][start:stop]).data)
+        sums.append(int.from_bytes(digest.digest(), "little", signed=True))
+    return sums
+
+
+def sum_of_sums(path: Path, cure: str = "delete it") -> str:
+    """Return the XXH3 of a shard's tensors of documents: `keys`, `offsets` and `sums`."""
+    arrays, digest = map_tensors(path, cure), xxhash.xxh3_128()
+    for name in DOCUMENTS:
+        digest.update(arrays[name].tobytes())
+    return digest.hexdigest()
+
+
+def sizes_of(folder: Path, count: int, cure: str) -> Sequence[int]:
+    """Return the bytes of the shards, in order.
+
+    Raises:
+        ValueError: one is missing; the message has the cure.
+    """
+    sizes = []
+    for number in range(count):
+        path = shard_path(folder, number)
+        if not path.is_file():
+            raise ValueError(f"teacher.path: {path} is missing; {cure}")
+        sizes.append(path.stat().st_size)
+    return sizes
+
+
+def manifest_of(folder: Path) -> Plan:
+    """Return the manifest of a complete cache.
+
+    Raises:
+        ValueError: there is none.
+    """
+    manifest = read_json(folder / MANIFEST)
+    if manifest is not None:
+        return manifest
+    if (folder / PLAN).is_file():
+        read_json(folder / PLAN)
+        raise ValueError(
+            f"teacher.path: the cache in {folder} is unfinished; the same distill cache command finishes it"
+        )
+    raise ValueError(f"teacher.path: no cache in {folder}; expected a folder that distill cache wrote")
+
+
+def stored_folder(cache: Path, name: str) -> str:
+    """Return the folder of the tokenizer or of the teacher's configuration inside a complete cache.
+
+    Raises:
+        ValueError: there is no cache, or it has none.
+    """
+    manifest_of(cache)
+    if not (cache / name).is_dir():
+        raise ValueError(f"teacher.path: the cache {cache} was made without a {name}: its data were random tokens")
+    return str(cache / name)
+
+
+def maker_of(section: Teacher) -> Teacher:
+    """Return the section of the model that made a cache, for uses that need its weights.
+
+    Raises:
+        ValueError: there is no complete cache.
+    """
+    folder = Path(section.path or "").expanduser()
+    manifest = manifest_of(folder)
+    named = {name: manifest["teacher"][name] for name in ("model", "revision", "adapter", "init", "config")}
+    if section.model is not None:
+        named = {"model": section.model, "revision": section.revision, "adapter": section.adapter}
+    log.info("the weights of %s are needed, which made the cache %s", named["model"] or named["config"], folder)
+    rest = {name: getattr(section, name) for name in ("dtype", "attention", "trust_remote_code")}
+    return Teacher(**named, **rest)

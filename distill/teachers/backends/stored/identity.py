@@ -1,0 +1,73 @@
+"""Identity of a cache's teacher, and the check that a recipe has the same one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from distill.data.chat import load_template
+from distill.data.token_cache import tokenizer_hash
+from distill.recipe import Recipe
+from distill.teachers.backends.stored.format import Plan
+
+
+def text_hashes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str | None]:
+    """Return hashes of the tokenizer and the chat template that the data are made with; None where there is none."""
+    if tokenizer is None:
+        return {"tokenizer": None, "template": None}
+    template = load_template(recipe.data.chat_template, tokenizer)
+    text = None if template is None else hashlib.sha256(template.source.encode()).hexdigest()
+    return {"tokenizer": tokenizer_hash(tokenizer), "template": text}
+
+
+def require_same_teacher(
+    here: Mapping[str, object] | None,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase | None,
+    manifest: Plan,
+    path: Path,
+) -> None:
+    """Compare a recipe with the cache it names: the teacher, if it names one, the tokenizer and the template.
+
+    Args:
+        here: the recipe's teacher, as `teacher_identity` names it; None to take the cache as it is.
+        recipe: whose chat template makes the data.
+        tokenizer: that makes them; None for random tokens.
+        manifest: of the cache.
+        path: of the cache.
+
+    Raises:
+        ValueError: with the first difference.
+    """
+    maker = manifest["teacher"]
+    by_files = here is not None and bool(here["files_sha256"] and maker["files_sha256"])
+    names = ("files_sha256", "adapter") if by_files else ("init", "config", "model", "revision", "adapter")
+    for name in names if here is not None else ():
+        if here is not None and here[name] != maker[name]:
+            shown = "the model's files differ: " if name == "files_sha256" else ""
+            raise ValueError(
+                f"teacher.{'model' if shown else name}: {shown}the cache {path} was made by "
+                f"{maker['model'] if shown else maker[name]!r}, the recipe names "
+                f"{here['model'] if shown else here[name]!r}; leave it out to take the cache as it is"
+            )
+    now = text_hashes(recipe, tokenizer)
+    for name, field in (("tokenizer", "teacher.path"), ("template", "data.chat_template")):
+        if now[name] != manifest["text"][name]:
+            raise ValueError(f"{field}: the {name} differs from the one that the cache {path} was made with")
+
+
+def description(manifest: Plan) -> str:
+    """Return a cache's contents in words."""
+    if manifest["kind"] == "hidden":
+        held = f"hidden states of {manifest['hidden']:,} and its head"
+    else:
+        read = {
+            "bucket": f"{manifest['k']} likeliest of {manifest['vocabulary']:,} tokens and the rest as one",
+            "renormalize": f"{manifest['k']} likeliest of {manifest['vocabulary']:,} tokens, as if no others were",
+            "sampled": f"{manifest['k']} tokens drawn from {manifest['vocabulary']:,}",
+        }[manifest["tail"]]
+        held = f"{read}, temperature {manifest['temperature']:g}"
+    return f"{manifest['positions']:,} positions of {manifest['documents']:,} documents: {held}"

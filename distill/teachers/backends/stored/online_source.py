@@ -1,0 +1,377 @@
+"""The source of a teacher with online caching: its folder, the identity of the stored outputs, what is missing.
+
+Any source may be cached: of a loaded model, sharded or not, or of servers. It is opened where a document of the run's
+data is not stored, or a student is cut that is not. A folder may have been begun by another run, with other data,
+losses and students, by `distill cache`, or by a run that was killed: what is there is used. It must be of the same
+teacher, as it is computed here.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from distill.core.errors import differences
+from distill.core.files import make_folder
+from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
+from distill.core.units import GIB
+from distill.data.load import Splits, load_data
+from distill.models.load.meta_models import meta_config, meta_student
+from distill.models.load.vocabulary import shared_columns
+from distill.models.precision.dtypes import resolve_device, resolve_precision
+from distill.models.prune.pruning import layers_of
+from distill.objectives.measure import KL, Measure, over_stored
+from distill.objectives.top_k import TopKFormat
+from distill.recipe import Data, Student
+from distill.recipe import Teacher as TeacherSection
+from distill.recipe.models import EIGHT_BITS
+from distill.teachers.backends.served.source import ServerSource
+from distill.teachers.backends.stored.format import (
+    HEAD,
+    MANIFEST,
+    PLAN,
+    STUDENT,
+    Plan,
+    bytes_a_token,
+    documents_of,
+    read_json,
+    rows_of,
+    write_signed,
+)
+from distill.teachers.backends.stored.identity import require_same_teacher
+from distill.teachers.backends.stored.online_store import Store
+from distill.teachers.backends.stored.online_teacher import KeptTeacher, StoredTeacher
+from distill.teachers.backends.stored.plan import LogitHead, Origin, head_of, hidden_content, plan_of, write_companions
+from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.settings import Settings, default_tail
+from distill.teachers.backends.stored.teacher import stored_footprint
+from distill.teachers.calibration import CutRequest, cut_identity
+from distill.teachers.capabilities import is_collective, student_cut_from
+from distill.teachers.footprint import Footprint, FootprintContext
+from distill.teachers.identity import teacher_identity
+from distill.teachers.interface import LoadContext, Teacher, TeacherSource
+from distill.teachers.source_capabilities import (
+    CachesState,
+    ChecksData,
+    DescribesStored,
+    Measures,
+    NotesData,
+    copy_cached_state,
+    data_problems,
+    files_of,
+    measure_of_source,
+    shapes_of,
+    source_size_text,
+)
+from distill.teachers.vocabulary import Match, Vocabulary
+from distill.teachers.wrapping import WrappingSource, WrappingVocabulary
+
+BEGINS_WITHIN_S = 1800.0  # seconds; machines load a teacher at different speeds
+
+
+class KeepSource(WrappingSource, Measures, NotesData, ChecksData, DescribesStored, CachesState):
+    """The source of a teacher that is opened if anything is missing in its folder.
+
+    Args:
+        inner: source of the teacher.
+        section: of the recipe, whose `online_cache` names the folder.
+        field: of that section.
+
+    Attributes:
+        folder: where outputs are stored; None for nowhere, by `keep: /dev/null`, as doctor uses it.
+        required: positions to store of every document of the data, by its key; empty until these are read.
+        noted: the rows of these documents; None until they are read.
+        chosen: settings of what is stored, where a command decides; None for the recipe's.
+        option: of the command that names the folder; None for the recipe's `online_cache`.
+    """
+
+    def __init__(self, inner: TeacherSource, section: TeacherSection, field: str = "teacher") -> None:
+        super().__init__(inner)
+        self.section, self.field = section, field
+        assert section.online_cache is not None
+        self.folder = None if section.online_cache == os.devnull else Path(section.online_cache).expanduser()
+        self.required: dict[bytes, int] = {}
+        self.noted: Splits | None = None
+        self.chosen: Settings | None = None
+        self.option: str | None = None
+        self._dtype: torch.dtype | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """Plan of what is stored; None where nothing is."""
+        return read_json(self.folder / PLAN) if self.folder else None
+
+    def vocabulary(self) -> Vocabulary:
+        return KeepVocabulary(self)
+
+    @property
+    def sent_top_k(self) -> bool:
+        """True where servers send K tokens, which are stored as received."""
+        return bool(self.section.urls) and self.section.top_k is not None
+
+    def settings(self) -> Settings:
+        """Return what the recipe stores; hidden states in their own dtype, which is known once the teacher is open."""
+        if self.chosen is not None and not self.sent_top_k:
+            return self.chosen
+        section = self.section
+        hidden = section.online_cache_format != "top_k" and not self.sent_top_k
+        dtype = {"hidden_fp8": "fp8", "top_k": "float16"}.get(section.online_cache_format)
+        return Settings(section.top_k or 64, hidden, default_tail(self.recipe.loss), dtype)
+
+    def measure(self) -> Measure:
+        if (plan := self.plan) is not None:
+            return over_stored(plan)
+        if self.sent_top_k:
+            return measure_of_source(self.inner)
+        return KL if self.settings().hidden else Measure("KL over what is stored")
+
+    def copy_cached_state(self, other: TeacherSource) -> None:
+        if not isinstance(other, KeepSource):
+            return
+        copy_cached_state(self.inner, other.inner)
+        if self.recipe.data == other.recipe.data:
+            self.required, self.noted = other.required, other.noted
+
+    def note_data(self, splits: Splits) -> None:
+        """Note the documents that have to be stored."""
+        rows = (row for split in (splits.train, splits.validation) for row in rows_of(split))
+        self.required = {d.key: len(d.predicting) for row in rows for d in documents_of(row)}
+        self.noted = splits
+
+    def missing(self) -> list[bytes]:
+        """Return the documents of the data that are not stored."""
+        plan = self.plan
+        return list(self.required) if plan is None else Store(plan, self.folder, self.required, all_parts=True).missing
+
+    def data_problems(self, splits: Splits) -> list[str]:
+        """Return the teacher's problems, and one where the disk is too small for the data that were noted last."""
+        return [*data_problems(self.inner, splits), *self.room_problems()]
+
+    def room_problems(self) -> list[str]:
+        """Return a message where the disk is too small for the data that were noted last."""
+        if self.folder is None:
+            return []
+        left = sum(self.required[key] for key in self.missing()) * self._width()
+        ancestor = next(place for place in (self.folder, *self.folder.absolute().parents) if place.exists())
+        free = shutil.disk_usage(ancestor).free
+        if left <= free:
+            return []
+        fewer = "fewer tokens (--top-k, data.max_rows)" if self.option else "online_cache_format: hidden_fp8 or top_k"
+        return [
+            f"{self.place}: {left / GIB:,.1f} GiB more are stored ({self._width():,} bytes per trained token), and "
+            f"{ancestor} has {free / GIB:,.1f} GiB free; use {fewer}, or another disk"
+        ]
+
+    @property
+    def place(self) -> str:
+        """The setting or option that names the folder, for messages."""
+        return self.option or f"{self.field}.online_cache"
+
+    def footprint(self, context: FootprintContext) -> Footprint:
+        """Return the teacher's footprint and that of what is read; the head of a sharded one stays whole beside the
+        shards. Where all outputs for these data are stored, it is a cache's: the teacher is not opened."""
+        shape = shapes_of(self)[0]
+        if self.required and not self.missing() and (plan := self.plan) is not None:
+            return stored_footprint(plan, shape)
+        opened, self._dtype = self.inner.footprint(context), context.precision.teacher
+        head = shape.head * context.precision.teacher.itemsize if context.sharded else 0.0
+        return opened._replace(weights=opened.weights + head, token_bytes=2 * opened.token_bytes)
+
+    def size_text(self) -> str:
+        """Return the teacher's size and the bytes on disk, in words."""
+        width, count = self._width(), sum(self.required.values())
+        amount = f"{width * count / GIB:,.2f} GiB for the {count:,} of these data"
+        if not count:
+            amount = f"{width * 1e8 / GIB:,.0f} GiB for each 100 M"
+        stored = f"online_cache: {self.section.online_cache}, {width:,} bytes per trained token, {amount}"
+        text = f"{source_size_text(self.inner)}; {stored}"
+        if count and (present := count - sum(self.required[key] for key in self.missing())):
+            text += f", {present / count:.0%} of them stored already" + (": it is not loaded" * (present == count))
+        return text
+
+    def _width(self) -> int:
+        settings, shape = self.settings(), shapes_of(self)[0]
+        if self._dtype is None:
+            self._dtype = resolve_precision(self.recipe, resolve_device(self.recipe.train)).teacher
+        dtype = settings.dtype or str(self._dtype).removeprefix("torch.")
+        if isinstance(self.inner, ServerSource):
+            dtype = settings.dtype or self.inner.stored_dtype
+        kind = {"kind": "hidden" if settings.hidden else "top_k", "dtype": dtype, "k": settings.k}
+        return bytes_a_token({**kind, "hidden": shape.hidden, "vocabulary": shape.vocabulary})
+
+    def maker(self) -> dict[str, object] | None:
+        """Return the identity of the recipe's teacher, as `teacher_identity` does; None where that is not known."""
+        if isinstance(self.inner, ServerSource):
+            return self.inner.maker()
+        return teacher_identity(self.section)
+
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> KeptTeacher | StoredTeacher:
+        """Open what is stored, and the teacher where anything is missing.
+
+        Raises:
+            ValueError: the folder holds something else, or outputs of another teacher, with the first difference.
+        """
+        self._dtype = context.precision.teacher
+        if self.folder is not None and broadcast_from_rank0(lambda: self._is_complete(vocabulary)):
+            cache = TeacherCache(self.folder)
+            return StoredTeacher(cache, context.device, lambda: self.inner.open(context, vocabulary))
+        inner = self.inner.open(context, vocabulary)
+        return self.around(inner, context, vocabulary, head_of(inner))
+
+    def around(
+        self, inner: Teacher, context: LoadContext, vocabulary: Vocabulary, head: LogitHead | None
+    ) -> KeptTeacher:
+        """Return the store around a teacher that is open, and whose head is `head`; its folder is begun.
+
+        Raises:
+            ValueError: the folder holds something else, or outputs of another teacher, with the first difference.
+        """
+        self._dtype = context.precision.teacher
+        student, layers = self.recipe.student, None  # type: Student, list[int] | dict[str, object] | None
+        content: Mapping[str, object]
+        if head is None:
+            assert isinstance(inner.format, TopKFormat)
+            content, dtype = {**inner.format.manifest}, None
+            if isinstance(self.inner, ServerSource):
+                content = {**content, "dtype": self.inner.stored_dtype}
+        else:
+            settings, dtype = self.settings(), str(head.weights.weight.dtype).removeprefix("torch.")
+            settings = settings._replace(dtype=settings.dtype or dtype)
+            rows = len(head.weights.weight)
+            columns = rows if settings.hidden else self._columns(vocabulary, rows)
+            content = hidden_content(settings, head, columns, self.recipe.loss.temperature)
+        if student.is_cut:
+            assert student.from_teacher is not None
+            config = meta_config(files_of(self).config_section(), self.field)
+            layers = cut_identity(student.from_teacher, layers_of(config))
+        tokenizer = vocabulary.teacher_tokenizer
+        digest = "" if self.noted is None else self.noted.report.digest
+        origin = Origin(self.recipe, digest, tokenizer, vocabulary.id_bound, layers)
+        maker = {"dtype": self.section.held if self.section.dtype in EIGHT_BITS else dtype} | (self.maker() or {})
+        plan = plan_of(origin, content, maker)
+        if self.option is None:
+            plan["weights"] = None if is_collective(inner) else inner.fingerprint().get("weights")
+        if self.folder is not None:
+            teacher = KeptTeacher(inner, Store(plan, None, {}), head=head)
+            begin = functools.partial(self._begin, plan, teacher, context, tokenizer)
+            together = torch.distributed.is_available() and torch.distributed.is_initialized()
+            agreed = broadcast_from_rank0(begin) if together or world_size() == 1 else self._begin_apart(begin, plan)
+            plan = dict(agreed)
+        store = Store(plan, self.folder, self.required, all_parts=self.option is not None)
+        return KeptTeacher(inner, store, context.device, head)
+
+    def _begin_apart(self, begin: Callable[[], Plan], plan: Plan) -> Plan:
+        """Begin the cache, or wait for the first process to do so, in processes that are not connected."""
+        if is_main_process():
+            return begin()
+        assert self.folder is not None
+        until = time.monotonic() + BEGINS_WITHIN_S
+        while (begun := self.plan) is None:
+            if time.monotonic() > until:
+                raise ValueError(f"{self.place}: {self.folder} was not begun by the first process; expected a folder "
+                                 "that all machines share")  # fmt: skip
+            time.sleep(0.2)
+        self._require_same(begun, plan)
+        return begun
+
+    def _is_complete(self, vocabulary: Vocabulary) -> bool:
+        """Return whether all is stored; then the cache is closed."""
+        assert self.folder is not None
+        if (plan := self.plan) is None:
+            self._require_empty()
+            return False
+        require_same_teacher(self.maker(), self.recipe, vocabulary.teacher_tokenizer, plan, self.folder)
+        settings = self.settings()
+        self._require_same(plan, {"kind": "hidden" if settings.hidden else "top_k", "k": settings.k})
+        store = Store(plan, self.folder, self.required, all_parts=True)
+        if not self.required or store.missing or (store.is_hidden and not (self.folder / HEAD).is_file()):
+            return False
+        if store.writes:
+            store.close()
+        return (self.folder / MANIFEST).is_file()
+
+    def _begin(self, plan: Plan, kept: KeptTeacher, context: LoadContext, tokenizer: object) -> Plan:
+        """Begin a cache in the folder, or go on with the one that is there; returns its plan."""
+        assert self.folder is not None
+        if (begun := self.plan) is not None:
+            self._require_same(begun, plan)
+        else:
+            self._require_empty()
+        if problems := self.room_problems():
+            raise ValueError(problems[0])
+        if begun is not None:
+            plan = begun
+        else:
+            make_folder(self.folder)
+            write_signed(self.folder / PLAN, plan)
+        if not (self.folder / MANIFEST).is_file():
+            cut, student = None, self.recipe.student
+            if student.is_cut and plan["student_layers"] is not None and not (self.folder / STUDENT).is_dir():
+                plain = student.model_copy(update={"lora": None})
+                alone = context.calibration._replace(shares=False)  # this process begins for all
+                request = CutRequest(plain, torch.device("cpu"), context.precision.student, alone)
+                cut = student_cut_from(kept, request).model
+            models = [*kept.models.values()]
+            config = models[0].config if models else meta_config(files_of(self).config_section(), self.field)
+            head = kept.head.weights if kept.head is not None and plan["kind"] == "hidden" else None
+            write_companions(self.folder, config, tokenizer, head, cut)
+        return plan
+
+    def _require_empty(self) -> None:
+        assert self.folder is not None
+        if self.folder.exists() and any(self.folder.iterdir()):
+            raise ValueError(f"{self.place}: {self.folder} is not empty and holds no cache; name another folder")
+
+    def _require_same(self, begun: Plan, now: Plan) -> None:
+        """Check that what is stored is what this run would store; ValueError with the first difference."""
+        of_top_k = ["k", *(["tail", "temperature"] if self.option else [])] if begun["kind"] == "top_k" else []
+        same = ("kind", "dtype", "hidden", "scale", "softcap", "weights", *of_top_k)
+        flat = [{**plan, "teacher.dtype": plan.get("teacher", {}).get("dtype")} for plan in (begun, now)]
+        names = [name for name in (*same, "teacher.dtype") if all(plan.get(name) is not None for plan in flat)]
+        first, second = ({name: plan[name] for name in names} for plan in flat)
+        for name, old, new in differences(first, second):
+            raise ValueError(
+                f"{self.place}: {self.folder} was begun with other settings: {name} was {old!r}, now {new!r}; "
+                "name another folder"
+            )
+
+    def _columns(self, vocabulary: Vocabulary, rows: int) -> int:
+        """Return the columns that K tokens are taken from: those that the recipe's student has too."""
+        student: Student = self.recipe.student.model_copy(update={"lora": None})
+        if student.vocabulary == "cross":
+            return rows
+        own = meta_student(student, meta_config(files_of(self).config_section(), self.field)).shape.vocabulary
+        if student.vocabulary == "extend" and vocabulary.tokenizer is not None:
+            return min(rows, max(own, len(vocabulary.tokenizer)))
+        return min(rows, shared_columns(vocabulary.tokenizer, vocabulary.student_tokenizer, rows, own)[0])
+
+
+class KeepVocabulary(WrappingVocabulary):
+    """The teacher's vocabulary, whose rows are noted as they are read."""
+
+    def __init__(self, source: KeepSource) -> None:
+        inner = source.inner.vocabulary()
+
+        def read(data: Data, seed: int) -> Splits:
+            splits = load_data(data, self.tokenizer, seed=seed, vocab_size=self.id_bound)
+            source.note_data(splits)
+            return splits
+
+        super().__init__(inner, read)
+        self.top_k, self._stored_bound = not source.settings().hidden, (source.plan or {}).get("ids_below")
+
+    @property
+    def id_bound(self) -> int | None:
+        """Exclusive upper bound of random token ids, as when the store was begun; None for text."""
+        return self.inner.id_bound if self.tokenizer is not None or self._stored_bound is None else self._stored_bound
+
+    def match(self, teacher_rows: list[int], student_rows: int) -> Match:
+        """Return the alignment; the format of K tokens checks that the student has the columns they were taken from."""
+        match = super().match(teacher_rows, student_rows)
+        return match._replace(columns=None) if self.top_k else match

@@ -1,0 +1,278 @@
+"""Store of a teacher's outputs: a cache that is filled while it is read.
+
+    caches/chat/
+        plan.json, tokenizer/, ...                     as `distill cache` writes them
+        shard-part-0001-00003.safetensors              the fourth shard of process 1; whole or absent
+        settled.json                                   the parts that all processes read
+        shard-00000.safetensors ..., manifest.json     once every document is there: the parts renamed, a complete cache
+
+A process reads what it has stored itself, written yet or not, and the parts of others from the next `flush` on: at
+checkpoints and at the ends of epochs and evaluations. What each process reads then follows from the run alone, not
+from the speed of processes and disks, and of a document that two have stored the one of the lower rank is read. A run
+that is resumed from a checkpoint finds all that was stored before it, and nothing that other processes had not seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from distill.core.files import try_lock
+from distill.core.ranks import is_main_process
+from distill.models.precision.host_copy import HostCopy
+from distill.teachers.backends.stored.format import (
+    DOCUMENTS,
+    DTYPES,
+    FIGURES,
+    MANIFEST,
+    SHARD,
+    Document,
+    Plan,
+    as_arrays,
+    bytes_a_token,
+    map_tensors,
+    read_json,
+    shard_path,
+    split_ids,
+    write_signed,
+    write_tensors,
+)
+from distill.teachers.backends.stored.plan import close_cache, shard_of
+from distill.teachers.backends.stored.read import KEPT_CURE, Shards
+from distill.teachers.backends.stored.settings import SHARD_BYTES
+
+PART, SETTLED = f"{SHARD}part-", "settled.json"
+log = logging.getLogger(__name__)
+_locks: dict[Path, int | None] = {}  # held until this process ends
+
+
+class Piece(NamedTuple):
+    """Positions of one document in an answer of the teacher."""
+
+    answer: HostCopy
+    start: int
+    stop: int
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the outputs at these positions."""
+        tensors = self.answer.wait().items()
+        return as_arrays({name: tensor[self.start : self.stop] for name, tensor in tensors})
+
+
+class Store(Shards):
+    """Outputs that are stored in a folder, and those still to be written.
+
+    Args:
+        plan: of the cache that it becomes.
+        folder: where it is; None for nowhere: a batch's outputs are dropped with it.
+        required: positions of every document of the run, by its key.
+        all_parts: whether to read parts too that the processes have not agreed on.
+
+    Attributes:
+        missing: keys of the run's documents that no process has stored, as of the last `flush`.
+        most_waiting: bytes that wait before a part is written; infinite where the caller decides.
+    """
+
+    cure = KEPT_CURE
+
+    def __init__(
+        self, plan: Plan, folder: Path | None, required: Mapping[bytes, int], *, all_parts: bool = False
+    ) -> None:
+        self.manifest, self.folder, self.path = plan, folder, folder or Path()
+        self._mapped: dict[str, dict[str, np.ndarray]] = {}
+        self._pending: dict[bytes, Piece] = {}  # not mapped yet, the last ones not written
+        self._unwritten: list[bytes] = []
+        self._waiting = 0  # positions of these
+        self.most_waiting: float = SHARD_BYTES
+        self._writing: tuple[str, list[bytes], Future[None]] | None = None
+        self._rank = int(os.environ.get("RANK", "0"))
+        self.required = required
+        names = self._listed()
+        settled = set((read_json(self.path / SETTLED) or {}).get("parts", ())) if folder else set()
+        own = f"{PART}{self._rank:04d}-"
+        self._map([n for n in names if all_parts or n in settled or n.startswith(own) or not n.startswith(PART)])
+        self.missing = [key for key in required if not self.has(key)]
+
+    # --------------------------------------------------------------- reading
+
+    def has(self, key: bytes) -> bool:
+        """Return whether this process can read a document."""
+        return key in self._pending or self.find(key) is not None
+
+    def gather(self, documents: Iterable[Document]) -> Callable[[], dict[str, torch.Tensor]]:
+        """Find stored documents; return a function that reads them, in any thread until the next `flush`, as
+        `Shards.look_up` does. It raises ValueError where a file is damaged."""
+        places = [(document, self._pending.get(document.key), self.find(document.key)) for document in documents]
+        return lambda: self.joined([empty_piece(self.manifest), *(self._piece(*place) for place in places)])
+
+    def _piece(self, document: Document, piece: Piece | None, place: tuple[int, int] | None) -> dict[str, np.ndarray]:
+        if piece is not None:
+            return piece.arrays()
+        assert place is not None, "a document was looked up that nobody has stored"
+        start, stop = self.read_back(*place, len(document.predicting))
+        arrays = self.shards[place[0]]
+        return {name: arrays[name][start:stop] for name in arrays.keys() - set(DOCUMENTS)}
+
+    def file_of(self, shard: int) -> Path:
+        return self.path / self._names[shard]
+
+    def _listed(self) -> list[str]:
+        """Return the names of all shards: numbered ones, then the parts of each process in order."""
+        names = sorted(path.name for path in self.folder.glob(f"{SHARD}*.safetensors")) if self.folder else []
+        return sorted(names, key=lambda name: name.startswith(PART))
+
+    def _map(self, names: Sequence[str]) -> None:
+        self._mapped = {name: self._mapped.get(name) or map_tensors(self.path / name, self.cure) for name in names}
+        self._names, self.shards = list(self._mapped), list(self._mapped.values())
+        self._index()
+
+    # --------------------------------------------------------------- storing
+
+    @property
+    def writes(self) -> bool:
+        """True where this process stores outputs: one run at a time does, others only read."""
+        if self.folder is None:
+            return False
+        lock = self.folder.resolve() / f".keep-{self._rank:04d}.lock"
+        if lock not in _locks:
+            handle: int | None = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+            assert handle is not None
+            if try_lock(handle) is False:
+                os.close(handle)
+                handle = None
+                log.warning("another run stores into %s: this one reads what is there, and stores nothing", self.folder)
+            _locks[lock] = handle
+        return _locks[lock] is not None
+
+    def add(self, documents: Iterable[Document], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Add the teacher's outputs for documents, in their order; documents that are stored already do not change."""
+        answer, start = HostCopy(tensors), 0
+        for document in documents:
+            stop = start + len(document.predicting)
+            if not self.has(document.key):
+                self._pending[document.key] = Piece(answer, start, stop)
+                self._unwritten.append(document.key)
+                self._waiting += stop - start
+            start = stop
+        if self._waiting * bytes_a_token(self.manifest) >= self.most_waiting and self.writes:
+            self.write()
+
+    def forget(self) -> None:
+        """Drop outputs that will not be written: without a folder, or where another run stores."""
+        if not self.writes:
+            self._pending, self._unwritten, self._waiting = {}, [], 0
+
+    def write(self, shard: int | None = None) -> None:
+        """Begin to write a part of all pending outputs, in a thread.
+
+        Args:
+            shard: number of its file; None for a part of this process, which it also is where that file exists.
+        """
+        self.land()
+        if not self._unwritten:
+            return
+        own = f"{PART}{self._rank:04d}-"
+        numbers = [int(name[len(own) :].partition(".")[0]) for name in self._names if name.startswith(own)]
+        keys, self._unwritten, self._waiting = self._unwritten, [], 0
+        pieces, name = [self._pending[key] for key in keys], f"{own}{max(numbers, default=-1) + 1:05d}.safetensors"
+        if shard is not None and not shard_path(self.path, shard).exists():
+            name = shard_path(self.path, shard).name
+        pool = ThreadPoolExecutor(1)
+        self._writing = name, keys, pool.submit(write_part, self.path / name, keys, pieces)
+        pool.shutdown(wait=False)
+
+    def land(self) -> None:
+        """Wait for the part that is being written, and read it from there."""
+        if self._writing is None:
+            return
+        name, keys, future = self._writing
+        self._writing = None
+        future.result()
+        self._map([*self._names, name])
+        for key in keys:
+            del self._pending[key]
+
+    def look_again(self) -> None:
+        """Map what other processes have written since."""
+        if set(names := self._listed()) != set(self._names):
+            self._map(names)
+
+    def finish_writing(self) -> None:
+        """Wait for the part that is being written, whether or not that fails."""
+        if self._writing is not None:
+            self._writing[2].exception()
+
+    def flush(self) -> None:
+        """Write all pending outputs, map what the others have stored, and close the cache once it is complete. Every
+        process must call this.
+
+        Raises:
+            OSError: the disk is full.
+            ValueError: a file is damaged.
+        """
+        if self.folder is None:
+            return
+        if self.writes:
+            self.write()
+            self.land()
+        _wait()
+        if is_main_process() and self.writes:
+            self._map(self._listed())
+            if any(self.find(key) is None for key in self.missing):
+                parts = [name for name in self._names if name.startswith(PART)]
+                write_signed(self.folder / SETTLED, {"parts": parts})
+            else:
+                self.close()
+        _wait()
+        self._map(self._listed())
+        self.missing = [key for key in self.missing if self.find(key) is None]
+
+    def close(self) -> None:
+        """Make a complete cache of the folder, of all mapped shards, once every document is stored."""
+        assert self.folder is not None
+        parts = [name for name in self._names if name.startswith(PART)]
+        manifest = read_json(self.folder / MANIFEST)
+        if not parts and manifest is not None and len(manifest["shards"]) == len(self._names):
+            return
+        for number, name in enumerate(self._names):  # parts become shards, and gaps of deleted ones are closed
+            if name != shard_path(self.folder, number).name:
+                os.replace(self.folder / name, shard_path(self.folder, number))
+        (self.folder / SETTLED).unlink(missing_ok=True)
+        close_cache(self.folder, manifest or self.manifest)
+
+
+def _wait() -> None:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        distributed.barrier()
+
+
+def write_part(path: Path, keys: Sequence[bytes], pieces: Sequence[Piece]) -> None:
+    """Write a shard of pieces of answers, in their order."""
+    answers = [piece.answer.wait() for piece in pieces]
+    tensors = {
+        name: torch.cat([answer[name][piece.start : piece.stop] for answer, piece in zip(answers, pieces, strict=True)])
+        for name in answers[0]
+    }
+    write_tensors(path, shard_of(keys, [piece.stop - piece.start for piece in pieces], tensors))
+
+
+def empty_piece(plan: Plan) -> dict[str, np.ndarray]:
+    """Return the stored tensors of no positions."""
+    dtype = DTYPES[plan["dtype"]]
+    if plan["kind"] == "hidden":
+        tensors = {"hidden": torch.empty(0, plan["hidden"], dtype=dtype)}
+        return as_arrays(tensors | ({"hidden_scale": torch.empty(0)} if plan["dtype"] == "fp8" else {}))
+    low, high = split_ids(np.empty((0, plan["k"]), np.int32), plan["vocabulary"])
+    arrays = {"ids": low} if high is None else {"ids": low, "ids_high": high}
+    tensors = {"logprobs": torch.empty(0, plan["k"], dtype=dtype)} | {
+        name: torch.empty(0, dtype=dtype) for name in FIGURES
+    }
+    return arrays | as_arrays(tensors)

@@ -1,0 +1,314 @@
+"""A teacher that is queried once for each document: its outputs are stored, and read from then on.
+
+The teacher may be loaded here, sharded, or served. A micro-batch trains on what was stored of it, also where the
+teacher was queried just now. Hidden states, stored in the dtype that they are computed in, and the K tokens that a
+server sends are the teacher's to the bit; of hidden states that are stored in fp8 or as K tokens, the first epoch is
+the same as later ones. Rows whose documents are all stored are read. The teacher is queried for the others, together
+and in their order: for a whole micro-batch where it is new, so that the numbers are those of a run without
+`online_cache`. Rounding depends on which rows share a batch, so a document keeps the numbers of its first query.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from distill.core.labels import mask_document_starts, shift_labels
+from distill.core.ranks import is_main_process
+from distill.data.collator import valid_rows
+from distill.models.flops import FlopCounts
+from distill.models.precision.host_copy import for_transfer, to_device
+from distill.objectives.targets import Batch, Targets, VocabularyAlignment
+from distill.objectives.top_k import TopKFormat
+from distill.objectives.top_k_encoding import rounding_cost
+from distill.recipe import Generate
+from distill.teachers.backends.stored.format import (
+    ANSWERS,
+    DTYPES,
+    MANIFEST,
+    Document,
+    Plan,
+    documents_of,
+    write_signed,
+)
+from distill.teachers.backends.stored.online_store import Store
+from distill.teachers.backends.stored.plan import LogitHead, head_of, stored_tensors, stored_top_k
+from distill.teachers.backends.stored.read import PREFIX, TeacherCache, prompt_text
+from distill.teachers.backends.stored.teacher import CachedTeacher, targets_of
+from distill.teachers.calibration import CutRequest, CutStudent
+from distill.teachers.capabilities import (
+    ChecksFirstBatch,
+    CopiesTruncated,
+    CountsWork,
+    Flushes,
+    Prefetches,
+    Prompt,
+    Responds,
+    first_batch_lines,
+    is_collective,
+    prefetching_of,
+    responses_of,
+    student_cut_from,
+    truncated_copy,
+)
+from distill.teachers.interface import Collate, Teacher
+from distill.teachers.wrapping import WrappingTeacher
+
+DOCUMENTS = f"{PREFIX}documents"
+MOST_READ = 64  # micro-batches that were not collected
+
+
+class RowDocuments:
+    """The documents of each row of a batch, on the host whatever device the batch goes to."""
+
+    def __init__(self, rows: Sequence[Sequence[Document]]) -> None:
+        self.rows = rows
+
+    def to(self, *_: object, **__: object) -> RowDocuments:
+        """Return itself."""
+        return self
+
+
+def _documents(batch: Batch) -> RowDocuments:
+    documents: object = batch[DOCUMENTS]
+    assert isinstance(documents, RowDocuments)
+    return documents
+
+
+def _without_documents(batch: Batch) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in batch.items() if not name.startswith(PREFIX)}
+
+
+class WithDocuments:
+    """A collator that adds the rows' documents to another collator's batch."""
+
+    def __init__(self, collate: Collate) -> None:
+        self.collate = collate
+
+    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+        """Collate rows, and add their documents."""
+        batch = self.collate(rows)
+        if "valid_rows" not in batch:
+            batch["valid_rows"] = valid_rows(mask_document_starts(batch["labels"], batch.get("position_ids")))
+        documents = RowDocuments([list(documents_of(row)) for row in rows])
+        return {**batch, DOCUMENTS: documents}  # type: ignore[dict-item]
+
+
+@runtime_checkable
+class TopKSender(Protocol):
+    """A teacher whose outputs are K tokens of each position."""
+
+    def sent(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """Return K tokens of a batch's trained positions [M, ...] on the CPU, by the names of `cache.encode.TopK`."""
+        ...
+
+
+class KeptTeacher(WrappingTeacher, ChecksFirstBatch, CopiesTruncated, CountsWork, Flushes, Prefetches, Responds):
+    """A teacher, and the store of its outputs.
+
+    Args:
+        inner: queried for what is not stored; it gives hidden states, or K tokens as a `TopKSender`.
+        store: what is stored.
+        device: of this process; None for that of the teacher's head.
+        head: of `inner`, where that is known; None to gather it here.
+    """
+
+    def __init__(
+        self, inner: Teacher, store: Store, device: torch.device | None = None, head: LogitHead | None = None
+    ) -> None:
+        super().__init__(inner)
+        self.store, self.rows = store, inner.rows._replace(supports_new_rows=False)
+        self.ahead = max(0 if (prefetching := prefetching_of(inner)) is None else prefetching.ahead, 1)  # read
+        self.head = head or head_of(inner)
+        self.device = device or (torch.device("cpu") if self.head is None else self.head.weights.weight.device)
+        if not store.is_hidden:
+            self.format = TopKFormat(store.manifest)
+        self._pool = ThreadPoolExecutor(1, "reading")
+        self._reading: dict[RowDocuments, Future[dict[str, torch.Tensor]]] = {}
+        self._asked: dict[RowDocuments, None] = {}  # submitted whole
+
+    def collate(self, plain: Collate) -> Collate:
+        return WithDocuments(self.inner.collate(plain))
+
+    def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
+        if needs_targets and DOCUMENTS not in batch:
+            raise ValueError("batch: expected its documents in it; batches come from objective.collator(...)")
+        return self.inner.student_batch(_without_documents(batch), needs_targets)
+
+    def submit(self, batch: Batch) -> None:
+        """Begin to read a batch that is stored entirely; submit one of which nothing is stored to the teacher."""
+        batched = _documents(batch)
+        if batched in self._reading or batched in self._asked or len(self._reading) > MOST_READ:
+            return
+        documents = [document for row in batched.rows for document in row]
+        stored = [self.store.has(document.key) for document in documents]
+        if all(stored):
+            read, device = self.store.gather(documents), self.device
+            self._reading[batched] = self._pool.submit(lambda: for_transfer(read(), device))
+        elif not any(stored):
+            self._asked[batched] = None
+            if (prefetching := prefetching_of(self.inner)) is not None:
+                prefetching.submit(_without_documents(batch))
+
+    def fault_of(self, batches: Sequence[Batch]) -> str | None:
+        asked = [_without_documents(batch) for batch in batches if _documents(batch) in self._asked]
+        prefetching = prefetching_of(self.inner)
+        return None if prefetching is None else prefetching.fault_of(asked)
+
+    def targets(self, batch: Batch) -> Targets:
+        """Return the stored targets of a batch, after querying the teacher for those that are not stored."""
+        fresh, reading = self.fill(batch), self._reading.pop(_documents(batch), None)
+        if fresh is None:
+            documents = [document for row in _documents(batch).rows for document in row]
+            values = self.store.gather(documents)() if reading is None else reading.result()
+            fresh = {name: to_device(value, batch["input_ids"].device) for name, value in values.items()}
+        self.store.forget()
+        dtype = torch.float32 if self.head is None else self.head.weights.weight.dtype
+        return targets_of(self.store.manifest, {**batch, **fresh}, dtype)
+
+    def fill(self, batch: Batch, generator: torch.Generator | None = None) -> dict[str, torch.Tensor] | None:
+        """Query the teacher for the rows of a batch that are not stored, and store its outputs.
+
+        Args:
+            batch: from `collate`.
+            generator: for sampled tokens; None for one that is seeded by the first document.
+
+        Returns:
+            What is stored of a batch that was all new, in its order, by the names of the batch; None of any other.
+        """
+        batched = _documents(batch)
+        rows = batched.rows
+        new_rows = [n for n, row in enumerate(rows) if not all(self.store.has(document.key) for document in row)]
+        if batched in self._asked:  # its answer is pending, whatever has been stored meanwhile
+            del self._asked[batched]
+            new_rows = [n for n, row in enumerate(rows) if row]
+        if not self._any_process(bool(new_rows), batch["input_ids"].device):
+            return None
+        repeats = sum(map(len, rows)) - len({d.key for row in rows for d in row if not self.store.has(d.key)})
+        indices = list(new_rows) or list(range(len(batch["input_ids"])))  # a process without new rows takes part
+        if any(row and n not in set(indices) for n, row in enumerate(rows)):
+            asked = {name: batch[name][indices] for name in ("input_ids", "position_ids", "labels") if name in batch}
+            asked["valid_rows"] = valid_rows(mask_document_starts(asked["labels"], asked.get("position_ids")))
+        else:
+            indices, asked = list(range(len(batch["input_ids"]))), _without_documents(batch)
+        documents = [document for n in indices if n < len(rows) for document in rows[n]]
+        tensors = self._outputs(asked, documents, generator)
+        if not new_rows:
+            return None
+        self.store.add(documents, tensors)
+        if repeats or not self.store.is_hidden:
+            return None
+        return {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
+
+    def _any_process(self, here: bool, device: torch.device) -> bool:
+        """Return whether the teacher is to be called: of a sharded one all processes call it, or none does."""
+        if not is_collective(self):
+            return here
+        flag = torch.tensor(int(here), device=device)
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+        return bool(flag)
+
+    def _outputs(
+        self, asked: Batch, documents: Sequence[Document], generator: torch.Generator | None
+    ) -> dict[str, torch.Tensor]:
+        """Query the teacher; return what is stored of the trained positions, in their order."""
+        plan, place = self.store.manifest, asked["valid_rows"]
+        if self.head is None:
+            assert isinstance(self.inner, TopKSender)
+            return stored_top_k(self.inner.sent(asked), plan)
+        hidden = self.inner.targets(asked)
+        assert isinstance(hidden, torch.Tensor)
+        labels = shift_labels(asked["labels"]).flatten()[place]
+        if generator is None:
+            seed = int.from_bytes(documents[0].key[:7], "little") if documents else 0
+            generator = torch.Generator(hidden.device).manual_seed(seed ^ int(plan["seed"]))
+        return stored_tensors(plan, hidden.flatten(0, 1)[place], labels, self.head, generator)
+
+    def flush(self) -> None:
+        """Cancel pending reads and flush the store; of a document stored twice, another copy may be read afterwards."""
+        for reading in self._reading.values():
+            reading.cancel()
+        self._reading.clear()
+        self.store.flush()
+
+    def close(self) -> None:
+        """Stop reading, wait for the part that is being written, and close the teacher."""
+        self._pool.shutdown(cancel_futures=True)
+        self.store.finish_writing()
+        self.inner.close()
+
+    def flops_per_token(self) -> dict[str, FlopCounts | None]:
+        """Return None for the FLOPs, which depend on how often the teacher is queried."""
+        return {"": None}
+
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
+        """Check the teacher, and report the cost of quantising it and of storing its hidden states in fp8."""
+        plain = _without_documents(batch)
+        lines = first_batch_lines(self.inner, plain, student, pairing)
+        dtype = DTYPES[self.store.manifest["dtype"]]
+        if dtype.itemsize == 1 and self.head is not None:
+            hidden = self.inner.targets(plain)
+            assert isinstance(hidden, torch.Tensor)
+            cost = rounding_cost(hidden.flatten(0, 1)[batch["valid_rows"]], *self.head, pairing.columns, dtype)
+            lines.append(f"{'keep':<12}hidden states in fp8: on one batch KL(teacher, what is stored) {cost:.2g}")
+        return lines
+
+    def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
+        """Return the teacher's responses, and store them for runs that will not load it."""
+        answers, folder = responses_of(self.inner, prompts, settings), self.store.folder
+        fills = folder is not None and self.store.writes and not (folder / MANIFEST).is_file()
+        if answers is not None and folder is not None and fills and is_main_process():
+            paired = dict(zip(map(prompt_text, prompts), answers, strict=True))
+            write_signed(folder / ANSWERS, {"max_new_tokens": settings.max_new_tokens, "answers": paired})
+        return answers
+
+    def truncated_copy(self, layers: Sequence[int]) -> KeptTeacher:
+        """Return a small teacher whose outputs are not stored."""
+        return KeptTeacher(truncated_copy(self.inner, layers), Store(self.store.manifest, None, {}))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> KeptTeacher:
+        """Return a copy that stores nothing, since its model may be changed."""
+        return KeptTeacher(copy.deepcopy(self.inner, memo), Store(self.store.manifest, None, {}))
+
+    def fingerprint(self) -> dict[str, object]:
+        return fingerprint_of(self.store.manifest)
+
+
+class StoredTeacher(CachedTeacher):
+    """A `KeptTeacher` once all that a run needs is stored: a cache, without weights.
+
+    Args:
+        cache: complete.
+        device: where the stored head is held.
+        load: opens the teacher that made it, where a student is cut that is not stored.
+    """
+
+    def __init__(self, cache: TeacherCache, device: torch.device, load: Callable[[], Teacher]) -> None:
+        super().__init__(cache, device)
+        self.load = load
+
+    def cut_student(self, request: CutRequest) -> CutStudent:
+        """Return the student in the cache; one of other layers is cut from the model, which is loaded for that."""
+        try:
+            return super().cut_student(request)
+        except ValueError:
+            return student_cut_from(self.load(), request)
+
+    def fingerprint(self) -> dict[str, object]:
+        return fingerprint_of(self.cache.manifest)
+
+
+IDENTITY = ("kind", "k", "tail", "temperature", "dtype", "vocabulary", "hidden", "scale", "softcap", "teacher", "text")
+
+
+def fingerprint_of(plan: Plan) -> dict[str, object]:
+    """Return a fingerprint of the stored outputs and their teacher, whether its weights are loaded or not."""
+    identity = {name: plan.get(name) for name in (*IDENTITY, "weights")}
+    return {"kept_sha256": hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()}

@@ -1,0 +1,192 @@
+"""Plan and contents of a cache, written by `distill cache` or by a run with `teacher.online_cache` (online caching)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from distill.core.environment import environment
+from distill.core.files import replacing_folder
+from distill.core.manifest import file_checksums
+from distill.models.head import HeadWeights, LogitTransform
+from distill.models.load.loading import save_student
+from distill.objectives.hidden import HiddenFormat
+from distill.objectives.top_k_encoding import Encoding, encode, pack_hidden
+from distill.recipe import Recipe
+from distill.teachers.backends.stored.format import (
+    DTYPES,
+    FIGURES,
+    HEAD,
+    KEY_BYTES,
+    MANIFEST,
+    PLAN,
+    SHARD,
+    STUDENT,
+    TEACHER,
+    TOKENIZER,
+    VERSION,
+    Plan,
+    as_arrays,
+    document_sums,
+    map_tensors,
+    shard_path,
+    split_ids,
+    sum_of_sums,
+    write_signed,
+    write_tensors,
+)
+from distill.teachers.backends.stored.identity import text_hashes
+from distill.teachers.backends.stored.read import data_settings
+from distill.teachers.backends.stored.settings import Settings
+from distill.teachers.capabilities import is_collective
+from distill.teachers.interface import Teacher
+
+
+class LogitHead(NamedTuple):
+    """A teacher's head, which computes logits from its hidden states.
+
+    Attributes:
+        weights: weight [V, H] and bias.
+        transform: scale and soft cap.
+    """
+
+    weights: HeadWeights
+    transform: LogitTransform
+
+
+def head_of(teacher: Teacher) -> LogitHead | None:
+    """Return the head of a teacher that gives hidden states, whole beside the shards of a sharded one; None of one that
+    gives K tokens."""
+    if not isinstance(teacher.format, HiddenFormat):
+        return None
+    with teacher.format.head.open() as weights:
+        if is_collective(teacher):
+            bias = weights.bias
+            weights = HeadWeights(weights.weight.clone(), None if bias is None else bias.clone(), None)
+    return LogitHead(weights, teacher.format.transform)
+
+
+class Origin(NamedTuple):
+    """Inputs of a cache beside the teacher.
+
+    Attributes:
+        recipe: whose data are cached.
+        digest: hash of their source.
+        tokenizer: that makes them; None for random tokens.
+        ids_below: of random tokens; None for text.
+        student: what names a student that is cut from the teacher (`cut_identity`); None for any other.
+    """
+
+    recipe: Recipe
+    digest: str
+    tokenizer: PreTrainedTokenizerBase | None
+    ids_below: int | None
+    student: list[int] | dict[str, object] | None
+
+
+def plan_of(origin: Origin, content: Mapping[str, Any], maker: Mapping[str, object]) -> dict[str, Any]:
+    """Return the plan of a cache: everything but the documents.
+
+    Args:
+        origin: its inputs beside the teacher.
+        content: what is stored of a position: `hidden_content`, or the manifest of a format of K tokens.
+        maker: the teacher, as `teacher_identity` names it, and the dtype that it is held in.
+    """
+    recipe = origin.recipe
+    return {
+        "version": VERSION,
+        **content,
+        "seed": recipe.train.seed,
+        "ids_below": origin.ids_below,
+        "teacher": {**maker},
+        "text": text_hashes(recipe, origin.tokenizer),
+        "data": data_settings(recipe, origin.digest),
+        "student_layers": origin.student,
+        "versions": environment(),
+    }
+
+
+def hidden_content(settings: Settings, head: LogitHead, columns: int, temperature: float) -> dict[str, Any]:
+    """Return what is stored of a teacher's hidden states; `columns` of the vocabulary are those that K tokens are taken
+    of."""
+    kind = {"kind": "hidden"} if settings.hidden else {"kind": "top_k", "k": settings.k, "tail": settings.tail}
+    rows, width = head.weights.weight.shape
+    return {
+        **kind,
+        "temperature": None if settings.hidden else temperature,
+        "dtype": settings.dtype,
+        "vocabulary": rows if settings.hidden else columns,
+        "hidden": width,
+        "scale": head.transform.scale,
+        "softcap": head.transform.softcap,
+    }
+
+
+@torch.no_grad()  # FSDP2's gathered weights must not be made under inference mode
+def stored_tensors(
+    plan: Plan, hidden: torch.Tensor, labels: torch.Tensor, head: LogitHead, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Return the tensors to store for states [M, H] and labels [M]: states on their device, or K tokens on the CPU."""
+    dtype = DTYPES[plan["dtype"]]
+    if plan["kind"] == "hidden":
+        return pack_hidden(hidden, dtype)
+    encoding = Encoding(*(plan[name] for name in ("vocabulary", "k", "tail", "temperature")))
+    return stored_top_k(encode(hidden, *head, labels, encoding, generator)._asdict(), plan)
+
+
+def stored_top_k(top: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
+    """Return the tensors to store for K tokens of M positions, named as in `TopK`, on the CPU."""
+    dtype = DTYPES[plan["dtype"]]
+    low, high = split_ids(top["ids"].cpu().numpy(), plan["vocabulary"])
+    tensors = {"ids": torch.from_numpy(low)}
+    tensors |= {name: top[name].to(dtype).cpu() for name in ("logprobs", *FIGURES)}
+    return tensors if high is None else tensors | {"ids_high": torch.from_numpy(high)}
+
+
+def shard_of(keys: Sequence[bytes], counts: Sequence[int], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a shard: documents' tensors by position, with their keys, where their positions begin, and checksums.
+
+    Args:
+        keys: of the documents.
+        counts: positions of each.
+        tensors: stored of them, in that order.
+    """
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    assert all(len(tensor) == offsets[-1] for tensor in tensors.values()), "a position was lost"
+    named = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES)
+    tensors |= {"keys": torch.from_numpy(named.copy()), "offsets": torch.from_numpy(offsets)}
+    return tensors | {"sums": torch.tensor(document_sums(as_arrays(tensors), range(len(keys))))}
+
+
+def write_companions(folder: Path, config: Any, tokenizer: Any, head: HeadWeights | None, cut: Any) -> None:
+    """Write what goes with the shards: the model's configuration, the tokenizer, and where they are not there yet the
+    head (None where K tokens are stored) and the student that is cut from the teacher (None for any other)."""
+    config.save_pretrained(folder / TEACHER)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder / TOKENIZER)
+    if head is not None and not (folder / HEAD).is_file():
+        tensors = {"weight": head.weight.detach()} | ({} if head.bias is None else {"bias": head.bias.detach()})
+        write_tensors(folder / HEAD, {name: tensor.cpu().clone() for name, tensor in tensors.items()})
+    if cut is not None and not (folder / STUDENT).is_dir():
+        with replacing_folder(folder / STUDENT) as beside:
+            save_student(cut, None, beside)
+
+
+def close_cache(folder: Path, plan: Plan) -> Plan:
+    """Write the manifest, which makes the cache complete; its shards are numbered without a gap."""
+    count = next(number for number in range(1 << 30) if not shard_path(folder, number).is_file())
+    ends = [map_tensors(shard_path(folder, number))["offsets"] for number in range(count)]
+    manifest = {
+        **plan, "documents": sum(len(offsets) - 1 for offsets in ends),
+        "positions": sum(int(offsets[-1]) for offsets in ends),
+        "shards": [shard_path(folder, number).stat().st_size for number in range(count)],
+        "sums": [sum_of_sums(shard_path(folder, number)) for number in range(count)],
+        "files": {name: entry for name, entry in file_checksums(folder, skip=SHARD).items() if name != PLAN},
+    }  # fmt: skip
+    write_signed(folder / MANIFEST, manifest)
+    return manifest

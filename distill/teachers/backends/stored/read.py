@@ -1,0 +1,296 @@
+"""Reading of a cache: documents are found by hash, and their data are mapped, not loaded.
+
+    cache = TeacherCache("caches/chat")
+    batch = CachedRows(Collator(0), cache)(rows)   # cached_ids [M, K], cached_logprobs, ... beside the collator's
+
+The index is a sorted array, 24 bytes a document, shared between processes that fork; a look-up is a binary search in
+it, and what is found is one contiguous piece of a mapped file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from distill.core.labels import mask_document_starts
+from distill.core.manifest import damage_of_files
+from distill.data.collator import valid_rows
+from distill.recipe import Generate, Recipe
+from distill.teachers.backends.stored.format import (
+    ANSWERS,
+    DOCUMENTS,
+    DTYPES,
+    FIGURES,
+    HEAD,
+    KEY_BYTES,
+    MANIFEST,
+    VERSION,
+    Document,
+    Plan,
+    document_sums,
+    documents_of,
+    join_ids,
+    manifest_of,
+    map_tensors,
+    read_json,
+    rows_of,
+    shard_path,
+    sizes_of,
+    sum_of_sums,
+)
+from distill.teachers.capabilities import Prompt
+
+if TYPE_CHECKING:
+    from distill.data.load import Splits
+
+PREFIX = "cached_"
+KEPT_CURE = f"delete the file, and {MANIFEST} where there is one, and the teacher computes again what it held"
+log = logging.getLogger(__name__)
+
+
+class Shards:
+    """Documents in shards, found by their keys.
+
+    Attributes:
+        path: the folder.
+        manifest: what it holds and how it was made.
+        stored: positions it has.
+        shards: their tensors by name, mapped.
+    """
+
+    path: Path
+    manifest: Plan
+    shards: list[dict[str, np.ndarray]]
+    cure = f"delete the file and {MANIFEST}, and distill cache with the same settings makes them again"
+
+    @property
+    def is_hidden(self) -> bool:
+        """True where hidden states are stored, not K tokens."""
+        return self.manifest["kind"] == "hidden"
+
+    @property
+    def columns(self) -> int:
+        """Columns of the vocabulary that the stored probabilities are over; rows of the stored head."""
+        return int(self.manifest["vocabulary"])
+
+    def _index(self) -> None:
+        none = np.zeros((0, KEY_BYTES), np.uint8)
+        keys = np.concatenate([none, *(shard["keys"].reshape(-1, KEY_BYTES) for shard in self.shards)])
+        halves = np.ascontiguousarray(keys).view(np.uint64).reshape(-1, 2)
+        sizes = np.array([len(shard["keys"]) for shard in self.shards], np.int32)
+        owner = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        within = np.concatenate([none[:, 0].astype(np.int32), *(np.arange(size, dtype=np.int32) for size in sizes)])
+        order = np.argsort(halves[:, 0], kind="stable")
+        self._first, self._second = halves[order, 0], halves[order, 1]
+        self._owner, self._within = owner[order], within[order]
+        self.stored = sum(int(shard["offsets"][-1]) for shard in self.shards)
+
+    def find(self, key: bytes) -> tuple[int, int] | None:
+        """Return shard and number in it of a document; None where it is not in the cache."""
+        first, second = np.frombuffer(key, np.uint64)
+        place = int(np.searchsorted(self._first, first))
+        while place < len(self._first) and self._first[place] == first:
+            if self._second[place] == second:
+                shard, document = int(self._owner[place]), int(self._within[place])
+                return shard, document
+            place += 1
+        return None
+
+    def look_up(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """Return what is stored of the trained positions of some rows, in their order.
+
+        Returns:
+            Tensors named as in the batch: `cached_ids` int32 [M, K], `cached_logprobs` [M, K], `cached_tail`,
+            `cached_entropy`, `cached_label_logprob` [M]; or `cached_hidden` [M, H],
+            in fp8 with `cached_hidden_scale` [M].
+
+        Raises:
+            ValueError: a document is not in the cache.
+        """
+        names = self.shards[0].keys() - set(DOCUMENTS)
+        pieces = [{name: self.shards[0][name][:0] for name in names}]  # there may be no trained position
+        for number, row in enumerate(rows):
+            for document in documents_of(row):
+                shard, start, stop = self._place(document, number, row)
+                pieces.append({name: self.shards[shard][name][start:stop] for name in names})
+        return self.joined(pieces)
+
+    def joined(self, pieces: Sequence[Mapping[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+        """Return what is stored of some documents, concatenated; named as in the batch."""
+        whole = {name: _joined([piece[name] for piece in pieces]) for name in pieces[0]}
+        if self.is_hidden:
+            bits, dtype = torch.from_numpy(whole.pop("hidden")), DTYPES[self.manifest["dtype"]]
+            scale = {f"{PREFIX}{name}": torch.from_numpy(values) for name, values in whole.items()}
+            return {f"{PREFIX}hidden": bits.view(dtype), **scale}
+        ids = join_ids(whole["ids"], whole.get("ids_high"), self.columns)
+        return {
+            f"{PREFIX}ids": torch.from_numpy(ids),
+            **{f"{PREFIX}{name}": torch.from_numpy(whole[name]) for name in ("logprobs", *FIGURES)},
+        }
+
+    def _place(self, document: Document, number: int, row: Mapping[str, Any]) -> tuple[int, int, int]:
+        place = self.find(document.key)
+        if place is None:
+            ids = [int(token) for token in row["input_ids"][document.start : document.start + 8]]
+            raise ValueError(
+                f"teacher.path: {self.path} has no document of these tokens and labels: row {number} of the batch, "
+                f"tokens {document.start} to {document.stop}, {len(document.predicting)} of them trained on, beginning "
+                f"{ids}; it was made from other data, another tokenizer or another split into pieces"
+            )
+        return place[0], *self.read_back(*place, len(document.predicting))
+
+    def file_of(self, shard: int) -> Path:
+        """Return the file that a shard was read from."""
+        return shard_path(self.path, shard)
+
+    def read_back(self, shard: int, number: int, length: int | None = None) -> tuple[int, int]:
+        """Return a document's positions in its shard, once its checksum is right; `length` of them where that is known.
+
+        Raises:
+            ValueError: it does not.
+        """
+        arrays = self.shards[shard]
+        if "sums" in arrays and document_sums(arrays, [number]) != [int(arrays["sums"][number])]:
+            raise self._damaged(self.file_of(shard), f"document {number} of it is not as it was written")
+        start, stop = arrays["offsets"][number : number + 2].tolist()
+        if length is not None and stop - start != length:
+            raise self._damaged(self.file_of(shard), "a document has another length")
+        return start, stop
+
+    def _damaged(self, path: Path, fault: str) -> ValueError:
+        return ValueError(f"teacher.path: {path} is damaged: {fault}; {self.cure}")
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenate arrays [n, ...]; in pinned memory where a GPU is in use."""
+    rows, *shape = sum(map(len, parts)), *parts[0].shape[1:]
+    size = rows * math.prod(shape) * parts[0].itemsize
+    memory = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
+    return np.concatenate(parts, out=memory.numpy().view(parts[0].dtype).reshape(rows, *shape))
+
+
+class TeacherCache(Shards):
+    """A complete cache, open for reading."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Open the cache in a folder.
+
+        Raises:
+            ValueError: there is none, or it is unfinished, damaged or of another version.
+        """
+        self.path = Path(path).expanduser()
+        manifest = manifest_of(self.path)
+        if manifest.get("version") != VERSION:
+            raise ValueError(
+                f"teacher.path: {self.path} is of cache version {manifest.get('version')}, this distill reads {VERSION}"
+            )
+        self.manifest = manifest
+        self.cure = KEPT_CURE if "weights" in manifest else self.cure  # a run that kept its teacher's outputs wrote it
+        try:
+            self._open(manifest["shards"], manifest.get("sums"))
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"teacher.path: the cache {self.path} is damaged: {error!r:.100}") from None
+
+    def _open(self, sizes: list[int], sums: list[str] | None) -> None:
+        for number, (size, expected) in enumerate(zip(sizes_of(self.path, len(sizes), self.cure), sizes, strict=True)):
+            path = shard_path(self.path, number)
+            if size != expected:
+                raise self._damaged(path, f"expected {expected:,} bytes, got {size:,}")
+            if sums is not None and sum_of_sums(path, self.cure) != sums[number]:
+                raise self._damaged(path, "its list of documents is not the one written")
+        if sums is None:
+            log.warning("%s was cached without checksums: what it holds is not checked", self.path)
+        head = {name: entry for name, entry in self.manifest.get("files", {}).items() if name == HEAD}
+        if fault := damage_of_files(self.path, head):
+            raise ValueError(f"teacher.path: {self.path}/{fault}; {self.cure}")
+        self.shards = [map_tensors(shard_path(self.path, number), self.cure) for number in range(len(sizes))]
+        self._index()
+
+    def __reduce__(self) -> tuple[type[TeacherCache], tuple[Path]]:
+        return TeacherCache, (self.path,)  # a worker maps the files itself
+
+    def require(self, rows: Any, name: str, hint: str = "") -> None:
+        """Check that every document of a data set is in the cache.
+
+        Args:
+            rows: the data set.
+            name: of the data set, for the error.
+            hint: a known difference, for the error.
+
+        Raises:
+            ValueError: how many are missing, and the first of them.
+        """
+        total, missing, first = 0, 0, ""
+        for number, row in enumerate(rows_of(rows)):
+            for document in documents_of(row):
+                total += 1
+                if self.find(document.key) is None:
+                    first = first or f"row {number}, tokens {document.start} to {document.stop}"
+                    missing += 1
+        if missing:
+            raise ValueError(
+                f"teacher.path: {self.path} lacks {missing:,} of the {total:,} documents of the {name}, "
+                f"the first in {first}; {hint or 'it was made from other data'}"
+            )
+
+    def require_data(self, recipe: Recipe, splits: Splits) -> None:
+        """Check that every document of a run is in the cache.
+
+        Raises:
+            ValueError: how many are missing and the first of them, with the first setting that differs.
+        """
+        hint = what_differs(self.manifest["data"], data_settings(recipe, splits.report.digest))
+        self.require(splits.train, "training data", hint)
+        self.require(splits.validation, "held-out data", hint)
+
+    def answers(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
+        """Return the teacher's responses to prompts; None where the cache was made with other prompts."""
+        stored = read_json(self.path / ANSWERS)
+        if not prompts or not stored or stored["max_new_tokens"] != settings.max_new_tokens:
+            return None
+        answers = [stored["answers"].get(prompt_text(prompt)) for prompt in prompts]
+        return None if None in answers else answers
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """Return the key of a stored response: the prompt, or its turns as JSON."""
+    return prompt if isinstance(prompt, str) else json.dumps(prompt)
+
+
+class CachedRows:
+    """A collator that adds what is stored of the rows to another collator's batch."""
+
+    def __init__(self, collate: Callable[[Any], dict[str, torch.Tensor]], cache: TeacherCache) -> None:
+        self.collate, self.cache = collate, cache
+
+    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+        """Collate rows and look their documents up."""
+        batch = self.collate(rows)
+        if "valid_rows" not in batch:
+            batch["valid_rows"] = valid_rows(mask_document_starts(batch["labels"], batch.get("position_ids")))
+        return {**batch, **self.cache.look_up(rows)}
+
+
+# ------------------------------------------------------------------ is this the cache of this recipe?
+
+
+def data_settings(recipe: Recipe, digest: str) -> dict[str, Any]:
+    """Return the settings that documents depend on: the data section without their arrangement, the source's hash."""
+    section = recipe.data.model_dump(mode="json", exclude={"packing", "workers", "cache"})
+    section["validation"] = {"source": section["validation"]["source"]}
+    return section | {"digest": digest}
+
+
+def what_differs(cached: Mapping[str, object], now: Mapping[str, object]) -> str:
+    """Return the first data setting that differs from when the cache was made, in words; empty if none does."""
+    for name, value in cached.items():
+        if now.get(name) != value:
+            return f"data.{name} was {value!r} when the cache was made and is {now.get(name)!r} here"
+    return ""

@@ -1,0 +1,1 @@
+"""Combination of several teachers: mixtures of distributions, and routes by document."""

@@ -1,0 +1,156 @@
+"""Protocols of a teacher: its source and the open teacher; the format of its targets is in objectives/targets.py.
+
+    source = source_of(recipe)                 # from the recipe and files alone; no weights are read
+    teacher = source.open(context)             # weights are on the device; ready to be queried
+    targets = teacher.targets(batch)           # once per micro-batch, without a graph
+    loss = teacher.format.loss(section, pairing)
+
+A new backend is one file with a source and a teacher, and a line in `registry.BACKENDS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from distill.models.patch.attention_choice import AttentionChoices
+from distill.models.precision.dtypes import Precision, resolve_device, resolve_precision
+from distill.models.sharding import SINGLE_PROCESS, Placement
+from distill.objectives.targets import Batch, TargetFormat, Targets
+from distill.teachers.calibration import NO_ROWS, Calibration, calibration_of
+from distill.teachers.footprint import Footprint, FootprintContext
+
+if TYPE_CHECKING:
+    from distill.data.load import Splits
+    from distill.recipe import Recipe
+    from distill.recipe import Teacher as TeacherSection
+    from distill.teachers.vocabulary import Vocabulary
+
+Collate = Callable[[Sequence[Mapping[str, Sequence[int]]]], dict[str, torch.Tensor]]
+
+
+class AcceptedRows(NamedTuple):
+    """Rows that a teacher has outputs for.
+
+    Attributes:
+        reading: which tokens it reads in place of the student's: the `same`, the same answers after a `context`, or
+            the same text `retokenised`.
+        supports_new_rows: whether it can be queried for rows that it has not seen (on-policy).
+        whole_documents: whether rows must hold whole documents, as its outputs were stored: doctor may not cut them.
+    """
+
+    reading: Literal["same", "context", "retokenised"] = "same"
+    supports_new_rows: bool = True
+    whole_documents: bool = False
+
+
+class Teacher(Protocol):
+    """A teacher that is ready to be queried. Methods with a body here are the default of most kinds.
+
+    What only some teachers can do stands in capabilities.py, with the function that asks for it.
+
+    Attributes:
+        format: what `targets` returns.
+        models: by the field of the recipe that names each: to patch, compile, diagnose; empty for a cache.
+        rows: for which it has outputs.
+    """
+
+    format: TargetFormat
+    models: Mapping[str, nn.Module]
+    rows: AcceptedRows = AcceptedRows()
+
+    def collate(self, plain: Collate) -> Collate:
+        """Return the collator: `plain`, or one around it that adds the columns that the teacher needs."""
+        return plain
+
+    def targets(self, batch: Batch) -> Targets:
+        """Return the teacher's outputs for a collated batch, without a graph; every rank calls this equally often."""
+        ...
+
+    def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
+        """Return the student's part of a batch; ValueError for a batch that `collate` has not made."""
+        return dict(batch)
+
+    def fingerprint(self) -> dict[str, object]:
+        """Return a fingerprint of the weights, for the lock file; collective where they are sharded."""
+        ...
+
+    def close(self) -> None:
+        """Release threads and connections; the teacher cannot be queried afterwards."""
+        return
+
+
+class LoadContext(NamedTuple):
+    """Device, dtypes and placement with which a source is opened.
+
+    Attributes:
+        device: of this process.
+        precision: dtypes of computing and of both models' weights.
+        placement: how several processes hold the models.
+        attention: which attention back ends the models get, for a teacher that is patched while it is loaded.
+        calibration: rows by which the parts of a student that is cut from the teacher are chosen.
+    """
+
+    device: torch.device
+    precision: Precision
+    placement: Placement
+    attention: AttentionChoices
+    calibration: Calibration = NO_ROWS
+
+
+def load_context(recipe: Recipe, splits: Splits | None = None) -> LoadContext:
+    """Return the context of a single process for a recipe: its device and precision, nothing shared.
+
+    Args:
+        splits: data of the recipe, where a student may be cut by them.
+    """
+    device = resolve_device(recipe.train)
+    calibration = NO_ROWS if splits is None else calibration_of(recipe, splits)
+    return LoadContext(device, resolve_precision(recipe, device), SINGLE_PROCESS, AttentionChoices(recipe), calibration)
+
+
+class TeacherSource(Protocol):
+    """A teacher as described by the recipe and the files on this machine; no weights are read.
+
+    What only some sources know stands in source_capabilities.py, with the function that asks for it.
+
+    Attributes:
+        recipe: the run's.
+        sections: of the models that will be loaded, by field; none for a cache.
+        shardable: whether its weights may be sharded over the devices.
+    """
+
+    recipe: Recipe
+    sections: Mapping[str, TeacherSection]
+    shardable: bool = True
+
+    def vocabulary(self) -> Vocabulary:
+        """Tokenizers, and how data are made with them.
+
+        Raises:
+            ValueError: a tokenizer that cannot be read.
+        """
+        ...
+
+    def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
+        """Return why its configuration cannot be loaded this way; `family` is the GPU's, None where unknown."""
+        return []
+
+    def footprint(self, context: FootprintContext) -> Footprint:
+        """Return bytes and FLOPs of a training step, by arithmetic."""
+        ...
+
+    def title(self) -> str:
+        """Return a readable name."""
+        ...
+
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> Teacher:
+        """Load the teacher.
+
+        Raises:
+            ValueError: naming the field.
+        """
+        ...

@@ -1,1 +1,0 @@
-"""Per-domain teachers with routing: each row has its own teacher."""

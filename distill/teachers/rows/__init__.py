@@ -1,0 +1,1 @@
+"""Rows: which tokens the teacher reads for a row of the student."""

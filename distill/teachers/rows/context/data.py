@@ -1,0 +1,231 @@
+"""Data of context distillation: each response after the student's prompt, and after the teacher's.
+
+A row holds the student's `input_ids`, `labels`, `position_ids` and what the teacher reads in their place,
+`teacher_input_ids` and `teacher_position_ids`, document by document. From the first trained token on, both
+readings of a document are the same tokens: they are aligned from their ends. `data.max_length` bounds both, and what
+exceeds it is cut off both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from distill.core.labels import IGNORE_INDEX, document_bounds
+from distill.data.chat import ChatOptions, load_template
+from distill.data.formats import Format, Sample
+from distill.data.load import Splits, load_rows
+from distill.data.report import DataReport
+from distill.data.rows import RowFault
+from distill.data.sources import Row as DataRow
+from distill.data.tally import Tally
+from distill.data.tokenise import TOO_LONG, Batch, Document, Encoder, Partly, clean
+from distill.recipe import Data, Part
+from distill.recipe.models import Context
+from distill.teachers.rows.reading import PREFIX, Row, SecondReading
+
+SHORT = 16  # characters: a shorter text may stand in a prompt by chance
+LEAK = "the student's prompt holds what only the teacher reads"
+
+
+class TwoPrompts(NamedTuple):
+    """An answer after two prompts: int32 ids of both readings, the student's labels, the hash of the student's text."""
+
+    ids: np.ndarray
+    labels: np.ndarray
+    teacher_ids: np.ndarray
+    origin: int
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """Return the columns of `ContextEncoder.columns`."""
+        return {"input_ids": self.ids, "labels": self.labels, "teacher_input_ids": self.teacher_ids}
+
+
+class ContextEncoder(Encoder):
+    """An encoder of both readings of a row, the student's and the teacher's. Arguments as of `Encoder`, and the
+    recipe's `teacher.context`, set by `after`."""
+
+    columns: Mapping[str, tuple[str, ...]] = {"input_ids": (), "labels": (), "teacher_input_ids": ()}
+    context: Context
+
+    def after(self, context: Context) -> ContextEncoder:
+        """Return this encoder, with the context set.
+
+        Raises:
+            ValueError: the rows are running text.
+        """
+        if self.format.kind in ("text", "prompts"):
+            raise ValueError(
+                f"teacher.context: needs prompts with answers, and the data are {self.format}; give chats, or prompts "
+                "with completions"
+            )
+        self.context = context
+        return self
+
+    def settings(self) -> list[object]:
+        return [*super().settings(), self.context.model_dump()]
+
+    def documents(self, batch: Batch, tally: Tally) -> Iterator[Document]:
+        rows: list[Partly] = []
+        others: list[Partly] = []
+        for number, row in batch:
+            with tally.row(number):
+                sample = self.sample(row, tally)
+                assert isinstance(row, dict)
+                made, private = self.chat(sample), filled(self.context, row)
+                each = self.options._replace(train_on="each") if len(made.examples) > 1 else self.options
+                asked = self._for_teacher(sample, private)
+                own, teacher = (
+                    self.partly(number, sample, made), self.partly(number, asked, self.chat(asked, each))
+                )  # fmt: skip
+                secrets = [secret for secret in _secrets(self.context, row, private) if len(secret) >= SHORT]
+                pairs = list(zip(own, teacher, strict=False))  # a longer prompt may leave no room for the last turns
+                for part, other in pairs:
+                    prompt, answer = part.cut()
+                    if answer != other.cut()[1]:
+                        raise RowFault("the chat template renders the response differently after the teacher's context")
+                    if any(secret in prompt for secret in secrets):
+                        raise RowFault(LEAK, "the column of the prompt, or the messages, hold it too")
+                rows += [part for part, _ in pairs]
+                others += [other for _, other in pairs]
+                tally.see_chat(made)
+                tally.left_out += len(own) - len(pairs)
+                tally.see_roles(sample.messages or ())
+        readings = dict(zip(map(id, rows), self._readings(others), strict=True))
+        kept, faults = set[int](), dict[int, list[RowFault]]()
+        for part, ids, labels in self.encode_partly(rows, tally):
+            try:
+                both = self._both(ids, labels, readings[id(part)], part.origin, tally)
+            except RowFault as fault:
+                faults.setdefault(part.number, []).append(fault)
+                continue
+            kept.add(part.number)
+            yield both
+        self.count_faults(kept, faults, tally)
+
+    def _readings(self, parts: Sequence[Partly]) -> Iterator[np.ndarray]:
+        """Yield the teacher's ids of each text, int32; templates include the tokens that begin and end a text."""
+        texts = [part.text for part in parts]
+        for part, ids in zip(parts, self.ids_of(texts) if texts else [], strict=True):
+            before, last = ([], []) if part.templated else self.around(ids)
+            yield np.array([*before, *ids, *last], dtype=np.int32)
+
+    def _both(self, ids: np.ndarray, labels: np.ndarray, other: np.ndarray, origin: int, tally: Tally) -> TwoPrompts:
+        """Return both readings, cut where one of them has no more room."""
+        answer = ids[int((labels != IGNORE_INDEX).argmax()) :]
+        if len(other) <= len(answer) or not np.array_equal(other[len(other) - len(answer) :], answer):
+            raise RowFault("the response has other tokens after the teacher's context", f"{len(answer)} tokens")
+        surplus = max(len(ids), len(other), self.max_length) - self.max_length
+        keep, other_keep = len(ids) - surplus, len(other) - surplus
+        if keep < 2 or (labels[:keep] == IGNORE_INDEX).all():
+            raise RowFault(f"{TOO_LONG}, the teacher's or the student's", f"{len(other)} tokens")
+        tally.truncated += surplus > 0
+        return TwoPrompts(ids[:keep], labels[:keep], other[:other_keep], origin)
+
+    def _for_teacher(self, sample: Sample, text: str) -> Sample:
+        """Return the sample with the context in its place."""
+        text, place = clean(text), self.context.place
+        if sample.messages is None:
+            prompt = sample.prompt or ""
+            joint = prompt[len(prompt.rstrip()) :]
+            after = f"{prompt.rstrip()}\n\n{text}{joint}"
+            return sample._replace(prompt=after if place == "after" else f"{text}\n\n{prompt}")
+        roles = [message["role"] for message in sample.messages]
+        turns = [turn for turn, role in enumerate(roles) if role == "assistant" and turn >= sample.first_trained]
+        assert turns, "held by the student's reading"
+        first = turns[-1] if self.options.train_on == "last" else turns[0]
+        holders = ("system", "developer") if place == "system" else ("user",)
+        at = [turn for turn in range(first) if roles[turn] in holders]
+        messages = list(sample.messages)
+        if place == "system" and not at:
+            return sample._replace(
+                messages=[{"role": "system", "content": text}, *messages],
+                first_trained=sample.first_trained + 1 if sample.first_trained else 0,
+            )
+        if not at:
+            raise RowFault("no user message to place the teacher's context at")
+        content = messages[at[-1]]["content"]
+        both = f"{text}\n\n{content}" if place == "before" else f"{content}\n\n{text}"
+        messages[at[-1]] = {**messages[at[-1]], "content": both}
+        return sample._replace(messages=messages)
+
+
+def filled(context: Context, row: DataRow) -> str:
+    """Return the context's template, filled with a row's columns.
+
+    Raises:
+        RowFault: a column is missing, empty or no text.
+    """
+    return "".join(text + ("" if column is None else _value(row, column)) for text, column in context.parts)
+
+
+def _value(row: DataRow, column: str) -> str:
+    value = row.get(column)
+    given = value if isinstance(value, list) else [value]
+    parts = [part for part in given if isinstance(part, str) and part.strip()]
+    if not parts or len(parts) < len(given):
+        raise RowFault("nothing for the teacher's context", f"column {column!r} of teacher.context.template")
+    return "\n\n".join(parts)
+
+
+def _secrets(context: Context, row: DataRow, private: str) -> list[str]:
+    """Return texts that no student prompt may contain: the columns'; all of a template without columns."""
+    return [_value(row, column).strip() for column in context.columns] or [private.strip()]
+
+
+def load_context_data(data: Data, tokenizer: Any, context: Context, *, seed: int) -> Splits:
+    """Load data whose answers stand after the student's prompt and after the teacher's; arguments as of `load_data`.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    template = load_template(data.chat_template, tokenizer)
+
+    def encoder(format: Format, part: Part) -> ContextEncoder:
+        options, most = ChatOptions.of(part.data), part.data.max_length
+        return ContextEncoder(tokenizer, format, template, max_length=most, options=options).after(context)
+
+    return load_rows(data, encoder, [template], seed=seed, report_type=ContextReport)
+
+
+class ContextReport(DataReport):
+    """Report on the data, with the tokens that the teacher reads in addition."""
+
+    def __str__(self) -> str:
+        more = (self.teacher_tokens - self.tokens) / max(self.documents, 1)
+        return f"{super().__str__()}\ncontext: the teacher reads {more:,.1f} tokens more a document than the student"
+
+
+class ContextCollator(SecondReading):
+    """A collator that adds the teacher's reading to a plain batch; trained tokens have labels in it too."""
+
+    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+        """Collate rows, with the teacher's columns; `teacher_rows` int64 [M] are the teacher's flat positions that
+        correspond to `valid_rows`.
+
+        Raises:
+            ValueError: rows without the teacher's reading, or with another answer in it.
+        """
+        batch, reading = self.both(rows)
+        return batch | reading | {"teacher_rows": reading[f"{PREFIX}valid_rows"]}
+
+    @staticmethod
+    def teacher_row(row: Row) -> dict[str, Any]:
+        """Return the teacher's row, with the student's labels at the same tokens of each document.
+
+        Raises:
+            ValueError: they are other tokens.
+        """
+        own, ids = (np.asarray(row[name]) for name in ("labels", f"{PREFIX}input_ids"))
+        labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
+        bounds = (document_bounds(row[f"{reader}position_ids"]) for reader in ("", PREFIX))
+        for (start, end), (_, other_end) in zip(*bounds, strict=True):
+            learned = np.flatnonzero(own[start + 1 : end] != IGNORE_INDEX) + start + 1
+            places = learned + (other_end - end)
+            if not np.array_equal(ids[places], own[learned]):
+                raise ValueError("rows: expected the same response tokens for teacher and student")
+            labels[places] = own[learned]
+        return {"input_ids": ids, "labels": labels, "position_ids": row[f"{PREFIX}position_ids"]}

@@ -1,0 +1,144 @@
+"""Context distillation: a teacher that reads the student's answers after a prompt of its own.
+
+The teacher may be any other, loaded, served or stored, or the student's own checkpoint, which then differs from the
+student only by what it reads (self-distillation). Its outputs are moved to the student's positions that predict the
+same tokens, so that every loss takes them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from distill.data.load import Splits
+from distill.objectives.targets import Batch, Targets, VocabularyAlignment
+from distill.objectives.top_k import TopKTargets, spread
+from distill.recipe import Data, Generate
+from distill.recipe.models import Context
+from distill.teachers.capabilities import (
+    ChecksFirstBatch,
+    CopiesTruncated,
+    Prompt,
+    Responds,
+    first_batch_lines,
+    responses_of,
+    truncated_copy,
+)
+from distill.teachers.footprint import Footprint, FootprintContext
+from distill.teachers.interface import Collate, LoadContext, Teacher, TeacherSource
+from distill.teachers.rows.context.data import ContextCollator, filled, load_context_data
+from distill.teachers.rows.reading import ReadingTeacher
+from distill.teachers.source_capabilities import note_data
+from distill.teachers.vocabulary import Vocabulary
+from distill.teachers.wrapping import WrappingSource, WrappingVocabulary, readings_of
+
+
+class ContextTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated, Responds):
+    """A teacher with a prompt of its own; its batches come from `ContextCollator`.
+
+    Args:
+        teacher: the inner teacher, or a causal language model.
+        context: its prompt, for `respond`; None where that is not used.
+    """
+
+    reading = "context"
+    needed = ("teacher_input_ids", "teacher_rows")
+
+    def __init__(self, teacher: Teacher | nn.Module, context: Context | None = None) -> None:
+        super().__init__(teacher)
+        self.context = context
+
+    def collate(self, plain: Collate) -> Collate:
+        return ContextCollator(plain, self.pad_token_id, self.inner.collate)
+
+    def targets(self, batch: Batch) -> Targets:
+        """Return the inner teacher's targets at the student's positions; 0 where no token is trained."""
+        targets = self.inner.targets(self.inner_batch(batch))
+        places = batch["teacher_rows"], batch["valid_rows"], batch["input_ids"].shape
+        if isinstance(targets, TopKTargets):
+            return TopKTargets._make(part if part is None else moved(part, *places) for part in targets)
+        assert isinstance(targets, torch.Tensor)
+        return moved(targets, *places)
+
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
+        """Check the inner teacher on the student's rows, and report how much more the teacher reads."""
+        mine, other = (batch[name].numel() for name in ("input_ids", "teacher_input_ids"))
+        line = (
+            f"the teacher reads {other:,} tokens where the student reads {mine:,} (first held-out batch, with "
+            f"padding); the {len(batch['valid_rows']):,} that are trained on are the same for both"
+        )
+        own = (self.student_batch(batch, True), student) if self.models else (self.inner_batch(batch), None)
+        return [*first_batch_lines(self.inner, *own, pairing), f"{'context':<12}{line}"]
+
+    def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
+        """Return responses after a context that is the same for all; None where it depends on a row of the data."""
+        tokenizer = getattr(self.inner, "tokenizer", None)
+        if self.context is None or self.context.columns or getattr(tokenizer, "chat_template", None) is None:
+            return None
+        text, place = filled(self.context, {}), self.context.place
+        system = [{"role": "system", "content": text}] if place == "system" else []
+        wrap = {"system": "{1}", "before": "{0}\n\n{1}", "after": "{1}\n\n{0}"}[place]
+        turns = [[*system, {"role": "user", "content": wrap.format(text, prompt)}] for prompt in prompts]
+        return responses_of(self.inner, turns, settings)
+
+    def truncated_copy(self, layers: Sequence[int]) -> ContextTeacher:
+        return ContextTeacher(truncated_copy(self.inner, layers), self.context)
+
+
+def moved(values: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return values at flat positions of one batch, moved to those of another.
+
+    Args:
+        values: [B, S', ...], or [B * S'].
+        rows: int64 [M], flat positions in `values`; `places` those in the result.
+        shape: [B, S] of the result.
+
+    Returns:
+        [B, S, ...], or [B * S]; 0 elsewhere.
+    """
+    if values.dim() == 1:
+        return spread(values[rows], places, shape).flatten()
+    return spread(values.flatten(0, 1)[rows], places, shape)
+
+
+class ContextSource(WrappingSource):
+    """The source of a teacher that reads after a context.
+
+    Args:
+        inner: of the inner teacher.
+        context: of the recipe.
+    """
+
+    def __init__(self, inner: TeacherSource, context: Context) -> None:
+        super().__init__(inner)
+        self.context = context
+
+    def vocabulary(self) -> Vocabulary:
+        inner = self.inner.vocabulary()
+
+        def read(data: Data, seed: int) -> Splits:
+            splits = load_context_data(data, inner.tokenizer, self.context, seed=seed)
+            note_data(self, splits)
+            return splits
+
+        return WrappingVocabulary(inner, read)
+
+    def inner_splits(self, splits: Splits) -> Splits:
+        return readings_of(splits, ContextCollator.teacher_row)
+
+    def footprint(self, context: FootprintContext) -> Footprint:
+        """Return the inner teacher's footprint, with its outputs over both readings."""
+        plain = self.inner.footprint(context)
+        return plain._replace(token_bytes=2 * plain.token_bytes)
+
+    def title(self) -> str:
+        return f"{self.inner.title()} with a context of its own"
+
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> ContextTeacher:
+        return ContextTeacher(self.inner.open(context, _inside(vocabulary)), self.context)
+
+
+def _inside(vocabulary: Vocabulary) -> Vocabulary:
+    return vocabulary.inner if isinstance(vocabulary, WrappingVocabulary) else vocabulary

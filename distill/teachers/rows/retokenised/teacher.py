@@ -1,0 +1,212 @@
+"""A teacher with another tokenizer than the student's.
+
+Each model reads the text by its own tokenizer; they are compared wherever both have read the same bytes (spans.py).
+Figures are means over aligned spans: the divergence of spans.py at T = 1 in place of a KL, cross-entropies and
+perplexities of the spans' texts, so that both models' are over the same bytes, and top-1 agreement: both models' most
+probable tokens have the same bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from distill_kernels import LossTerm
+from torch import nn
+
+from distill.data.chat import with_template
+from distill.data.load import Splits
+from distill.models.head import LogitTransform
+from distill.models.load.loading import load_tokenizer
+from distill.objectives.hidden import HiddenFormat
+from distill.objectives.losses import HeldOutLoss, LossSpec, TargetLoss, build_loss
+from distill.objectives.measure import SPANS, Measure
+from distill.objectives.span_loss import CHUNK_SHARE, ELEMENT_BYTES, CrossTokenizerLoss, Spans, SpanTargets
+from distill.objectives.targets import (
+    Batch,
+    HeadForward,
+    LossResult,
+    TargetFormat,
+    TargetProperties,
+    VocabularyAlignment,
+)
+from distill.recipe import Data
+from distill.teachers.capabilities import ChecksFirstBatch, CopiesTruncated, first_batch_lines, truncated_copy
+from distill.teachers.footprint import Footprint, FootprintContext
+from distill.teachers.interface import Collate, LoadContext, Teacher
+from distill.teachers.rows.reading import ReadingTeacher
+from distill.teachers.rows.retokenised.alignment import Shared
+from distill.teachers.rows.retokenised.answers import TeacherReader
+from distill.teachers.rows.retokenised.data import CrossCollator, load_cross_data
+from distill.teachers.rows.retokenised.encode import Reader
+from distill.teachers.rows.retokenised.vocabularies import Vocabularies, compare_by_bytes, readers_of, require_rows
+from distill.teachers.source_capabilities import Measures, note_data
+from distill.teachers.vocabulary import Match, Vocabulary, is_synthetic
+from distill.teachers.wrapping import WrappingSource, readings_of
+
+
+class SpansFormat(TargetFormat):
+    """Hidden states over another reading of the text, compared by aligned spans.
+
+    Args:
+        inner: format of the inner teacher.
+        shared: the ids of the same tokens in both vocabularies.
+    """
+
+    def __init__(self, inner: HiddenFormat, shared: Shared) -> None:
+        self.inner = inner
+        # no KL: one part compares sorted probabilities; a span's tokens need not all have labels; hard labels too are
+        # over spans
+        self.properties = TargetProperties(
+            inner.properties.columns, SPANS, reads_valid_rows=False, needed_by_hard_labels=True
+        )
+        self.shared = tuple(torch.as_tensor(ids) for ids in shared)
+
+    def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
+        """Return a pairing over every token of both heads."""
+        return VocabularyAlignment(student, rows, None)
+
+    def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> CrossTokenizerLoss:
+        return CrossTokenizerLoss(build_loss(section, self.inner.transforms(pairing)), self.shared)
+
+    def held_out(self, pairing: VocabularyAlignment) -> TargetLoss:
+        return HeldOutLoss(lambda term: self.loss([term], pairing))
+
+    def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
+        """Return the loss; statistics have an entry per span, [M]."""
+        with self.inner.head.open() as teacher:
+            return loss(
+                call.hidden, call.head, teacher, call.inputs.targets,
+                num_items=call.inputs.num_items, return_stats=call.inputs.statistics,
+            )  # fmt: skip
+
+
+class CrossTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated):
+    """A teacher that reads by its own tokenizer; its batches come from `CrossCollator`.
+
+    Args:
+        teacher: the inner teacher, with hidden states and a head, or a causal language model.
+        shared: the ids of the same tokens in both vocabularies.
+
+    Raises:
+        ValueError: it gives K tokens of each distribution, which are of another vocabulary than the student's.
+    """
+
+    reading = "retokenised"
+    needed = ("teacher_input_ids", "spans")
+    only_for_rollouts = ("answer_starts",)
+
+    def __init__(self, teacher: Teacher | nn.Module, shared: Shared) -> None:
+        super().__init__(teacher)
+        if not isinstance(self.inner.format, HiddenFormat):
+            raise ValueError(
+                "student.vocabulary: cross compares whole distributions; expected hidden states, got top k"
+            )
+        self.hidden, self.shared = self.inner.format, shared
+        self.format = self.spans = SpansFormat(self.hidden, shared)
+
+    def collate(self, plain: Collate) -> Collate:
+        return CrossCollator(plain, self.pad_token_id, self.inner.collate)
+
+    def targets(self, batch: Batch) -> SpanTargets:
+        spans, hidden = batch["spans"], self.inner.targets(self.inner_batch(batch))
+        assert isinstance(hidden, torch.Tensor)
+        return SpanTargets(
+            hidden, Spans(spans[:, :2], spans[:, 2:]), batch["input_ids"], batch["teacher_input_ids"]
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
+        """Check the inner teacher, and report the share of its probability on tokens that the student has."""
+        lines = first_batch_lines(self.inner, self.inner_batch(batch), None, pairing)
+        targets, loss = self.targets(batch), self.spans.loss([LossTerm("forward_kl", 1.0)], pairing)
+        with self.hidden.head.open() as head:
+            share = loss.matched(targets, head, pairing.columns).item()
+        matched = (
+            f"{share:.1%} of the teacher's probability is on shared tokens, over {len(targets.spans.student):,} "
+            "aligned places of held-out text; figures are means over such places"
+        )
+        return [*lines, f"{'matched':<12}{matched}"]
+
+    def truncated_copy(self, layers: Sequence[int]) -> CrossTeacher:
+        return CrossTeacher(truncated_copy(self.inner, layers), self.shared)
+
+
+class CrossSource(WrappingSource, Measures):
+    """The source of a teacher for a student with `vocabulary: cross`."""
+
+    def vocabulary(self) -> CrossVocabulary:
+        return CrossVocabulary(self)
+
+    def measure(self) -> Measure:
+        return SPANS
+
+    def inner_splits(self, splits: Splits) -> Splits:
+        return readings_of(splits, CrossCollator.teacher_row)
+
+    def footprint(self, context: FootprintContext) -> Footprint:
+        """Return the inner teacher's footprint; the loss's chunks depend on the device's memory."""
+        workspace = context.memory_bytes / CHUNK_SHARE * ELEMENT_BYTES
+        return self.inner.footprint(context)._replace(workspace=workspace, wide_head_gradient=True)
+
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> CrossTeacher:
+        assert isinstance(vocabulary, CrossVocabulary)
+        return CrossTeacher(self.inner.open(context, vocabulary.inner), vocabulary.vocabularies.shared)
+
+
+class CrossVocabulary(Vocabulary):
+    """Two tokenizers: the student's makes the data, the teacher's a second reading of them."""
+
+    def __init__(self, source: CrossSource) -> None:
+        recipe = source.recipe
+        if is_synthetic(recipe.data):
+            raise ValueError(
+                f"data.source: {recipe.data.source} has no text, by which student.vocabulary: cross compares"
+            )
+        self.recipe, self.source, self.inner = recipe, source, source.inner.vocabulary()
+        template = recipe.data.chat_template
+        self.tokenizer = with_template(load_tokenizer(recipe.student, "student"), template)
+        self.student_tokenizer = self.tokenizer
+        self.teacher_tokenizer = self.inner.tokenizer
+
+    @functools.cached_property
+    def readers(self) -> tuple[Reader, Reader]:
+        """Readers of student and teacher."""
+        return readers_of(self.tokenizer, self.teacher_tokenizer, self.recipe.data.chat_template)
+
+    @functools.cached_property
+    def vocabularies(self) -> Vocabularies:
+        """Shared tokens of the two vocabularies."""
+        return compare_by_bytes(*self.readers)
+
+    def tokenizers(self) -> list[Any]:
+        """Return the `Reader`s of the teacher and the student."""
+        return list(reversed(self.readers))
+
+    @property
+    def id_bound(self) -> int | None:
+        return None
+
+    def read(self, data: Data, seed: int) -> Splits:
+        splits = load_cross_data(data, self.tokenizer, self.teacher_tokenizer, seed=seed)
+        note_data(self.source, splits)
+        return splits
+
+    def prepare(self) -> None:
+        """Check that both tokenizers' tokens are bytes; ValueError otherwise."""
+        _ = self.readers
+
+    def answer_reader(self) -> TeacherReader:
+        """Return the reader of rollouts by the teacher's tokenizer."""
+        return TeacherReader(*self.readers)
+
+    def fit(self, student: Any) -> None:
+        """Leave the student's tokens as they are."""
+
+    def match(self, teacher_rows: list[int], student_rows: int) -> Match:
+        """Return the alignment by the bytes of tokens."""
+        for reader, rows in zip(self.readers, (student_rows, teacher_rows[0]), strict=True):
+            require_rows(reader, rows)
+        return Match(None, str(self.vocabularies))
