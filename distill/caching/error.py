@@ -95,9 +95,15 @@ def take_sample(loaded: Loaded, positions: int = 512) -> Sample:
                 break
     teacher_hidden, student_hidden, labels = (torch.cat(part)[:positions] for part in zip(*parts, strict=True))
     return Sample(
-        teacher_hidden, student_hidden, head.weights, read_head(find_head(student)), head.transform,
-        loaded.student_transform, labels, loaded.columns,
-    )  # fmt: skip
+        teacher_hidden,
+        student_hidden,
+        head.weights,
+        read_head(find_head(student)),
+        head.transform,
+        loaded.student_transform,
+        labels,
+        loaded.columns,
+    )
 
 
 def rounding(sample: Sample, dtype: str) -> float:
@@ -107,9 +113,14 @@ def rounding(sample: Sample, dtype: str) -> float:
 
 
 def measure(
-    sample: Sample, *, temperature: float = 1.0, dtype: torch.dtype = torch.float16, ks: Sequence[int] = KS,
-    seed: int = 0, advance: Callable[[], None] = lambda: None,
-) -> list[Lossiness]:  # fmt: skip
+    sample: Sample,
+    *,
+    temperature: float = 1.0,
+    dtype: torch.dtype = torch.float16,
+    ks: Sequence[int] = KS,
+    seed: int = 0,
+    advance: Callable[[], None] = lambda: None,
+) -> list[Lossiness]:
     """Return the table of errors: every K up to the vocabulary, every reading.
 
     Args:
@@ -125,35 +136,50 @@ def measure(
     full = FusedKLLoss(temperature=temperature, **LogitTransforms(s.student_transform, s.teacher_transform))
     shared = {"student_bias": s.student_head.bias, "student_lora": s.student_head.lora, "vocab_size": s.columns}
     exact = _differentiated(
-        s, lambda x, w: full(
-            x, w, s.teacher_hidden.to(s.teacher_head.weight.dtype), s.teacher_head.weight,
-            teacher_bias=s.teacher_head.bias, **shared,
+        s,
+        lambda x, w: full(
+            x,
+            w,
+            s.teacher_hidden.to(s.teacher_head.weight.dtype),
+            s.teacher_head.weight,
+            teacher_bias=s.teacher_head.bias,
+            **shared,
         ),
-    )  # fmt: skip
+    )
     table = []
     for k in [k for k in ks if k <= s.columns]:
         for tail in TAILS:
             generator = torch.Generator(s.labels.device).manual_seed(seed)
             stored = encode(
-                s.teacher_hidden, s.teacher_head, s.teacher_transform, s.labels,
-                Encoding(s.columns, k, tail, temperature), generator,
-            ).to(dtype)  # fmt: skip
+                s.teacher_hidden,
+                s.teacher_head,
+                s.teacher_transform,
+                s.labels,
+                Encoding(s.columns, k, tail, temperature),
+                generator,
+            ).to(dtype)
             given = stored.logprobs.float() if tail == "sampled" else normalised(stored.logprobs, stored.tail)
             loss = FusedTopKKLLoss(
-                "forward", tail, temperature, student_logit_scale=s.student_transform.scale,
+                "forward",
+                tail,
+                temperature,
+                student_logit_scale=s.student_transform.scale,
                 student_softcap=s.student_transform.softcap,
-            )  # fmt: skip
+            )
             ids = stored.ids
             made = _differentiated(s, lambda x, w: loss(x, w, ids, given, **shared))  # noqa: B023
             if tail == "sampled":
                 made[0] -= temperature**2 * surplus_of(given, stored.tail).mean()
             table.append(
                 Lossiness(
-                    k, tail, float(p.gather(-1, ids.long()).exp().sum(-1).mean()), divergence(p, stored, given, tail),
+                    k,
+                    tail,
+                    float(p.gather(-1, ids.long()).exp().sum(-1).mean()),
+                    divergence(p, stored, given, tail),
                     float(made[0] / exact[0]),
                     *(_distance(a, b) for a, b in zip(made[1:], exact[1:], strict=True)),
                 )
-            )  # fmt: skip
+            )
             advance()
     return table
 

@@ -168,9 +168,12 @@ def make_cache(
     kept = keep.around(loaded.backend, loaded.context, loaded.vocabulary, loaded.head)
     splits = [keep.noted.train, keep.noted.validation]
     work = plan_work(
-        splits, width=bytes_a_token(kept.store.manifest), max_length=longest_of(splits, loaded),
-        packing=recipe.data.packing, shard_bytes=settings.shard_bytes,
-    )  # fmt: skip
+        splits,
+        width=bytes_a_token(kept.store.manifest),
+        max_length=longest_of(splits, loaded),
+        packing=recipe.data.packing,
+        shard_bytes=settings.shard_bytes,
+    )
 
     def begin() -> list[int]:
         missing = missing_shards(kept.store, work)

@@ -119,9 +119,11 @@ def sample(
     usable = read_prompts(prompts, tokenizer, template, recipe.data.fields, max_length=longest - 1)
     drawn = settings.sampling._asdict().items()
     made_by = {
-        "by": section.model or who, "max_new_tokens": most, "seed": settings.seed,
+        "by": section.model or who,
+        "max_new_tokens": most,
+        "seed": settings.seed,
         **{name: value for name, value in drawn if value != Sampling._field_defaults.get(name)},
-    }  # fmt: skip
+    }
     made_by |= {"revision": section.revision} if section.revision else {}
     made_by |= {"stop": list(settings.stop)} if settings.stop else {}
     processes = _processes(recipe, who, settings)

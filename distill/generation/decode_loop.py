@@ -110,9 +110,10 @@ class Request(NamedTuple):
     def of(self, numbers: Sequence[int]) -> Request:
         """Return the request with these prompts alone, in this order."""
         return self._replace(
-            prompts=[self.prompts[n] for n in numbers], limits=[self.limits[n] for n in numbers],
+            prompts=[self.prompts[n] for n in numbers],
+            limits=[self.limits[n] for n in numbers],
             seeds=[self.seeds[n] for n in numbers],
-        )  # fmt: skip
+        )
 
 
 class Engine(abc.ABC):
@@ -285,9 +286,13 @@ class DecodeLoop(Engine):
         cache = slots.cache
         # the class's forward, without wrappers that a trainer put around the instance's (the loss, a context manager)
         output = type(self.inner).forward(
-            self.inner, input_ids=slots.token[:, None], position_ids=cache.lengths[:, None] - 1,
-            past_key_values=cache, use_cache=True, ragged_cache=cache,
-        )  # fmt: skip
+            self.inner,
+            input_ids=slots.token[:, None],
+            position_ids=cache.lengths[:, None] - 1,
+            past_key_values=cache,
+            use_cache=True,
+            ragged_cache=cache,
+        )
         logits = output.logits[:, -1, : self.settings.vocab_size]
         slots.sample(logits, sampling, self.ends, self.pad, log_probs=self.settings.log_probs)
 

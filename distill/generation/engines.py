@@ -69,7 +69,7 @@ def engine_for(
 
 def settings_for(
     model: nn.Module, tokenizer: Any, template: ChatTemplate | None, stop: Sequence[str] = (), **more: Any
-) -> EngineSettings:  # fmt: skip
+) -> EngineSettings:
     """Return settings with a tokenizer's padding and the tokens that end a response; `more` as in `EngineSettings`."""
     more["stop"] = StopStrings(tokenizer, stop) if stop else None
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -117,11 +117,14 @@ class TransformersEngine(Engine):
             cache = PreallocatedCache(self.inner.config, width + max_new_tokens)
         with override_generation_config(self.inner, max_new_tokens=max_new_tokens, pad=self.pad, ends=self.ends):
             out = self.inner.generate(
-                input_ids=ids.to(self.device), attention_mask=mask.to(self.device), use_cache=True,
-                logits_processor=LogitsProcessorList([sampler]), past_key_values=cache,
+                input_ids=ids.to(self.device),
+                attention_mask=mask.to(self.device),
+                use_cache=True,
+                logits_processor=LogitsProcessorList([sampler]),
+                past_key_values=cache,
                 synced_gpus=self.collective or None,
                 stopping_criteria=StoppingCriteriaList([self.stop.criterion(width)] if self.stop else []),
-            )  # fmt: skip
+            )
         tokens: list[list[int]] = out[:, width:].tolist()
         return tokens
 

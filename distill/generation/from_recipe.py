@@ -109,10 +109,15 @@ def rollouts_from_recipe(
     snapshot = Snapshot(student) if sharded else None
     template = load_template(recipe.data.chat_template, tokenizer)
     settings = settings_for(
-        student, tokenizer, template, section.stop, autocast=autocast,
-        vocab_size=vocab_size, max_length=min(recipe.data.max_length, report.longest + section.max_new_tokens),
+        student,
+        tokenizer,
+        template,
+        section.stop,
+        autocast=autocast,
+        vocab_size=vocab_size,
+        max_length=min(recipe.data.max_length, report.longest + section.max_new_tokens),
         log_probs=True,
-    )  # fmt: skip
+    )
     generating = student if snapshot is None else snapshot.model
     engine = engine_for(section.engine, generating, settings, tokenizer=tokenizer, trains=True)
     one_row = recipe.data.packing and bool(models) and all(map(attends_within_documents, models))
@@ -143,9 +148,21 @@ def rollouts_from_recipe(
         assert code is not None, "--plugin was checked"
         rewards = rewards_of(recipe, tokenizer, code)
     return OnPolicyRollouts(
-        engine, fraction=section.fraction, max_new_tokens=section.max_new_tokens, sampling=sampling_of(section),
-        seed=recipe.train.seed, max_length=recipe.data.max_length, batch_size=section.batch_size,
-        samples=section.samples, max_staleness=section.max_staleness, student=student, snapshot=snapshot,
-        log_probs=True, multiple=multiple, one_row=one_row, reader=reader,
-        environment=environment, rewards=rewards,
-    )  # fmt: skip
+        engine,
+        fraction=section.fraction,
+        max_new_tokens=section.max_new_tokens,
+        sampling=sampling_of(section),
+        seed=recipe.train.seed,
+        max_length=recipe.data.max_length,
+        batch_size=section.batch_size,
+        samples=section.samples,
+        max_staleness=section.max_staleness,
+        student=student,
+        snapshot=snapshot,
+        log_probs=True,
+        multiple=multiple,
+        one_row=one_row,
+        reader=reader,
+        environment=environment,
+        rewards=rewards,
+    )

@@ -80,17 +80,31 @@ class FusedStep:
     """A step on the buffers of `slots`; parameters are read in place when it is called or captured."""
 
     def __init__(
-        self, model: nn.Module, slots: SequenceSlots, dtype: torch.dtype, calls: Mapping[nn.Module, AttentionCall],
-        drawing: tuple[torch.Tensor, int, int | None], plan: Plan | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        slots: SequenceSlots,
+        dtype: torch.dtype,
+        calls: Mapping[nn.Module, AttentionCall],
+        drawing: tuple[torch.Tensor, int, int | None],
+        plan: Plan | None = None,
+    ) -> None:
         ends, pad, columns = drawing
         self.decoder = FusedDecoder(model, slots.cache, dtype, calls, plan)
         self.head, self.norm, self.dtype = find_head(model).linear, decoder_of(model).get_submodule("norm"), dtype
         self.slots, self.seeds, self.generated = slots, slots.seeds, slots.generated
         self.state = SequenceState(
-            slots.token, slots.generated, slots.limits, slots.done, slots.ended, slots.cache.lengths, slots.responses,
-            slots.log_probs, slots.column, ends, pad,
-        )  # fmt: skip
+            slots.token,
+            slots.generated,
+            slots.limits,
+            slots.done,
+            slots.ended,
+            slots.cache.lengths,
+            slots.responses,
+            slots.log_probs,
+            slots.column,
+            ends,
+            pad,
+        )
         weight = self.head.get_parameter("weight")
         self.columns = min(len(weight), columns or len(weight))
         self.scores = TileScores.allocate(slots.batch, self.columns, self.decoder.plan.head, weight.device)

@@ -281,12 +281,16 @@ class OnPolicyRollouts:
             if self.rewards is not None:
                 made[-1] |= score_columns(rows if plan.has_changes else [], made[-1]["input_ids"].shape)
         metric_sums = (
-            len(replaced), sum(response.generated for response in responses),
-            sum(response.truncated for response in responses), sum(plan.left_out for plan in plans),
+            len(replaced),
+            sum(response.generated for response in responses),
+            sum(response.truncated for response in responses),
+            sum(plan.left_out for plan in plans),
             sum(is_repetitive(response.tokens) for response in responses),
-            sum(response.seconds for response in responses), sum(step - response.step for response in responses),
-            sum(1 + len(response.replies) for response in responses), *rewards,
-        )  # fmt: skip
+            sum(response.seconds for response in responses),
+            sum(step - response.step for response in responses),
+            sum(1 + len(response.replies) for response in responses),
+            *rewards,
+        )
         return StepBatches(made, np.array(metric_sums))
 
     def _with_response(self, document: Document, response: GeneratedResponse, score: Score | None) -> Document:

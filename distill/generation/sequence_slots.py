@@ -59,7 +59,7 @@ class SequenceSlots:
 
     def sample(
         self, logits: torch.Tensor, sampling: Sampling, ends: torch.Tensor, pad: int, *, log_probs: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Sample the next tokens from logits [B, V] and update the sequences; `ends` end one, and `pad` follows."""
         token = sampling.sample(logits, self.seeds, self.generated)
         if log_probs:

@@ -79,7 +79,7 @@ def end_tokens(tokenizer: Any, model: nn.Module, template: ChatTemplate | None) 
 @contextlib.contextmanager
 def override_generation_config(
     model: Any, *, max_new_tokens: int, pad: int | None, ends: Sequence[int], temperature: float = 0.0
-) -> Iterator[None]:  # fmt: skip
+) -> Iterator[None]:
     """Make `model.generate` sample at this temperature, without other logits processors, inside the context.
 
     A chat model's own generation config would add penalties and cut-offs, and that of transformers a top-k of 50.
@@ -88,9 +88,11 @@ def override_generation_config(
     own = inner.generation_config
     drawn: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     inner.generation_config = GenerationConfig(
-        max_new_tokens=max_new_tokens, pad_token_id=pad, eos_token_id=sorted(set(ends)) or None,
+        max_new_tokens=max_new_tokens,
+        pad_token_id=pad,
+        eos_token_id=sorted(set(ends)) or None,
         **(drawn if temperature > 0 else {"do_sample": False}),
-    )  # fmt: skip
+    )
     try:
         yield
     finally:

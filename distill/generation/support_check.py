@@ -39,10 +39,15 @@ def unsupported_reason(model: nn.Module) -> str | None:
             cache.begin(lengths)
             for _ in range(2):
                 at = cache.lengths[:, None] - 1
-                given = forward(
-                    inner, input_ids=ids.gather(1, at), position_ids=at, past_key_values=cache, use_cache=True,
+                outputs = forward(
+                    inner,
+                    input_ids=ids.gather(1, at),
+                    position_ids=at,
+                    past_key_values=cache,
+                    use_cache=True,
                     ragged_cache=cache,
-                ).logits[:, -1].float()  # fmt: skip
+                )
+                given = outputs.logits[:, -1].float()
                 right = expected[torch.arange(2, device=device), at[:, 0]]
                 error = (given - right).norm() / right.norm()
                 if not error < tolerance:

@@ -97,12 +97,18 @@ class VllmEngine(Engine):
         with_log_probs = self.log_probs or self._is_new
         settings = [
             SamplingParams(
-                **drawn, max_tokens=limit, seed=seed % 2**63, stop_token_ids=self.ends,
-                allowed_token_ids=self.allowed, logprobs=0 if with_log_probs else None,
-                stop=self.stop and list(self.stop.strings), detokenize=self.stop is not None, skip_special_tokens=False,
+                **drawn,
+                max_tokens=limit,
+                seed=seed % 2**63,
+                stop_token_ids=self.ends,
+                allowed_token_ids=self.allowed,
+                logprobs=0 if with_log_probs else None,
+                stop=self.stop and list(self.stop.strings),
+                detokenize=self.stop is not None,
+                skip_special_tokens=False,
             )
             for limit, seed in zip(request.limits, request.seeds, strict=True)
-        ]  # fmt: skip
+        ]
         requests = [{"prompt_token_ids": list(prompt)} for prompt in request.prompts]
         outputs = [output.outputs[0] for output in self.llm.generate(requests, settings, use_tqdm=False)]
         limits = zip(outputs, request.limits, strict=True)

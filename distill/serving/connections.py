@@ -305,10 +305,18 @@ class Server(uvicorn.Server):
     def __init__(self, app: Callable[..., Any], listeners: list[Listener], **tls: Any) -> None:
         self.listeners, connections = listeners, listeners[0].connections
         config = Config(
-            app, log_level="error", access_log=False, server_header=False, backlog=ACCEPTED_AT_ONCE,
-            timeout_keep_alive=int(connections.patience.idle) + 1, timeout_graceful_shutdown=30, ws="none",
-            http=Protocol, loop="asyncio", **tls,
-        )  # fmt: skip
+            app,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            backlog=ACCEPTED_AT_ONCE,
+            timeout_keep_alive=int(connections.patience.idle) + 1,
+            timeout_graceful_shutdown=30,
+            ws="none",
+            http=Protocol,
+            loop="asyncio",
+            **tls,
+        )
         config.connections = connections
         super().__init__(config)
 

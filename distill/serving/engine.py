@@ -179,14 +179,28 @@ class Engine:
         config, (rows, width) = bare(self.model).config.get_text_config(), self.weights.weight.shape  # type: ignore[union-attr,operator]
         longest = getattr(config, "max_position_embeddings", None)
         return Identity(
-            PROTOCOL, model_name(section), teacher_identity(section), self.teacher.fingerprint(),
-            str(self.weights.weight.dtype).removeprefix("torch."), section.held, rows, width, head_hash(self.head),
-            self.transform.scale, self.transform.softcap, None if tokenizer is None else tokenizer_hash(tokenizer),
-            template, hashlib.sha256(json.dumps(self.files, sort_keys=True).encode()).hexdigest(),
-            {"tokens": most_tokens, "document": longest, "top_k": MAX_TOP_K,
-             "logits": max(LOGITS_BYTES // (4 * rows), 1)},
+            PROTOCOL,
+            model_name(section),
+            teacher_identity(section),
+            self.teacher.fingerprint(),
+            str(self.weights.weight.dtype).removeprefix("torch."),
+            section.held,
+            rows,
+            width,
+            head_hash(self.head),
+            self.transform.scale,
+            self.transform.softcap,
+            None if tokenizer is None else tokenizer_hash(tokenizer),
+            template,
+            hashlib.sha256(json.dumps(self.files, sort_keys=True).encode()).hexdigest(),
+            {
+                "tokens": most_tokens,
+                "document": longest,
+                "top_k": MAX_TOP_K,
+                "logits": max(LOGITS_BYTES // (4 * rows), 1),
+            },
             {"device": str(self.device), **environment(), "fp8_kl": self._fp8_cost(tokenizer, longest or 256)},
-        )  # fmt: skip
+        )
 
     @torch.no_grad()
     def _fp8_cost(self, tokenizer: PreTrainedTokenizerBase, longest: int) -> float:

@@ -42,9 +42,11 @@ TOKEN_VARIABLE = "DISTILL_SERVE_TOKEN"
 def recipe_of_model(model: str, overrides: list[str]) -> Recipe:
     """Return a recipe whose teacher is the named model; its other sections are not used."""
     tree = {
-        "teacher": {"model": model}, "student": {"model": model}, "data": {"source": "python-stdlib"},
+        "teacher": {"model": model},
+        "student": {"model": model},
+        "data": {"source": "python-stdlib"},
         "train": {"steps": 1},
-    }  # fmt: skip
+    }
     return parse(to_yaml(tree), overrides, name="served", origin=model)
 
 
