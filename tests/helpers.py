@@ -7,6 +7,9 @@ eager PyTorch, which in bf16 misses by ten times as much.
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -143,3 +146,18 @@ class Coarse:
     def log_softmax(z, dim):
         exact = torch.log_softmax(z, dim)
         return exact if z.dtype == torch.float64 else exact + 3e-3 * torch.linspace(-1, 1, z.shape[-1]).cos()
+
+
+def faulty_job(number, device):
+    """A job of doctor that succeeds, or ends its process or hangs in one of the ways that kernels do."""
+    from distill.doctor.check_result import CheckResult
+
+    print("a compiler says something")
+    if number == 1:
+        os.abort()
+    if number == 3:
+        print("LLVM ERROR: no such register", file=sys.stderr)
+        os._exit(70)
+    if number == 4:
+        time.sleep(600)
+    return CheckResult(f"job {number}", number != 2, "CUDA error" * (number == 2))

@@ -10,7 +10,8 @@ from subjects import KINDS, RECIPES
 from distill.cli import run_command
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor import examine, invariants_runs
-from distill.doctor.invariants import CHECKS, CheckResult, models_read_the_same_tokens
+from distill.doctor.check_result import CheckResult
+from distill.doctor.invariants import CHECKS, models_read_the_same_tokens
 from distill.doctor.invariants_rollouts import ROLLOUT_CHECKS
 from distill.doctor.references import REFERENCES
 from distill.doctor.rows import SpanRows

@@ -271,9 +271,9 @@ def test_the_doctor_of_a_cpu_checks_every_kernel_and_ends_well(workplace, monkey
     assert lines["HF_TOKEN"] == "(set)" and lines["HF_ENDPOINT"] == "https://...@mirror.example/x"
     assert "hf_abc" not in text and "word@" not in text and "SHELLS_OWN" not in lines
     results = {finding["name"]: finding for finding in found["kernels"]}
-    assert list(results)[:-2] == [check.name for check in CHECKS] and "copy" in results
+    assert list(results)[:-2] == list(CHECKS) and "copy" in results
     assert {name for name, finding in results.items() if not finding["passed"]} == {"fp8 layer"}
-    of_pytorch = {check.name for check in CHECKS if "Triton in its inter" not in results[check.name]["detail"]}
+    of_pytorch = {name for name in CHECKS if "Triton in its inter" not in results[name]["detail"]}
     assert of_pytorch == {"fp8 layer", "LoRA layer"}
     assert "_row_kernel" in results["fused KL"]["detail"]
 
@@ -287,12 +287,12 @@ def test_the_family_of_each_gpu_is_a_line(gpu, monkeypatch, capability, says):
 
 
 COMPILED = """
-from distill.doctor.machine_checks import CHECKS, FULL
-from distill.doctor.machine_process import _drawn, _results
-for check in CHECKS:
-    if check.needs(facts) and check.name != "AdamW":  # which launches through a driver that is not there
-        dtype = torch.float32 if check.wide else torch.bfloat16
-        _results(check.ours, check, _drawn(check.shapes(FULL), dtype))
+from distill.doctor.machine_checks import CHECKS, FULL, draw, results_of, shapes_of
+import inspect
+for name, check in CHECKS.items():
+    if check.needs(facts) and name != "AdamW":  # which launches through a driver that is not there
+        shapes = {key: shapes_of(FULL)[key] for key in inspect.signature(check.call).parameters}
+        results_of(check, draw(shapes, torch.float32 if check.wide else torch.bfloat16))
 """
 EVERYWHERE = {
     "_row_kernel",

@@ -12,7 +12,7 @@ from distill.core import console
 from distill.core.units import counted
 
 if TYPE_CHECKING:
-    from distill.doctor.invariants import CheckResult
+    from distill.doctor.check_result import CheckResult
 
 
 def doctor(

@@ -18,15 +18,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from distill.core.environment import environment
 from distill.core.units import GIB
+from distill.doctor.check_result import CheckResult, Line
 from distill.doctor.check_setup import CheckSetup
-from distill.doctor.invariants import CHECKS, CheckResult
+from distill.doctor.invariants import CHECKS
 from distill.doctor.invariants_rollouts import ROLLOUT_CHECKS
 from distill.doctor.invariants_runs import RUN_CHECKS
 from distill.doctor.rollouts import StudentRollouts, prompts_of
@@ -51,17 +52,6 @@ from distill.teachers.source_capabilities import data_problems
 ROWS, TOKENS = 6, 64
 LARGE = 3_000_000_000  # parameters of both models, above which truncated copies are checked
 WIDE = Precision(torch.float32, torch.float32, torch.float32)
-
-
-class Line(NamedTuple):
-    """Property of this machine: name, whether it is fine, value, and advice."""
-
-    name: str
-    fine: bool
-    detail: str
-
-    def __str__(self) -> str:
-        return f"{'fine' if self.fine else 'LOOK'}  {self.name}: {self.detail}"
 
 
 def environment_lines(folder: Path = Path()) -> list[Line]:

@@ -18,12 +18,13 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import TrainingArguments
 
+from distill.doctor.check_result import CheckResult
 from distill.doctor.check_setup import TOLERANCE, CheckSetup, Gradients, take_gradients
 from distill.doctor.rollouts import prompts_of
 from distill.models.head import bare, decoder_of, find_head
@@ -32,28 +33,6 @@ from distill.training.trainer import DistillationTrainer
 
 SMALL_WORKSPACE = 2**18  # bytes
 ROW_BYTES = 64  # minimum per column: chunks of one or two rows would measure the summation order of a CPU's BLAS
-
-
-class CheckResult(NamedTuple):
-    """Result of one check.
-
-    Attributes:
-        name: Name of the check.
-        passed: Whether it passed; None where it does not apply.
-        detail: What was compared, with the difference; the reason where it does not apply.
-        seconds: Duration; None where not measured.
-    """
-
-    name: str
-    passed: bool | None
-    detail: str
-    seconds: float | None = None
-
-    def __str__(self) -> str:
-        if self.passed is None:
-            return f"skip  {self.name}: skipped: {self.detail}"
-        took = "" if self.seconds is None else f" [{self.seconds:.0f} s]"
-        return f"{'pass' if self.passed else 'FAIL'}  {self.name}: {self.detail}{took}"
 
 
 # ------------------------------------------------------------------ the invariants

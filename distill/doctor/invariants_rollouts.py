@@ -8,8 +8,9 @@ import torch
 
 from distill.core.labels import IGNORE_INDEX
 from distill.data.collator import Collator
+from distill.doctor.check_result import CheckResult
 from distill.doctor.check_setup import CheckSetup
-from distill.doctor.invariants import CheckResult, difference
+from distill.doctor.invariants import difference
 
 CHANGE = 0.1  # change of the weights between two rollouts, relative to their mean magnitude
 NOT_ON_POLICY = "the recipe does not train on-policy"

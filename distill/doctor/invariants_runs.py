@@ -29,8 +29,9 @@ from transformers import AutoModelForCausalLM, PrinterCallback, TrainingArgument
 from transformers.trainer_pt_utils import safe_globals
 
 from distill.core.ranks import exit_process
+from distill.doctor.check_result import CheckResult
 from distill.doctor.check_setup import CheckSetup
-from distill.doctor.invariants import CheckResult, difference, without_training_mode
+from distill.doctor.invariants import difference, without_training_mode
 from distill.doctor.references import BY_NAME
 from distill.doctor.rollouts import StudentRollouts
 from distill.models.load.read_weights import read_weights

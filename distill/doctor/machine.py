@@ -9,18 +9,18 @@ the next kernel.
 
 from __future__ import annotations
 
-import json
+import contextlib
+import functools
+import multiprocessing
 import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
-import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 from distill_kernels.launch import HAS_TRITON, device_facts
@@ -28,13 +28,14 @@ from distill_kernels.launch import HAS_TRITON, device_facts
 from distill.core.environment import version_of
 from distill.core.folders import RUNS
 from distill.core.units import GIB
-from distill.doctor.examine import Line
-from distill.doctor.invariants import CheckResult
-from distill.doctor.machine_process import JOBS
+from distill.doctor.check_result import CheckResult, Line
+from distill.doctor.machine_checks import CHECKS, check_kernel, copy_rate, gemm_rate
 from distill.models.gpu_specs import path_of
 
-CHILD = [sys.executable, "-m", "distill.doctor.machine_process"]
-LIMIT_S = 240.0  # seconds without output of the process: a compiler that does not end, a GPU that hangs
+Job = tuple[str, Callable[[torch.device], CheckResult]]  # its name, and what a process is sent
+RATES: tuple[Job, ...] = (("copy", copy_rate), ("GEMM", gemm_rate))
+JOBS: tuple[Job, ...] = (*((name, functools.partial(check_kernel, name)) for name in CHECKS), *RATES)
+LIMIT_S = 240.0  # seconds without a result from the process: a compiler that does not end, a GPU that hangs
 MORE_LIBRARIES = ("numpy", "tokenizers", "safetensors", "bitsandbytes", "liger-kernel", "flash-attn", "vllm")
 VARIABLES = re.compile(
     r"(ACCELERATE|CUBLAS|CUDA|DISTILL|GPU|HF|HIP|HSA|MKL|NCCL|OMP|PYTORCH|ROCR|TOKENIZERS|TORCH|TORCHINDUCTOR|TRITON)_.+"
@@ -97,64 +98,94 @@ def _variables() -> list[Line]:
 def check_machine() -> Iterator[CheckResult]:
     """Check every kernel on one GPU of each model, and the rates of every GPU; on a CPU, in Triton's interpreter."""
     if not torch.cuda.is_available():
-        yield from _results("cpu", 0, "")
+        yield from run_in_processes(JOBS, "cpu")
         return
     seen: set[str] = set()
     for index in range(torch.cuda.device_count()):
         name = torch.cuda.get_device_name(index)
-        first = len(JOBS) - 2 if name in seen else 0
+        prefix = f"GPU {index} " if torch.cuda.device_count() > 1 else ""
+        for result in run_in_processes(RATES if name in seen else JOBS, f"cuda:{index}"):
+            yield result._replace(name=f"{prefix}{result.name}")
         seen.add(name)
-        yield from _results(f"cuda:{index}", first, f"GPU {index} " if torch.cuda.device_count() > 1 else "")
 
 
-def _results(device: str, first: int, prefix: str) -> Iterator[CheckResult]:
-    """Run the jobs from number `first` on, in as many processes as needed."""
-    while first < len(JOBS):
-        start, begun, why = first, False, ""
-        for message in _messages(device, first):
-            if "finding" in message:
-                finding = CheckResult(**message["finding"])
-                yield finding._replace(name=f"{prefix}{finding.name}")
-                begun, first = False, message["number"] + 1
-            else:
-                begun, why = begun or "number" in message, message.get("ended", "")
-        if first < len(JOBS) and (begun or first == start):  # else it exited since the CUDA context was broken
-            yield CheckResult(f"{prefix}{JOBS[first][0] if begun else 'kernels'}", False, why)
-            if not begun:
-                return
-            first += 1
+def run_in_processes(jobs: Sequence[Job], device: str, limit_s: float = LIMIT_S) -> Iterator[CheckResult]:
+    """Run jobs on a device, in a process that is replaced whenever one ends or hangs.
+
+    Args:
+        jobs: Names and functions, which can be pickled.
+        device: Device, as torch names it.
+        limit_s: Seconds to wait for a result.
+
+    Yields:
+        The result of each job; for one whose process ended or hung, why.
+    """
+    context = multiprocessing.get_context("spawn")
+    while jobs:
+        receiver, sender = context.Pipe(duplex=False)
+        with tempfile.NamedTemporaryFile("r", errors="replace") as output:
+            process = context.Process(target=run_jobs, args=(jobs, device, output.name, sender), daemon=True)
+            with _interpreting(device):
+                process.start()
+            sender.close()
+            begun, started, why = False, False, f"no result for {limit_s:.0f} s"
+            try:
+                while receiver.poll(limit_s):
+                    result = receiver.recv()
+                    started, begun = True, result is None
+                    if result is not None:
+                        yield result
+                        jobs = jobs[1:]
+            except EOFError:
+                process.join()
+                code = process.exitcode or 0
+                why = f"the process ended {f'by {signal.Signals(-code).name}' if code < 0 else f'with code {code}'}"
+            finally:
+                process.kill()
+                process.join()
+            last = (output.read().strip().splitlines() or [""])[-1]
+        if jobs and (begun or not started):  # else it exited since the CUDA context was broken
+            yield CheckResult(jobs[0][0] if begun else "kernels", False, f"{why}{': ' * bool(last)}{last:.300}")
+            jobs = jobs[1:] if begun else ()
 
 
-def _messages(device: str, first: int) -> Iterator[dict[str, Any]]:
-    """Yield the messages of one process, and finally the reason why it ended."""
-    environment = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" and HAS_TRITON else {})
-    late = threading.Event()
-    with tempfile.TemporaryFile("w+", errors="replace") as stderr:
-        process = subprocess.Popen(
-            [*CHILD, device, str(first)], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
-        )
-        assert process.stdout is not None
+@contextlib.contextmanager
+def _interpreting(device: str) -> Iterator[None]:
+    """Start processes in which Triton's kernels are interpreted, where they are for a CPU."""
+    before = os.environ.get("TRITON_INTERPRET")
+    if device == "cpu" and HAS_TRITON:
+        os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("TRITON_INTERPRET", None)
+        os.environ.update({} if before is None else {"TRITON_INTERPRET": before})
 
-        def end() -> None:
-            late.set()
-            process.kill()
 
+def run_jobs(jobs: Sequence[Job], device_name: str, output: str, sender: Connection) -> None:
+    """Run the jobs in this process: None is sent before each, its result after it; end if the CUDA context is broken.
+
+    Args:
+        jobs: Names and functions.
+        device_name: Device, as torch names it.
+        output: File that standard output and error are redirected to: compilers write to both.
+        sender: Other end of the pipe that the results are received from.
+    """
+    for stream in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), stream)
+    device = torch.device(device_name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    for name, job in jobs:
+        sender.send(None)
+        begun = time.perf_counter()
         try:
-            line = "{}"
-            while line:
-                timer = threading.Timer(LIMIT_S, end)
-                timer.start()
-                line = process.stdout.readline()
-                timer.cancel()
-                if line.startswith('{"number"'):  # compilers also write to standard output
-                    yield json.loads(line)
-        finally:
-            timer.cancel()
-            process.kill()
-            code = process.wait()
-            process.stdout.close()
-        stderr.seek(0)
-        last = (stderr.read().strip().splitlines() or [""])[-1]
-    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-    why = f"no output for {LIMIT_S:.0f} s" if late.is_set() else f"the process ended {how}"
-    yield {"ended": f"{why}{': ' * bool(last)}{last:.300}"}
+            result = job(device)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+        except Exception as error:  # a compiler or driver may raise anything
+            first_line = (str(error).strip().splitlines() or [""])[0]
+            result = CheckResult(name, False, f"{type(error).__name__}: {first_line:.300}")
+        sender.send(result._replace(seconds=time.perf_counter() - begun))
+        if "CUDA error" in result.detail or "HIP error" in result.detail:
+            return
