@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 from distill.core.files import write_text
 from distill.reports.curves import draw_curves
-from distill.reports.svg_plot import label, standalone
+from distill.reports.plots import new_figure, to_svg
+from distill.reports.style import LIGHT, standalone
 from distill.training.progress import read_metrics
 from scripts.readme import GPU, ROOT, newest_rows
 
@@ -37,7 +38,6 @@ CANDIDATES = {
     "TRL ChunkedDivergenceFunction": "TRL",
     "Liger LigerFusedLinearJSD": "Liger",
 }
-WIDTH, FONT, PITCH, EDGE, NAMES = 560, 16, 30, 20, 122
 
 
 class Column(NamedTuple):
@@ -67,39 +67,33 @@ def losses(rows: Sequence[Mapping[str, Any]], theme: str) -> str:
         Column("memory, GiB", [row["peak_mib"] / 1024 for row in chosen]),
         Column("error, %", [100 * max(row["error"].values()) for row in chosen], 2),
     ]
-    title, top = "Fused forward KL, forward and backward", 126.0
-    about = (
-        "8,192 tokens, vocabulary 128,256, from hidden states in bf16",
-        f"of sizes 2,048 and 4,096, on one {floor['gpu']}; shorter is better",
-    )
-    parts = [label(EDGE, 34, title, "start", "title")]
-    parts += [label(EDGE, 58 + 20 * number, line, "start", "note") for number, line in enumerate(about)]
-    for number, name in enumerate(CANDIDATES.values()):
-        kind = "name strong" if name == "ours" else "name"
-        parts.append(label(EDGE, top + number * PITCH + 15, name, "start", kind))
-    wide = (WIDTH - 2 * EDGE - NAMES) / len(columns)
-    for number, column in enumerate(columns):
-        left = EDGE + NAMES + number * wide
-        parts.append(label(left, top - 12, column.heading, "start", "note"))
-        longest = wide - 20 - 0.58 * FONT * len(f"{max(column.values):.{column.places}f}")
-        for line, value in enumerate(column.values):
-            y, length = top + line * PITCH, longest * value / max(column.values)
-            kind = "ours" if line == 0 else "rest"
-            parts.append(f'<rect class="{kind}" x="{left:.1f}" y="{y:.1f}" width="{length:.1f}" height="20" rx="2"/>')
-            shown = "name strong" if line == 0 else "name"
-            parts.append(label(left + length + 6, y + 15, f"{value:.{column.places}f}", "start", shown))
-        if number == 0:
-            x = left + longest * floor["ms"] / max(column.values)
-            end = top + len(CANDIDATES) * PITCH - 8
-            parts.append(f'<path class="floor" d="M{x:.1f} {top - 6:.1f}V{end:.1f}"/>')
-    below = top + len(CANDIDATES) * PITCH + 16
+    title = "Fused forward KL, forward and backward"
     commits = ", ".join(sorted({row["commit"] for row in [*chosen, floor]}))
-    notes = (
-        f"Dashed: the matrix products alone, {floor['ms']:.1f} ms. Commit {commits}.",
-        "Memory: peak above the inputs. Error: gradients' against fp64.",
+    about = (
+        "8,192 tokens, vocabulary 128,256, from hidden states in bf16 of sizes 2,048 and 4,096,\n"
+        f"on one {floor['gpu']}; shorter is better"
     )
-    parts += [label(EDGE, below + 20 * number, note, "start", "note") for number, note in enumerate(notes)]
-    return standalone("".join(parts), WIDTH, below + 38, title, FONT, theme)
+    notes = (
+        f"Dashed: the matrix products alone, {floor['ms']:.1f} ms. Commit {commits}.\n"
+        "Memory: peak above the inputs. Error: gradients' against fp64."
+    )
+    with new_figure(6.4, 3.4) as figure:
+        figure.suptitle(f"{title}\n", x=0.01, ha="left", fontweight="bold")
+        figure.text(0.01, 0.925, about, va="top", fontsize=9, color=LIGHT["quiet"])
+        figure.supxlabel(notes, x=0.01, ha="left", fontsize=9, color=LIGHT["quiet"])
+        for axes, column in zip(figure.subplots(1, len(columns), sharey=True), columns, strict=True):
+            colors = [LIGHT["series-0"], *[LIGHT["rest"]] * (len(chosen) - 1)]
+            bars = axes.barh(list(CANDIDATES.values()), column.values, height=0.68, color=colors)
+            axes.bar_label(bars, [f"{value:.{column.places}f}" for value in column.values], padding=4)
+            axes.set(xlim=(0, 1.35 * max(column.values)), xticks=[])
+            axes.set_title(f"\n\n{column.heading}", fontsize=9, color=LIGHT["quiet"])
+            axes.grid(False)
+            axes.spines["bottom"].set_visible(False)
+            axes.tick_params(axis="y", labelcolor=LIGHT["ink"])
+            if column is columns[0]:
+                axes.invert_yaxis()
+                axes.axvline(floor["ms"], color=LIGHT["ink"], lw=1.2, ls="--")
+        return standalone(to_svg(figure, title), theme)
 
 
 def draw(assets: Path = ASSETS) -> None:

@@ -215,6 +215,7 @@ def compare(
         mean_and_spread,
         phrase,
     )
+    from distill.reports.plots import HINT, is_installed
     from distill.reports.report import find_run, read_run
 
     read = [read_run(find_run(run)) for run in runs]
@@ -226,6 +227,8 @@ def compare(
         _check_output_file("--plot", plot)
         if plot.suffix not in (".html", ".htm"):
             raise ValueError(f"--plot: expected a file name that ends in .html, got {plot}")
+        if not is_installed():
+            raise ValueError(f"--plot: {HINT}")
         write_text(plot, curves_page(read))
     if as_json:
         for line in warnings:

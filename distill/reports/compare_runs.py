@@ -22,9 +22,9 @@ from distill.objectives.measure import Measure
 from distill.recipe import parse
 from distill.recipe.resume_policy import settings_of_steps
 from distill.reports.curves import points
+from distill.reports.plots import Chart, Series, line_chart
 from distill.reports.report import AGREEMENT, Run, legend
 from distill.reports.style import document
-from distill.reports.svg_plot import Series, Size, line_chart
 
 # settings that held-out metrics depend on besides the student; `config` matters for random weights alone
 JUDGED_BY = (
@@ -203,15 +203,14 @@ def curves_page(runs: Sequence[Run]) -> str:
         for prefix, where in (("eval_", "held out"), ("", "in training")):
             lines = [
                 over_seeds(
-                    members[0].folder.name, [points(run.metrics, prefix + key, factor) for run in members], number % 6
+                    members[0].folder.name, [points(run.metrics, prefix + key, factor) for run in members], number % 8
                 )
                 for number, (_, members) in enumerate(groups)
                 if members[0].measure in among
             ]
             if lines := [line for line in lines if line.points]:
-                text = html.escape(f"{title}, {where}")
-                chart = line_chart(lines, text, from_zero=key != "agreement", size=Size(420, 220))
-                charts.append(f"<figure><figcaption>{text}</figcaption>{chart}</figure>")
+                chart = line_chart(Chart("", lines, key != "agreement"), f"{title}, {where}", 4.2, 2.3)
+                charts.append(f"<figure><figcaption>{html.escape(f'{title}, {where}')}</figcaption>{chart}</figure>")
     note = "Lines are means over seeds, bands the range from lowest to highest. " * (len(runs) > len(groups))
     title = html.escape(" · ".join(run.folder.name for run in runs))
     about = f'<h1>Runs compared</h1><p class="note">{note}Agreement: the share of tokens {AGREEMENT}.</p>'

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distill.core import console
 from distill.core.files import write_text
 from distill.objectives.measure import KL, Measure
-from distill.reports.svg_plot import Series, Size, line_chart, picture
+from distill.reports.plots import HINT, Chart, Series, is_installed, picture
 
 Rows = Sequence[Mapping[str, Any]]  # rows of metrics.jsonl
 
@@ -71,7 +72,7 @@ def charts_of(rows: Rows, measure: Measure = KL) -> list[tuple[Panel, list[Serie
     names = [key[7:] for key in (rows[-1] if rows else ()) if key.startswith("tokens_")]
     for panel in panels_of(measure)[1:4]:
         own = ((name, points(rows, f"{panel.key}_{name}", panel.factor)) for name in names)
-        lines = [Series(name, line, 2 + number) for number, (name, line) in enumerate(own) if line]
+        lines = [Series(name, line, 2 + number % 6) for number, (name, line) in enumerate(own) if line]
         if any(len(line.points) > 1 for line in lines):
             charts.append((panel._replace(title=f"{panel.title}, by route"), lines))
     return charts
@@ -101,16 +102,20 @@ def draw_curves(
 ) -> bool:
     """Draw the metrics in `rows` as an SVG file; returns False, without a file, where there is nothing to draw.
 
+    Without matplotlib there is no file either, and a line says how to get it.
+
     Args:
         rows: Rows of `metrics.jsonl`: `step` and metrics by name; a metric may be missing or None.
+        path: The file.
         title: Title of the picture, such as the run's name.
+        measure: Definition of the run's divergence.
         keys: Keys of the panels to draw; empty for all.
         theme: `light` or `dark`; empty to follow the viewer's preference.
     """
     charts = [(panel, lines) for panel, lines in charts_of(rows, measure) if not keys or panel.key in keys]
-    size = Size(width=250, height=190, font=15)
-    drawn = [(p.title, line_chart(lines, p.title, from_zero=p.from_zero, size=size)) for p, lines in charts]
-    if drawn:
-        legend = {line.name: line for _, lines in charts for line in lines}
-        write_text(path, picture(drawn, title=title, legend=list(legend.values()), size=size, theme=theme))
-    return bool(drawn)
+    if charts and not is_installed():
+        console.print_lines(f"curves      not drawn: {HINT}")
+    elif charts:
+        drawn = [Chart(panel.title, lines, panel.from_zero) for panel, lines in charts]
+        write_text(path, picture(drawn, title, theme))
+    return bool(charts) and is_installed()

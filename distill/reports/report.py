@@ -22,9 +22,9 @@ from distill.evaluation.evaluate import perplexity
 from distill.evaluation.samples import TITLES
 from distill.objectives.measure import Measure, shown
 from distill.recipe import Recipe, parse
-from distill.reports.curves import Rows, charts_of
+from distill.reports.curves import Panel, Rows, charts_of
+from distill.reports.plots import HINT, Chart, Series, is_installed, line_chart, short
 from distill.reports.style import document
-from distill.reports.svg_plot import line_chart, short
 from distill.teachers.identity import model_name
 from distill.teachers.registry import measure_of, source_of
 
@@ -249,23 +249,36 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") ->
 
 def _charts(rows: Rows, measure: Measure) -> str:
     charts = charts_of(rows, measure)
-    figures = []
-    for panel, lines in charts:
-        last = "<small>held out</small> " * (lines[-1].name == "held out") + short(lines[-1].points[-1][1])
-        chart = line_chart(lines, panel.title, from_zero=panel.from_zero)
-        figures.append(f"<figure><figcaption>{html.escape(panel.title)}<b>{last}</b></figcaption>{chart}</figure>")
-    names = {line.color: line.name for _, lines in charts for line in lines}
     if not charts:
         few = "No curves: a line needs two logged steps; lower train.log_every."
         return f'<p class="note">{few}</p>' if rows else ""
+    if not is_installed():
+        return f'<p class="note">{html.escape(HINT)}</p>{_values(charts)}'
+    figures = []
+    for panel, lines in charts:
+        last = "<small>held out</small> " * (lines[-1].name == "held out") + short(lines[-1].points[-1][1])
+        chart = line_chart(Chart("", lines, panel.from_zero), panel.title)
+        figures.append(f"<figure><figcaption>{html.escape(panel.title)}<b>{last}</b></figcaption>{chart}</figure>")
+    names = {line.color: line.name for _, lines in charts for line in lines}
     return f'{legend(names)}<div class="charts">{"".join(figures)}</div>'
+
+
+def _values(charts: Sequence[tuple[Panel, list[Series]]]) -> str:
+    """Return a table of the lines' values at about ten steps each."""
+    rows = []
+    for panel, lines in charts:
+        for line in lines:
+            every = -(-len(line.points) // 10)
+            kept = [*line.points[:-1:every], line.points[-1]]
+            values = ", ".join(f"{short(y)} at step {x:g}" for x, y in kept)
+            rows.append([f"{panel.title}, {line.name}", values])
+    return table([], rows, "pairs")
 
 
 def legend(names: Mapping[int, str]) -> str:
     """Return a legend of line colours as an HTML list; nothing for one line."""
     entries = [
-        f'<li><svg viewBox="0 0 22 10" aria-hidden="true"><path class="line series-{color}" d="M1 5h20"/></svg>'
-        f"{html.escape(name)}</li>"
+        f'<li><span class="key" style="background:var(--series-{color})"></span>{html.escape(name)}</li>'
         for color, name in sorted(names.items())
     ]
     return f'<ul class="legend">{"".join(entries)}</ul>' if len(entries) > 1 else ""
