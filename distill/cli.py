@@ -46,7 +46,7 @@ from distill.commands.arguments import (
     plugin_override,
     print_json,
 )
-from distill.commands.recipe_files import path_faults, path_notes
+from distill.commands.recipe_files import path_errors, path_notes
 from distill.core import console, launch, ranks
 from distill.core.errors import RunError, disk_line
 from distill.core.folders import RECIPE_FILE, run_folder, runs_folder
@@ -54,7 +54,7 @@ from distill.core.library_output import silence_libraries
 from distill.core.run_lock import RunLock
 from distill.recipe import dump
 from distill.recipe.shipped import copy_recipe, shipped_architectures, shipped_recipes
-from distill.recipe.usual import unusual
+from distill.recipe.usual import unusual_settings
 
 UsageError: Any = typer.BadParameter.__base__  # click's own class; typer carries a copy of click in newer releases
 
@@ -212,7 +212,7 @@ def validate(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJso
     distill validate quickstart train.steps=20 --json
     """
     _, resolved = load_recipe(recipe, overrides)
-    if faults := path_faults(resolved):
+    if faults := path_errors(resolved):
         raise RunError("\n".join(faults))
     lora = resolved.student.lora
     if lora is not None and lora.targets not in ("all-linear", ["all-linear"]):
@@ -223,7 +223,7 @@ def validate(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJso
         print_json(resolved.model_dump(mode="json"))
     else:
         print(dump(resolved).rstrip())  # verbatim: wrapped lines would be another YAML file
-    for note in [*path_notes(resolved), *unusual(resolved)]:
+    for note in [*path_notes(resolved), *unusual_settings(resolved)]:
         console.print_error(note)
 
 

@@ -37,7 +37,7 @@ from distill.core.folders import KERNELS_FILE, RECIPE_FILE, check_folder_free, r
 from distill.core.launch import drop_accelerate_settings
 from distill.core.ranks import broadcast_from_rank0, is_main_process, restart_store, world_size
 from distill.core.run_lock import RunLock
-from distill.evaluation.evaluate import gap_closed
+from distill.evaluation.evaluate import relative_reduction
 from distill.generation.from_recipe import add_turn_end_tokens, require_prompts, rollouts_from_recipe
 from distill.models.gpu_specs import runs_our_kernels
 from distill.models.load.save_check import check_saving, fix_generation_config
@@ -48,13 +48,13 @@ from distill.objectives.plugin import allowed_plugin
 from distill.planning.run_plan import plan_run
 from distill.planning.steps import accumulation_steps
 from distill.recipe import Recipe, dump
-from distill.recipe.usual import unusual
+from distill.recipe.usual import unusual_settings
 from distill.recipe.yaml_text import to_yaml
-from distill.reports.first_batch_report import first_look
-from distill.reports.run_manifest import note_beginning
-from distill.reports.run_summary import preamble
+from distill.reports.first_batch_report import first_batch_report
+from distill.reports.run_manifest import record_start
+from distill.reports.run_summary import run_summary
 from distill.run_results import RunResult, RunResults, announce
-from distill.run_stages import Loaded, Opened, Prepared, Start, Trained
+from distill.run_stages import Loaded, Opened, Prepared, Start
 from distill.teachers.calibration import calibration_of
 from distill.teachers.capabilities import first_batch_lines, is_collective
 from distill.teachers.interface import LoadContext
@@ -157,7 +157,7 @@ class Run:
             recipe.train.seed
         )
         if is_main_process():
-            _warn_of(recipe)
+            _warn_of_settings(recipe)
         required = None if self.start.lock is None else read_lock(self.start.lock)
         recorded = read_choices(folder) if resumed else locked_attention(required, str(self.start.lock))
         attention = AttentionChoices(recipe, recorded)
@@ -198,22 +198,22 @@ class Run:
         # --- the run's folder is written from here on
         if loaded.locked is not None:
             self._begin_folder(prepared, loaded.locked)
-            summary = preamble(
+            summary = run_summary(
                 prepared.source, pair, trainer.objective, plan=prepared.plan, data=splits.report,
                 device=context.device.type,
             )  # fmt: skip
-            place = f"{'run':<12}{self.run_lock.folder}"
-            console.print_lines("\n".join([*summary, *lines, *loaded.notes, place]))
+            lines = [*summary, *lines, *loaded.notes, f"{'run':<12}{self.run_lock.folder}"]
+            console.print_lines("\n".join(lines))
         self.run_lock.share(self.process.wait_for_everyone)
         tuning.record_choices(self.run_lock.folder / KERNELS_FILE)
         results = RunResults(prepared.source, pair, trainer, splits, context.precision.autocast, self.run_lock)
         before, answers = results.before()
         if loaded.locked is not None:
-            note_beginning(self.run_lock.folder)
+            record_start(self.run_lock.folder)
         return Opened(trainer, results, before, answers, prepared.last)
 
-    def train(self, opened: Opened) -> Trained:
-        """Train the student.
+    def train(self, opened: Opened) -> Opened:
+        """Train the student in place.
 
         Raises:
             SystemExit: Code 0, after a signal and a checkpoint.
@@ -227,18 +227,18 @@ class Run:
                 step = trainer.state.global_step
                 console.print_lines(f"stopped by {guard.ended_by_signal} after step {step}; continue with --resume")
             raise SystemExit(0)
-        return Trained(trainer, opened.results, opened.before, opened.answers)
+        return opened
 
-    def conclude(self, trained: Trained) -> RunResult:
-        """Measure the trained student and save it."""
+    def conclude(self, trained: Opened) -> RunResult:
+        """Evaluate the trained student and save it."""
         trainer, results, student = trained.trainer, trained.results, self.recipe.student
         self.run_lock.check()
         exports = student.lora is None or student.model is not None
         with checkpoint_on_failure(trainer, exports=exports):
             announce("measuring", "the trained student")
             after = results.held_out()
-            gap = gap_closed(trained.before, after)
-            result = RunResult(self.run_lock.folder, trained.before, after, gap, trainer.state.global_step)
+            reduction = relative_reduction(trained.before, after)
+            result = RunResult(self.run_lock.folder, trained.before, after, reduction, trainer.state.global_step)
         with checkpoint_on_failure(trainer, together=True, exports=exports):
             results.save(result, trained.answers)
         self.process.wait_for_everyone()
@@ -314,7 +314,7 @@ class Run:
         first = trainer._prepare_inputs(trainer.data_collator(first_rows))
         objective = trainer.objective
         lines = first_batch_lines(pair.teacher, first, objective.student, objective.pairing)
-        lines += first_look(trainer, first, splits.train, recipe)
+        lines += first_batch_report(trainer, first, splits.train, recipe)
         if device.type == "cuda" or recipe.train.compile:
             from distill.teachers.kernels import prepare_models
 
@@ -345,12 +345,12 @@ class Run:
         attention.write(folder)
 
 
-def _warn_of(recipe: Recipe) -> None:
-    """Log settings that are unusual, and configurations that are those of another model."""
-    for line in unusual(recipe):
+def _warn_of_settings(recipe: Recipe) -> None:
+    """Log unusual settings, and configurations that belong to another model."""
+    for line in unusual_settings(recipe):
         log.warning(line)
     for field, section in (("teacher", recipe.teacher), ("student", recipe.student)):
         if section.config is not None:
-            from distill.models.load.meta_models import names_another_model
+            from distill.models.load.meta_models import warn_of_mismatch
 
-            names_another_model(section, field)
+            warn_of_mismatch(section, field)

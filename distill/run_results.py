@@ -25,7 +25,7 @@ from distill.models.load.loading import save_student
 from distill.models.patch.compiling import uncompiled
 from distill.models.sharding import is_sharded, whole_student
 from distill.recipe import Recipe, dump
-from distill.reports.run_manifest import BEFORE_FILE, note_end, read_before
+from distill.reports.run_manifest import BEFORE_FILE, read_before, record_end
 from distill.reports.run_summary import result_table, show_samples
 from distill.teachers.capabilities import responses_of
 from distill.teachers.identity import model_name
@@ -47,14 +47,14 @@ class RunResult(NamedTuple):
         folder: Folder of the run.
         before: Held-out metrics of the untrained student.
         after: Held-out metrics of the trained student.
-        gap_closed: Relative reduction of the forward KL by training.
+        kl_reduction: Relative reduction of the forward KL by training.
         steps: Number of optimizer steps.
     """
 
     folder: Path
     before: HeldOut
     after: HeldOut
-    gap_closed: float
+    kl_reduction: float
     steps: int
 
 
@@ -120,7 +120,7 @@ class RunResults:
                 "started": self.run_lock.started,
                 "command": shlex.join(["distill", *command_line]) if command_line else None,
                 "device": device_name(self.trainer.args.device),
-                "held_out": measure.written(before._asdict()),
+                "held_out": measure.to_json(before._asdict()),
                 "measure": measure,
                 "answers": answers,
             }
@@ -154,7 +154,7 @@ class RunResults:
         console.show_table(heading, rows, numbers=True)
         console.print_lines(f"{closing}\nstudent     {self.folder / 'student'}")
         self._write_result(result, answers)
-        note_end(self.folder)
+        record_end(self.folder)
 
     def _answers_of(self, student: Any) -> list[str]:
         # greedy: no random numbers are used, so training is the same with and without samples
@@ -191,10 +191,10 @@ class RunResults:
     def _write_result(self, result: RunResult, answers: Answers) -> None:
         measure = self.trainer.objective.measure
         summary = {
-            "before": measure.written(result.before._asdict()),
-            "after": measure.written(result.after._asdict()),
+            "before": measure.to_json(result.before._asdict()),
+            "after": measure.to_json(result.after._asdict()),
             "measure": measure,
-            "gap_closed": result.gap_closed,
+            "gap_closed": result.kl_reduction,
             "steps": result.steps,
             "finished": now(),
             "prompts": self.recipe.generate.prompts,

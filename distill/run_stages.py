@@ -1,4 +1,4 @@
-"""The values that the stages of a run hand on: prepared, opened, trained."""
+"""Values that the stages of a run return: prepared, loaded, opened."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Loaded(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """A run that is ready to train: its folder has been written, its student measured.
+    """A run whose trainer is made, whose folder is written and whose untrained student is evaluated.
 
     Attributes:
         trainer: Trainer of the student.
@@ -91,12 +91,3 @@ class Opened(NamedTuple):
     before: HeldOut
     answers: Answers
     last: Path | None
-
-
-class Trained(NamedTuple):
-    """A run after its last step; attributes as of `Opened`."""
-
-    trainer: DistillationTrainer
-    results: RunResults
-    before: HeldOut
-    answers: Answers

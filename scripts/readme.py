@@ -63,7 +63,6 @@ _TERMS = {
     "A teacher on disk": "Cached teacher outputs",
     "others as one": "bucket tail",
     "cached, drawn": "cached, sampled tail",
-    "gap closed": "relative KL reduction",
 }
 STUDY_RESULTS = ROOT / "scripts" / "study" / "results"
 

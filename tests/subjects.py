@@ -16,7 +16,7 @@ from distill.data.formats import Format
 from distill.doctor.check_setup import CheckSetup
 from distill.doctor.remote_outputs import OUTPUT_READERS
 from distill.doctor.rollouts import StudentRollouts, prompts_of
-from distill.doctor.rows import Rows, SpanRows, nearest
+from distill.doctor.rows import Rows, SpanRows, nearest_in_length
 from distill.generation.sampling import Sampling
 from distill.recipe import parse
 from distill.recipe.loss import Loss
@@ -159,7 +159,7 @@ class Caches:
         }[kind]
         cache, train = self.store(1.0 if kind == "hidden" else loss["temperature"], **settings)
         # the last row holds one document: rows of equal counts would hide a mean of means
-        documents = nearest([part for row in train for part in Rows.documents(row)], 7, 64)
+        documents = nearest_in_length([part for row in train for part in Rows.documents(row)], 7, 64)
         return CheckSetup(
             tiny_model(self.tokenizer, seed=2),
             CachedTeacher(cache),

@@ -80,7 +80,7 @@ def test_a_run_from_a_cache_is_the_online_run(here, capsys):
         "259 likeliest of 259 tokens",
         "layers 0, 3",
         "at most the full div",
-        "gap closed",
+        "reduction   ",
     ):
         assert expected in out, expected
     a, b = (json.loads((r.folder / "result.json").read_text())["answers"] for r in (ours, online))

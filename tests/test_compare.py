@@ -13,7 +13,7 @@ from distill.objectives.measure import KL, SPANS
 from distill.recipe import parse
 from distill.recipe.resume_policy import FREE, settings_of_steps
 from distill.recipe.yaml_text import to_yaml
-from distill.reports.compare_runs import over_seeds, welch
+from distill.reports.compare_runs import over_seeds, welch_p_value
 from distill.teachers.registry import measure_of
 from distill.training.lock_file import FIRST
 
@@ -231,27 +231,27 @@ def test_a_cached_teachers_divergence_is_named_for_its_outcomes(manifest, name, 
     if manifest is not None:
         (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     found = measure_of(parse(text))
-    assert found.name == name and found.key == "kl" and found.each == "nats a token"
-    assert found.called("kl") == name.replace("KL", "kl") and found.called("divergence") == "divergence"
+    assert found.name == name and found.key == "kl" and found.unit_label == "nats a token"
+    assert found.display_name("kl") == name.replace("KL", "kl") and found.display_name("divergence") == "divergence"
     assert measure_of(parse(text), found._asdict()) == found, "kept with the run, it is not looked for again"
 
 
 def test_figures_of_spans_are_not_written_as_kl():
     figures = {"tokens": 3, "forward_kl": 1.0, "reverse_kl": 2.0, "agreement": 0.5}
-    told = SPANS.written(figures)
+    told = SPANS.to_json(figures)
     assert told == {"spans": 3, "forward_divergence": 1.0, "reverse_divergence": 2.0, "agreement": 0.5}
     assert SPANS.read(told) == SPANS.read(figures) == figures, "runs from before the names were told apart are read too"
-    assert KL.written(figures) == KL.read(figures) == figures
-    assert SPANS.called("divergence") == "span divergence"
+    assert KL.to_json(figures) == KL.read(figures) == figures
+    assert SPANS.display_name("divergence") == "span divergence"
 
 
 def test_welch_gives_the_tabulated_values():
     # t = 2.776 at 4 degrees of freedom is the two-sided 5 % point; equal variances and sizes give 4
     a = [-1.0, 0.0, 1.0]
     shift = 2.776445 * (2 / 3) ** 0.5
-    assert welch(a, [x + shift for x in a]) == pytest.approx(0.05, abs=1e-5)
-    assert welch(a, a) == pytest.approx(1) and welch([1.0], a) is None
-    assert welch([1.0, 1.0], [2.0, 2.0]) == 0
+    assert welch_p_value(a, [x + shift for x in a]) == pytest.approx(0.05, abs=1e-5)
+    assert welch_p_value(a, a) == pytest.approx(1) and welch_p_value([1.0], a) is None
+    assert welch_p_value([1.0, 1.0], [2.0, 2.0]) == 0
 
 
 @pytest.mark.full
@@ -267,7 +267,7 @@ def test_eval_of_a_model(tmp_path, monkeypatch, capsys):
     assert 0 < low < mean < high and 0 <= found["calibration_error"]["student"] <= 1
     assert run_command(["eval", "teacher", *more, "--before", "student"]) == 0
     out = capsys.readouterr().out
-    assert "gap closed" in out and "1.0000" in out and "student calibration error" in out
+    assert "relative reduction" in out and "1.0000" in out and "student calibration error" in out
     assert "intervals by resampling documents" in out
     assert run_command(["eval", "other", *more]) == 2
     assert run_command(["eval", "student", "--data", "text.txt"]) == 2

@@ -63,7 +63,7 @@ def test_resume_is_exact(name, subject_of):
 )
 def test_ranks_change_nothing(subject_of, forked_ranks, share):
     names = [name for name in EVERY if name != "launched"][share]  # see tests/test_launched_server.py
-    findings = invariants_runs.ranks_of([subject_of(name) for name in names])
+    findings = invariants_runs.check_ranks_of_setups([subject_of(name) for name in names])
     assert all(finding.passed for finding in findings), dict(zip(names, findings, strict=True))
 
 

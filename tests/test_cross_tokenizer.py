@@ -14,7 +14,7 @@ from two_tokenizers import MERGED, PIECES, readers
 
 from distill.cli import run_command
 from distill.data.collator import Collator
-from distill.doctor.reference_spans import Reading, dense_spans
+from distill.doctor.reference_spans import Logits, dense_spans
 from distill.evaluation.evaluate import evaluate
 from distill.objectives.span_loss import Spans
 from distill.planning.devices import find_device
@@ -136,8 +136,8 @@ def test_objective_follows_the_definition(folders):
         )
         losses.append(
             dense_spans(
-                Reading(z_s, row["input_ids"]),
-                Reading(z_t, row["teacher_input_ids"]),
+                Logits(z_s, row["input_ids"]),
+                Logits(z_t, row["teacher_input_ids"]),
                 Spans(spans[:, :2], spans[:, 2:]),
                 objective.teacher.shared,
                 Loss(terms=[PlainTerm(type="forward_kl")], temperature=1.5),
@@ -242,7 +242,7 @@ def _what_commands_say(result, capsys):
     for expected in (
         "forward span divergence",
         "held-out aligned spans",
-        "of the span divergence to the teacher",
+        "span divergence to the teacher, relative to before training",
         "span divergence to teacher (nats an aligned span)",
         "loss (nats an aligned span)",
     ):

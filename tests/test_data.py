@@ -313,8 +313,8 @@ def test_a_gzip_file_that_is_cut_short_is_counted(tmp_path, tokenizer):
 @pytest.mark.full
 def test_a_long_text_is_read_once_and_in_parts(tmp_path, plain, monkeypatch):
     (tmp_path / "long.txt").write_text(text := "The teacher explains, and the student listens.\n" * 40_000)
-    hashed, calls, original, encode = [], [], tokenise.hash_of, tokenise.Encoder.ids_of
-    monkeypatch.setattr(tokenise, "hash_of", lambda text: hashed.append(len(text)) or original(text))
+    hashed, calls, original, encode = [], [], tokenise.text_hash, tokenise.Encoder.ids_of
+    monkeypatch.setattr(tokenise, "text_hash", lambda text: hashed.append(len(text)) or original(text))
 
     def call(self, parts):
         calls.append(sum(map(len, parts)))

@@ -11,12 +11,12 @@ from test_run import recipe as small
 from test_run import workplace  # noqa: F401  (a fixture)
 
 from distill.core.errors import RunError
-from distill.evaluation.evaluate import HeldOut, gap_closed, gap_in_words
+from distill.evaluation.evaluate import HeldOut, describe_reduction, relative_reduction
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
 from distill.recipe import RecipeError, load, parse
 from distill.recipe.shipped import shipped_recipes
-from distill.recipe.usual import unusual
+from distill.recipe.usual import unusual_settings
 from distill.run import run
 from distill.training.divergence_monitor import DivergenceMonitor
 
@@ -81,7 +81,7 @@ def test_a_diverging_run_warns_once_and_claims_nothing(workplace, caplog, capsys
     assert "train.learning_rate: 30 is far outside of what is in use, 1e-06 to 0.001" in caplog.text
     assert math.isfinite(result.after.forward_kl) and result.after.forward_kl > result.before.forward_kl
     out = capsys.readouterr().out
-    assert "gap closed  none, worse than before training" in out
+    assert "reduction   none, worse than before training" in out
     card = (result.folder / "student" / "README.md").read_text()
     assert "worse than before training" in card
 
@@ -96,12 +96,12 @@ def test_a_diverging_run_is_stopped_where_that_is_set(workplace):  # noqa: F811
 
 def test_no_share_of_a_gap_that_was_not_there_or_grew():
     before = HeldOut(10, 4.0, 1.0, 0.1, 5.0, 2.0, 1.0, 1.0)
-    assert gap_in_words(before, before._replace(forward_kl=1.0)) == "75.0%"
+    assert describe_reduction(before, before._replace(forward_kl=1.0)) == "75.0%"
     grown = before._replace(forward_kl=5.0)
-    assert gap_in_words(before, grown) == "none, worse than before training (4.0000 before and 5.0000 after)"
+    assert describe_reduction(before, grown) == "none, worse than before training (4.0000 before and 5.0000 after)"
     equal = before._replace(forward_kl=3e-6)
-    assert math.isnan(gap_closed(equal, grown)) and "worse than before" in gap_in_words(equal, grown)
-    assert gap_in_words(equal, equal).startswith("none, there was no gap before training")
+    assert math.isnan(relative_reduction(equal, grown)) and "worse than before" in describe_reduction(equal, grown)
+    assert describe_reduction(equal, equal).startswith("none, it was about 0 before training")
 
 
 @pytest.mark.parametrize(
@@ -120,13 +120,13 @@ def test_no_share_of_a_gap_that_was_not_there_or_grew():
     ],
 )
 def test_values_a_decade_outside_of_use_are_pointed_out(override, warns):
-    lines = unusual(parse(RECIPE, [override]))
+    lines = unusual_settings(parse(RECIPE, [override]))
     assert [override.split("=")[0].split(".")[0] in line for line in lines] == [True] * warns
 
 
 def test_shipped_recipes_are_within_what_is_in_use():
     for shipped in shipped_recipes():
-        assert unusual(load(shipped.path)) == [], shipped.path
+        assert unusual_settings(load(shipped.path)) == [], shipped.path
 
 
 def test_check_points_out_settings_and_refuses_reports_that_are_not_installed(workplace, monkeypatch):  # noqa: F811

@@ -8,7 +8,7 @@ from tiny import tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 
 from distill.data.collator import Collator
-from distill.evaluation.evaluate import HeldOut, evaluate, gap_closed
+from distill.evaluation.evaluate import HeldOut, evaluate, relative_reduction
 from distill.evaluation.evaluate_documents import evaluate_documents
 from distill.models.load.adapters import add_lora
 from distill.recipe import Lora
@@ -83,7 +83,7 @@ def test_figures_equal_full_logits(kind, rows):
 def test_a_copy_of_the_teacher_has_no_gap(rows):
     figures = evaluate(tiny_model(), tiny_model(), rows)
     assert abs(figures.forward_kl) < 1e-6 and abs(figures.reverse_kl) < 1e-6 and figures.agreement == 1
-    assert math.isnan(gap_closed(figures._replace(forward_kl=0.0), figures))
+    assert math.isnan(relative_reduction(figures._replace(forward_kl=0.0), figures))
 
 
 def test_a_collapsed_student_agrees_nowhere(rows):
@@ -121,8 +121,8 @@ def test_nothing_to_measure_is_an_error(rows):
         evaluate(tiny_model(), tiny_model(), masked)
 
 
-def test_the_gap_closed_is_the_share_of_forward_kl():
+def test_the_reduction_is_relative_to_the_kl_before_training():
     before = HeldOut(10, 4.0, 1.0, 0.1, 5.0, 2.0, 1.0, 1.0)
-    assert gap_closed(before, before._replace(forward_kl=1.0)) == 0.75
-    assert gap_closed(before, before._replace(forward_kl=5.0)) == -0.25
+    assert relative_reduction(before, before._replace(forward_kl=1.0)) == 0.75
+    assert relative_reduction(before, before._replace(forward_kl=5.0)) == -0.25
     assert before._replace(student_cross_entropy=1e4).student_perplexity == math.inf

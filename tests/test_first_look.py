@@ -9,7 +9,7 @@ from tiny import save_models
 
 from distill.core.labels import shift_labels
 from distill.data.collator import Collator
-from distill.doctor.reference_context import prefix_of
+from distill.doctor.reference_context import column_prefix
 from distill.recipe import Data, parse
 from distill.reports import first_batch_report
 from distill.reports.first_batch_report import room_for_rollouts_line, teacher_agreement_line
@@ -22,7 +22,7 @@ def test_the_share_is_that_of_the_teachers_own_logits(make, monkeypatch):
     monkeypatch.setattr(first_batch_report, "TOKENS", 7)
     subject = make()
     (model,) = subject.teacher.models.values()
-    prefix, hits = prefix_of(subject.teacher), []
+    prefix, hits = column_prefix(subject.teacher), []
     for part in subject.documents():
         best = model(torch.tensor([part[f"{prefix}input_ids"]])).logits[0, :-1].argmax(-1)
         labels = torch.tensor(part["labels"][1:])

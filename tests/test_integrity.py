@@ -19,7 +19,7 @@ from test_resume import RECIPE, figures, finished_run
 
 from distill.cli import run_command
 from distill.core import files
-from distill.core.files import replacing, replacing_folder, write_text
+from distill.core.files import atomic_folder, atomic_path, write_text
 from distill.core.manifest import MANIFEST
 from distill.models.precision.dtypes import resolve_precision
 from distill.planning.run_plan import plan_steps
@@ -212,7 +212,7 @@ def test_a_file_is_whole_or_absent_and_on_the_disk_before_it_has_its_name(tmp_pa
     write_text(tmp_path / "a", "text")
     assert len(done) == 3 and done[1:] == ["renamed", str(tmp_path)] and done[0].startswith(str(tmp_path / ".a."))
     done.clear()
-    with replacing_folder(tmp_path / "deep/er") as beside:
+    with atomic_folder(tmp_path / "deep/er") as beside:
         (beside / "inner").mkdir()
         (beside / "inner/file").write_text("x")
     names = [Path(name).name for name in done]
@@ -222,7 +222,7 @@ def test_a_file_is_whole_or_absent_and_on_the_disk_before_it_has_its_name(tmp_pa
 
 def test_a_writer_that_fails_leaves_what_was_there(tmp_path):
     (tmp_path / "f").write_text("old")
-    with pytest.raises(RuntimeError), replacing(tmp_path / "f") as beside:
+    with pytest.raises(RuntimeError), atomic_path(tmp_path / "f") as beside:
         beside.write_text("half")
         raise RuntimeError
     assert [path.name for path in tmp_path.iterdir()] == ["f"] and (tmp_path / "f").read_text() == "old"
@@ -231,7 +231,10 @@ def test_a_writer_that_fails_leaves_what_was_there(tmp_path):
 def test_what_a_killed_writer_left_is_taken_away_and_nothing_else(tmp_path):
     (tmp_path / "f.unfinished").write_text("a person's")
     (tmp_path / ".f.abc.unfinished").write_text("left")
-    with replacing(tmp_path / "f") as one, replacing(tmp_path / "f") as two:  # the other one lives: it is left alone
+    with (
+        atomic_path(tmp_path / "f") as one,
+        atomic_path(tmp_path / "f") as two,
+    ):  # the other one lives: it is left alone
         assert one.exists() and two.exists() and not (tmp_path / ".f.abc.unfinished").exists()
         one.write_text("1")
         two.write_text("2")
@@ -304,7 +307,7 @@ def test_a_full_disk_is_a_line_whatever_writes(workplace, monkeypatch, capsys):
     def full(*args, **kwargs):
         raise RuntimeError(f"Error while serializing: I/O error: {os.strerror(errno.ENOSPC)} (os error 28)")
 
-    monkeypatch.setattr("distill.reports.export.replacing_folder", full)
+    monkeypatch.setattr("distill.reports.export.atomic_folder", full)
     assert run_command(["export", "whole", "-o", "out"]) == 1
     assert capsys.readouterr().err == "distill: the disk is full\n"
 

@@ -370,6 +370,6 @@ invariants_runs._main(Path(sys.argv[-1]))
 def test_ranks_fail_where_the_processes_do_something_else(subject_of, tmp_path):
     program = tmp_path / "faulty.py"
     program.write_text(FAULTS)
-    findings = invariants_runs.ranks_of([subject_of(kind) for kind in RANKS], program=[str(program)])
+    findings = invariants_runs.check_ranks_of_setups([subject_of(kind) for kind in RANKS], program=[str(program)])
     assert not any(finding.passed for finding in findings), dict(zip(RANKS, findings, strict=True))
     assert all("differ by" in finding.detail for finding in findings)

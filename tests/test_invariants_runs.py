@@ -113,7 +113,7 @@ def _wait_for_the_end_of(process, seconds=10):
     ],
 )
 def test_the_reason_is_found_in_the_output(said, reason):
-    assert invariants_runs.reason_of(said) == reason
+    assert invariants_runs.failure_reason(said) == reason
 
 
 def forget_data_order(patch):

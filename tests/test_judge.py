@@ -9,7 +9,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from distill.cli import app
-from distill.evaluation.bootstrap import intervals, share_interval
+from distill.evaluation.bootstrap import mean_intervals, reduction_interval
 from distill.evaluation.evaluate import evaluate
 from distill.evaluation.evaluate_documents import FIGURES, _calibration_error, _count, _product, evaluate_documents
 from distill.evaluation.targets import Target, held_out_rows
@@ -19,7 +19,7 @@ KINDS = {"llama": {}, "gemma2": {"final_logit_softcapping": 3.0}, "granite": {"l
 
 
 def interval(sums, counts, **more):
-    return intervals(sums[:, None], counts, **more)[0]
+    return mean_intervals(sums[:, None], counts, **more)[0]
 
 
 def rows(count=6, length=24):
@@ -41,8 +41,8 @@ def test_figures_are_those_of_the_evaluation_in_training(kind):
         assert found.figures[name].value == pytest.approx(getattr(expected, name), rel=1e-4), name
         assert found.figures[name].low <= found.figures[name].value <= found.figures[name].high
     assert found.perplexity("teacher").value == pytest.approx(expected.teacher_perplexity, rel=1e-4)
-    assert found.gap_closed(found).value == 0
-    assert evaluate_documents(teacher, teacher, data).gap_closed(found).value == pytest.approx(1)
+    assert found.kl_reduction(found).value == 0
+    assert evaluate_documents(teacher, teacher, data).kl_reduction(found).value == pytest.approx(1)
 
 
 def test_rows_are_kept_apart_in_a_batch():
@@ -68,7 +68,7 @@ def test_documents_of_a_packed_row_are_drawn_for_themselves():
     assert together.rows == 1 and np.allclose(alone.sums, together.sums, rtol=1e-4)
     assert together.figures["forward_kl"] == pytest.approx(alone.figures["forward_kl"], rel=1e-4)
     single = evaluate_documents(student, teacher, data[:1])
-    for found in (*single.figures.values(), single.perplexity("student"), single.gap_closed(single)):
+    for found in (*single.figures.values(), single.perplexity("student"), single.kl_reduction(single)):
         assert np.isnan([found.low, found.high]).all() and np.isfinite(found.value)
     with pytest.raises(ValueError, match="no trained tokens"):
         evaluate_documents(student, teacher, [])
@@ -109,7 +109,7 @@ def test_intervals_follow_the_spread_and_the_seed():
     assert interval(spread, counts, seed=1) == interval(spread, counts, seed=1)
     with pytest.raises(ValueError, match="at least one token"):
         interval(sums, np.zeros(50))
-    closed = share_interval(spread, spread / 4)
+    closed = reduction_interval(spread, spread / 4)
     assert tuple(closed) == pytest.approx((0.75, 0.75, 0.75))
 
 

@@ -12,7 +12,7 @@ from tiny import tiny_tokenizer
 from distill.data import readers
 from distill.data.documents import _batches
 from distill.data.load import load_data
-from distill.data.rows import MOST_BYTES, RowFault, bounded, size_of
+from distill.data.rows import MOST_BYTES, RowFault, drop_oversized_rows, row_size
 from distill.data.sources import open_source
 from distill.recipe import Data
 
@@ -160,8 +160,8 @@ def test_a_text_in_parts_loses_nothing(tmp_path, monkeypatch):
 def test_rows_of_a_library_and_batches_are_bounded_by_all_they_hold():
     large = {"messages": [{"role": "user", "content": "x" * (MOST_BYTES // 2)}] * 3}
     many = {"text": "a", "other": [[]] * (MOST_BYTES // 8)}
-    assert size_of({"text": "abc", "n": [1, 2]}) == 3 + 2 * 16 + 2 * 16
-    found = list(bounded([GOOD[0], large, many, GOOD[1]], "org/set"))
+    assert row_size({"text": "abc", "n": [1, 2]}) == 3 + 2 * 16 + 2 * 16
+    found = list(drop_oversized_rows([GOOD[0], large, many, GOOD[1]], "org/set"))
     assert found[::3] == GOOD[:2]
     assert [str(fault) for fault in found[1:3]] == [
         f"row too long: org/set, row {number}: expected at most 64 MiB" for number in (1, 2)

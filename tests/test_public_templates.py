@@ -10,7 +10,7 @@ import pytest
 
 from distill.data.chat import ChatOptions, TemplateError
 from distill.data.sources import RowFault
-from distill.data.turns import joined
+from distill.data.turns import merge_ranges
 from scripts import docs, public_templates
 from scripts.public_templates import AXOLOTL, VARIANT, chat_template, originals, stops_of, templates
 
@@ -265,7 +265,7 @@ def test_what_is_learned_is_what_the_markers_of_trls_variants_set_off():
                 (turn,) = example.turns
                 text, marks = theirs.raw(theirs.adapter(messages[: turn + 1]), tools, mark=True)
                 earlier = theirs.raw(theirs.adapter(messages[:turn]), tools, mark=True).spans
-                parts = [text[a:b] for a, b in joined(marks)[len(joined(earlier)) :]]
+                parts = [text[a:b] for a, b in merge_ranges(marks)[len(merge_ranges(earlier)) :]]
                 mine = [example.text[a:b] for a, b in example.spans]
                 assert len(parts) == len(mine) == 1
                 compared += 1

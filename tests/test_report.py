@@ -10,7 +10,7 @@ import pytest
 from distill.cli import run_command
 from distill.core.environment import environment
 from distill.reports.plots import Chart, Series, limits, line_chart, short
-from distill.reports.report import find_run, page, read_run
+from distill.reports.report import find_run, read_run, report_html
 from distill.reports.style import DARK, LIGHT
 
 HELD_OUT = {
@@ -108,7 +108,7 @@ def test_the_page_holds_the_run_and_loads_nothing(folder, capsys):
     outside = [value for name, value in found.attributes if "//" in (value or "") and not name.startswith("xmlns")]
     assert not outside and "url(" not in text.replace("url(#", "") and "@import" not in text
     for expected in (
-        "gap closed",
+        "KL reduction",
         "50.0%",
         "was 1.5000",
         "0.7500",
@@ -141,18 +141,18 @@ def test_the_page_holds_the_run_and_loads_nothing(folder, capsys):
 
 def test_an_unfinished_run_has_a_page_too(folder):
     (folder / "result.json").unlink()
-    text = page(read_run(folder))
+    text = report_html(read_run(folder))
     assert "has not finished" in text and "22 November 2026" in text and "from start to end" not in text
     (folder / "before.json").unlink()
     (folder / "metrics.jsonl").unlink()
-    text = page(read_run(folder))
+    text = report_html(read_run(folder))
     Page(text)
     assert "<svg" not in text and "Recipe" in text
 
 
 def test_a_run_of_few_steps_has_no_plots_of_one_dot(folder):
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 2.0, "kl": 1.5, "agreement": 0.5}) + "\n")
-    text = page(read_run(folder))
+    text = report_html(read_run(folder))
     Page(text)
     assert "<svg" not in text and "No curves: a line needs two logged steps" in text
 
@@ -163,7 +163,7 @@ def test_the_time_split_weighs_intervals_by_their_steps(folder):
     rows[0] |= {"time_teacher": 1.0, "time_student": 7.0, "time_data": 1.0}
     rows[1] |= {"time_teacher": 1.0, "time_student": 0.0, "time_loss": None, "time_data": 0.0}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = page(read_run(folder))
+    text = report_html(read_run(folder))
     Page(text)
     for expected in ("teacher 55.6%", "student, both ways 38.9%", "loss 0.0%", "data and host 5.6%"):
         assert expected in text, expected
@@ -201,7 +201,7 @@ def test_a_damaged_file_is_named(folder):
 
 def test_a_page_without_matplotlib_has_the_figures_and_names_the_extra(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    text = page(read_run(folder))
+    text = report_html(read_run(folder))
     Page(text)
     assert "<svg" not in text and "pip install &#x27;distill-toolkit[plots]&#x27;" in text
     assert "<td>KL to teacher (nats a token), held out</td><td>0.5 at step 5</td>" in text

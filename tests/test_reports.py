@@ -14,7 +14,7 @@ from distill.evaluation.generate import stream
 from distill.evaluation.samples import samples_text, write_samples
 from distill.generation.greedy import encode_prompt, generate
 from distill.reports.curves import draw_curves
-from distill.reports.model_card import escape, fenced, write_model_card
+from distill.reports.model_card import code_block, escape, write_model_card
 from distill.reports.style import DARK, LIGHT
 
 BEFORE = HeldOut(2048, 4.0, 3.0, 0.25, 5.0, 2.0, 1.0, 1.5)
@@ -168,7 +168,7 @@ def test_hostile_names_stay_text(text, tmp_path):
 
 
 def test_a_fence_is_longer_than_any_inside():
-    assert fenced("```\nx\n`````", "yaml").startswith("``````yaml\n")
+    assert code_block("```\nx\n`````", "yaml").startswith("``````yaml\n")
     assert escape("plain-name 1.5") == "plain-name 1.5"
 
 

@@ -78,13 +78,13 @@ def test_a_finished_run_without_checkpoints_is_not_made_again(workplace, finishe
 
 
 def test_runs_that_load_at_the_same_time_do_not_share_a_folder(workplace, monkeypatch, capsys):
-    described = run_module.first_look
+    described = run_module.first_batch_report
 
     def another_begins(*args):
         shutil.copytree("runs/whole", "runs/r", dirs_exist_ok=True)
         return described(*args)
 
-    monkeypatch.setattr(run_module, "first_look", another_begins)
+    monkeypatch.setattr(run_module, "first_batch_report", another_begins)
     assert run_command(["run", "r.yaml", "train.seed=1"]) == 1
     assert capsys.readouterr().err.startswith("distill: runs/r: another run began there while this one was loading")
     assert figures(workplace / "runs/r") == figures(workplace / "runs/whole")

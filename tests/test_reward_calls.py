@@ -9,7 +9,7 @@ from tiny import tiny_tokenizer
 from distill.data.load import load_data
 from distill.generation.documents import documents_of
 from distill.generation.function_calls import FunctionInput, RewardFunction
-from distill.generation.reward_rows import rewards_of
+from distill.generation.reward_rows import rewards_from_recipe
 from distill.recipe import parse
 
 TERM = {"type": "policy_gradient", "reward": "mine.py:mine"}
@@ -90,7 +90,7 @@ def table(tmp_path, rows, template="tokenizer", **data):
     tokenizer = tiny_tokenizer()
     splits = load_data(recipe.data, tokenizer, seed=0)
     documents = documents_of(COLLATE([*splits.train, *splits.validation]))
-    return documents, rewards_of(recipe, tokenizer, b"").function_input, tokenizer
+    return documents, rewards_from_recipe(recipe, tokenizer, b"").function_input, tokenizer
 
 
 @pytest.mark.parametrize("template", ["tokenizer", "none"])

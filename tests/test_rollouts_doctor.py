@@ -19,7 +19,7 @@ from distill.doctor.invariants import (
     padding_changes_nothing,
 )
 from distill.doctor.invariants_rollouts import ROLLOUT_CHECKS, rollouts_end, rollouts_follow_the_weights
-from distill.doctor.invariants_runs import ranks_of, resume_is_exact
+from distill.doctor.invariants_runs import check_ranks_of_setups, resume_is_exact
 from distill.generation import engines
 from distill.generation.documents import Document
 from distill.recipe import parse
@@ -166,7 +166,7 @@ def test_a_reward_is_held_to_its_definition(make, monkeypatch):
 def test_training_runs_of_a_rewarded_loss_resume_and_are_shared(forked_ranks):
     """They need rewards of their own: the recipe's function is code."""
     subject = rewarded(answering)
-    for finding in (resume_is_exact(subject), *ranks_of([subject])):
+    for finding in (resume_is_exact(subject), *check_ranks_of_setups([subject])):
         assert finding.passed, finding
 
 

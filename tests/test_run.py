@@ -57,15 +57,15 @@ def test_a_run_writes_everything_and_the_student_loads(workplace, curves, capsys
     assert re.fullmatch(r"\w+ \w+ CPU, \d+ cores", began["device"]) and began["command"] is None, "called from Python"
     assert (result.folder / "curves.svg").read_text().count(">held out<") == 1
     assert result.after.forward_kl < result.before.forward_kl
-    assert result.gap_closed == pytest.approx(1 - result.after.forward_kl / result.before.forward_kl)
+    assert result.kl_reduction == pytest.approx(1 - result.after.forward_kl / result.before.forward_kl)
     assert dump(load(result.folder / "recipe.yaml")) == dump(recipe("train.save_every=4", "train.eval_every=3"))
     student = AutoModelForCausalLM.from_pretrained(result.folder / "student")
     tokenizer = AutoTokenizer.from_pretrained(result.folder / "student")
     assert student.config.num_hidden_layers == 2 and student.config.use_cache
     assert student.generate(**tokenizer("Hello", return_tensors="pt"), max_new_tokens=3).shape[1] > 3
-    assert (result.folder / "student" / "README.md").read_text().count("gap closed")
+    assert (result.folder / "student" / "README.md").read_text().count("Relative reduction")
     assert [row["step"] for row in read_metrics(result.folder / "metrics.jsonl")] == [1, 2, 3, 4, 6]
-    assert json.loads((result.folder / "result.json").read_text())["gap_closed"] == result.gap_closed
+    assert json.loads((result.folder / "result.json").read_text())["gap_closed"] == result.kl_reduction
     out = capsys.readouterr().out
     for expected in (
         "teacher     teacher",
@@ -76,7 +76,7 @@ def test_a_run_writes_everything_and_the_student_loads(workplace, curves, capsys
         "kl ",
         "prompt: Hello",
         "student after",
-        "gap closed",
+        "reduction   ",
     ):
         assert expected in out, expected
 

@@ -45,7 +45,7 @@ def test_every_field_is_there_with_its_meaning():
 
 def test_docstrings_name_no_field_that_is_gone():
     for name, section in settings_schema._sections(Section):
-        assert set(settings_schema.meanings(section)) <= set(section.model_fields), name
+        assert set(settings_schema.field_descriptions(section)) <= set(section.model_fields), name
 
 
 def test_types_and_defaults_are_those_of_the_schema():

@@ -61,7 +61,7 @@ def test_triton_alone_answers_the_same_tokens(folder, capsys, kernel_device, mon
 
     from distill.evaluation import targets
 
-    monkeypatch.setattr(targets, "device_here", lambda: kernel_device)
+    monkeypatch.setattr(targets, "default_device", lambda: kernel_device)
     products, launch = [], split_k._launch
     monkeypatch.setattr(split_k, "_launch", lambda *a, **k: products.append(1) or launch(*a, **k))
     said = {}
@@ -76,7 +76,7 @@ def test_triton_alone_answers_the_same_tokens(folder, capsys, kernel_device, mon
 def test_triton_alone_is_refused_where_it_cannot_be(folder, capsys, monkeypatch):
     assert run_command(["generate", "mine", "-p", "x", "--kernels", "cuda"]) == 2
     assert "--kernels: expected auto or triton, got 'cuda'" in capsys.readouterr().err
-    monkeypatch.setattr("distill.evaluation.targets.device_here", lambda: torch.device("cpu"))
+    monkeypatch.setattr("distill.evaluation.targets.default_device", lambda: torch.device("cpu"))
     assert run_command(["generate", "mine", "-p", "x", "--kernels", "triton"]) == 2
     assert "--kernels: triton needs a CUDA device" in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_preflight import PUBLISHED
 
-from distill.data.sources import local_path, missing_source, open_source
+from distill.data.sources import local_path, missing_file, open_source
 from distill.recipe import RecipeError, dump, load, parse, shipped
 from distill.recipe.shipped import (
     SCHEMA_FILE,
@@ -33,9 +33,9 @@ def test_data_that_ship_are_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shipped = ROOT / "recipes/data/quickstart.jsonl"
     assert local_path("recipes/data/quickstart.jsonl") == shipped
-    assert missing_source("recipes/data/quickstart.jsonl", "data.source") is None
+    assert missing_file("recipes/data/quickstart.jsonl", "data.source") is None
     assert open_source("recipes/data/quickstart.jsonl").columns is None
-    assert "does not exist" in (missing_source("recipes/data/absent.jsonl", "data.source") or "")
+    assert "does not exist" in (missing_file("recipes/data/absent.jsonl", "data.source") or "")
     (tmp_path / "recipes/data").mkdir(parents=True)
     (tmp_path / "recipes/data/quickstart.jsonl").write_text("{}")
     assert local_path("recipes/data/quickstart.jsonl") == Path("recipes/data/quickstart.jsonl"), "one's own comes first"

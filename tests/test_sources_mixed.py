@@ -11,7 +11,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from distill.cli import run_command
 from distill.core.labels import document_bounds
 from distill.data.load import load_data
-from distill.data.mixing import MixedRows, mix_of
+from distill.data.mixing import MixedRows, epoch_mix
 from distill.recipe import Data, RecipeError, dump, load, parse
 from distill.run import run
 from distill.training.progress import read_metrics
@@ -76,7 +76,7 @@ def test_every_row_comes_before_any_comes_twice_more(here):
 
 
 def test_an_epoch_follows_from_its_number_alone():
-    mix = mix_of([50, 9, 20], [0.2, 0.5, 0.3])
+    mix = epoch_mix([50, 9, 20], [0.2, 0.5, 0.3])
     assert mix.counts == (16, 39, 24) and sum(mix.counts) == 79
     one, other = MixedRows(range(79), mix), MixedRows(range(79), mix)
     for epoch in (0, 1, 2, 5):
@@ -89,7 +89,7 @@ def test_an_epoch_follows_from_its_number_alone():
 def test_counts_are_within_one_row_of_the_shares(seed):
     random = np.random.default_rng(seed)
     sizes, weights = random.integers(10, 999, 5), random.uniform(0.2, 3, 5)
-    mix = mix_of(sizes.tolist(), (weights / weights.sum()).tolist())
+    mix = epoch_mix(sizes.tolist(), (weights / weights.sum()).tolist())
     assert sum(mix.counts) == sizes.sum()
     assert np.abs(np.array(mix.counts) - weights / weights.sum() * sizes.sum()).max() < 1
 

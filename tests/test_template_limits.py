@@ -15,7 +15,7 @@ from test_hostile_inputs import (
 from tiny import tiny_tokenizer
 
 from distill.data import rendering
-from distill.data.limits import limited
+from distill.data.limits import limit_resources
 from distill.data.load import load_data
 from distill.recipe import Data
 
@@ -59,10 +59,10 @@ def test_limits_leave_nothing_behind():
     limits, handler = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
     left = signal.getitimer(signal.ITIMER_REAL)[0]  # of the test's own timer, if there is one
     for _ in range(2):
-        with pytest.raises(TimeoutError), limited(0.05, 1 << 30):
+        with pytest.raises(TimeoutError), limit_resources(0.05, 1 << 30):
             while True:
                 pass
-        with pytest.raises(MemoryError), limited(5, 1 << 20):
+        with pytest.raises(MemoryError), limit_resources(5, 1 << 20):
             bytearray(1 << 29)
     assert resource.getrlimit(resource.RLIMIT_AS) == limits
     assert bool(signal.getitimer(signal.ITIMER_REAL)[0]) == bool(left)

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from distill.data.chat import load_template
 from distill.data.collator import Collator
 from distill.data.load import load_data
-from distill.data.mixing import MixedRows, mix_of
-from distill.data.packing import BLOCK, rows_of
+from distill.data.mixing import MixedRows, epoch_mix
+from distill.data.packing import BLOCK, shuffle_into_rows
 from distill.generation import shared_prefixes
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.documents import documents_of
@@ -75,7 +75,7 @@ def apart(monkeypatch):
     monkeypatch.setattr(
         shared_prefixes,
         "shared_prefixes",
-        lambda prompts, held=(): {prompt: shared_prefixes.Shared(None, 0) for prompt in [*held, *prompts]},
+        lambda prompts, held=(): {prompt: shared_prefixes.SharedPrefix(None, 0) for prompt in [*held, *prompts]},
     )
 
 
@@ -134,7 +134,7 @@ def test_documents_that_belong_together_have_neighbouring_rows(packing):
     random = np.random.default_rng(0)
     families = np.repeat(np.arange(40), random.integers(1, 6, 40))
     lengths, chosen = random.integers(5, 60, len(families)), np.flatnonzero(families % 7)
-    made = rows_of(lengths, chosen, packing=packing, capacity=100, seed=1, together=families)
+    made = shuffle_into_rows(lengths, chosen, packing=packing, capacity=100, seed=1, together=families)
     assert sorted(np.concatenate(made.groups).tolist()) == chosen.tolist()
     assert max(int(lengths[group].sum()) for group in made.groups) <= 100
     home = {
@@ -145,10 +145,10 @@ def test_documents_that_belong_together_have_neighbouring_rows(packing):
     for group, block in zip(made.groups, made.blocks, strict=True):
         assert {home[int(families[document])] for document in group} == {block}, "a family has one block"
     assert (np.diff(made.blocks) >= 0).all()
-    other = rows_of(lengths, chosen, packing=packing, capacity=100, seed=2, together=families)
+    other = shuffle_into_rows(lengths, chosen, packing=packing, capacity=100, seed=2, together=families)
     assert [group.tolist() for group in made.groups] != [group.tolist() for group in other.groups]
     if packing:
-        fewest = len(rows_of(lengths, chosen, packing=True, capacity=100, seed=1).groups)
+        fewest = len(shuffle_into_rows(lengths, chosen, packing=True, capacity=100, seed=1).groups)
         assert len(made.groups) <= 1.25 * fewest
 
 
@@ -166,7 +166,7 @@ def test_blocks_of_rows_are_shuffled_whole():
     assert len(set(map(tuple, orders))) > 2 and len(sampler) == 6
     sampler.set_epoch(0)
     assert list(sampler) == orders[0]
-    mixed = MixedRows(rows, mix_of([6], [1.0]))
+    mixed = MixedRows(rows, epoch_mix([6], [1.0]))
     assert sorted(BlockSampler(mixed, 1)) == list(range(6))
 
 

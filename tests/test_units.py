@@ -2,7 +2,7 @@
 
 import pytest
 
-from distill.core.units import counted
+from distill.core.units import plural
 
 
 @pytest.mark.parametrize(
@@ -15,4 +15,4 @@ from distill.core.units import counted
     ],
 )
 def test_singular_and_plural(number, noun, text):
-    assert counted(number, noun) == text
+    assert plural(number, noun) == text

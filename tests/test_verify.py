@@ -13,7 +13,7 @@ from test_keep import here, losses, models, recipe  # noqa: F401  (fixtures, and
 from test_resume import RECIPE, figures, finished_run
 
 from distill.cli import run_command
-from distill.core.manifest import MANIFEST, add_to_manifest, fault_of_entry
+from distill.core.manifest import MANIFEST, add_to_manifest, entry_mismatch
 from distill.run import run
 from distill.training.rollout_files import files
 
@@ -99,8 +99,8 @@ def test_entries_are_made_anew_where_a_file_is_and_only_there(tmp_path):
     add_to_manifest(tmp_path, "a", "b", "absent")
     (tmp_path / "a").write_text("other")
     add_to_manifest(tmp_path, "b")
-    assert fault_of_entry(tmp_path, "b") is None and "a is damaged" in (fault_of_entry(tmp_path, "a") or "")
-    assert fault_of_entry(tmp_path, "absent") is None
+    assert entry_mismatch(tmp_path, "b") is None and "a is damaged" in (entry_mismatch(tmp_path, "a") or "")
+    assert entry_mismatch(tmp_path, "absent") is None
 
 
 # ------------------------------------------------------------------ a run that goes on

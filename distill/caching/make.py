@@ -14,7 +14,7 @@ from accelerate import PartialState
 
 from distill.caching.write import Work, fill, missing_shards, plan_work
 from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
-from distill.core.units import counted
+from distill.core.units import plural
 from distill.data.load import Splits
 from distill.data.report import DataReport
 from distill.models.head import LogitTransform, probe_logits
@@ -227,8 +227,8 @@ def _announce(loaded: Loaded, store: Store, work: Work, missing: Sequence[int], 
         say(f"{'devices':<12}{placement.teacher_text}: {placement.why}")
     say(
         f"{folder}: "
-        f"{counted(work.learned, 'position')} of {counted(len(work.entries), 'document')}, "
-        f"{width} bytes each, {_size(total)} in {counted(len(work.shards), 'shard')}; {state}"
+        f"{plural(work.learned, 'position')} of {plural(len(work.entries), 'document')}, "
+        f"{width} bytes each, {_size(total)} in {plural(len(work.shards), 'shard')}; {state}"
     )
     if (advice := fewer_rows(loaded.recipe, loaded.splits.report)) is not None:
         say(advice)

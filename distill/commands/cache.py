@@ -16,7 +16,7 @@ import typer
 from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, print_json
 from distill.core import console, launch, ranks
 from distill.core.folders import check_folder
-from distill.core.units import counted
+from distill.core.units import plural
 from distill.recipe import Recipe
 
 CACHES = Path("caches")
@@ -115,7 +115,7 @@ def cache(
     if rounded is not None:
         console.print_lines(
             f"hidden states in {settings.dtype}: KL(teacher, stored) {rounded:.2g} nats per position, over "
-            f"{counted(len(sample.labels), 'held-out position')}"
+            f"{plural(len(sample.labels), 'held-out position')}"
         )
     if table:
         _show(table, len(sample.labels), resolved.loss.temperature, (top_k, settings.tail))
@@ -165,7 +165,7 @@ def _show(table: Sequence[Any], positions: int, temperature: float, chosen: tupl
     console.show_table(["K", "tail", "kept", "KL", "seen", "gradient error", "head's"], rows, numbers=True)
     lines = (
         _verdict(table, chosen),
-        f"{counted(positions, 'held-out position')}, temperature {temperature:g}",
+        f"{plural(positions, 'held-out position')}, temperature {temperature:g}",
         "kept: the teacher's probability mass on the K tokens. KL: KL(teacher, stored distribution) in nats; inf where "
         "the latter is 0 somewhere",
         "seen: ratio of the reported divergence, teacher to student, to the full one",

@@ -99,7 +99,7 @@ def _answer(model: Any, tokenizer: Any, prompt: str | list[Turn], max_new_tokens
 
     def write(piece: str) -> None:
         pieces.append(piece)
-        sys.stdout.write(console.visible(piece))
+        sys.stdout.write(console.printable(piece))
         sys.stdout.flush()
 
     try:

@@ -9,7 +9,7 @@ import typer
 
 from distill.commands.arguments import AsJson, Overrides, complete_recipe, load_recipe, print_json
 from distill.core import console
-from distill.core.units import counted
+from distill.core.units import plural
 
 if TYPE_CHECKING:
     from distill.doctor.check_result import CheckResult
@@ -70,4 +70,4 @@ def _summary(passed: list[bool | None], what: str) -> str:
     """Return a line with the numbers of checks that pass, fail and were skipped."""
     failed, skipped = passed.count(False), passed.count(None)
     verdict = f"{failed} FAILED" if failed else f"{passed.count(True)} passed" if skipped else "all passed"
-    return f"{counted(len(passed), what)}, {verdict}" + (f", {skipped} skipped" if skipped else "")
+    return f"{plural(len(passed), what)}, {verdict}" + (f", {skipped} skipped" if skipped else "")

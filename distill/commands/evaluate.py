@@ -22,7 +22,7 @@ from distill.commands.arguments import (
 from distill.core import console, launch, ranks
 from distill.core.errors import RecipeError
 from distill.core.files import write_text
-from distill.core.units import counted
+from distill.core.units import plural
 
 
 def evaluate(
@@ -30,7 +30,7 @@ def evaluate(
     teacher: Annotated[str | None, typer.Option(metavar="MODEL", help="The teacher; default: the run's.")] = None,
     data: Annotated[str | None, typer.Option(metavar="SOURCE", help="Data; default: the run's held-out rows.")] = None,
     before: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Student before training, for gap closed.")
+        str | None, typer.Option(metavar="MODEL", help="Student before training, for the KL reduction.")
     ] = None,
     max_rows: Annotated[
         int | None, typer.Option(metavar="N", min=2, help="Maximum texts or chats of --data.", show_default="512")
@@ -81,7 +81,7 @@ def evaluate(
     from distill.models.load.loading import load_tokenizer
     from distill.models.load.vocabulary import compare as compare_vocabularies
     from distill.models.patch.packed import keeps_apart
-    from distill.objectives.measure import shown as format_figure
+    from distill.objectives.measure import metric_text as format_figure
     from distill.teachers.rows.retokenised.vocabularies import compare_by_bytes, readers_of
 
     found = targets.find_target(target)
@@ -96,7 +96,7 @@ def evaluate(
                 "distill eval without a launcher"
             )
         PartialState(cpu=not torch.cuda.is_available())  # joins the process group; all ranks evaluate the same rows
-    measure = targets.measure_of_target(found, teacher)
+    measure = targets.target_measure(found, teacher)
     by_spans = measure.unit != "token"
     with console.spinner("loading models and data"):
         large = targets.load_teacher_of(found, teacher, in_shards=world > 1)
@@ -119,20 +119,19 @@ def evaluate(
         closed = None
         if before is not None:
             earlier, _ = targets.load_target(targets.find_target(before))
-            closed = after.gap_closed(look(earlier, large, rows, advance=advance))
+            closed = after.kl_reduction(look(earlier, large, rows, advance=advance))
     if not first:
         return
-    figures: dict[str, Any] = measure.written(after.figures)
+    figures: dict[str, Any] = measure.to_json(after.figures)
     figures |= {f"{who}_perplexity": after.perplexity(who) for who in ("student", "teacher")}
-    if closed is not None:
-        figures["gap_closed"] = closed
     if as_json:
+        figures |= {} if closed is None else {"gap_closed": closed}
         errors = {"student": after.calibration_error, "teacher": after.teacher_calibration_error}
         record = {"measure": measure.name, "rows": after.rows, "figures": figures, "calibration_error": errors}
-        print_json(measure.written({"tokens": after.tokens}) | record)
+        print_json(measure.to_json({"tokens": after.tokens}) | record)
         return
-    if closed is not None and not closed.value >= 0:
-        del figures["gap_closed"]
+    if closed is not None and closed.value >= 0:
+        figures["relative_reduction"] = closed
     names = {f"{way}_{measure.key}": f"{way} {measure.name}" for way in ("forward", "reverse")}
     shown = [[names.get(name, name.replace("_", " ")), *map(format_figure, figure)] for name, figure in figures.items()]
     if not by_spans:
@@ -140,12 +139,12 @@ def evaluate(
         shown.append(["teacher calibration error", f"{after.teacher_calibration_error:.4f}", "", ""])
     console.show_table(["held out", "mean", "95 % from", "to"], shown, numbers=True)
     drawn = "rows" if by_spans else "documents"
-    over = f"{counted(after.tokens, measure.unit)} in {counted(after.rows, 'row')}"
+    over = f"{plural(after.tokens, measure.unit)} in {plural(after.rows, 'row')}"
     console.print_lines(f"over {over}; intervals by resampling {drawn}")
     if closed is not None and closed.value < 0:
         console.print_lines(f"worse than before training: the {measure.name} to the teacher has increased")
     elif closed is not None and math.isnan(closed.value):
-        console.print_lines(f"gap closed is undefined: before training the {measure.name} to the teacher was about 0")
+        console.print_lines(f"no reduction: before training the {measure.name} to the teacher was about 0")
 
 
 def _run_tasks(
@@ -210,10 +209,10 @@ def compare(
     from distill.reports.compare_runs import (
         Group,
         curves_page,
+        describe_changes,
         evaluation_differences,
         group_runs,
         mean_and_spread,
-        phrase,
     )
     from distill.reports.plots import HINT, is_installed
     from distill.reports.report import find_run, read_run
@@ -256,9 +255,9 @@ def compare(
     ]
     heading = [f"{name} to teacher"] if name else ["measure", "to teacher"]
     p = f"p ({name})" if name else "p"
-    console.show_table(["run", "seeds", *heading, "agreement", "gap closed", p], rows, numbers=True)
+    console.show_table(["run", "seeds", *heading, "agreement", "reduction", p], rows, numbers=True)
     for group in groups[1:]:
-        console.print_lines(f"{group.name} differs from {groups[0].name} in {phrase(group.differs)}")
+        console.print_lines(f"{group.name} differs from {groups[0].name} in {describe_changes(group.differs)}")
     for line in warnings:
         console.print_lines(line)
     if plot is not None:
@@ -284,7 +283,7 @@ def report(
     folder = find_run(run)
     if as_json:
         found = read_run(folder)
-        record = {when: found.measure.written(figures) for when, figures in found.held_out.items()}
+        record = {when: found.measure.to_json(figures) for when, figures in found.held_out.items()}
         figures = {"measure": found.measure.name, "held_out": record, "result": found.result, "metrics": found.metrics}
         print_json({"run": str(folder), **figures})
         return

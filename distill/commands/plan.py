@@ -10,7 +10,7 @@ import typer
 from distill.commands.arguments import AsJson, Overrides, RecipeArgument, disable_progress_bars, load_recipe, print_json
 from distill.core import console
 from distill.core.folders import RECIPE_FILE
-from distill.core.units import GIB, counted
+from distill.core.units import GIB, plural
 from distill.recipe import load
 from distill.recipe.compatibility import require_command
 
@@ -54,11 +54,11 @@ def check(
         report = look(resolved, device, gpus=gpus, read_data=data)
     measured, offers = None, []
     if probe:
-        from distill.commands.probe import can_step, probe_fp8
         from distill.commands.probe import probe as measure
+        from distill.commands.probe import probe_available, probe_fp8
 
         offers = probe_fp8(resolved)
-        measured = measure(resolved) if can_step(resolved) or not offers else None
+        measured = measure(resolved) if probe_available(resolved) or not offers else None
     longer = _longer(report, offers, resolved.train.batch_size * resolved.data.max_length)
     if as_json:
         choices = [
@@ -100,7 +100,7 @@ def _print(report: Preflight, measured: Any) -> None:
         f"vocabulary  {report.vocabulary}",
         *([_data_lines(report.data)] if report.data else []),
         f"plan        {where}, {report.strategy}; a step is {report.tokens_per_step:,} tokens in "
-        f"{counted(report.accumulation, 'micro-batch')} per device",
+        f"{plural(report.accumulation, 'micro-batch')} per device",
         *([f"kernels     {device.path}"] if device.path else []),
     ]
     console.print_lines("\n".join(lines) + "\n")
@@ -126,13 +126,13 @@ def _print(report: Preflight, measured: Any) -> None:
         console.print_lines(f"arithmetic  {report.flops_per_step / 1e12:,.1f} TFLOP a step")
     if report.seconds_per_step is not None:
         whole = report.seconds
-        rest = "" if whole is None else f", {_duration(whole)} for {counted(report.steps or 0, 'step')}"
+        rest = "" if whole is None else f", {_duration(whole)} for {plural(report.steps or 0, 'step')}"
         bus = ", 80 % of its PCIe bandwidth for offloaded layers" if report.moved else ""
         assumed = f"(assuming 72 % of the GPU's peak in GEMMs, 40 % in attention, 88 % of its bandwidth{bus})"
         console.print_lines(f"time        {report.seconds_per_step:.2f} s a step{rest} {assumed}")
     if (own := report.rollouts) is not None:
         took = "time unknown" if own.seconds is None else f"{own.seconds:.2f} s of it if all are that long"
-        console.print_lines(f"rollouts    {own.number:,.0f} per step of at most {counted(own.tokens, 'token')}: {took}")
+        console.print_lines(f"rollouts    {own.number:,.0f} per step of at most {plural(own.tokens, 'token')}: {took}")
     if report.host:
         held, moved = f"{report.host / GIB:.1f} GiB", f"{report.moved / GIB:.1f} GiB"
         layers = f"{held} of host memory for the teacher's layers"
@@ -289,7 +289,7 @@ def _show(made: list[list[Token]], titles: list[str], report: dict[str, object],
     out = Console()
     for title, tokens in zip(titles, made, strict=True):
         learned = sum(token.state == "trained" for token in tokens)
-        console.print_lines(f"=== {title}: {counted(len(tokens), 'token')}, {learned:,} trained on")
+        console.print_lines(f"=== {title}: {plural(len(tokens), 'token')}, {learned:,} trained on")
         if out.is_terminal:
             out.print(rich_text(tokens))
         else:

@@ -49,7 +49,7 @@ def probe(recipe: Recipe) -> ProbeResult:
     from distill.training.trainer import DistillationTrainer
 
     device = resolve_device(recipe.train)
-    if not can_step(recipe):
+    if not probe_available(recipe):
         raise ValueError("--probe: expected a CUDA device in this machine, got none; check without --probe needs none")
     rows = 3 * (recipe.train.tokens_per_step or 0) // recipe.data.max_length + 4 * recipe.train.batch_size
     # random tokens take the same memory; epochs, evaluations and checkpoints are not needed here
@@ -92,7 +92,7 @@ def probe(recipe: Recipe) -> ProbeResult:
     return ProbeResult(float(torch.cuda.max_memory_allocated(device)), second["seconds"])
 
 
-def can_step(recipe: Recipe) -> bool:
+def probe_available(recipe: Recipe) -> bool:
     """Return whether `probe` has a GPU here."""
     return resolve_device(recipe.train).type == "cuda"
 

@@ -51,7 +51,7 @@ def prune(
     rows: list[list[str]] = []
     found = []
     with console.spinner("loading the teacher and measuring the shapes"):
-        for candidate, divergence in measure_candidates(resolved, to, cost=forward_share if latency else None):
+        for candidate, divergence in measure_candidates(resolved, to, cost=forward_time_share if latency else None):
             found.append((candidate, divergence))
             rows.append(_row(candidate, divergence, latency))
     best, divergence = min(found, key=lambda each: each[1])
@@ -88,7 +88,7 @@ def _row(candidate: Candidate, divergence: float, latency: bool) -> list[str]:
     return [candidate.name, f"{{{text}}}", millions, f"{candidate.cost:.0%}", f"{divergence:.4f}"]
 
 
-def forward_share(teacher: PreTrainedModel, row_length: int) -> Cost:
+def forward_time_share(teacher: PreTrainedModel, row_length: int) -> Cost:
     """Return the cost that is the share of the teacher's time of a forward over one row, measured here.
 
     Students have the first parts of the teacher in place of chosen ones: the time is the same.

@@ -74,7 +74,7 @@ def quantise(
         rows = (
             [] if chosen == "nearest" else targets.calibration_rows(found, data, tokenizer, tokens, max_length or 1024)
         )
-        model = targets.load_merged(found, targets.device_here(), torch.float32)
+        model = targets.load_merged(found, targets.default_device(), torch.float32)
     with console.spinner(f"rounding by {method}"):
         result = quantise_model(model, tokenizer, output, Rounding(section, chosen, rows), pack=pack)
     if as_json:

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distill.core.files import suggest_path
-from distill.data.sources import STDLIB, local_path, missing_source
+from distill.data.sources import STDLIB, local_path, missing_file
 from distill.models.load.source import PACKAGE_PREFIX, resolve_model_source
 from distill.recipe import ModelSection, Recipe
 from distill.recipe.teachers import teacher_sections
 
 
-def path_faults(recipe: Recipe) -> list[str]:
+def path_errors(recipe: Recipe) -> list[str]:
     """Return a line for each file and folder that the recipe names and that does not exist."""
     return [note for note in (*_missing_models(recipe), *_missing_data(recipe)) if note]
 
@@ -26,7 +26,7 @@ def path_notes(recipe: Recipe) -> list[str]:
         if section.model is not None and section.init == "pretrained":
             if fault := _absent_package(section.model, f"{name}.model"):
                 notes.append(fault)
-            with contextlib.suppress(ValueError):  # reported by `path_faults`
+            with contextlib.suppress(ValueError):  # reported by `path_errors`
                 if not resolve_model_source(section.model, f"{name}.model").local:
                     notes.append(_hub_id_note(f"{name}.model", section.model))
     for name, teacher in teacher_sections(recipe).items():
@@ -35,7 +35,7 @@ def path_notes(recipe: Recipe) -> list[str]:
             notes.append(f"{name}.path: {teacher.path} does not exist yet{near}; distill cache makes it")
         if teacher.adapter is not None and not Path(teacher.adapter).expanduser().exists():
             notes.append(_hub_id_note(f"{name}.adapter", teacher.adapter))
-    notes += [_hub_id_note(field, place) for field, place in _sources(recipe) if not missing_source(place, field)]
+    notes += [_hub_id_note(field, place) for field, place in _sources(recipe) if not missing_file(place, field)]
     return [note for note in notes if note]
 
 
@@ -77,7 +77,7 @@ def _absent_package(model: str, field: str) -> str | None:
 
 def _missing_data(recipe: Recipe) -> Iterator[str]:
     for field, place in _sources(recipe):
-        yield missing_source(place, field) or ""
+        yield missing_file(place, field) or ""
     template = recipe.data.chat_template
     if template not in ("tokenizer", "none") and not Path(template).expanduser().is_file():
         yield f"data.chat_template: {template} does not exist{suggest_path(template)}"

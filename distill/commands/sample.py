@@ -23,7 +23,7 @@ from distill.commands.arguments import (
     print_json,
 )
 from distill.core import console, launch, ranks
-from distill.core.units import counted
+from distill.core.units import plural
 from distill.recipe.compatibility import require_command
 
 
@@ -97,13 +97,13 @@ def sample(
     if as_json or not first:
         return
     for reason, count in (result.dropped or {}).items():
-        console.print_lines(f"dropped {counted(count, 'prompt')}: {reason}")
+        console.print_lines(f"dropped {plural(count, 'prompt')}: {reason}")
     if result.found:
-        console.print_lines(f"{counted(result.found, 'response')} already existed")
+        console.print_lines(f"{plural(result.found, 'response')} already existed")
     if result.made:
         speed = result.tokens / max(result.seconds, 1e-9)
         console.print_lines(
-            f"{counted(result.made, 'response')}, {result.tokens / result.made:,.0f} tokens each, "
+            f"{plural(result.made, 'response')}, {result.tokens / result.made:,.0f} tokens each, "
             f"{speed:,.0f} tokens/s, {result.truncated:,} truncated at {max_new_tokens:,} tokens"
         )
     console.print_lines(f"wrote {out}; train on it with data.source={out}")

@@ -96,7 +96,7 @@ def json_schema() -> Node:
     schema, since = Recipe.model_json_schema(), _since()
     sections = dict(_sections(Section))
     for name, part in _parts(schema):
-        section, texts = sections[name], meanings(sections[name])
+        section, texts = sections[name], field_descriptions(sections[name])
         part["description"] = " ".join(inspect.cleandoc(section.__doc__ or "").split("\n\n")[0].split())
         for key, node in part["properties"].items():
             usual = Usual.of(section.model_fields[key])
@@ -117,7 +117,7 @@ def json_schema() -> Node:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "a recipe of distill", **schema}
 
 
-def meanings(section: type[Section]) -> dict[str, str]:
+def field_descriptions(section: type[Section]) -> dict[str, str]:
     """Return the descriptions of a section's fields, from its docstring and those of its bases."""
     found: dict[str, str] = {}
     for base in reversed(section.__mro__[: section.__mro__.index(Section)]):

@@ -12,7 +12,7 @@ import typer
 from distill.commands.arguments import AsJson, complete_run, disable_progress_bars, print_json
 from distill.core import console
 from distill.core.folders import RECIPE_FILE, RESULT_FILE
-from distill.core.units import counted
+from distill.core.units import plural
 
 Line = tuple[str, str, bool]  # name of the part, result in words, whether it is undamaged
 
@@ -56,7 +56,7 @@ def _line(what: str, read: Callable[[], str]) -> Line:
 
 
 def _run(folder: Path) -> Iterator[Line]:
-    from distill.core.manifest import MANIFEST, fault_of_entry
+    from distill.core.manifest import MANIFEST, entry_mismatch
     from distill.recipe import load
     from distill.reports.run_manifest import BEFORE_FILE, METRICS_FILE
     from distill.training.checkpoints import checkpoints, unfinished_checkpoints
@@ -65,7 +65,7 @@ def _run(folder: Path) -> Iterator[Line]:
 
     def noted(path: Path, read: Callable[[], str]) -> Line:
         """Return a line on a file: equal to its entry in the run's manifest, and readable."""
-        return _line(path.name, lambda: _raise(fault_of_entry(folder, path.relative_to(folder).as_posix())) or read())
+        return _line(path.name, lambda: _raise(entry_mismatch(folder, path.relative_to(folder).as_posix())) or read())
 
     if (folder / MANIFEST).exists():
         yield _line(MANIFEST, lambda: _manifest(folder))
@@ -104,7 +104,7 @@ def _manifest(folder: Path) -> str:
     manifest = read_manifest(folder) or {}
     if SUM not in manifest or not has_valid_checksum(manifest):
         raise ValueError("its checksum does not match; move it away to check only the form of the files")
-    return f"checksums of {counted(len(_noted_names(folder)), 'file')}"
+    return f"checksums of {plural(len(_noted_names(folder)), 'file')}"
 
 
 def _noted_names(folder: Path) -> set[str]:
@@ -128,7 +128,7 @@ def _figures(path: Path, *names: str) -> str:
 def _rollouts(path: Path) -> str:
     from distill.training.rollout_files import read
 
-    return counted(len(read(path)), "rollout")
+    return plural(len(read(path)), "rollout")
 
 
 def _versions(path: Path) -> str:
@@ -150,7 +150,7 @@ def _metrics(path: Path) -> str:
     steps = [row["step"] for row in rows]
     if steps != sorted(set(steps)):
         raise ValueError("steps are repeated or out of order")
-    return counted(len(steps), "row")
+    return plural(len(steps), "row")
 
 
 def _checkpoint(path: Path) -> str:
@@ -167,7 +167,7 @@ def _student(folder: Path) -> str:
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
     from transformers import AutoModelForCausalLM
 
-    from distill.core.manifest import damage_of_files
+    from distill.core.manifest import first_damaged_file
     from distill.models.load.adapters import base_of
     from distill.models.load.loading import load_config
     from distill.models.load.read_weights import weights_fault
@@ -175,7 +175,7 @@ def _student(folder: Path) -> str:
     from distill.training.checkpoint_validation import not_finite, shapes_of
 
     result = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")) if (folder / RESULT_FILE).is_file() else {}
-    if "files" in result and (fault := damage_of_files(folder / "student", result["files"])):
+    if "files" in result and (fault := first_damaged_file(folder / "student", result["files"])):
         raise ValueError(fault)
     there: dict[str, Any] = {}
     for path in sorted((folder / "student").glob("*.safetensors")):
@@ -199,7 +199,7 @@ def _student(folder: Path) -> str:
 def _cache(folder: Path) -> Iterator[Line]:
     import numpy as np
 
-    from distill.core.manifest import damage_of_files
+    from distill.core.manifest import first_damaged_file
     from distill.teachers.backends.stored.format import MANIFEST, PLAN, read_json
     from distill.teachers.backends.stored.online_store import Store
     from distill.teachers.backends.stored.read import Shards, TeacherCache
@@ -216,11 +216,11 @@ def _cache(folder: Path) -> Iterator[Line]:
         yield folder.name, str(error), False
         return
     if complete:
-        fault = damage_of_files(folder, cache.manifest.get("files", {}))
-        text = f"version {cache.manifest['version']}, {counted(cache.stored, 'position')}"
+        fault = first_damaged_file(folder, cache.manifest.get("files", {}))
+        text = f"version {cache.manifest['version']}, {plural(cache.stored, 'position')}"
         yield "files", fault or text, fault is None
     else:
-        yield folder.name, f"incomplete: {counted(cache.stored, 'position')} so far", True
+        yield folder.name, f"incomplete: {plural(cache.stored, 'position')} so far", True
 
     def shard(number: int) -> str:
         arrays = cache.shards[number]

@@ -25,13 +25,13 @@ _KEY = re.compile(r" *\S[^:\n]{0,17}?(?:: +|  +)")  # the key of a line such as 
 _FIGURES = re.compile(r"(?<=\S)  +(?=\S)")  # the gap between two figures of a line
 
 
-def visible(text: str) -> str:
+def printable(text: str) -> str:
     """Return `text` with control characters except tabs and newlines escaped, so that none reaches a terminal."""
     return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 @contextlib.contextmanager
-def terminal_may_be_lost() -> Iterator[None]:
+def ignore_lost_terminal() -> Iterator[None]:
     """Ignore EIO from a write to a terminal that is gone: it comes before the SIGHUP that ends the run in order."""
     try:
         yield
@@ -45,7 +45,7 @@ class VisibleFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record, control characters escaped."""
-        return visible(super().format(record))
+        return printable(super().format(record))
 
 
 if logging.lastResort is not None:  # the handler of programs that configure no logging, as our commands
@@ -61,9 +61,9 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers
     console, table = Console(emoji=False), Table(header_style="bold", box=None, pad_edge=False)
     for index, column in enumerate(columns):
         justify: Literal["left", "right"] = "right" if numbers and index else "left"
-        table.add_column(escape(visible(column)), justify=justify, overflow="fold")
+        table.add_column(escape(printable(column)), justify=justify, overflow="fold")
     for row in rows:
-        table.add_row(*(escape(visible(cell)) for cell in row))
+        table.add_row(*(escape(printable(cell)) for cell in row))
     if not console.is_terminal:
         console.width = max(console.width, console.measure(table).minimum)
     with console.capture() as shown:
@@ -78,7 +78,7 @@ def spinner(what: str) -> Iterator[None]:
     if not console.is_terminal or os.environ.get("RANK", "0") != "0":
         yield
         return
-    with console.status(escape(visible(what))):
+    with console.status(escape(printable(what))):
         yield
 
 
@@ -92,20 +92,20 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None] | None]:
     from rich.progress import Progress
 
     with Progress(console=console, transient=True) as bar:
-        task = bar.add_task(escape(visible(what)), total=total)
+        task = bar.add_task(escape(printable(what)), total=total)
         yield lambda count: bar.advance(task, count)
 
 
 def print_lines(line: str) -> None:
     """Print lines, broken between words at the width of the terminal, at COLUMNS of the environment, or at 80."""
     width = Console().width
-    print_verbatim("\n".join(part for whole in line.split("\n") for part in wrap_line(visible(whole), width)))
+    print_verbatim("\n".join(part for whole in line.split("\n") for part in wrap_line(printable(whole), width)))
 
 
 def print_verbatim(text: str) -> None:
     """Print text for copying or for programs (JSON, commands, data) without wrapping it."""
-    with terminal_may_be_lost():
-        print(visible(text), flush=True)
+    with ignore_lost_terminal():
+        print(printable(text), flush=True)
 
 
 def wrap_line(line: str, width: int) -> list[str]:
@@ -130,9 +130,9 @@ def print_error(message: str) -> None:
     """Print an error on standard error, one line per fault, with the rank in a run of several processes."""
     rank = os.environ.get("RANK", "0")
     prefix = "distill: " if rank == "0" else f"distill (rank {rank}): "
-    with terminal_may_be_lost():
+    with ignore_lost_terminal():
         for line in message.split("\n"):
-            print(prefix + visible(line), file=sys.stderr, flush=True)
+            print(prefix + printable(line), file=sys.stderr, flush=True)
 
 
 def to_jsonable(value: object) -> object:

@@ -69,7 +69,7 @@ def disk_line(error: BaseException) -> str | None:
     if not name:
         return DISK[code]
     disk = f" (mounted at {mount_of(Path(str(name)))})" if code in FULL else ""
-    return f"{show(str(name)) if len(str(name)) > 200 else name}: {DISK[code]}{disk}"
+    return f"{quote(str(name)) if len(str(name)) > 200 else name}: {DISK[code]}{disk}"
 
 
 class RecipeError(ValueError):
@@ -102,7 +102,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
 
-def show(value: object) -> str:
+def quote(value: object) -> str:
     """Return a value as an error message quotes it, truncated where it is long."""
     if value is None:
         return "null"
@@ -116,9 +116,9 @@ def show(value: object) -> str:
     return quoted if len(quoted) <= 80 else quoted[:76] + "..."
 
 
-def refuse(expected: str, value: object) -> str:
+def expected_got(expected: str, value: object) -> str:
     """Return `expected ..., got ...`."""
-    return f"expected {expected}, got {show(value)}"
+    return f"expected {expected}, got {quote(value)}"
 
 
 def first_line(error: BaseException) -> str:
@@ -215,32 +215,35 @@ def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
         tags, tag = _literals(model, [*path, "type"]), context.get("tag")
         if kind == "union_tag_not_found":
             return f"{head}type is missing; known: {', '.join(tags)}"
-        return f"{head}unknown type {show(tag)}; {_value_meant('type', tag, tags, names)}"
+        return f"{head}unknown type {quote(tag)}; {_value_meant('type', tag, tags, names)}"
     if kind == "literal_error":
         options = _literals(model, path)
         hint = _value_meant(path[-1], came, options, names)
         hint = f"; {hint}" if hint.startswith("did") else ""
-        return f"{head}expected one of {', '.join(options)}, got {show(came)}{hint}"
+        return f"{head}expected one of {', '.join(options)}, got {quote(came)}{hint}"
     if kind == "value_error":
         return f"{head}{context['error']}"
     if kind in BOUNDS:
         limit = next(context[key] for key in ("gt", "ge", "lt", "le") if key in context)
-        return head + refuse(f"a number {BOUNDS[kind]} {limit:g}", came)
+        return head + expected_got(f"a number {BOUNDS[kind]} {limit:g}", came)
     if kind == "string_pattern_mismatch":
-        return head + refuse("letters, digits, '.', '_' and '-' (at most 100, first a letter or digit)", came)
+        return head + expected_got("letters, digits, '.', '_' and '-' (at most 100, first a letter or digit)", came)
     if kind == "too_short":
-        return head + refuse(f"at least {context['min_length']} of them", came)
+        return head + expected_got(f"at least {context['min_length']} of them", came)
     if kind in EXPECTED:
+        error = head + expected_got(EXPECTED[kind], came)
         section_path = ".".join(part for part in path if not part.isdigit())
         pair = re.match(r"(\w+):([^\s:/]+)", came) if isinstance(came, str) else None
         if pair and EXPECTED[kind].startswith(("a section", "a list")) and pair[1] in str(_paths(model)):
-            return f"{head}{refuse(EXPECTED[kind], came)}; YAML needs a space after the colon: {pair[1]}: {pair[2]}"
+            return (
+                f"{head}{expected_got(EXPECTED[kind], came)}; YAML needs a space after the colon: {pair[1]}: {pair[2]}"
+            )
         short = names.short.get(section_path)
         if short is None or not EXPECTED[kind].startswith(("a section", "a list")):
-            return head + refuse(EXPECTED[kind], came)
+            return error
         value = came if isinstance(came, str | int | float) and not isinstance(came, bool) else short[1]
-        return f"{head}{refuse(EXPECTED[kind], came)}; as in {section_path}: {short[0].format(value)}"
-    return f"{head}{fault['msg']}, got {show(came)}"
+        return f"{error}; as in {section_path}: {short[0].format(value)}"
+    return f"{head}{fault['msg']}, got {quote(came)}"
 
 
 def _value_meant(field: str, value: object, options: list[str], names: Names) -> str:

@@ -1,9 +1,9 @@
 """Atomic writes of files and folders, durable across a power cut once they have their name.
 
     write_json(path, value)
-    with replacing(path) as temporary:           # write to `temporary`; it is renamed to `path` at the end
+    with atomic_path(path) as temporary:           # write to `temporary`; it is renamed to `path` at the end
         figure.savefig(temporary)
-    with replacing_folder(folder) as temporary: ...
+    with atomic_folder(folder) as temporary: ...
 
 A temporary name begins with a dot, ends in `.unfinished` and is locked while its writer lives; the next writer of the
 same path deletes those of killed processes. Nothing else is ever deleted.
@@ -32,7 +32,7 @@ UNFINISHED = ".unfinished"
 
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 file atomically."""
-    with replacing(path) as temporary:
+    with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
@@ -41,12 +41,12 @@ def write_json(path: Path, value: object) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False))
 
 
-def replacing(path: Path) -> contextlib.AbstractContextManager[Path]:
+def atomic_path(path: Path) -> contextlib.AbstractContextManager[Path]:
     """Yield a temporary path that becomes the file `path` at the end, replacing an existing file."""
     return _replacing(path, folder=False, over=True)
 
 
-def replacing_folder(folder: Path, *, over: bool = False) -> contextlib.AbstractContextManager[Path]:
+def atomic_folder(folder: Path, *, over: bool = False) -> contextlib.AbstractContextManager[Path]:
     """Yield an empty temporary folder that becomes `folder` at the end.
 
     Args:
@@ -159,14 +159,14 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def existing(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """Return `path`, or the nearest folder above it that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
 def mount_of(path: Path) -> Path:
     """Return the mount point of the file system that holds `path`, or would hold it."""
-    place = existing(path)
+    place = nearest_existing(path)
     return next(folder for folder in (place, *place.parents) if os.path.ismount(folder) or folder == folder.parent)
 
 

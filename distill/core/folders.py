@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from distill.core.errors import RecipeError, RunError, show
+from distill.core.errors import RecipeError, RunError, quote
 from distill.core.files import UNFINISHED
 
 RUNS = Path("runs")
@@ -29,7 +29,7 @@ def runs_folder(output_dir: str) -> Path:
     """
     folder = os.path.expandvars(output_dir)
     if "$" in folder:
-        raise RecipeError([f"output_dir: {show(output_dir)}: expected variables that are set in the environment"])
+        raise RecipeError([f"output_dir: {quote(output_dir)}: expected variables that are set in the environment"])
     return Path(folder).expanduser()
 
 
@@ -48,7 +48,7 @@ def run_folder(recipe_name: str, *, name: str | None = None, resume: bool = Fals
     """
     if name is not None and not _NAME.fullmatch(name):
         raise RecipeError(
-            [f"--name: expected letters, digits, '.', '_' and '-' (first a letter or digit), got {show(name)}"]
+            [f"--name: expected letters, digits, '.', '_' and '-' (first a letter or digit), got {quote(name)}"]
         )
     _refuse_dangling_link(runs)
     check_folder(runs, "output_dir")
@@ -76,7 +76,7 @@ def check_folder(folder: Path, field: str) -> None:
             return
         if place.is_symlink() or place.exists():
             kind = f"a link to {place.readlink()}, which does not exist" if place.is_symlink() else "a file"
-            raise RecipeError([f"{field}: expected a folder, got {show(str(folder))}: {place} is {kind}"])
+            raise RecipeError([f"{field}: expected a folder, got {quote(str(folder))}: {place} is {kind}"])
 
 
 def check_folder_free(folder: Path) -> None:

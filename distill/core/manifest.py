@@ -73,13 +73,13 @@ def remove_from_manifest(folder: Path, name: str) -> None:
             write_json(folder / MANIFEST, with_checksum({"files": kept}))
 
 
-def fault_of_entry(folder: Path, name: str) -> str | None:
+def entry_mismatch(folder: Path, name: str) -> str | None:
     """Return how a file differs from its entry in the folder's manifest, in words; None if it does not or has none."""
     try:
         files = (read_manifest(folder) or {}).get("files", {})
     except ValueError:
         return None
-    return damage_of_files(folder, {name: files[name]}) if isinstance(files, Mapping) and name in files else None
+    return first_damaged_file(folder, {name: files[name]}) if isinstance(files, Mapping) and name in files else None
 
 
 def manifest_entry(path: Path) -> dict[str, object]:
@@ -101,7 +101,7 @@ def _sum_of(value: Mapping[str, object]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
-def damage_of_files(folder: Path, files: object) -> str | None:
+def first_damaged_file(folder: Path, files: object) -> str | None:
     """Return a description of the first file that differs from its manifest entry; None where none does.
 
     Args:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from distill.data import coverage
-from distill.data.coverage import Losses
+from distill.data.coverage import Omission
 from distill.data.messages import Adapter, content_of, without_reasoning
 from distill.data.rendering import FROZEN_DAY, Message, Renderer, Span, TemplateError, Tools, freeze_date
 from distill.data.rows import RowFault
@@ -82,7 +82,7 @@ class ChatTemplate(Renderer):
         self.name = name
         self.adapter = Adapter(self)
         self._turns = Turns(self, self.adapter)
-        self._probed: dict[tuple[object, ...], Losses | None] = {}
+        self._probed: dict[tuple[object, ...], Omission | None] = {}
 
     def settings(self) -> list[object]:
         """Return everything that affects rendering, turn ends and row counts, as plain JSON."""
@@ -152,15 +152,15 @@ class ChatTemplate(Renderer):
             made = self._examples(messages, tools, turns, options.train_on == "each", fits)
             if not made.examples:
                 return made
-            losses = self._losses(messages, tools, turns) or Losses()
+            losses = self._losses(messages, tools, turns) or Omission()
             if losses.fault is not None:
-                raise RowFault(coverage.not_rendered(losses.fault, self.name), self._example_of(messages, turns))
+                raise RowFault(coverage.omission_fault(losses.fault, self.name), self._example_of(messages, turns))
             taken = [turn for example in made.examples for turn in example.turns]
             thoughts = coverage.check_words(made.examples, messages, tools, taken, self.name) and not losses.thought
         named = losses.named
         if not thoughts:
             if options.reasoning == "require":
-                raise RowFault(coverage.not_rendered(coverage.THOUGHT, self.name), self._example_of(messages, turns))
+                raise RowFault(coverage.omission_fault(coverage.THOUGHT, self.name), self._example_of(messages, turns))
             named = (coverage.THOUGHT, *named)
         if options.empty_answers == "drop" and any(
             coverage.is_empty(content_of(messages[turn]), thoughts) for turn in taken
@@ -183,9 +183,9 @@ class ChatTemplate(Renderer):
         examples = list(self._turns.each(adapted, tools, turns, fits if len(turns) > 1 else None))
         return TrainingChat(examples, not each and len(turns) > 1, len(turns) - len(examples))
 
-    def _losses(self, messages: Sequence[Message], tools: Tools, turns: list[int]) -> Losses | None:
+    def _losses(self, messages: Sequence[Message], tools: Tools, turns: list[int]) -> Omission | None:
         """Return the content that the template omits from conversations of this shape; None where it refuses them."""
-        shape, kept = coverage.shape_of(messages[: turns[-1] + 1], tools, turns)
+        shape, kept = coverage.chat_shape(messages[: turns[-1] + 1], tools, turns)
         if not kept:
             return None
         if shape not in self._probed:
@@ -195,7 +195,7 @@ class ChatTemplate(Renderer):
             def rendered(filled: Sequence[Message], offered: Tools, chosen: list[int]) -> list[RenderedChat]:
                 return self._examples(filled, offered, chosen, each=False).examples
 
-            self._probed[shape] = coverage.probe(rendered, [messages[n] for n in kept], tools, learned)
+            self._probed[shape] = coverage.find_omission(rendered, [messages[n] for n in kept], tools, learned)
         return self._probed[shape]
 
     def _example_of(self, messages: Sequence[Message], turns: Sequence[int]) -> str:

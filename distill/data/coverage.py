@@ -43,7 +43,7 @@ Examples = Sequence[RenderedChat]
 Render = Callable[[Sequence[Message], Tools, list[int]], Examples]
 
 
-class Losses(NamedTuple):
+class Omission(NamedTuple):
     """Content that a template omits.
 
     Attributes:
@@ -57,12 +57,12 @@ class Losses(NamedTuple):
     named: tuple[str, ...] = ()
 
 
-def not_rendered(field: str, template: str) -> str:
+def omission_fault(field: str, template: str) -> str:
     """Return the reason why a row is dropped, with the cure."""
     return f"{field}: {NOT_RENDERED} {template}; {CURES.get(field, CURE)}"
 
 
-def shape_of(messages: Sequence[Message], tools: Tools, turns: Sequence[int]) -> tuple[tuple[object, ...], list[int]]:
+def chat_shape(messages: Sequence[Message], tools: Tools, turns: Sequence[int]) -> tuple[tuple[object, ...], list[int]]:
     """Return a conversation's shape, and the indices of the messages that define it; none for too many kinds.
 
     Repetitions are removed: messages between two alike whose pairs of neighbours all occur before.
@@ -95,7 +95,7 @@ def _signature(message: Message, learned: bool) -> tuple[object, ...]:
     return (message.get("role"), kind, bool(said.thought.strip()), calls, ids, fields, learned)
 
 
-def probe(render: Render, messages: Sequence[Message], tools: Tools, turns: list[int]) -> Losses | None:
+def find_omission(render: Render, messages: Sequence[Message], tools: Tools, turns: list[int]) -> Omission | None:
     """Return the content that a template omits for this shape; None where it refuses the conversation with markers.
 
     Args:
@@ -128,7 +128,7 @@ def probe(render: Render, messages: Sequence[Message], tools: Tools, turns: list
             lost.append(TOOLS)
         elif any(tool["function"]["description"] not in everything for tool in offered):
             named["descriptions of tools"] = None
-    return Losses(lost[0] if lost else None, thought, tuple(named))
+    return Omission(lost[0] if lost else None, thought, tuple(named))
 
 
 def _marker(what: str, number: int, part: int = 0) -> str:
@@ -244,7 +244,7 @@ def _texts_of(examples: Examples) -> dict[int, _Text]:
 
 def _require(text: _Text, words: str, field: str, template: str, *, ordered: bool = False) -> None:
     if words.strip() and not text.holds(words, ordered=ordered):
-        raise RowFault(not_rendered(field, template), f"missing or incomplete: {' '.join(words.split())[:80]!r}")
+        raise RowFault(omission_fault(field, template), f"missing or incomplete: {' '.join(words.split())[:80]!r}")
 
 
 def _leaves(arguments: Any) -> list[str]:

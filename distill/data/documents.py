@@ -23,10 +23,10 @@ import numpy as np
 from distill.core.errors import RunError
 from distill.core.tokenizer_limits import MOST_BYTES, may_grow
 from distill.data.packing import Documents, Ragged
-from distill.data.rows import size_of
+from distill.data.rows import row_size
 from distill.data.sources import Row, RowFault, Source
 from distill.data.tally import Tally
-from distill.data.token_cache import keep, key_of
+from distill.data.token_cache import cache_key, cached_folder
 from distill.data.tokenise import Batch, Document, RowEncoder
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ BATCH_ROWS = 512
 BATCH_CHARACTERS = 1 << 22
 
 
-def tokenised(
+def tokenise_documents(
     source: Source, encoder: RowEncoder, *, max_rows: int | None = None, workers: int = 0, cache: bool = True
 ) -> tuple[Documents, Tally, str, bool]:
     """Return all documents of a source, memory-mapped.
@@ -47,7 +47,7 @@ def tokenised(
     Returns:
         The documents, the tally of rows, the cache key, and whether it was found in the cache.
     """
-    key = key_of(source.digest, *encoder.settings(), max_rows)
+    key = cache_key(source.digest, *encoder.settings(), max_rows)
 
     def build(folder: Path) -> None:
         logger.info("tokenising %s", source.name)
@@ -55,7 +55,7 @@ def tokenised(
         tally = _write(folder, tuple(encoder.columns), _encoded(batches, encoder, workers))
         (folder / "tally.json").write_text(json.dumps(vars(tally)))
 
-    folder, cached = keep(key, build, cache=cache)
+    folder, cached = cached_folder(key, build, cache=cache)
     tally = Tally()
     tally.add(Tally(**json.loads((folder / "tally.json").read_text())))
     names = encoder.columns
@@ -74,7 +74,7 @@ def _batches(rows: Iterable[tuple[int, Row | RowFault]]) -> Iterator[Batch]:
     for number, row in rows:
         batch.append((number, row))
         if isinstance(row, dict):
-            characters += size_of(row)
+            characters += row_size(row)
         if len(batch) >= BATCH_ROWS or characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0

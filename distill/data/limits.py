@@ -16,7 +16,7 @@ except ImportError:  # no such limits on this system
 
 
 @contextlib.contextmanager
-def limited(seconds: float, more_bytes: int) -> Iterator[None]:
+def limit_resources(seconds: float, more_bytes: int) -> Iterator[None]:
     """Limit time and memory of the block, in this process.
 
     Args:

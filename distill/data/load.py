@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from distill.core.labels import IGNORE_INDEX
-from distill.core.units import counted
+from distill.core.units import plural
 from distill.data.chat import ChatOptions, ChatTemplate, load_template
 from distill.data.coverage import NOT_RENDERED
-from distill.data.documents import tokenised
+from distill.data.documents import tokenise_documents
 from distill.data.formats import Format, detect
-from distill.data.mixing import Mix, MixedRows, mix_of
-from distill.data.packing import BLOCK, Documents, Ragged, rows_of
+from distill.data.mixing import Mix, MixedRows, epoch_mix
+from distill.data.packing import BLOCK, Documents, Ragged, shuffle_into_rows
 from distill.data.report import DataReport
 from distill.data.sources import Source, open_source, prompt_lines
 from distill.data.tally import Tally
-from distill.data.token_cache import keep, key_of
+from distill.data.token_cache import cache_key, cached_folder
 from distill.data.tokenise import Encoder, RowEncoder
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def load_rows(
         columns, templated = columns_of(source), None not in templates
         format = detect(columns, data.fields, data.format, source=source.name, has_template=templated, rows=source.rows)
         format = replace(format, keeps_empty=data.empty_answers == "keep")
-        documents, tally, key, cached = tokenised(
+        documents, tally, key, cached = tokenise_documents(
             source, encoder_for(format, part), max_rows=data.max_rows, workers=data.workers, cache=data.cache
         )
         _check(documents, tally, source, part.field)
@@ -178,7 +178,7 @@ def _mixed_splits(parts: list[Splits], data: Data, own: bool) -> Splits:
     if not own:
         for report in reports[1:]:
             report.validation_documents = report.validation_tokens = report.validation_rows = 0
-    mix = mix_of([len(splits.train) for splits in parts], [part.share for part in data.parts])
+    mix = epoch_mix([len(splits.train) for splits in parts], [part.share for part in data.parts])
     train = datasets.concatenate_datasets([splits.train for splits in parts])
     held_out = datasets.concatenate_datasets([splits.validation for splits in parts]) if own else parts[0].validation
     return Splits(train, held_out, type(reports[0]).of(reports, mix.counts), mix)
@@ -205,13 +205,13 @@ def _check(documents: Documents, tally: Tally, source: Source, field: str) -> No
     if lost.total() * 2 > tally.rows_read:
         what, _, cure = lost.most_common(1)[0][0].partition("; ")
         raise ValueError(
-            f"data.chat_template: {what}; {lost.total():,} of {counted(tally.rows_read, 'row')} of {source.name} "
+            f"data.chat_template: {what}; {lost.total():,} of {plural(tally.rows_read, 'row')} of {source.name} "
             f"dropped; {cure} ({tally.examples[lost.most_common(1)[0][0]]})"
         )
     dropped = sum(tally.dropped.values())
     if len(documents.origin) == 0:
         raise ValueError(
-            f"{field}: no trainable tokens in {source.name}: {counted(tally.rows_read, 'row')} read, "
+            f"{field}: no trainable tokens in {source.name}: {plural(tally.rows_read, 'row')} read, "
             f"{dropped:,} dropped{tally.reasons and f': {tally.reasons}'}"
         )
     if dropped * 10 > tally.rows_read:
@@ -296,9 +296,9 @@ def _pack(
     own = data.own_answers if data.packing else None
     new = 0 if own is None else own.max_new_tokens
     whole = data.answers_every_turn
-    key = key_of("train", seed, *decided, *[new] * (new > 0), *["together"] * whole)
+    key = cache_key("train", seed, *decided, *[new] * (new > 0), *["together"] * whole)
     train = _dataset(key, trained, data, seed, new, together=whole)
-    validation = _dataset(key_of("validation", *decided), held_out, data, data.validation.seed)
+    validation = _dataset(cache_key("validation", *decided), held_out, data, data.validation.seed)
     report.count(*trained, *held_out)
     report.answer_room = new
     report.rows, report.validation_rows = len(train), len(validation)
@@ -318,7 +318,7 @@ def _dataset(
 
     def build(folder: Path) -> None:
         lengths = documents.lengths_with_answers(new, data.max_length) if new else documents.lengths
-        rows = rows_of(
+        rows = shuffle_into_rows(
             lengths,
             numbers,
             packing=data.packing,
@@ -329,7 +329,7 @@ def _dataset(
         batches = documents.rows(rows.groups)
         _write_rows(folder / "rows.arrow", _with_blocks(batches, rows.blocks) if together else batches)
 
-    folder, _ = keep(key, build, cache=data.cache)
+    folder, _ = cached_folder(key, build, cache=data.cache)
     return datasets.Dataset.from_file(str(folder / "rows.arrow"))
 
 
@@ -380,5 +380,5 @@ def _synthetic(data: Data, vocab_size: int, seed: int) -> Splits:
         source=data.source, digest=digest, format="random tokens", max_length=data.max_length, rows_read=rows
     )
     held_out, rest = _hold_out(documents.origin, data.validation)
-    key = key_of(digest, rows, data.max_length)
+    key = cache_key(digest, rows, data.max_length)
     return _pack(data, (documents, rest), (documents, held_out), report, seed, (key, data.validation))

@@ -21,7 +21,7 @@ class Mix(NamedTuple):
     counts: tuple[int, ...]
 
 
-def mix_of(sizes: Sequence[int], shares: Sequence[float]) -> Mix:
+def epoch_mix(sizes: Sequence[int], shares: Sequence[float]) -> Mix:
     """Return an epoch's mix by largest remainders: each count is within one row of its exact share.
 
     Args:

@@ -163,7 +163,7 @@ class Rows(NamedTuple):
     blocks: np.ndarray
 
 
-def rows_of(
+def shuffle_into_rows(
     lengths: np.ndarray,
     chosen: np.ndarray,
     *,

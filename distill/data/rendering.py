@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.core.errors import first_line
-from distill.data.limits import limited
+from distill.data.limits import limit_resources
 from distill.data.rows import RowFault
 
 TEMPLATE_SECONDS = 10.0  # limit of one rendering; the slowest templates in use take milliseconds
@@ -99,7 +99,7 @@ class Renderer:
         if len(self.source) > TEMPLATE_SOURCE:
             raise TemplateError(f"data.chat_template: expected at most {TEMPLATE_SOURCE:,} characters of template")
         try:
-            with limited(TEMPLATE_SECONDS, TEMPLATE_BYTES):
+            with limit_resources(TEMPLATE_SECONDS, TEMPLATE_BYTES):
                 _compile_jinja_template(self.source)
         except TemplateSyntaxError as error:
             raise TemplateError(
@@ -144,7 +144,7 @@ class Renderer:
 
         with self.bounded(messages):
             try:
-                with limited(TEMPLATE_SECONDS, TEMPLATE_BYTES):
+                with limit_resources(TEMPLATE_SECONDS, TEMPLATE_BYTES):
                     rendered: Any = render_jinja_template(
                         [list(messages)],
                         tools=tools,

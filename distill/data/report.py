@@ -8,11 +8,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from distill.core.units import counted
+from distill.core.units import plural
 from distill.data.coverage import NOT_RENDERED
 from distill.data.packing import IDS, Documents
 from distill.data.tally import Tally
-from distill.data.token_cache import key_of
+from distill.data.token_cache import cache_key
 
 
 @dataclass
@@ -63,7 +63,7 @@ class DataReport(Tally):
     def of(cls, parts: list[Self], epoch_rows: Sequence[int]) -> Self:
         """Return the sums over several sources, with `epoch_rows` rows of each in an epoch."""
         total = cls(source=" + ".join(part.source for part in parts), max_length=parts[0].max_length)
-        total.digest = key_of([part.digest for part in parts])
+        total.digest = cache_key([part.digest for part in parts])
         total.format = ", ".join(sorted({part.format for part in parts}, key=lambda name: not name.startswith("text")))
         total.frozen_date = max((part.frozen_date for part in parts if part.frozen_date), default=None)
         total.from_cache = all(part.from_cache for part in parts)
@@ -104,13 +104,13 @@ class DataReport(Tally):
 
     def __str__(self) -> str:
         lines = [
-            f"{self.source}: {self.format}, {counted(self.rows_read, 'row')} read"
+            f"{self.source}: {self.format}, {plural(self.rows_read, 'row')} read"
             + (" (cached)" if self.from_cache else ""),
-            f"train: {counted(self.documents, 'document')}, {counted(self.tokens, 'token')} "
-            f"({self.trained_share:.0%} trained) in {counted(self.rows, 'row')} of {self.max_length:,} "
+            f"train: {plural(self.documents, 'document')}, {plural(self.tokens, 'token')} "
+            f"({self.trained_share:.0%} trained) in {plural(self.rows, 'row')} of {self.max_length:,} "
             f"({self.packing_efficiency:.1%} full"
-            + (f", with room for rollouts of {counted(self.answer_room, 'token')})" if self.answer_room else ")"),
-            f"held out: {counted(self.validation_documents, 'document')}, {counted(self.validation_tokens, 'token')}",
+            + (f", with room for rollouts of {plural(self.answer_room, 'token')})" if self.answer_room else ")"),
+            f"held out: {plural(self.validation_documents, 'document')}, {plural(self.validation_tokens, 'token')}",
             *self._shares(),
         ]
         for reason, count in sorted(self.dropped.items(), key=lambda item: -item[1]):
@@ -130,18 +130,18 @@ class DataReport(Tally):
                 f"turns dropped because their prompts have {self.max_length:,} tokens or more: {self.left_out:,}"
             )
         lines += [
-            f"{what} in {counted(count, 'row')}: {NOT_RENDERED} this chat template; trained on without it"
+            f"{what} in {plural(count, 'row')}: {NOT_RENDERED} this chat template; trained on without it"
             for what, count in self.unrendered.items()
         ]
         if self.rewritten:
             lines.append(
                 f"the chat template rewrites earlier turns: one example a turn (data.train_on: each) of "
-                f"{counted(self.rewritten, 'chat')}"
+                f"{plural(self.rewritten, 'chat')}"
             )
         if self.merged:
             lines.append(f"tokens across the end of the prompt, not trained on: {self.merged:,}")
         if self.roles:
-            roles = ", ".join(f"{role!r:.40} in {counted(count, 'row')}" for role, count in self.roles.items())
+            roles = ", ".join(f"{role!r:.40} in {plural(count, 'row')}" for role, count in self.roles.items())
             lines.append(f"unusual roles, passed to the chat template unchanged: {roles}")
         if self.frozen_date:
             lines.append(f"the chat template's date is frozen at {self.frozen_date}")
@@ -154,6 +154,6 @@ class DataReport(Tally):
             share, times = part.epoch_rows / self.rows, part.epoch_rows / max(part.rows, 1)
             yield (
                 f"{part.source}: {part.epoch_rows:,} of an epoch's {self.rows:,} rows ({share:.1%}), "
-                f"{times:.2f} times its {counted(part.rows, 'row')} ({counted(part.documents, 'document')}); "
+                f"{times:.2f} times its {plural(part.rows, 'row')} ({plural(part.documents, 'document')}); "
                 f"{tokens / max(sum(learned), 1):.1%} of the trained tokens"
             )

@@ -24,7 +24,7 @@ Row = dict[str, Any]
 Rows = Iterator[Row | RowFault]
 
 
-def size_of(row: Row, most: int = MOST_BYTES) -> int:
+def row_size(row: Row, most: int = MOST_BYTES) -> int:
     """Return the characters of a row's texts plus 16 per value, about its size as JSON; counted up to `most`."""
     total, waiting = 0, [row]
     while waiting and total <= most:
@@ -38,8 +38,8 @@ def size_of(row: Row, most: int = MOST_BYTES) -> int:
     return total
 
 
-def bounded(rows: Iterable[Row | RowFault], name: str) -> Rows:
+def drop_oversized_rows(rows: Iterable[Row | RowFault], name: str) -> Rows:
     """Yield rows read by a library, with a fault in place of each that is too large."""
     for number, row in enumerate(rows):
-        large = isinstance(row, dict) and size_of(row) > MOST_BYTES
+        large = isinstance(row, dict) and row_size(row) > MOST_BYTES
         yield RowFault("row too long", f"{name}, row {number}: {TOO_LONG}") if large else row

@@ -20,10 +20,10 @@ from typing import Any
 from distill.core.errors import first_line
 from distill.core.files import suggest_path
 from distill.data.readers import READERS, kind_of_file, read_file
-from distill.data.rows import Row, RowFault, Rows, bounded
+from distill.data.rows import Row, RowFault, Rows, drop_oversized_rows
 from distill.recipe.shipped import shipped_folder
 
-__all__ = ["STDLIB", "Row", "RowFault", "Rows", "Source", "local_path", "missing_source", "open_source", "prompt_lines"]
+__all__ = ["STDLIB", "Row", "RowFault", "Rows", "Source", "local_path", "missing_file", "open_source", "prompt_lines"]
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def open_source(source: str, *, field: str = "data.source", subset: str | None =
         return _of_files(source, _files_of_folder(path, split, field), field)
     if path.exists():
         raise ValueError(f"{field}: expected a file or folder, got a pipe or a device: {source!r}")
-    if fault := missing_source(source, field):
+    if fault := missing_file(source, field):
         raise ValueError(fault)
     return _hub_layout(source, split, lambda: _load_hub(source, subset, split, field))
 
@@ -119,7 +119,7 @@ def local_path(source: str) -> Path:
     return shipped if path.parent == Path("recipes/data") and not path.exists() and shipped.exists() else path
 
 
-def missing_source(source: str, field: str) -> str | None:
+def missing_file(source: str, field: str) -> str | None:
     """Return an error for the name of a local file that does not exist; None if it exists or may be a hub id."""
     path = local_path(source)
     looks_local = path.suffix.lower() in SUFFIXES or source.startswith((".", "/", "~")) or source.count("/") > 1
@@ -227,7 +227,7 @@ def _hub_layout(name: str, split: str, load: Callable[[], Any]) -> Source:
     columns = tuple(dataset.column_names)
 
     def rows() -> Rows:
-        yield from bounded(dataset, name)
+        yield from drop_oversized_rows(dataset, name)
 
     return Source(name, str(dataset._fingerprint), rows, columns)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.core.errors import first_line
-from distill.data.limits import limited
+from distill.data.limits import limit_resources
 from distill.data.rows import MOST_BYTES, TOO_LONG, RowFault, Rows
 
 MOST_TABLE_BYTES = 4 << 30  # memory limit for unpacking a batch of rows
@@ -50,7 +50,7 @@ def _rows_of(batches: Iterator[Any], name: str) -> Rows:
     number = 0
     try:
         while True:
-            with limited(TABLE_SECONDS, MOST_TABLE_BYTES):
+            with limit_resources(TABLE_SECONDS, MOST_TABLE_BYTES):
                 if (batch := next(batches, None)) is None:
                     return
                 batch.validate(full=True)
@@ -115,7 +115,7 @@ def _small(batch: Any) -> Iterator[Any]:
 def _opening(kind: str) -> Iterator[None]:
     """Raise a ValueError for a file that is no table at all, unlike one that breaks off."""
     try:
-        with limited(TABLE_SECONDS, MOST_TABLE_BYTES):
+        with limit_resources(TABLE_SECONDS, MOST_TABLE_BYTES):
             yield
     except (OSError, ValueError, MemoryError) as error:
         raise ValueError(f"cannot be read as {kind}: {first_line(error).rstrip('.')}") from error

@@ -34,7 +34,7 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distill"
 
 
-def key_of(*parts: object) -> str:
+def cache_key(*parts: object) -> str:
     """Return the folder name for `parts`, values of plain JSON types."""
     return _hash(VERSION, *parts)
 
@@ -58,7 +58,7 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return _hash(TOKENIZERS, type(tokenizer).__name__, state, specials, tokenizers.__version__)
 
 
-def keep(key: str, build: Callable[[Path], None], *, cache: bool) -> tuple[Path, bool]:
+def cached_folder(key: str, build: Callable[[Path], None], *, cache: bool) -> tuple[Path, bool]:
     """Return the folder that `build` fills, now or in an earlier call, and whether it was found in the cache.
 
     Args:

@@ -60,7 +60,7 @@ class Piece(NamedTuple):
         return {"input_ids": self.ids, "labels": self.labels}
 
 
-class Partly(NamedTuple):
+class MaskedText(NamedTuple):
     """Text of which some ranges are trained on.
 
     Attributes:
@@ -137,7 +137,7 @@ class Encoder(RowEncoder):
         self.max_length, self.options = max_length, options
         self.end = tokenizer.eos_token_id
         self.special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.beginning = beginning_of(tokenizer)
+        self.beginning = tokens_before_text(tokenizer)
 
     @property
     def end_text(self) -> str:
@@ -154,12 +154,12 @@ class Encoder(RowEncoder):
     def documents(self, batch: Batch, tally: Tally) -> Iterator[Document]:
         """Yield the documents of numbered rows; rows that cannot be used are counted."""
         texts: list[tuple[int, str]] = []
-        waiting, held = list[Partly](), 0
+        waiting, held = list[MaskedText](), 0
         for number, row in batch:
             with tally.row(number):
                 sample = self.sample(row, tally)
                 if sample.messages is None and sample.prompt is None:
-                    texts.append((number, clean(sample.text or "")))
+                    texts.append((number, encodable(sample.text or "")))
                     continue
                 made = self.chat(sample)
                 waiting += self.partly(number, sample, made)
@@ -173,7 +173,7 @@ class Encoder(RowEncoder):
             yield from self._cut(number, text, (ids for _, ids in blocks), tally)
         yield from self._pieces(waiting, tally)
 
-    def _pieces(self, parts: Sequence[Partly], tally: Tally) -> Iterator[Piece]:
+    def _pieces(self, parts: Sequence[MaskedText], tally: Tally) -> Iterator[Piece]:
         """Yield chats and pairs as documents, without examples that are too long, which are counted."""
         kept, faults = set[int](), dict[int, list[RowFault]]()
         for part, ids, labels in self.encode_partly(parts, tally):
@@ -228,18 +228,18 @@ class Encoder(RowEncoder):
             or len(self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]) < self.max_length
         )
 
-    def partly(self, number: int, sample: Sample, made: TrainingChat) -> list[Partly]:
+    def partly(self, number: int, sample: Sample, made: TrainingChat) -> list[MaskedText]:
         """Return the texts of a chat or a pair with the ranges to train on."""
         if sample.messages is None:
             prompt, text = sample.prompt or "", sample.text or ""
             if self.format.kind == "prompts":
                 text, templated = self.end_text, "rendered" in self.format.columns
-                whole, span = clean(prompt + text), (len(prompt), len(prompt) + len(text))
-                return [Partly(number, whole, [span], templated, hash_of(whole))]
-            whole = clean(prompt + text)
-            return [Partly(number, whole, [(len(prompt), len(prompt) + len(text))], False, hash_of(whole))]
-        origin = hash_of(clean(made.examples[-1].text))
-        return [Partly(number, clean(each.text), each.spans, True, origin) for each in made.examples]
+                whole, span = encodable(prompt + text), (len(prompt), len(prompt) + len(text))
+                return [MaskedText(number, whole, [span], templated, text_hash(whole))]
+            whole = encodable(prompt + text)
+            return [MaskedText(number, whole, [(len(prompt), len(prompt) + len(text))], False, text_hash(whole))]
+        origin = text_hash(encodable(made.examples[-1].text))
+        return [MaskedText(number, encodable(each.text), each.spans, True, origin) for each in made.examples]
 
     def _blocks_of(self, texts: Sequence[tuple[int, str]]) -> Iterator[tuple[tuple[int, str], np.ndarray]]:
         """Yield the texts block by block, each with its text and int32 ids, several blocks per tokenizer call."""
@@ -252,7 +252,7 @@ class Encoder(RowEncoder):
                 yield item, np.array(ids, dtype=np.int32)
 
         for item in texts:
-            for block in blocks(item[1]):
+            for block in split_text(item[1]):
                 waiting.append((item, block))
                 characters += len(block)
                 if characters >= CALL:
@@ -273,7 +273,7 @@ class Encoder(RowEncoder):
 
     def _cut(self, number: int, text: str, parts: Iterable[np.ndarray], tally: Tally) -> Iterator[Piece]:
         """Yield the pieces of one text from the ids of its blocks."""
-        origin, room = hash_of(text), self.max_length - len(self.beginning)
+        origin, room = text_hash(text), self.max_length - len(self.beginning)
         beginning, ids = np.array(self.beginning, dtype=np.int32), np.zeros(0, dtype=np.int32)
         begun, cut, last = False, 0, [] if self.end is None else [self.end]
 
@@ -296,7 +296,9 @@ class Encoder(RowEncoder):
             tally.drop(number, RowFault("too short", "fewer than two tokens"))
         yield from pieces(len(ids))
 
-    def encode_partly(self, parts: Sequence[Partly], tally: Tally) -> Iterator[tuple[Partly, np.ndarray, np.ndarray]]:
+    def encode_partly(
+        self, parts: Sequence[MaskedText], tally: Tally
+    ) -> Iterator[tuple[MaskedText, np.ndarray, np.ndarray]]:
         """Yield the whole int32 ids and labels of each text; texts without trained tokens are counted and left out."""
         if not parts:
             return
@@ -317,7 +319,7 @@ class Encoder(RowEncoder):
         present = len(ids) > 0 and list(ids[:1]) == self.beginning, len(ids) > 0 and ids[-1] == self.end
         return [] if present[0] else self.beginning, [] if present[1] or self.end is None else [self.end]
 
-    def _tokens(self, parts: Sequence[Partly]) -> Iterator[tuple[np.ndarray, np.ndarray, bool]]:
+    def _tokens(self, parts: Sequence[MaskedText]) -> Iterator[tuple[np.ndarray, np.ndarray, bool]]:
         """Yield for each text its ids, a mask of those within its spans, and whether a token crosses a span's start."""
         fast = self.tokenizer.is_fast
         encoded = self.tokenizer(
@@ -356,13 +358,13 @@ class Encoder(RowEncoder):
         return same, same < len(alone)
 
 
-def beginning_of(tokenizer: Any) -> list[int]:
+def tokens_before_text(tokenizer: Any) -> list[int]:
     """Return the token that a tokenizer puts before a text, as a list; empty if none."""
     begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     return [tokenizer.bos_token_id] if begins else []
 
 
-def clean(text: str) -> str:
+def encodable(text: str) -> str:
     """Return the text, if it can be encoded.
 
     Raises:
@@ -379,7 +381,7 @@ def _labels(ids: np.ndarray, learned: np.ndarray) -> np.ndarray:
     return labels
 
 
-def hash_of(text: str) -> int:
+def text_hash(text: str) -> int:
     """Return a 64-bit hash of a text, which identifies the origin of a document."""
     digest = hashlib.blake2b(digest_size=8)
     for start in range(0, len(text), BLOCK):
@@ -387,7 +389,7 @@ def hash_of(text: str) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def blocks(text: str, size: int = BLOCK) -> Iterator[str]:
+def split_text(text: str, size: int = BLOCK) -> Iterator[str]:
     """Yield a text in parts of at most `size` characters, split after a newline, else before a space, else anywhere."""
     start = 0
     while len(text) - start > size:

@@ -106,7 +106,7 @@ class Turns:
         before = self._renderer.raw(messages[:number], tools, prompt=True).text
         upto, marks = self._renderer.raw(messages[: number + 1], tools, mark=self._renderer.marked)
         if self._renderer.marked:
-            return self._marked(messages, tools, number, before, upto, joined(marks))
+            return self._marked(messages, tools, number, before, upto, merge_ranges(marks))
         message = messages[number]
         if upto.startswith(before):
             start = len(before)
@@ -126,7 +126,7 @@ class Turns:
         self, messages: Sequence[Message], tools: Tools, number: int, before: str, upto: str, marks: list[Span]
     ) -> Turn:
         """Return the marked ranges of this turn: those that the messages before it do not have."""
-        earlier = joined(self._renderer.raw(messages[:number], tools, mark=True).spans)
+        earlier = merge_ranges(self._renderer.raw(messages[:number], tools, mark=True).spans)
         spans = marks[len(earlier) :]
         if upto.startswith(before):  # the generation prompt may contain the beginning of the marked range
             spans = [(max(start, len(before)), end) for start, end in spans if end > len(before)]
@@ -312,7 +312,7 @@ def _after(before: str, upto: str) -> int | None:
     return None
 
 
-def joined(spans: Sequence[Span]) -> list[Span]:
+def merge_ranges(spans: Sequence[Span]) -> list[Span]:
     """Return ranges with touching ones merged and empty ones removed."""
     found: list[Span] = []
     for start, end in sorted((start, end) for start, end in spans if end > start):

@@ -31,7 +31,7 @@ from distill.doctor.invariants import CHECKS
 from distill.doctor.invariants_rollouts import ROLLOUT_CHECKS
 from distill.doctor.invariants_runs import RUN_CHECKS
 from distill.doctor.rollouts import StudentRollouts, prompts_of
-from distill.doctor.rows import first_learned, last_tokens, packing_fault, some_rows
+from distill.doctor.rows import first_trained, last_tokens, packing_fault, shortened_rows
 from distill.generation.from_recipe import require_prompts
 from distill.models.load.adapters import add_lora
 from distill.models.load.quantised import quantised_by_transformers
@@ -201,7 +201,7 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
     subject.packing_fault = packing_fault(splits.train, alone.train, form)
     subject.data_fault = next(iter(data_problems(source, splits)), None)
     subject.last_tokens = last_tokens(splits.train, form, recipe.data.max_length)
-    subject.rows = some_rows(splits.train, form, whole=whole, count=ROWS, tokens=TOKENS)
+    subject.rows = shortened_rows(splits.train, form, whole=whole, count=ROWS, tokens=TOKENS)
     return _with_rollouts(subject, recipe, pair, splits.report.format)
 
 
@@ -235,7 +235,7 @@ def _with_rollouts(subject: CheckSetup, recipe: Recipe, pair: ModelPair, format:
     documents = subject.documents()
     reader = pair.vocabulary.answer_reader()
     answers = rollouts.with_responses(subject.student, documents, len(documents), reader)
-    learned = [each for each in zip(answers, prompts_of(documents), strict=True) if first_learned(each[0]) is not None]
+    learned = [each for each in zip(answers, prompts_of(documents), strict=True) if first_trained(each[0]) is not None]
     if len(learned) < 2:
         raise ValueError(f"data.on_policy: expected at least 2 rollouts to train on, got {len(learned)}")
     rows: list[Any] = [row for row, _ in learned]

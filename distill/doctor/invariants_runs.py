@@ -120,10 +120,10 @@ def ranks_change_nothing(subject: CheckSetup, *, program: Sequence[str] = PROGRA
 
     With two GPUs through NCCL, else through gloo on the CPU, since two NCCL ranks cannot share a GPU.
     """
-    return ranks_of([subject], program=program)[0]
+    return check_ranks_of_setups([subject], program=program)[0]
 
 
-def ranks_of(subjects: Sequence[CheckSetup], *, program: Sequence[str] = PROGRAM) -> list[CheckResult]:
+def check_ranks_of_setups(subjects: Sequence[CheckSetup], *, program: Sequence[str] = PROGRAM) -> list[CheckResult]:
     """Run `ranks_change_nothing` for several subjects in the same two processes."""
     subjects = [subject.truncated() for subject in subjects]
     on_gpu = subjects[0].device.type == "cuda"  # before the models are written, from the CPU
@@ -136,7 +136,7 @@ def ranks_of(subjects: Sequence[CheckSetup], *, program: Sequence[str] = PROGRAM
             _write(subject, subject.uneven_rows()[: len(subject.rows) // 2 * 2], folder)
         code, errors = _two_processes(Path(name), program, gpus)
         if code != 0:
-            return [CheckResult("ranks", False, f"two processes failed: {reason_of(errors)}")] * len(subjects)
+            return [CheckResult("ranks", False, f"two processes failed: {failure_reason(errors)}")] * len(subjects)
         alone = [_one_step(folder, processes=1, cpu=not gpus) for folder in folders]
         two = [load_file(folder / TWO) for folder in folders]
     return [_compared(*each, how) for each in zip(subjects, two, alone, strict=True)]
@@ -248,7 +248,7 @@ ENDED = re.compile(r"exitcode\s*:\s*-(\d+)")
 LAUNCHER = ("torch.distributed.elastic", "SignalException", "ChildFailedError")
 
 
-def reason_of(errors: str) -> str:
+def failure_reason(errors: str) -> str:
     """Return why a process under torchrun failed, from its standard error.
 
     The first exception that is not torchrun's own, else the signal that ended a process, else the first line.

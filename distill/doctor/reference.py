@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor.reference_layers import layer_loss
-from distill.doctor.reference_loss import Mixture, SampledTokens, mixed_log_probabilities, shifted, token_loss
-from distill.doctor.remote_outputs import place_of, remote_logits, teacher_at
+from distill.doctor.reference_loss import Mixture, SampledTokens, mixed_log_probabilities, shift_left, token_loss
+from distill.doctor.remote_outputs import remote_logits, reopen_spec, reopen_teacher
 from distill.doctor.rewards import advantage_of
 from distill.doctor.rows import Row, Rows
 from distill.models.load.vocabulary import compare
@@ -67,7 +67,7 @@ class Reference:
             batch: The same rows, padded, on the student's device.
             columns: Number of logits to compare; None for that of the smallest head.
         """
-        labels = shifted(batch["labels"])
+        labels = shift_left(batch["labels"])
         keep = labels != IGNORE_INDEX
         z_s = student(**{name: batch[name] for name in INPUTS}, use_cache=False).logits[keep]
         with torch.no_grad():
@@ -128,9 +128,9 @@ class Reference:
         with self.teacher.format.head.open() as head:
             both = (hidden.to(head.weight.dtype), head.weight) * 2
             losses = [build_loss([term], LogitTransforms(transform, transform)) for term in terms]
-            labels = shifted(batch["labels"])
+            labels = shift_left(batch["labels"])
             values = [loss(*both, labels, student_bias=head.bias, teacher_bias=head.bias) for loss in losses]
-        return "the teacher", worst_of(values)
+        return "the teacher", largest_magnitude(values)
 
     # -------------------------------------------------------- the same tokens
 
@@ -158,12 +158,12 @@ class Reference:
 
     def description(self) -> Description:
         """Return plain values that another process needs, besides the models, to rebuild the teacher."""
-        return place_of(self.teacher)
+        return reopen_spec(self.teacher)
 
     @staticmethod
     def rebuilt(models: list[Any], weights: Sequence[float], description: Description) -> Teacher:
         """Return the teacher from its models and description."""
-        return LoadedTeacher(models[0]) if models else teacher_at(description)
+        return LoadedTeacher(models[0]) if models else reopen_teacher(description)
 
 
 class MixtureReference(Reference):
@@ -175,7 +175,7 @@ class MixtureReference(Reference):
 
         Only the first columns of the vocabulary are used, since such a head is a square matrix.
         """
-        keep = (shifted(batch["labels"]) != IGNORE_INDEX).flatten()
+        keep = (shift_left(batch["labels"]) != IGNORE_INDEX).flatten()
         heads, logits = [], []
         for share, hidden, member in zip(
             self.weights, self.teacher.targets(batch), self.teacher.format.members, strict=True
@@ -189,7 +189,7 @@ class MixtureReference(Reference):
         mixture = mixed_log_probabilities(logits, 1.0).to(heads[0].hidden.dtype)
         one = torch.eye(mixture.shape[-1], dtype=mixture.dtype, device=mixture.device)
         values = [FusedDistillationLoss([term])(mixture, one, teachers=heads) for term in terms]
-        return f"the mixture (over {mixture.shape[-1]} columns)", worst_of(values)
+        return f"the mixture (over {mixture.shape[-1]} columns)", largest_magnitude(values)
 
     @staticmethod
     def rebuilt(models: list[Any], weights: Sequence[float], description: Description) -> Teacher:
@@ -197,6 +197,6 @@ class MixtureReference(Reference):
         return MixtureTeacher(models, weights)
 
 
-def worst_of(values: Sequence[torch.Tensor]) -> float:
+def largest_magnitude(values: Sequence[torch.Tensor]) -> float:
     """Return the largest magnitude; NaN where there is one."""
     return torch.stack(list(values)).abs().max().item()

@@ -12,8 +12,8 @@ from torch import nn
 from distill.doctor.reference import INPUTS, MixtureReference, Reads, Reference, Verdict
 from distill.doctor.reference_loss import Mixture
 from distill.doctor.reference_top_k import TopKReference
-from distill.doctor.remote_outputs import logits_of, place_of, teacher_at
-from distill.doctor.rows import Row, TwoPromptRows, bounds, first_learned
+from distill.doctor.remote_outputs import logits_of, reopen_spec, reopen_teacher
+from distill.doctor.rows import Row, TwoPromptRows, bounds, first_trained
 from distill.objectives.targets import Batch
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.combination.mixture import MixtureTeacher
@@ -57,7 +57,7 @@ class ContextReference(Reference):
             labels = batch["labels"][row].tolist()
             for (a, b), (c, d) in zip(bounds(positions), bounds(other_positions), strict=False):
                 document = {"labels": labels[a:b]}
-                if (first := first_learned(document)) is None:
+                if (first := first_trained(document)) is None:
                     continue
                 answer, prompt = own[a + first : b], own[a : a + first]
                 if other[d - len(answer) : d] != answer:
@@ -73,12 +73,12 @@ class ContextReference(Reference):
 
     def description(self) -> Mapping[str, Any]:
         """Return plain values that another process needs to rebuild the teacher."""
-        return place_of(self.teacher.inner)
+        return reopen_spec(self.teacher.inner)
 
     @staticmethod
     def rebuilt(models: list[nn.Module], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
         """Return the teacher from its model."""
-        return ContextTeacher(models[0] if models else teacher_at(description))
+        return ContextTeacher(models[0] if models else reopen_teacher(description))
 
 
 class ContextMixtureReference(ContextReference, MixtureReference):
@@ -96,20 +96,20 @@ class ContextMixtureReference(ContextReference, MixtureReference):
         """Return each teacher with its own inputs, and the student with the batch's."""
         calls: Reads = []
         for _, member, _ in self.teacher.batches(batch):
-            own = {name: batch[f"{prefix_of(member)}{name}"] for name in INPUTS}
+            own = {name: batch[f"{column_prefix(member)}{name}"] for name in INPUTS}
             calls += [(model, own) for model in member.models.values()]
         return [*calls, (student, {n: batch[n] for n in INPUTS})]
 
     def description(self) -> Mapping[str, Any]:
         """Return what each teacher reads, and how to open it."""
-        return {"members": [(place_of(inside(member)), prefix_of(member)) for member in self.teacher.members]}
+        return {"members": [(reopen_spec(inner_of(member)), column_prefix(member)) for member in self.teacher.members]}
 
     @staticmethod
     def rebuilt(models: list[nn.Module], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
         """Return the mixture from its models, weights and description."""
         left, members = iter(models), list[Teacher]()
         for number, (place, prefix) in enumerate(description["members"]):
-            own = teacher_at(place) if place else LoadedTeacher(next(left), field=f"teachers.{number}")
+            own = reopen_teacher(place) if place else LoadedTeacher(next(left), field=f"teachers.{number}")
             members.append(ContextTeacher(own) if prefix else own)
         return MixtureTeacher(members, weights)
 
@@ -123,12 +123,12 @@ class ContextTopKReference(TopKReference, ContextReference):
         return super().stored_by(self.teacher.inner, [ContextCollator.teacher_row(row) for row in rows], own)
 
 
-def prefix_of(member: Teacher) -> str:
+def column_prefix(member: Teacher) -> str:
     """Return the prefix of the columns that one teacher reads of a batch."""
     return member.prefix if isinstance(member, ContextTeacher) else ""
 
 
-def inside(member: Any) -> Any:
+def inner_of(member: Any) -> Any:
     """Return the teacher that computes the outputs of one with a context; any other one as it is."""
     return member.inner if isinstance(member, ContextTeacher) else member
 
@@ -136,7 +136,7 @@ def inside(member: Any) -> Any:
 def member_logits(member: Any, document: Row, device: torch.device) -> torch.Tensor:
     """Return one teacher's logits [N, V] for the trained tokens of a document."""
     row = ContextCollator.teacher_row(document) if isinstance(member, ContextTeacher) else document
-    return logits_of(inside(member), row, device)
+    return logits_of(inner_of(member), row, device)
 
 
 def _only_in(longer: list[int], shorter: list[int]) -> list[int]:

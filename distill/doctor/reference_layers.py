@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from distill.core.labels import IGNORE_INDEX
-from distill.doctor.reference_loss import shifted
+from distill.doctor.reference_loss import shift_left
 from distill.models.head import attention_sizes, bare
 from distill.models.layer_states import LayerStates, record_states
 from distill.recipe.layer_terms import AttentionRelationTerm, HiddenStateTerm, pairs_of
@@ -35,7 +35,7 @@ def layer_loss(
         loss: Of the recipe.
         dtype: In which distances are computed.
     """
-    keep = shifted(batch["labels"]) != IGNORE_INDEX
+    keep = shift_left(batch["labels"]) != IGNORE_INDEX
     own, other = _states(student, batch), _states(teacher, batch)
     configs = [bare(model).config.get_text_config() for model in (student, teacher)]  # type: ignore[union-attr,operator]
     total = torch.zeros((), dtype=dtype, device=keep.device)

@@ -28,7 +28,7 @@ class SampledTokens(NamedTuple):
     advantages: torch.Tensor | None = None
 
 
-def shifted(labels: torch.Tensor) -> torch.Tensor:
+def shift_left(labels: torch.Tensor) -> torch.Tensor:
     """Return labels [..., S] shifted left by one, so that position i holds the next token; the last is masked."""
     return F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor.reference import MixtureReference, Reads, Reference, Verdict
-from distill.doctor.reference_context import inside, member_logits, prefix_of
+from distill.doctor.reference_context import column_prefix, inner_of, member_logits
 from distill.doctor.reference_loss import SampledTokens, token_loss
-from distill.doctor.remote_outputs import place_of, teacher_at
+from distill.doctor.remote_outputs import reopen_spec, reopen_teacher
 from distill.doctor.rewards import advantage_of
 from distill.doctor.rows import RoutedRows, Row, bounds
 from distill.objectives.targets import Batch
@@ -71,9 +71,9 @@ class RoutedReference(Reference):
     def reads(self, student: nn.Module, batch: Batch) -> Reads:
         """Return each model with its route's documents, row by row, padded to the longest row."""
         calls: Reads = []
-        prefixes = [sorted({prefix_of(member) for _, member in group}) for group in self.groups]
+        prefixes = [sorted({column_prefix(member) for _, member in group}) for group in self.groups]
         for number, reading in [(n, prefix) for n, found in enumerate(prefixes) for prefix in found]:
-            group, lines = [member for _, member in self.groups[number] if prefix_of(member) == reading], []
+            group, lines = [member for _, member in self.groups[number] if column_prefix(member) == reading], []
             read = (batch[f"{reading}{name}"].tolist() for name in ("input_ids", "position_ids"))
             own = (batch[name].tolist() for name in ("position_ids", "routes"))
             for ids, positions, plain, routes in zip(*read, *own, strict=True):
@@ -102,7 +102,7 @@ class RoutedReference(Reference):
 
     def description(self) -> dict[str, Any]:
         """Return the routes and, for each of their teachers, how to open it."""
-        members = [[(place_of(inside(m)), prefix_of(m)) for _, m in group] for group in self.groups]
+        members = [[(reopen_spec(inner_of(m)), column_prefix(m)) for _, m in group] for group in self.groups]
         return {"routes": list(self.teacher.routes), "members": members}
 
     @staticmethod
@@ -112,7 +112,7 @@ class RoutedReference(Reference):
         for group in description["members"]:
             own, shares = [], []
             for (place, prefix), (number, share) in zip(group, numbered, strict=False):
-                teacher: Any = teacher_at(place) if place else LoadedTeacher(next(left), field=f"teachers.{number}")
+                teacher: Any = reopen_teacher(place) if place else LoadedTeacher(next(left), field=f"teachers.{number}")
                 own.append(ContextTeacher(teacher) if prefix else teacher)
                 shares.append(share)
             members.append(own[0] if len(own) == 1 else MixtureTeacher(own, shares))

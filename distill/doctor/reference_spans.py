@@ -17,9 +17,9 @@ from distill_kernels import LossTerm
 from torch import nn
 
 from distill.data.collator import valid_rows
-from distill.doctor.reference import INPUTS, Description, Reads, Reference, Verdict, worst_of
+from distill.doctor.reference import INPUTS, Description, Reads, Reference, Verdict, largest_magnitude
 from distill.doctor.reference_loss import divergence_from_kl
-from distill.doctor.remote_outputs import logits_of, place_of, teacher_at
+from distill.doctor.remote_outputs import logits_of, reopen_spec, reopen_teacher
 from distill.doctor.rows import OTHERS, Row, SpanRows
 from distill.objectives.losses import LogitTransforms, build_loss, loss_terms
 from distill.objectives.span_loss import CrossTokenizerLoss, Spans, SpanTargets
@@ -59,8 +59,8 @@ class SpansReference(Reference):
             spans = torch.tensor(row["spans"]).view(-1, 4)
             losses.append(
                 dense_spans(
-                    Reading(z_s, row["input_ids"]),
-                    Reading(z_t.detach(), row["teacher_input_ids"]),
+                    Logits(z_s, row["input_ids"]),
+                    Logits(z_t.detach(), row["teacher_input_ids"]),
                     Spans(spans[:, :2], spans[:, 2:]),
                     self.shared,
                     loss,
@@ -98,7 +98,7 @@ class SpansReference(Reference):
                 for term in terms:
                     plain = build_loss([term], LogitTransforms(own.transform, own.transform))
                     values.append(CrossTokenizerLoss(plain, (shared, shared))(targets.hidden, head, head, itself))
-        return "the teacher over its own spans", worst_of(values)
+        return "the teacher over its own spans", largest_magnitude(values)
 
     def reads(self, student: nn.Module, batch: Batch) -> Reads:
         """Return the teacher and the student with their own inputs."""
@@ -137,12 +137,15 @@ class SpansReference(Reference):
 
     def description(self) -> Description:
         """Return the shared ids."""
-        return {"shared": [ids.tolist() for ids in self.teacher.format.shared], "place": place_of(self.teacher.inner)}
+        return {
+            "shared": [ids.tolist() for ids in self.teacher.format.shared],
+            "place": reopen_spec(self.teacher.inner),
+        }
 
     @staticmethod
     def rebuilt(models: list[nn.Module], weights: Sequence[float], description: Description) -> Teacher:
         """Return the teacher from its model and the shared ids."""
-        teacher = models[0] if models else teacher_at(description["place"])
+        teacher = models[0] if models else reopen_teacher(description["place"])
         return CrossTeacher(teacher, Shared(*map(np.array, description["shared"])))
 
 
@@ -162,14 +165,14 @@ def prepends_space(reader: Reader) -> bool:
     return bool(ids) and (reader.spelled[ids[0]] or b"").startswith(b" ")
 
 
-class Reading(NamedTuple):
+class Logits(NamedTuple):
     """Tokenisation of a text and a model's outputs: logits [S, V] and its S token ids."""
 
     logits: torch.Tensor
     ids: Sequence[int]
 
 
-def dense_spans(student: Reading, teacher: Reading, spans: Spans, shared: Sequence[Any], loss: Loss) -> torch.Tensor:
+def dense_spans(student: Logits, teacher: Logits, spans: Spans, shared: Sequence[Any], loss: Loss) -> torch.Tensor:
     """Return the losses of aligned spans, [M], in the logits' dtype.
 
     Args:

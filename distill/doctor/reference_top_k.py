@@ -11,8 +11,8 @@ from distill_kernels import FusedTopKKLLoss, LossTerm
 from torch import nn
 
 from distill.core.labels import IGNORE_INDEX
-from distill.doctor.reference import INPUTS, Reference, Verdict, worst_of
-from distill.doctor.reference_loss import shifted, top_k_loss, with_sampled_tail
+from distill.doctor.reference import INPUTS, Reference, Verdict, largest_magnitude
+from distill.doctor.reference_loss import shift_left, top_k_loss, with_sampled_tail
 from distill.doctor.remote_outputs import remote_tokens
 from distill.doctor.rows import Row
 from distill.objectives.targets import Batch
@@ -56,7 +56,7 @@ class TopKReference(Reference):
         self, student: nn.Module, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None
     ) -> torch.Tensor:
         """Return the loss from the student's full logits, cut to the columns that the tokens were taken from."""
-        labels = shifted(batch["labels"])
+        labels = shift_left(batch["labels"])
         keep = labels != IGNORE_INDEX
         z_s = student(**{name: batch[name] for name in INPUTS}, use_cache=False).logits[keep]
         stored = self.stored(rows, batch)
@@ -95,14 +95,14 @@ class TopKReference(Reference):
         one = torch.eye(z.shape[-1], device=z.device)
         kinds = [term.type.removesuffix("_kl") for term in terms]
         values = [FusedTopKKLLoss(kind, tail)(z, one, ids, logprobs) for kind in kinds]
-        return f"the stored {logprobs.shape[-1]} tokens ({tail})", worst_of(values)
+        return f"the stored {logprobs.shape[-1]} tokens ({tail})", largest_magnitude(values)
 
     def same_tokens(self, batch: Batch, columns: int, student_rows: int) -> Verdict:
         """Return whether also the stored entries of each position belong to its token."""
         fine, detail = super().same_tokens(batch, columns, student_rows)
         if not fine:
             return fine, detail
-        expected = shifted(batch["labels"]).flatten()[batch["valid_rows"]]
+        expected = shift_left(batch["labels"]).flatten()[batch["valid_rows"]]
         stored = self.stored((), batch)
         if int(stored["ids"].max()) >= self.manifest["vocabulary"]:
             return False, f"expected stored ids below {self.manifest['vocabulary']:,}, got a larger one"

@@ -85,20 +85,20 @@ OUTPUT_READERS: dict[type[Teacher], OutputReader] = {
 BY_NAME = {kind.__name__: elsewhere for kind, elsewhere in OUTPUT_READERS.items()}
 
 
-def behind_store(teacher: Teacher) -> Teacher:
+def store_filler(teacher: Teacher) -> Teacher:
     """Return the teacher that computes what a store is filled with; any other one as it is."""
-    return behind_store(teacher.inner) if isinstance(teacher, KeptTeacher) else teacher
+    return store_filler(teacher.inner) if isinstance(teacher, KeptTeacher) else teacher
 
 
 def remote_logits(teacher: Teacher, rows: Sequence[Row], batch: Batch) -> torch.Tensor:
     """Return the logits [N, V] of the trained positions of a teacher without a model in this process."""
-    own = behind_store(teacher)
+    own = store_filler(teacher)
     return OUTPUT_READERS[type(own)].logits(own, rows, batch)
 
 
 def remote_tokens(teacher: Teacher, rows: Sequence[Row], batch: Batch) -> Stored:
     """Return `ids`, `logprobs` and `tail` of the K tokens of each trained position."""
-    own = behind_store(teacher)
+    own = store_filler(teacher)
     return OUTPUT_READERS[type(own)].tokens(own, rows, batch)
 
 
@@ -118,14 +118,14 @@ def logits_of(teacher: Teacher, row: Mapping[str, Any], device: torch.device) ->
     return model(input_ids=ids, use_cache=False).logits[0, places]
 
 
-def place_of(teacher: Teacher) -> dict[str, Any]:
+def reopen_spec(teacher: Teacher) -> dict[str, Any]:
     """Return plain values by which another process can open a teacher; {} where its models are handed over."""
-    own = behind_store(teacher)
+    own = store_filler(teacher)
     if type(own) not in OUTPUT_READERS:
         return {}
     return {"kind": type(own).__name__, **OUTPUT_READERS[type(own)].place(own)}
 
 
-def teacher_at(place: Mapping[str, Any]) -> Teacher:
-    """Return the teacher that `place_of` describes."""
+def reopen_teacher(place: Mapping[str, Any]) -> Teacher:
+    """Return the teacher that `reopen_spec` describes."""
     return BY_NAME[place["kind"]].found(place)

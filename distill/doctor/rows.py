@@ -31,8 +31,8 @@ class Rows:
     @staticmethod
     def shortened(document: Row, tokens: int) -> Document | None:
         """Return a document cut after the first trained tokens, about `tokens` long; None without trained tokens."""
-        first = first_learned(document)
-        return None if first is None else {name: list(v[: cut_at(first, tokens)]) for name, v in document.items()}
+        first = first_trained(document)
+        return None if first is None else {name: list(v[: cut_length(first, tokens)]) for name, v in document.items()}
 
     @staticmethod
     def with_masked_end(row: Row, token: int) -> Document:
@@ -126,14 +126,14 @@ class SpanRows(Rows):
         spans, starts = _pointers(document, "spans"), _pointers(document, "answer_starts")
         if len(spans) == 0:
             return None
-        spans = spans[spans[:, 1] <= max(cut_at(int(spans[0, 0]), tokens), int(spans[0, 1]))]
+        spans = spans[spans[:, 1] <= max(cut_length(int(spans[0, 0]), tokens), int(spans[0, 1]))]
         starts = starts[starts[:, 0] <= spans[-1, 0]]
         own = {name: list(document[name][: spans[-1, 1]]) for name in OWN}
         others = {name: list(document[name][: spans[-1, 3]]) for name in OTHERS}
         return own | others | {"spans": spans.ravel().tolist(), "answer_starts": starts.ravel().tolist()}
 
 
-def some_rows(rows: Iterable[Row], form: type[Rows], *, whole: bool, count: int, tokens: int) -> list[Row]:
+def shortened_rows(rows: Iterable[Row], form: type[Rows], *, whole: bool, count: int, tokens: int) -> list[Row]:
     """Return rows of at most two documents, each cut to about `tokens` around its trained tokens.
 
     Args:
@@ -148,8 +148,8 @@ def some_rows(rows: Iterable[Row], form: type[Rows], *, whole: bool, count: int,
     """
     chosen: list[Row] = []
     if whole:
-        documents = [part for row in rows for part in form.documents(row) if first_learned(part) is not None]
-        documents = nearest(documents, 2 * count, tokens)
+        documents = [part for row in rows for part in form.documents(row) if first_trained(part) is not None]
+        documents = nearest_in_length(documents, 2 * count, tokens)
         chosen += [form.joined(documents[at : at + 2]) for at in range(0, len(documents), 2)]
     else:
         for row in rows:
@@ -171,7 +171,7 @@ def last_tokens(rows: Iterable[Row], form: type[Rows], max_length: int) -> list[
     return [labels[-1] for labels in learned if labels]
 
 
-def nearest(documents: Sequence[Document], count: int, tokens: int) -> list[Document]:
+def nearest_in_length(documents: Sequence[Document], count: int, tokens: int) -> list[Document]:
     """Return the documents whose lengths are nearest to `tokens`."""
     return sorted(documents, key=lambda document: abs(len(document["input_ids"]) - tokens))[:count]
 
@@ -204,12 +204,12 @@ def bounds(positions: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], len(positions)], strict=True))
 
 
-def first_learned(document: Row) -> int | None:
+def first_trained(document: Row) -> int | None:
     """Return the first position with a trained label; None without one."""
     return next((at for at, label in enumerate(document["labels"]) if label != IGNORE_INDEX), None)
 
 
-def cut_at(first: int, tokens: int) -> int:
+def cut_length(first: int, tokens: int) -> int:
     """Return the length to which a document is cut whose trained tokens begin at `first`."""
     return max(tokens // 2, min(first + tokens // 4, 8 * tokens))
 

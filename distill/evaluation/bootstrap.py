@@ -24,7 +24,7 @@ class Interval(NamedTuple):
     high: float
 
 
-def intervals(sums: np.ndarray, counts: np.ndarray, *, draws: int = DRAWS, seed: int = 0) -> list[Interval]:
+def mean_intervals(sums: np.ndarray, counts: np.ndarray, *, draws: int = DRAWS, seed: int = 0) -> list[Interval]:
     """Return the means `sums.sum(0) / counts.sum()` with their intervals.
 
     Args:
@@ -45,7 +45,7 @@ def intervals(sums: np.ndarray, counts: np.ndarray, *, draws: int = DRAWS, seed:
     return [Interval(*map(float, one)) for one in zip(means, low, high, strict=True)]
 
 
-def share_interval(before: np.ndarray, after: np.ndarray) -> Interval:
+def reduction_interval(before: np.ndarray, after: np.ndarray) -> Interval:
     """Return `(before - after) / before` of the totals, the relative reduction, with its interval.
 
     Args:

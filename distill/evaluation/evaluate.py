@@ -3,7 +3,7 @@
     before = evaluate(student, teacher, splits.validation, batch_size=4)
     trainer.train()
     after = evaluate(student, teacher, splits.validation, batch_size=4)
-    print(gap_closed(before, after))
+    print(relative_reduction(before, after))
 
 All metrics are means over the trained tokens of the whole set (natural logarithms, temperature 1), independent of the
 batch size and the number of processes. They come from the fused loss's token statistics, so full logits never exist;
@@ -69,7 +69,7 @@ def perplexity(cross_entropy: float) -> float:
     return math.inf if cross_entropy >= 700 else math.exp(cross_entropy)
 
 
-def gap_closed(before: HeldOut, after: HeldOut) -> float:
+def relative_reduction(before: HeldOut, after: HeldOut) -> float:
     """Return the relative KL reduction `(KL before - KL after) / KL before`, of the forward KL.
 
     1 is a perfect match with the teacher, 0 no progress, negative worse than before; NaN where the divergence was below
@@ -80,13 +80,13 @@ def gap_closed(before: HeldOut, after: HeldOut) -> float:
     return (before.forward_kl - after.forward_kl) / before.forward_kl
 
 
-def gap_in_words(before: HeldOut, after: HeldOut) -> str:
+def describe_reduction(before: HeldOut, after: HeldOut) -> str:
     """Return the relative KL reduction as a percentage, or the reason why it is undefined."""
     from_to = f"{before.forward_kl:.4f} before and {after.forward_kl:.4f} after"
     if after.forward_kl > max(before.forward_kl, NO_GAP):
         return f"none, worse than before training ({from_to})"
-    share = gap_closed(before, after)
-    return f"none, there was no gap before training ({from_to})" if math.isnan(share) else f"{share:.1%}"
+    share = relative_reduction(before, after)
+    return f"none, it was about 0 before training ({from_to})" if math.isnan(share) else f"{share:.1%}"
 
 
 def evaluate(

@@ -21,7 +21,7 @@ from torch import nn
 
 from distill.core.eval_mode import eval_mode
 from distill.data.collator import Collator
-from distill.evaluation.bootstrap import Interval, intervals, share_interval
+from distill.evaluation.bootstrap import Interval, mean_intervals, reduction_interval
 from distill.evaluation.evaluate import NO_GAP, HeldOut, autocast_context, perplexity
 from distill.models.head import HeadWeights, LogitTransform, call_head, decoder_of, find_head, probe_logits
 
@@ -53,13 +53,13 @@ class EvaluationResult(NamedTuple):
         """Return exp of the cross-entropy of `student` or `teacher`."""
         return Interval(*map(perplexity, self.figures[f"{who}_cross_entropy"]))
 
-    def gap_closed(self, before: EvaluationResult) -> Interval:
+    def kl_reduction(self, before: EvaluationResult) -> Interval:
         """Return the relative reduction of `before`'s forward KL over the same rows; NaN where it was about 0."""
         if not np.array_equal(self.counts, before.counts):
             raise ValueError("before: expected an evaluation of the same rows")
         if before.figures["forward_kl"].value < NO_GAP:
             return Interval(math.nan, math.nan, math.nan)
-        return share_interval(before.sums[:, 0], self.sums[:, 0])
+        return reduction_interval(before.sums[:, 0], self.sums[:, 0])
 
 
 @torch.no_grad()
@@ -120,7 +120,7 @@ def evaluate_documents(
     if not any(tokens.size for _, tokens in parts):
         raise ValueError("data: no trained tokens in the held-out rows (every label is masked)")
     sums, counts = (np.concatenate(part) for part in zip(*parts, strict=True))
-    figures = dict(zip(FIGURES, intervals(sums, counts), strict=True))
+    figures = dict(zip(FIGURES, mean_intervals(sums, counts), strict=True))
     errors = _calibration_error(bins[0]), _calibration_error(bins[1])
     return EvaluationResult(int(counts.sum()), len(rows), figures, errors[0], errors[1], sums, counts)
 

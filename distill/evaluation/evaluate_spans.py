@@ -16,7 +16,7 @@ from torch import nn
 
 from distill.core.eval_mode import eval_mode
 from distill.data.collator import Collator
-from distill.evaluation.bootstrap import intervals
+from distill.evaluation.bootstrap import mean_intervals
 from distill.evaluation.evaluate import metrics_from_statistics
 from distill.evaluation.evaluate_documents import FIGURES, EvaluationResult
 from distill.teachers.objective import DistillationObjective
@@ -66,5 +66,5 @@ def evaluate_spans(
         objective.detach()
     if not counts.sum():
         raise ValueError("data: no aligned spans in the held-out rows")
-    figures = dict(zip(FIGURES, intervals(sums, counts), strict=True))
+    figures = dict(zip(FIGURES, mean_intervals(sums, counts), strict=True))
     return EvaluationResult(int(counts.sum()), len(rows), figures, math.nan, math.nan, sums, counts)

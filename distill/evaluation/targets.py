@@ -54,24 +54,24 @@ def find_target(argument: str) -> Target:
             if at is None:
                 raise ValueError(f"{argument}: this run has no student yet; distill run ... --resume finishes it")
             recipe = load(folder / RECIPE_FILE, of_run=True)
-            return target_in(str(at))._replace(recipe=recipe, folder=folder)
-    return target_in(argument)
+            return target_from_model(str(at))._replace(recipe=recipe, folder=folder)
+    return target_from_model(argument)
 
 
-def target_in(model: str) -> Target:
+def target_from_model(model: str) -> Target:
     """Return the target for a model or adapter."""
     base = base_of(Path(model))
     return Target(Student.model_validate(base), adapter=Path(model)) if base else Target(Student(model=model))
 
 
-def device_here() -> torch.device:
+def default_device() -> torch.device:
     """Return the GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load_target(target: Target) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the student in eval mode, and its tokenizer."""
-    device = device_here()
+    device = default_device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return load_merged(target, device, dtype).eval(), tokenizer_of(target)
 
@@ -116,7 +116,7 @@ def tokenizer_section(target: Target, teacher: str | None) -> ModelSection:
     return files_of(source_of(target.recipe)).tokenizer_section()
 
 
-def measure_of_target(target: Target, teacher: str | None) -> Measure:
+def target_measure(target: Target, teacher: str | None) -> Measure:
     """Return the divergence that compares student and teacher; the teacher of a cache is loaded here."""
     if target.recipe is None:
         return KL
@@ -126,7 +126,7 @@ def measure_of_target(target: Target, teacher: str | None) -> Measure:
 
 def load_teacher_of(target: Target, teacher: str | None, *, in_shards: bool = False) -> PreTrainedModel:
     """Return the named teacher, else the recipe's; with `in_shards` sharded over the process group."""
-    section, device = teacher_section(target, teacher), device_here()
+    section, device = teacher_section(target, teacher), default_device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if in_shards:
         device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
@@ -144,7 +144,7 @@ def needs_sharding(target: Target, teacher: str | None, processes: int, batch_si
     from distill.planning.cache_memory import shards_for_queries
 
     recipe = target.recipe.model_copy(update={"teacher": teacher_section(target, teacher), "student": target.student})
-    return shards_for_queries(recipe, device_here(), processes, batch_size=batch_size)
+    return shards_for_queries(recipe, default_device(), processes, batch_size=batch_size)
 
 
 def has_teacher(target: Target) -> bool:

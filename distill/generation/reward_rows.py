@@ -19,7 +19,7 @@ import numpy as np
 
 from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import ChatOptions, load_template
-from distill.data.documents import tokenised
+from distill.data.documents import tokenise_documents
 from distill.data.formats import Format, detect
 from distill.data.load import columns_of
 from distill.data.packing import Documents, Ragged
@@ -195,7 +195,7 @@ class RowTable:
         return f"row {int(source.of('number', number)[0])} of {source.name}"
 
 
-def rewards_of(recipe: Recipe, tokenizer: Any, code: bytes) -> Rewards | None:
+def rewards_from_recipe(recipe: Recipe, tokenizer: Any, code: bytes) -> Rewards | None:
     """Return the rewards of a recipe's run, or None if its loss has none.
 
     Args:
@@ -207,10 +207,10 @@ def rewards_of(recipe: Recipe, tokenizer: Any, code: bytes) -> Rewards | None:
         return None
     file, _, name = (term.reward or "").rpartition(":")
     function = RewardFunction(Path(file), code, name, term.reward_timeout)
-    return Rewards(function, row_table_of(recipe, tokenizer).function_input, term.reward_scale)
+    return Rewards(function, row_table_from_recipe(recipe, tokenizer).function_input, term.reward_scale)
 
 
-def row_table_of(recipe: Recipe, tokenizer: Any) -> RowTable:
+def row_table_from_recipe(recipe: Recipe, tokenizer: Any) -> RowTable:
     """Return the index of a recipe's training rows by their prompts; `tokenizer` of the data."""
     sources = []
     for part in recipe.data.parts:
@@ -221,7 +221,7 @@ def row_table_of(recipe: Recipe, tokenizer: Any) -> RowTable:
         format = detect(columns_of(source), data.fields, data.format, **more)
         format = replace(format, keeps_empty=data.empty_answers == "keep")
         encoder = Encoder(tokenizer, format, template, max_length=data.max_length, options=ChatOptions.of(data))
-        notes, _, _, _ = tokenised(
+        notes, _, _, _ = tokenise_documents(
             source, RowRecordEncoder(encoder), max_rows=data.max_rows, workers=data.workers, cache=data.cache
         )
         sources.append(SourceRows(source.name, format, notes))

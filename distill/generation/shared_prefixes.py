@@ -19,7 +19,7 @@ MIN_SHARED_TOKENS = 64
 Tokens = tuple[int, ...]
 
 
-class Shared(NamedTuple):
+class SharedPrefix(NamedTuple):
     """Prefix of a prompt that is computed for another one.
 
     Attributes:
@@ -63,14 +63,14 @@ def common_prefix(one: Tokens, other: Tokens) -> int:
     return int((np.array(one[:length]) != np.array(other[:length])).argmax())
 
 
-def shared_prefixes(prompts: Sequence[Tokens], held: Collection[Tokens] = ()) -> dict[Tokens, Shared]:
+def shared_prefixes(prompts: Sequence[Tokens], held: Collection[Tokens] = ()) -> dict[Tokens, SharedPrefix]:
     """Return the prefix that each distinct prompt shares with another one, parents before their children.
 
     Args:
         prompts: token ids; equal ones count once.
         held: prompts that are known already, and have no parents.
     """
-    found: dict[Tokens, Shared] = {prompt: Shared(None, 0) for prompt in held}
+    found: dict[Tokens, SharedPrefix] = {prompt: SharedPrefix(None, 0) for prompt in held}
     ordered = sorted({*prompts, *held}, reverse=True)  # longer ones before those that they begin with
     held_next: list[Tokens | None] = [None]
     for prompt in reversed(ordered):
@@ -78,10 +78,10 @@ def shared_prefixes(prompts: Sequence[Tokens], held: Collection[Tokens] = ()) ->
     for before, prompt, after in zip([None, *ordered], ordered, held_next[-2::-1], strict=False):
         if prompt in found:
             continue
-        pairs = [Shared(other, common_prefix(other, prompt)) for other in (before, after) if other is not None]
-        best = max(pairs, key=lambda pair: pair.length, default=Shared(None, 0))
+        pairs = [SharedPrefix(other, common_prefix(other, prompt)) for other in (before, after) if other is not None]
+        best = max(pairs, key=lambda pair: pair.length, default=SharedPrefix(None, 0))
         worth = best.length >= MIN_SHARED_TOKENS or best.length == len(prompt)
-        found[prompt] = best if worth else Shared(None, 0)
+        found[prompt] = best if worth else SharedPrefix(None, 0)
     return found
 
 

@@ -30,15 +30,15 @@ class Measure(NamedTuple):
     key: str = "kl"
 
     @property
-    def each(self) -> str:
-        """The unit of a metric in nats, with its article."""
+    def unit_label(self) -> str:
+        """Return the unit of a metric in nats, with its article."""
         return f"nats {'an' if self.unit[0] in 'aeiou' else 'a'} {self.unit}"
 
-    def called(self, key: str) -> str:
+    def display_name(self, key: str) -> str:
         """Return the name of a training metric `kl` or `divergence`; the latter may be another, such as the JSD."""
         return self.name.replace("KL", "kl") if key == self.key else key
 
-    def written(self, held_out: Mapping[str, Any]) -> dict[str, Any]:
+    def to_json(self, held_out: Mapping[str, Any]) -> dict[str, Any]:
         """Return the metrics of a `HeldOut` by their keys in a file."""
         keys = {} if self.key == "kl" else OTHER_KEYS
         return {keys.get(name, name): value for name, value in held_out.items()}
@@ -53,7 +53,7 @@ KL = Measure()
 SPANS = Measure("span divergence", "aligned span", "divergence")
 
 
-def over_stored(manifest: Mapping[str, Any]) -> Measure:
+def cache_measure(manifest: Mapping[str, Any]) -> Measure:
     """Return the measure of a run from a cache, by the cache's manifest."""
     if manifest.get("kind") == "hidden":
         return KL
@@ -62,6 +62,6 @@ def over_stored(manifest: Mapping[str, Any]) -> Measure:
     return Measure(name[manifest["tail"]] + ("" if temperature == 1 else f" at T = {temperature:g}"))
 
 
-def shown(value: float) -> str:
+def metric_text(value: float) -> str:
     """Return a metric as text; "unknown" for NaN, such as the reverse KL of sampled tokens."""
     return "unknown" if math.isnan(value) else f"{value:.4f}"

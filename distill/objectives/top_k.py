@@ -18,7 +18,7 @@ from distill.objectives.losses import (
     scaled_by_temperature,
     soft_terms,
 )
-from distill.objectives.measure import over_stored
+from distill.objectives.measure import cache_measure
 from distill.objectives.stored_tail import StoredTailLoss
 from distill.objectives.targets import HeadForward, LossResult, TargetFormat, TargetProperties, VocabularyAlignment
 from distill.objectives.top_k_encoding import normalised, surplus_of
@@ -95,7 +95,7 @@ class TopKFormat(TargetFormat):
             "agreement is with a drawn token of most weight, where probabilities are flat not always the likeliest",
         }[self.tail]
         divergences = frozenset(["forward_kl"] if self.tail == "sampled" else ["forward_kl", "reverse_kl"])
-        self.properties = TargetProperties((self.columns,), over_stored(manifest), caveat, divergences)
+        self.properties = TargetProperties((self.columns,), cache_measure(manifest), caveat, divergences)
 
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
         """Return a pairing over the columns that the stored tokens were taken from; the student must have them all."""

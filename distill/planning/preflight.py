@@ -21,7 +21,7 @@ from distill_kernels.launch import OLDER
 from distill.core.folders import runs_folder
 from distill.core.units import GIB
 from distill.data.report import DataReport
-from distill.data.sources import STDLIB, local_path, missing_source
+from distill.data.sources import STDLIB, local_path, missing_file
 from distill.models.gpu_specs import fp8_problem
 from distill.models.load.meta_models import meta_config, size_note, weights_problem
 from distill.models.load.source import resolve_tokenizer_source
@@ -40,7 +40,7 @@ from distill.planning.step_time import StepTokens, step_time
 from distill.planning.steps import FUSED, report_to_problem, require_arguments, small_data_warnings, total_steps
 from distill.planning.teacher_server import choose_teacher_server, teacher_server_problem, training_gpus
 from distill.recipe import Lora, ModelSection, Recipe
-from distill.recipe.usual import unusual
+from distill.recipe.usual import unusual_settings
 from distill.teachers.interface import TeacherSource
 from distill.teachers.registry import source_of
 from distill.teachers.source_capabilities import (
@@ -167,7 +167,7 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, read_data: bool = Tr
         )
     _check_lengths(plan, report)
     report.problems += layer_problems(plan)
-    report.notes += unusual(recipe)
+    report.notes += unusual_settings(recipe)
     report.problems += [problem] if (problem := report_to_problem(recipe.train.report_to)) else []
     models = {"teacher": files_of(source).config_section(), "student": recipe.student}
     report.notes += [note for name, section in models.items() if (note := size_note(section, name))]
@@ -351,7 +351,7 @@ def _check_data(source: TeacherSource, vocabulary: Vocabulary | None, report: Pr
     away = [name for name in names if name != STDLIB and not local_path(name).exists()]
     local = synthetic or not away
     if not local or (vocabulary is None and not synthetic):
-        report.problems += [fault for name in away if not synthetic and (fault := missing_source(name, names[name]))]
+        report.problems += [fault for name in away if not synthetic and (fault := missing_file(name, names[name]))]
         report.data = f"{data.source}: not read ({'not on this machine' if not local else 'no tokenizer available'})"
         return None
     try:

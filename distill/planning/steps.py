@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainingArguments
 from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
-from distill.core.units import counted
+from distill.core.units import plural
 
 if TYPE_CHECKING:
     from distill.data.report import DataReport
@@ -69,18 +69,18 @@ def small_data_warnings(recipe: Recipe, data: DataReport, accumulation: int, wor
     if accumulation * micro_rows > data.rows:
         faults.append(f"a step of {accumulation * micro:,} tokens is more than all of the data ({data.tokens:,})")
     if steps < MIN_STEPS:
-        faults.append(f"{counted(steps, 'optimizer step')} are too few to train on")
+        faults.append(f"{plural(steps, 'optimizer step')} are too few to train on")
     if faults and accumulation > 1:  # as many micro-batches as leave MIN_STEPS steps to a run, or 1
         fewer = max(int(data.rows * train.epochs / MIN_STEPS) if train.epochs else data.rows, micro_rows) // micro_rows
         then = total_steps(train, recipe.data, data.rows, fewer, world)
-        cures.append(f"train.tokens_per_step={fewer * micro} (makes {counted(then, 'step')})")
+        cures.append(f"train.tokens_per_step={fewer * micro} (makes {plural(then, 'step')})")
     if steps < MIN_STEPS:
         cures.append("more train.epochs" if train.epochs else "more train.steps")
     if faults:
         notes.append(f"{'; '.join(faults)}: {', '.join(cures)}, or more data")
     if data.validation_tokens < MIN_HELD_OUT_TOKENS:
         notes.append(
-            f"{counted(data.validation_tokens, 'held-out token')} (under {MIN_HELD_OUT_TOKENS:,}) are too few "
+            f"{plural(data.validation_tokens, 'held-out token')} (under {MIN_HELD_OUT_TOKENS:,}) are too few "
             "to measure by: a larger data.validation.fraction, a data.validation.source, or more data"
         )
     return notes

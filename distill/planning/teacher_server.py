@@ -26,7 +26,7 @@ from distill.planning.placement import TeacherServerMemory, estimate_placement, 
 from distill.planning.step_time import StepTokens, step_time
 from distill.planning.steps import accumulation_steps
 from distill.recipe import Recipe, load
-from distill.recipe.teachers import reads_as_the_student
+from distill.recipe.teachers import reads_student_rows
 
 
 def training_gpus(recipe: Recipe, gpus: int) -> int:
@@ -69,7 +69,7 @@ def choose_teacher_server(plan: DevicePlan, device: Device) -> Recipe:
         device: one of them.
     """
     recipe, world = plan.recipe, plan.world
-    by_itself = recipe.parallel.teacher == "auto" and is_soft(recipe.loss) and reads_as_the_student(recipe)
+    by_itself = recipe.parallel.teacher == "auto" and is_soft(recipe.loss) and reads_student_rows(recipe)
     if not (by_itself and world > 1 and device.gpu_spec and device.gpu_spec.flops):
         return recipe
     placement = estimate_placement(plan)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import AfterValidator, Field
 from pydantic.fields import FieldInfo
 
-from distill.core.errors import refuse
+from distill.core.errors import expected_got
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Count = Annotated[int, Field(ge=1, le=2**53)]
@@ -18,7 +18,7 @@ Every = Annotated[Annotated[int, Field(ge=0, le=2**53)] | None, AfterValidator(l
 
 
 class Usual(NamedTuple):
-    """Annotation with the range of a field's values in published recipes; `unusual` warns at ten times outside of it.
+    """Annotation with the range of a field's values in published recipes; warned about at ten times outside of it.
 
     Attributes:
         low, high: the range; 0 and null, which switch a setting off, are always within.
@@ -42,23 +42,23 @@ def text_or_list(value: object) -> object:
     """Return a text, or a list of texts that is not empty, unchanged."""
     items = value if isinstance(value, list) else [value]
     if not items or not all(isinstance(item, str) and item for item in items):
-        raise ValueError(refuse("text or a list of texts", value))
+        raise ValueError(expected_got("text or a list of texts", value))
     return value
 
 
 def no_code(value: str) -> str:
     """Return a plain name unchanged: for a name with a slash transformers fetches compiled code from the hub."""
     if not value.isidentifier():
-        raise ValueError(refuse("auto or the name of an attention implementation such as sdpa or eager", value))
+        raise ValueError(expected_got("auto or the name of an attention implementation such as sdpa or eager", value))
     return value
 
 
 def steps_or_ratio(value: object) -> object:
     """Return a whole number of steps from 1 as an int, or a fraction of all steps below 1 as a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(refuse("a number of steps, or a share of them below 1", value))
+        raise ValueError(expected_got("a number of steps, or a share of them below 1", value))
     if not 0 <= value <= 2**53 or (value >= 1 and value != int(value)):
-        raise ValueError(refuse("a whole number of steps, or a share of them between 0 and 1", value))
+        raise ValueError(expected_got("a whole number of steps, or a share of them between 0 and 1", value))
     return int(value) if value >= 1 else float(value)
 
 

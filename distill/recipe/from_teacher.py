@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from distill.core.errors import Section, refuse
+from distill.core.errors import Section, expected_got
 from distill.recipe.fields import Count
 
 WIDTHS = ("hidden", "heads", "kv_heads", "intermediate")
@@ -80,7 +80,7 @@ class FromTeacher(Section):
                 f"one of {', '.join(WIDTHS)}"
             )
         if self.keep is not None and (not self.keep or sorted(set(self.keep)) != self.keep):
-            raise ValueError(refuse("keep to be an ascending list of layer numbers, none twice", self.keep))
+            raise ValueError(expected_got("keep to be an ascending list of layer numbers, none twice", self.keep))
         if self.importance is not None and self.layers is None and not self.cuts_widths:
             raise ValueError("importance: keep names the layers, so that nothing is chosen by it; leave it out")
         return self

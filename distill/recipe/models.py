@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
-from distill.core.errors import Section, refuse
+from distill.core.errors import Section, expected_got
 from distill.recipe.fields import Count, NotNegative, Text, Usual, no_code, text_or_list
 from distill.recipe.from_teacher import FromTeacher
 from distill.recipe.quantise import Quantise
@@ -16,14 +16,14 @@ Weights = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 EIGHT_BITS = ("fp8", "int8")
 
 
-def in_order(parts: list[str]) -> list[str]:
+def sort_parts(parts: list[str]) -> list[str]:
     """Return parts of layers sorted by layer and name, without duplicates, so that equal choices are written alike."""
     return sorted(set(parts), key=lambda part: (int(part.partition(".")[0]), part))
 
 
 # a decoder layer, `29`, or a module inside one, `29.mlp`
 Part = Annotated[str, BeforeValidator(str), StringConstraints(pattern=r"^\d{1,5}(\.\w+)*$")]
-Parts = Annotated[list[Part], AfterValidator(in_order)]
+Parts = Annotated[list[Part], AfterValidator(sort_parts)]
 SERVED = ("url", "protocol", "folder", "top_k", "prefetch", "transfer_dtype", "deterministic", "timeout", "token_file")
 
 
@@ -90,7 +90,9 @@ class Context(Section):
         except ValueError as error:
             raise ValueError(f"template: {error}; a brace of the text itself is written twice") from None
         if not named or not self.template.strip():
-            raise ValueError(refuse("template to be text with {column} where a row's column stands", self.template))
+            raise ValueError(
+                expected_got("template to be text with {column} where a row's column stands", self.template)
+            )
         return self
 
 
@@ -193,7 +195,7 @@ class Teacher(ModelSection):
                 raise ValueError("path is missing: the folder that distill cache wrote")
             raise ValueError("path belongs to type: cache; a model is named by model")
         if (self.type == "plugin") != (self.backend is not None):
-            raise ValueError(refuse("backend with type: plugin, and with it alone", self.backend))
+            raise ValueError(expected_got("backend with type: plugin, and with it alone", self.backend))
         if not self.is_loaded and self.dtype in EIGHT_BITS:
             why = "the cache was made in its own dtype" if self.is_cached else "give it to distill serve"
             raise ValueError(f"dtype: {self.dtype} has no meaning with type: {self.type}; {why}")
@@ -204,7 +206,7 @@ class Teacher(ModelSection):
         if self.online_cache_format == "hidden_fp8" and self.urls and self.top_k is not None:
             raise ValueError("online_cache_format: expected top_k, the tokens that a server sends; got hidden_fp8")
         if self.online_cache is None and self.online_cache_format != "hidden":
-            given = refuse("a folder with online_cache_format", None)
+            given = expected_got("a folder with online_cache_format", None)
             raise ValueError(f"online_cache: {given}; online_cache_format is {self.online_cache_format}")
         if self.init == "pretrained" and self.model is None and self.type == "model":
             raise ValueError("model is missing: a hub id, a local folder, a .gguf file or package:NAME/FILE.gguf")

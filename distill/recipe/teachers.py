@@ -64,7 +64,7 @@ def describe_teacher(recipe: Sections) -> TeacherDescription:
     return TeacherDescription(members, weights, routes if any(routes) else ())
 
 
-def reads_as_the_student(recipe: Sections) -> bool:
+def reads_student_rows(recipe: Sections) -> bool:
     """Return whether a single loaded model is the teacher, reads the student's rows and has no store."""
     teacher = recipe.teacher
     plain = teacher.is_loaded and teacher.context is None and teacher.online_cache is None

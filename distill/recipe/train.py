@@ -49,7 +49,7 @@ OWNED_ARGUMENTS = {
 }
 
 
-def of_adam(train: Train) -> bool:
+def is_adam(train: Train) -> bool:
     """Return whether the optimizer is of the Adam family; SGD takes learning rates that are far larger."""
     return "adam" in train.optimizer
 
@@ -95,7 +95,7 @@ class Train(Section):
     epochs: Annotated[float, Field(gt=0)] | None = None
     tokens_per_step: Count | None = None
     batch_size: Count = 1
-    learning_rate: Annotated[float, Field(gt=0), Usual(1e-6, 1e-3, of_adam)] = 2e-5
+    learning_rate: Annotated[float, Field(gt=0), Usual(1e-6, 1e-3, is_adam)] = 2e-5
     schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = "cosine"
     warmup: Annotated[int | float, BeforeValidator(steps_or_ratio)] = 0.03
     weight_decay: Annotated[NotNegative, Usual(1e-3, 0.3)] = 0.0

@@ -15,7 +15,7 @@ from distill.recipe.schema import Recipe
 DECADE = 10.0
 
 
-def unusual(recipe: Recipe) -> list[str]:
+def unusual_settings(recipe: Recipe) -> list[str]:
     """Return a line for each setting whose value is more than a factor of ten outside of the range in use."""
     return list(_unusual(recipe, ""))
 

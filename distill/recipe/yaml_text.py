@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import yaml
 
-from distill.core.errors import RecipeError, show
+from distill.core.errors import RecipeError, quote
 
 MAX_CHARACTERS = 1 << 20
 MAX_DEPTH = 32
@@ -97,9 +97,9 @@ def _check_plain(value: object, depth: int = 0) -> None:
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise ValueError(f"keys must be text, got {show(key)}")
+                raise ValueError(f"keys must be text, got {quote(key)}")
             if item is None and (pair := re.fullmatch(r"(\w+):([^\s:]+)", key)):
-                raise ValueError(f"{show(key)}: YAML wants a space after the colon, as in {pair[1]}: {pair[2]}")
+                raise ValueError(f"{quote(key)}: YAML wants a space after the colon, as in {pair[1]}: {pair[2]}")
             _check_plain(key, depth + 1)
             _check_plain(item, depth + 1)
     elif isinstance(value, list):
@@ -120,7 +120,7 @@ def parse_yaml(text: str, origin: str) -> dict[str, object]:
     tree = _read(text, origin)
     if not isinstance(tree, dict):
         raise RecipeError(
-            [f"{origin}: expected sections such as teacher:, student:, data: and train:, got {show(tree)}"]
+            [f"{origin}: expected sections such as teacher:, student:, data: and train:, got {quote(tree)}"]
         )
     return tree
 
@@ -144,7 +144,7 @@ def apply_overrides(tree: dict[str, object], overrides: Sequence[str], list_defa
         key, equals, text = override.partition("=")
         path = tuple(key.strip().split("."))
         if not equals or not all(path):
-            raise RecipeError([f"{show(override)}: expected an override key.sub=value such as train.steps=100"])
+            raise RecipeError([f"{quote(override)}: expected an override key.sub=value such as train.steps=100"])
         value = _read(text, f"override {key}")
         for pair in ALTERNATIVES:
             for chosen, other in (pair, pair[::-1]):
@@ -179,4 +179,4 @@ def _set(tree: dict[str, object], path: tuple[str, ...], value: object, list_def
                     node[part] = [dict(item) for item in list_defaults.get(path[: depth + 1], [])] or {}
                 node = node[part]
         else:
-            raise RecipeError([f"{'.'.join(path)}: {here} is {show(node)}, not a section"])
+            raise RecipeError([f"{'.'.join(path)}: {here} is {quote(node)}, not a section"])

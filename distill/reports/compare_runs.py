@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distill.core.errors import show
+from distill.core.errors import quote
 from distill.objectives.measure import Measure
 from distill.recipe import parse
 from distill.recipe.resume_policy import settings_of_steps
@@ -78,7 +78,7 @@ class Group(NamedTuple):
         return {self.measure.key: figures, **found, "measure": self.measure.name}
 
 
-def phrase(changes: Mapping[str, object]) -> str:
+def describe_changes(changes: Mapping[str, object]) -> str:
     """Return differing settings as `train.seed=1, no loss.terms.1.type`."""
     return ", ".join(f"no {key}" if value is None else f"{key}={value}" for key, value in changes.items())
 
@@ -98,7 +98,7 @@ def evaluation_differences(runs: Sequence[Run]) -> list[str]:
         other, before = first.setdefault(run.measure, (run.folder.name, settings))
         changed = [name for name in settings if name in before and settings[name] != before[name]]
         if changed:
-            differences = "; ".join(f"{name} {show(settings[name])}, not {show(before[name])}" for name in changed)
+            differences = "; ".join(f"{name} {quote(settings[name])}, not {quote(before[name])}" for name in changed)
             lines.append(f"{run.folder.name} was evaluated differently from {other}: {differences}")
     return lines
 
@@ -133,7 +133,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
                 [figures["agreement"] for figures in after],
                 gaps,
                 _changes(settings, first),
-                welch(made[0].divergence, divergence) if comparable else None,
+                welch_p_value(made[0].divergence, divergence) if comparable else None,
             )
         )
     return made
@@ -161,7 +161,7 @@ def mean_and_spread(values: Sequence[float]) -> str:
     return f"{mean:.4f}" if len(values) < 2 else f"{mean:.4f} ± {statistics.stdev(values):.4f}"
 
 
-def welch(a: Sequence[float], b: Sequence[float]) -> float | None:
+def welch_p_value(a: Sequence[float], b: Sequence[float]) -> float | None:
     """Return the two-sided p-value of Welch's t-test for equal means; None with fewer than two values on a side."""
     if len(a) < 2 or len(b) < 2:
         return None
@@ -194,10 +194,10 @@ def curves_page(runs: Sequence[Run]) -> str:
     names = []
     for settings, members in groups:
         seeds = f" ({len(members)} seeds)" if len(members) > 1 else ""
-        changes = phrase(_changes(settings, groups[0][0]))
+        changes = describe_changes(_changes(settings, groups[0][0]))
         names.append(f"{members[0].folder.name}{seeds}{': ' if changes else ''}{changes}")
     measures = list(dict.fromkeys(run.measure for run in runs))
-    wanted = [(one.key, f"{one.name} to the teacher ({one.each})", 1.0, [one]) for one in measures]
+    wanted = [(one.key, f"{one.name} to the teacher ({one.unit_label})", 1.0, [one]) for one in measures]
     charts = []
     for key, title, factor, among in [*wanted, ("agreement", "agreement with the teacher (%)", 100.0, measures)]:
         for prefix, where in (("eval_", "held out"), ("", "in training")):

@@ -35,11 +35,11 @@ def panels_of(measure: Measure = KL) -> list[Panel]:
     """Return the charts of a run whose divergence is `measure`; divergences other than KL are logged as
     `divergence`.
     """
-    name = measure.called("divergence")
+    name = measure.display_name("divergence")
     return [
-        Panel("loss", f"loss ({measure.each})"),
-        Panel("kl", f"{measure.name} to teacher ({measure.each})", from_zero=True),
-        Panel("divergence", f"{name} to teacher ({measure.each})", from_zero=True),
+        Panel("loss", f"loss ({measure.unit_label})"),
+        Panel("kl", f"{measure.name} to teacher ({measure.unit_label})", from_zero=True),
+        Panel("divergence", f"{name} to teacher ({measure.unit_label})", from_zero=True),
         Panel("agreement", "agreement with teacher (%)", 100.0),
         Panel("student_entropy", "student's entropy (nats)", from_zero=True),
         Panel("teacher_entropy", "teacher's entropy (nats)", from_zero=True),

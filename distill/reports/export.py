@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.core.errors import RecipeError, first_line
-from distill.core.files import replacing_folder, write_text
+from distill.core.files import atomic_folder, write_text
 from distill.core.folders import RECIPE_FILE, check_folder
-from distill.evaluation.targets import CONFIGS, load_merged, target_in
+from distill.evaluation.targets import CONFIGS, load_merged, target_from_model
 from distill.models.load.read_weights import read_weights
 from distill.models.precision.quantised_student import read_formats, write_formats
 from distill.reports.compressed_tensors import pack_folder
@@ -78,7 +78,7 @@ def export(
         raise in_use
     check_folder(destination, "--output")
     try:
-        model: Any = load_merged(target_in(str(source)), "cpu", None).eval()
+        model: Any = load_merged(target_from_model(str(source)), "cpu", None).eval()
         model.config.use_cache = True
     except ValueError as error:
         raise RecipeError([str(error)]) from error
@@ -89,7 +89,7 @@ def export(
                 raise RecipeError([f"--dtype: {name} holds values that {dtype} cannot represent; use bfloat16"])
     more: dict[str, Any] = {}
     try:
-        with replacing_folder(destination) as unfinished:
+        with atomic_folder(destination) as unfinished:
             model.save_pretrained(unfinished, max_shard_size=shard_size)
             if (source / "tokenizer_config.json").is_file():
                 AutoTokenizer.from_pretrained(source).save_pretrained(unfinished)

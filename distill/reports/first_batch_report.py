@@ -23,7 +23,7 @@ TOKENS, ROWS = 256, 256  # tokens checked per route, rows of the training data
 FEW = 0.1  # lower agreement of the teacher with the data's responses hints at a wrong chat template
 
 
-def first_look(
+def first_batch_report(
     trainer: DistillationTrainer, batch: Batch, rows: Sequence[Mapping[str, Sequence[int]]], recipe: Recipe
 ) -> list[str]:
     """Return report lines on the first held-out batch and on the training rows."""

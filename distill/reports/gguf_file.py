@@ -28,7 +28,7 @@ from distill_kernels.quantisation.formats import FORMATS, Blocks, encode, refere
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from distill.core.errors import RecipeError
-from distill.core.files import replacing
+from distill.core.files import atomic_path
 from distill.models.head import attention_sizes
 from distill.models.load.read_weights import read_weights
 from distill.models.precision.quantised_student import read_formats
@@ -155,7 +155,7 @@ def write_gguf(folder: Path, destination: Path, type: str = "q8_0") -> ExportSum
     trained = read_formats(folder)
     most = Counter(trained.values()).most_common(1)
     plan = Plan(type, trained if [form for form, _ in most] == [type] else {}, set(_outside(model)))
-    with replacing(destination) as unfinished:
+    with atomic_path(destination) as unfinished:
         _write(model, tokenizer, unfinished, plan, destination.stem)
         kl = _check(model, tokenizer, unfinished, plan)
     nfc = _normalises(tokenizer)

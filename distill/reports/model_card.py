@@ -13,8 +13,8 @@ from pathlib import Path
 import yaml
 
 from distill.core.files import write_text
-from distill.evaluation.evaluate import HeldOut, gap_in_words
-from distill.objectives.measure import KL, SPANS, Measure, shown
+from distill.evaluation.evaluate import HeldOut, describe_reduction
+from distill.objectives.measure import KL, SPANS, Measure, metric_text
 
 # lines of the card for a whole model, and for an adapter alone
 MODEL = 'library_name: "transformers"', "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
@@ -72,10 +72,10 @@ def write_model_card(
         f"| data | {escape(data)} |",
     ]
     if before is not None and after is not None:
-        parts += ["## Held-out figures", figures_table(before, after, measure), _explanation(before, after, measure)]
+        parts += ["## Held-out figures", metrics_table(before, after, measure), _explanation(before, after, measure)]
     parts += [
         "## Use",
-        fenced(
+        code_block(
             "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
             'student = AutoModelForCausalLM.from_pretrained("path/to/this/folder")\n'
             'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")',
@@ -83,7 +83,7 @@ def write_model_card(
         ),
         "The teacher's licence and terms of use may bind models made from its outputs; read them before sharing.",
         "## Recipe",
-        fenced(recipe.strip(), "yaml"),
+        code_block(recipe.strip(), "yaml"),
     ]
     if versions:
         parts.append(
@@ -124,33 +124,33 @@ def hub_ids(*names: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name and not Path(name).exists()))
 
 
-def figures_table(before: HeldOut, after: HeldOut, measure: Measure = KL) -> str:
+def metrics_table(before: HeldOut, after: HeldOut, measure: Measure = KL) -> str:
     """Return held-out metrics of teacher, student before and student after, as a Markdown table."""
     name = measure.name
     lines = [f"| | forward {name} | reverse {name} | top-1 agreement | perplexity |", "|---|---:|---:|---:|---:|"]
     lines.append(f"| teacher | 0 | 0 | 100 % | {after.teacher_perplexity:,.2f} |")
     for title, row in (("student before", before), ("student after", after)):
         lines.append(
-            f"| {title} | {shown(row.forward_kl)} | {shown(row.reverse_kl)} | {100 * row.agreement:.1f} % "
+            f"| {title} | {metric_text(row.forward_kl)} | {metric_text(row.reverse_kl)} | {100 * row.agreement:.1f} % "
             f"| {row.student_perplexity:,.2f} |"
         )
     return "\n".join(lines)
 
 
 def _explanation(before: HeldOut, after: HeldOut, measure: Measure) -> str:
-    closed = gap_in_words(before, after).replace("%", " %")
+    closed = describe_reduction(before, after).replace("%", " %")
     if measure == SPANS:
         return (
             f"Means over {after.tokens:,} held-out spans of text, in nats. Teacher and student have different "
             "tokenizers and are compared where both have read the same bytes: shared tokens, spans of text, and the "
-            "rest by sorted probabilities, so that the two divergences are not KL. Relative reduction (gap closed): "
+            "rest by sorted probabilities, so that the two divergences are not KL. Relative reduction: "
             f"**{closed}**."
         )
     cached = f"The teacher was read from a cache, so these are not the KL but the {measure.name}. "
     stored = "" if measure == KL else cached
     return (
         f"Means over {after.tokens:,} held-out tokens, in nats; the student against the teacher's next-token "
-        f"distributions. {stored}Relative reduction (gap closed), (before - after) / before: "
+        f"distributions. {stored}Relative reduction, (before - after) / before: "
         f"**{closed}**."
     )
 
@@ -162,7 +162,7 @@ def escape(text: str) -> str:
     return MARKS.sub(r"\\\1", plain).replace("://", ":\u200b//")
 
 
-def fenced(text: str, language: str) -> str:
+def code_block(text: str, language: str) -> str:
     """Return `text` as a code block, its fence longer than any run of backticks inside."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)

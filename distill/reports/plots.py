@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from distill.core.console import visible
+from distill.core.console import printable
 from distill.reports.style import LIGHT, standalone
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def to_svg(figure: Figure, title: str) -> str:
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     element = re.sub(r"^.*?<svg|<metadata>.*?</metadata>\s*|\s+$", "", text.getvalue(), flags=re.DOTALL)
-    name = html.escape(visible(title), quote=True)
+    name = html.escape(printable(title), quote=True)
     return f'<svg role="img" aria-label="{name}"{element}'
 
 
@@ -119,14 +119,14 @@ def picture(charts: Sequence[Chart], title: str, theme: str = "") -> str:
                 continue
             draw_lines(axes, chart)
             named |= dict(zip((line.name for line in chart.lines), axes.get_lines(), strict=True))
-        figure.suptitle(visible(title), x=0.01, ha="left")
+        figure.suptitle(printable(title), x=0.01, ha="left")
         draw_legend(figure, named)
         return standalone(to_svg(figure, title), theme)
 
 
 def draw_legend(figure: Figure, lines: Mapping[str, object]) -> None:
     """Name the lines below the charts of a figure."""
-    figure.legend(lines.values(), map(visible, lines), loc="outside lower left", ncols=3)  # type: ignore[call-overload]
+    figure.legend(lines.values(), map(printable, lines), loc="outside lower left", ncols=3)  # type: ignore[call-overload]
 
 
 def draw_lines(axes: Axes, chart: Chart) -> None:
@@ -151,7 +151,7 @@ def draw_lines(axes: Axes, chart: Chart) -> None:
         axes.set_title(note, loc="right", fontsize=8, color=LIGHT["quiet"])
     room = 0.05 * (high - low)
     axes.set_ylim(low if chart.from_zero and low == 0 else low - room, high + room)
-    axes.set_title(visible(chart.title))
+    axes.set_title(printable(chart.title))
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(5))
     axes.yaxis.set_major_formatter(lambda value, _: short(value))

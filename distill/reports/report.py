@@ -14,13 +14,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distill.core.console import visible
+from distill.core.console import printable
 from distill.core.errors import RecipeError
 from distill.core.files import write_text
 from distill.core.folders import RECIPE_FILE, RESULT_FILE, RUNS
 from distill.evaluation.evaluate import perplexity
 from distill.evaluation.samples import TITLES
-from distill.objectives.measure import Measure, shown
+from distill.objectives.measure import Measure, metric_text
 from distill.recipe import Recipe, parse
 from distill.reports.curves import Panel, Rows, charts_of
 from distill.reports.plots import HINT, Chart, Series, is_installed, line_chart, short
@@ -125,11 +125,11 @@ def read_run(folder: Path) -> Run:
 def write_report(folder: Path, destination: Path | None = None) -> Path:
     """Write the page about the run in `folder` to `destination` (default `report.html` in it); returns its path."""
     target = destination or folder / "report.html"
-    write_text(target, visible(page(read_run(folder))))
+    write_text(target, printable(report_html(read_run(folder))))
     return target
 
 
-def page(run: Run) -> str:
+def report_html(run: Run) -> str:
     """Return the page as HTML."""
     name = html.escape(run.folder.name)
     sections = [
@@ -191,12 +191,13 @@ def _summary(run: Run) -> str:
     after, before = run.held_out.get("after"), run.held_out.get("before")
     if after:
         was = f"; it was {before['forward_kl']:.4f}" if before else ""
-        perfect = f"{run.measure.each}, 0 is a perfect match{was}"
+        perfect = f"{run.measure.unit_label}, 0 is a perfect match{was}"
         cards.append((f"{name} to teacher", f"{after['forward_kl']:.4f}", perfect))
     if (closed := run.result.get("gap_closed")) is not None:
-        gone = f"relative reduction of the {name} to the teacher"
+        gone = f"{name} to the teacher, relative to before training"
         worse = f"worse than before training: the {name} to the teacher has increased"
-        cards.append(("gap closed", f"{closed:.1%}", gone) if closed >= 0 else ("gap closed", "none", worse))
+        shown = (f"{closed:.1%}", gone) if closed >= 0 else ("none", worse)
+        cards.append((f"{name} reduction", *shown))
     if after:
         was = f"; it was {before['agreement']:.1%}" if before else ""
         cards.append(("agreement", f"{after['agreement']:.1%}", f"of held-out {run.measure.unit}s {AGREEMENT}{was}"))
@@ -223,8 +224,8 @@ def _held_out(run: Run) -> str:
         rows.append(
             [
                 TITLES[name],
-                shown(row["forward_kl"]),
-                shown(row["reverse_kl"]),
+                metric_text(row["forward_kl"]),
+                metric_text(row["reverse_kl"]),
                 f"{100 * row['agreement']:.1f} %",
                 f"{perplexity(row['student_cross_entropy']):,.2f}",
                 f"{row['student_entropy']:.3f}",

@@ -11,7 +11,7 @@ from distill_kernels.quantisation.formats import reference_fake_quantise
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distill.core.errors import RecipeError
-from distill.core.files import replacing_folder
+from distill.core.files import atomic_folder
 from distill.core.folders import check_folder
 from distill.models.precision.gptq import Method, calibration_batches, round_weights
 from distill.models.precision.quantised_student import formats_of, write_formats
@@ -95,7 +95,7 @@ def quantise_model(
                 f"--method: {missed[0]} is not called by its decoder layer, so that {method} has no inputs"
             )
     kl, file = None, None
-    with replacing_folder(destination) as unfinished:
+    with atomic_folder(destination) as unfinished:
         model.to("cpu").save_pretrained(unfinished)  # type: ignore[arg-type]
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.core.folders import KERNELS_FILE, RECIPE_FILE, RESULT_FILE
-from distill.core.manifest import add_to_manifest, fault_of_entry
+from distill.core.manifest import add_to_manifest, entry_mismatch
 from distill.evaluation.evaluate import HeldOut
 from distill.objectives.measure import Measure
 from distill.training.lock_file import LOCK_FILE
@@ -24,12 +24,12 @@ BEGINNING = (RECIPE_FILE, LOCK_FILE, BEFORE_FILE, "attention.json", KERNELS_FILE
 END = (METRICS_FILE, "samples.md", "curves.svg", RESULT_FILE)
 
 
-def note_beginning(folder: Path) -> None:
+def record_start(folder: Path) -> None:
     """Add the files of a run's beginning to its manifest; a lock file damaged since keeps its entry."""
-    add_to_manifest(folder, *(name for name in BEGINNING if name != LOCK_FILE or fault_of_entry(folder, name) is None))
+    add_to_manifest(folder, *(name for name in BEGINNING if name != LOCK_FILE or entry_mismatch(folder, name) is None))
 
 
-def note_end(folder: Path) -> None:
+def record_end(folder: Path) -> None:
     """Add the files of a run's end to its manifest."""
     add_to_manifest(folder, *END)
 
@@ -40,7 +40,7 @@ def read_before(folder: Path, measure: Measure) -> tuple[HeldOut, dict[str, list
     if not path.exists():
         return None
     try:
-        if fault := fault_of_entry(folder, path.name):
+        if fault := entry_mismatch(folder, path.name):
             raise ValueError(fault)
         record = json.loads(path.read_text(encoding="utf-8"))
         figures: dict[str, Any] = measure.read(record["held_out"])

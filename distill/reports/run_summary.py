@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from distill.core import console
-from distill.core.units import GIB, counted
-from distill.evaluation.evaluate import HeldOut, gap_in_words
+from distill.core.units import GIB, plural
+from distill.evaluation.evaluate import HeldOut, describe_reduction
 from distill.evaluation.samples import TITLES
 from distill.models.flops import count_text, parameters_of
 from distill.models.head import bare
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from distill.teachers.opening import ModelPair
 
 
-def preamble(
+def run_summary(
     source: TeacherSource,
     pair: ModelPair,
     objective: DistillationObjective,
@@ -51,7 +51,7 @@ def preamble(
     terms = " + ".join(f"{term.weight:g} {term.type}" for term in objective.terms if term.weight > 0)
     # a step cannot hold more tokens than the data
     whole = plan.tokens_per_step <= data.rows * data.max_length
-    step = f"{plan.tokens_per_step:,} tokens" if whole else f"all {counted(data.tokens, 'token')}"
+    step = f"{plan.tokens_per_step:,} tokens" if whole else f"all {plural(data.tokens, 'token')}"
     lines = {
         "teacher": f"{source.title()}, {size_text(pair.teacher)}",
         "student": f"{name}, {count_text(total)} parameters, {count_text(trained)} trained ({trained / total:.0%})",
@@ -59,7 +59,7 @@ def preamble(
         "vocabulary": pair.verdict,
         "data": str(data).replace("\n", "\n" + " " * 12),
         "steps": f"{plan.steps:,} of {step}, "
-        f"{counted(plan.accumulation, 'micro-batch')} per step on {plan.world} x {device}",
+        f"{plural(plan.accumulation, 'micro-batch')} per step on {plan.world} x {device}",
         "workspace": f"logits are computed in chunks; in full they would take {avoided:,.1f} GiB per micro-batch",
     }
     if plan.world > 1:
@@ -88,8 +88,8 @@ def result_table(before: HeldOut, after: HeldOut, measure: Measure = KL) -> tupl
     rows = [["teacher", f"{0:.4f}", "100.0%", f"{after.teacher_perplexity:,.2f}"]]
     for title, row in (("student before", before), ("student after", after)):
         rows.append([title, f"{row.forward_kl:.4f}", f"{row.agreement:.1%}", f"{row.student_perplexity:,.2f}"])
-    tokens = counted(after.tokens, f"held-out {measure.unit}")
-    return heading, rows, f"gap closed  {gap_in_words(before, after)} of the {measure.name}, over {tokens}"
+    tokens = plural(after.tokens, f"held-out {measure.unit}")
+    return heading, rows, f"reduction   {describe_reduction(before, after)} of the {measure.name}, over {tokens}"
 
 
 def show_samples(prompts: Sequence[str], answers: Mapping[str, Sequence[str]]) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from distill.core.environment import device_name
 from distill.core.ranks import broadcast_from_rank0
-from distill.data.token_cache import keep, key_of
+from distill.data.token_cache import cache_key, cached_folder
 from distill.models.load.fingerprint import fingerprint
 from distill.models.load.loading import load_student
 from distill.models.prune.pruning import layer_indices, layers_of
@@ -128,8 +128,8 @@ def _stored(teacher: nn.Module, cut: FromTeacher, calibration: Calibration) -> S
         made.append(select_parts(teacher, cut, calibration.rows))
         (folder / FILE).write_text(made[0].to_json())
 
-    key = key_of("parts", VERSION, *_inputs(teacher, cut, calibration.rows))
-    folder, _ = keep(key, build, cache=calibration.cache)
+    key = cache_key("parts", VERSION, *_inputs(teacher, cut, calibration.rows))
+    folder, _ = cached_folder(key, build, cache=calibration.cache)
     return made[0] if made else Selection.from_json((folder / FILE).read_text())
 
 

@@ -22,7 +22,7 @@ from distill.models.precision.fp8_teacher import Part, in_fp8, parts_of, quantis
 from distill.objectives.hidden import HiddenFormat
 from distill.objectives.losses import LogitTransforms
 from distill.objectives.targets import Batch, VocabularyAlignment
-from distill.recipe.models import in_order
+from distill.recipe.models import sort_parts
 
 
 class Fp8Cost(NamedTuple):
@@ -157,7 +157,7 @@ def fp8_offers(
         if count < len(parts):
             quantise_part(whole, parts[count])
         if count in offered:
-            names, weights = in_order([part.name for part in parts[:count]]), sum(p.weights for p in parts[:count])
+            names, weights = sort_parts([part.name for part in parts[:count]]), sum(p.weights for p in parts[:count])
             ms = None if timed is None else timed(lambda: last_hidden(teacher, batch))
             offers.append(Offer(tuple(names), before.moved(), weights, ms))
     return offers[::-1]

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers.trainer_pt_utils import safe_globals
 
 from distill.core.errors import RunError
-from distill.core.manifest import MANIFEST, damage_of_files, read_manifest
+from distill.core.manifest import MANIFEST, first_damaged_file, read_manifest
 from distill.training.checkpoints import STATE, checkpoints
 
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
@@ -95,7 +95,7 @@ def fault_of(checkpoint: Path) -> str | None:
         manifest = read_manifest(checkpoint)
     except (OSError, ValueError, RecursionError) as error:
         return f"{MANIFEST} cannot be read ({_first(error)})"
-    fault = None if manifest is None else damage_of_files(checkpoint, manifest.get("files"))
+    fault = None if manifest is None else first_damaged_file(checkpoint, manifest.get("files"))
     return fault or _fault_of_weights(checkpoint) or _fault_of_states(checkpoint)
 
 

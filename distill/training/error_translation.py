@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from distill.core.errors import DISK, RunError, disk_code
-from distill.core.files import existing, mount_of
+from distill.core.files import mount_of, nearest_existing
 from distill.core.folders import RECIPE_FILE
 from distill.core.ranks import world_size
 from distill.core.units import GIB
@@ -143,7 +143,7 @@ def _fullest(recipe: Recipe, folder: Path) -> Path:
 
 def free_bytes(path: Path) -> int:
     """Return the free bytes of the disk that holds `path`, or would hold it."""
-    return shutil.disk_usage(existing(path)).free
+    return shutil.disk_usage(nearest_existing(path)).free
 
 
 def _continue(folder: Path) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 from torch import nn
 
 from distill.core.environment import environment
-from distill.core.errors import RecipeError, differences, show
+from distill.core.errors import RecipeError, differences, quote
 from distill.models.load.fingerprint import model_identity
 from distill.models.load.loading import STUDENT_SEED, TEACHER_SEED
 from distill.models.patch.attention import BACKENDS
@@ -156,7 +156,7 @@ def check_same(locked: Mapping[str, object], now: Mapping[str, object], origin: 
     """
     imposed = {key: value for key, value in locked.items() if key != "attention"}  # see `locked_attention`
     for name, old, new in differences(imposed, now):
-        raise RecipeError([f"{origin}: {name} differs: locked {show(old)}, here {show(new)}"])
+        raise RecipeError([f"{origin}: {name} differs: locked {quote(old)}, here {quote(new)}"])
 
 
 def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:

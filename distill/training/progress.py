@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerState
 
-from distill.core.console import terminal_may_be_lost, wrap_line
+from distill.core.console import ignore_lost_terminal, wrap_line
 from distill.core.files import write_text
-from distill.core.manifest import fault_of_entry, remove_from_manifest
+from distill.core.manifest import entry_mismatch, remove_from_manifest
 from distill.objectives.measure import KL, Measure
 from distill.training.listeners import StepListener
 
@@ -106,7 +106,7 @@ def damage(path: Path) -> list[str]:
     lines = content.splitlines()[: None if content.endswith(b"\n") else -1]
     bad = [str(number) for number, line in enumerate(lines, 1) if _row(line.decode(errors="replace")) is None]
     faults = [f"line {', '.join(bad[:8])} is damaged, and excluded from the metrics"] if bad else []
-    return faults or ([fault] if (fault := fault_of_entry(path.parent, path.name)) else [])
+    return faults or ([fault] if (fault := entry_mismatch(path.parent, path.name)) else [])
 
 
 class ProgressReport(StepListener):
@@ -138,7 +138,7 @@ class ProgressReport(StepListener):
         columns = BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn(compact=True), TextColumn("left")
         self._bar = Progress(TextColumn("training"), *columns, console=self.console, expand=True, transient=True)
         self._task = self._bar.add_task("training", total=state.max_steps, completed=state.global_step)
-        with terminal_may_be_lost():
+        with ignore_lost_terminal():
             self._bar.start()
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
@@ -164,7 +164,7 @@ class ProgressReport(StepListener):
 
     def _show(self, text: str) -> None:
         """Print a line, above the progress bar if there is one."""
-        with terminal_may_be_lost():
+        with ignore_lost_terminal():
             lines = "\n".join(wrap_line(text, self.console.width))
             self.console.print(lines, highlight=False, markup=False, soft_wrap=True)
 
@@ -176,7 +176,7 @@ class ProgressReport(StepListener):
         """Remove the bar, also after an error or Ctrl-C."""
         if self._bar is not None:
             bar, self._bar = self._bar, None
-            with terminal_may_be_lost():
+            with ignore_lost_terminal():
                 bar.stop()
 
     def _time_left(self, state: TrainerState) -> str:
@@ -188,7 +188,7 @@ class ProgressReport(StepListener):
 def figures_line(logs: dict[str, Any], measure: Measure = KL) -> str:
     """Return a line with loss, divergence, agreement and speed of one logging step."""
     parts = [f"loss {logs['loss']:.4f}"]
-    parts += [f"{measure.called(name)} {logs[name]:.4f}" for name in ("kl", "divergence") if name in logs]
+    parts += [f"{measure.display_name(name)} {logs[name]:.4f}" for name in ("kl", "divergence") if name in logs]
     if "agreement" in logs:
         parts.append(f"agreement {logs['agreement']:.1%}")
     if "overlap" in logs:

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from distill.core import console
-from distill.core.errors import differences, show
+from distill.core.errors import differences, quote
 from distill.core.folders import RECIPE_FILE, RESULT_FILE
 from distill.models.head import bare
 from distill.recipe import Recipe, dump, load
@@ -54,7 +54,7 @@ class ResumePlan(NamedTuple):
         """Return one line that names the differences from the run's first recipe; none without any."""
         if not self.began:
             return []
-        changes = "; ".join(f"{name} {show(now)} (at the start {show(was)})" for name, was, now in self.began)
+        changes = "; ".join(f"{name} {quote(now)} (at the start {quote(was)})" for name, was, now in self.began)
         return [f"resumed with changed settings that keep the training steps the same: {changes}"]
 
     def notes(self, arguments: TrainingArguments, student: nn.Module, *, rows: int) -> list[str]:
@@ -87,7 +87,7 @@ class ResumePlan(NamedTuple):
         """
         step = 0 if last is None else last.name.removeprefix(CHECKPOINT)
         comments = [line for line in self.path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
-        comments += [f"# {name}: {show(was)} up to step {step}, then {show(now)}" for name, was, now in self.changed]
+        comments += [f"# {name}: {quote(was)} up to step {step}, then {quote(now)}" for name, was, now in self.changed]
         return "".join(f"{line}\n" for line in comments) + dump(self.recipe)
 
 
@@ -110,7 +110,7 @@ def resume_plan(recipe: Recipe, folder: Path, *, processes: int) -> ResumePlan:
         if setting not in STEP + FREE:
             name, one, other = next(differences(_numbered({setting: before}), _numbered({setting: after})))
             raise ValueError(
-                f"--resume: {name} differs from {path}: expected {show(one)}, got {show(other)}; a resumed run may "
+                f"--resume: {name} differs from {path}: expected {quote(one)}, got {quote(other)}; a resumed run may "
                 f"change {', '.join(FREE)}, and train.batch_size where a step keeps its rows; restore the setting, or "
                 "start a new run with --name"
             )
@@ -186,7 +186,7 @@ def _require_same_rows(old: Recipe, plan: ResumePlan, processes: int) -> None:
     if tokens_of_step(plan.recipe, processes) != rows * length:
         raise ValueError(
             f"--resume: train.tokens_per_step: a step of this run has {rows} rows x data.max_length {length}, so "
-            f"expected {rows * length}; got {show(train.tokens_per_step)}"
+            f"expected {rows * length}; got {quote(train.tokens_per_step)}"
         )
 
 

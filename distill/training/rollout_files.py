@@ -15,7 +15,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import TrainerState
 
-from distill.core.files import replacing
+from distill.core.files import atomic_path
 from distill.core.labels import IGNORE_INDEX
 from distill.core.manifest import add_to_manifest
 from distill.core.ranks import is_main_process
@@ -128,7 +128,7 @@ def write(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
     schema |= dict.fromkeys(("sampled_log_p", "student_log_p", "teacher_log_p", "divergence"), figures)
     rows = sorted(({"step": step, **row} for row in rows), key=lambda row: (row["prompt_ids"], row["answer_ids"]))
     folder.mkdir(exist_ok=True)
-    with replacing(folder / name_of(step)) as place:
+    with atomic_path(folder / name_of(step)) as place:
         parquet.write_table(pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(schema)), place)
 
 

@@ -69,8 +69,10 @@ CASES = {
 def every_prefix_by_itself() -> Iterator[None]:
     """Inside, nothing is shared but equal prompts."""
 
-    def alone(prompts: list[tuple[int, ...]], held: tuple[()] = ()) -> dict[tuple[int, ...], shared_prefixes.Shared]:
-        return {prompt: shared_prefixes.Shared(None, 0) for prompt in [*held, *prompts]}
+    def alone(
+        prompts: list[tuple[int, ...]], held: tuple[()] = ()
+    ) -> dict[tuple[int, ...], shared_prefixes.SharedPrefix]:
+        return {prompt: shared_prefixes.SharedPrefix(None, 0) for prompt in [*held, *prompts]}
 
     with mock.patch.object(shared_prefixes, "shared_prefixes", alone):
         yield

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distill.evaluation.bootstrap import intervals
+from distill.evaluation.bootstrap import mean_intervals
 from scripts.study.privileged_plan import runs
 from scripts.study.verdict import SURE, shown_p
 
@@ -53,7 +53,7 @@ def _right(rows: Rows, domain: str) -> NDArray[np.float64]:
 def of_questions(rows: Rows, domain: str) -> str:
     """Return the half-width in per cent of the mean's 95 % interval over the choice of questions."""
     right = _right(rows, domain)
-    (found,) = intervals(right[:, None], np.ones(len(right)))
+    (found,) = mean_intervals(right[:, None], np.ones(len(right)))
     return f"{100 * found.low:.0f} to {100 * found.high:.0f}"
 
 

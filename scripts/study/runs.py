@@ -266,7 +266,7 @@ def row_of(
         "held_out_rows": after.rows,
         "after": {name: list(figure) for name, figure in after.figures.items()},
         "before": {name: figure.value for name, figure in before.figures.items()},
-        "gap_closed": list(after.gap_closed(before)),
+        "gap_closed": list(after.kl_reduction(before)),
         "calibration_error": after.calibration_error,
         "curve": [ends[0], *curve, ends[1]],
         "seconds": round(took.seconds, 2),

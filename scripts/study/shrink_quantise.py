@@ -169,7 +169,7 @@ def run_seed(setup: Setup, seed: int) -> Iterator[dict[str, Any]]:
             if number == 0 and (best is None or kl.value < best.figures["forward_kl"].value):
                 best = result
             elif number and best is not None:
-                closed = result.gap_closed(best)  # paired by document
+                closed = result.kl_reduction(best)  # paired by document
                 row["of_best_control"] = [1 - closed.value, 1 - closed.high, 1 - closed.low]
             yield row
             del student

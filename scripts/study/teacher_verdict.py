@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distill.reports.compare_runs import mean_and_spread, welch
+from distill.reports.compare_runs import mean_and_spread, welch_p_value
 from scripts.study.teachers import BASES, CACHE, NAMES, OWN
 from scripts.study.verdict import SURE, after, shown_p
 
@@ -69,11 +69,11 @@ def cache_table(groups: Groups, layers: int) -> str:
             _mean(after(group, "agreement"), ".1%"),
             _mean([row["gap_closed"][0] for row in group], ".1%"),
             _mean([row["tokens_per_s"] for row in group], ",.0f"),
-            "" if name == BASES[CACHE] else shown_p(welch(base, after(group, "forward_kl"))),
+            "" if name == BASES[CACHE] else shown_p(welch_p_value(base, after(group, "forward_kl"))),
         ]
         for name, group in groups.items()
     ]
-    heads = ["teacher", "seeds", "KL to teacher", "reverse KL", "agreement", "gap closed", "tokens/s", "p, online"]
+    heads = ["teacher", "seeds", "KL to teacher", "reverse KL", "agreement", "KL reduction", "tokens/s", "p, online"]
     return _table(title, heads, rows)
 
 
@@ -94,7 +94,7 @@ def own_table(groups: Groups, layers: int) -> str:
             *(mean_and_spread(own(group, f"{way}_kl")) for way in ("forward", "reverse")),
             f"{sum(row['right'][0] for row in group)} of {sum(row['right'][1] for row in group)}",
             _mean([row["learned_tokens"] / 1e6 for row in group], ".2f"),
-            "" if name == BASES[OWN] else shown_p(welch(own(base, "reverse_kl"), own(group, "reverse_kl"))),
+            "" if name == BASES[OWN] else shown_p(welch_p_value(own(base, "reverse_kl"), own(group, "reverse_kl"))),
         ]
         for name, group in groups.items()
     ]
@@ -140,7 +140,7 @@ def _change(
     figure: Callable[[Rows, str], list[float]], name: str, base: Rows, group: Rows
 ) -> str:  # the mean's, and whether it is more than the seeds' luck
     before, now = figure(base, name), figure(group, name)
-    p = welch(before, now)
+    p = welch_p_value(before, now)
     sure = "one seed, untested" if p is None else f"p {shown_p(p)}" + ("" if p <= SURE else ", not told apart")
     return f"{statistics.fmean(now) / statistics.fmean(before) - 1:+.1%} ({sure})"
 

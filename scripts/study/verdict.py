@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distill.reports.compare_runs import mean_and_spread, welch
+from distill.reports.compare_runs import mean_and_spread, welch_p_value
 from scripts.study.plan import BASELINE, KNOWN
 
 Rows = Sequence[Mapping[str, Any]]
@@ -50,7 +50,7 @@ def table(rows: Rows, data: str, layers: int) -> str:
         f"{_perplexity(first['before']['student_cross_entropy'])}; teacher "
         f"{_perplexity(first['before']['teacher_cross_entropy'])})",
         "",
-        "| objective | seeds | KL to teacher | 95 % of rows | reverse KL | agreement | perplexity | gap closed "
+        "| objective | seeds | KL to teacher | 95 % of rows | reverse KL | agreement | perplexity | KL reduction "
         f"| p, {BASELINE} | p, {PLAIN} |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
@@ -68,8 +68,8 @@ def table(rows: Rows, data: str, layers: int) -> str:
             f"{statistics.fmean(after(group, 'agreement')):.1%}",
             _perplexity(statistics.fmean(after(group, "student_cross_entropy"))),
             f"{statistics.fmean(row['gap_closed'][0] for row in group):.1%}",
-            "" if name == BASELINE else shown_p(welch(base, kl)),
-            "" if name == PLAIN else shown_p(welch(plain, kl)),
+            "" if name == BASELINE else shown_p(welch_p_value(base, kl)),
+            "" if name == PLAIN else shown_p(welch_p_value(plain, kl)),
         ]
         if statistics.fmean(kl) == best:
             cells = [f"**{cell}**" if cell else "" for cell in cells]
@@ -130,7 +130,7 @@ def sentences(rows: Rows) -> list[str]:
                 continue
             kl = after(group, "forward_kl")
             change = statistics.fmean(kl) / statistics.fmean(base) - 1
-            p = welch(base, kl)
+            p = welch_p_value(base, kl)
             kind = "untested" if p is None else "no different" if p > SURE else "closer" if change < 0 else "further"
             verdicts[kind].append(f"{name} ({change:+.0%})")
         words = {

@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
-from distill.core.files import replacing_folder
+from distill.core.files import atomic_folder
 from distill.core.tokenizer_limits import check_tokenizer_limits
 from distill.models.load.adapters import add_lora, load_and_merge, merged, save_adapter
 from distill.models.load.config_validation import check_config, check_index, read_json
@@ -337,13 +337,13 @@ def save_student(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: 
     folder = Path(folder)
     is_lora = hasattr(model, "peft_config")
     if is_lora and lora is not None and lora.save == "adapter":
-        with replacing_folder(folder, over=True) as unfinished:
+        with atomic_folder(folder, over=True) as unfinished:
             save_adapter(model, unfinished)
             if tokenizer is not None:
                 tokenizer.save_pretrained(unfinished)
         return folder
     plain = merged(model) if is_lora else model
-    with replacing_folder(folder, over=True) as unfinished:
+    with atomic_folder(folder, over=True) as unfinished:
         used, plain.config.use_cache = plain.config.use_cache, True
         try:
             plain.save_pretrained(unfinished)
@@ -354,6 +354,6 @@ def save_student(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: 
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
     if is_lora:
-        with replacing_folder(folder.parent / "adapter", over=True) as unfinished:
+        with atomic_folder(folder.parent / "adapter", over=True) as unfinished:
             save_adapter(model, unfinished)
     return folder

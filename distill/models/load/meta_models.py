@@ -95,12 +95,12 @@ def meta_config(section: ModelSection, field: str) -> Any:
 
     Nothing is downloaded for a recipe that names both; a `config` of another model than a local `model` is not used.
     """
-    if section.config is None or section.init == "random" or names_another_model(section, field):
+    if section.config is None or section.init == "random" or warn_of_mismatch(section, field):
         return load_config(section, field)
     return load_config(section.model_copy(update={"init": "random"}), field)
 
 
-def names_another_model(section: ModelSection, field: str) -> bool:
+def warn_of_mismatch(section: ModelSection, field: str) -> bool:
     """Return whether `config` differs from the local `model` in layers or hidden size; warns once."""
     if section.config is None or section.init == "random" or (own := _layers_and_hidden(section, field)) is None:
         return False

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from distill.core.errors import disk_code, first_line, show
+from distill.core.errors import disk_code, first_line, quote
 from distill.models.head import bare
 
 SAMPLE = "One text, 2 numbers.\n"
@@ -54,7 +54,7 @@ def fix_generation_config(student: Any, field: str) -> list[str]:
     model.generation_config = mended
     values = ", ".join(f"{name} {value}" for name, value in taken.items())
     return [
-        f"{field}: in its generation_config.json {values} have no effect (do_sample {show(bool(mended.do_sample))}, "
+        f"{field}: in its generation_config.json {values} have no effect (do_sample {quote(bool(mended.do_sample))}, "
         f"num_beams {mended.num_beams or 1}), and transformers refuses to save that; the student is saved without them"
     ]
 

@@ -29,7 +29,7 @@ import torch
 from distill.core.errors import TeacherUnavailableError
 from distill.core.launch import OWNER, is_running
 from distill.core.ranks import broadcast_from_rank0, world_size
-from distill.core.units import counted
+from distill.core.units import plural
 from distill.models.flops import count_text
 from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe import Parallel, Recipe, dump
@@ -264,7 +264,7 @@ class LaunchedTeacher(ServerTeacher):
 
     def size_text(self) -> str:
         count, sharded = len(self._servers.children), self._servers.sharded
-        where = counted(count, "GPU") if torch.cuda.is_available() else counted(count, "process")
+        where = plural(count, "GPU") if torch.cuda.is_available() else plural(count, "process")
         size = count_text(self._source.meta().shape.parameters)
         return f"{size} parameters, served from {where}, {'sharded (FSDP2)' if sharded else 'copied'}"
 

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 
 from distill.core.errors import TeacherUnavailableError
 from distill.data.load import Splits
-from distill.data.token_cache import keep
+from distill.data.token_cache import cached_folder
 from distill.models.flops import head_flops
 from distill.models.head import HeadWeights, LogitTransform
 from distill.models.load.meta_models import meta_config, meta_student
-from distill.objectives.measure import KL, Measure, over_stored
+from distill.objectives.measure import KL, Measure, cache_measure
 from distill.recipe import ModelSection, Recipe
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.models import EIGHT_BITS
@@ -74,7 +74,9 @@ class ServerSource(TeacherSource, NamesFiles, Measures, ChecksData, DescribesSto
     @functools.cached_property
     def folder(self) -> str:
         """Local folder with tokenizer and, in `teacher/`, configuration of a `distill serve`; written once."""
-        return str(keep(f"served-{self.identity.files[:32]}", self._write_files, cache=self.recipe.data.cache)[0])
+        return str(
+            cached_folder(f"served-{self.identity.files[:32]}", self._write_files, cache=self.recipe.data.cache)[0]
+        )
 
     def _write_files(self, folder: Path) -> None:
         files = json.loads(self.servers.ask("GET", "/v1/files"))
@@ -121,7 +123,7 @@ class ServerSource(TeacherSource, NamesFiles, Measures, ChecksData, DescribesSto
         if section.top_k is None:
             return KL
         tail = default_tail(loss)
-        return over_stored({"k": section.top_k, "tail": "bucket" if self.is_vllm and tail == "sampled" else tail,
+        return cache_measure({"k": section.top_k, "tail": "bucket" if self.is_vllm and tail == "sampled" else tail,
                             "temperature": loss.temperature})  # fmt: skip
 
     def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
@@ -250,7 +252,7 @@ def _head(servers: Servers, identity: Identity, device: torch.device) -> HeadWei
     def fetch(folder: Path) -> None:
         (folder / "head.safetensors").write_bytes(servers.ask("GET", "/v1/head"))
 
-    folder, found = keep(f"head-{identity.head[:32]}", fetch, cache=True)
+    folder, found = cached_folder(f"head-{identity.head[:32]}", fetch, cache=True)
     tensors = load_file(folder / "head.safetensors")
     if head_hash(tensors) != identity.head and found:  # damaged here: fetched again
         tensors = tensors_of(servers.ask("GET", "/v1/head"))

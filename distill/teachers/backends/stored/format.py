@@ -42,8 +42,8 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from distill.core.errors import show
-from distill.core.files import replacing, write_json
+from distill.core.errors import quote
+from distill.core.files import atomic_path, write_json
 from distill.core.labels import IGNORE_INDEX
 from distill.core.manifest import SUM, has_valid_checksum, with_checksum
 from distill.recipe import Teacher
@@ -172,7 +172,7 @@ def read_json(path: Path) -> Plan | None:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is damaged: {str(error).splitlines()[0]:.120}; {cure}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: is damaged: expected a section of JSON, got {show(value)}; {cure}")
+        raise ValueError(f"{path}: is damaged: expected a section of JSON, got {quote(value)}; {cure}")
     if not has_valid_checksum(value):
         raise ValueError(f"{path}: is damaged: it is not as it was written; {cure}")
     return {name: entry for name, entry in value.items() if name != SUM}
@@ -190,7 +190,7 @@ def shard_path(folder: Path, number: int) -> Path:
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a safetensors file atomically: it is whole, and on the disk, or absent."""
-    with replacing(path) as beside:
+    with atomic_path(path) as beside:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside)
 
 

@@ -26,7 +26,7 @@ from distill.models.load.meta_models import meta_config, meta_student
 from distill.models.load.vocabulary import shared_columns
 from distill.models.precision.dtypes import resolve_device, resolve_precision
 from distill.models.prune.pruning import layers_of
-from distill.objectives.measure import KL, Measure, over_stored
+from distill.objectives.measure import KL, Measure, cache_measure
 from distill.objectives.top_k import TopKFormat
 from distill.recipe import Data, Student
 from distill.recipe import Teacher as TeacherSection
@@ -126,7 +126,7 @@ class KeepSource(WrappingSource, Measures, NotesData, ChecksData, DescribesStore
 
     def measure(self) -> Measure:
         if (plan := self.plan) is not None:
-            return over_stored(plan)
+            return cache_measure(plan)
         if self.sent_top_k:
             return measure_of_source(self.inner)
         return KL if self.settings().hidden else Measure("KL over what is stored")

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from distill.core.environment import environment
-from distill.core.files import replacing_folder
+from distill.core.files import atomic_folder
 from distill.core.manifest import file_checksums
 from distill.models.head import HeadWeights, LogitTransform
 from distill.models.load.loading import save_student
@@ -173,7 +173,7 @@ def write_companions(folder: Path, config: Any, tokenizer: Any, head: HeadWeight
         tensors = {"weight": head.weight.detach()} | ({} if head.bias is None else {"bias": head.bias.detach()})
         write_tensors(folder / HEAD, {name: tensor.cpu().clone() for name, tensor in tensors.items()})
     if cut is not None and not (folder / STUDENT).is_dir():
-        with replacing_folder(folder / STUDENT) as beside:
+        with atomic_folder(folder / STUDENT) as beside:
             save_student(cut, None, beside)
 
 

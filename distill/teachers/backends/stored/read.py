@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from distill.core.labels import mask_document_starts
-from distill.core.manifest import damage_of_files
+from distill.core.manifest import first_damaged_file
 from distill.data.collator import valid_rows
 from distill.recipe import Generate, Recipe
 from distill.teachers.backends.stored.format import (
@@ -208,7 +208,7 @@ class TeacherCache(Shards):
         if sums is None:
             log.warning("%s was cached without checksums: what it holds is not checked", self.path)
         head = {name: entry for name, entry in self.manifest.get("files", {}).items() if name == HEAD}
-        if fault := damage_of_files(self.path, head):
+        if fault := first_damaged_file(self.path, head):
             raise ValueError(f"teacher.path: {self.path}/{fault}; {self.cure}")
         self.shards = [map_tensors(shard_path(self.path, number), self.cure) for number in range(len(sizes))]
         self._index()

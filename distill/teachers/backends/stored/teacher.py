@@ -16,7 +16,7 @@ from distill.models.head import HeadWeights, LogitTransform
 from distill.models.load.loading import load_student
 from distill.models.shape import Shape
 from distill.objectives.hidden import HiddenFormat, StoredHead
-from distill.objectives.measure import Measure, over_stored
+from distill.objectives.measure import Measure, cache_measure
 from distill.objectives.targets import Batch, TargetFormat
 from distill.objectives.top_k import TopKFormat, TopKTargets, spread, top_k_targets
 from distill.objectives.top_k_encoding import unpack_hidden
@@ -198,7 +198,7 @@ class CacheSource(TeacherSource, NamesFiles, MadeByCommand, Measures, ChecksData
 
     def measure(self) -> Measure:
         manifest = self.manifest
-        return Measure("KL over what is cached") if manifest is None else over_stored(manifest)
+        return Measure("KL over what is cached") if manifest is None else cache_measure(manifest)
 
     def data_problems(self, splits: Splits) -> list[str]:
         try:

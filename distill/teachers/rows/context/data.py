@@ -22,7 +22,7 @@ from distill.data.report import DataReport
 from distill.data.rows import RowFault
 from distill.data.sources import Row as DataRow
 from distill.data.tally import Tally
-from distill.data.tokenise import TOO_LONG, Batch, Document, Encoder, Partly, clean
+from distill.data.tokenise import TOO_LONG, Batch, Document, Encoder, MaskedText, encodable
 from distill.recipe import Data, Part
 from distill.recipe.models import Context
 from distill.teachers.rows.reading import PREFIX, Row, SecondReading
@@ -69,8 +69,8 @@ class ContextEncoder(Encoder):
         return [*super().settings(), self.context.model_dump()]
 
     def documents(self, batch: Batch, tally: Tally) -> Iterator[Document]:
-        rows: list[Partly] = []
-        others: list[Partly] = []
+        rows: list[MaskedText] = []
+        others: list[MaskedText] = []
         for number, row in batch:
             with tally.row(number):
                 sample = self.sample(row, tally)
@@ -106,7 +106,7 @@ class ContextEncoder(Encoder):
             yield both
         self.count_faults(kept, faults, tally)
 
-    def _readings(self, parts: Sequence[Partly]) -> Iterator[np.ndarray]:
+    def _readings(self, parts: Sequence[MaskedText]) -> Iterator[np.ndarray]:
         """Yield the teacher's ids of each text, int32; templates include the tokens that begin and end a text."""
         texts = [part.text for part in parts]
         for part, ids in zip(parts, self.ids_of(texts) if texts else [], strict=True):
@@ -127,7 +127,7 @@ class ContextEncoder(Encoder):
 
     def _for_teacher(self, sample: Sample, text: str) -> Sample:
         """Return the sample with the context in its place."""
-        text, place = clean(text), self.context.place
+        text, place = encodable(text), self.context.place
         if sample.messages is None:
             prompt = sample.prompt or ""
             joint = prompt[len(prompt.rstrip()) :]

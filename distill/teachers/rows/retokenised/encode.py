@@ -20,7 +20,7 @@ from distill.data.formats import Format, Sample
 from distill.data.rows import RowFault
 from distill.data.tally import Tally
 from distill.data.token_cache import tokenizer_hash
-from distill.data.tokenise import TOO_LONG, Batch, RowEncoder, beginning_of, blocks, clean, hash_of
+from distill.data.tokenise import TOO_LONG, Batch, RowEncoder, encodable, split_text, text_hash, tokens_before_text
 from distill.teachers.rows.retokenised.alignment import common_boundaries, matching_ends, token_bytes, token_ends
 
 SMALLEST_CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -72,7 +72,7 @@ class Reader:
         self.tokenizer, self.template, self.side = tokenizer, template, field.partition(".")[0]
         self.spelled = token_bytes(tokenizer, field)
         self.end = tokenizer.eos_token_id
-        self.beginning = beginning_of(tokenizer)
+        self.beginning = tokens_before_text(tokenizer)
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         alternatives = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)) or r"(?!)"
         self._special = re.compile(alternatives)
@@ -88,7 +88,7 @@ class Reader:
             RowFault: the tokens do not spell the text.
         """
         ids, ends, before = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.int64)], 0
-        for block in blocks(text):
+        for block in split_text(text):
             here, raw = self.tokenizer(block, add_special_tokens=False, verbose=False)["input_ids"], block.encode()
             found = token_ends(here, self.spelled, raw)
             if found is None and not partly:
@@ -204,9 +204,9 @@ class PairEncoder(RowEncoder):
                 elif sample.messages is not None:
                     pairs = self._chat(sample, tally)
                 elif sample.prompt is not None:
-                    pairs = [self._completion(clean(sample.prompt), clean(sample.text or ""), tally)]
+                    pairs = [self._completion(encodable(sample.prompt), encodable(sample.text or ""), tally)]
                 else:
-                    pairs = self._pieces(clean(sample.text or ""))
+                    pairs = self._pieces(encodable(sample.text or ""))
                 if not pairs:
                     raise RowFault("too short", "no span with something before it")
                 yield from pairs
@@ -215,7 +215,7 @@ class PairEncoder(RowEncoder):
         """Return the pairs of running text, cut where both readings have a token end."""
         readings, boundaries, before = self._common(text)
         by_side = np.ascontiguousarray(boundaries.T)  # searchsorted copies what has strides
-        pairs, starts, first, last, origin = [], [0, 0], 0, len(boundaries) - 1, hash_of(text)
+        pairs, starts, first, last, origin = [], [0, 0], 0, len(boundaries) - 1, text_hash(text)
         while first < last:
             room = [starts[side] + self.max_length - len(before[side]) for side in (0, 1)]
             stop = min(int(np.searchsorted(by_side[side], room[side], "right")) for side in (0, 1)) - 1
@@ -297,7 +297,7 @@ class PairEncoder(RowEncoder):
         tally.see_chat(student._replace(
             rewritten=student.rewritten or teacher.rewritten, named=tuple({*student.named, *teacher.named})
         ))  # fmt: skip
-        pairs, faults, origin = list[TokenizedPair](), list[RowFault](), hash_of(clean(student.examples[-1].text))
+        pairs, faults, origin = list[TokenizedPair](), list[RowFault](), text_hash(encodable(student.examples[-1].text))
         for own, other in zip(student.examples, teacher.examples, strict=False):  # of each as many as have room
             try:
                 pairs.append(self._example(own, other, tally)._replace(origin=origin))
@@ -309,7 +309,7 @@ class PairEncoder(RowEncoder):
         return pairs
 
     def _example(self, example: RenderedChat, other_example: RenderedChat, tally: Tally) -> TokenizedPair:
-        text, other_text = clean(example.text), clean(other_example.text)
+        text, other_text = encodable(example.text), encodable(other_example.text)
         parts, other_parts = self.sides[0].parts(example), self.sides[1].parts(other_example)
         if len(parts) != len(other_parts):
             raise RowFault("the two chat templates mark different turns", f"{len(parts)} and {len(other_parts)}")
@@ -342,7 +342,7 @@ class PairEncoder(RowEncoder):
                 text, before = side.template.prompt(sample.messages, sample.tools), list[int]()
             else:
                 text, before = sample.prompt or "", side.beginning
-            ids, _ = side.read(clean(text))
+            ids, _ = side.read(encodable(text))
             made.append(_joined([] if ids[:1].tolist() == before else before, ids))
         starts = np.array([[len(ids) for ids in made]])
         both = [_joined(ids, ends) for ids, ends in zip(made, self.ends, strict=True)]
@@ -354,7 +354,7 @@ class PairEncoder(RowEncoder):
     def _partly(
         self, ids: list[np.ndarray], runs: list[np.ndarray], text: str, tally: Tally, starts: Sequence[tuple[int, int]]
     ) -> TokenizedPair:
-        pair = self._cut(ids, runs, hash_of(text), starts)
+        pair = self._cut(ids, runs, text_hash(text), starts)
         if pair is None:
             raise RowFault("nothing to compare", "no aligned span of the answer lies within data.max_length")
         tally.truncated += any(len(own) > self.max_length for own in ids)
