@@ -104,12 +104,14 @@ def internal_imports(root: Path = ROOT) -> list[InternalImport]:
     for path in paths:
         importer = module_name(path, root)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            place = f"{path.relative_to(root)}:{getattr(node, 'lineno', 0)}"
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
+            place = f"{path.relative_to(root)}:{node.lineno}"
             if isinstance(node, ast.Import):
                 found += [
                     InternalImport(place, importer, alias.name, ()) for alias in node.names if alias.name in modules
                 ]
-            elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            elif node.module and node.level == 0:
                 for alias in node.names:
                     inner = f"{node.module}.{alias.name}"
                     if inner in modules:
@@ -208,13 +210,31 @@ def branches_on_kind(line: str) -> bool:
     return bool(KIND.search(code) and BRANCH.search(code))
 
 
-def loaded_modules(statement: str, package: str, root: Path = ROOT) -> list[str]:
-    """Return the modules of `package` that a fresh interpreter has loaded after a statement, sorted."""
-    code = f"{statement}\nimport sys\nprint(*sorted(sys.modules), sep='\\n')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=False)
+_FORK_EACH = """
+import os, sys, torch
+for statement in sys.argv[1:]:
+    if os.fork() == 0:
+        exec(statement)
+        ours = [name for name in sys.modules if name.partition(".")[0] in ("distill", "distill_kernels")]
+        print(*sorted(ours), flush=True)
+        os._exit(0)
+    if os.wait()[1]:
+        sys.exit(1)
+"""
+
+
+def loaded_modules(*statements: str, root: Path = ROOT) -> dict[str, list[str]]:
+    """Return the modules of ours that each statement loads in a fresh interpreter that has torch, sorted."""
+    command = [sys.executable, "-c", _FORK_EACH, *statements]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
     if done.returncode:
-        raise RuntimeError(f"{statement}: {done.stderr.strip().splitlines()[-1]}")
-    return [name for name in done.stdout.splitlines() if name.partition(".")[0] == package]
+        raise RuntimeError(f"{statements}: {done.stderr.strip().splitlines()[-1]}")
+    return dict(zip(statements, map(str.split, done.stdout.splitlines()), strict=True))
+
+
+def of_package(names: list[str], package: str) -> list[str]:
+    """Return the names of modules of a package."""
+    return [name for name in names if name.partition(".")[0] == package]
 
 
 def code_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -351,9 +371,10 @@ def print_structure() -> None:
     print(f"{'branches on the kind of teacher outside':<44}{len(asked):>6}")
     for place, line in asked:
         print(f"    {place:<44}{line}")
+    loaded = loaded_modules(*(f"import {module}" for module, _, _ in LOADED))
     for module, package, most in LOADED:
-        loaded = len(loaded_modules(f"import {module}", package))
-        print(f"files of {package} that {module} loads: {loaded}, at most {most}")
+        count = len(of_package(loaded[f"import {module}"], package))
+        print(f"files of {package} that {module} loads: {count}, at most {most}")
     print(f"{'pairs of settings refused by hand':<44}{pairs_refused_by_hand():>6}")
     for name, count in sorted(protocol_members().items(), key=lambda item: (-item[1], item[0])):
         print(f"members of {name:<60}{count:>6}")

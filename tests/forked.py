@@ -193,6 +193,7 @@ def serve(connection: socket.socket) -> None:
 
     for name in PRELOADED:
         importlib.import_module(name)
+    os.fsync = lambda handle: None  # as in conftest.py
     importlib.import_module("distill.reports.curves").draw_curves = lambda *args, **kwargs: None
     gc.collect()
     gc.freeze()

@@ -17,21 +17,28 @@ LAZY = {
 }
 
 
+LOSSES = "from distill_kernels import FusedKLLoss, FusedAdamW, rms_norm"
+PRIMITIVE = "from distill_kernels.primitives import softmax"
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """Modules that each statement loads."""
+    return house.loaded_modules(LOSSES, PRIMITIVE, *(f"import {module}" for module, _, _ in house.LOADED))
+
+
 @pytest.mark.parametrize("module, package, most", house.LOADED)
-def test_entry_points_load_few_files(module, package, most):
-    loaded = house.loaded_modules(f"import {module}", package)
-    assert module in loaded or not module.startswith(f"{package}.")
-    assert len(loaded) <= most, "\n".join(loaded)
+def test_entry_points_load_few_files(loaded, module, package, most):
+    found = house.of_package(loaded[f"import {module}"], package)
+    assert module in found or not module.startswith(f"{package}.")
+    assert len(found) <= most, "\n".join(found)
 
 
-def test_the_default_import_of_the_kernels_loads_no_primitive():
-    from_losses = house.loaded_modules(
-        "from distill_kernels import FusedKLLoss, FusedAdamW, rms_norm", "distill_kernels"
-    )
-    assert "distill_kernels.losses.modules" in from_losses
-    assert not [name for name in from_losses if name.startswith("distill_kernels.primitives")]
-    from_primitive = house.loaded_modules("from distill_kernels.primitives import softmax", "distill_kernels")
-    assert [name for name in from_primitive if "primitives." in name] == ["distill_kernels.primitives.row_softmax"]
+def test_the_default_import_of_the_kernels_loads_no_primitive(loaded):
+    assert "distill_kernels.losses.modules" in loaded[LOSSES]
+    assert not [name for name in loaded[LOSSES] if name.startswith("distill_kernels.primitives")]
+    primitives = [name for name in loaded[PRIMITIVE] if "primitives." in name]
+    assert primitives == ["distill_kernels.primitives.row_softmax"]
 
 
 @pytest.mark.parametrize("package", LAZY)
