@@ -59,8 +59,12 @@ def generated() -> dict[Path, str]:
 
 
 def chat_templates(text: str) -> str:
-    """Return docs/guides/chat-templates.md with its table, which is kept where the templates cannot be read."""
-    text = _block(text, "inspect", chat_samples.inspected())
+    """Return docs/guides/chat-templates.md with its example of `distill inspect` and its table."""
+    return template_table(_block(text, "inspect", chat_samples.inspected()))
+
+
+def template_table(text: str) -> str:
+    """Return the page with its table of templates made anew, or as it is where the templates cannot be read."""
     try:
         return _block(text, "templates", template_page.table())
     except OSError as error:

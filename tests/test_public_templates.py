@@ -192,7 +192,7 @@ def test_the_docs_keep_their_table_where_the_templates_cannot_be_had(monkeypatch
     page = (docs.ROOT / "docs" / "guides" / "chat-templates.md").read_text(encoding="utf-8")
     monkeypatch.setattr(public_templates, "wheel", unreachable)
     public_templates.templates.cache_clear()
-    assert docs.chat_templates(page) == page
+    assert docs.template_table(page) == page
     assert "left as it is: trl==1.16.0 cannot be downloaded" in capsys.readouterr().err
 
 
