@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compile_for_gpu import compiled
 from distill_kernels import launch
 from distill_kernels.launch import FAMILIES, INTERPRETER, OLDER, UNKNOWN, family_of
 from tiny import save_models, tiny_model
@@ -284,34 +283,3 @@ def test_the_family_of_each_gpu_is_a_line(gpu, monkeypatch, capability, says):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     (line,) = [line for line in machine.machine_lines() if line.name == "GPU 0 path"]
     assert line.fine and line.detail.startswith(says) and line.detail.endswith(path_of(family_of(capability)))
-
-
-COMPILED = """
-from distill.doctor.machine_checks import CHECKS, FULL, draw, results_of, shapes_of
-import inspect
-for name, check in CHECKS.items():
-    if check.needs(facts) and name != "AdamW":  # which launches through a driver that is not there
-        shapes = {key: shapes_of(FULL)[key] for key in inspect.signature(check.call).parameters}
-        results_of(check, draw(shapes, torch.float32 if check.wide else torch.bfloat16))
-"""
-EVERYWHERE = {
-    "_row_kernel",
-    "_mix_kernel",
-    "_top_k_kernel",
-    "_logits_kernel",
-    "_rope_kernel",
-    "_forward_kernel",
-    "_key_gradient_kernel",
-    "_chunk_kernel",
-    "_sample_kernel",
-    "split_k_kernel",
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family", ["sm_80", "sm_90"])
-def test_what_the_doctor_calls_compiles_for_a_gpu(family):
-    """Kernels compile in the dtype and shapes of a GPU; results are not checked."""
-    kernels = {kernel.kernel for kernel in compiled(family, COMPILED)}
-    assert kernels >= EVERYWHERE
-    assert ("_project_kernel" in kernels) == ("_tiled_kernel" in kernels) == (family == "sm_90")

@@ -389,6 +389,7 @@ def test_shards_are_not_read_by_one_process_nor_a_whole_student_into_shards(stop
     assert (run / "recipe.yaml").read_text() == before
 
 
+@pytest.mark.full
 def test_on_two_processes(stopped, capsys):
     """The same weights with smaller micro-batches on as many processes; on fewer it is refused."""
     run_as_two("-m", "distill", "run", "r.yaml", "--name", "two", cwd=stopped)

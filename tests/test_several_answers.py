@@ -224,7 +224,8 @@ def test_all_answers_of_a_prompt_stay_in_one_micro_batch():
     assert why_batch_size_stays(parse(RECIPE, ["data.on_policy.samples=1"])) is None
 
 
-@pytest.mark.parametrize("ahead, packing", [(2, True), pytest.param(0, False, marks=pytest.mark.full)])
+@pytest.mark.full  # a plain run kills and resumes in test_keep.py
+@pytest.mark.parametrize("ahead, packing", [(2, True), (0, False)])
 def test_a_killed_run_resumes_bit_identically(tmp_path, ahead, packing):
     """The run has cut-offs, stop strings and two responses a prompt."""
     save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"seed": 2, "attention_dropout": 0.1})

@@ -67,7 +67,7 @@ def test_an_undamaged_run_is_as_written(place, capsys):
     assert len(files(place)) == 2
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", COVERED)
 def test_a_flipped_bit_of_any_file_of_a_run_is_seen(place, name, capsys):
     path, draw = place / name, random.Random(name)

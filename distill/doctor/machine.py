@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from distill_kernels.launch import HAS_TRITON, device_facts
@@ -109,18 +110,21 @@ def check_machine() -> Iterator[CheckResult]:
         seen.add(name)
 
 
-def run_in_processes(jobs: Sequence[Job], device: str, limit_s: float = LIMIT_S) -> Iterator[CheckResult]:
+def run_in_processes(
+    jobs: Sequence[Job], device: str, limit_s: float = LIMIT_S, method: str = "spawn"
+) -> Iterator[CheckResult]:
     """Run jobs on a device, in a process that is replaced whenever one ends or hangs.
 
     Args:
         jobs: Names and functions, which can be pickled.
         device: Device, as torch names it.
         limit_s: Seconds to wait for a result.
+        method: How multiprocessing starts a process.
 
     Yields:
         The result of each job; for one whose process ended or hung, why.
     """
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(method)
     while jobs:
         receiver, sender = context.Pipe(duplex=False)
         with tempfile.NamedTemporaryFile("r", errors="replace") as output:
