@@ -328,7 +328,7 @@ def test_gradients_are_freed_when_set_to_none(any_device):
     assert gradient() is None
 
 
-def test_odd_layouts(any_device, caplog):
+def test_transposed_and_strided_parameters_take_the_same_steps(any_device, caplog):
     """Transposed parameters stay with the kernel; slices with holes go to the reference, and a GPU says so."""
 
     def layouts(device):

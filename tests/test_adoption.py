@@ -246,7 +246,7 @@ def test_under_autocast_as_the_model_itself():
         assert (gradient - wanted[name]).norm() < 0.05 * wanted[name].norm(), name
 
 
-def test_what_accelerate_does_to_outputs_uses_no_logits(head_outputs):
+def test_accelerates_conversion_of_outputs_uses_no_logits(head_outputs):
     model = tiny_model()
     distill.patch(model)
     widths = head_outputs(model)

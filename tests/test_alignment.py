@@ -59,7 +59,7 @@ def test_spans_cover_the_same_bytes_and_are_the_shortest(text, one, other):
         assert len(boundaries) - 1 == (widths > 0).sum()
 
 
-def test_what_tokens_stand_for():
+def test_spelled_tokens_join_to_the_text():
     spelled = SPELLED["bytes"]
     assert spelled[BYTES("é", add_special_tokens=False)["input_ids"][0]] == b"\xc3"
     assert spelled[0] == b"<|end|>"
@@ -72,7 +72,7 @@ def test_what_tokens_stand_for():
     assert token_ends(ids[:-1], SPELLED["pieces"], "é x".encode()) is None
 
 
-def test_shared_tokens():
+def test_shared_tokens_have_the_same_text_in_both_tokenizers():
     student, teacher = SPELLED["pieces"], SPELLED["bytes"]
     shared = shared_tokens(student, teacher)
     assert all(student[a] == teacher[b] for a, b in zip(shared.student, shared.teacher, strict=True))

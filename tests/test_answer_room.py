@@ -67,7 +67,7 @@ def test_room_is_what_the_longest_answer_takes(learned, new, more):
 
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("fraction", [1.0, 0.5, 0.1])
-def test_what_is_left_out_of_rows_without_room_is_the_same_in_all_micro_batches(samples, fraction):
+def test_rows_without_room_lose_the_same_parts_in_any_micro_batch(samples, fraction):
     """Also of a micro-batch whose only answer to be replaced is left out, and of longer rows that stay as they are."""
     rows = packed(pairs(18))
     longest, lost = max(len(row["input_ids"]) for row in rows) - 4, 0

@@ -57,7 +57,7 @@ def check(shape, dtype, device, options, parts):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(*pairwise({"parts": [2, 7], "mask": MASKS}))
-def test_masks(kernel_device, mask, parts):
+def test_masks_leave_out_the_same_keys(kernel_device, mask, parts):
     check((1, 2, 1, 70, 70, 16), torch.bfloat16, kernel_device, MASKS[mask], parts)
 
 
@@ -73,7 +73,7 @@ def test_masks(kernel_device, mask, parts):
     ],
     ids=str,
 )
-def test_shapes(kernel_device, shape):
+def test_any_shape_gives_the_same_output(kernel_device, shape):
     check(shape, torch.float32, kernel_device, {}, 3)
 
 
@@ -146,7 +146,7 @@ def test_no_tile_sees_more_keys_than_counted(causal, window):
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [64, 80, 128, 256])
 @pytest.mark.parametrize("mask", MASKS)
-def test_real_shapes(device, mask, size):
+def test_shapes_of_real_models_agree(device, mask, size):
     options = MASKS[mask]
     if "documents" in options:
         options = {**options, "documents": [0, 100, 101, 640, 1000]}

@@ -80,7 +80,7 @@ def check(shape, dtype, device, sinks_dtype=None, **options):
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(*pairwise({"mask": MASKS, "dtype": HALVES}))
-def test_masks(kernel_device, mask, dtype):
+def test_masks_leave_out_the_same_keys(kernel_device, mask, dtype):
     check((2, 4, 2, 70, 70, 16), dtype, kernel_device, **MASKS[mask])
 
 
@@ -100,12 +100,12 @@ def test_masks(kernel_device, mask, dtype):
     ],
     ids=str,
 )
-def test_shapes(kernel_device, shape):
+def test_any_shape_gives_the_reference(kernel_device, shape):
     check(shape, torch.float32, kernel_device)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 7, "softcap": 4.0}], ids=str)
-def test_packed_documents(kernel_device, options):
+def test_packed_documents_do_not_attend_to_each_other(kernel_device, options):
     check((1, 4, 2, 70, 70, 16), torch.bfloat16, kernel_device, documents=DOCUMENTS, **options)
 
 
@@ -189,7 +189,7 @@ def test_gradient_of_sinks_alone(kernel_device):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("packed", [False, True])
-def test_opcheck_and_compile(kernel_device, packed):
+def test_op_passes_opcheck_and_compiles(kernel_device, packed):
     q, k, v, dout = draw((1, 2, 1, 20, 20, 16), torch.float32, kernel_device)
     cu = torch.tensor([0, 8, 20], device=kernel_device) if packed else None
     sinks, masking = sinks_of(2, device=kernel_device), Masking(True, 0.25, None, None, cu, cu)
@@ -271,7 +271,7 @@ def test_decoding_equals_the_last_rows_of_full_attention(kernel_device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size, heads", [(64, (64, 8)), (80, (32, 8)), (128, (32, 8)), (256, (32, 8))], ids=str)
 @pytest.mark.parametrize("window", [None, 128])
-def test_real_shapes(device, size, heads, dtype, window):
+def test_shapes_of_real_models_agree(device, size, heads, dtype, window):
     """Many heads: of a few sinks, whose gradients are one sum each, eager's error is small or large by chance."""
     check((1, *heads, 1027, 1027, size), dtype, device, sinks_dtype=torch.float32, window=window)
     check((1, *heads, 1027, 1027, size), dtype, device, window=window, documents=[0, 100, 101, 640, 1000])

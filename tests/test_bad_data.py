@@ -184,7 +184,7 @@ def test_a_table_of_one_column_may_hold_any_mark(workplace, capsys):
     ],
     ids=["quote", "values", "bytes", "json"],
 )
-def test_tables_and_lists(workplace, name, content, reason, capsys):
+def test_dropped_rows_of_tables_and_lists_are_counted(workplace, name, content, reason, capsys):
     assert distil(workplace, name, content) == 0
     assert dropped(capsys.readouterr().out) == {reason: 1}
 
@@ -195,7 +195,7 @@ def test_a_compressed_file_that_is_cut_short(workplace, capsys):
     assert dropped(capsys.readouterr().out) == {"file breaks off": 1}
 
 
-def test_parquet_with_nulls(workplace, capsys):
+def test_nulls_and_empty_texts_of_a_parquet_file_are_counted(workplace, capsys):
     import pyarrow
     import pyarrow.parquet
 

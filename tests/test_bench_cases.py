@@ -67,7 +67,7 @@ sys.exit(__main__.main())
 
 
 @pytest.mark.parametrize("ending, code", [("late", 143), ("fails", 1)])
-def test_what_ends_early_shows_its_rows(ending, code):
+def test_benchmark_that_ends_early_shows_its_rows(ending, code):
     """A benchmark that ends early, by SIGTERM (twice) or an error, shows its rows."""
     root = Path(__main__.__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", CASE, ending], cwd=root, capture_output=True, text=True, timeout=100)

@@ -80,7 +80,7 @@ def test_notes_hold_both_ratios_and_what_the_bytes_allow(times):
 
 
 @pytest.mark.parametrize("error", [0.5, math.nan])
-def test_what_is_wrong_is_not_timed(times, error):
+def test_wrong_results_are_not_timed(times, error):
     rows = measure(Line("name", None, lambda: Comparison({OURS: form(8), "wrong": form(8, error)})), copy=4.0)
     assert [math.isnan(row.ms) for row in rows] == [False, True, False, True]
     assert rows[1].note == "wrong, not timed"
@@ -88,7 +88,7 @@ def test_what_is_wrong_is_not_timed(times, error):
     assert rows[1].note == "reported 2.00 x" and rows[1].ms == 1.0
 
 
-def test_what_no_graph_holds_is_still_timed_as_launched(times, monkeypatch):
+def test_kernels_without_a_graph_are_timed_as_launched(times, monkeypatch):
     def refuse(run, calls):
         raise RuntimeError("capture failed\nand more")
 

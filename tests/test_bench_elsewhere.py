@@ -61,7 +61,7 @@ def test_a_failing_case_is_reported_and_stops_no_other(monkeypatch, capsys):
     assert "launched failed: x: ended with 1\nno such GPU" in said and "ddp: " in said
 
 
-def test_by_arithmetic_a_served_teacher_beats_shards_and_loses_to_copies_in_fp8():
+def test_plan_prefers_served_teachers_to_shards_and_copies_in_fp8_to_served():
     """70B to 8B on two H200."""
     served, shards, copies = (
         elsewhere.planned(elsewhere.LARGE_RECIPE, [*elsewhere.LARGE, *overrides])

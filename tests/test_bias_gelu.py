@@ -24,7 +24,7 @@ def make(device, rows, columns, dtype):
         {"dtype": DTYPES, "approximate": APPROXIMATE, "rows, columns": [(1, 1), (3, 7), (70, 64), (5, 1025), (130, 40)]}
     )
 )
-def test_bias_gelu(kernel_device, rows, columns, approximate, dtype):
+def test_values_and_gradients_equal_the_reference(kernel_device, rows, columns, approximate, dtype):
     inputs = make(kernel_device, rows, columns, dtype)
     # the reference keeps the sum in fp32, as the kernel does: the tighter of the two yardsticks
     check_layer(
@@ -49,19 +49,19 @@ def test_every_value_has_a_small_relative_error(kernel_device, dtype):
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True)])
-def test_frozen_parts(kernel_device, wanted):
+def test_frozen_inputs_get_no_gradient(kernel_device, wanted):
     inputs = make(kernel_device, 9, 50, torch.float32)
     check_layer(bias_gelu, unfused("none"), inputs, torch.float32, differentiate=wanted)
 
 
-def test_strides(kernel_device):
+def test_strided_inputs_give_the_same(kernel_device):
     x, bias = make(kernel_device, 12, 96, torch.float32)
     check_layer(bias_gelu, unfused("none"), (x[:, 16:80], bias[16:80]), torch.float32)
     check_layer(bias_gelu, unfused("none"), (x.view(8, 12, 12).transpose(0, 1), bias[:12]), torch.float32)
     check_layer(lambda *a: bias_gelu(*a).t()[3:9], lambda *a: unfused("none")(*a).t()[3:9], (x, bias), torch.float32)
 
 
-def test_mixed_dtypes(kernel_device):
+def test_mixed_dtypes_give_the_dtype_of_the_input(kernel_device):
     x, bias = make(kernel_device, 6, 33, torch.bfloat16)
     check_layer(bias_gelu, reference_bias_gelu, (x, bias.float()), torch.bfloat16)
 
@@ -72,18 +72,18 @@ def test_bias_gradient_is_deterministic(kernel_device):
     assert all(torch.equal(one, other) for one, other in zip(first[1], second[1], strict=True))
 
 
-def test_empty_rows(kernel_device):
+def test_inputs_without_rows_are_fine(kernel_device):
     _, (dx, dbias) = outputs_and_gradients(bias_gelu, make(kernel_device, 0, 16, torch.float32), (True, True))
     assert dx.shape == (0, 16) and not dbias.any()
 
 
-def test_op_and_compile(kernel_device):
+def test_op_passes_opcheck_and_compiles(kernel_device):
     x, bias = (tensor.requires_grad_() for tensor in make(kernel_device, 5, 48, torch.float32))
     torch.library.opcheck(torch.ops.distill.bias_gelu_forward.default, (x, bias, "gelu"))
     check_compiles(bias_gelu, (x, bias), (True, True))
 
 
-def test_module(kernel_device):
+def test_module_equals_the_function(kernel_device):
     layer = BiasGELU(24, "tanh", device=kernel_device)
     torch.nn.init.normal_(layer.bias)
     x = draw(3, 5, 24, dtype=torch.float32, device=kernel_device)
@@ -108,5 +108,5 @@ def test_mistakes_are_named(kernel_device, call, match):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("approximate", APPROXIMATE)
 @pytest.mark.parametrize("rows, columns", [(512, 4096), (2048, 16384), (4097, 3073), (100_000, 96)])
-def test_real_shapes(device, rows, columns, approximate, dtype):
+def test_shapes_of_real_models_agree(device, rows, columns, approximate, dtype):
     check_layer(lambda *a: bias_gelu(*a, approximate), unfused(approximate), make(device, rows, columns, dtype), dtype)

@@ -17,7 +17,7 @@ from distill.teachers.backends.stored.settings import default_tail
 
 @given(st.integers(1, 1 << 24), st.integers(1, 21), st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
-def test_ids_come_back(vocabulary, k, seed):
+def test_stored_ids_are_read_back(vocabulary, k, seed):
     ids = np.random.default_rng(seed).integers(0, vocabulary, (5, k)).astype(np.int32)
     ids[0, 0] = vocabulary - 1
     low, high = layout.split_ids(ids, vocabulary)
@@ -102,7 +102,7 @@ def test_sampling_where_nothing_is_left():
     assert (said.logprobs == -torch.inf).any()
 
 
-def test_what_sampling_adds_to_a_loss_is_known():
+def test_surplus_that_sampling_adds_to_a_loss_is_known():
     """Loss less surplus is the full divergence on average, the gradient too."""
     x, w, x_t, w_t = realistic_heads(1, 512, 32, 48, std=2.0)
     times = 4000

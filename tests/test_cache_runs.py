@@ -215,7 +215,7 @@ def test_another_template_or_tokenizer_is_refused(here):
         run(cached("chats", chats, "data.train_on=last"))
 
 
-def test_what_needs_weights_takes_the_model_that_made_the_cache(here, capsys):
+def test_features_that_need_weights_take_the_model_that_made_the_cache(here, capsys):
     made, teacher = load_teacher(maker_section(cached("exact"))), load_teacher(recipe().teacher)
     for (name, a), b in zip(made.state_dict().items(), teacher.state_dict().values(), strict=True):
         assert torch.equal(a, b), name

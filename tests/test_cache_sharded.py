@@ -206,7 +206,7 @@ def test_all_processes_ask_a_sharded_teacher_as_often(request, place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_was_begun_is_finished_by_another_number_of_processes(request, place):
+def test_cache_that_was_begun_is_finished_by_another_number_of_processes(request, place):
     folder, alone, (first, second) = request.getfixturevalue(place)
     for done in (alone["finished-by-one"], first["resumed"], second["resumed"], first["again"], second["again"]):
         assert done["code"] == 0, done

@@ -223,7 +223,7 @@ def test_a_date_that_cannot_be_frozen_is_refused():
 # choosing a template
 
 
-def test_load_template(tokenizer, tmp_path):
+def test_templates_load_from_a_file_the_tokenizer_or_nowhere(tokenizer, tmp_path):
     assert load_template("none", tokenizer) is None
     assert load_template("tokenizer", tiny_tokenizer(chat_template=None)) is None
     assert load_template("tokenizer", tokenizer).source == CHAT_TEMPLATE

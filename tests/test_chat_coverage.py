@@ -82,7 +82,7 @@ def texts(source, messages, tools=None, tokenizer=None, **options):
     ],
     ids=["calls", "the second call", "text beside a call", "tools", "a system prompt", "a tool's result"],
 )
-def test_what_the_template_leaves_out_drops_the_row(source, messages, tools, field, tokenizer):
+def test_text_that_the_template_leaves_out_drops_the_row(source, messages, tools, field, tokenizer):
     with pytest.raises(RowFault, match=rf"^{field}: not rendered by this chat template; choose a template"):
         texts(source, messages, tools)
 

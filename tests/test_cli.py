@@ -67,7 +67,7 @@ def test_help_shows_examples_and_succeeds(arguments, capsys):
         assert f"  distill {arguments[0] if len(arguments) > 1 else 'run'} " in out
 
 
-def test_version(capsys):
+def test_version_is_printed(capsys):
     from distill import __version__
 
     assert run_command(["--version"]) == 0

@@ -59,7 +59,7 @@ def test_help_explains_and_shows_examples(name, capsys):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_prints_a_table_also_prints_json(name):
+def test_commands_that_print_a_table_also_print_json(name):
     options = {option for parameter in COMMANDS[name].params for option in parameter.opts}
     assert ("--json" in options) is (name not in PRINTS_NO_TABLE)
 

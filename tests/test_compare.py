@@ -121,7 +121,7 @@ def groups_of(capsys, *runs):
     return [(group["runs"], group["differs"]) for group in json.loads(capsys.readouterr().out)]
 
 
-def test_what_leaves_the_steps_as_they_are_makes_no_group(folder, capsys):
+def test_settings_that_leave_the_steps_as_they_are_make_no_group(folder, capsys):
     """A run that was out of memory and went on with smaller micro-batches stays with its seeds."""
     make_run("whole", 0.5, seed=7, more=", batch_size: 8", processes=2)
     smaller = ", batch_size: 2, tokens_per_step: 16384, gradient_checkpointing: true, save_every: 3, log_every: 1"
@@ -191,7 +191,7 @@ def test_one_seed_has_no_test(folder, capsys):
     "runs, message",
     [(["slow-0", "slow-0"], "given twice"), (["slow-0", "gone"], "no such run"), (["half"], "no result")],
 )
-def test_mistakes(runs, message, folder, capsys):
+def test_mistakes_are_one_line(runs, message, folder, capsys):
     make_run("half", 1.0, result=False)
     assert run_command(["compare", *runs]) == 2
     assert message in capsys.readouterr().err

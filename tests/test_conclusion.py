@@ -71,7 +71,7 @@ def test_a_generation_config_that_nothing_mends_is_refused():
 
 
 @pytest.mark.parametrize("part", ["configuration", "tokenizer"])
-def test_what_cannot_be_saved_is_refused_before_training(part):
+def test_student_that_cannot_be_saved_is_refused_before_training(part):
     model, tokenizer = tiny_model(), tiny_tokenizer()
 
     def broken(*args, **kwargs):

@@ -110,7 +110,7 @@ def test_a_fault_is_code_1(place, monkeypatch, capsys):
 
 
 @pytest.mark.full
-def test_what_is_skipped_is_not_passed(place, monkeypatch, capsys):
+def test_skipped_checks_do_not_count_as_passed(place, monkeypatch, capsys):
     monkeypatch.setattr(
         examine, "RUN_CHECKS", (lambda subject: CheckResult("ranks", None, "one process is all there is"),)
     )
@@ -120,7 +120,7 @@ def test_what_is_skipped_is_not_passed(place, monkeypatch, capsys):
     assert lines[-1] == f"{len(CHECKS) + 1} invariants, {len(CHECKS)} passed, 1 skipped"
 
 
-def test_shrunken_copies(place):
+def test_small_copies_keep_two_layers_and_the_weights(place):
     several = examine.prepare(load("several.yaml"), small=True)
     assert [model.config.num_hidden_layers for model in several.models] == [2, 2, 2]
     assert several.weights == several.truncated().teacher.weights == (0.75, 0.25)

@@ -121,7 +121,7 @@ def test_pairs_without_a_template(tmp_path, monkeypatch):
         assert learned.startswith("Nine.<|end|>")
 
 
-def test_what_is_private_never_reaches_the_students_prompt(tmp_path, monkeypatch):
+def test_privileged_context_never_reaches_the_students_prompt(tmp_path, monkeypatch):
     """A row whose prompt holds it too is dropped and counted; of nothing but such rows nothing is trained."""
     rows = [chat(n) for n in range(8)]
     rows[3]["messages"][0]["content"] += f" {rows[3]['hint']}"
@@ -243,7 +243,7 @@ def test_rows_hold_the_teachers_longer_answers():
 # ------------------------------------------------------------------ the student as teacher
 
 
-def test_a_running_average(tmp_path):
+def test_running_average_follows_the_student(tmp_path):
     """The average matches its definition in float64; 16-bit weights get a copy of a float32 average."""
     for dtype in (torch.float64, torch.bfloat16):
         model, other = tiny_model(seed=1, dtype=dtype), tiny_model(seed=2, dtype=dtype)

@@ -123,12 +123,12 @@ def check(workplace, undisturbed, name, kills, seed, steps=STEPS, **more):
 
 
 @pytest.mark.full  # a plain run kills and resumes in test_keep.py
-def test_two_kills(workplace, undisturbed):
+def test_run_killed_twice_ends_undisturbed(workplace, undisturbed):
     check(workplace, undisturbed, "two", int(os.environ.get("DISTILL_KILLS", "2")), seed=1)
 
 
 @pytest.mark.slow
-def test_twenty_kills(workplace):
+def test_run_killed_twenty_times_ends_undisturbed(workplace):
     (workplace / "recipe.yaml").write_text(RECIPE.replace(f"steps: {STEPS},", "steps: 40,"))
     try:
         finish(workplace, "--name", "forty")

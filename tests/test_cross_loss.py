@@ -130,7 +130,7 @@ def test_scale_cap_bias_and_lora():
         assert_as_good_as_torch(mine, right, right, torch.float64)
 
 
-def test_chunks_and_counts(monkeypatch):
+def test_chunks_change_neither_loss_nor_counts(monkeypatch):
     """A span at a time, and the whole step's number of spans: the same sums."""
     inputs = case()
     (loss, stats), *gradients = cross(*inputs, return_stats=True)

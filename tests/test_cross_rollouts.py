@@ -162,7 +162,7 @@ def chat_document(templates):
     return document_of(pair), sides
 
 
-def test_what_the_teacher_has_no_room_for_is_not_compared():
+def test_positions_beyond_the_teachers_length_are_not_compared():
     own, sides = chat_document((CHAT_TEMPLATE, CLOSED))
     answer = own.ids[len(own.prompt) :]
     reader = TeacherReader(*sides)

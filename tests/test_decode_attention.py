@@ -62,7 +62,7 @@ def check(shape, dtype, device, lengths, **options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", [{}, {"window": 30}, {"softcap": 3.0}, {"scale": 0.1, "window": 1}], ids=str)
-def test_options(kernel_device, dtype, options):
+def test_options_give_the_reference(kernel_device, dtype, options):
     check((3, 4, 2, 1, 150, 32), dtype, kernel_device, [150, 1, 77], **options)
 
 
@@ -92,7 +92,7 @@ def test_new_tokens_and_groups(kernel_device, new, heads):
 
 @pytest.mark.parametrize("slots", [1, 63, 64, 65, 300])
 @pytest.mark.parametrize("size", [16, 20, 128, 256])
-def test_sizes(kernel_device, slots, size):
+def test_any_size_gives_the_reference(kernel_device, slots, size):
     check((2, 2, 1, 1, slots, size), torch.float32, kernel_device, [slots, max(1, slots // 2)])
 
 
@@ -143,7 +143,7 @@ def test_chunks_fill_the_machine_and_hold_a_tile():
     assert chunk_count(1 << 20, 1, 132) == 128
 
 
-def test_opcheck_and_compile(kernel_device):
+def test_op_passes_opcheck_and_compiles(kernel_device):
     q, k, v = draw((2, 4, 2, 1, 40, 16), torch.float32, kernel_device)
     lengths = torch.tensor([40, 13], device=kernel_device)
     torch.library.opcheck(torch.ops.distill.decode_attention, (q, k, v, lengths, 0.25, None, None))
@@ -171,7 +171,7 @@ def test_mistakes_are_named(name, change):
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [64, 80, 128, 256])
 @pytest.mark.parametrize("new", [1, 4])
-def test_real_shapes(device, size, new):
+def test_shapes_of_real_models_agree(device, size, new):
     check((4, 32, 8, new, 8192, size), torch.bfloat16, device, [8192, 5000, 17, 4096])
 
 

@@ -31,7 +31,7 @@ TILES = [fused_linear.Tile(16, 32), fused_linear.Tile(16, 16, 3), fused_linear.T
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("kind", ["qkv", "biases", "gate_up", "down", "down with bias"])
 @pytest.mark.parametrize("rows", [1, 17, 65])
-def test_products(kernel_device, rows, kind, tile, dtype):
+def test_products_equal_the_reference(kernel_device, rows, kind, tile, dtype):
     """Results are as accurate as PyTorch's, on buffers that held NaN, and reproducible."""
     if dtype not in dtypes_on(kernel_device):
         pytest.skip("for the interpreter")
@@ -88,7 +88,7 @@ def stream_of(x, norm, dtype, parts=3):
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("window, normed", [(None, False), (5, True)])
 @pytest.mark.parametrize("heads, kv_heads, size", [(4, 2, 16), (3, 1, 64), (8, 1, 48), (2, 2, 8)])
-def test_attention(kernel_device, heads, kv_heads, size, window, normed, chunks, dtype):
+def test_attention_equals_the_reference(kernel_device, heads, kv_heads, size, window, normed, chunks, dtype):
     if dtype not in dtypes_on(kernel_device):
         pytest.skip("for the interpreter")
     batch, slots, wide = 3, 40, torch.float64

@@ -48,7 +48,7 @@ def gpu(monkeypatch):
         ((13, 0), UNKNOWN),
     ],
 )
-def test_families(gpu, capability, family):
+def test_families_follow_from_the_capability(gpu, capability, family):
     facts = gpu(capability)
     assert facts.family == family_of(capability) == family
     assert facts.has_kernels == (family in FAMILIES)
@@ -57,7 +57,7 @@ def test_families(gpu, capability, family):
     assert facts.shared_bytes == 227 << 10, "what the driver says"
 
 
-def test_families_of_amd():
+def test_families_of_amd_follow_from_the_architecture():
     assert family_of((9, 4), "gfx942:sramecc+:xnack-") == "gfx942"
     assert family_of((11, 0), "gfx1100") == UNKNOWN
     assert FAMILIES["gfx942"].warp_size == 64
@@ -74,7 +74,7 @@ def test_a_gpu_without_kernels_runs_pytorch_with_one_log_line(gpu, caplog):
     assert launch.runs_on_triton(tensor)
 
 
-def test_a_forced_family(gpu, monkeypatch, caplog):
+def test_environment_variable_forces_a_family(gpu, monkeypatch, caplog):
     monkeypatch.setenv("DISTILL_FAMILY", "sm_86")
     facts = gpu((9, 0))
     assert facts.family == "sm_86" and facts.shared_bytes == 99 << 10 and not facts.tma
@@ -87,7 +87,7 @@ def test_a_forced_family(gpu, monkeypatch, caplog):
 @pytest.mark.few(2)
 @pytest.mark.parametrize("options", [{}, {"window": 30, "softcap": 5.0}, {"packed": True}], ids=str)
 @pytest.mark.parametrize("size", [16, 20])
-def test_attention_through_pointers(kernel_device, monkeypatch, size, options):
+def test_attention_through_pointers_equals_that_by_tma(kernel_device, monkeypatch, size, options):
     """Pointer-based loads, of families without TMA, give the same bits."""
     options = dict(options)
     if options.pop("packed", False):

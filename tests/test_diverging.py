@@ -56,7 +56,7 @@ def losses(*values, **more):
         ([{"loss": 1.0, "cross_entropy": value} for value in (7.0, 6.8, 7.1, 7.0, 6.95)], None),
     ],
 )
-def test_what_counts_as_divergence(entries, expected):
+def test_divergence_is_noticed_at_the_expected_step(entries, expected):
     assert first_noticed(entries) == expected
 
 

@@ -41,7 +41,7 @@ def test_the_readme_is_one_screen_and_a_bit():
 
 
 @pytest.mark.full  # a stage of CI as well: python -m scripts.docs --check
-def test_what_is_generated_is_committed():
+def test_generated_pages_are_committed():
     stale = [path for path, text in docs.generated().items() if not path.is_file() or path.read_text() != text]
     assert not stale, "run python -m scripts.docs"
 
@@ -207,7 +207,7 @@ def test_yaml_is_a_recipe_or_a_part_of_one(block: Block):
 
 
 @pytest.mark.parametrize("block", JSON, ids=str)
-def test_json_is_json(block: Block):
+def test_json_blocks_parse(block: Block):
     for line in [block.text] if block.language == "json" else block.text.splitlines():
         json.loads(line)
 

@@ -225,7 +225,7 @@ def test_replies_are_read_again(tmp_path):
         ("import os\ndef step(m, t, r):\n    os._exit(3)\n", "its process ended with exit code 3"),
     ],
 )
-def test_what_a_function_does_wrong_is_one_line(tmp_path, body, message):
+def test_faults_of_an_environments_function_are_one_line(tmp_path, body, message):
     own = environment()
     own.function = EnvironmentFunction(tmp_path / "mine.py", body.encode(), "step", 1.0 if "while" in body else 20.0, 1)
     with pytest.raises(ValueError, match=rf"^data\.on_policy\.environment .*mine\.py:step, row 0.*{message}") as caught:
@@ -250,7 +250,7 @@ def test_a_role_that_the_template_refuses_is_one_line():
     "text, value",
     [("2 * (3 + 4) - 1", "13"), ("-7 / 2", "-3.5"), ("1 / 0", "error: division by zero"), ("x", "error: ")],
 )
-def test_the_calculator(text, value):
+def test_calculator_example_answers_with_results(text, value):
     message = {"role": "assistant", "content": f"let me see <calc>{text}</calc>"}
     assert calculator.step([message], None, {})["content"].startswith(value)
     assert calculator.step([{"role": "assistant", "content": text}], None, {}) is None

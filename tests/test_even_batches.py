@@ -274,7 +274,7 @@ def test_every_row_once_in_the_order_of_one_process(rows, size, processes):
         assert dealt(rows, 2 * size, processes, split_batches=True) == found
 
 
-def test_what_is_dropped_or_not_ours_stays(caplog):
+def test_samplers_of_others_and_dropped_batches_stay(caplog):
     loader = DataLoader(range(9), batch_sampler=BatchSamplerShard(BatchSampler(range(9), 2, True), 2, 0))
     before = loader.batch_sampler.batch_sampler
     assert (

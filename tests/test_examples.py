@@ -96,14 +96,14 @@ def test_inside_sft_trainer_learns_the_same_as_unpatched():
     assert example.main(steps=3, trainer_class=trl.SFTTrainer) == pytest.approx(plain, rel=1e-4)
 
 
-def test_in_a_module_of_the_lightning_kind():
+def test_lightning_style_module_learns():
     losses, accuracies = load("lightning_style").main()
     assert losses[-1] < 0.7 * losses[0] and accuracies[-1] > accuracies[0], (losses, accuracies)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("patch_first", [True, False])
-def test_under_lora(patch_first):
+def test_example_with_lora_learns_and_loads(patch_first):
     losses, loaded = load("peft_lora").main(steps=30, patch_first=patch_first)
     assert losses[-1] < 0.9 * losses[0] and loaded == pytest.approx(losses[-1], rel=1e-4), (losses, loaded)
 

@@ -33,7 +33,7 @@ def warnings(caplog):
     return lambda: [record.message for record in caplog.records if WORDS in record.message]
 
 
-def test_of_the_layers(kernel_device, monkeypatch, warnings):
+def test_decoding_falls_back_with_one_warning_where_layers_fail(kernel_device, monkeypatch, warnings):
     monkeypatch.setattr(fused_step, "check_layers", fail)
     model = model_on(kernel_device)
     loop = loop_of(model)

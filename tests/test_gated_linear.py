@@ -55,7 +55,9 @@ def check(y, x, gate, up, biases=(None, None), activation="silu"):
         }
     )
 )
-def test_edges(kernel_device, dtype, rows, outputs, inputs, activation, with_bias):
+def test_sizes_at_the_edges_of_tiles_give_the_reference(
+    kernel_device, dtype, rows, outputs, inputs, activation, with_bias
+):
     x, gate, up, biases = draw(rows, outputs, inputs, dtype, kernel_device)
     y = gated._launch(x, joined(gate, up), in_turn(biases) if with_bias else None, activation, SMALL)
     check(y, x, gate, up, biases if with_bias else (None, None), activation)
@@ -68,7 +70,7 @@ def test_tiles_and_their_order(kernel_device, tile):
     check(gated._launch(x, joined(gate, up), None, "silu", tile), x, gate, up)
 
 
-def test_through_pointers(kernel_device, monkeypatch):
+def test_pointer_based_loads_give_the_same(kernel_device, monkeypatch):
     """Pointer-based loads, of families without TMA, give the same bits, also at edges."""
     x, gate, up, biases = draw(150, 72, 72, torch.bfloat16, kernel_device)
     weight = joined(gate, up)
@@ -131,26 +133,26 @@ def test_every_family_has_a_tile():
         (lambda x, w, b: (x, w, None, "relu"), "activation: expected"),
     ],
 )
-def test_refuses(kernel_device, change, message):
+def test_mistakes_are_named(kernel_device, change, message):
     x, gate, up, biases = draw(70, 64, 64, torch.bfloat16, kernel_device)
     with pytest.raises(ValueError, match=message):
         gated_linear(*change(x, joined(gate, up), biases[0]))
 
 
-def test_the_op():
+def test_op_passes_opcheck_and_compiles():
     x, gate, up, biases = draw(70, 64, 64, torch.bfloat16, "cpu")
     torch.library.opcheck(torch.ops.distill.gated_linear.default, (x, joined(gate, up), in_turn(biases), "silu"))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows, outputs, inputs", [(8192, 14336, 4096), (1100, 8192, 2048), (2048, 18944, 3584)])
-def test_shapes_of_models(rows, outputs, inputs):
+def test_shapes_of_real_models_agree(rows, outputs, inputs):
     x, gate, up, _ = draw(rows, outputs, inputs, torch.bfloat16, "cuda")
     check(gated_linear(x, joined(gate, up)), x, gate, up)
 
 
 @pytest.mark.gpu
-def test_in_a_cuda_graph():
+def test_captured_graph_replays():
     x, gate, up, _ = draw(1024, 4096, 2048, torch.bfloat16, "cuda")
     weight = joined(gate, up)
     eager = gated_linear(x, weight)

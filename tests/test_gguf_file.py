@@ -126,7 +126,7 @@ def test_the_rope_scaling_of_llama_3_is_written(tmp_path):
         ("llama", {"attention_bias": True}, "biases of a Llama"),
     ],
 )
-def test_what_the_format_cannot_tell_is_refused(kind, more, message, tmp_path):
+def test_models_that_the_format_cannot_describe_are_refused(kind, more, message, tmp_path):
     folder = saved(tmp_path / "m", kind=kind, **more)
     with pytest.raises(ValueError, match=r"--gguf: not supported") as error:
         write_gguf(folder, tmp_path / "m.gguf", "f32")

@@ -28,7 +28,7 @@ def make(device, rows, columns, dtype):
 @pytest.mark.parametrize(
     *pairwise({"dtype": DTYPES, "activation": FUNCTIONS, "rows, columns": [(1, 1), (3, 7), (4, 256), (5, 1025)]})
 )
-def test_separate(kernel_device, rows, columns, activation, dtype):
+def test_separate_gate_and_up_equal_the_reference(kernel_device, rows, columns, activation, dtype):
     check_layer(FUNCTIONS[activation], reference(activation), make(kernel_device, rows, columns, dtype), dtype)
 
 
@@ -36,12 +36,12 @@ def test_separate(kernel_device, rows, columns, activation, dtype):
 @pytest.mark.parametrize(
     *pairwise({"dtype": DTYPES, "activation": FUNCTIONS, "rows, columns": [(1, 1), (3, 7), (2, 1030)]})
 )
-def test_packed(kernel_device, rows, columns, activation, dtype):
+def test_packed_gate_and_up_equal_the_reference(kernel_device, rows, columns, activation, dtype):
     packed = torch.cat(make(kernel_device, rows, columns, dtype), -1)
     check_layer(FUNCTIONS[activation], reference(activation), (packed,), dtype)
 
 
-def test_strided_views(kernel_device):
+def test_strided_views_give_the_same(kernel_device):
     gate, up = make(kernel_device, 12, 96, torch.float32)
     both = torch.cat((gate, up), -1)
     check_layer(swiglu, reference("silu"), (both[:, :96], both[:, 96:]), torch.float32)
@@ -85,7 +85,7 @@ def test_exact_gelu_keeps_its_relative_error_in_the_tail(kernel_device):
     assert (derivative - slope).abs().max() < 1e-6
 
 
-def test_op_and_compile(kernel_device):
+def test_op_passes_opcheck_and_compiles(kernel_device):
     gate, up = (tensor.requires_grad_() for tensor in make(kernel_device, 5, 48, torch.float32))
     torch.library.opcheck(torch.ops.distill.glu_forward.default, (gate, up, "silu"))
     torch.library.opcheck(torch.ops.distill.glu_forward.default, (gate, None, "gelu"))
@@ -93,7 +93,7 @@ def test_op_and_compile(kernel_device):
     check_compiles(geglu, (gate,), (True,))
 
 
-def test_empty(kernel_device):
+def test_inputs_without_rows_are_fine(kernel_device):
     with poisoned_memory():
         assert swiglu(torch.ones(0, 8, device=kernel_device)).shape == (0, 4)
 
@@ -117,7 +117,7 @@ def test_mistakes_are_named(kernel_device, call, match):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", FUNCTIONS)
 @pytest.mark.parametrize("rows, columns", [(2048, 8192), (300, 11008), (33, 18943)])
-def test_real_shapes(device, rows, columns, activation, dtype):
+def test_shapes_of_real_models_agree(device, rows, columns, activation, dtype):
     gate, up = make(device, rows, columns, dtype)
     check_layer(FUNCTIONS[activation], reference(activation), (gate, up), dtype)
     check_layer(FUNCTIONS[activation], reference(activation), (torch.cat((gate, up), -1),), dtype)

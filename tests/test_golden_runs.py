@@ -303,7 +303,7 @@ def test_figures_are_those_recorded(name, place, url, recorded):
         assert found[where] == pytest.approx(value, rel=5e-5, abs=1e-6), where
 
 
-def test_where_hidden_states_come_from_changes_nothing(recorded):
+def test_source_of_the_hidden_states_changes_nothing(recorded):
     """Computed here, by one of two processes, by a server, or read from a folder that is being filled: the same bits.
     `distill cache` reads rows in batches of its own: the same figures to rounding."""
     runs = recorded["runs"]

@@ -245,7 +245,7 @@ def test_only_chosen_layers_are_kept():
     assert held_out.compare(batch())["step_inputs"].layers is None
 
 
-def test_layer_maps():
+def test_layers_map_evenly_or_as_given():
     assert pairs_of("auto", 3, 12) == [(0, 3), (1, 7), (2, 11)]
     assert pairs_of("auto", 4, 6) == [(0, 0), (1, 2), (2, 3), (3, 5)]
     assert pairs_of("auto", 2, 2) == [(0, 0), (1, 1)]
@@ -303,7 +303,7 @@ TERMS = "loss.terms=[{type: forward_kl}, {type: hidden_state}]"
         (["loss.terms=[{type: forward_kl}, {type: attention_relation, relations: [key, key]}]"], "each once"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(overrides, message):
+def test_impossible_settings_are_refused_in_one_line(overrides, message):
     with pytest.raises(RecipeError) as refused:
         parse(RECIPE, [TERMS, *overrides])
     assert any(message in fault and "\n" not in fault for fault in refused.value.faults), refused.value.faults

@@ -339,7 +339,7 @@ HUGE = struct.pack("<Q", 1 << 60)
         ),
     ],
 )
-def test_hostile_gguf_headers(entries, more, expected):
+def test_hostile_gguf_headers_are_refused(entries, more, expected):
     gguf(Path("m.gguf"), entries, **more)
     section = Teacher(model="./m.gguf")
     for attempt in (

@@ -93,5 +93,5 @@ def test_a_normalizer_that_grows_only_with_the_data_is_refused_in_a_process_of_i
         ({"type": "Precompiled", "precompiled_charsmap": ""}, True),
     ],
 )
-def test_which_normalizers_may_make_much_of_little(normalizer, grows):
+def test_normalizers_that_expand_text_are_known(normalizer, grows):
     assert tokenizer_limits.may_grow(normalizer) == grows

@@ -228,7 +228,7 @@ def test_a_writer_that_fails_leaves_what_was_there(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["f"] and (tmp_path / "f").read_text() == "old"
 
 
-def test_what_a_killed_writer_left_is_taken_away_and_nothing_else(tmp_path):
+def test_files_of_a_killed_writer_are_removed_and_no_others(tmp_path):
     (tmp_path / "f.unfinished").write_text("a person's")
     (tmp_path / ".f.abc.unfinished").write_text("left")
     with (

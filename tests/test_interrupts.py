@@ -41,14 +41,14 @@ def run_python(code, folder):
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
 
 
-def test_in_an_import_that_swallows_it(heeding, tmp_path, monkeypatch):
+def test_interrupt_in_an_import_that_swallows_it_is_heeded(heeding, tmp_path, monkeypatch):
     (tmp_path / "swallows_ctrl_c.py").write_text(SWALLOWS.format(presses=1))
     monkeypatch.syspath_prepend(tmp_path)
     assert importlib.import_module("swallows_ctrl_c").done
     waits_to_hear()
 
 
-def test_in_a_finalizer(heeding):
+def test_interrupt_in_a_finalizer_is_heeded(heeding):
     class Ends:
         def __del__(self):
             os.kill(os.getpid(), signal.SIGINT)

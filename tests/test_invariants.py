@@ -68,7 +68,7 @@ SUBJECTS = {
 @pytest.mark.few(14)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("kind", SUBJECTS)
-def test_holds(kind, check):
+def test_every_check_holds(kind, check):
     finding = check(SUBJECTS[kind]())
     assert finding.passed, finding
     assert str(finding).startswith("pass  ")

@@ -22,7 +22,7 @@ from distill.teachers.rows.retokenised.teacher import CrossTeacher, SpansFormat
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["answering", "several", "across", "bucket", "hidden"])
-def test_hard_labels_alone(kind, subject_of):
+def test_hard_labels_alone_need_no_teacher(kind, subject_of):
     """A loss that does not ask the teacher; its divergences are examined all the same."""
     made = subject_of(kind)
     made.loss = Loss.model_validate({"terms": [{"type": "cross_entropy"}]})

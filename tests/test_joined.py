@@ -261,7 +261,9 @@ def test_adapters_of_siblings_are_one_node(scales):
     fewer = 2 * sum((5 if scales == "one" else 4) * (k - 1) for k in (3, 2)) - 2 * 2
     assert usual - made == fewer
     assert len(exact[1]) == 2 * 7 * 2
-    assert_same(ours, exact, 5e-5)  # scales are applied within products; exact in test_adapters_in_fp64
+    assert_same(
+        ours, exact, 5e-5
+    )  # scales are applied within products; exact in test_adapters_equal_the_reference_in_fp64
     again = copy.deepcopy(model)
     assert_same(run(again), exact, 5e-5)
     with model.disable_adapter():
@@ -286,7 +288,7 @@ def test_runs_join_layers_on_measured_families(monkeypatch, family):
 
 @pytest.mark.parametrize("scales", [(0.7, 0.7), (0.7, 1.3)])
 @pytest.mark.parametrize("lie", ["joined", "apart"])
-def test_adapters_in_fp64(lie, scales):
+def test_adapters_equal_the_reference_in_fp64(lie, scales):
     """Results equal those of separate layers, also with one adjacent output or weights that are not adjacent."""
     torch.manual_seed(0)
     weights = [w.detach() for w in joined(8, 4, dtype=torch.float64)]

@@ -240,7 +240,7 @@ def test_a_run_that_is_killed_and_resumed_is_the_whole_one(here, monkeypatch, sh
 
 
 @pytest.mark.full
-def test_what_is_there_is_used(here, asked, unloaded):
+def test_stored_outputs_are_used(here, asked, unloaded):
     run(recipe("train={steps: 4, batch_size: 2, device: cpu}"), name="some")
     assert not Path("kept/manifest.json").exists()
     there, some = list(Path("kept").glob("shard-part-*")), sum(asked)

@@ -197,7 +197,7 @@ def test_the_folder_of_a_loaded_teacher_is_that_of_its_server(place, url, here, 
         ),
     ],
 )
-def test_what_was_stored_otherwise_is_not_mixed_in(place, url, here, more, message):
+def test_outputs_stored_under_other_settings_are_not_mixed_in(place, url, here, more, message):
     run(recipe(place, url, "teacher.online_cache=kept", "train={steps: 2, batch_size: 1, device: cpu}"), name="begun")
     with pytest.raises(ValueError, match=message) as error:
         run(recipe(place, url, "teacher.online_cache=kept", *more), name="refused")

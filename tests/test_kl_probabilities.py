@@ -33,7 +33,7 @@ def both(reduction, log_target):
         }
     )
 )
-def test_kl_probabilities(kernel_device, rows, columns, reduction, log_target, dtype):
+def test_values_and_gradients_equal_torchs(kernel_device, rows, columns, reduction, log_target, dtype):
     ours, theirs = both(reduction, log_target)
     # the reference sums in fp32, as the kernel does: a tighter yardstick than torch's bf16 sums
     check_layer(
@@ -92,7 +92,7 @@ def test_empty_equals_torch(kernel_device):
         torch.testing.assert_close(ours(x, x), theirs(x, x), equal_nan=True)
 
 
-def test_op_and_compile(kernel_device):
+def test_op_passes_opcheck_and_compiles(kernel_device):
     x, target = make(kernel_device, 3, 100, torch.float32, True)
     for reduction in ("sum", "none"):
         torch.library.opcheck(
@@ -126,7 +126,7 @@ def test_mistakes_are_named(kernel_device, call, match):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("log_target", [False, True])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_real_shapes(device, reduction, log_target, dtype):
+def test_shapes_of_real_models_agree(device, reduction, log_target, dtype):
     ours, theirs = both(reduction, log_target)
     inputs = make(device, 200, 32_000, dtype, log_target)
     check_layer(ours, theirs, inputs, dtype, differentiate=(True, False))

@@ -38,7 +38,7 @@ def test_sequences_of_different_lengths(kernel_device):
     assert relative_error(cache.attend(q)[1:], alone) < 1e-6
 
 
-def test_truncate_reorder_reset():
+def test_truncation_reordering_and_reset_leave_the_right_rows():
     cache = KVCache(2, 8, 1, 4, dtype=torch.float32, device="cpu")
     rows = torch.arange(2 * 6 * 4, dtype=torch.float32).reshape(2, 1, 6, 4)
     cache.append(rows, -rows, counts=torch.tensor([6, 5]))

@@ -41,7 +41,7 @@ generate: {prompts: []}
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, 8, "auto", 8),  # a node of a scheduler, no launcher yet
     ],
 )
-def test_how_many_processes(environment, gpus, device, expected):
+def test_number_of_processes_follows_gpus_and_recipe(environment, gpus, device, expected):
     assert processes_to_start(environment, gpus=gpus, device=device) == expected
 
 

@@ -143,7 +143,7 @@ def test_arguments_of_another_description_are_checked(ops, machine):
         op(x, None, -1.0, "wide")
 
 
-def test_what_is_not_aligned_goes_to_tritons_lookup(ops, machine):
+def test_unaligned_tensors_go_to_tritons_lookup(ops, machine):
     op, (kernel, _), _ = ops
     wide = torch.randn(3 * 8 + 1)
     for _ in range(4):
@@ -187,7 +187,7 @@ UNPLANNED = {
 
 
 @pytest.mark.parametrize("name", UNPLANNED)
-def test_what_a_plan_cannot_repeat_has_none(machine, name):
+def test_launches_that_a_plan_cannot_repeat_have_none(machine, name):
     if name == "a launch that nobody noted" and launch_plans.LAUNCH_HOOKS is None:
         pytest.skip("needs triton")
     kernel = Kernel(lambda x_ptr, y_ptr, kept_ptr=None: None, machine)

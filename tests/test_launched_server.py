@@ -281,7 +281,7 @@ def test_a_run_that_is_killed_takes_its_server_along(place, how):
 
 
 @pytest.mark.full
-def test_what_a_server_cannot_load_is_the_users_line(place, monkeypatch):
+def test_model_that_a_server_cannot_load_is_the_users_line(place, monkeypatch):
     """Weights that are no weights, which the process that trains never reads."""
     spoiled = place / "spoiled"
     shutil.copytree(place / "teacher", spoiled)

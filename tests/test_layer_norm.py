@@ -23,7 +23,7 @@ def make(device, rows, hidden, dtype, *, mean=0.0):
 @pytest.mark.parametrize(
     *pairwise({"rows, hidden": [(1, 3), (3, 7), (5, 64), (9, 130), (33, 576), (4, 1025), (2, 4096)], "dtype": DTYPES})
 )
-def test_layer_norm(kernel_device, rows, hidden, dtype):
+def test_values_and_gradients_equal_the_reference(kernel_device, rows, hidden, dtype):
     check_layer(layer_norm, torch_layer_norm, make(kernel_device, rows, hidden, dtype), dtype)
 
 
@@ -35,7 +35,7 @@ def test_parts_of_the_affine_map(kernel_device, has_weight, has_bias):
 
 
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
-def test_frozen_parts(kernel_device, wanted):
+def test_frozen_parameters_get_no_gradient(kernel_device, wanted):
     inputs = make(kernel_device, 11, 50, torch.bfloat16)
     check_layer(layer_norm, torch_layer_norm, inputs, torch.bfloat16, differentiate=wanted)
 
@@ -46,7 +46,7 @@ def test_a_large_mean_does_not_cancel(kernel_device):
 
 
 @pytest.mark.parametrize("layout", ["slice", "transposed", "upstream"])
-def test_strides(kernel_device, layout):
+def test_strided_inputs_give_the_same(kernel_device, layout):
     base = draw(6, 4, 160, dtype=torch.float32, device=kernel_device)
     x = {"slice": base[..., 40:104], "transposed": base.transpose(0, 1), "upstream": base}[layout]
     _, weight, bias = make(kernel_device, 1, x.shape[-1], torch.float32)
@@ -89,19 +89,19 @@ def test_statistics_are_kept_for_a_gradient_only(kernel_device):
     torch.library.opcheck(torch.ops.distill.layer_norm_forward.default, (*inputs, 1e-5, False))
 
 
-def test_separate_column_sums(kernel_device, monkeypatch):
+def test_column_sums_of_a_kernel_of_their_own_agree(kernel_device, monkeypatch):
     monkeypatch.setattr(module, "SEPARATE_SUMS_FROM", 20)
     for rows, hidden in ((45, 33), (1, 300), (70, 256)):
         check_layer(layer_norm, torch_layer_norm, make(kernel_device, rows, hidden, torch.float32), torch.float32)
 
 
-def test_empty_rows(kernel_device):
+def test_inputs_without_rows_are_fine(kernel_device):
     x, weight, bias = make(kernel_device, 0, 16, torch.float32)
     _, gradients = outputs_and_gradients(layer_norm, (x, weight, bias), (True, True, True))
     assert gradients[0].shape == (0, 16) and not gradients[1].any() and not gradients[2].any()
 
 
-def test_op_and_compile(kernel_device):
+def test_op_passes_opcheck_and_compiles(kernel_device):
     inputs = [tensor.requires_grad_() for tensor in make(kernel_device, 5, 48, torch.float32)]
     torch.library.opcheck(torch.ops.distill.layer_norm_forward.default, (*inputs, 1e-5))
     torch.library.opcheck(torch.ops.distill.layer_norm_forward.default, (inputs[0], None, None, 1e-5))
@@ -135,5 +135,5 @@ def test_mistakes_are_named(kernel_device, call, match):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows, hidden", [(8192, 2048), (1000, 4096), (257, 5120), (33, 16384), (65537, 128)])
-def test_real_shapes(device, rows, hidden, dtype):
+def test_shapes_of_real_models_agree(device, rows, hidden, dtype):
     check_layer(layer_norm, torch_layer_norm, make(device, rows, hidden, dtype), dtype)

@@ -93,7 +93,7 @@ def test_error_is_within_that_of_eager(kernel_device, dtype, descriptors):
 
 
 @pytest.mark.parametrize("term", ALL_TERMS, ids=lambda term: term.type)
-def test_every_divergence(kernel_device, term):
+def test_every_divergence_equals_the_reference(kernel_device, term):
     heads, labels, scale = setup(kernel_device, 9, 300, torch.bfloat16)
     outcome = fused(heads, [term], labels, scale, 300)
     check(outcome, heads, [term], labels, scale, 300, torch.bfloat16)
@@ -107,7 +107,7 @@ def test_one_tile_and_one_more_column(kernel_device, vocab):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows, vocab", [(2048, 128256), (1000, 151936), (6000, 32000)])
-def test_full_size(device, rows, vocab):
+def test_full_vocabulary_equals_the_reference(device, rows, vocab):
     heads, labels, scale = setup(device, rows, vocab, torch.bfloat16, hidden=(512, 768), ignored=range(0, rows, 3))
     outcome = fused(heads, MIXED, labels, scale, vocab)
     objective = make_objective(MIXED)
@@ -212,7 +212,7 @@ def test_valid_rows_give_the_same_as_ignored_labels(kernel_device, path):
 
 
 @pytest.mark.parametrize("path", ["fused", "reference"])
-def test_lora_head(kernel_device, path):
+def test_lora_on_the_head_equals_merged_weights(kernel_device, path):
     heads, labels, scale = setup(kernel_device, 10, 300, torch.bfloat16)
     a = (torch.randn(4, 32, device=kernel_device) / 6).bfloat16()
     b = torch.randn(300, 4, device=kernel_device).bfloat16()
@@ -356,7 +356,7 @@ def test_padding_columns_hold_finite_numbers_for_cpu_gemms(monkeypatch, vocab, d
     assert any(seen), "no operand with room beyond its rows was seen"
 
 
-def test_strided_inputs(kernel_device):
+def test_strided_inputs_give_the_same(kernel_device):
     heads, labels, scale = setup(kernel_device, 12, 300, torch.bfloat16)
     strided = [torch.stack([t, t], 1).flatten(1)[:, : t.shape[1]].clone() for t in heads]
     views = [torch.cat([t, t], 1)[:, : t.shape[1]] for t in strided]

@@ -51,7 +51,7 @@ def test_copies_and_pickles_have_no_lists(model):
         assert {id(p) for p in cached_parameters(other)}.isdisjoint(map(id, cached_parameters(model)))
 
 
-def test_what_ends_leaves_nothing(model):
+def test_clearing_the_module_cache_leaves_nothing(model):
     clear_module_cache(model)
     assert not {"train", "zero_grad"} & {*model.__dict__}
     clear_module_cache(model)

@@ -90,7 +90,7 @@ def test_the_first_difference_is_named_and_nothing_runs(workplace, change, expec
 
 
 @pytest.mark.parametrize("text", [None, "- 1\n", "a: [", "recipe: {}\n"])
-def test_what_is_not_a_lock(workplace, text):
+def test_missing_and_damaged_lock_files_are_refused(workplace, text):
     if text is not None:
         (workplace / "lock.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"--lock lock\.yaml"):

@@ -100,7 +100,7 @@ def test_a_data_worker_does_not_hold_it(tmp_path):
 
 
 @pytest.mark.parametrize("locks", [None, True], ids=["no locks", "locks of another machine unseen"])
-def test_where_the_system_cannot_tell_a_count_that_goes_up_does(tmp_path, monkeypatch, locks):
+def test_rising_count_tells_a_live_process_where_locks_cannot(tmp_path, monkeypatch, locks):
     monkeypatch.setattr(run_lock, "try_lock", lambda handle, shared=False: locks)
     monkeypatch.setattr(run_lock, "BEAT_S", 0.1)
     with RunLock(tmp_path / "x") as held:

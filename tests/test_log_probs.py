@@ -202,7 +202,7 @@ def test_gradients_are_not_stored_through_pointers_from_large_tiles(kernel_devic
     assert writes_gradients == [False]
 
 
-def test_a_lora_head(kernel_device):
+def test_lora_on_the_head_equals_merged_weights(kernel_device):
     x, w, bias, labels, upstream = inputs(kernel_device, 30, 300, torch.bfloat16)
     a, b = (torch.randn(*shape, device=kernel_device) / 6 for shape in ((4, 32), (300, 4)))
     made, exact = [], []
@@ -245,7 +245,7 @@ def test_ranks_compute_gradients_of_their_columns(kernel_device, spans):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ignored", [True, False])
-def test_full_size(device, ignored):
+def test_full_vocabulary_equals_the_reference(device, ignored):
     """Error of the gradients below that of logits kept in fp16, 0.21 %."""
     x, w = realistic_heads(4096, 32000, 2048, 2048, dtype=torch.bfloat16, device=device)[:2]
     labels = torch.randint(0, 32000, (4096,), device=device)

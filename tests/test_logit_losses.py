@@ -62,7 +62,7 @@ def loss_and_gradient(function, student, *rest, **settings):
 
 @pytest.mark.few(9)
 @pytest.mark.parametrize(*pairwise({"name": OURS, "dtype": DTYPES, "vocab": [515, 8192 + 8]}))
-def test_divergences_and_gradients(kernel_device, monkeypatch, name, dtype, vocab):
+def test_divergences_and_gradients_equal_the_reference(kernel_device, monkeypatch, name, dtype, vocab):
     if vocab > 8192:  # also rows in several blocks, on a vocabulary that the interpreter can manage
         monkeypatch.setattr("distill_kernels.losses.logit_row_kernel.MAX_REGISTER_COLUMNS", 4096)
     student, teacher = (z.to(dtype) for z in realistic_logits(5, vocab, device=kernel_device))
@@ -97,7 +97,7 @@ def plain_of(name):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("smoothing, z_loss", [(0.0, 0.0), (0.1, 1e-3)])
-def test_cross_entropy(kernel_device, dtype, smoothing, z_loss):
+def test_cross_entropy_equals_torchs(kernel_device, dtype, smoothing, z_loss):
     student = realistic_logits(6, 700, device=kernel_device)[0].to(dtype)
     labels = torch.tensor([699, 0, -100, 5, 300, 7], device=kernel_device)
 
@@ -164,7 +164,7 @@ def test_shifted_views_are_read_without_a_copy(kernel_device):
 
 
 @pytest.mark.parametrize("name", ["forward", "jsd"])
-def test_in_place_gradient_overwrites_the_logits(kernel_device, name):
+def test_gradient_in_place_overwrites_the_logits(kernel_device, name):
     student, teacher = (z.bfloat16() for z in realistic_logits(3, 400, device=kernel_device))
     expected = loss_and_gradient(OURS[name], student, teacher)
     leaf = student.clone().requires_grad_()
@@ -178,7 +178,7 @@ def test_in_place_gradient_overwrites_the_logits(kernel_device, name):
     assert seen == [memory], "the gradient was made in other memory"
 
 
-def test_in_place_raises_where_it_would_be_wrong(kernel_device):
+def test_gradient_in_place_raises_where_it_would_be_wrong(kernel_device):
     student, teacher = (z.float() for z in realistic_logits(3, 40, device=kernel_device))
     leaf = student.clone().requires_grad_()
     with pytest.raises(ValueError, match="in_place"):
@@ -197,7 +197,7 @@ def test_in_place_raises_where_it_would_be_wrong(kernel_device):
 @pytest.mark.few(9)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OURS)
-def test_extreme_logits(kernel_device, name, dtype):
+def test_extreme_logits_give_finite_losses(kernel_device, name, dtype):
     student, teacher = (z.to(dtype) for z in realistic_logits(4, 300, device=kernel_device))
     student[0, 3], teacher[0, 4] = 1e4, 1e4
     student[1, 5] = teacher[1, 5] = -float("inf")
@@ -261,7 +261,7 @@ def test_mistakes_name_the_argument(device):
             call()
 
 
-def test_opcheck(kernel_device):
+def test_op_passes_opcheck(kernel_device):
     student, teacher = (z.float().view(1, 3, 40) for z in realistic_logits(3, 40, device=kernel_device))
     objective = kl_objective()
     scale = torch.ones(3, device=kernel_device)
@@ -320,7 +320,7 @@ def tvd_gradient(student, teacher, labels, temperature, made):
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [151_936, 128_257, 16_384, 16_392, 32_000])
-def test_full_vocabularies(device, name, dtype, vocab):
+def test_full_vocabularies_equal_the_reference(device, name, dtype, vocab):
     student, teacher = (z.to(dtype) for z in realistic_logits(64, vocab, device=device))
     labels = torch.arange(64, device=device)
     labels[::3] = -100

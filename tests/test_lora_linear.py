@@ -45,7 +45,7 @@ def test_error_is_within_that_of_torch(n, i, o, r, dtype, bias, device):
     assert ours[1].dtype == dtype and ours[2].dtype == ours[3].dtype == torch.float32
 
 
-def test_gradients_by_differences():
+def test_gradients_equal_finite_differences():
     x, w, _, a, b = draw(4, 5, 3, 2, torch.float64, False)
     assert torch.autograd.gradcheck(
         lambda x, a, b: lora_linear(x[None], w, None, a, b, 0.7), (x, a.double(), b.double())
@@ -79,7 +79,7 @@ def test_a_second_backward_raises():
         loss.backward()
 
 
-def test_compiled_whole():
+def test_layer_compiles_as_one_graph():
     torch._dynamo.reset()
     x, w, c, a, b = draw(6, 8, 4, 2, torch.float32, True)
     ours = torch.compile(lora_linear, fullgraph=True, backend="aot_eager")

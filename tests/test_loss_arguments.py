@@ -180,7 +180,7 @@ def test_mistakes_in_labels_of_logits(where, change, message):
             distillation_loss(*wrong, terms=MIXED)
 
 
-def test_largest_top_k(where):
+def test_top_k_has_an_upper_bound(where):
     """511 and the tail fill the 512 lanes of a program; one more is refused, also where the reference would take it."""
     torch.manual_seed(1)
     x, w = torch.randn(2, 8), torch.randn(600, 8)

@@ -136,7 +136,7 @@ def test_functions_compile():
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-def test_terms_as_lists():
+def test_terms_may_be_lists():
     heads = realistic_heads(4, 31, 8, 8)
     loss = distill_kernels.fused_distillation_loss(*heads, terms=[["forward_kl", 1.0]])
     assert torch.equal(loss, distill_kernels.fused_kl_loss(*heads))

@@ -133,7 +133,7 @@ def test_valid_rows_of_all_rows_are_not_gathered(where, monkeypatch):
     assert seen[2].numel() == N - 1
 
 
-def test_all_rows_ignored(where):
+def test_rows_that_are_all_ignored_give_zero(where):
     tensors = draw(where)
     tensors[4].fill_(-100)
     for module in (FusedKLLoss(), FusedKLLoss(skip_ignored_rows=False)):
@@ -243,7 +243,7 @@ def test_compiled_calls_equal_eager_ones(where, reduction):
 
 
 @pytest.mark.few(1)
-def test_opcheck(where):
+def test_op_passes_opcheck(where):
     x, w, xt, wt, labels = draw(where)
     scale = (labels != -100).float()
     objective = FusedKLLoss(ce_weight=0.5).objective.encode()
