@@ -89,7 +89,7 @@ MASKS = {
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(*pairwise({"mask": MASKS, "dtype": HALVES}))
-def test_masks(kernel_device, mask, dtype):
+def test_masks_leave_out_the_same_keys(kernel_device, mask, dtype):
     check((2, 2, 1, 70, 70, 16), dtype, kernel_device, **MASKS[mask])
 
 
@@ -111,7 +111,7 @@ def test_masks(kernel_device, mask, dtype):
     ],
     ids=str,
 )
-def test_shapes(kernel_device, shape):
+def test_any_shape_gives_the_reference(kernel_device, shape):
     check(shape, torch.float32, kernel_device)
 
 
@@ -123,7 +123,7 @@ def test_shapes(kernel_device, shape):
         }
     )
 )
-def test_packed_documents(kernel_device, cu, options):
+def test_packed_documents_do_not_attend_to_each_other(kernel_device, cu, options):
     check((1, 2, 1, 70, 70, 16), torch.float32, kernel_device, cu=cu, **options)
 
 
@@ -153,7 +153,7 @@ def test_different_lengths_of_queries_and_keys(kernel_device):
 
 
 @pytest.mark.parametrize("layout", ["heads first", "fused projection", "odd stride", "columns apart", "expanded"])
-def test_layouts(kernel_device, layout):
+def test_any_layout_gives_the_same(kernel_device, layout):
     batch, heads, positions, size = 2, 2, 40, 16
     if layout == "heads first":
         q, k, v = torch.randn(3, batch, heads, positions, size, device=kernel_device).unbind()
@@ -210,7 +210,7 @@ def test_second_backward_raises(kernel_device):
         out.backward(dout)
 
 
-def test_no_positions(device):
+def test_inputs_without_positions_are_fine(device):
     q = torch.randn(1, 2, 0, 16, device=device, requires_grad=True)
     flash_attention(q, q, q).sum().backward()
     assert q.grad.shape == q.shape
@@ -292,7 +292,7 @@ def test_reference_equals_torch():
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("packed", [False, True])
-def test_opcheck_and_compile(kernel_device, packed):
+def test_op_passes_opcheck_and_compiles(kernel_device, packed):
     q, k, v, dout = draw((1, 2, 1, 20, 20, 16), torch.float32, kernel_device)
     cu = torch.tensor([0, 8, 20], device=kernel_device) if packed else None
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -329,7 +329,7 @@ def test_mistakes_are_named(name, change):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 300, "softcap": 20.0}], ids=str)
-def test_real_shapes(device, size, dtype, options):
+def test_shapes_of_real_models_agree(device, size, dtype, options):
     check((2, 4, 2, 1027, 1027, size), dtype, device, **options)
     check((1, 4, 2, 1027, 1027, size), dtype, device, cu=[0, 100, 101, 640, 1000], **options)
 

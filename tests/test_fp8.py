@@ -207,7 +207,7 @@ def test_changing_the_model_dtype_keeps_fp8(device):
     assert layer.bias.dtype == torch.bfloat16
 
 
-def test_opcheck_and_compile(kernel_device):
+def test_op_passes_opcheck_and_compiles(kernel_device):
     x = torch.randn(4, 64, device=kernel_device).to(torch.bfloat16)
     torch.library.opcheck(torch.ops.distill.quantize_rows.default, (x,))
     if kernel_device.type == "cuda":
@@ -227,7 +227,7 @@ def test_wrong_arguments_are_named(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("outputs, inputs", [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
-def test_llama_8b_shapes(device, outputs, inputs):
+def test_shapes_of_llama_8b_agree(device, outputs, inputs):
     weight = torch.randn(outputs, inputs, device=device) / inputs**0.5
     layer = Fp8Linear(weight, torch.randn(outputs, device=device, dtype=torch.bfloat16))
     x = torch.randn(300, inputs, device=device).to(torch.bfloat16)

@@ -277,7 +277,7 @@ def test_two_ranks_train_as_one_process(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens, hidden, inner", [(4096, 2048, 8192), (1001, 1536, 8960)])
-def test_real_shapes(device, tokens, hidden, inner):
+def test_shapes_of_real_models_agree(device, tokens, hidden, inner):
     made, exact = both_mlps(device, tokens, hidden, inner)
     for ours, right in zip(made, exact, strict=True):
         assert 0.02 < relative_error(ours, right) < 0.09
