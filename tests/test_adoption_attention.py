@@ -7,11 +7,9 @@ import torch
 from helpers import no_syncs
 from test_adoption import assert_same_step, batch, loss_and_gradients
 from test_patching import assert_same, make
-from tiny import tiny_tokenizer
 
 import distill
-from distill.models.patch import adoption, attention, padding
-from distill.models.patch.kv_cache import PreallocatedCache
+from distill.models.patch import attention, padding
 
 MASKS = {
     "right": [[1] * 9 + [0] * 5, [1] * 14, [1] * 3 + [0] * 11],
@@ -143,43 +141,3 @@ def test_masks_with_gaps_give_nan_and_raise_later(monkeypatch):
         assert bool(output[0].isnan().all()) == bad
     with pytest.raises(ValueError, match="attention_mask: expected padding"):
         masks.documents(mask, mask)
-
-
-def test_generate_of_a_small_model_is_left():
-    report = distill.patch(make("llama"))
-    assert not report.generate and "bound by its host" in report.left["generate"]
-
-
-def test_generate_takes_our_cache_where_kernels_run(kernel_device, monkeypatch):
-    monkeypatch.setattr(adoption, "SMALLEST", 0)
-    tokenizer = tiny_tokenizer()
-    tokenizer.padding_side = "left"
-    model = make("llama", hidden=64, layers=1).to(kernel_device)
-    inputs = tokenizer(["The teacher", "A longer prompt"], return_tensors="pt", padding=True).to(kernel_device)
-    settings = {"max_new_tokens": 3, "do_sample": False}
-    before = model.generate(**inputs, **settings)
-    report = distill.patch(model)
-    caches = []
-    made = PreallocatedCache.__init__
-    monkeypatch.setattr(PreallocatedCache, "__init__", lambda self, *a, **k: caches.append(self) or made(self, *a, **k))
-    assert report.generate and torch.equal(model.generate(**inputs, **settings), before)
-    assert len(caches) == 1
-    model.generate(**inputs, **settings, num_beams=2)
-    model.generate(**inputs, **settings, use_cache=False)
-    assert len(caches) == 1
-    distill.unpatch(model)
-    model.generate(**inputs, **settings)
-    assert len(caches) == 1
-
-
-@pytest.mark.full
-def test_generate_with_a_large_cache_keeps_the_models_own(kernel_device, monkeypatch, caplog):
-    monkeypatch.setattr(adoption, "SMALLEST", 0)
-    model = make("llama", hidden=64).to(kernel_device)
-    distill.patch(model)
-    monkeypatch.setattr(adoption, "_cache_bytes", lambda *a: float("inf"))
-    monkeypatch.setattr(adoption, "PreallocatedCache", None)
-    monkeypatch.setattr(adoption.math, "inf", 1.0)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *a: (1.0, 1.0))
-    model.generate(torch.tensor([[5, 6, 7]], device=kernel_device), max_new_tokens=2, do_sample=False)
-    assert "generate keeps transformers' cache" in caplog.text

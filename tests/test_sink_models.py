@@ -13,9 +13,7 @@ import distill
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.ragged_cache import ragged_attention
 from distill.generation.support_check import unsupported_reason
-from distill.models.patch import attention
-from distill.models.patch.attention import choose_attention, decode_attention_over_cache, fused_attention
-from distill.models.patch.kv_cache import PreallocatedCache
+from distill.models.patch.attention import choose_attention, fused_attention
 from distill.models.patch.packed import keeps_apart
 from distill.models.patch.patching import patch, unpatch
 from distill.teachers.opening import keeps_apart_by_ours
@@ -139,23 +137,6 @@ def test_greedy_tokens_are_those_of_generate(kind, patched, kernel_device):
     assert unsupported_reason(model) is None
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("kind", KINDS)
-def test_generate_with_our_cache(kind, kernel_device):
-    model = make(kind, hidden=64).to(kernel_device)
-    prompt = torch.tensor([PROMPTS[0], PROMPTS[0][::-1]], device=kernel_device)
-    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    expected = model.generate(input_ids=prompt, **settings)
-    patch(model)
-    calls = []
-    decode = attention.decode_attention
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(attention, "decode_attention", lambda *a, **k: calls.append(k["sinks"]) or decode(*a, **k))
-        found = model.generate(input_ids=prompt, past_key_values=PreallocatedCache(model.config, 20), **settings)
-    assert torch.equal(found, expected)
-    assert all(isinstance(sinks, torch.Tensor) for sinks in calls)
-
-
 def test_no_back_end_without_sinks_is_chosen_or_used():
     model, (ids, _) = make("gpt_oss", dtype=torch.bfloat16, layers=1, layer_types=["full_attention"]), rows()
     assert choose_attention(model, 2, 64, backward=True) == ("triton", {})
@@ -166,7 +147,7 @@ def test_no_back_end_without_sinks_is_chosen_or_used():
 
 
 @pytest.mark.parametrize("name", ["position_bias", "indices", "block_indices", "sinks"])
-@pytest.mark.parametrize("function", [fused_attention, decode_attention_over_cache, ragged_attention])
+@pytest.mark.parametrize("function", [fused_attention, ragged_attention])
 def test_scores_of_another_kind_are_refused(function, name):
     q = torch.zeros(1, 2, 4, 8)
     with pytest.raises(ValueError, match=f"attention: expected no {name}, "):

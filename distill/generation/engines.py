@@ -19,7 +19,6 @@ from distill.generation.sampling import Sampling, at_least_float32
 from distill.generation.stopping import StopStrings, end_tokens, override_generation_config, truncate_at_end
 from distill.generation.support_check import unsupported_reason
 from distill.models.head import bare
-from distill.models.patch.kv_cache import PreallocatedCache, unsupported_layers
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ def settings_for(
 
 
 class TransformersEngine(Engine):
-    """`model.generate` on left-padded batches, with a preallocated cache where the model's layers allow it.
+    """`model.generate` on left-padded batches.
 
     With `collective`, all processes continue until the last of them has finished: for a model sharded over them.
     """
@@ -111,17 +110,12 @@ class TransformersEngine(Engine):
         width = max(map(len, prompts))
         ids = torch.tensor([[self.pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        cache = None
-        # finished rows continue with the others, beyond their own limits
-        if not self.collective and not unsupported_layers(self.inner.config):
-            cache = PreallocatedCache(self.inner.config, width + max_new_tokens)
         with override_generation_config(self.inner, max_new_tokens=max_new_tokens, pad=self.pad, ends=self.ends):
             out = self.inner.generate(
                 input_ids=ids.to(self.device),
                 attention_mask=mask.to(self.device),
                 use_cache=True,
                 logits_processor=LogitsProcessorList([sampler]),
-                past_key_values=cache,
                 synced_gpus=self.collective or None,
                 stopping_criteria=StoppingCriteriaList([self.stop.criterion(width)] if self.stop else []),
             )

@@ -33,7 +33,14 @@ from transformers.cache_utils import CacheLayerMixin
 
 from distill.generation.shared_prefixes import plan_prefixes
 from distill.models.patch.attention import RAGGED, implementations, refuse_other_scores
-from distill.models.patch.kv_cache import unsupported_layers
+
+KEEPS_KEYS = ("full_attention", "sliding_attention")
+
+
+def unsupported_layers(config: PreTrainedConfig) -> list[str]:
+    """Return the kinds of layers in a model that keep a state other than the keys and values of all positions."""
+    text = config.get_text_config(decoder=True)
+    return sorted(set(getattr(text, "layer_types", None) or ()) - set(KEEPS_KEYS))
 
 
 class AttentionCall(NamedTuple):

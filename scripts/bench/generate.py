@@ -1,5 +1,5 @@
-"""Batched generation: our decode loop against transformers' `generate` with its default cache, with our cache and
-decode kernel, and with its static cache compiled. Prompts of different lengths, greedy, every answer of full length.
+"""Batched generation: our decode loop against transformers' `generate` with its default cache and with
+its static cache compiled. Prompts of different lengths, greedy, every answer of full length.
 
 The gate is what a wrong position, mask or stale weight would break: in fp32 all tokens equal those of `generate`, and
 in bf16, where equal logits make paths part, each token's logit is within rounding of the best in one uncached forward
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
-from distill.generation.engines import TransformersEngine
 from distill.generation.sampling import Sampling
 from distill.models.patch.patching import patch
 from scripts.bench.harness import Row, peak_above_inputs, time_in_turn
@@ -77,15 +76,11 @@ def candidates(model: Any, new: int, *, compiled: bool) -> dict[str, Callable[[T
 
     layers = model.device.type == "cuda"
     patched = twin(model, attention=None, layers=layers)
-    preallocated = TransformersEngine(twin(model, layers=layers), EngineSettings(pad=0, ends=[NO_END]))
     found: dict[str, Callable[[Tokens], Tokens]] = {
         "ours": ours(patched),
         "ours, drawn at T = 1": ours(patched, 1.0),
         "ours, layers of transformers": ours(model),
         "generate, default cache": theirs,
-        "generate, our cache and kernels": lambda prompts: (
-            preallocated.generate(prompts, max_new_tokens=new, batch_size=len(prompts)).tokens
-        ),
     }
     if compiled:
         found["generate, static cache, compiled"] = lambda prompts: theirs(prompts, cache_implementation="static")

@@ -9,33 +9,21 @@ from the hidden states without logits; norms, MLPs, rotary embeddings and attent
 
 from __future__ import annotations
 
-import functools
 import logging
-import math
-import types
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from distill_kernels.launch import runs_on_triton
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel
-from transformers.generation import GenerationMode
+from transformers import AutoModelForCausalLM
 
-from distill.models.head import attention_sizes, bare
+from distill.models.head import bare
 from distill.models.load.read_weights import refuse_incomplete
 from distill.models.patch.attention import keep_soft_cap
 from distill.models.patch.fused_loss import fuse_loss
-from distill.models.patch.kv_cache import PreallocatedCache, unsupported_layers
 from distill.models.patch.patching import UNDO, PatchReport, Role
 from distill.models.patch.patching import patch as patch_parts
 
 log = logging.getLogger(__name__)
-
-# parameters from which `generate` gets our cache: on an H200 it was 17 % faster at 1.2 B, and 14 % slower at 0.1 B,
-# where the host is the limit (scripts.bench generate)
-SMALLEST = 500_000_000
-SHARE = 0.5  # of the GPU's free memory that a cache may take before it is in use
 
 
 def patch(
@@ -78,11 +66,6 @@ def patch(
         report.loss = reason is None
         if reason is not None:
             report.left["loss"] = reason
-    if report.attention is not None:
-        reason = _use_our_cache(inner, undo)
-        report.generate = reason is None
-        if reason is not None:
-            report.left["generate"] = reason
     log.log(logging.WARNING if report.left else logging.INFO, "patched %s (%s)", report, role)
     return report
 
@@ -120,57 +103,3 @@ class AutoFusedModelForCausalLM:
         keep_soft_cap(model, kwargs.get("attn_implementation") or "auto")
         patch(model, role, attention=attention, keep_logits=keep_logits)
         return (model, info) if with_info else model
-
-
-def _use_our_cache(model: PreTrainedModel, undo: list[Callable[[], None]]) -> str | None:
-    """Have `model.generate` make a `PreallocatedCache` where it would make its default one; why not, if it cannot."""
-    if foreign := unsupported_layers(model.config):
-        return f"layers that keep another state than keys and values: {', '.join(foreign)}"
-    if sum(parameter.numel() for parameter in model.parameters()) < SMALLEST:
-        return (
-            "so small a model is bound by its host (distill.generation.decode_loop.DecodeLoop is several times faster)"
-        )
-    if not hasattr(model, "_prepare_cache_for_generation"):
-        return "this version of transformers makes its cache elsewhere"
-
-    kind: Any = type(model)
-
-    @functools.wraps(kind._prepare_cache_for_generation)
-    def prepare(
-        self: PreTrainedModel,
-        config: GenerationConfig,
-        inputs: dict[str, object],
-        mode: GenerationMode,
-        batch: int,
-        longest: int,
-    ) -> None:
-        kind._prepare_cache_for_generation(self, config, inputs, mode, batch, longest)
-        cache, weight = inputs.get("past_key_values"), next(self.parameters())
-        fresh = isinstance(cache, DynamicCache) and not cache.offloading and cache.get_seq_length() == 0
-        fresh = fresh and not getattr(cache, "_is_user_defined", False)
-        alone = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-        if fresh and alone and runs_on_triton(weight):
-            need = _cache_bytes(
-                self.config, batch * (config.num_return_sequences or 1), longest + 1, weight.element_size()
-            )
-            free = torch.cuda.mem_get_info(weight.device)[0] if weight.is_cuda else math.inf
-            if need <= SHARE * free:
-                inputs["past_key_values"] = PreallocatedCache(self.config, longest + 1)
-            else:
-                log.warning(
-                    "generate keeps transformers' cache: ours would take %.1f GiB for %d tokens from the start, and "
-                    "%.1f GiB are free; a smaller max_new_tokens lets it",
-                    need / 2**30,
-                    longest + 1,
-                    free / 2**30,
-                )
-
-    model.__dict__["_prepare_cache_for_generation"] = types.MethodType(prepare, model)
-    undo.append(lambda: model.__dict__.pop("_prepare_cache_for_generation", None))
-    return None
-
-
-def _cache_bytes(config: Any, batch: int, slots: int, element: int) -> int:
-    text = config.get_text_config(decoder=True)
-    _, heads, width = attention_sizes(text)
-    return 2 * text.num_hidden_layers * batch * slots * heads * width * element

@@ -3,8 +3,8 @@
 `use_fused_attention(model)` gives the model the attention implementation `distill`. Neither packed nor padded batches
 need a mask: the decoder's forward turns `position_ids` that restart, or a mask of padding (see `padding.py`), into
 cumulative lengths on the device (transformers asks the device whether a batch is packed or padded, which stalls the
-host, and then builds a dense mask). `generate` with a `PreallocatedCache` decodes on our kernel, prompts padded on the
-left included; calls with another mask or key-value cache run on the attention that the model had before.
+host, and then builds a dense mask). calls with another mask or
+a key-value cache run on the attention that the model had before.
 
 `keep_soft_cap(model)` sees to it that a model's own attention applies its soft cap.
 
@@ -24,7 +24,6 @@ import torch
 from distill_kernels.attention.flash import flash_attention
 from distill_kernels.attention.ranges import cu_seqlens_from_position_ids
 from distill_kernels.launch import runs_on_triton
-from distill_kernels.primitives.decode import decode_attention
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -32,13 +31,11 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from distill.models.head import attention_sizes, bare, decoder_of
-from distill.models.patch.kv_cache import PreallocatedCache
 from distill.models.patch.padding import PaddingMasks, add_to_hidden
 
 log = logging.getLogger(__name__)
 
 NAME = "distill"
-DECODE = "distill_decode"
 RAGGED = "distill_ragged"  # of distill.generation.ragged_cache, which builds on this module
 BACKENDS = ("triton", "cudnn", "flash")
 MAX_HEAD_DIM = 256
@@ -110,34 +107,6 @@ def fused_attention(
     return out.transpose(1, 2), None
 
 
-def decode_attention_over_cache(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    cache_lengths: torch.Tensor | None = None,
-    cache_starts: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of one newest token a sequence to a PreallocatedCache; see `fused_attention` for the arguments.
-
-    Args:
-        cache_lengths, cache_starts: int [B], the slots of each sequence end and begin there.
-    """
-    refuse_other_scores(kwargs)
-    assert cache_lengths is not None, "the model's layers do not hand keyword arguments to their attention"
-    out = decode_attention(
-        query.to(key.dtype), key, value, cache_lengths, scale=scaling, window=sliding_window, softcap=softcap,
-        starts=cache_starts, sinks=s_aux,
-    )  # fmt: skip
-    return out.transpose(1, 2), None
-
-
 def refuse_other_scores(kwargs: dict[str, Any]) -> None:
     """Refuse arguments of transformers' attention that change scores in a way that no kernel here computes.
 
@@ -202,7 +171,6 @@ def _torch_attention(
 
 
 AttentionInterface.register(NAME, fused_attention)
-AttentionInterface.register(DECODE, decode_attention_over_cache)
 
 
 def use_fused_attention(model: nn.Module, decoder: nn.Module, backend: str = "triton") -> None:
@@ -241,10 +209,6 @@ def use_fused_attention(model: nn.Module, decoder: nn.Module, backend: str = "tr
         cached = use_cache or kwargs.get("past_key_values") is not None
         if self.config._attn_implementation == RAGGED:
             return inner(*args, **kwargs)
-        newest = _newest_token(kwargs)
-        if newest is not None and self.config._attn_implementation == NAME:
-            with _implementations(configs, [DECODE] * len(configs)):
-                return inner(*args, **kwargs, **newest)
         ids = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if x is not None)
         masked, documents, poison = mask is not None or len(args) > 1, None, None
         if masked and not cached and self.config._attn_implementation == NAME:
@@ -281,14 +245,6 @@ def _why_not_ours(decoder: Any) -> str | None:
         return "it drops probabilities out; attention dropout of 0 would let ours take it"
     wide = (getattr(decoder.config, "head_dim", None) or 0) > MAX_HEAD_DIM
     return f"its heads are wider than {MAX_HEAD_DIM}" if wide else None
-
-
-def _newest_token(kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments of our decode kernel for this call of a decoder; None where it does not apply."""
-    cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
-    if not isinstance(cache, PreallocatedCache) or ids is None or ids.shape[1] != 1 or not runs_on_triton(ids):
-        return None
-    return cache.newest_token(kwargs.get("attention_mask"))
 
 
 def leave_padded_batches(decoder: nn.Module) -> None:

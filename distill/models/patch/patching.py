@@ -27,6 +27,7 @@ from torch import nn
 
 from distill.core.eval_mode import eval_mode
 from distill.models.head import bare, decoder_of
+from distill.models.layers import find_layers
 from distill.models.patch import output_rows
 from distill.models.patch.bias_gelu_mlp import bias_gelu_forward, two_products
 from distill.models.patch.forward_comparison import FORWARD_ERRORS, Mismatch, first_line
@@ -50,7 +51,6 @@ from distill.models.patch.recognition import (
 from distill.models.patch.residual_norms import LAYER_FORWARDS, fusable_layers, layer_matches, takes_residual
 from distill.models.patch.shared_input import GROUP, SharedInput, groups_of
 from distill.models.patch.teacher_layout import GATED, separate
-from distill.models.prune.pruning import find_layers
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,6 @@ class PatchReport:
         left: Class names that looked alike but compute something else, with the reason.
         attention: Back end in use, or None where the model kept its own attention.
         loss: Whether a call with labels computes the fused loss and no logits.
-        generate: Whether `generate` has our cache and decode kernel.
         verdicts: What was found about each kind of module, for a model of the same parts without weights.
     """
 
@@ -79,14 +78,13 @@ class PatchReport:
     left: dict[str, str] = field(default_factory=dict)
     attention: str | None = None
     loss: bool = False
-    generate: bool = False
     verdicts: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         parts = [f"{count} {kind}" for kind, count in self.swapped.items()]
         if self.attention:
             parts.append(f"attention {self.attention}")
-        parts += [name for name, ours in (("loss", self.loss), ("generate", self.generate)) if ours]
+        parts += ["loss"] if self.loss else []
         text = f"{self.model_type}: {', '.join(parts) or 'nothing swapped'}"
         if self.left:
             text += "; left as they are: " + ", ".join(f"{name} ({reason})" for name, reason in self.left.items())
