@@ -16,27 +16,16 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections import UserDict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from distill import __version__
-from distill.commands import (
-    cache,
-    chat,
-    doctor,
-    evaluate,
-    plan,
-    prune,
-    quantise,
-    sample,
-    serve,
-    settings,
-    share,
-    verify,
-)
 from distill.commands.arguments import (
     AsJson,
     Overrides,
@@ -46,19 +35,59 @@ from distill.commands.arguments import (
     plugin_override,
     print_json,
 )
-from distill.commands.recipe_files import path_errors, path_notes
 from distill.core import console, launch, ranks
 from distill.core.errors import RunError, disk_line
 from distill.core.folders import RECIPE_FILE, run_folder, runs_folder
 from distill.core.library_output import silence_libraries
 from distill.core.run_lock import RunLock
-from distill.recipe import dump
 from distill.recipe.shipped import copy_recipe, shipped_architectures, shipped_recipes
-from distill.recipe.usual import unusual_settings
 
 UsageError: Any = typer.BadParameter.__base__  # click's own class; typer carries a copy of click in newer releases
 
+COMMANDS = {
+    "check": "distill.commands.plan:check",
+    "inspect": "distill.commands.plan:inspect",
+    "bench": "distill.commands.plan:bench",
+    "prune": "distill.commands.prune:prune",
+    "cache": "distill.commands.cache:cache",
+    "doctor": "distill.commands.doctor:doctor",
+    "eval": "distill.commands.evaluate:evaluate",
+    "compare": "distill.commands.evaluate:compare",
+    "report": "distill.commands.evaluate:report",
+    "generate": "distill.commands.share:generate",
+    "export": "distill.commands.share:export",
+    "quantise": "distill.commands.quantise:quantise",
+    "chat": "distill.commands.chat:chat",
+    "sample": "distill.commands.sample:sample",
+    "serve": "distill.commands.serve:serve",
+    "verify": "distill.commands.verify:verify",
+    "settings": "distill.commands.settings:settings",
+    "schema": "distill.commands.settings:schema",
+    "validate": "distill.commands.validate:validate",
+}
+
+
+class LazyCommands(UserDict[str, Any]):
+    """Commands by their names; the module of one in `COMMANDS` is imported when that command is read."""
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a command; imported at the first call."""
+        if isinstance(self.data[name], str):
+            single = typer.Typer(add_completion=False, rich_markup_mode=None)
+            single.command(name)(resolve_name(self.data[name]))
+            self.data[name] = typer.main.get_command(single)
+        return self.data[name]
+
+
+class CommandGroup(TyperGroup):
+    """Group of the commands of `COMMANDS`, followed by those that are registered here."""
+
+    def __init__(self, *, commands: Mapping[str, Any], **settings: Any) -> None:
+        super().__init__(commands=LazyCommands({**COMMANDS, **commands}), **settings)
+
+
 app = typer.Typer(
+    cls=CommandGroup,
     invoke_without_command=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -92,14 +121,6 @@ recipes_app = typer.Typer(
     invoke_without_command=True, rich_markup_mode=None, help="List the recipes that ship, or copy one."
 )
 app.add_typer(recipes_app, name="recipes")
-_COMMANDS: list[Callable[..., None]] = [
-    *(plan.check, plan.inspect, plan.bench, prune.prune, cache.cache, doctor.doctor),
-    *(evaluate.evaluate, evaluate.compare, evaluate.report),
-    *(share.generate, share.export, quantise.quantise, chat.chat, sample.sample, serve.serve, verify.verify),
-    *(settings.settings, settings.schema),
-]
-for command in _COMMANDS:
-    app.command("eval" if command is evaluate.evaluate else None)(command)
 
 
 @app.callback()
@@ -199,32 +220,6 @@ def run(
         if folder is not None:
             _print_resume_command(folder, recipe, overrides, plugin)
         raise typer.Exit(130) from None
-
-
-@app.command()
-def validate(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Check a recipe and print it with every setting filled in; loads no model.
-
-    The exit code is 1, with a line for each, where files that it names do not exist.
-
-    \b
-    distill validate chat-8b-to-1b.yaml
-    distill validate quickstart train.steps=20 --json
-    """
-    _, resolved = load_recipe(recipe, overrides)
-    if faults := path_errors(resolved):
-        raise RunError("\n".join(faults))
-    lora = resolved.student.lora
-    if lora is not None and lora.targets not in ("all-linear", ["all-linear"]):
-        from distill.models.load.meta_models import check_lora_targets
-
-        check_lora_targets(resolved.student, resolved.teacher)
-    if as_json:
-        print_json(resolved.model_dump(mode="json"))
-    else:
-        print(dump(resolved).rstrip())  # verbatim: wrapped lines would be another YAML file
-    for note in [*path_notes(resolved), *unusual_settings(resolved)]:
-        console.print_error(note)
 
 
 @recipes_app.callback()

@@ -23,8 +23,10 @@ import contextlib
 import itertools
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Literal
 
 import transformers
@@ -32,6 +34,7 @@ from accelerate import PartialState
 from distill_kernels import tuning
 
 from distill.core import console
+from distill.core.errors import RunError
 from distill.core.files import write_text
 from distill.core.folders import KERNELS_FILE, RECIPE_FILE, check_folder_free, run_folder, runs_folder
 from distill.core.launch import drop_accelerate_settings
@@ -43,8 +46,6 @@ from distill.models.gpu_specs import runs_our_kernels
 from distill.models.load.save_check import check_saving, fix_generation_config
 from distill.models.patch.attention_choice import AttentionChoices, read_choices
 from distill.models.precision.dtypes import resolve_device, resolve_precision
-from distill.objectives.layer_matching import with_kept_layers
-from distill.objectives.plugin import allowed_plugin
 from distill.planning.run_plan import plan_run
 from distill.planning.steps import accumulation_steps
 from distill.recipe import Recipe, dump
@@ -62,8 +63,6 @@ from distill.teachers.opening import ModelPair, opened_pair, use_plugin
 from distill.teachers.registry import source_of
 from distill.teachers.source_capabilities import data_problems
 from distill.training.arguments import fused_optimizer, require_optimizer, training_arguments
-from distill.training.checkpoint_validation import find_valid_checkpoint
-from distill.training.error_translation import translate_errors
 from distill.training.failure_checkpoint import checkpoint_on_failure
 from distill.training.lock_file import (
     LOCK_FILE,
@@ -74,10 +73,10 @@ from distill.training.lock_file import (
     locked_attention,
     read_lock,
 )
-from distill.training.resuming import ResumePlan, is_finished, print_resume_point, resume_plan, without_known_warnings
 from distill.training.step_guard import StepGuard
 from distill.training.step_listeners import run_listeners
 from distill.training.trainer import DistillationTrainer
+from distill.training.transformers_compat import without_known_warnings
 
 if TYPE_CHECKING:
     from distill.generation.on_policy import OnPolicyRollouts
@@ -85,6 +84,11 @@ if TYPE_CHECKING:
 __all__ = ["Run", "RunResult", "run"]
 
 log = logging.getLogger(__name__)
+
+# imported by a run that has use for them
+ALLOWED_PLUGIN = "distill.objectives.plugin:allowed_plugin"
+RESUME_POINT = "distill.training.resuming:resume_point"
+TRANSLATED = "distill.training.error_translation:translated"
 
 
 def run(
@@ -111,7 +115,9 @@ def run(
         SystemExit: Code 0, after SIGTERM and a checkpoint, or where a finished run has nothing left to do.
     """
     transformers.utils.logging.disable_progress_bar()
-    own_terms = allowed_plugin(recipe.loss, plugin, recipe.data.own_answers)
+    own_terms = None
+    if recipe.runs_code or plugin is not None:
+        own_terms = resolve_name(ALLOWED_PLUGIN)(recipe.loss, plugin, recipe.data.own_answers)
     device = resolve_device(recipe.train)
     drop_accelerate_settings(os.environ)
     runs = runs_folder(recipe.output_dir)
@@ -149,7 +155,11 @@ class Run:
     def prepare(self) -> Prepared:
         """Read the data and plan the run; nothing is written."""
         recipe, folder, device = self.recipe, self.run_lock.folder, resolve_device(self.recipe.train)
-        resumed, last = self._resume_point() if self.start.resume else (None, None)
+        resumed, last = None, None
+        if self.start.resume:
+            resumed, last = resolve_name(RESUME_POINT)(
+                recipe, self.run_lock, unverified=self.start.resume == "unverified"
+            )
         precision = resolve_precision(recipe, device)
         accumulation_steps(recipe.train, recipe.data, world_size())  # refused before the data are read
         # cuBLAS reads the determinism setting at its first GEMM, so it is set before the models are loaded
@@ -180,7 +190,7 @@ class Run:
         loaded = self._load(prepared)
         pair, arguments = loaded.pair, loaded.arguments
         trainer = DistillationTrainer(
-            pair.student, pair.teacher, arguments, loss=with_kept_layers(recipe.loss, pair.layer_indices),
+            pair.student, pair.teacher, arguments, loss=recipe.loss.with_kept_layers(pair.layer_indices),
             vocab_size=pair.vocab_size,
             train_dataset=splits.epochs, eval_dataset=splits.validation,
             processing_class=pair.tokenizer, optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
@@ -243,23 +253,6 @@ class Run:
             results.save(result, trained.answers)
         self.process.wait_for_everyone()
         return result
-
-    def _resume_point(self) -> tuple[ResumePlan, Path | None]:
-        """Return what has changed since the run's start, and the checkpoint to continue from.
-
-        Raises:
-            SystemExit: Code 0, where the run is finished.
-        """
-        folder, unverified = self.run_lock.folder, self.start.resume == "unverified"
-        if is_main_process():
-            self.run_lock.acquire()
-        resumed = resume_plan(self.recipe, folder, processes=world_size())
-        last, refused = broadcast_from_rank0(lambda: find_valid_checkpoint(folder, unverified=unverified))
-        if is_main_process():
-            print_resume_point(folder, last, [*refused, *resumed.lines()])
-        if is_finished(folder, last):
-            raise SystemExit(0)
-        return resumed, last
 
     def _load(self, prepared: Prepared) -> Loaded:
         """Load both models, and check them and the data against the lock files."""
@@ -343,6 +336,17 @@ class Run:
         if resumed is None or not (folder / LOCK_FILE).exists():
             write_text(folder / LOCK_FILE, to_yaml(locked))
         attention.write(folder)
+
+
+@contextlib.contextmanager
+def translate_errors(recipe: Recipe, folder: Path) -> Iterator[None]:
+    """Turn failures of the machine into `RunError`, one line that names the cure; others pass through."""
+    try:
+        yield
+    except Exception as error:
+        if (line := resolve_name(TRANSLATED)(error, recipe, folder)) is None:
+            raise
+        raise RunError(line) from error
 
 
 def _warn_of_settings(recipe: Recipe) -> None:

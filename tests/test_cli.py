@@ -9,6 +9,7 @@ import typing
 from pathlib import Path
 
 import pytest
+import typer
 from typer.models import OptionInfo
 
 from distill.cli import app, run_command
@@ -330,9 +331,9 @@ def test_the_command_makes_waiting_threads_sleep_by_default():
 
 def test_an_option_named_like_its_metavar_names_its_flag():
     """typer 0.27 makes `--NAME` of an option `name` with metavar NAME, unless the flag is written."""
-    for command in app.registered_commands:
+    for shown, command in typer.main.get_command(app).commands.items():
         for name, kind in typing.get_type_hints(command.callback, include_extras=True).items():
             for info in getattr(kind, "__metadata__", ()):
                 if isinstance(info, OptionInfo) and info.metavar == name.upper():
                     # typer keeps the first name as the default
-                    assert info.default == f"--{name}", f"distill {command.callback.__name__} --{name}"
+                    assert info.default == f"--{name}", f"distill {shown} --{name}"

@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 from distill.cli import run_command
 from distill.core.errors import RunError
 from distill.recipe import dump, parse
+from distill.run import translate_errors
 from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.objective import DistillationObjective
 from distill.training import error_translation
@@ -306,7 +307,7 @@ RECIPE = parse(
     ],
 )
 def test_failures_of_the_machine_are_one_line(tmp_path, error, expected):
-    with pytest.raises(RunError) as raised, error_translation.translate_errors(RECIPE, tmp_path):
+    with pytest.raises(RunError) as raised, translate_errors(RECIPE, tmp_path):
         raise error
     assert len(str(raised.value).splitlines()) == 1 and raised.value.__cause__ is error
     for part in expected:
@@ -318,14 +319,14 @@ def test_a_full_disk_names_the_last_checkpoint(tmp_path):
     (tmp_path / "checkpoint-8" / "trainer_state.json").write_text("{}")
     with (
         pytest.raises(RunError, match=r"then continue from .*checkpoint-8 with --resume"),
-        error_translation.translate_errors(RECIPE, tmp_path),
+        translate_errors(RECIPE, tmp_path),
     ):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), FileNotFoundError(errno.ENOENT, "no", "f"), ValueError("y")])
 def test_other_errors_pass_through(tmp_path, error):
-    with pytest.raises(type(error)) as raised, error_translation.translate_errors(RECIPE, tmp_path):
+    with pytest.raises(type(error)) as raised, translate_errors(RECIPE, tmp_path):
         raise error
     assert raised.value is error
 
@@ -360,7 +361,7 @@ def test_memory_that_runs_out_behind_a_checkpoint_ends_with_how_to_go_on(tmp_pat
     folder = tmp_path / "a"
     checkpoint(folder)
     recipe = parse(dump(RECIPE), overrides)
-    with pytest.raises(RunError) as raised, error_translation.translate_errors(recipe, folder):
+    with pytest.raises(RunError) as raised, translate_errors(recipe, folder):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     text = str(raised.value)
     assert text.endswith(f"{folder / 'checkpoint-8'} is kept: continue with the same command and {ends}")

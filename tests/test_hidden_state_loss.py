@@ -17,7 +17,6 @@ from distill.data.collator import Collator
 from distill.doctor.check_setup import CheckSetup
 from distill.doctor.invariants import CHECKS
 from distill.models import layer_distance
-from distill.objectives.layer_matching import with_automatic_layers, with_kept_layers
 from distill.planning.devices import find_device
 from distill.planning.memory import step_memory
 from distill.planning.preflight import device_plan
@@ -250,10 +249,10 @@ def test_layers_map_evenly_or_as_given():
     assert pairs_of("auto", 4, 6) == [(0, 0), (1, 2), (2, 3), (3, 5)]
     assert pairs_of("auto", 2, 2) == [(0, 0), (1, 1)]
     assert pairs_of([[1, 4]], 2, 5) == [(1, 4)]
-    kept = with_kept_layers(loss_of({"type": "hidden_state"}, {"type": "attention_relation"}), [0, 1, 4])
+    kept = loss_of({"type": "hidden_state"}, {"type": "attention_relation"}).with_kept_layers([0, 1, 4])
     assert kept.terms[1].layers == [[0, 0], [1, 1], [2, 4]] and kept.terms[2].layers == [[2, 4]]
-    assert with_kept_layers(kept, [0, 1, 3]) == kept and with_kept_layers(loss_of(), [0]) == loss_of()
-    assert [term.layers for term in with_automatic_layers(kept).terms[1:]] == ["auto", "auto"]
+    assert kept.with_kept_layers([0, 1, 3]) == kept and loss_of().with_kept_layers([0]) == loss_of()
+    assert [term.layers for term in kept.with_automatic_layers().terms[1:]] == ["auto", "auto"]
     with pytest.raises(ValueError, match="at most the teacher's 2 layers, got 3; give pairs"):
         pairs_of("auto", 3, 2)
     with pytest.raises(ValueError, match="layers of the teacher from 0 to 4, got 5"):
@@ -266,7 +265,7 @@ def test_a_pruned_student_is_compared_with_the_layers_that_it_was():
     _, teacher = models()
     student = cut_layers(teacher, [0, 3])
     term = {"type": "hidden_state", "layers": "auto", "weight": WEIGHT}
-    kept, uniform = with_kept_layers(loss_of(term), [0, 3]), loss_of(term)
+    kept, uniform = loss_of(term).with_kept_layers([0, 3]), loss_of(term)
     for loss, zero in ((kept, True), (uniform, False)):
         objective = DistillationObjective(teacher, student, loss)
         states = objective.compare(batch())["step_inputs"]

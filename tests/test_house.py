@@ -25,7 +25,6 @@ LONG_SIGNATURES = {
     "distill/generation/from_recipe.py:rollouts_from_recipe",
     "distill/models/patch/attention.py:autotune_attention",
     "distill/models/patch/attention.py:fused_attention",
-    "distill/models/patch/attention.py:decode_attention_over_cache",
     "distill/generation/ragged_cache.py:ragged_attention",
     "distill/reports/model_card.py:write_model_card",
     "distill/training/lock_file.py:build_lock",

@@ -4,6 +4,7 @@ import ast
 import json
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from distill.training import trainer as trainer_module
 from distill.training.listeners import StepListener
 from distill.training.phases import PAUSED
 from distill.training.step_guard import StepGuard
+from distill.training.step_listeners import LISTENERS, replays_graphs
 from distill.training.trainer import DistillationTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -160,8 +162,10 @@ def subclasses(kind):
 
 def test_the_trainer_knows_no_listener_by_name():
     """Neither an import, nor a name, nor an attribute of trainer.py is that of a listener, nor its attribute."""
+    named = {resolve_name(target).__name__ for target in LISTENERS.values()}
     names = {kind.__name__ for kind in subclasses(StepListener) if kind.__module__.startswith("distill.")}
-    assert {"StepGuard", "TrainingMetrics", "TeacherPrefetcher", "LossSchedule", "RankWatch"} <= names
+    assert {"StepGuard", "TrainingMetrics", "TeacherPrefetcher", "LossSchedule", "RankWatch"} <= names | named
+    names |= named
     tree = ast.parse(Path(trainer_module.__file__).read_text())
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     used |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
@@ -170,3 +174,12 @@ def test_the_trainer_knows_no_listener_by_name():
     own = {node.attr for node in attributes if ast.unparse(node.value) == "self"}
     assert not own & {"meter", "schedule", "prefetcher", "step_guard", "on_policy", "phases"}
     assert issubclass(DistillationTrainer, trainer_module.TransformersCompat)
+
+
+def test_graphs_that_a_loss_on_layers_turns_off_are_logged(caplog):
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert replays_graphs(True, gpu, compares_layers=False)
+    assert not replays_graphs(False, gpu, compares_layers=True) and not replays_graphs(True, cpu, compares_layers=True)
+    assert not caplog.text
+    assert not replays_graphs(True, gpu, compares_layers=True)
+    assert caplog.text.count("train.cuda_graph: off, since hidden_state and attention_relation") == 1

@@ -12,12 +12,12 @@ from test_trainer import arguments, history, rows, weights
 from tiny import save_tiny, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distill.models.layers import find_layers, is_offloaded, offloading_of
 from distill.models.load.fingerprint import fingerprint
 from distill.models.load.loading import load_student, load_teacher
 from distill.models.patch.compiling import compile_layers
 from distill.models.patch.patching import patch
-from distill.models.precision.offload import is_offloaded, offload_layers, offloading_of
-from distill.models.prune.pruning import find_layers
+from distill.models.precision.offload import offload_layers
 from distill.recipe import RecipeError, Student, Teacher
 from distill.run import run
 from distill.training.error_translation import out_of_memory

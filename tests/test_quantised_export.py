@@ -12,7 +12,8 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, GgufConfig
 
 from distill.cli import run_command
-from distill.models.precision.quantised_student import formats_of, quantise_student, quantised_weights
+from distill.models.precision.dtypes import quantised_weights
+from distill.models.precision.quantised_student import formats_of, quantise_student
 from distill.recipe.quantise import Quantise
 from distill.reports.compressed_tensors import pack_codes, unpack_codes
 from distill.reports.gguf_file import write_gguf

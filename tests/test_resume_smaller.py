@@ -26,9 +26,10 @@ from two_ranks import run_as_two
 from distill.cli import run_command
 from distill.recipe import dump, load, parse
 from distill.training.progress import read_metrics
-from distill.training.resuming import ResumePlan, resume_plan, smaller_batch, without_known_warnings
+from distill.training.resuming import ResumePlan, resume_plan, smaller_batch
 from distill.training.step_listeners import RolloutBatches
 from distill.training.trainer import DistillationTrainer
+from distill.training.transformers_compat import without_known_warnings
 
 STEPS, TAKEN = 8, 8  # of 18 rows an epoch takes steps of 8, 8 and 2 rows: 8 steps end within the third
 FLOAT64 = {"rtol": 0, "atol": 1e-9}

@@ -11,7 +11,7 @@ from subjects import Silent
 from tiny import save_models
 
 from distill.caching.make import load, make_cache
-from distill.commands.recipe_files import path_notes
+from distill.commands.validate import path_notes
 from distill.core.errors import RunError, TeacherUnavailableError
 from distill.data.collator import Collator
 from distill.doctor.examine import examine

@@ -95,9 +95,10 @@ def forward_time_share(teacher: PreTrainedModel, row_length: int) -> Cost:
     """
     import torch
 
+    from distill.models.layers import layer_indices
     from distill.models.prune.importance import shape_for
     from distill.models.prune.narrow import cut_parts, leading_parts
-    from distill.models.prune.pruning import cut_layers, layer_indices
+    from distill.models.prune.pruning import cut_layers
     from distill.recipe import FromTeacher
 
     device = next(teacher.parameters()).device

@@ -26,8 +26,8 @@ from distill.data.chat import ChatOptions, ChatTemplate, load_template
 from distill.data.coverage import NOT_RENDERED
 from distill.data.documents import tokenise_documents
 from distill.data.formats import Format, detect
-from distill.data.mixing import Mix, MixedRows, epoch_mix
-from distill.data.packing import BLOCK, Documents, Ragged, shuffle_into_rows
+from distill.data.mixing import BLOCK, Mix, MixedRows, epoch_mix
+from distill.data.packing import Documents, Ragged, shuffle_into_rows
 from distill.data.report import DataReport
 from distill.data.sources import Source, open_source, prompt_lines
 from distill.data.tally import Tally

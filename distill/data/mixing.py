@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+BLOCK = "block"  # column of rows: those of one number belong together
+
 
 class Mix(NamedTuple):
     """Number of rows of each source, and its number of rows in an epoch."""

@@ -16,7 +16,6 @@ import numpy as np
 from distill.core.labels import IGNORE_INDEX
 
 IDS = "input_ids"  # what a column of token ids is called, after a prefix: such a column has positions
-BLOCK = "block"  # column of rows: those of one number belong together
 
 
 class Ragged(NamedTuple):

@@ -22,7 +22,6 @@ from distill.doctor.rollouts import StudentRollouts
 from distill.doctor.rows import Row, Rows
 from distill.generation.documents import ResponseRetokenizer
 from distill.models.patch.packed import keeps_apart
-from distill.objectives.layer_matching import with_automatic_layers
 from distill.objectives.losses import is_soft
 from distill.recipe.loss import Loss
 from distill.teachers.interface import Teacher
@@ -121,7 +120,7 @@ class CheckSetup:
     def truncated(self) -> CheckSetup:
         """Return the subject with truncated or copied models, for training runs."""
         student, teacher = self.small() if self.small else (copy.deepcopy(self.student), copy.deepcopy(self.teacher))
-        return replace(self, student=student, teacher=teacher, loss=with_automatic_layers(self.loss), small=None)
+        return replace(self, student=student, teacher=teacher, loss=self.loss.with_automatic_layers(), small=None)
 
     def at_temperature_2(self) -> CheckSetup | None:
         """Return the subject at temperature 2 if the recipe's is 1, where T and its square are equal; else None."""

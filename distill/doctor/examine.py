@@ -38,7 +38,6 @@ from distill.models.load.quantised import quantised_by_transformers
 from distill.models.patch.attention_choice import AttentionChoices
 from distill.models.precision.dtypes import Precision, resolve_device
 from distill.models.sharding import SINGLE_PROCESS
-from distill.objectives.layer_matching import with_automatic_layers, with_kept_layers
 from distill.recipe import Recipe
 from distill.recipe.teachers import describe_teacher
 from distill.teachers.backends.local import shortened
@@ -181,7 +180,7 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
     if small:
         student, teacher = copy.deepcopy(small_student), small_teacher
 
-    loss = with_automatic_layers(recipe.loss) if small else with_kept_layers(recipe.loss, pair.layer_indices)
+    loss = recipe.loss.with_automatic_layers() if small else recipe.loss.with_kept_layers(pair.layer_indices)
 
     def copies() -> tuple[nn.Module, Teacher]:
         return _adapted(copy.deepcopy(small_student), recipe), copy.deepcopy(small_teacher)

@@ -41,7 +41,7 @@ from distill.generation.shared_prefixes import order_by_prefix
 from distill.generation.stopping import StopStrings
 from distill.models.graphs import own_workspace
 from distill.models.head import bare, decoder_of
-from distill.models.precision.offload import is_offloaded
+from distill.models.layers import is_offloaded
 
 log = logging.getLogger(__name__)
 

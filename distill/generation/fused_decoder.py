@@ -30,9 +30,9 @@ from transformers import PreTrainedModel
 
 from distill.generation.ragged_cache import AttentionCall, RaggedCache, prefill
 from distill.models.head import bare, decoder_of, find_head
+from distill.models.layers import is_offloaded
 from distill.models.patch.shared_input import FP8_GROUP, projection_forward
 from distill.models.patch.triton_only import forward_on_triton
-from distill.models.precision.offload import is_offloaded
 
 LINEARS = (*(f"self_attn.{each}_proj" for each in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")

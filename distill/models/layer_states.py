@@ -22,7 +22,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from distill.models.head import bare
-from distill.models.prune.pruning import find_layers
+from distill.models.layers import find_layers
 
 
 class AttentionInputs(NamedTuple):

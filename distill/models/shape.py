@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from distill.models.head import attention_sizes, bare, decoder_of, find_head
+from distill.models.layers import find_layers
 from distill.models.load.quantised import quantisation_of, stored_bits
-from distill.models.prune.pruning import find_layers
 
 
 class Shape(NamedTuple):

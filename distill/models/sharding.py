@@ -10,7 +10,7 @@ from torch import nn
 
 from distill.core.ranks import is_main_process
 from distill.models.head import bare, decoder_of, find_head
-from distill.models.prune.pruning import find_layers
+from distill.models.layers import find_layers
 
 Strategy = Literal["ddp", "fsdp"]
 

@@ -1,6 +1,6 @@
 """Layers of student and teacher that a loss compares, their states in a step, and projections between widths.
 
-    matching = layer_matching(teacher.models, student, section)        # None for a loss without such terms
+    matching = layer_matching(teacher.models, student, section)
     with matching.record_teacher() as states: targets = teacher.targets(batch)
     with states.record_student(student, position_ids): hidden = decoder(...)
     # `states` reaches the terms' losses (layer_losses.py) through the student's forward
@@ -26,7 +26,7 @@ from distill.core.errors import RunError
 from distill.models.head import attention_sizes, bare
 from distill.models.layer_distance import LayerProjection, documents_of
 from distill.models.layer_states import LayerStates, record_states
-from distill.models.prune.pruning import layers_of
+from distill.models.layers import layers_of
 from distill.recipe.layer_terms import AttentionRelationTerm, HiddenStateTerm, pairs_of
 from distill.recipe.loss import Loss
 
@@ -166,20 +166,18 @@ class LayerMatching:
         return (each.projection for each in self.terms if each.projection is not None)
 
 
-def layer_matching(teachers: Mapping[str, nn.Module], student: nn.Module, section: object) -> LayerMatching | None:
-    """Return the matching of a loss; None for one that compares no layers.
+def layer_matching(teachers: Mapping[str, nn.Module], student: nn.Module, section: Loss) -> LayerMatching:
+    """Return the matching of a loss that compares layers.
 
     Args:
         teachers: Models of the teacher in this process, by field.
         student: Causal language model, bare or inside PEFT, on its device.
-        section: Loss of the objective; only a recipe's `loss` section can compare layers.
+        section: Loss of the objective, with terms that compare layers.
 
     Raises:
         ValueError: The teacher has no such model, a layer does not exist, widths differ without a projection, or heads
             cannot be divided.
     """
-    if not isinstance(section, Loss) or not section.reads_layers:
-        return None
     if len(teachers) != 1:
         raise ValueError(
             "loss.terms: hidden_state and attention_relation require one teacher whose model runs in this process; got "
@@ -262,31 +260,6 @@ def relation_heads(
                     f"{widths[name]}, got {heads}"
                 )
     return heads
-
-
-def with_kept_layers(loss: Loss, kept: Sequence[int] | None) -> Loss:
-    """Return a loss whose terms of `layers: auto` pair the layers of a student with those that it was cut from.
-
-    Args:
-        loss: Of the recipe.
-        kept: Layers of the teacher that the student has; None for a student that was not cut from it.
-    """
-    if kept is None or not loss.reads_layers:
-        return loss
-    pairs = pairs_of("auto", len(kept), max(kept) + 1, kept)
-
-    def paired(term: object) -> object:
-        if isinstance(term, HiddenStateTerm | AttentionRelationTerm) and term.layers == "auto":
-            return term.with_layers(pairs if isinstance(term, HiddenStateTerm) else pairs[-1:])
-        return term
-
-    return loss.model_copy(update={"terms": [paired(term) for term in loss.terms]})
-
-
-def with_automatic_layers(loss: Loss) -> Loss:
-    """Return a loss whose terms choose their layers themselves, for models of other numbers of layers."""
-    terms = [t.with_layers("auto") if isinstance(t, HiddenStateTerm | AttentionRelationTerm) else t for t in loss.terms]
-    return loss.model_copy(update={"terms": terms})
 
 
 def _whole(weight: torch.Tensor) -> torch.Tensor:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from distill.models.layers import layer_indices, layers_of
 from distill.models.load.meta_models import meta_config
-from distill.models.prune.pruning import layer_indices, layers_of
-from distill.objectives.layer_matching import MatchedTerm, matched_terms, with_kept_layers
+from distill.objectives.layer_matching import MatchedTerm, matched_terms
 from distill.planning.device_plan import DevicePlan
 from distill.teachers.source_capabilities import files_of, shapes_of
 
@@ -43,7 +43,7 @@ def planned_terms(plan: DevicePlan) -> list[MatchedTerm]:
         return []
     teacher = meta_config(files_of(plan.source).config_section(), "teacher")
     if recipe.student.is_cut:
-        loss = with_kept_layers(loss, layer_indices(recipe.student.from_teacher, layers_of(teacher)))
+        loss = loss.with_kept_layers(layer_indices(recipe.student.from_teacher, layers_of(teacher)))
     return matched_terms(loss, plan.student.config, teacher)
 
 

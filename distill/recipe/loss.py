@@ -17,13 +17,14 @@ With p_s and p_t the student's and the teacher's distributions at the temperatur
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
 from distill.core.errors import Section
 from distill.recipe.fields import NotNegative, Text, Usual
-from distill.recipe.layer_terms import LAYERED, AttentionRelationTerm, HiddenStateTerm
+from distill.recipe.layer_terms import LAYERED, AttentionRelationTerm, HiddenStateTerm, LayerTerm, pairs_of
 
 
 class PlainTerm(Section):
@@ -365,6 +366,29 @@ class Loss(Section):
         if not any(term.type == "cross_entropy" and term.weight > 0 for term in terms):
             more |= {"label_smoothing": 0.0, "z_loss": 0.0}  # both are parts of cross_entropy
         return self.model_copy(update={"terms": terms, "schedule": [], **more}) if self.schedule else self
+
+    def with_kept_layers(self, kept: Sequence[int] | None) -> Loss:
+        """Return the loss whose terms of `layers: auto` pair the layers of a student with those it was cut from.
+
+        Args:
+            kept: Layers of the teacher that the student has; None for a student that was not cut from it.
+        """
+        if kept is None or not self.reads_layers:
+            return self
+        pairs = pairs_of("auto", len(kept), max(kept) + 1, kept)
+
+        def paired(term: LayerTerm) -> LayerTerm:
+            return term.with_layers(pairs if isinstance(term, HiddenStateTerm) else pairs[-1:])
+
+        return self._with_layers(lambda term: paired(term) if term.layers == "auto" else term)
+
+    def with_automatic_layers(self) -> Loss:
+        """Return the loss whose terms choose their layers themselves, for models of other numbers of layers."""
+        return self._with_layers(lambda term: term.with_layers("auto"))
+
+    def _with_layers(self, change: Callable[[LayerTerm], LayerTerm]) -> Loss:
+        terms = [change(term) if isinstance(term, LayerTerm) else term for term in self.terms]
+        return self.model_copy(update={"terms": terms})
 
     @property
     def leaves_the_teacher_out(self) -> bool:

@@ -17,12 +17,12 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from distill.core.errors import RecipeError, Section, explain
-from distill.recipe.aliases import NAMES
 from distill.recipe.compatibility import conflicts
 from distill.recipe.data import Data, Part
 from distill.recipe.fields import Text
@@ -32,6 +32,7 @@ from distill.recipe.renamed import rename_overrides, rename_settings
 from distill.recipe.train import Parallel, Train
 from distill.recipe.yaml_text import apply_overrides, parse_yaml, to_yaml
 
+NAMES = "distill.recipe.aliases:NAMES"  # imported for the message on an unknown field
 PROMPTS = (
     "What is the capital of France?",
     "Write a Python function that reverses a string.",
@@ -77,6 +78,13 @@ class Recipe(Section):
     train: Train
     parallel: Parallel = Parallel()
     generate: Generate = Generate()
+
+    @property
+    def runs_code(self) -> bool:
+        """Return whether a run calls functions of a file: terms of the loss, a reward or an environment."""
+        answers = self.data.own_answers
+        has_environment = answers is not None and answers.environment is not None
+        return self.loss.plugin is not None or self.loss.rewarded is not None or has_environment
 
     @model_validator(mode="before")
     @classmethod
@@ -158,7 +166,7 @@ def parse(
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        raise RecipeError([f"{origin}: {fault}" for fault in explain(error, Recipe, NAMES)]) from None
+        raise RecipeError([f"{origin}: {fault}" for fault in explain(error, Recipe, resolve_name(NAMES))]) from None
 
 
 def _split_by_the_runs_seed(tree: dict[str, object]) -> None:

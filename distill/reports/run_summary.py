@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from distill.core import console
@@ -11,9 +12,8 @@ from distill.evaluation.evaluate import HeldOut, describe_reduction
 from distill.evaluation.samples import TITLES
 from distill.models.flops import count_text, parameters_of
 from distill.models.head import bare
+from distill.models.layers import offloading_of
 from distill.models.load.quantised import quantised_by
-from distill.models.precision.offload import offloading_of
-from distill.models.prune.widths import widths_of
 from distill.objectives.measure import KL, Measure
 from distill.planning.steps import small_data_warnings
 from distill.teachers.capabilities import size_text
@@ -44,7 +44,7 @@ def run_summary(
     if pair.layer_indices is not None:
         name += f", layers {_ranges(pair.layer_indices)}"
     if recipe.student.is_cut and recipe.student.from_teacher is not None and recipe.student.from_teacher.cuts_widths:
-        widths = widths_of(bare(pair.student).config)  # type: ignore[arg-type]
+        widths = resolve_name("distill.models.prune.widths:widths_of")(bare(pair.student).config)
         name += f", hidden {widths.hidden}, heads {widths.heads} ({widths.kv_heads} of keys and values), MLP columns "
         name += f"{widths.intermediate}"
     avoided = 2 * plan.tokens_per_step // plan.world // plan.accumulation * objective.columns * 4 / GIB

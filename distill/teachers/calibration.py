@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,10 +18,9 @@ from torch import nn
 
 from distill.core.environment import device_name
 from distill.core.ranks import broadcast_from_rank0
-from distill.data.token_cache import cache_key, cached_folder
+from distill.models.layers import layer_indices, layers_of
 from distill.models.load.fingerprint import fingerprint
 from distill.models.load.loading import load_student
-from distill.models.prune.pruning import layer_indices, layers_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 VERSION = 1  # increase when the same inputs would give another choice
 FILE = "parts.json"
+# imported by a student that is cut by rows of data
+CACHED_FOLDER, CACHE_KEY = "distill.data.token_cache:cached_folder", "distill.data.token_cache:cache_key"
 
 
 class Calibration(NamedTuple):
@@ -128,8 +130,8 @@ def _stored(teacher: nn.Module, cut: FromTeacher, calibration: Calibration) -> S
         made.append(select_parts(teacher, cut, calibration.rows))
         (folder / FILE).write_text(made[0].to_json())
 
-    key = cache_key("parts", VERSION, *_inputs(teacher, cut, calibration.rows))
-    folder, _ = cached_folder(key, build, cache=calibration.cache)
+    key = resolve_name(CACHE_KEY)("parts", VERSION, *_inputs(teacher, cut, calibration.rows))
+    folder, _ = resolve_name(CACHED_FOLDER)(key, build, cache=calibration.cache)
     return made[0] if made else Selection.from_json((folder / FILE).read_text())
 
 

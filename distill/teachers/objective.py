@@ -19,7 +19,8 @@ import functools
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from distill_kernels import LossTerm
@@ -28,7 +29,6 @@ from torch import nn
 from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
 from distill.models.head import HeadWeights, bare, call_head, decoder_of, find_head, probe_logits
 from distill.models.patch.output_rows import output_rows
-from distill.objectives.layer_matching import layer_matching
 from distill.objectives.losses import KL, STATISTICS, LossSpec, TargetLoss, measured_terms, reads_layers, soft_terms
 from distill.objectives.measure import Measure
 from distill.objectives.targets import Batch, HeadForward, LossResult, StepInputs, Targets, VocabularyAlignment
@@ -37,6 +37,10 @@ from distill.recipe.loss import Loss
 from distill.teachers.capabilities import prefetching_of
 from distill.teachers.interface import Collate, Teacher
 
+if TYPE_CHECKING:
+    from distill.objectives.layer_matching import LayerMatching
+
+LAYER_MATCHING = "distill.objectives.layer_matching:layer_matching"  # of terms that compare layers
 COMPARED = 32  # tokens of an on-policy micro-batch whose most probable tokens are compared
 B = TypeVar("B", bound=Mapping[str, Any])
 
@@ -91,7 +95,9 @@ class DistillationObjective:
         self.pairing: VocabularyAlignment = self.teacher.format.pair(probe_logits(student, "student"), rows, vocab_size)
         loss = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
         self.loss: TargetLoss = self.teacher.format.loss(loss, self.pairing)
-        self.layers = layer_matching(self.teacher.models, student, loss)
+        self.layers: LayerMatching | None = None
+        if isinstance(loss, Loss) and loss.reads_layers:
+            self.layers = resolve_name(LAYER_MATCHING)(self.teacher.models, student, loss)
         self._student: nn.Module | None = None
         self.scheduled_weight: float | None = None  # of all divergences in the present step; None without a schedule
         self._watcher: LossWatcher | None = None

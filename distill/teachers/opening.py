@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
@@ -12,7 +13,6 @@ from distill.models.gpu_specs import family_in, fp8_problem, runs_our_kernels
 from distill.models.head import bare, decoder_of, find_head
 from distill.models.load.loading import load_student
 from distill.models.patch.attention import stop_fused_attention, use_fused_attention
-from distill.models.patch.packed import packing_problem
 from distill.teachers.calibration import CutRequest
 from distill.teachers.capabilities import student_cut_from
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from distill.recipe import Recipe
     from distill.teachers.interface import LoadContext, Teacher, TeacherSource
     from distill.teachers.vocabulary import Vocabulary
+
+PACKING_PROBLEM = "distill.models.patch.packed:packing_problem"  # imported where data are packed
 
 
 class ModelPair(NamedTuple):
@@ -136,7 +138,7 @@ def check_packing(recipe: Recipe, model: Any, field: str) -> None:
     attention = attention_of(recipe, field)
     # transformers' flash attention keeps documents apart only in a batch of one row
     one_row = recipe.train.batch_size == 1 and "flash" in attention
-    problem = packing_problem(model, longest=recipe.data.max_length, row_by_row=one_row)
+    problem = resolve_name(PACKING_PROBLEM)(model, longest=recipe.data.max_length, row_by_row=one_row)
     if problem is None:
         return
     # there our attention will take the place of the model's own
@@ -155,6 +157,6 @@ def keeps_apart_by_ours(model: Any, longest: int | None = None) -> bool:
     decoder = decoder_of(model)
     use_fused_attention(bare(model), decoder)
     try:
-        return packing_problem(model, longest=longest) is None
+        return resolve_name(PACKING_PROBLEM)(model, longest=longest) is None
     finally:
         stop_fused_attention(bare(model), decoder)

@@ -9,8 +9,7 @@ import numpy as np
 from torch.utils.data import Sampler
 from transformers import TrainingArguments
 
-from distill.data.mixing import MixedRows
-from distill.data.packing import BLOCK
+from distill.data.mixing import BLOCK, MixedRows
 
 
 class BlockSampler(Sampler[int]):

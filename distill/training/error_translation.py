@@ -5,14 +5,12 @@ from __future__ import annotations
 import errno
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from distill.core.errors import DISK, RunError, disk_code
+from distill.core.errors import DISK, disk_code
 from distill.core.files import mount_of, nearest_existing
 from distill.core.folders import RECIPE_FILE
 from distill.core.ranks import world_size
@@ -35,33 +33,29 @@ MOST_WAYS = 4  # ways to save memory named in the message, so that it stays one 
 CUT_SHORT = ("inline_container", "PytorchStreamWriter", "iostream error")  # of torch.save, which gives no reason
 
 
-@contextmanager
-def translate_errors(recipe: Recipe, folder: Path) -> Iterator[None]:
-    """Turn failures of the machine into `RunError`, one line that names the cure; others pass through."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise RunError(out_of_memory(recipe, error, folder)) from error
-    except Exception as error:
-        text, code = str(error), disk_code(error)
-        if code is None and any(words in text for words in CUT_SHORT):
-            code = errno.ENOSPC if free_bytes(_fullest(recipe, folder)) < GIB else errno.EFBIG
-        if code is not None:
-            raise RunError(_disk(code, getattr(error, "filename", None), recipe, folder)) from error
-        if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
-            raise RunError(
-                f"the machine is out of memory ({(text.splitlines() or ['allocation failed'])[0]:.120}); lower "
-                f"train.batch_size (now {recipe.train.batch_size}), or data.max_length (now {recipe.data.max_length}) "
-                f"in a new run, or close other programs{_continue(folder)}"
-            ) from error
-        if world_size() > 1 and "by peer" in text:  # gloo's message; the other process has printed its reason
-            raise RunError(f"another process of this run ended, so this one does too{_continue(folder)}") from error
-        if "DataLoader worker" in text:
-            raise RunError(
-                f"a data worker died ({text.splitlines()[0]}), most often because the machine ran out of memory: lower "
-                f"data.workers (now {recipe.data.workers}){_continue(folder)}"
-            ) from error
-        raise
+def translated(error: Exception, recipe: Recipe, folder: Path) -> str | None:
+    """Return the line on a failure of the machine that names the cure; None for any other error."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return out_of_memory(recipe, error, folder)
+    text, code = str(error), disk_code(error)
+    if code is None and any(words in text for words in CUT_SHORT):
+        code = errno.ENOSPC if free_bytes(_fullest(recipe, folder)) < GIB else errno.EFBIG
+    if code is not None:
+        return _disk(code, getattr(error, "filename", None), recipe, folder)
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
+        return (
+            f"the machine is out of memory ({(text.splitlines() or ['allocation failed'])[0]:.120}); lower "
+            f"train.batch_size (now {recipe.train.batch_size}), or data.max_length (now {recipe.data.max_length}) "
+            f"in a new run, or close other programs{_continue(folder)}"
+        )
+    if world_size() > 1 and "by peer" in text:  # gloo's message; the other process has printed its reason
+        return f"another process of this run ended, so this one does too{_continue(folder)}"
+    if "DataLoader worker" in text:
+        return (
+            f"a data worker died ({text.splitlines()[0]}), most often because the machine ran out of memory: lower "
+            f"data.workers (now {recipe.data.workers}){_continue(folder)}"
+        )
+    return None
 
 
 def out_of_memory(recipe: Recipe, error: BaseException, folder: Path | None = None) -> str:

@@ -7,7 +7,6 @@ it had not been interrupted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from distill.recipe import Loss
@@ -15,7 +14,6 @@ from distill.teachers.capabilities import prefetching_of
 from distill.training.listeners import StepListener
 
 if TYPE_CHECKING:
-    from distill.objectives.losses import LossSpec
     from distill.teachers.objective import DistillationObjective
 
 
@@ -24,34 +22,31 @@ class LossSchedule(StepListener):
 
     Args:
         objective: Objective whose loss is replaced where it changes.
-        section: Loss section that the objective was made with; without a schedule nothing is done.
+        section: Loss section that the objective was made with, which has a schedule.
 
     Raises:
         ValueError: A scheduled loss that this teacher's outputs do not allow.
     """
 
-    def __init__(self, objective: DistillationObjective, section: LossSpec) -> None:
-        loss = Loss.model_validate(section) if isinstance(section, Mapping) else section
-        self.objective = objective
-        self.section = loss if isinstance(loss, Loss) and loss.schedule else None
+    def __init__(self, objective: DistillationObjective, section: Loss) -> None:
+        self.objective, self.section = objective, section
         self.now: Loss | None = None
-        if self.section is not None:
-            teacher = objective.teacher
-            prefetching = prefetching_of(teacher)
-            # stored outputs may stay unread
-            asks_ahead = prefetching is not None and prefetching.ahead and teacher.rows.supports_new_rows
-            if asks_ahead and self.section.leaves_the_teacher_out:
-                raise ValueError(
-                    "loss.schedule: expected a divergence of weight above 0 in every step, since this teacher's "
-                    "outputs are prefetched; got steps without one"
-                )
-            for step in {0, *(step for line in self.section.schedule for step in line.steps)}:
-                objective.teacher.format.loss(self.section.at(step), objective.pairing)
+        teacher = objective.teacher
+        prefetching = prefetching_of(teacher)
+        # stored outputs may stay unread
+        asks_ahead = prefetching is not None and prefetching.ahead and teacher.rows.supports_new_rows
+        if asks_ahead and section.leaves_the_teacher_out:
+            raise ValueError(
+                "loss.schedule: expected a divergence of weight above 0 in every step, since this teacher's outputs "
+                "are prefetched; got steps without one"
+            )
+        for step in {0, *(step for line in section.schedule for step in line.steps)}:
+            teacher.format.loss(section.at(step), objective.pairing)
         self.begin_step(0)
 
     def begin_step(self, step: int) -> None:
         """Set the loss of the optimizer step with this number (from 0)."""
-        if self.section is None or (loss := self.section.at(step)) == self.now:
+        if (loss := self.section.at(step)) == self.now:
             return
         self.now = loss
         self.objective.use(self.objective.teacher.format.loss(loss, self.objective.pairing))
@@ -59,4 +54,4 @@ class LossSchedule(StepListener):
 
     def metrics(self) -> dict[str, float]:
         """Return the scheduled settings of the present step, for the log."""
-        return {} if self.section is None else dict(self.values)
+        return dict(self.values)

@@ -11,9 +11,7 @@ checkpoint (transformers 5.17 and 5.23): the next rows are those of an uninterru
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +21,13 @@ from transformers import TrainingArguments
 from distill.core import console
 from distill.core.errors import differences, quote
 from distill.core.folders import RECIPE_FILE, RESULT_FILE
+from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
+from distill.core.run_lock import RunLock
 from distill.models.head import bare
 from distill.recipe import Recipe, dump, load
 from distill.recipe.resume_policy import FREE, STEP, rows_of_step, tokens_of_step, why_batch_size_stays
 from distill.recipe.yaml_text import parse_yaml
+from distill.training.checkpoint_validation import find_valid_checkpoint
 from distill.training.checkpoints import CHECKPOINT, checkpoints, unfinished_checkpoints
 from distill.training.lock_file import LOCK_FILE, read_lock
 
@@ -128,21 +129,6 @@ def smaller_batch(recipe: Recipe, processes: int) -> tuple[int, int]:
     return next(size for size in range(half, 0, -1) if rows % (size * processes) == 0), rows * recipe.data.max_length
 
 
-@contextmanager
-def without_known_warnings() -> Iterator[None]:
-    """Suppress `Trainer`'s warning of the settings that `ResumePlan.lines` has named."""
-    logger = logging.getLogger("transformers.trainer_utils")
-
-    def other(record: logging.LogRecord) -> bool:
-        return "do not match the ones in the `trainer_state.json`" not in str(record.msg)
-
-    logger.addFilter(other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(other)
-
-
 def _since(began: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
     """Return the changeable settings that differ."""
     values = [(name, _at(began, name), _at(now, name)) for name in STEP + FREE if name != "output_dir"]
@@ -216,6 +202,29 @@ def _require_same_epochs(sizes: tuple[int, int], arguments: TrainingArguments, r
             f"--resume: train.arguments.dataloader_drop_last keeps {before} of {rows} rows in an epoch with "
             f"train.batch_size {sizes[0]}, and {now} with {sizes[1]}; keep {sizes[0]}"
         )
+
+
+def resume_point(recipe: Recipe, run_lock: RunLock, *, unverified: bool) -> tuple[ResumePlan, Path | None]:
+    """Lock the run's folder, and return what has changed since the run's start and the checkpoint to continue from.
+
+    Args:
+        recipe: Present recipe.
+        run_lock: Lock on the run's folder; the first process acquires it.
+        unverified: Also continue from a checkpoint without a manifest.
+
+    Raises:
+        SystemExit: Code 0, where the run is finished.
+    """
+    folder = run_lock.folder
+    if is_main_process():
+        run_lock.acquire()
+    resumed = resume_plan(recipe, folder, processes=world_size())
+    last, refused = broadcast_from_rank0(lambda: find_valid_checkpoint(folder, unverified=unverified))
+    if is_main_process():
+        print_resume_point(folder, last, [*refused, *resumed.lines()])
+    if is_finished(folder, last):
+        raise SystemExit(0)
+    return resumed, last
 
 
 def print_resume_point(folder: Path, last: Path | None, refused: Sequence[str]) -> None:

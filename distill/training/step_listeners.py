@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback, TrainerState
@@ -15,27 +17,36 @@ from distill.models.gpu_specs import runs_our_kernels
 from distill.models.patch.compiling import uncompiled
 from distill.objectives.losses import LossSpec
 from distill.objectives.targets import Batch, StepInputs
-from distill.recipe import Recipe
-from distill.teachers.capabilities import flops_per_token, flush, following
+from distill.recipe import Loss, Recipe
+from distill.teachers.capabilities import flops_per_token, flush, following, prefetching_of
 from distill.teachers.objective import DistillationObjective
 from distill.training.divergence_monitor import DivergenceMonitor
-from distill.training.layer_terms import LayerTerms
 from distill.training.listeners import StepListener
-from distill.training.loss_schedule import LossSchedule
 from distill.training.metrics import Meter
 from distill.training.module_cache import cache_modules, clear_module_cache
 from distill.training.phases import PAUSED
-from distill.training.prefetch import TeacherPrefetcher
 from distill.training.progress import MetricsFile, ProgressReport
 from distill.training.step_guard import LIMIT, StepGuard
 from distill.training.transformers_compat import TransformersCompat
-from distill.training.watchdog import RankWatch
 
 if TYPE_CHECKING:
     from distill.core.run_lock import RunLock
     from distill.generation.on_policy import OnPolicyRollouts
     from distill.generation.rollout_steps import Collated
     from distill.teachers.opening import ModelPair
+
+
+log = logging.getLogger(__name__)
+
+# imported by a run that has use for them: several ranks, a teacher that prefetches, a schedule and so on
+LISTENERS = {
+    "ranks": "distill.training.watchdog:RankWatch",
+    "prefetch": "distill.training.prefetch:TeacherPrefetcher",
+    "schedule": "distill.training.loss_schedule:LossSchedule",
+    "layer terms": "distill.training.layer_terms:LayerTerms",
+    "rollout files": "distill.training.rollout_files:StoredRollouts",
+    "graphs": "distill.training.cuda_graphs:CudaGraphCallback",
+}
 
 
 def training_listeners(
@@ -61,17 +72,19 @@ def training_listeners(
     )
     flops = flops_per_token(objective.teacher), count_flops(trainer.model, trains=True)
     meter = Meter(trainer.args.device, *flops, objective.divergence, objective.routes)
-    layers = [] if objective.layers is None else [LayerTerms(objective.layers, trainer)]
-    return [
-        guard,
-        RankWatch(folder),
-        TeacherPrefetcher(objective, trainer),
-        CachedModules(trainer),
-        TeacherUpdates(trainer, objective),
-        TrainingMetrics(meter, trainer.sum_over_ranks),
-        LossSchedule(objective, loss),
-        *layers,
-    ]
+    found: list[TrainerCallback] = [guard]
+    if trainer.accelerator.num_processes > 1:
+        found.append(_listener("ranks", folder))
+    if prefetching_of(objective.teacher) is not None:
+        found.append(_listener("prefetch", objective, trainer))
+    found += [CachedModules(trainer), TeacherUpdates(trainer, objective)]
+    found.append(TrainingMetrics(meter, trainer.sum_over_ranks))
+    section = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
+    if isinstance(section, Loss) and section.schedule:
+        found.append(_listener("schedule", objective, section))
+    if objective.layers is not None:
+        found.append(_listener("layer terms", objective.layers, trainer))
+    return found
 
 
 def run_listeners(
@@ -101,16 +114,31 @@ def run_listeners(
     if rollouts is not None:
         found.append(RolloutBatches(rollouts, trainer))
         if section is not None and section.store_every:
-            from distill.training.rollout_files import StoredRollouts
-
-            found.append(StoredRollouts(folder, section.store_every, pair.tokenizer, objective.routes))
-    device = trainer.args.device
-    graph = recipe.train.cuda_graph if objective.layers is None else False  # no hooks run in a replay
-    if device.type == "cuda" and (graph is True or (graph and runs_our_kernels(device))):
-        from distill.training.cuda_graphs import CudaGraphCallback
-
-        found.append(CudaGraphCallback(pair.models(), always=graph is True, mean=trainer.mean_over_ranks))
+            found.append(_listener("rollout files", folder, section.store_every, pair.tokenizer, objective.routes))
+    setting = recipe.train.cuda_graph
+    if replays_graphs(setting, trainer.args.device, compares_layers=objective.layers is not None):
+        found.append(_listener("graphs", pair.models(), always=setting is True, mean=trainer.mean_over_ranks))
     return found
+
+
+def _listener(name: str, *arguments: object, **settings: object) -> Any:
+    """Return a listener of `LISTENERS`, whose module is imported now."""
+    return resolve_name(LISTENERS[name])(*arguments, **settings)
+
+
+def replays_graphs(setting: bool | str, device: torch.device, *, compares_layers: bool) -> bool:
+    """Return whether steps are captured in CUDA graphs; a line is logged where a GPU could, and the loss prevents it.
+
+    Args:
+        setting: `train.cuda_graph`; `auto` for graphs where our kernels run.
+        device: Device of the student.
+        compares_layers: The loss has terms that compare layers, whose hooks a replay would not run.
+    """
+    if device.type != "cuda" or not (setting is True or (setting and runs_our_kernels(device))):
+        return False
+    if compares_layers:
+        log.warning("train.cuda_graph: off, since hidden_state and attention_relation read layers by hooks")
+    return not compares_layers
 
 
 class TrainingMetrics(StepListener):

@@ -7,10 +7,13 @@ adapted or deleted. They were read in transformers 5.17 and 5.23.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -23,12 +26,13 @@ from distill.core.labels import count_trained_tokens
 from distill.core.manifest import write_manifest
 from distill.models.sharding import keeps_nothing, use_fsdp2
 from distill.training.block_sampler import BlockSampler, begin_epoch, block_sampler
-from distill.training.checkpoint_weights import load_weights
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, lacks_evaluation, rotate_checkpoints, without_rotation
 from distill.training.module_cache import cached_parameters
 from distill.training.rank_batches import without_repeated_rows
 from distill.training.step_guard import clip_in_optimizer, ignore_signals_in_workers
 from distill.training.warmup import begin_above_zero, restore_warmup
+
+LOAD_WEIGHTS = "distill.training.checkpoint_weights:load_weights"  # imported by a run that resumes
 
 
 class TransformersCompat(Trainer):
@@ -145,14 +149,14 @@ class TransformersCompat(Trainer):
         if self.is_fsdp_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
+            resolve_name(LOAD_WEIGHTS)(self.model if model is None else model, Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         """Load weights by the model's own names; `Trainer` takes a file's names for them and ignores missing ones."""
         if self.is_fsdp_enabled:
             super()._load_best_model()
         else:
-            load_weights(self.model, Path(str(self.state.best_model_checkpoint)))
+            resolve_name(LOAD_WEIGHTS)(self.model, Path(str(self.state.best_model_checkpoint)))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Restore a sharded student without optimizer state, which `Trainer` cannot, and what else a checkpoint has.
@@ -245,3 +249,18 @@ class ResumedState(TrainerCallback):
         if self._is_over:
             control.should_training_stop = True
             control.should_log = control.should_evaluate = control.should_save = False
+
+
+@contextmanager
+def without_known_warnings() -> Iterator[None]:
+    """Suppress `Trainer`'s warning of the settings that a resumed run may change."""
+    logger = logging.getLogger("transformers.trainer_utils")
+
+    def other(record: logging.LogRecord) -> bool:
+        return "do not match the ones in the `trainer_state.json`" not in str(record.msg)
+
+    logger.addFilter(other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(other)

@@ -31,10 +31,10 @@ from transformers import TrainingArguments
 from distill.data.load import load_data
 from distill.evaluation.evaluate_documents import evaluate_documents
 from distill.models.gpu_specs import runs_our_kernels
+from distill.models.layers import layers_to_keep
 from distill.models.load.loading import load_teacher, load_tokenizer
 from distill.models.patch.patching import patch
-from distill.models.prune.pruning import cut_layers, layers_to_keep
-from distill.objectives.layer_matching import with_kept_layers
+from distill.models.prune.pruning import cut_layers
 from distill.recipe import Data, Teacher, Validation
 from distill.recipe.loss import Loss
 from distill.training.trainer import DistillationTrainer
@@ -107,7 +107,7 @@ def run_arms(own: argparse.Namespace) -> list[dict[str, Any]]:
             student = copy.deepcopy(cut).train()
             if patched:
                 patch(student, "student", log_it=False)
-            loss = with_kept_layers(Loss.model_validate({"terms": [{"type": "forward_kl"}, *terms]}), kept)
+            loss = Loss.model_validate({"terms": [{"type": "forward_kl"}, *terms]}).with_kept_layers(kept)
             with tempfile.TemporaryDirectory() as folder:
                 trainer = DistillationTrainer(
                     student,

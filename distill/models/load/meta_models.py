@@ -5,22 +5,26 @@ from __future__ import annotations
 import functools
 import logging
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from distill.models.flops import FlopCounts, count_flops
-from distill.models.load.adapters import add_lora
+from distill.models.layers import layer_indices, layers_of
 from distill.models.load.config_validation import check_gguf, read_json
 from distill.models.load.loading import load_config
 from distill.models.load.quantised import quantisation_of
 from distill.models.load.read_weights import weights_fault
 from distill.models.load.source import ModelSource, loading, resolve_model_source
-from distill.models.prune.pruning import layer_indices, layers_of, student_config
-from distill.models.prune.widths import target_widths
 from distill.models.shape import Shape, shape_of
 from distill.recipe import Lora, ModelSection, Student
+
+# imported when a recipe names them: adapters, and a student that is cut from its teacher
+ADD_LORA = "distill.models.load.adapters:add_lora"
+TARGET_WIDTHS = "distill.models.prune.widths:target_widths"
+STUDENT_CONFIG = "distill.models.prune.pruning:student_config"
 
 
 class MetaModel:
@@ -38,7 +42,7 @@ class MetaModel:
         self.trains = trains
         if not trains:
             model.requires_grad_(False)
-        self.model = model if lora is None else add_lora(model, lora)
+        self.model = model if lora is None else resolve_name(ADD_LORA)(model, lora)
 
     @functools.cached_property
     def shape(self) -> Shape:
@@ -152,8 +156,9 @@ def meta_student(section: Student, teacher_config: Any) -> MetaModel:
     """Return the student on the meta device, with its adapters; pruned from the teacher's where the recipe says so."""
     if section.is_cut:
         cut = section.from_teacher
-        widths = target_widths(cut, teacher_config)
-        config = student_config(teacher_config, layer_indices(cut, layers_of(teacher_config)), widths)
+        widths = resolve_name(TARGET_WIDTHS)(cut, teacher_config)
+        keep = layer_indices(cut, layers_of(teacher_config))
+        config = resolve_name(STUDENT_CONFIG)(teacher_config, keep, widths)
     else:
         config = meta_config(section, "student")
     return meta_model(config, "student", section.lora, trains=True)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distill.models.precision.offload import is_offloaded
-from distill.models.prune.pruning import find_layers
+from distill.models.layers import find_layers, is_offloaded
 
 log = logging.getLogger(__name__)
 

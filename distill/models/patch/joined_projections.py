@@ -17,10 +17,10 @@ from distill_kernels.operands import adjacent_as_one
 from torch import nn
 
 from distill.models.head import bare
+from distill.models.layers import is_offloaded
 from distill.models.patch.lora_forward import adapted_groups
 from distill.models.patch.patching import UNDO, share_input
 from distill.models.patch.shared_input import FP8_GROUP, GROUP, PLAIN, groups_of
-from distill.models.precision.offload import is_offloaded
 
 MAX_JOINED_WIDTH = 2048  # input width up to which a training step gains; single GEMMs of wider layers fill a GPU
 

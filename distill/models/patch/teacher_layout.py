@@ -23,7 +23,7 @@ from distill_kernels.matmul.gated import MIN_SIZES, MinSize, gated_linear, inter
 from distill_kernels.matmul.shared_input import compute_dtype
 from torch import nn
 
-from distill.models.precision.offload import is_offloaded
+from distill.models.layers import is_offloaded
 from distill.models.sharding import is_sharded
 
 log = logging.getLogger(__name__)

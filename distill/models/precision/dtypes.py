@@ -1,16 +1,24 @@
-"""Compute dtype, weight dtypes and device of a run."""
+"""Compute dtype, weight dtypes and device of a run; the format of a quantised student."""
 
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
+from distill.models.head import bare
 from distill.recipe import Recipe, Train
 from distill.recipe.models import EIGHT_BITS
 
+QUANTISED = "_distill_quantised"  # of a bare model: its `QuantisedWeights`
 COMPUTE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def quantised_weights(model: nn.Module) -> Any:
+    """Return the `QuantisedWeights` of a model; None where it is not quantised."""
+    return bare(model).__dict__.get(QUANTISED)
 
 
 class Precision(NamedTuple):

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 from distill.core.eval_mode import eval_mode
 from distill.models.head import bare
+from distill.models.layers import find_layers
 from distill.models.patch.forward_comparison import is_close
 from distill.models.patch.patching import UNDO, replace_forward
 from distill.models.patch.shared_input import FP8_GROUP
-from distill.models.prune.pruning import find_layers
 
 GAINS_FROM = 512  # N K / (N + K)
 GATED = ("gate_proj", "up_proj", "down_proj")

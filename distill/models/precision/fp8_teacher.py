@@ -11,10 +11,10 @@ from distill_kernels.matmul.fp8 import Fp8Linear, swap_linears_for_fp8
 from torch import nn
 
 from distill.models.head import bare
+from distill.models.layers import find_layers
 from distill.models.load.loading import TEACHER_SEED, load_config, load_teacher, model_options, without_memory
 from distill.models.patch.attention import keep_soft_cap
 from distill.models.patch.document_rope import rope_by_document
-from distill.models.prune.pruning import find_layers
 from distill.recipe import Teacher
 
 HEAD = "lm_head"

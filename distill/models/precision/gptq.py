@@ -26,7 +26,7 @@ from torch import nn
 
 from distill.core.eval_mode import eval_mode
 from distill.models.head import bare, decoder_of
-from distill.models.prune.pruning import find_layers
+from distill.models.layers import find_layers
 
 Method = Literal["nearest", "importance", "gptq"]
 DAMPING = 0.01  # added to the diagonal of H, relative to its mean

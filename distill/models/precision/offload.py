@@ -33,13 +33,12 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 
 from distill.core.units import GIB
-from distill.models.prune.pruning import find_layers
+from distill.models.layers import STREAMER, find_layers
 
 log = logging.getLogger(__name__)
 
 ALIGNED = 256  # bytes; any dtype may begin there
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
-STREAMER = "_distill_streamer"
 
 
 def offload_layers(model: Any, device: torch.device) -> Any:
@@ -74,16 +73,6 @@ def offload_layers(model: Any, device: torch.device) -> Any:
     if device.type == "cpu":
         log.warning("teacher.offload: cpu saves nothing on a CPU: the layers are copied within the same memory")
     return model
-
-
-def is_offloaded(model: nn.Module | None) -> bool:
-    """Return whether the layers of `model` are in host memory."""
-    return model is not None and STREAMER in model.__dict__
-
-
-def offloading_of(model: nn.Module | None) -> str | None:
-    """Return a line on the offloaded layers of `model`; None where it is resident."""
-    return None if model is None or STREAMER not in model.__dict__ else str(model.__dict__[STREAMER])
 
 
 class LayerStreamer:

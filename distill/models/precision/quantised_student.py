@@ -32,14 +32,14 @@ from torch import nn
 from distill.core.errors import RunError
 from distill.core.files import write_json
 from distill.models.head import bare, find_head
+from distill.models.layers import find_layers
 from distill.models.load.config_validation import read_json
-from distill.models.prune.pruning import find_layers
+from distill.models.precision.dtypes import QUANTISED
 from distill.recipe.quantise import Quantise
 
 if TYPE_CHECKING:
     from distill.models.precision.gptq import Rounded
 
-QUANTISED = "_distill_quantised"  # of a bare model: its `QuantisedWeights`
 FORMAT_FILE = "quantised.json"  # in a folder of weights: the format of each
 STATE_FILE = "quantised.safetensors"  # in a checkpoint: master weights, scales and their moments
 SCALE_RATE = 4.0  # learning rate of log scales, relative to that of weights
@@ -268,12 +268,6 @@ def quantise_student(model: nn.Module, formats: Mapping[str, str], *, learned: b
     weights = QuantisedWeights(bare(model), formats, learned=learned)
     bare(model).__dict__[QUANTISED] = weights
     return weights
-
-
-def quantised_weights(model: nn.Module) -> QuantisedWeights | None:
-    """Return the quantised weights of a model; None where it is not quantised."""
-    found: QuantisedWeights | None = bare(model).__dict__.get(QUANTISED)
-    return found
 
 
 def write_formats(folder: Path, formats: Mapping[str, str]) -> None:

@@ -34,8 +34,8 @@ from transformers import PreTrainedConfig
 from distill.core.eval_mode import eval_mode
 from distill.core.labels import IGNORE_INDEX
 from distill.models.head import LogitTransform, bare, decoder_of, find_head, probe_logits, read_head
+from distill.models.layers import find_layers, layer_indices
 from distill.models.prune.narrow import Selection
-from distill.models.prune.pruning import find_layers, layer_indices
 from distill.models.prune.width_layout import Layout
 from distill.models.prune.width_trial import axes_of, proven_layout
 from distill.models.prune.widths import Widths, target_widths, widths_of

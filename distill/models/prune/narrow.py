@@ -26,8 +26,9 @@ from transformers import PreTrainedModel
 
 from distill.core.eval_mode import eval_mode
 from distill.models.head import bare, decoder_of, find_head
+from distill.models.layers import find_layers
 from distill.models.patch.recognition import looks_like_rms_norm, rms_norm_form
-from distill.models.prune.pruning import cut_layers, find_layers
+from distill.models.prune.pruning import cut_layers
 from distill.models.prune.width_layout import Axis, Layout, entries
 from distill.models.prune.widths import Widths
 

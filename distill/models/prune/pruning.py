@@ -17,10 +17,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from distill.core.errors import first_line
-from distill.models.head import bare, decoder_of
+from distill.models.layers import check_kept, find_layers
 from distill.models.load.read_weights import UnfitWeightsError, read_weights
 from distill.models.prune.widths import Widths, with_widths
-from distill.recipe import FromTeacher
 
 PER_LAYER = (
     "intermediate_size",
@@ -31,57 +30,6 @@ LAYER_NUMBERS = ("attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids", "ml
 JOINED = {"embed_tokens_per_layer.weight": 1, "per_layer_model_projection.weight": 0}  # by the dimension of the layers
 # what a module may know of its position and of others', which the configuration is held to
 POSITION = ("layer_id", "layer_number", "kv_shared_layer_index", "store_full_length_kv")
-
-
-def layers_to_keep(total: int, count: int) -> list[int]:
-    """The layers that `layers: count` keeps of `total`: all but a contiguous block in the middle.
-
-    With `d = total - count` layers to drop, layers `s .. s + d - 1` go, `s = (count + 1) // 2`, so that the first half
-    of the kept layers (and the odd one) stands before the gap and the second half after it. 30 layers, 20 kept:
-    0-9 and 20-29.
-    """
-    if not 1 <= count <= total:
-        raise ValueError(f"student.from_teacher.layers: expected 1 to {total}, as many as the teacher has, got {count}")
-    start = (count + 1) // 2
-    return [*range(start), *range(start + total - count, total)]
-
-
-def check_kept(keep: Sequence[int], total: int) -> list[int]:
-    """`keep` as a list, ascending and within the teacher's layers."""
-    indices = list(keep)
-    if not indices or indices != sorted(set(indices)) or indices[0] < 0 or indices[-1] >= total:
-        raise ValueError(
-            f"student.from_teacher.keep: expected ascending layer numbers from 0 to {total - 1}, none twice, "
-            f"got {indices}"
-        )
-    return indices
-
-
-def layer_indices(cut: FromTeacher | None, total: int) -> list[int]:
-    """The layers that `student.from_teacher` keeps of a teacher's `total`."""
-    assert cut is not None
-    return check_kept(cut.keep, total) if cut.keep is not None else layers_to_keep(total, cut.layers or total)
-
-
-def layers_of(config: Any) -> int:
-    """A configuration's number of decoder layers."""
-    return config.get_text_config().num_hidden_layers
-
-
-def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The decoder's list of layers and its name inside `model`, such as `model.layers`.
-
-    Raises:
-        ValueError: where there is none of the length that the configuration tells.
-    """
-    model = bare(model)
-    total = layers_of(model.config)
-    decoder = decoder_of(model)
-    inside = {id(module) for module in decoder.modules()}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == total and id(module) in inside:
-            return name, module
-    raise ValueError(f"student.from_teacher: {type(model).__name__} has no list of {total} layers to cut from")
 
 
 def cut_layers(

@@ -16,9 +16,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from distill.core.errors import first_line
+from distill.models.layers import layers_to_keep
 from distill.models.patch.recognition import EPSILONS
 from distill.models.prune.narrow import Selection, cut_parts, exact_factor
-from distill.models.prune.pruning import cut_config, layers_to_keep
+from distill.models.prune.pruning import cut_config
 from distill.models.prune.width_layout import Axis, Layout, Order, entries, find_layout
 from distill.models.prune.widths import Widths, widths_of, with_widths
 

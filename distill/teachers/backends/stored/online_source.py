@@ -22,10 +22,10 @@ from distill.core.files import make_folder
 from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
 from distill.core.units import GIB
 from distill.data.load import Splits, load_data
+from distill.models.layers import layers_of
 from distill.models.load.meta_models import meta_config, meta_student
 from distill.models.load.vocabulary import shared_columns
 from distill.models.precision.dtypes import resolve_device, resolve_precision
-from distill.models.prune.pruning import layers_of
 from distill.objectives.measure import KL, Measure, cache_measure
 from distill.objectives.top_k import TopKFormat
 from distill.recipe import Data, Student

@@ -1,4 +1,4 @@
-"""Existence of the files that a recipe names; `validate` reports them and opens none."""
+"""Command `validate`: check a recipe and the existence of the files that it names, and print every setting."""
 
 from __future__ import annotations
 
@@ -7,11 +7,40 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, print_json
+from distill.core import console
+from distill.core.errors import RunError
 from distill.core.files import suggest_path
 from distill.data.sources import STDLIB, local_path, missing_file
 from distill.models.load.source import PACKAGE_PREFIX, resolve_model_source
-from distill.recipe import ModelSection, Recipe
+from distill.recipe import ModelSection, Recipe, dump
 from distill.recipe.teachers import teacher_sections
+from distill.recipe.usual import unusual_settings
+
+
+def validate(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Check a recipe and print it with every setting filled in; loads no model.
+
+    The exit code is 1, with a line for each, where files that it names do not exist.
+
+    \b
+    distill validate chat-8b-to-1b.yaml
+    distill validate quickstart train.steps=20 --json
+    """
+    _, resolved = load_recipe(recipe, overrides)
+    if faults := path_errors(resolved):
+        raise RunError("\n".join(faults))
+    lora = resolved.student.lora
+    if lora is not None and lora.targets not in ("all-linear", ["all-linear"]):
+        from distill.models.load.meta_models import check_lora_targets
+
+        check_lora_targets(resolved.student, resolved.teacher)
+    if as_json:
+        print_json(resolved.model_dump(mode="json"))
+    else:
+        print(dump(resolved).rstrip())  # verbatim: wrapped lines would be another YAML file
+    for note in [*path_notes(resolved), *unusual_settings(resolved)]:
+        console.print_error(note)
 
 
 def path_errors(recipe: Recipe) -> list[str]:
