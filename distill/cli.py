@@ -83,7 +83,7 @@ class CommandGroup(TyperGroup):
     """Group of the commands of `COMMANDS`, followed by those that are registered here."""
 
     def __init__(self, *, commands: Mapping[str, Any], **settings: Any) -> None:
-        super().__init__(commands=LazyCommands({**COMMANDS, **commands}), **settings)
+        super().__init__(commands=LazyCommands({**COMMANDS, **commands}), **settings)  # type: ignore[arg-type]
 
 
 app = typer.Typer(

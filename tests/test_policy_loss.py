@@ -5,6 +5,7 @@ import torch
 from distill_kernels import FusedPolicyGradientLoss, fused_log_probs, fused_policy_gradient_loss
 from distill_kernels.losses import fused as fused_path
 from distill_kernels.losses import plan as planning
+from distill_kernels.losses import policy_kernel
 from grids import pairwise
 from helpers import assert_as_good_as_torch, relative_error
 from policy_cases import EVERYTHING, PENALTY, SETTINGS, H, N, V, dense, draw, expected_of, given_of, logits_of, old_of
@@ -104,10 +105,15 @@ def test_three_products_and_one_row_kernel(kernel_device, monkeypatch):
     """Projections, and row losses: one of each a chunk, none in backward."""
     tensors, labels, advantages, _ = draw(kernel_device, torch.bfloat16)
     calls = []
-    for name in ("project", "launch_policy_row_loss", "launch_row_loss"):
-        inner = getattr(fused_path, name)
+    for module, name in (
+        (fused_path, "project"),
+        (policy_kernel, "launch_policy_row_loss"),
+        (fused_path, "launch_row_loss"),
+    ):
+        inner = getattr(module, name)
         counted = lambda *a, name=name, inner=inner, **k: calls.append(name) or inner(*a, **k)  # noqa: E731
-        monkeypatch.setattr(fused_path, name, counted)
+        monkeypatch.setattr(module, name, counted)
+    monkeypatch.setattr(fused_path, "launcher", fused_path.launcher.__wrapped__)  # looks the launcher up in each call
     leaves = [t.requires_grad_() for t in tensors]
     loss = fused_policy_gradient_loss(*leaves[:2], labels, advantages, student_bias=leaves[2])
     assert calls == ["project", "launch_policy_row_loss"]

@@ -36,7 +36,7 @@ LAUNCHERS = {
 
 
 @functools.cache
-def _launcher(name: str) -> Any:
+def launcher(name: str) -> Any:
     """Return an entry of `LAUNCHERS`, imported."""
     return resolve_name(LAUNCHERS[name])
 
@@ -152,7 +152,7 @@ def fused_linear_divergence(
     mixer = None
     if isinstance(teacher, Mixture):
         at_temperature_1 = both_temperatures and required.stats
-        mixer = _launcher("mixer")(
+        mixer = launcher("mixer")(
             teacher,
             plan.chunk_rows,
             vocab,
@@ -218,10 +218,10 @@ def fused_linear_divergence(
         project(student, select_rows(hidden, start, stop), student_logits, transforms[0], descriptors=descriptors)
         row_loss: Callable[..., torch.Tensor | None] = launch_row_loss
         if batch.top is not None:
-            row_loss = functools.partial(_launcher("top_k"), top=batch.top.rows(argument_rows))
+            row_loss = functools.partial(launcher("top_k"), top=batch.top.rows(argument_rows))
         elif selected is not None and teacher_logits is not None:
             top = selected.rows(argument_rows)
-            _launcher("select_top_k")(
+            launcher("select_top_k")(
                 student_logits,
                 teacher_logits,
                 top,
@@ -229,12 +229,12 @@ def fused_linear_divergence(
                 rows=rows,
                 temperature=o.temperature,
             )
-            teacher_logits, row_loss = None, functools.partial(_launcher("top_k"), top=top)
+            teacher_logits, row_loss = None, functools.partial(launcher("top_k"), top=top)
         elif batch.policy is not None:
             own = student._replace(hidden=select_rows(hidden, start, stop))
-            row_loss = functools.partial(_launcher("policy"), policy=batch.policy.rows(argument_rows), head=own)
+            row_loss = functools.partial(launcher("policy"), policy=batch.policy.rows(argument_rows), head=own)
         elif mixer is not None:
-            row_loss = functools.partial(_launcher("mixture"), at_temperature_1=at_temperature_1)
+            row_loss = functools.partial(launcher("mixture"), at_temperature_1=at_temperature_1)
         lse = row_loss(
             student_logits,
             teacher_logits,
