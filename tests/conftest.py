@@ -64,19 +64,27 @@ def pytest_configure(config):
 
 # Files whose tests take longest begin first, so that no worker ends long after the others.
 LONGEST = (
+    "test_bench_elsewhere.py",
+    "test_locking.py",
+    "test_path_sweep.py",
     "test_conformance.py",
     "test_crash.py",
     "test_keep.py",
+    "test_cross_rollouts.py",
     "test_resume_smaller.py",
-    "test_launch.py",
     "test_cache_sharded.py",
+    "test_rollouts_stored.py",
+    "test_launch.py",
+    "test_prune_runs.py",
     "test_other_systems.py",
+    "test_machine.py",
+    "test_verify.py",
     "test_trainer.py",
     "test_several_teachers.py",
-    "test_locking.py",
     "test_server_teacher.py",
     "test_sharded_run.py",
     "test_compiling.py",
+    "test_house.py",
 )
 
 

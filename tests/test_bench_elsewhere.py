@@ -86,11 +86,11 @@ def tiny(tmp_path, monkeypatch):
     monkeypatch.setattr(elsewhere, "SMALLER", small)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", elsewhere.CASES)
-def test_every_case_runs(case, tiny):
+@pytest.mark.parametrize("case", ["served", "keep", "large"])
+def test_cases_run(case, tiny):
+    """The runs of `launched` and `ddp` are two of the three ways of `large` with another recipe."""
     if case != "large":
         elsewhere.SMALLER.append("teacher.dtype=float32")
     rows = list(elsewhere.run(False, case))
-    assert len(rows) == {"launched": 1, "ddp": 1, "served": 5, "keep": 2, "large": 3}[case]
+    assert len(rows) == {"served": 5, "keep": 2, "large": 3}[case]
     assert all(row.tokens_per_s > 0 for row in rows)
