@@ -26,7 +26,16 @@ sys.path[:0] = [str(folder) for folder in (ROOT, ROOT / "kernels") if str(folder
 from distill.cli import app  # noqa: E402
 from distill.commands.settings_schema import json_schema  # noqa: E402
 from distill.recipe.shipped import SCHEMA_FILE, shipped_recipes  # noqa: E402
-from scripts import api_pages, chat_samples, compiled, gpu_page, readme, settings_pages, template_page  # noqa: E402
+from scripts import (  # noqa: E402
+    api_pages,
+    chat_samples,
+    compiled,
+    earlier_table,
+    gpu_page,
+    readme,
+    settings_pages,
+    template_page,
+)
 from scripts.families import page as family_page  # noqa: E402
 
 NOTE = settings_pages.NOTE
@@ -50,6 +59,7 @@ def generated() -> dict[Path, str]:
         if path not in files:
             text = readme.fill(path.read_text(encoding="utf-8"), rows)
             text = _block(text, "kernels", api_pages.table(rows)) if path.name == "kernels.md" else text
+            text = _block(text, "earlier", earlier_table.tables(rows)) if path.name == "benchmarks.md" else text
             text = _block(text, "families", gpu_page.families()) if path.name == "gpus.md" else text
             text = _block(text, "cards", gpu_page.cards()) if path.name == "gpus.md" else text
             text = chat_templates(text) if path.name == "chat-templates.md" else text

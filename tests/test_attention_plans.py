@@ -7,20 +7,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from distill_kernels import kernel_op, launch_plans
-from distill_kernels.attention import flash, flash_backward, ranges
+from distill_kernels.attention import flash, flash_backward, operands, ranges
 from distill_kernels.attention.flash import flash_attention
-from distill_kernels.attention.operands import tiles_of
-from distill_kernels.launch import FAMILIES, DeviceFacts, interpreted
-from distill_kernels.launch_plans import LAUNCH_HOOKS, LaunchPlan
+from distill_kernels.launch import FAMILIES, DeviceFacts
+from distill_kernels.launch_plans import LAUNCH_HOOKS, PlannedFunction
 from distill_kernels.primitives import decode
 
-KERNELS = {
-    flash: ["_forward_kernel"],
-    decode: ["_chunk_kernel", "_combine_kernel"],
-    ranges: ["_ranges_kernel"],
-    flash_backward: ["_row_terms_kernel", "_key_gradient_kernel", "_query_gradient_kernel"],
-}
+from scripts.bench.host_cost import Compiled, Kernel, PyCUtensorMap, stand_in_gpu
 
 
 def specialised(value):
@@ -28,7 +21,7 @@ def specialised(value):
     if isinstance(value, tuple):
         return tuple(map(specialised, value))
     if hasattr(value, "block_shape"):
-        return tuple(value.block_shape), value.base.data_ptr() % 16
+        return Described(value.base.data_ptr() % 16, list(value.shape))
     if isinstance(value, torch.Tensor):
         return Pointer(value.data_ptr() % 16 == 0)
     if isinstance(value, int):
@@ -44,44 +37,45 @@ def fits(kind, value):
     """Return whether an argument is of a kind that a kernel was compiled for; a plan gives addresses for tensors."""
     if isinstance(kind, Pointer):
         return not kind.aligned or value % 16 == 0
+    if isinstance(kind, Described):
+        return kind == value
     if isinstance(kind, tuple) and isinstance(value, tuple):
         return all(map(fits, kind, value))
     return kind == specialised(value)
 
 
-class Kernel:
-    """Stands for a `triton.jit` function: what it compiles refuses arguments that it was not compiled for."""
+class Strict(Kernel):
+    """A stand-in whose compiled kernels refuse arguments that they were not compiled for, and count their starts."""
 
     def __init__(self, function):
-        self.fn = function.fn
-        parameters = inspect.signature(function.fn).parameters.values()
-        self.arg_names = [parameter.name for parameter in parameters]
+        super().__init__(function)
+        parameters = inspect.signature(function).parameters.values()
         self.constant = ["constexpr" in str(parameter.annotation) for parameter in parameters]
-        self.looked_up = self.replayed = 0
+        self.replayed = 0
 
-    def __getitem__(self, grid):
-        def launch(*args, **options):
-            self.looked_up += 1
-            for hook in LAUNCH_HOOKS.calls:
-                hook(None)
-            args += tuple(options[name] for name in self.arg_names[len(args) :])
-            kernel, kinds = (
-                self,
-                [arg if fixed else specialised(arg) for arg, fixed in zip(args, self.constant, strict=True)],
-            )
+    def compile(self, grid, values):
+        kinds = [value if fixed else specialised(value) for value, fixed in zip(values, self.constant, strict=True)]
 
-            class Compiled:
-                function = packed_metadata = None
+        class Native:
+            def __call__(_, *handed):
+                assert handed[:3] == (*grid, 1, 1)[:3]
+                given = iter(handed[-1])
+                for kind, fixed in zip(kinds, self.constant, strict=True):
+                    value = next(given)
+                    if isinstance(value, PyCUtensorMap):  # its descriptor's shape and strides follow
+                        rank = len(kind.shape)
+                        value = Described(value.address % 16, [next(given) for _ in range(rank)])
+                        assert [next(given) for _ in range(rank)][-1] == 1
+                    assert value == kind if fixed else fits(kind, value)
+                assert not list(given)
+                self.replayed += 1
 
-                def run(self, x, y, z, stream, function, metadata, enter, leave, more, *args):
-                    assert (x, y, z) == (*grid, 1, 1)[:3]
-                    for arg, kind, fixed in zip(args, kinds, kernel.constant, strict=True):
-                        assert arg == kind if fixed else fits(kind, arg)
-                    kernel.replayed += 1
+        return Compiled(values, Native())
 
-            return Compiled()
 
-        return launch
+class Described(NamedTuple):
+    misaligned: int
+    shape: list
 
 
 def drawn(layout, heads, positions, size, dtype):
@@ -95,24 +89,11 @@ def drawn(layout, heads, positions, size, dtype):
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
 def test_plans_start_what_tritons_lookup_would(family, monkeypatch):
     facts = DeviceFacts(132, family, FAMILIES[family].shared_bytes, 50 << 20, 80 << 30)
-    kernels = []
-    for module, names in KERNELS.items():
-        if hasattr(module, "device_facts"):
-            monkeypatch.setattr(module, "device_facts", lambda device: facts)
-        for name in names:
-            kernels.append(Kernel(getattr(module, name)))
-            monkeypatch.setattr(module, name, kernels[-1])
-    monkeypatch.setattr("distill_kernels.attention.operands.device_facts", lambda device: facts)
-    monkeypatch.setattr(launch_plans, "current_device", lambda: -1)
-    monkeypatch.setattr(kernel_op, "current_device", lambda: -1)
-    monkeypatch.setattr(kernel_op, "on_gpu", lambda tensor: True)
-    monkeypatch.setattr(
-        launch_plans,
-        "empty_on_current_device",
-        lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
-    )
+    modules = (flash, flash_backward, decode, ranges)
+    for module in (flash, flash_backward, decode, operands):
+        monkeypatch.setattr(module, "device_facts", lambda device: facts)
     for op in (flash._forward_op, flash._backward_op, decode._op):
-        monkeypatch.setattr(op, "_plans", {})
+        monkeypatch.setattr(op, "planned", PlannedFunction(op.planned.function, op.planned.results))
     generator = random.Random(3)
     choices = [
         (torch.bfloat16, torch.float32),
@@ -125,7 +106,7 @@ def test_plans_start_what_tritons_lookup_would(family, monkeypatch):
         (False, True),
     ]
     cases = generator.sample(list(itertools.product(*choices)), 20)
-    with interpreted():
+    with stand_in_gpu(*modules, make=Strict) as kernels:
         drawn_once = [
             (*case, generator.randrange(4), generator.choice((1, 0.5)), generator.choice((1, 30, 30.0)))
             for case in cases
@@ -142,22 +123,17 @@ def test_plans_start_what_tritons_lookup_would(family, monkeypatch):
             filled = torch.full((3,), positions, dtype=generator.choice([torch.int32, torch.int64]))
             filled, starts = generator.choice([filled[:2], filled[1:]]), torch.zeros(2, dtype=torch.int32)
             decode.decode_attention(q[:, :, :1], k, v, filled, starts=starts if packed else None, **more)
-    assert all(kernel.replayed > 12 for kernel in kernels), [(k.fn.__name__, k.looked_up, k.replayed) for k in kernels]
-
-
-def test_a_cached_descriptor_points_to_its_own_tensor():
-    first, second = (torch.randn(2, 8, 3, 16).transpose(1, 2) for _ in range(2))
-    made = [tiles_of(x, 16, 16, True) for x in (first, second, first[:, :, :4])]
-    assert [x.base.data_ptr() for x in made] == [first.data_ptr(), second.data_ptr(), first.data_ptr()]
-    assert {**vars(made[1]), "base": None} == {**vars(made[0]), "base": None} and made[2].shape == [2, 3, 4, 16]
+    counts = {kernel.fn.__name__: (kernel.looked_up, kernel.replayed) for kernel in kernels if kernel.looked_up}
+    assert len(counts) >= 7 and all(replayed >= 12 for _, replayed in counts.values()), repr(counts)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("more", [{}, {"window": 100, "softcap": 30}, {"causal": False, "scale": 1}])
 @pytest.mark.parametrize("layout", [0, 1])
 def test_later_launches_give_the_bits_of_the_first(layout, more, monkeypatch):
-    for op in (flash._forward_op, flash._backward_op, decode._op):
-        monkeypatch.setattr(op, "_plans", {})
+    ops = (flash._forward_op, decode._op)
+    for op in ops:
+        monkeypatch.setattr(op, "planned", PlannedFunction(op.planned.function, op.planned.results))
 
     def results(seed):
         torch.manual_seed(seed)
@@ -172,8 +148,9 @@ def test_later_launches_give_the_bits_of_the_first(layout, more, monkeypatch):
 
     first, other = results(1), results(2)
     again = results(1), results(1)
-    plans = [plan for op in (flash._forward_op, flash._backward_op, decode._op) for plan in op._plans.values()]
+    plans = [plan for op in ops for plan in op.planned.plans()]
+    plans += [back for plan in plans if plan.gradient for back in plan.gradient.planned.plans()]
     aligned = layout == 0  # the other begins behind the first element
-    assert plans and all(isinstance(plan, LaunchPlan) == aligned for plan in plans)
+    assert len(plans) == 3 and all((plan.replay is not None) == aligned for plan in plans)
     again = again[1]
     assert all(map(torch.equal, first, again)) and not torch.equal(first[0], other[0])

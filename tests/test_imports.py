@@ -13,12 +13,11 @@ ROOT = Path(__file__).resolve().parents[1]
 LAZY = {
     "distill": ROOT / "distill" / "__init__.py",
     "distill_kernels": ROOT / "kernels" / "distill_kernels" / "__init__.py",
-    "distill_kernels.primitives": ROOT / "kernels" / "distill_kernels" / "primitives" / "__init__.py",
 }
 
 
 LOSSES = "from distill_kernels import FusedKLLoss, FusedAdamW, rms_norm"
-PRIMITIVE = "from distill_kernels.primitives import softmax"
+PRIMITIVE = "from distill_kernels import softmax"
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,6 @@ def test_lazy_names_are_those_that_type_checkers_see(package):
 
 def test_names_of_the_kernels_pickle_and_are_the_same_everywhere():
     import distill_kernels
-    from distill_kernels import primitives
 
     import distill
 
@@ -70,4 +68,3 @@ def test_names_of_the_kernels_pickle_and_are_the_same_everywhere():
         found = getattr(distill_kernels, name)
         assert getattr(distill, name) is found
         assert pickle.loads(pickle.dumps(found)) is found
-    assert all(getattr(primitives, name) is getattr(distill_kernels, name) for name in primitives.__all__)

@@ -1,7 +1,7 @@
 """GPU kernels for distillation: fused losses, transformer layers, attention, matrix products and AdamW.
 
 Needs torch; triton only where a CUDA tensor is used. Knows nothing of models, recipes or trainers. A name's module is
-imported when the name is first used; `distill_kernels.primitives` holds those that no training needs.
+imported when the name is first used; the modules that no training needs are in `primitives`.
 """
 
 from typing import TYPE_CHECKING

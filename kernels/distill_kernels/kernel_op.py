@@ -3,23 +3,21 @@
 A `torch.library.custom_op` is what `torch.compile`, fake tensors and dispatch modes need, and costs 10 to 13
 microseconds of host time a call, more than many layers run for. `KernelOp` registers it, and sends an eager call on
 plain tensors straight to the launcher, or through an autograd function where a gradient is required. All three run
-the same launcher, `setup_context` and `backward`; eager calls replay a launcher's `LaunchPlan` once there is one.
+the same launcher, `setup_context` and `backward`; eager calls replay launch plans once there are any.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from distill_kernels.launch import MAX_CACHED_LAUNCHES, runs_on_triton
-from distill_kernels.launch_plans import LaunchPlan, current_device, hooked, record, recorder_here
-from distill_kernels.operands import check_tensor, differentiable_once, non_view_output
+from distill_kernels.launch import runs_on_triton
+from distill_kernels.launch_plans import LaunchPlan, PlannedFunction, outside_of_plans, picker, recorder_here
+from distill_kernels.operands import PLAIN, check_tensor, differentiable_once
 
-_functorch_level = torch._C._functorch.maybe_current_level
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -28,17 +26,20 @@ class KernelOp:
 
     Calls are positional. Double backward is not supported and raises, `create_graph=True` included. From the third
     call on with arguments of one description (shapes, strides, dtypes, devices and plain values) an eager call on a
-    GPU replays a `LaunchPlan`, where the launcher can have one, and checks nothing again.
+    GPU replays a launch plan, and so does its backward, where they can have one; nothing is checked again.
 
     Args:
         name: The op's name; it appears as `torch.ops.distill.<name>`.
-        launch: The launcher, annotated as `torch.library.custom_op` requires; no output may alias an input. What it
-            does may depend on the description of its arguments alone, never on a tensor's contents.
+        launch: The launcher, annotated as `torch.library.custom_op` requires; no output may alias an input or be a
+            view. What it does may depend on the description of its arguments alone, never on a tensor's contents.
         fake: The same signature; returns empty outputs of the right shapes, dtypes and strides.
-        setup_context: `(ctx, inputs, output)`, as `torch.library.register_autograd` takes it.
+        setup_context: `(ctx, inputs, output)`, as `torch.library.register_autograd` takes it. It saves inputs and
+            outputs only, and sets attributes by the description of the inputs: it is run once for each.
         backward: `(ctx, *grads)`; None for an op that no gradient passes through.
         mutates: Names of the arguments that the launcher writes to; such an op has no backward.
         check: The launcher's signature; raises ValueError for arguments that do not fit, by their description.
+        results: How many of the outputs a call returns, one as a tensor; the others are for the backward, and get no
+            gradient. None for all.
     """
 
     def __init__(
@@ -51,94 +52,137 @@ class KernelOp:
         backward: Callable[..., Any] | None = None,
         mutates: tuple[str, ...] = (),
         check: Callable[..., object] | None = None,
+        results: int | None = None,
     ) -> None:
-        self.launch = launch
-        self.check = _accept if check is None else check
-        self.function: type[torch.autograd.Function] | None = None
-        self._plans: dict[tuple[Any, ...], LaunchPlan | int] = {}  # or how often seen; NO_PLAN
+        self.check = check or (lambda *args: None)
+        self.setup_context, self.backward, self.results = setup_context, backward, results
+        self.planned = PlannedFunction(launch, results)
+        self._apply: Callable[..., Any] | None = None
         definition = torch.library.custom_op(f"distill::{name}", launch, mutates_args=mutates)
         definition.register_fake(fake)
         if backward is not None:
             assert setup_context is not None
-            definition.register_autograd(differentiable_once(backward), setup_context=setup_context)
-            self.function = _eager_function(name, self._launch, setup_context, backward)
+
+            def traced_backward(ctx: Any, *upstream: Any) -> Any:
+                return backward(ctx, *upstream[:results])
+
+            definition.register_autograd(differentiable_once(traced_backward), setup_context=setup_context)
+            function: Any = _eager_function(name, self)
+            parent: Any = super(torch.autograd.Function, function)
+            self._apply = parent.apply  # past its look for function transforms
         self.traced = getattr(torch.ops.distill, name).default
 
     def __call__(self, *args: Any) -> Any:
         """Call the op on plain tensors; go through the dispatcher for subclasses, dispatch modes and traces."""
-        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or _functorch_level() is not None:
-            if not torch.compiler.is_compiling() and recorder_here() is not None:
-                return self.launch(*args)  # part of another op's plan
-            self.check(*args)
-            return self.traced(*args)
-        # the description of the arguments: what a launcher's decisions and Triton's look-up depend on
-        kinds = tuple(map(type, args))
-        description: list[Any] = [kinds]
-        pointers = []
-        address_bits = 0
-        needs_gradient = False
-        try:
-            for kind, arg in zip(kinds, args, strict=True):
-                if kind is torch.Tensor or kind is torch.nn.Parameter:
-                    pointer = arg.data_ptr()
-                    pointers.append(pointer)
-                    address_bits |= pointer
-                    description += (arg.shape, arg.stride(), arg.dtype, arg.get_device())
-                    needs_gradient = needs_gradient or arg.requires_grad
-                elif isinstance(arg, torch.Tensor):
-                    return self._outside(args)
-                else:
-                    description.append(arg)
-            key = tuple(description)
-            plan = self._plans.get(key, 0)
-        except (RuntimeError, TypeError):  # no storage (sparse), or an argument that cannot be hashed
-            return self._outside(args)
-        if isinstance(plan, LaunchPlan) and not address_bits & 15 and plan.fits(pointers):
-            if needs_gradient and self.function is not None and torch.is_grad_enabled():
-                return self.function.apply(*args, (plan, pointers))
-            return plan(pointers)
-        if plan == 0:
-            self.check(*args)
-        if needs_gradient and self.function is not None and torch.is_grad_enabled():
-            return self.function.apply(*args, (None, key))
-        return self._launch(key, args)
-
-    def _outside(self, args: tuple[Any, ...]) -> Any:
-        """Call the op for arguments that have no description, such as tensor subclasses."""
+        if not torch.compiler.is_compiling():
+            found = self.planned.find(args) or self._first_call(args)
+            if found is not None:
+                plan, tensors = found
+                if plan.needs_gradient and torch.is_grad_enabled():
+                    if self._apply is not None:
+                        return self._apply((plan, args), *tensors)
+                    self.check(*args)  # which refuses them, if gradients were not recorded when it saw them first
+                return self._returned(self.planned.run(plan, tensors, args))
+            if recorder_here() is not None:
+                return self._returned(self.planned.function(*args))  # part of another plan
         self.check(*args)
-        return self.traced(*args)
+        return self._returned(self.traced(*args))
 
-    def _launch(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
-        """Call the launcher, and make a plan at the second call with this key: the first compiles and tunes."""
-        seen = self._plans.get(key, 0)
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        if seen == NO_PLAN or not tensors or not all(map(on_gpu, tensors)):
-            return self.launch(*args)
-        here = all(tensor.get_device() == current_device() for tensor in tensors)
-        pointers = list(map(torch.Tensor.data_ptr, tensors))
-        seen_once = seen == 1 or (isinstance(seen, LaunchPlan) and not seen.fits(pointers))
-        if not seen_once or not here or hooked() or any(pointer % 16 for pointer in pointers):
-            output = self.launch(*args)
-            if seen == 0:
-                if len(self._plans) >= MAX_CACHED_LAUNCHES:  # shapes that are new with every batch
-                    self._plans.clear()
-                self._plans[key] = 1
-            return output
-        output, plan = record(self.launch, args)
-        self._plans[key] = NO_PLAN if plan is None else plan
-        return output
+    def all_outputs(self, *args: Any) -> Any:
+        """Return all outputs of an eager call on plain tensors, without a graph."""
+        found = self.planned.find(args) or self._first_call(args)
+        return self.planned.run(*found, args) if found is not None else self.planned.function(*args)
+
+    def _first_call(self, args: tuple[Any, ...]) -> tuple[LaunchPlan, tuple[torch.Tensor, ...]] | None:
+        """Check arguments that were not seen before; return their plan, or None if the dispatcher is needed."""
+        if outside_of_plans():
+            return None
+        self.check(*args)
+        return self.planned.add(args)
+
+    def _returned(self, outputs: Any) -> Any:
+        if self.results is None:
+            return outputs
+        return outputs[0] if self.results == 1 else outputs[: self.results]
 
 
-NO_PLAN = -1
+class _Gradient:
+    """The backward of an op's calls with inputs of one description; stands for autograd's context in it.
+
+    Args:
+        op: The op.
+        args: Arguments of one such call.
+        outputs: All outputs of that call.
+        needed: Whether a gradient is required, for each tensor among the arguments.
+    """
+
+    def __init__(self, op: KernelOp, args: tuple[Any, ...], outputs: Any, needed: tuple[bool, ...]) -> None:
+        self._op, self._places = op, [place for place, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        self.planned = PlannedFunction(self._compute)
+        needs = dict(zip(self._places, needed, strict=True))
+        self.needs_input_grad = tuple(needs.get(place, False) for place in range(len(args)))
+        self.saved_tensors: tuple[torch.Tensor | None, ...] = ()
+        self.materialize_grads = True
+        assert op.setup_context is not None
+        op.setup_context(self, args, outputs)
+        every = [*[args[place] for place in self._places], *_as_tuple(outputs)]
+        at = {id(tensor): place for place, tensor in reversed(list(enumerate(every)))}
+        self.pick_saved = picker([at[id(tensor)] for tensor in self.saved_tensors if tensor is not None])
+        self._kept, self.saved_tensors = [tensor is not None for tensor in self.saved_tensors], ()
+        self._latest: LaunchPlan | None = None  # of tensors alone, without a None among the upstream gradients
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self.materialize_grads = value
+
+    def mark_non_differentiable(self, *outputs: torch.Tensor) -> None:
+        """Outputs that are not among the results have no gradient."""
+
+    def __call__(self, saved: tuple[torch.Tensor | None, ...], upstream: tuple[torch.Tensor | None, ...]) -> Any:
+        """Return a gradient for each tensor among the op's arguments, after a None."""
+        given: tuple[Any, ...] = saved + upstream
+        if self._latest is not None and self._latest.fits(*given):
+            return self.planned.run(self._latest, given, given)
+        found = self.planned.find(given) or self.planned.add(given)
+        if found is None:
+            return self._compute(*given)
+        self._latest = found[0] if len(found[1]) == len(given) else None
+        return self.planned.run(*found, given)
+
+    def _compute(self, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        context, left = copy.copy(self), iter(given)
+        context.saved_tensors = tuple([next(left) if kept else None for kept in self._kept])
+        assert self._op.backward is not None
+        gradients = _as_tuple(self._op.backward(context, *left))
+        return None, *[gradients[place] for place in self._places]
 
 
-def on_gpu(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor lies in a GPU's memory."""
-    return tensor.is_cuda
+def _eager_function(name: str, op: KernelOp) -> type[torch.autograd.Function]:
+    """Return the autograd function of an op: of a plan with all arguments, and of the tensors among these."""
+
+    def forward(ctx: Any, call: tuple[LaunchPlan, tuple[Any, ...]], *tensors: torch.Tensor) -> Any:
+        plan, args = call
+        outputs = op.planned.run(plan, tensors, args)
+        every = outputs if isinstance(outputs, tuple) else (outputs,)
+        gradient = plan.gradient
+        if gradient is None:
+            gradient = plan.gradient = _Gradient(op, args, outputs, ctx.needs_input_grad[1:])
+        ctx.save_for_backward(*gradient.pick_saved(tensors + every))
+        ctx.materialize_grads = gradient.materialize_grads
+        ctx.gradient = gradient
+        return outputs if op.results is None else every[0] if op.results == 1 else every[: op.results]
+
+    def backward(ctx: Any, *upstream: torch.Tensor | None) -> Any:
+        return ctx.gradient(ctx.saved_tensors, upstream)
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(differentiable_once(backward))}
+    return type(f"Eager_{name}", (torch.autograd.Function,), methods)
 
 
-def _accept(*args: Any) -> None:
-    return None
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def has_kernel(tensor: object) -> bool:
@@ -151,35 +195,9 @@ def has_kernel(tensor: object) -> bool:
 
 def can_skip_dispatcher(*args: Any) -> bool:
     """Return whether an eager call on these arguments may skip the dispatcher."""
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+    if torch.compiler.is_compiling() or outside_of_plans():
         return False
-    return all(type(arg) in _PLAIN or not isinstance(arg, torch.Tensor) for arg in args)
-
-
-def _eager_function(
-    name: str, launch: Callable[..., Any], setup_context: Callable[..., None], backward: Callable[..., Any]
-) -> type[torch.autograd.Function]:
-    """Return the autograd function of an op, whose last argument is a plan with addresses, or None and a key."""
-
-    def forward(ctx: Any, *args: Any) -> Any:
-        plan, more = args[-1]
-        args = args[:-1]
-        if plan is not None:
-            output = plan(more)
-        else:
-            output = launch(more, args)
-            output = (
-                non_view_output(output) if isinstance(output, torch.Tensor) else tuple(map(non_view_output, output))
-            )
-        setup_context(ctx, args, output)
-        return output
-
-    def backward_once(ctx: Any, *upstream: Any) -> Any:
-        gradients = backward(ctx, *upstream)
-        return (*gradients, None) if isinstance(gradients, tuple) else (gradients, None)
-
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(differentiable_once(backward_once))}
-    return type(f"Eager_{name}", (torch.autograd.Function,), methods)
+    return all(type(arg) in PLAIN or not isinstance(arg, torch.Tensor) for arg in args)
 
 
 class _ForbidDoubleBackward(torch.autograd.Function):

@@ -239,7 +239,6 @@ class CachedLauncher:
     """
 
     def __init__(self) -> None:
-        self._compiled: dict[typing.Any, typing.Any] = {}
         self._runners: dict[typing.Any, Callable[..., None]] = {}
 
     def __call__(
@@ -257,15 +256,8 @@ class CachedLauncher:
         if runner is not None:
             runner(*map(torch.Tensor.data_ptr, tensors), *arguments)
             return
-        compiled_before = self._compiled.pop(specialization, None)
-        if compiled_before is not None:  # and no other thread has taken it
-            whole = grid if isinstance(grid, tuple) else (grid, 1, 1)
-            self._runners[specialization] = compiled_before[whole]
-            self(kernel, grid, specialization[0], tensors, arguments)
-            return
-        if len(self._runners) + len(self._compiled) >= MAX_CACHED_LAUNCHES:  # shapes that are new with every batch
+        if len(self._runners) >= MAX_CACHED_LAUNCHES:  # shapes that are new with every batch
             self._runners.clear()
-            self._compiled.clear()
         compiled = kernel[grid if isinstance(grid, tuple) else (grid,)](*tensors, *arguments, **options)
         if compiled is not None:  # as the interpreter's is
-            self._compiled[specialization] = compiled
+            self._runners[specialization] = compiled[grid if isinstance(grid, tuple) else (grid, 1, 1)]

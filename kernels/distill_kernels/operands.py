@@ -15,7 +15,7 @@ import torch
 
 from distill_kernels.launch import TensorDescriptor, tl, triton
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @overload
@@ -48,7 +48,7 @@ def adjacent_as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     first, elements = tensors[0], 0
     for tensor in tensors:
         if (
-            type(tensor) not in _PLAIN
+            type(tensor) not in PLAIN
             or tensor.dtype != first.dtype
             or tensor.shape[1:] != first.shape[1:]
             or not tensor.is_contiguous()

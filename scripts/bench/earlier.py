@@ -23,11 +23,12 @@ from distill_kernels.attention.flash import flash_attention
 from distill_kernels.attention.operands import Masking
 from distill_kernels.attention.reference import reference_attention
 from distill_kernels.primitives.decode import decode_attention, reference_decode_attention
+from torch.nn.attention.flex_attention import flex_attention
 
 from scripts.bench import adamw, attention, decode, layers
 from scripts.bench.harness import Row, copy_bandwidth, graphed, host_microseconds, time_in_turn
 
-OURS = "ours"
+OURS, FLEX = "ours", "FlexAttention"
 ROTATE_BYTES = 200 << 20
 LARGEST_ERROR = 1e-2
 Shape = tuple[int, ...]
@@ -80,6 +81,8 @@ def _attention(shape: Shape, backward: bool) -> Comparison:
     exact, _ = reference_attention(wide[0], wide[1], wide[2], Masking(False, size**-0.5))
     exact_gradients = torch.autograd.grad(exact, wide, dout.double())
     functions = {OURS: lambda q, k, v: flash_attention(q, k, v, causal=False), "naive": decode._naive}
+    if q.is_cuda:
+        functions[FLEX] = torch.compile(flex_attention, dynamic=False)
     forms = {}
     for label, function in functions.items():
         made = function(*leaves)
@@ -221,7 +224,8 @@ def measure(line: Line, copy: float) -> list[Row]:
                 rows.append(Row("earlier", shape, label, math.nan, error=form.errors, note=refusals[label]))
                 continue
             ms, launched = found[label], way == "launched"
-            note = "" if label == OURS else _note(line.reported, comparison, label, times, copy)
+            reported = None if label == FLEX else line.reported  # named as a next step, not measured
+            note = "" if label == OURS else _note(reported, comparison, label, times, copy)
             if form.in_graph is not None and not launched:
                 note += "; capturable=True, as a graph asks"
             rows.append(

@@ -18,12 +18,13 @@ from torch.nn import functional as F
 from scripts.bench.harness import Row
 
 ROUNDS, CALLS = 15, 100
+DEVICE = "cuda"
 Tensors = tuple[torch.Tensor, ...]
 Function = Callable[..., torch.Tensor]
 
 
 def _normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda", dtype=dtype)
+    return torch.randn(*shape, device=DEVICE, dtype=dtype)
 
 
 def _heads(count: int, positions: int) -> Callable[[], Tensors]:

@@ -229,6 +229,12 @@ def _new_lse(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
+def _masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, sinks) -> Masking:
+    """Return the masking that an op's arguments describe; without lengths of their own keys have the queries'."""
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    return Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, sinks)
+
+
 def _launch_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -241,7 +247,7 @@ def _launch_forward(
     softcap: float | None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    masking = Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, sinks)
+    masking = _masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, sinks)
     if q.numel() == 0 or k.numel() == 0 or not runs_on_triton(q):
         out, lse = reference_attention(q, k, v, masking)
         return empty_positions_first(q).copy_(out), lse
@@ -268,7 +274,7 @@ def _launch_backward(
     sinks: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Return dq, dk, dv and, with sinks, dsinks."""
-    masking = Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, sinks)
+    masking = _masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, sinks)
     if q.numel() == 0 or k.numel() == 0 or not runs_on_triton(q):
         dq, dk, dv, *dsinks = reference_attention_backward(dout, q, k, v, out, lse, masking)
         return [
@@ -295,7 +301,7 @@ def _save_for_backward(ctx, inputs, output):
     ctx.set_materialize_grads(False)  # else autograd allocates zeros for the gradient of lse
 
 
-def _backward(ctx, dout, _):
+def _backward(ctx, dout):
     if dout is None:
         return (None,) * 10
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks = ctx.saved_tensors
@@ -304,7 +310,7 @@ def _backward(ctx, dout, _):
 
 
 def _check(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap, sinks=None) -> None:
-    check_attention(q, k, v, Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, sinks))
+    check_attention(q, k, v, _masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, sinks))
 
 
 _forward_op = KernelOp(
@@ -314,6 +320,7 @@ _forward_op = KernelOp(
     setup_context=_save_for_backward,
     backward=_backward,
     check=_check,
+    results=1,
 )
 
 
@@ -360,6 +367,6 @@ def flash_attention(
     if not isinstance(q, torch.Tensor):
         check_tensor("q", q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)  # Triton takes the int 1 for a constant
-    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    out, _ = _forward_op(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap, sinks)
+    cu_seqlens_k = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k  # launch plans tell tensors apart
+    out: torch.Tensor = _forward_op(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap, sinks)
     return out

@@ -5,15 +5,9 @@ The formulas stand in `flash_backward.py`, which launches it.
 
 from __future__ import annotations
 
-from distill_kernels.attention.operands import (
-    load_tile,
-    softcapped,
-)
+from distill_kernels.attention.operands import load_tile, softcapped
 from distill_kernels.attention.ranges import dense_or_packed_interval
-from distill_kernels.attention.split_kv import (
-    part_of_tiles,
-    store_sums,
-)
+from distill_kernels.attention.split_kv import part_of_tiles, store_sums
 from distill_kernels.launch import tl, triton
 
 

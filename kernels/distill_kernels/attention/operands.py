@@ -260,26 +260,13 @@ def tiles_of(tensor: torch.Tensor, rows: int, columns: int, tma: bool) -> typing
     """
     if not tma:
         return tensor, *tensor.stride()[:3], tensor.shape[2]
-    key = (tensor.shape, tensor.stride(), tensor.dtype, rows, columns)
-    checked = _checked.get(key)
-    if checked is not None:  # the constructor would validate again what depends on the key alone
-        made = object.__new__(TensorDescriptor)
-        made.__dict__.update(checked, base=tensor)
-        return made
     batch, heads, positions, size = tensor.shape
     strides = list(tensor.stride())
     step = positions * heads * batch * 16
     for dimension in range(3):
         if tensor.shape[dimension] == 1:  # the stride of a single entry is arbitrary, but must be a legal one
             strides[dimension] = step
-    made = TensorDescriptor(tensor, [batch, heads, positions, size], strides, [1, 1, rows, columns])
-    if len(_checked) >= MAX_CACHED_LAUNCHES:
-        _checked.clear()
-    _checked[key] = {**made.__dict__, "base": None}
-    return made
-
-
-_checked: dict[tuple[object, ...], dict[str, object]] = {}  # descriptors without their tensors
+    return TensorDescriptor(tensor, [batch, heads, positions, size], strides, [1, 1, rows, columns])
 
 
 @triton.jit

@@ -135,13 +135,17 @@ def backward_tile(columns: int) -> TileConfig:
     return TileConfig(rows=2048 // block, columns=block, warps=4, programs=4, stages=3)
 
 
+def _new_output(x, bias, activation) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
 def _launch_forward(x: torch.Tensor, bias: torch.Tensor, activation: str) -> torch.Tensor:
     columns = x.shape[-1]
     n_rows = x.numel() // columns
     tile = forward_tile(n_rows, columns, x.element_size(), device_facts(x.device))
     x, x_stride = as_rows(x)
     bias = contiguous_rows(bias)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = _new_output(x, bias, activation)
     if n_rows:
         launch(
             _forward_kernel,
@@ -161,23 +165,23 @@ def _launch_forward(x: torch.Tensor, bias: torch.Tensor, activation: str) -> tor
     return y
 
 
-def _fake_forward(x: torch.Tensor, bias: torch.Tensor, activation: str) -> torch.Tensor:
-    return x.new_empty(x.shape)
+def _new_gradients(dy, x, bias, activation, need_dbias) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), torch.empty_like(bias) if need_dbias else dy.new_empty(0)
 
 
 def _launch_backward(
     dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, activation: str, need_dbias: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # returns dx, and dbias (empty where not needed)
+    dx, dbias = _new_gradients(dy, x, bias, activation, need_dbias)
     columns = x.shape[-1]
     tile = backward_tile(columns)
     n_rows = x.numel() // columns
     dy, dy_stride = as_rows(dy)
     x, x_stride = as_rows(x)
     bias = contiguous_rows(bias)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not n_rows:
-        return dx, torch.zeros_like(bias) if need_dbias else dy.new_empty(0)
+        return dx, dbias.zero_()
     dependent_launch = need_dbias and device_facts(x.device).dependent_launch
     column_blocks = cdiv(columns, tile.columns)
     target_programs = cdiv(device_facts(x.device).multiprocessors * tile.programs, column_blocks)
@@ -205,16 +209,12 @@ def _launch_backward(
         DEPENDENT_LAUNCH=dependent_launch,
         num_warps=tile.warps,
     )
-    return dx, column_sums(partials, bias.dtype, dependent_launch) if need_dbias else dy.new_empty(0)
+    if need_dbias:
+        column_sums(partials, dbias, None, dependent_launch)
+    return dx, dbias
 
 
-def _fake_backward(
-    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, activation: str, need_dbias: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), torch.empty_like(bias) if need_dbias else dy.new_empty(0)
-
-
-_backward_op = KernelOp("bias_gelu_backward", _launch_backward, _fake_backward)
+_backward_op = KernelOp("bias_gelu_backward", _launch_backward, _new_gradients)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -241,7 +241,7 @@ def _check(x: torch.Tensor, bias: torch.Tensor, activation: str) -> None:
 
 
 _forward_op = KernelOp(
-    "bias_gelu_forward", _launch_forward, _fake_forward, setup_context=_setup_context, backward=_backward, check=_check
+    "bias_gelu_forward", _launch_forward, _new_output, setup_context=_setup_context, backward=_backward, check=_check
 )
 
 

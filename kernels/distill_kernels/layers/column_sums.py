@@ -56,28 +56,18 @@ def _column_sums_kernel(
     tl.store(other_ptr + cols - split, sums.to(other_ptr.dtype.element_ty), mask=after)
 
 
-def column_sums(partials: torch.Tensor, dtype: torch.dtype, dependent_launch: bool = False) -> torch.Tensor:
-    """Sum `partials`, fp32 [P, C] contiguous, over its rows in a fixed order: [C] in `dtype`.
+def column_sums(
+    partials: torch.Tensor, out: torch.Tensor, other: torch.Tensor | None = None, dependent_launch: bool = False
+) -> None:
+    """Sum the rows of `partials` in a fixed order.
 
-    `dependent_launch`: this kernel starts while the previous one, which writes them and calls `gdc_launch_dependents`,
-    still runs.
+    Args:
+        partials: fp32 [P, C] contiguous, or [P, C + D].
+        out: [C], gets the sums of the first C columns in its dtype.
+        other: [D], gets those of the other columns; None if there are none.
+        dependent_launch: This kernel starts while the previous one, which writes `partials` and calls
+            `gdc_launch_dependents`, still runs.
     """
-    out = torch.empty(partials.shape[1], dtype=dtype, device=partials.device)
-    _launch(partials, out, out, dependent_launch)
-    return out
-
-
-def column_sums_of_two(
-    partials: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype], dependent_launch: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum `partials`, fp32 [P, 2 C], as `column_sums` does: the first C and the last C columns, each in its dtype."""
-    columns = partials.shape[1] // 2
-    first, second = (torch.empty(columns, dtype=dtype, device=partials.device) for dtype in dtypes)
-    _launch(partials, first, second, dependent_launch)
-    return first, second
-
-
-def _launch(partials: torch.Tensor, out: torch.Tensor, other: torch.Tensor, dependent_launch: bool) -> None:
     rows, columns = partials.shape
     tile = sums_tile(rows, columns)
     launch(
@@ -85,7 +75,7 @@ def _launch(partials: torch.Tensor, out: torch.Tensor, other: torch.Tensor, depe
         (cdiv(columns, tile.columns),),
         partials,
         out,
-        other,
+        out if other is None else other,
         rows,
         columns,
         len(out),

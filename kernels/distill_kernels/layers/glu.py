@@ -18,6 +18,7 @@ from distill_kernels.launch_plans import launch
 from distill_kernels.layers.activations import activate, activate_with_derivative
 from distill_kernels.layers.row_layout import as_rows
 from distill_kernels.matmul.shared_input import gradient_slots
+from distill_kernels.operands import differentiable_once
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -84,16 +85,21 @@ def _backward_kernel(
     tl.store(dup_ptr + row * out_stride + out_offset + cols, (dy * value).to(dup_ptr.dtype.element_ty), mask=mask)
 
 
+def _new_output(gate, up, activation) -> torch.Tensor:
+    if up is None:
+        return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
+    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
+
+
 def _launch_forward(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
-    columns = gate.shape[-1] if up is not None else gate.shape[-1] // 2
+    y = _new_output(gate, up, activation)
+    columns = y.shape[-1]
     gate, gate_stride = as_rows(gate)
     if up is None:
         source, up_stride, up_offset = gate, gate_stride, columns
-        y = torch.empty((*gate.shape[:-1], columns), dtype=gate.dtype, device=gate.device)
     else:
         source, up_stride = as_rows(up)
         up_offset = 0
-        y = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
     elements = y.numel()
     if elements:
         if gate_stride == up_stride == columns:
@@ -117,20 +123,17 @@ def _launch_forward(gate: torch.Tensor, up: torch.Tensor | None, activation: str
     return y
 
 
-def _fake_forward(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
-    if up is None:
-        return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
-    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
+def _new_gradients(dy, gate, up, activation) -> tuple[torch.Tensor, torch.Tensor]:
+    return gate.new_empty(gate.shape), dy.new_empty(0) if up is None else up.new_empty(up.shape)
 
 
 def _launch_backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # returns dgate and dup; packed, both in the first and the second empty
-    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    dup = None if up is None else torch.empty(up.shape, dtype=up.dtype, device=up.device)
-    _fill_gradients(dy, gate, up, dgate, dup, activation)
-    return dgate, dy.new_empty(0) if dup is None else dup
+    dgate, dup = _new_gradients(dy, gate, up, activation)
+    _fill_gradients(dy, gate, up, dgate, None if up is None else dup, activation)
+    return dgate, dup
 
 
 def _fill_gradients(
@@ -174,27 +177,17 @@ def _fill_gradients(
         )
 
 
-def _fake_backward(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, activation: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return gate.new_empty(gate.shape), dy.new_empty(0) if up is None else up.new_empty(up.shape)
-
-
-_backward_op = KernelOp("glu_backward", _launch_backward, _fake_backward)
+_backward_op = KernelOp("glu_backward", _launch_backward, _new_gradients)
 
 
 def _setup_context(ctx, inputs, output) -> None:
     gate, up, activation = inputs
     ctx.save_for_backward(gate, up)
-    ctx.activation, ctx.places = activation, None if up is None else gradient_slots(gate, up)
+    ctx.activation = activation
 
 
 def _backward(ctx, dy):
     gate, up = ctx.saved_tensors
-    if ctx.places is not None and can_skip_dispatcher(dy, gate, up):
-        dgate, dup = (part.view(gate.shape) for part in ctx.places.make(gate))
-        _fill_gradients(dy, gate, up, dgate, dup, ctx.activation)
-        return dgate, dup, None
     dgate, dup = _backward_op(dy, gate, up, ctx.activation)
     return dgate, None if up is None else dup, None
 
@@ -215,8 +208,26 @@ def _check(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> None
 
 
 _forward_op = KernelOp(
-    "glu_forward", _launch_forward, _fake_forward, setup_context=_setup_context, backward=_backward, check=_check
+    "glu_forward", _launch_forward, _new_output, setup_context=_setup_context, backward=_backward, check=_check
 )
+
+
+class _GluOfProjections(torch.autograd.Function):
+    """The op for outputs of one `shared_linear`, whose gradients are written where its backward reads them."""
+
+    @staticmethod
+    def forward(ctx, gate, up, activation, places):
+        ctx.save_for_backward(gate, up)
+        ctx.activation, ctx.places = activation, places
+        return _forward_op.all_outputs(gate, up, activation)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, dy):
+        gate, up = ctx.saved_tensors
+        dgate, dup = (part.view(gate.shape) for part in ctx.places.make(gate))
+        _fill_gradients(dy, gate, up, dgate, dup, ctx.activation)
+        return dgate, dup, None, None
 
 
 def glu(gate: torch.Tensor, up: torch.Tensor | None = None, activation: Activation = "silu") -> torch.Tensor:
@@ -236,6 +247,11 @@ def glu(gate: torch.Tensor, up: torch.Tensor | None = None, activation: Activati
     if not has_kernel(gate):
         _check(gate, up, activation)
         return forbid_double_backward(reference_glu(gate, up, activation))
+    if up is not None and torch.is_grad_enabled() and can_skip_dispatcher(gate, up):
+        places = gradient_slots(gate, up)
+        if places is not None:
+            projected: torch.Tensor = _GluOfProjections.apply(gate, up, activation, places)
+            return projected
     return _forward_op(gate, up, activation)
 
 

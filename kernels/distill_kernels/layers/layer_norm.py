@@ -16,7 +16,7 @@ import torch
 from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward, has_kernel
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2
 from distill_kernels.launch_plans import launch
-from distill_kernels.layers.column_sums import column_sums_of_two
+from distill_kernels.layers.column_sums import column_sums
 from distill_kernels.layers.layer_norm_kernels import _backward_kernel, _column_kernel, _forward_kernel
 from distill_kernels.layers.row_layout import affine_forward_rows, as_rows, stages_that_fit, two_sums_rows
 from distill_kernels.operands import contiguous_rows
@@ -75,19 +75,22 @@ def _column_partials(
     return partials
 
 
+def _new_outputs(x, weight, bias, eps, stats=True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    mean, rstd = (x.new_empty(x.numel() // x.shape[-1] if stats else 0, dtype=torch.float32) for _ in range(2))
+    return x.new_empty(x.shape), mean, rstd
+
+
 def _launch_forward(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, stats: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # returns y, mean and 1/std (both empty without `stats`)
+    y, mean, rstd = _new_outputs(x, weight, bias, eps, stats)
     hidden = x.shape[-1]
     n_rows = x.numel() // hidden
     facts, block = device_facts(x.device), next_power_of_2(hidden)
     config = affine_forward_rows(hidden, n_rows, facts.multiprocessors)
     x, x_stride = as_rows(x)
     weight, bias = contiguous_rows(weight), contiguous_rows(bias)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    mean = torch.empty(n_rows if stats else 0, dtype=torch.float32, device=x.device)
-    rstd = torch.empty_like(mean)
     if n_rows:
         programs = cdiv(n_rows, config.rows)
         if config.programs:
@@ -117,12 +120,9 @@ def _launch_forward(
     return y, mean, rstd
 
 
-def _fake_forward(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, stats: bool = True
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = x.numel() // x.shape[-1] if stats else 0
-    mean, rstd = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    return x.new_empty(x.shape), mean, rstd
+def _new_gradients(dy, x, weight, mean, rstd, need_sums, bias_dtype):
+    weight_dtype, sums = bias_dtype if weight is None else weight.dtype, x.shape[-1] if need_sums else 0
+    return x.new_empty(x.shape), x.new_empty(sums, dtype=weight_dtype), x.new_empty(sums, dtype=bias_dtype)
 
 
 def _launch_backward(
@@ -135,6 +135,7 @@ def _launch_backward(
     bias_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # returns dx, and the gradients of weight and bias (empty where not needed), of a missing weight too
+    dx, dweight, dbias = _new_gradients(dy, x, weight, mean, rstd, need_sums, bias_dtype)
     hidden = x.shape[-1]
     facts, low_precision = device_facts(x.device), x.element_size() == dy.element_size() == 2
     config, block = two_sums_rows(hidden, low_precision), next_power_of_2(hidden)
@@ -143,11 +144,8 @@ def _launch_backward(
     dy, dy_stride = as_rows(dy)
     x, x_stride = as_rows(x)
     weight = contiguous_rows(weight)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    weight_dtype = bias_dtype if weight is None else weight.dtype
     if not n_rows:
-        sums = hidden if need_sums else 0
-        return dx, rstd.new_zeros(sums, dtype=weight_dtype), rstd.new_zeros(sums, dtype=bias_dtype)
+        return dx, dweight.zero_(), dbias.zero_()
     apart = need_sums and hidden > SEPARATE_SUMS_FROM and not low_precision  # sums by columns, in a pass of their own
     dependent_launch = need_sums and not apart and facts.dependent_launch
     programs = cdiv(n_rows, config.rows)
@@ -181,26 +179,12 @@ def _launch_backward(
         STAGES=stages_that_fit(config.stages, tile_bytes, facts.shared_bytes),
         num_warps=config.warps,
     )
-    if not need_sums:
-        return dx, rstd.new_empty(0, dtype=weight_dtype), rstd.new_empty(0, dtype=bias_dtype)
-    return dx, *column_sums_of_two(partials, (weight_dtype, bias_dtype), dependent_launch)
+    if need_sums:
+        column_sums(partials, dweight, dbias, dependent_launch)
+    return dx, dweight, dbias
 
 
-def _fake_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    need_sums: bool,
-    bias_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    weight_dtype = bias_dtype if weight is None else weight.dtype
-    sums = x.shape[-1] if need_sums else 0
-    return x.new_empty(x.shape), x.new_empty(sums, dtype=weight_dtype), x.new_empty(sums, dtype=bias_dtype)
-
-
-_backward_op = KernelOp("layer_norm_backward", _launch_backward, _fake_backward)
+_backward_op = KernelOp("layer_norm_backward", _launch_backward, _new_gradients)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -211,7 +195,7 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dy, *_):
+def _backward(ctx, dy):
     if dy is None:
         return None, None, None, None, None
     x, weight, mean, rstd = ctx.saved_tensors
@@ -236,10 +220,11 @@ def _check(
 _forward_op = KernelOp(
     "layer_norm_forward",
     _launch_forward,
-    _fake_forward,
+    _new_outputs,
     setup_context=_setup_context,
     backward=_backward,
     check=_check,
+    results=1,
 )
 
 
@@ -268,7 +253,8 @@ def layer_norm(
         _check(x, weight, bias, eps)
         return forbid_double_backward(reference_layer_norm(x, weight, bias, eps))
     stats = torch.is_grad_enabled() and (_needs_gradient(x) or _needs_gradient(weight) or _needs_gradient(bias))
-    return _forward_op(x, weight, bias, eps, stats)[0]
+    normed: torch.Tensor = _forward_op(x, weight, bias, eps, stats)
+    return normed
 
 
 class LayerNorm(torch.nn.Module):

@@ -15,7 +15,7 @@ differ. For N rows of H elements of b bytes, forward moves 2 N H b (fused with t
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -53,6 +53,14 @@ def reference_add_rms_norm(
     return reference_rms_norm(total, weight, eps, form), total
 
 
+def _new_outputs(x, residual, weight, eps, form, dtype=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    sum_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    out_dtype = sum_dtype if weight is None or form == "gemma" else torch.promote_types(sum_dtype, weight.dtype)
+    total = x.new_empty(0) if residual is None else x.new_empty(x.shape, dtype=sum_dtype)
+    rstd = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype or out_dtype), total, rstd
+
+
 def launch_norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -62,20 +70,12 @@ def launch_norm(
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the forward kernel; return y, the sum (empty without a residual) and 1/rms, fp32 [rows]."""
-    hidden = x.shape[-1]
-    n_rows = x.numel() // hidden
+    y, total, rstd = _new_outputs(x, residual, weight, eps, form, dtype)
+    hidden, n_rows, residual_stride = x.shape[-1], rstd.shape[0], 0
     x, x_stride = as_rows(x)
     weight = contiguous_rows(weight)
-    sum_dtype = x.dtype
-    if residual is None:
-        total, residual_stride = x.new_empty(0), 0
-    else:
+    if residual is not None:
         residual, residual_stride = as_rows(residual)
-        sum_dtype = torch.promote_types(x.dtype, residual.dtype)
-        total = torch.empty(x.shape, dtype=sum_dtype, device=x.device)
-    out_dtype = sum_dtype if weight is None or form == "gemma" else torch.promote_types(sum_dtype, weight.dtype)
-    y = torch.empty(x.shape, dtype=dtype or out_dtype, device=x.device)
-    rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
     if n_rows:
         config = forward_rows(hidden, n_rows, device_facts(x.device).multiprocessors)
         launch(
@@ -101,19 +101,10 @@ def launch_norm(
     return y, total, rstd
 
 
-def _fake_forward(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    eps: float,
-    form: str,
-    dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    sum_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    out_dtype = sum_dtype if weight is None or form == "gemma" else torch.promote_types(sum_dtype, weight.dtype)
-    rows = x.numel() // x.shape[-1]
-    total = x.new_empty(0) if residual is None else x.new_empty(x.shape, dtype=sum_dtype)
-    return x.new_empty(x.shape, dtype=dtype or out_dtype), total, x.new_empty(rows, dtype=torch.float32)
+def _new_gradients(dy, dsum, x, weight, rstd, form, need_dweight, cast_dtype=None):
+    dweight = torch.empty_like(weight) if weight is not None and need_dweight else rstd.new_empty(0)
+    other = x.new_empty(0) if cast_dtype is None else x.new_empty(x.shape, dtype=cast_dtype)
+    return x.new_empty(x.shape), dweight, other
 
 
 def _launch_backward(
@@ -127,12 +118,12 @@ def _launch_backward(
     cast_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # returns dx in x's dtype, dweight, and dx in another dtype (both empty where not needed)
+    dx, dweight, other = _new_gradients(dy, dsum, x, weight, rstd, form, need_dweight, cast_dtype)
     hidden = x.shape[-1]
     facts, low_precision = device_facts(x.device), x.element_size() == dy.element_size() == 2
     config, block = one_sum_rows(hidden, low_precision), next_power_of_2(hidden)
-    if (
-        hidden > 14_336 and not low_precision and facts.warp_size == 32
-    ):  # 16 warps have no registers for it: 0.33 ms for 0.24
+    if hidden > 14_336 and not low_precision and facts.warp_size == 32:
+        # 16 warps have no registers for it: 0.33 ms for 0.24
         config = config._replace(warps=32)
     n_rows = rstd.shape[0]
     dy, dy_stride = as_rows(dy)
@@ -141,12 +132,7 @@ def _launch_backward(
     dsum_stride = 0
     if dsum is not None:
         dsum, dsum_stride = as_rows(dsum)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    other = dx.new_empty(0) if cast_dtype is None else torch.empty(x.shape, dtype=cast_dtype, device=x.device)
-    if weight is None or not need_dweight:
-        need_dweight = False
-    elif not n_rows:
-        return dx, torch.zeros_like(weight), other
+    need_dweight = need_dweight and weight is not None
     dependent_launch = need_dweight and facts.dependent_launch
     tile_bytes = config.rows * block * sum(t.element_size() for t in (x, dy, dsum) if t is not None)
     programs = min(cdiv(n_rows, config.rows), facts.multiprocessors * config.programs)
@@ -180,27 +166,14 @@ def _launch_backward(
             STAGES=stages_that_fit(config.stages, tile_bytes, facts.shared_bytes),
             num_warps=config.warps,
         )
-    if weight is None or not need_dweight:
-        return dx, rstd.new_empty(0), other
-    return dx, column_sums(partials, weight.dtype, dependent_launch), other
+        if need_dweight:
+            column_sums(partials, dweight, None, dependent_launch)
+    else:
+        dweight.zero_()
+    return dx, dweight, other
 
 
-def _fake_backward(
-    dy: torch.Tensor,
-    dsum: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    form: str,
-    need_dweight: bool,
-    cast_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dweight = torch.empty_like(weight) if weight is not None and need_dweight else rstd.new_empty(0)
-    other = x.new_empty(0) if cast_dtype is None else x.new_empty(x.shape, dtype=cast_dtype)
-    return x.new_empty(x.shape), dweight, other
-
-
-_backward_op = KernelOp("rms_norm_backward", _launch_backward, _fake_backward)
+_backward_op = KernelOp("rms_norm_backward", _launch_backward, _new_gradients)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -211,11 +184,9 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dy, dsum, _):
+def _backward(ctx, dy, dsum=None):
     x, weight, rstd = ctx.saved_tensors
     dtype, residual_dtype = ctx.dtypes
-    if dsum is not None and dsum.shape != x.shape:
-        dsum = None  # the sum was empty
     needed = ctx.needs_input_grad
     if dy is None:
         if dsum is None:
@@ -256,21 +227,19 @@ def check_norm(
         raise ValueError(f"residual: expected x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
 
 
-_forward_op = KernelOp(
-    "rms_norm_forward",
-    launch_norm,
-    _fake_forward,
-    setup_context=_setup_context,
-    backward=_backward,
-    check=check_norm,
-)
+def _norm_op(name: str, results: int) -> KernelOp:
+    gradient: dict[str, Any] = {"setup_context": _setup_context, "backward": _backward}
+    return KernelOp(name, launch_norm, _new_outputs, **gradient, check=check_norm, results=results)
+
+
+_forward_op, _add_forward_op = _norm_op("rms_norm_forward", 1), _norm_op("add_rms_norm_forward", 2)
 
 
 class _NormAndInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, form, dtype):
         inputs = (x, None, weight, eps, form, dtype)
-        outputs = _forward_op(*inputs)  # gradients are not recorded here
+        outputs = _forward_op.all_outputs(*inputs)
         _setup_context(ctx, inputs, outputs)
         return outputs[0], x
 
@@ -312,7 +281,8 @@ def rms_norm(
         check_norm(x, None, weight, eps, form)
         normed = reference_rms_norm(x, weight, eps, form)
         return forbid_double_backward(normed.to(dtype or normed.dtype))
-    return _forward_op(x, None, weight, eps, form, dtype)[0]
+    normed = _forward_op(x, None, weight, eps, form, dtype)
+    return normed
 
 
 def rms_norm_and_input(
@@ -366,7 +336,7 @@ def add_rms_norm(
         check_norm(x, residual, weight, eps, form)
         normed, total = reference_add_rms_norm(x, residual, weight, eps, form)
         return forbid_double_backward(normed.to(dtype or normed.dtype)), forbid_double_backward(total)
-    normed, total, _ = _forward_op(x, residual, weight, eps, form, dtype)
+    normed, total = _add_forward_op(x, residual, weight, eps, form, dtype)
     return normed, total
 
 

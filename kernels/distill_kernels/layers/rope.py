@@ -16,9 +16,8 @@ import functools
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from distill_kernels.kernel_op import KernelOp, can_skip_dispatcher, check_floats, forbid_double_backward
+from distill_kernels.kernel_op import KernelOp, can_skip_dispatcher, check_floats, forbid_double_backward, has_kernel
 from distill_kernels.launch import next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.launch_plans import launch
 from distill_kernels.matmul.shared_input import GradientSlots, gradient_slots
@@ -235,29 +234,23 @@ def _last_contiguous(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
 
 
+def _new_outputs(q, k, cos, sin, backward) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k = _last_contiguous(q, k)
+    return torch.empty_like(q), torch.empty_like(k)  # keeps the layout of a transposed projection
+
+
 def _launch(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    q_out, k_out = _new_outputs(q, k, cos, sin, backward)
     q, k, cos, sin = _last_contiguous(q, k, cos, sin)
-    q_out, k_out = torch.empty_like(q), torch.empty_like(k)  # keeps the layout of a transposed projection
     _rotate(q, k, cos, sin, q_out, k_out, backward)
     return q_out, k_out
-
-
-def _fake(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k = _last_contiguous(q, k)
-    return torch.empty_like(q), torch.empty_like(k)
 
 
 def _launch_in_place(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     cos, sin = _last_contiguous(cos, sin)
     _rotate(q, k, cos, sin, q, k, False)
-
-
-def _fake_in_place(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    return None
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -271,8 +264,33 @@ def _backward(ctx, dq, dk):
     return *_op(dq, dk, cos, sin, ctx.transposed), None, None, None
 
 
-_op = KernelOp("rope", _launch, _fake, setup_context=_setup_context, backward=_backward)
-_in_place_op = KernelOp("rope_in_place", _launch_in_place, _fake_in_place, mutates=("q", "k"))
+def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool = False) -> None:
+    check_floats(q=q, k=k, cos=cos, sin=sin)
+    if q.dim() != 4 or k.dim() != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
+        raise ValueError(
+            f"q, k: expected [B, Hq, T, D] and [B, Hk, T, D], got shapes {tuple(q.shape)} and {tuple(k.shape)}"
+        )
+    batch, _, tokens, dim = q.shape
+    if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[0] not in (1, batch) or cos.shape[1] != tokens:
+        raise ValueError(
+            f"cos, sin: expected [{batch} or 1, {tokens}, R], got shapes {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    if cos.shape[-1] % 2 or not 0 < cos.shape[-1] <= dim:
+        raise ValueError(f"cos: expected an even last dimension of 2 to {dim} (the head's), got {cos.shape[-1]}")
+
+
+def _check_in_place(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    _check(q, k, cos, sin)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+        raise ValueError("in_place: expected False where q or k needs a gradient, got True")
+    if runs_on_triton(q) and (q.stride(-1) != 1 or k.stride(-1) != 1):
+        raise ValueError("in_place: expected q and k with a contiguous last dimension")
+
+
+_op = KernelOp("rope", _launch, _new_outputs, setup_context=_setup_context, backward=_backward, check=_check)
+_in_place_op = KernelOp(
+    "rope_in_place", _launch_in_place, lambda *args: None, mutates=("q", "k"), check=_check_in_place
+)
 
 
 class _RotateProjections(torch.autograd.Function):
@@ -287,7 +305,6 @@ class _RotateProjections(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    @once_differentiable
     def backward(ctx, dq, dk):
         cos, sin = ctx.saved_tensors
         dq, dk = _last_contiguous(dq, dk)
@@ -304,20 +321,6 @@ def _are_projections(q: torch.Tensor, k: torch.Tensor, places: GradientSlots) ->
         x.shape[1] * x.shape[3] == size and x.stride() == (x.shape[2] * places.width, x.shape[3], places.width, 1)
         for x, size in zip((q, k), places.sizes, strict=True)
     )
-
-
-def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    if q.dim() != 4 or k.dim() != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
-        raise ValueError(
-            f"q, k: expected [B, Hq, T, D] and [B, Hk, T, D], got shapes {tuple(q.shape)} and {tuple(k.shape)}"
-        )
-    batch, _, tokens, dim = q.shape
-    if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[0] not in (1, batch) or cos.shape[1] != tokens:
-        raise ValueError(
-            f"cos, sin: expected [{batch} or 1, {tokens}, R], got shapes {tuple(cos.shape)} and {tuple(sin.shape)}"
-        )
-    if cos.shape[-1] % 2 or not 0 < cos.shape[-1] <= dim:
-        raise ValueError(f"cos: expected an even last dimension of 2 to {dim} (the head's), got {cos.shape[-1]}")
 
 
 def rope(
@@ -340,25 +343,20 @@ def rope(
     Raises:
         ValueError: On shapes that do not fit, an unsupported dtype, or in place where a gradient is needed.
     """
-    check_floats(q=q, k=k, cos=cos, sin=sin)
-    _check(q, k, cos, sin)
-    if in_place and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-        raise ValueError("in_place: expected False where q or k needs a gradient, got True")
-    if not runs_on_triton(q):
+    if not has_kernel(q):
+        (_check_in_place if in_place else _check)(q, k, cos, sin)
         q_out, k_out = reference_rope(q, k, cos.detach(), sin.detach())
-        return (
-            (q.copy_(q_out), k.copy_(k_out))
-            if in_place
-            else (forbid_double_backward(q_out), forbid_double_backward(k_out))
-        )
-    if not in_place:
-        if torch.is_grad_enabled() and can_skip_dispatcher(q, k, cos, sin):
-            places = gradient_slots(q, k)
-            if places is not None and _are_projections(q, k, places):
+        if in_place:
+            return q.copy_(q_out), k.copy_(k_out)
+        return forbid_double_backward(q_out), forbid_double_backward(k_out)
+    if in_place:
+        _in_place_op(q, k, cos, sin)
+        return q, k
+    if torch.is_grad_enabled() and can_skip_dispatcher(q, k, cos, sin):
+        places = gradient_slots(q, k)
+        if places is not None:
+            _check(q, k, cos, sin)
+            if _are_projections(q, k, places):
                 rotated: tuple[torch.Tensor, torch.Tensor] = _RotateProjections.apply(q, k, cos, sin, places)
                 return rotated
-        return _op(q, k, cos, sin, False)
-    if q.stride(-1) != 1 or k.stride(-1) != 1:
-        raise ValueError("in_place: expected q and k with a contiguous last dimension")
-    _in_place_op(q, k, cos, sin)
-    return q, k
+    return _op(q, k, cos, sin, False)

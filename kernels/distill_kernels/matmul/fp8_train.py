@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton
 from distill_kernels.matmul.fp8 import FP8
@@ -258,7 +257,6 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    @once_differentiable
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x8, sx, sw, *weights = ctx.saved_tensors
         dy8 = quantize([dy.reshape(-1, dy.shape[-1]) for dy in upstream], factor=sw)
@@ -279,7 +277,6 @@ class _SwigluMlp(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    @once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x8, sx, sw, gate, up, h8, sh, sw_down, *weights = ctx.saved_tensors
         required = ctx.needs_input_grad

@@ -34,9 +34,8 @@ class MinSize(NamedTuple):
     rows: int
 
 
-MIN_SIZES = {
-    "sm_90": MinSize(4096, 4096)
-}  # by family, as `scripts.bench gated` has shown; elsewhere weights stay apart
+# By family, as `scripts.bench gated` has shown; elsewhere weights stay apart
+MIN_SIZES = {"sm_90": MinSize(4096, 4096)}
 TILES = (Tile(128, 256, 8, 4, 16), Tile(128, 128, 4, 3, 16), Tile(64, 128, 4, 3, 16), Tile(64, 64, 4, 2, 16))
 
 

@@ -75,7 +75,6 @@ class _LoraLinear(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
         need, (weight, a, b, low, *parts) = ctx.needs_input_grad, ctx.saved_tensors
         if ctx.function is None:
@@ -127,7 +126,6 @@ class _LoraLinears(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
         (x, a, *more), need, count = ctx.saved_tensors, ctx.needs_input_grad, ctx.count
         weights, bs, lows = more[:count], more[count : 2 * count], more[2 * count :]

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from distill_kernels.kernel_op import check_tensors
@@ -94,7 +93,6 @@ class _SharedLinear(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    @once_differentiable
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> Any:
         (x, *weights), needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         gradients: list[torch.Tensor | None] = [None] * len(needed)

@@ -32,15 +32,7 @@ from distill_kernels.attention.operands import (
 )
 from distill_kernels.attention.ranges import UNBOUNDED
 from distill_kernels.kernel_op import KernelOp, check_no_gradients
-from distill_kernels.launch import (
-    DeviceFacts,
-    cdiv,
-    device_facts,
-    next_power_of_2,
-    runs_on_triton,
-    tl,
-    triton,
-)
+from distill_kernels.launch import DeviceFacts, cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.launch_plans import launch
 from distill_kernels.operands import check_tensor, contiguous_rows
 
@@ -365,7 +357,25 @@ def _fake(q, k, v, lengths, scale, window, softcap, starts=None, sinks=None):
     return empty_positions_first(q)
 
 
-_op = KernelOp("decode_attention", _launch, _fake)
+def _check(q, k, v, lengths, scale, window, softcap, starts=None, sinks=None) -> None:
+    check_attention(q, k, v, Masking(True, scale, window, softcap, sinks=sinks))
+    check_no_gradients(q=q, k=k, v=v, sinks=sinks)
+    if not 1 <= q.shape[2] <= MAX_NEW_TOKENS:
+        raise ValueError(f"q: expected 1 to {MAX_NEW_TOKENS} new tokens, got {q.shape[2]}; use flash_attention")
+    if q.shape[2] * q.shape[1] // k.shape[1] > 256:
+        raise ValueError(f"q: new tokens x query heads per key head up to 256, got {tuple(q.shape)}, {tuple(k.shape)}")
+    for name, slots in (("lengths", lengths), ("starts", starts)):
+        if slots is None:
+            continue
+        check_tensor(name, slots)
+        if slots.shape != q.shape[:1] or slots.dtype not in (torch.int32, torch.int64) or slots.device != q.device:
+            raise ValueError(
+                f"{name}: expected int [{q.shape[0]}] on {q.device}, got {slots.dtype} {tuple(slots.shape)} on "
+                f"{slots.device}"
+            )
+
+
+_op = KernelOp("decode_attention", _launch, _fake, check=_check)
 
 
 def decode_attention(
@@ -400,21 +410,8 @@ def decode_attention(
     Raises:
         ValueError: shapes, dtypes or arguments that do not fit, or a tensor that requires a gradient.
     """
-    check_tensor("q", q)
-    masking = Masking(True, q.shape[-1] ** -0.5 if scale is None else float(scale), window, softcap, sinks=sinks)
-    check_attention(q, k, v, masking)
-    check_no_gradients(q=q, k=k, v=v, sinks=sinks)
-    if not 1 <= q.shape[2] <= MAX_NEW_TOKENS:
-        raise ValueError(f"q: expected 1 to {MAX_NEW_TOKENS} new tokens, got {q.shape[2]}; use flash_attention")
-    if q.shape[2] * q.shape[1] // k.shape[1] > 256:
-        raise ValueError(f"q: new tokens x query heads per key head up to 256, got {tuple(q.shape)}, {tuple(k.shape)}")
-    for name, slots in (("lengths", lengths), ("starts", starts)):
-        if slots is None:
-            continue
-        check_tensor(name, slots)
-        if slots.shape != q.shape[:1] or slots.dtype not in (torch.int32, torch.int64) or slots.device != q.device:
-            raise ValueError(
-                f"{name}: expected int [{q.shape[0]}] on {q.device}, got {slots.dtype} {tuple(slots.shape)} on "
-                f"{slots.device}"
-            )
-    return _op(q, k, v, lengths, masking.scale, window, softcap, starts, sinks)
+    if not isinstance(q, torch.Tensor):
+        check_tensor("q", q)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    attended: torch.Tensor = _op(q, k, v, lengths, scale, window, softcap, starts, sinks)
+    return attended

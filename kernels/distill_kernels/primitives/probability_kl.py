@@ -15,8 +15,8 @@ from typing import Literal
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
-from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, triton
+from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward, has_kernel
+from distill_kernels.launch import cdiv, device_facts, tl, triton
 from distill_kernels.launch_plans import launch
 from distill_kernels.layers.column_sums import column_sums
 from distill_kernels.layers.fast_math import log
@@ -109,50 +109,41 @@ def _scale(shape: torch.Size, reduction: str) -> float:
     return 1.0 / max(shape[0], 1) if reduction == "batchmean" else 1.0
 
 
+def _new_output(x, target, reduction, log_target) -> torch.Tensor:
+    dtype = torch.promote_types(x.dtype, target.dtype)
+    return x.new_empty(x.shape if reduction == "none" else (), dtype=dtype)
+
+
 def _launch_forward(x: torch.Tensor, target: torch.Tensor, reduction: str, log_target: bool) -> torch.Tensor:
+    out = _new_output(x, target, reduction, log_target)
     x, target = x.contiguous(), target.contiguous()
-    dtype, count = torch.promote_types(x.dtype, target.dtype), x.numel()
-    blocks = cdiv(count, BLOCK)
-    if reduction == "none":
-        out = torch.empty(x.shape, dtype=dtype, device=x.device)
-        if count:
-            launch(
-                _forward_kernel,
-                (blocks,),
-                x,
-                target,
-                out,
-                count,
-                1.0,
-                LOG_TARGET=log_target,
-                REDUCE=False,
-                BLOCK=BLOCK,
-                num_warps=WARPS,
-            )
-        return out
+    count, reduces = x.numel(), reduction != "none"
     if not count:
-        return torch.full((), float("nan") if reduction == "mean" else 0.0, dtype=dtype, device=x.device)
-    programs = min(blocks, device_facts(x.device).multiprocessors * PROGRAMS)
-    partials = torch.empty((programs, 1), dtype=torch.float32, device=x.device)
+        return out.fill_(float("nan") if reduction == "mean" else 0.0)
+    programs, written = cdiv(count, BLOCK), out
+    if reduces:
+        programs = min(programs, device_facts(x.device).multiprocessors * PROGRAMS)
+        written = torch.empty((programs, 1), dtype=torch.float32, device=x.device)
     launch(
         _forward_kernel,
         (programs,),
         x,
         target,
-        partials,
+        written,
         count,
         _scale(x.shape, reduction),
         LOG_TARGET=log_target,
-        REDUCE=True,
+        REDUCE=reduces,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
-    return column_sums(partials, dtype).view(())
+    if reduces:
+        column_sums(written, out.view(1))
+    return out
 
 
-def _fake_forward(x: torch.Tensor, target: torch.Tensor, reduction: str, log_target: bool) -> torch.Tensor:
-    dtype = torch.promote_types(x.dtype, target.dtype)
-    return x.new_empty(x.shape if reduction == "none" else (), dtype=dtype)
+def _new_gradients(grad, x, target, reduction, log_target, need_dx, need_dtarget) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape if need_dx else 0), target.new_empty(x.shape if need_dtarget else 0)
 
 
 def _launch_backward(
@@ -165,9 +156,8 @@ def _launch_backward(
     need_dtarget: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # returns dx and dtarget, each empty where not needed
+    dx, dtarget = _new_gradients(grad, x, target, reduction, log_target, need_dx, need_dtarget)
     x, target = x.contiguous(), target.contiguous()
-    dx = torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device)
-    dtarget = torch.empty(x.shape if need_dtarget else 0, dtype=target.dtype, device=x.device)
     if x.numel():
         launch(
             _backward_kernel,
@@ -189,19 +179,7 @@ def _launch_backward(
     return dx, dtarget
 
 
-def _fake_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    target: torch.Tensor,
-    reduction: str,
-    log_target: bool,
-    need_dx: bool,
-    need_dtarget: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape if need_dx else 0), target.new_empty(x.shape if need_dtarget else 0)
-
-
-_backward_op = KernelOp("kl_probabilities_backward", _launch_backward, _fake_backward)
+_backward_op = KernelOp("kl_probabilities_backward", _launch_backward, _new_gradients)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -216,8 +194,23 @@ def _backward(ctx, grad):
     return dx if need_dx else None, dtarget if need_dtarget else None, None, None
 
 
+def _check(input: torch.Tensor, target: torch.Tensor, reduction: str, log_target: bool) -> None:
+    check_floats(input=input, target=target)
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction: expected one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
+    if target.shape != input.shape:
+        raise ValueError(f"target: expected input's shape {tuple(input.shape)}, got {tuple(target.shape)}")
+    if reduction == "batchmean" and input.dim() == 0:
+        raise ValueError("reduction: expected another than 'batchmean' for a scalar input")
+
+
 _forward_op = KernelOp(
-    "kl_probabilities_forward", _launch_forward, _fake_forward, setup_context=_setup_context, backward=_backward
+    "kl_probabilities_forward",
+    _launch_forward,
+    _new_output,
+    setup_context=_setup_context,
+    backward=_backward,
+    check=_check,
 )
 
 
@@ -240,13 +233,7 @@ def kl_probabilities(
     Raises:
         ValueError: On an unknown reduction, shapes that differ or an unsupported dtype.
     """
-    check_floats(input=input, target=target)
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction: expected one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
-    if target.shape != input.shape:
-        raise ValueError(f"target: expected input's shape {tuple(input.shape)}, got {tuple(target.shape)}")
-    if reduction == "batchmean" and input.dim() == 0:
-        raise ValueError("reduction: expected another than 'batchmean' for a scalar input")
-    if not runs_on_triton(input):
+    if not has_kernel(input):
+        _check(input, target, reduction, log_target)
         return forbid_double_backward(reference_kl_probabilities(input, target, reduction, log_target))
     return _forward_op(input, target, reduction, log_target)

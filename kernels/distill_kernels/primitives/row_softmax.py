@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
-from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward, has_kernel
+from distill_kernels.launch import cdiv, device_facts, next_power_of_2, tl, triton
 from distill_kernels.launch_plans import launch
 from distill_kernels.layers.row_layout import as_rows
 
@@ -334,8 +334,14 @@ def _backward(ctx, dy):
     return _backward_op(dy, *ctx.saved_tensors)
 
 
+def _check(x: torch.Tensor) -> None:
+    check_floats(x=x)
+    if x.dim() == 0:
+        raise ValueError("x: expected at least one dimension, got a scalar")
+
+
 _forward_op = KernelOp(
-    "softmax_forward", _launch_forward, _fake_forward, setup_context=_setup_context, backward=_backward
+    "softmax_forward", _launch_forward, _fake_forward, setup_context=_setup_context, backward=_backward, check=_check
 )
 
 
@@ -351,9 +357,7 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: On a scalar or an unsupported dtype.
     """
-    check_floats(x=x)
-    if x.dim() == 0:
-        raise ValueError("x: expected at least one dimension, got a scalar")
-    if not runs_on_triton(x):
+    if not has_kernel(x):
+        _check(x)
         return forbid_double_backward(reference_softmax(x))
     return _forward_op(x)

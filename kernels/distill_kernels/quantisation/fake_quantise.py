@@ -154,13 +154,17 @@ def _launch_forward(
     return y
 
 
+def _new_gradients(weight, scale, upstream, name) -> tuple[torch.Tensor, torch.Tensor]:
+    dw = torch.empty_like(upstream, memory_format=torch.contiguous_format)
+    return dw, weight.new_empty(scale.shape, dtype=torch.float32)
+
+
 def _launch_backward(
     weight: torch.Tensor, scale: torch.Tensor, upstream: torch.Tensor, name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     form = FORMATS[name]
+    dw, dscale = _new_gradients(weight, scale, upstream, name)
     weight, upstream = weight.contiguous(), upstream.contiguous()
-    dw = torch.empty_like(upstream)
-    dscale = torch.empty(scale.shape, dtype=torch.float32, device=weight.device)
     blocks, constants = _shape(weight, form)
     if blocks:
         launch(
@@ -181,24 +185,11 @@ def _op_forward(weight: torch.Tensor, scale: torch.Tensor | None, name: str) -> 
     return _launch_forward(weight, scale, name)
 
 
-def _op_backward(
-    weight: torch.Tensor, scale: torch.Tensor, upstream: torch.Tensor, name: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _launch_backward(weight, scale, upstream, name)
-
-
-def _fake_forward(weight: torch.Tensor, scale: torch.Tensor | None, name: str) -> torch.Tensor:
+def _fake_forward(weight, scale, name) -> torch.Tensor:
     return torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
-def _fake_backward(
-    weight: torch.Tensor, scale: torch.Tensor, upstream: torch.Tensor, name: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dw = torch.empty_like(upstream, memory_format=torch.contiguous_format)
-    return dw, weight.new_empty(scale.shape, dtype=torch.float32)
-
-
-_backward_op = KernelOp("fake_quantise_backward", _op_backward, _fake_backward)
+_backward_op = KernelOp("fake_quantise_backward", _launch_backward, _new_gradients)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -1,0 +1,153 @@
+"""Launch plans of the layers: a replay starts the launcher's kernels with the same inputs and its own buffers."""
+
+import random
+
+import pytest
+import torch
+from distill_kernels.attention import flash, flash_backward
+from distill_kernels.launch import HAS_TRITON
+from distill_kernels.launch_plans import PlannedFunction
+from distill_kernels.layers import bias_gelu, column_sums, glu, layer_norm, rms_norm, rope
+from distill_kernels.primitives import probability_kl, row_softmax
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+if HAS_TRITON:
+    from scripts.bench.host_cost import Compiled, Kernel, PyCUtensorMap, stand_in_gpu
+
+MODULES = (bias_gelu, column_sums, glu, layer_norm, rms_norm, rope, probability_kl, row_softmax, flash, flash_backward)
+
+
+def address(value):
+    if isinstance(value, tuple):
+        return tuple(map(address, value))
+    if hasattr(value, "block_shape"):
+        return value.base.data_ptr(), *value.shape, *value.strides
+    return value.data_ptr() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Kernels started so far, by the look-up and by plans alike: name, grid, arguments with addresses for tensors."""
+
+    class Noted(Kernel):
+        def compile(self, grid, values):
+            started.append((self.fn.__name__, (*grid, 1, 1)[:3], tuple(map(address, values))))
+            name = self.fn.__name__
+
+            class Native:
+                def __call__(_, *handed):
+                    given, left = [], list(handed[-1])
+                    while left:
+                        value = left.pop(0)
+                        if isinstance(value, PyCUtensorMap):  # shape and strides follow it
+                            rank = len(value.description[4])
+                            value = (value.address, *left[: 2 * rank])
+                            del left[: 2 * rank]
+                        given.append(value)
+                    started.append((name, handed[:3], tuple(given)))
+
+            return Compiled(values, Native())
+
+    started = []
+    for module in MODULES:
+        for name in ("_forward_op", "_backward_op", "_add_forward_op", "_op", "_in_place_op"):
+            if hasattr(module, name):
+                op = getattr(module, name)
+                monkeypatch.setattr(op, "planned", PlannedFunction(op.planned.function, op.planned.results))
+    with stand_in_gpu(*MODULES, make=Noted) as kernels:
+        started.clear()
+        yield started, kernels
+
+
+def rows(dtype, strided, columns=48):
+    wide = torch.randn(6, columns + 16, dtype=dtype)
+    return wide[:, :columns] if strided else wide[:, :columns].contiguous()
+
+
+def heads(dtype, strided):
+    wide = torch.randn(2, 9, 4, 32, dtype=dtype)
+    return wide.transpose(1, 2) if strided else wide.transpose(1, 2).contiguous()
+
+
+def vector(dtype):
+    return torch.randn(48, dtype=dtype)
+
+
+CALLS = {
+    "rms_norm": (rms_norm.rms_norm, lambda d, s: (rows(d, s), vector(torch.float32))),
+    "rms_norm, gemma": (lambda x, w: rms_norm.rms_norm(x, w, 1e-5, "gemma"), lambda d, s: (rows(d, s), vector(d))),
+    "rms_norm without weight": (rms_norm.rms_norm, lambda d, s: (rows(d, s),)),
+    "add_rms_norm": (rms_norm.add_rms_norm, lambda d, s: (rows(d, s), rows(d, not s), vector(d))),
+    "rms_norm_and_input": (rms_norm.rms_norm_and_input, lambda d, s: (rows(d, s), vector(d))),
+    "layer_norm": (layer_norm.layer_norm, lambda d, s: (rows(d, s), vector(d), vector(d))),
+    "layer_norm without bias": (layer_norm.layer_norm, lambda d, s: (rows(d, s), vector(d))),
+    "swiglu": (glu.swiglu, lambda d, s: (rows(d, s), rows(d, s))),
+    "geglu, packed": (glu.geglu, lambda d, s: (rows(d, s),)),
+    "bias_gelu": (bias_gelu.bias_gelu, lambda d, s: (rows(d, s), vector(d))),
+    "rope": (
+        lambda q, k, cos, sin: rope.rope(q, k, cos.detach(), sin.detach()),
+        lambda d, s: (heads(d, s), heads(d, s), torch.randn(1, 9, 32), torch.randn(1, 9, 32)),
+    ),
+    "softmax": (row_softmax.softmax, lambda d, s: (rows(d, s),)),
+    "kl_probabilities": (
+        lambda x, t: probability_kl.kl_probabilities(x, t, "sum"),
+        lambda d, s: (rows(d, False), rows(d, False)),
+    ),
+    "flash_attention": (flash.flash_attention, lambda d, s: (heads(d, s), heads(d, s), heads(d, s))),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_replay_starts_what_the_launcher_does(name, started):
+    log, kernels = started
+    call, draw = CALLS[name]
+    generator = random.Random(name)
+    planned = 0
+    for _ in range(6):
+        dtype = generator.choice([torch.float32, torch.bfloat16])
+        inputs = draw(dtype, generator.random() < 0.5)
+        wanted = [generator.random() < 0.7 for _ in inputs]
+        inputs = [x.requires_grad_(wants) for x, wants in zip(inputs, wanted, strict=True)]
+        known = {x.data_ptr() for x in inputs}
+        upstream = None
+        for turn in range(3):
+            log.clear()
+            looked_up = sum(kernel.looked_up for kernel in kernels)
+            outputs = call(*inputs)
+            several = outputs if isinstance(outputs, tuple) else (outputs,)
+            leaves = [x for x, y in zip(inputs, wanted, strict=True) if y and x.requires_grad]
+            made = list(several)
+            if any(y.requires_grad for y in several):
+                upstream = upstream or [torch.randn_like(y) for y in several]
+                pairs = [(y, dy) for y, dy in zip(several, upstream, strict=True) if y.requires_grad]
+                ends, starts = zip(*pairs, strict=True)
+                made += torch.autograd.grad(ends, leaves, starts, allow_unused=True)
+            now = list(log)
+            if turn == 0:
+                first, first_made = now, made
+        replayed = sum(kernel.looked_up for kernel in kernels) == looked_up
+        planned += replayed
+        assert [(kernel, grid) for kernel, grid, _ in now] == [(kernel, grid) for kernel, grid, _ in first]
+        known |= {dy.data_ptr() for dy in upstream or ()}
+        buffers = {}
+        for (_, _, before), (_, _, after) in zip(first, now, strict=True):
+            compare(before, after, known, buffers)
+        assert len(set(buffers.values())) == len(buffers)
+        for before, after in zip(first_made, made, strict=True):
+            assert (before is None) == (after is None)
+            if before is not None:
+                assert (before.shape, before.stride(), before.dtype) == (after.shape, after.stride(), after.dtype)
+                assert before.data_ptr() in known or buffers.get(before.data_ptr()) == after.data_ptr()
+    assert planned >= 2, "nothing was replayed"
+
+
+def compare(before, after, known, buffers):
+    """Inputs are the same, numbers too; the address of a buffer stands for one other address in all kernels."""
+    assert len(before) == len(after)
+    for one, other in zip(before, after, strict=True):
+        if isinstance(one, tuple):
+            compare(one, other, known, buffers)
+        elif isinstance(one, int) and one > 1 << 32:
+            assert one == other if one in known else buffers.setdefault(one, other) == other
+        else:
+            assert one == other and type(one) is type(other)
