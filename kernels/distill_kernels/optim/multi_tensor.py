@@ -87,9 +87,8 @@ class Bucket:
             member.state["step"] = step
         self._pinned: dict[str, torch.Tensor] = {}
         self.update, self.count, self.square = CachedLauncher(), CachedLauncher(), CachedLauncher()
-        self.constants: dict[
-            Any, tuple[Any, ...]
-        ] = {}  # of the update, by what `CachedLauncher` calls `specialization`
+        # of the update, by what `CachedLauncher` calls `specialization`
+        self.constants: dict[Any, tuple[Any, ...]] = {}
         if key.on_triton:
             sizes = [local(member.owner).numel() for member in members]
             self.table = self._upload("table", torch.tensor([self._row(member) for member in members]))

@@ -353,10 +353,6 @@ def _launch(
     return out if q.numel() == 0 else decode_on_triton(q, k, v, lengths, masking, out, starts)
 
 
-def _fake(q, k, v, lengths, scale, window, softcap, starts=None, sinks=None):
-    return empty_positions_first(q)
-
-
 def _check(q, k, v, lengths, scale, window, softcap, starts=None, sinks=None) -> None:
     check_attention(q, k, v, Masking(True, scale, window, softcap, sinks=sinks))
     check_no_gradients(q=q, k=k, v=v, sinks=sinks)
@@ -375,7 +371,7 @@ def _check(q, k, v, lengths, scale, window, softcap, starts=None, sinks=None) ->
             )
 
 
-_op = KernelOp("decode_attention", _launch, _fake, check=_check)
+_op = KernelOp("decode_attention", _launch, lambda q, *_: empty_positions_first(q), check=_check)
 
 
 def decode_attention(
