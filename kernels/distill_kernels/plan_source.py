@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from distill_kernels.launch import HAS_TRITON, MAX_CACHED_LAUNCHES, TensorDescriptor, triton
+from distill_kernels.launch import HAS_TRITON, TensorDescriptor, triton
 
+MAX_TENSOR_MAPS = 256  # of a descriptor; a model's layers and their gradients need one each
 _log = logging.getLogger(__name__)
 
 
@@ -179,7 +180,7 @@ class _TensorMaps(dict[int, Any]):
         self._fill, self._layout = fill, layout
 
     def __missing__(self, address: int) -> Any:
-        if len(self) >= MAX_CACHED_LAUNCHES:
+        if len(self) >= MAX_TENSOR_MAPS:
             self.clear()
         self[address] = made = self._fill(address, *self._layout)
         return made
