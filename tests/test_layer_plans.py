@@ -151,3 +151,45 @@ def compare(before, after, known, buffers):
             assert one == other if one in known else buffers.setdefault(one, other) == other
         else:
             assert one == other and type(one) is type(other)
+
+
+@pytest.mark.gpu
+def test_replays_are_captured_and_keep_to_their_stream():
+    x = torch.randn(64, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight, dy = torch.randn_like(x[0]).detach().requires_grad_(), torch.randn_like(x)
+    for _ in range(3):
+        torch.autograd.grad(rms_norm.rms_norm(x, weight), (x, weight), dy)
+    plan, _ = rms_norm._forward_op.planned.find((x, None, weight, 1e-6, "llama", None))
+    assert plan.replay is not None and all(each.replay for each in plan.gradient.planned.plans())
+    other = torch.randn_like(x).requires_grad_()
+    right = rms_norm.rms_norm(other, weight)
+    gradients = torch.autograd.grad(right, (other, weight), dy)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = rms_norm.rms_norm(x, weight)
+        made = torch.autograd.grad(y, (x, weight), dy)
+    with torch.no_grad():
+        x.copy_(other)
+    graph.replay()
+    assert torch.equal(y, right) and all(map(torch.equal, made, gradients))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad(), torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late = (2 * other).requires_grad_()
+        y = rms_norm.rms_norm(late, weight)
+    stream.synchronize()
+    assert torch.equal(y, rms_norm.rms_norm(late, weight))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_each_device_has_plans_of_its_own():
+    x, weight = torch.randn(64, 2048, dtype=torch.bfloat16), torch.randn(2048, dtype=torch.bfloat16)
+    for _ in range(4):
+        made = []
+        for index in range(2):
+            with torch.cuda.device(index):
+                made.append(rms_norm.rms_norm(x.cuda(index), weight.cuda(index)))
+            assert made[-1].device.index == index
+        assert torch.equal(made[0].cpu(), made[1].cpu())
