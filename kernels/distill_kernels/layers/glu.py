@@ -178,6 +178,7 @@ def _fill_gradients(
 
 
 _backward_op = KernelOp("glu_backward", _launch_backward, _new_gradients)
+_fill_op = KernelOp("glu_backward_into", _fill_gradients, lambda *_: None, mutates=("dgate", "dup"))
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -226,7 +227,7 @@ class _GluOfProjections(torch.autograd.Function):
     def backward(ctx, dy):
         gate, up = ctx.saved_tensors
         dgate, dup = (part.view(gate.shape) for part in ctx.places.make(gate))
-        _fill_gradients(dy, gate, up, dgate, dup, ctx.activation)
+        _fill_op(dy, gate, up, dgate, dup, ctx.activation)
         return dgate, dup, None, None
 
 

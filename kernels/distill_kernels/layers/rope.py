@@ -288,6 +288,7 @@ def _check_in_place(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: to
 
 
 _op = KernelOp("rope", _launch, _new_outputs, setup_context=_setup_context, backward=_backward, check=_check)
+_rotate_op = KernelOp("rope_into", _rotate, lambda *_: None, mutates=("q_out", "k_out"))
 _in_place_op = KernelOp(
     "rope_in_place", _launch_in_place, lambda *args: None, mutates=("q", "k"), check=_check_in_place
 )
@@ -300,7 +301,7 @@ class _RotateProjections(torch.autograd.Function):
     def forward(ctx, q, k, cos, sin, places):
         ctx.save_for_backward(cos, sin)
         ctx.places = places
-        _launch_in_place(q, k, cos, sin)
+        _in_place_op(q, k, cos, sin)
         return q, k
 
     @staticmethod
@@ -311,7 +312,7 @@ class _RotateProjections(torch.autograd.Function):
         batch, _, tokens, dim = dq.shape
         q_out, k_out = (part.view(batch, tokens, -1, dim).transpose(1, 2) for part in ctx.places.make(dq))
         cos, sin = _last_contiguous(cos, sin)
-        _rotate(dq, dk, cos, sin, q_out, k_out, True)
+        _rotate_op(dq, dk, cos, sin, q_out, k_out, True)
         return q_out, k_out, None, None, None
 
 
