@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from distill_kernels import FusedTopKKLLoss
+from distill_kernels import FusedDistillationLoss, FusedTopKKLLoss, LossTerm
 from distill_kernels.launch import interpreted
 from helpers import realistic_heads, relative_error
 from tiny import save_tiny, tiny_model
@@ -26,6 +26,7 @@ from scripts.bench import (
     fp8_step,
     gated,
     logit_losses,
+    loss_rivals,
     on_policy,
     packed_rivals,
     small,
@@ -91,6 +92,25 @@ def test_logit_losses_agree(name):
         error = logit_losses.gradient_error(candidate, inputs, exact)
         assert error < 5e-3, (label, error)
         assert torch.equal(inputs.student, before), f"{label} spoilt the inputs"
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_rivals_in_plain_pytorch_agree(beta):
+    """Full logits, and chunks of rows whose gradient is written by its formula, against the definition in float64."""
+    operands = realistic_heads(7, 200, 16, 24)
+    x, w = (t.requires_grad_() for t in operands[:2])
+    wide = [t.detach().double().requires_grad_(i < 2) for i, t in enumerate(operands)]
+    exact = FusedDistillationLoss([LossTerm("jsd", 1.0, beta=beta)])(*wide)
+    right = [exact, *torch.autograd.grad(exact, wide[:2])]
+
+    def compute(z_s, z_t, scale):
+        loss, gradient = loss_rivals.loss_and_logit_gradient(z_s, z_t, beta)
+        return loss * scale, gradient * scale
+
+    chunks = loss_rivals.CompiledChunks.apply(x, w, *operands[2:], compute, 3, torch.float32)
+    for loss in (chunks, loss_rivals.full_logits(*operands, beta)):
+        for one, other in zip([loss, *torch.autograd.grad(loss, (x, w))], right, strict=True):
+            assert relative_error(one, other) < 1e-5
 
 
 def test_top_k_candidates_agree():

@@ -8,10 +8,8 @@ gradient included. Rivals are called as their libraries offer them; one that is 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +20,7 @@ from distill_kernels.losses.linear import reference_linear_divergence
 from distill_kernels.losses.operands import Batch, Head, RequiredGrads
 
 from scripts.bench.harness import Row, peak_above_inputs, time_in_turn
+from scripts.bench.loss_rivals import rivals
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from helpers import realistic_heads
@@ -31,7 +30,7 @@ MOST_ERROR = 5e-2
 KL, REVERSE, JSD = LossTerm("forward_kl", 1.0), LossTerm("reverse_kl", 1.0), LossTerm("jsd", 1.0, beta=0.5)
 SKEWED, TVD = LossTerm("skew_forward_kl", 1.0, alpha=0.1), LossTerm("tvd", 1.0)
 HARD = LossTerm("cross_entropy", 0.5)
-BETAS = {KL: 0.0, REVERSE: 1.0, JSD: 0.5}
+BETAS = {KL: 0.0, REVERSE: 1.0, JSD: 0.5}  # of the generalised JSD, as which the rivals take them
 
 
 class Shape(NamedTuple):
@@ -131,73 +130,6 @@ def ours(*terms: LossTerm, workspace: float | None = None, half: bool = False, s
         return out[0] if isinstance(out, tuple) else out
 
     return loss
-
-
-def full_logits(x: Any, w: Any, xt: Any, wt: Any, term: LossTerm) -> torch.Tensor:
-    """Return the loss in plain PyTorch: full bf16 logits, log-softmax in fp32."""
-    log_s = torch.log_softmax((x @ w.t()).float(), -1)
-    with torch.no_grad():
-        log_t = torch.log_softmax((xt @ wt.t()).float(), -1)
-    kl = torch.nn.functional.kl_div
-    if term == KL:
-        return kl(log_s, log_t, log_target=True, reduction="batchmean")
-    if term == REVERSE:
-        return kl(log_t, log_s, log_target=True, reduction="batchmean")
-    log_m = torch.logaddexp(log_s, log_t) - math.log(2)
-    parts = kl(log_m, log_t, log_target=True, reduction="batchmean") + kl(
-        log_m, log_s, log_target=True, reduction="batchmean"
-    )
-    return 0.5 * parts
-
-
-def _trl_function() -> Any:
-    """TRL's chunked divergence, without what its trainers need (data frames, servers) where that is not installed."""
-    try:
-        from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
-    except ImportError:
-        for name in [name for name in sys.modules if name.startswith("trl.trainer")]:
-            del sys.modules[name]
-        import trl
-
-        package, tools = types.ModuleType("trl.trainer"), types.ModuleType("trl.trainer.utils")
-        package.__path__ = [str(Path(trl.__file__).parent / "trainer")]
-        tools.maybe_gather_lm_head_ctx = lambda *args, **kwargs: contextlib.nullcontext()  # type: ignore[attr-defined]
-        sys.modules.update({"trl.trainer": package, "trl.trainer.utils": tools})
-        from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
-    return ChunkedDivergenceFunction
-
-
-def rivals(term: LossTerm) -> dict[str, Callable[[], Callable[[Inputs], torch.Tensor]]]:
-    """Makers of the other candidates; a maker that raises ImportError has no library to call."""
-
-    def eager() -> Callable:
-        return lambda i: full_logits(i.x, i.w, i.x_teacher, i.w_teacher, term)
-
-    def compiled() -> Callable:
-        function = torch.compile(full_logits)
-        return lambda i: function(i.x, i.w, i.x_teacher, i.w_teacher, term)
-
-    def liger() -> Callable:
-        from liger_kernel.transformers.fused_linear_jsd import LigerFusedLinearJSD
-
-        module = LigerFusedLinearJSD(jsd_beta=BETAS[term])
-        return lambda i: module(i.x, i.w, i.x_teacher, i.w_teacher, i.labels)
-
-    def trl() -> Callable:
-        function = _trl_function()
-        return lambda i: (
-            function.apply(i.x, i.w, None, i.x_teacher, i.w_teacher, None, BETAS[term], 1.0, 1.0, None, 1.0, None)[
-                0
-            ].sum()
-            / i.shape.rows
-        )
-
-    return {
-        "eager, full logits": eager,
-        "torch.compile, full logits": compiled,
-        "Liger LigerFusedLinearJSD": liger,
-        "TRL ChunkedDivergenceFunction": trl,
-    }
 
 
 def exact_gradients(inputs: Inputs, term: LossTerm) -> tuple[torch.Tensor, torch.Tensor]:
@@ -367,7 +299,7 @@ def run(quick: bool = False, only: str = "") -> Iterator[Row]:
         if only in f"linear {term.type} {MAIN}":
             candidates = {"ours": lambda term=term: ours(term)}
             if term != REVERSE:
-                candidates.update(rivals(term))
+                candidates.update(rivals(BETAS[term]))
             yield from compare(MAIN, term, candidates, rounds)
     if only in "linear variants":
         yield from variants(rounds)
