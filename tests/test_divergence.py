@@ -6,7 +6,8 @@ import pytest
 import torch
 from dense_loss import ALL_TERMS, dense_rows, softcap
 from distill_kernels import LossTerm, skew_kl
-from distill_kernels.losses.divergence import log_softmax, reference_rows
+from distill_kernels.losses.divergence import RowRequest, log_softmax, reference_rows
+from distill_kernels.losses.operands import RowCall
 from distill_kernels.losses.projection import TILE, Logits
 from distill_kernels.losses.row_kernel import launch_row_loss
 from distill_kernels.losses.shards import VocabShard
@@ -40,13 +41,7 @@ def run_kernel(z, z_teacher, objective, labels=None, row_scale=None, rows=None, 
         relative_logits(z, objective.temperature),
         None if z_teacher is None else relative_logits(z_teacher, objective.temperature),
         objective,
-        labels=labels,
-        row_scale=scale,
-        rows=rows,
-        loss=loss,
-        stats=figures,
-        gradient=grad,
-        shard=VocabShard.whole(z.shape[1]),
+        RowCall(labels, scale, rows, loss, figures, grad, VocabShard.whole(z.shape[1])),
     )
     return loss, grad, figures
 
@@ -66,7 +61,7 @@ def test_specification_equals_the_definitions(term, temperature):
     hard = {"label_smoothing": 0.1, "z_loss": 0.01} if term.type == "cross_entropy" else {}
     loss, grad = exact_rows(z, z_teacher, [term], labels, temperature=temperature, scale=0.7, cap=9.0, **hard)
     objective = make_objective([term], temperature=temperature, student_logit_scale=0.7, student_softcap=9.0, **hard)
-    ours = reference_rows(z, z_teacher, objective, labels=labels, row_scale=torch.ones(5, dtype=torch.float64))
+    ours = reference_rows(z, z_teacher, objective, RowRequest(labels, torch.ones(5, dtype=torch.float64)))
     assert relative_error(ours.loss, loss) < 1e-12
     assert relative_error(ours.gradient, grad) < 1e-11
 
@@ -111,9 +106,7 @@ def test_kernel_statistics_equal_the_specification(kernel_device, temperature):
     labels = torch.randint(0, 300, (6,), device=kernel_device)
     row_scale = torch.tensor([1.0, 1.0, 0.0, 0.5, 1.0, 1.0], device=kernel_device)
     objective = make_objective(terms, temperature=temperature)
-    expected = reference_rows(
-        z, z_teacher, objective, labels=labels, row_scale=row_scale.double(), with_stats=True
-    ).stats
+    expected = reference_rows(z, z_teacher, objective, RowRequest(labels, row_scale.double(), with_stats=True)).stats
     _, _, figures = run_kernel(z.float(), z_teacher.float(), objective, labels, row_scale, stats=True)
     for name, ours, right in zip(TokenStats._fields, figures, expected, strict=True):
         assert relative_error(ours, right) < 5e-6, name
@@ -146,7 +139,7 @@ def test_a_tie_at_the_top_is_no_agreement(kernel_device, path):
         agreement = run_kernel(z, z_teacher, objective, stats=True)[2][TokenStats._fields.index("agreement")]
     else:
         ones = torch.ones(7, device=kernel_device)
-        stats = reference_rows(z, z_teacher, objective, labels=None, row_scale=ones, with_stats=True).stats
+        stats = reference_rows(z, z_teacher, objective, RowRequest(None, ones, with_stats=True)).stats
         agreement = stats.agreement
     assert agreement.tolist() == [1, 0, 0, 0, 0, 0, 0]
 
@@ -159,7 +152,7 @@ def test_equal_distributions_give_zero_and_nothing_is_negative(kernel_device, te
         objective = make_objective([term])
         if path == "kernel":
             return run_kernel(z, z_teacher, objective)[0]
-        return reference_rows(z, z_teacher, objective, labels=None, row_scale=torch.ones(4, device=z.device)).loss
+        return reference_rows(z, z_teacher, objective, RowRequest(None, torch.ones(4, device=z.device))).loss
 
     z = realistic_logits(4, 300, device=kernel_device)[0].float()
     assert rows(z.clone(), z).abs().max() == 0
@@ -181,14 +174,14 @@ def test_extreme_logits_give_no_nan(kernel_device, term, path):
     if path == "kernel":
         loss, grad, _ = run_kernel(z, z_teacher, objective)
     else:
-        result = reference_rows(z.clone(), z_teacher, objective, labels=None, row_scale=scale)
+        result = reference_rows(z.clone(), z_teacher, objective, RowRequest(None, scale))
         loss, grad = result.loss, result.gradient
     assert torch.isfinite(loss).all() and torch.isfinite(grad).all()
     z[3, 9] = -math.inf  # the student alone: forward KL is infinite, the others are not
     if path == "kernel":
         loss, grad, _ = run_kernel(z, z_teacher, objective)
     else:
-        result = reference_rows(z, z_teacher, objective, labels=None, row_scale=scale)
+        result = reference_rows(z, z_teacher, objective, RowRequest(None, scale))
         loss, grad = result.loss, result.gradient
     assert (loss[3] == math.inf) if term.type == "forward_kl" else torch.isfinite(loss[3])
     assert torch.isfinite(grad).all()
@@ -209,7 +202,7 @@ def test_skewed_kl_where_the_student_is_certain_of_another_token(kernel_device, 
         grad = run_kernel(z, z_teacher, objective)[1]
     elif path == "specification":
         scale = torch.ones(4, device=z.device)
-        grad = reference_rows(z, z_teacher, objective, labels=None, row_scale=scale).gradient
+        grad = reference_rows(z, z_teacher, objective, RowRequest(None, scale)).gradient
     else:
         leaf = z.requires_grad_()
         (grad,) = torch.autograd.grad(skew_kl(leaf, z_teacher, alpha=0.1, reduction="sum"), leaf)

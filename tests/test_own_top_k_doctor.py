@@ -61,11 +61,11 @@ def passes_with(monkeypatch, faulty):
     `faulty(z_s, z_t, temperature)` returns logits to take the K tokens from, and the teacher's log-probabilities.
     """
 
-    def rows(student_raw, teacher_raw, objective, *, student_top, **arguments):
+    def rows(student_raw, teacher_raw, objective, request, *, student_top):
         order, log_t = faulty(student_raw, teacher_raw, objective.temperature)
         ids = order.topk(student_top.k, -1).indices
         top = TopK(ids, log_t.gather(-1, ids), student_top.tail)
-        return reference_top_k_rows(student_raw, None, objective, top=top, **arguments)
+        return reference_top_k_rows(student_raw, None, objective, request, top=top)
 
     monkeypatch.setattr(linear, "reference_student_top_k_rows", rows)
     return fused_equals_reference(one(ALONE)).passed

@@ -64,9 +64,7 @@ def gradients(function, tensors, dtype):
         }
     )
 )
-def test_values_and_gradients(where, monkeypatch, dtype, direction, tail, k, more, vocab):
-    if dtype == torch.float32 and tail == "bucket" and k == vocab - 1:
-        pytest.skip("a bucket of one token: its probability is a difference of sums, 1e-5 off in fp32")
+def test_values_and_gradients(where, few_columns, monkeypatch, dtype, direction, tail, k, more, vocab):
     monkeypatch.setattr("distill_kernels.losses.linear.REFERENCE_CHUNK_ELEMENTS", 5 * V)
     student, teacher, labels = draw(where, dtype, 9, vocab)
     loss = FusedStudentTopKKLLoss(k, direction, tail, **more)
@@ -77,8 +75,7 @@ def test_values_and_gradients(where, monkeypatch, dtype, direction, tail, k, mor
     eager = gradients(lambda leaves: dense(leaves, teacher, labels, k, direction, tail, **more), student, dtype)
     for part, mine, theirs, right in zip(("loss", "dx", "dW"), made, eager, exact, strict=True):
         assert_as_good_as_torch(mine, theirs, right, dtype, part)
-        # test_full_size holds the promised 3e-3: in few columns the tail, whose logits are stored in fp16, weighs more
-        assert dtype != torch.bfloat16 or relative_error(mine, right) < 4e-3
+        assert dtype != torch.bfloat16 or relative_error(mine, right) < 3e-3
     assert not made[1][labels == -100].any()
 
 

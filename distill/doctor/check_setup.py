@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from distill_kernels import LossTerm
+from distill_kernels.losses import DIVERGENCES
 from torch import nn
 
 from distill.core.eval_mode import eval_mode
@@ -31,13 +32,8 @@ Gradients = dict[str, torch.Tensor]
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 SLACK, MOST = 2.0, 50.0  # a bound is at most SLACK x PyTorch's rounding and MOST x the usual bound
-DIVERGENCES = (
-    LossTerm("forward_kl", 1.0),
-    LossTerm("reverse_kl", 1.0),
-    LossTerm("jsd", 1.0, beta=0.5),
-    LossTerm("skew_forward_kl", 1.0, alpha=0.1),
-    LossTerm("skew_reverse_kl", 1.0, alpha=0.1),
-    LossTerm("tvd", 1.0),
+TERMS = tuple(
+    LossTerm(kind, 1.0, **({row.parameter: row.default} if row.parameter else {})) for kind, row in DIVERGENCES.items()
 )
 
 
@@ -188,7 +184,7 @@ class CheckSetup:
     @property
     def divergences(self) -> list[LossTerm]:
         """Return the divergences that the teacher's targets allow."""
-        return [term for term in DIVERGENCES if term.type in self.teacher.format.properties.divergences]
+        return [term for term in TERMS if term.type in self.teacher.format.properties.divergences]
 
     def token_losses(
         self, rows: Sequence[Row] | None = None, terms: Sequence[LossTerm] = (), **collator: Any

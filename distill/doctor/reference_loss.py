@@ -6,12 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from distill_kernels import LossTerm
+from distill_kernels.losses.divergence import reference_terms
+from distill_kernels.losses.terms import make_objective
 from torch.nn import functional as F
 
 from distill.core.labels import IGNORE_INDEX
 from distill.recipe.layer_terms import LAYERED
-from distill.recipe.loss import Loss
+from distill.recipe.loss import Loss, PolicyGradientTerm, TopKTerm
 
+OF_KLS = ("forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl")
 NO_DIVERGENCE = ("cross_entropy", "policy_gradient", "top_k_reverse_kl", *LAYERED)
 Mixture = Sequence[tuple[float, torch.Tensor]]
 
@@ -53,14 +57,14 @@ def token_loss(
         start=z_s.new_zeros(len(z_s)),
     )
     for term in loss.terms:
-        if term.type == "top_k_reverse_kl":
+        if isinstance(term, TopKTerm):
             own = log_s.detach().argsort(-1, descending=True)[:, : term.k]
             if term.tail == "sampled":
                 soft = soft + term.weight * with_sampled_tail(z_s, log_s, log_t, own, labels)
                 continue
             p, q = (_outcomes(x.exp().gather(-1, own), term.tail) for x in (log_s, log_t))
             soft = soft + term.weight * (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
-        if term.type == "policy_gradient":  # the labels are on-policy samples at temperature 1
+        if isinstance(term, PolicyGradientTerm):  # the labels are on-policy samples at temperature 1
             p_s, p_t = (z.to(dtype).softmax(-1).gather(-1, labels[:, None])[:, 0] for z in (z_s, teachers[0][1]))
             scale = loss.temperature**2 if loss.scale_by_temperature_squared else 1.0
             gains = (p_t.log() - p_s.log()).tolist()
@@ -151,9 +155,18 @@ def _divergence(term: Any, log_s: torch.Tensor, log_t: torch.Tensor) -> torch.Te
 
     if term.type == "tvd":
         return 0.5 * (log_t.exp() - log_s.exp()).abs().sum(-1)
+    if term.type not in OF_KLS:
+        return as_specified(term, log_s, log_t).sum(-1)
     return divergence_from_kl(
         term, kl, log_s, log_t, lambda share: (share * log_t.exp() + (1 - share) * log_s.exp()).log()
     )
+
+
+def as_specified(term: Any, log_s: torch.Tensor, log_t: torch.Tensor) -> torch.Tensor:
+    """Return the terms of a divergence that is defined nowhere in doctor, by the specification of the kernels."""
+    plain = make_objective([LossTerm(term.type, 1.0, getattr(term, "beta", None), getattr(term, "alpha", None))])
+    (kind,), (parameter,) = plain.kinds, plain.parameters
+    return reference_terms(kind, parameter, log_s, log_t, log_s.exp(), log_t.exp())[0]
 
 
 def divergence_from_kl(

@@ -18,7 +18,7 @@ from torch import nn
 
 from distill.data.collator import valid_rows
 from distill.doctor.reference import INPUTS, Description, Reads, Reference, Verdict, largest_magnitude
-from distill.doctor.reference_loss import divergence_from_kl
+from distill.doctor.reference_loss import OF_KLS, as_specified, divergence_from_kl
 from distill.doctor.remote_outputs import logits_of, reopen_spec, reopen_teacher
 from distill.doctor.rows import OTHERS, Row, SpanRows
 from distill.objectives.losses import LogitTransforms, build_loss, loss_terms
@@ -243,4 +243,6 @@ def _part(term: LossTerm, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
     if term.type == "tvd":
         return 0.5 * (p - q).abs()
+    if term.type not in OF_KLS:
+        return as_specified(term, p.log(), q.log())
     return divergence_from_kl(term, kl, p, q, lambda share: share * q + (1 - share) * p)

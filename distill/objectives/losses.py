@@ -15,7 +15,6 @@ from distill.recipe.loss import Loss
 KL = ({"forward_kl"}, {"reverse_kl"})
 STATISTICS = TokenStats._fields
 PER_ROUTE = ("tokens", "divergence", "agreement")  # sums that follow the statistics for each route of the teacher
-DIVERGENCES = frozenset({"forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd"})
 
 LossSpec = Loss | Mapping[str, object] | Sequence[LossTerm] | str | FusedDistillationLoss
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
+from distill_kernels.losses import DIVERGENCES
 
 from distill.models.head import HeadWeights, LogitTransform
-from distill.objectives.losses import DIVERGENCES
 from distill.objectives.measure import KL, Measure
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class TargetProperties(NamedTuple):
     columns: tuple[int, ...]
     measure: Measure = KL
     caveat: str | None = None
-    divergences: frozenset[str] = DIVERGENCES
+    divergences: frozenset[str] = frozenset(DIVERGENCES)
     routes: tuple[str, ...] = ()
     reads_valid_rows: bool = True
     needed_by_hard_labels: bool = False

@@ -20,6 +20,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, Self, get_args
 
+from distill_kernels.losses import with_parameter
 from pydantic import Field, ValidationError, model_validator
 
 from distill.core.errors import Section
@@ -35,7 +36,7 @@ class PlainTerm(Section):
         weight: weight of this term in the sum.
     """
 
-    type: Literal["forward_kl", "reverse_kl", "tvd", "cross_entropy"]
+    type: Literal[*with_parameter(""), "cross_entropy"]  # type: ignore[valid-type]
     weight: NotNegative = 1.0
 
 
@@ -48,7 +49,7 @@ class JSDTerm(Section):
         beta: weight of the teacher's distribution in the mixture m that both distributions are compared with.
     """
 
-    type: Literal["jsd"]
+    type: Literal[*with_parameter("beta")]  # type: ignore[valid-type]
     weight: NotNegative = 1.0
     beta: Annotated[float, Field(ge=0, le=1)] = 0.5
 
@@ -62,7 +63,7 @@ class SkewTerm(Section):
         alpha: weight of the first argument in that mixture.
     """
 
-    type: Literal["skew_forward_kl", "skew_reverse_kl"]
+    type: Literal[*with_parameter("alpha")]  # type: ignore[valid-type]
     weight: NotNegative = 1.0
     alpha: Annotated[float, Field(ge=0, lt=1)] = 0.1
 

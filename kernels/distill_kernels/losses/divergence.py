@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.losses import terms
+from distill_kernels.losses import DIVERGENCES
 from distill_kernels.losses.shards import ON_ANOTHER_RANK, OUTSIDE, VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
 
@@ -51,6 +51,48 @@ class RowResult(NamedTuple):
     stats: TokenStats | None
 
 
+class RowRequest(NamedTuple):
+    """Arguments of the specifications besides logits and objective, for n rows.
+
+    Attributes:
+        labels: int64 [n] of vocabulary indices, or None. Rows of scale 0 may hold anything.
+        row_scale: [n], factor of each row's loss; 0 skips the row.
+        with_gradient: make the gradient for the student's raw logits.
+        with_stats: make the statistics.
+        shard: the logits are the columns that one rank holds (V may be 0) and `labels` count from its first one; loss
+            and statistics are those of all columns, joined over the ranks.
+    """
+
+    labels: torch.Tensor | None
+    row_scale: torch.Tensor
+    with_gradient: bool = True
+    with_stats: bool = False
+    shard: VocabShard | None = None
+
+    @property
+    def counted(self) -> torch.Tensor:
+        """Bool [n]: the rows that are not skipped."""
+        return self.row_scale != 0
+
+    @property
+    def targets(self) -> torch.Tensor | None:
+        """Labels as int64, those of skipped rows replaced by any that can be looked up."""
+        if self.labels is None:
+            return None
+        return torch.where(self.counted, self.labels.long(), 0 if self.shard is None else ON_ANOTHER_RANK)
+
+    def finish_gradient_(self, gradient: torch.Tensor, z: torch.Tensor, o: Objective, temperature: float = 1.0) -> None:
+        """Make the gradient for transformed logits `z` over `temperature` that for raw ones, 0 at skipped rows."""
+        gradient.mul_((self.row_scale * (o.student_scale / temperature))[:, None])
+        if o.student_softcap:
+            gradient.mul_((z / o.student_softcap).square_().neg_().add_(1.0))
+        gradient.masked_fill_(~self.counted[:, None], 0.0)
+
+    def stats(self, *statistics: torch.Tensor) -> TokenStats:
+        """Return the statistics in fp32, 0 at skipped rows."""
+        return TokenStats(*(torch.where(self.counted, statistic, 0.0).float() for statistic in statistics))
+
+
 def transform_logits(raw: torch.Tensor, scale: float, softcap: float) -> torch.Tensor:
     """`cap * tanh(scale * raw / cap)`, or `scale * raw` where the cap is 0."""
     if softcap:
@@ -64,37 +106,37 @@ def _log_ratio_product(p: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor
 
 
 def reference_terms(
-    kind: int, parameter: float, log_s: torch.Tensor, log_t: torch.Tensor, p_s: torch.Tensor, p_t: torch.Tensor
+    kind: str, parameter: float, log_s: torch.Tensor, log_t: torch.Tensor, p_s: torch.Tensor, p_t: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `f` and `g` of one divergence (table above), elementwise, from log-probabilities and probabilities.
 
     Args:
-        kind: the divergence, as in `terms.DIVERGENCES`.
+        kind: the divergence, one of `DIVERGENCES`.
         parameter: its beta or alpha; ignored by the others.
         log_s, log_t: log-probabilities of student and teacher, [n, V].
         p_s, p_t: their exponentials.
     """
-    if kind == terms.FORWARD_KL:
+    if kind == "forward_kl":
         difference = p_s - p_t
         return _log_ratio_product(p_t, log_t, log_s) + difference, difference
-    if kind == terms.REVERSE_KL:
+    if kind == "reverse_kl":
         g = _log_ratio_product(p_s, log_s, log_t)
         return g - p_s + p_t, g
-    if kind == terms.TVD:
+    if kind == "tvd":
         difference = p_s - p_t
         return difference.abs() * 0.5, p_s * difference.sign() * 0.5
     # with e = p_t / p_s, q = m / p_s = 1 + share (e - 1): exactly 1 where the distributions are equal
-    share = 1 - parameter if kind == terms.SKEW_REVERSE_KL else parameter  # the teacher's part of the mixture
+    share = 1 - parameter if kind == "skew_reverse_kl" else parameter  # the teacher's part of the mixture
     d = (log_t - log_s).nan_to_num_(0.0).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     e = d.exp()
     q = 1 + share * (e - 1)
     log_q = q.log()
     m = p_s + share * (p_t - p_s)
-    if kind == terms.SKEW_REVERSE_KL:
+    if kind == "skew_reverse_kl":
         return m - p_s - p_s * log_q, p_s * (parameter * (1 - 1 / q) - log_q)
-    if kind == terms.SKEW_FORWARD_KL:
+    if kind == "skew_forward_kl":
         return p_t * (d - log_q) - p_t + m, (1 - share) * p_s * (1 - e / q)
-    assert kind == terms.JSD, kind
+    assert kind == "jsd", kind
     g = (share - 1) * p_s * log_q
     return share * p_t * (d - log_q) + g, g
 
@@ -172,15 +214,7 @@ def _add_at_labels_(gradient: torch.Tensor, targets: torch.Tensor, value: torch.
 
 
 def reference_rows(
-    student_raw: torch.Tensor,
-    teacher_raw: torch.Tensor | None,
-    objective: Objective,
-    *,
-    labels: torch.Tensor | None,
-    row_scale: torch.Tensor,
-    with_gradient: bool = True,
-    with_stats: bool = False,
-    shard: VocabShard | None = None,
+    student_raw: torch.Tensor, teacher_raw: torch.Tensor | None, objective: Objective, request: RowRequest
 ) -> RowResult:
     """Return loss, gradient and statistics of rows of logits: the specification, and the path of CPU tensors.
 
@@ -188,22 +222,14 @@ def reference_rows(
         student_raw: student logits before scale, soft cap and temperature, [n, V], fp32 or fp64. May be overwritten.
         teacher_raw: the teacher's, [n, V], or None where the objective has no divergence.
         objective: the loss.
-        labels: int64 [n] of vocabulary indices, or None. Rows of scale 0 may hold anything.
-        row_scale: [n], factor of each row's loss; 0 skips the row.
-        with_gradient: make the gradient for `student_raw`.
-        with_stats: make the statistics.
-        shard: the logits are the columns that one rank holds (V may be 0) and `labels` count from its first one; loss
-            and statistics are those of all columns, joined over the ranks.
+        request: labels, scales and what to make.
     """
-    o = objective
+    o, shard, with_gradient = objective, request.shard, request.with_gradient
     n, vocab = student_raw.shape
     z = transform_logits(student_raw, o.student_scale, o.student_softcap)
     z_teacher = None if teacher_raw is None else transform_logits(teacher_raw, o.teacher_scale, o.teacher_softcap)
-    counted_rows = row_scale != 0
     columns = vocab if shard is None else shard.vocab
-    targets = (
-        None if labels is None else torch.where(counted_rows, labels.long(), 0 if shard is None else ON_ANOTHER_RANK)
-    )
+    targets = request.targets
     loss = z.new_zeros(n)
     gradient = None
     log_p1 = None  # the student at T = 1
@@ -217,7 +243,7 @@ def reference_rows(
             f, g = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)
             loss += weight * _sum_over_ranks(f.sum(-1), shard).clamp_min(0)
             if with_gradient:
-                if kind != terms.FORWARD_KL:  # whose g sums to 0
+                if not DIVERGENCES[kind].g_sums_to_0:
                     g = logit_gradient(g, p_s, o, shard)
                 g = g.mul_(weight / o.temperature)
                 gradient = g if gradient is None else gradient.add_(g)
@@ -239,36 +265,22 @@ def reference_rows(
                 g.sub_(o.hard_weight * o.label_smoothing / columns)
             _add_at_labels_(g, targets, -o.hard_weight * (1 - o.label_smoothing))
             gradient = g if gradient is None else gradient.add_(g)
-    loss = torch.where(counted_rows, loss * row_scale, 0.0)
+    loss = torch.where(request.counted, loss * request.row_scale, 0.0)
     if gradient is not None:
-        gradient.mul_(row_scale[:, None])
-        if o.student_softcap:
-            gradient.mul_((z / o.student_softcap).square_().neg_().add_(1.0))
-        if o.student_scale != 1.0:
-            gradient.mul_(o.student_scale)
-        gradient.masked_fill_(~counted_rows[:, None], 0.0)
-    stats = reference_stats(z, z_teacher, o, targets, counted_rows, shard) if with_stats else None
-    return RowResult(loss, gradient, stats)
+        request.finish_gradient_(gradient, z, o)
+    return RowResult(loss, gradient, reference_stats(z, z_teacher, o, request) if request.with_stats else None)
 
 
-def reference_stats(
-    z: torch.Tensor,
-    z_teacher: torch.Tensor | None,
-    o: Objective,
-    targets: torch.Tensor | None,
-    counted_rows: torch.Tensor,
-    shard: VocabShard | None = None,
-) -> TokenStats:
-    """`TokenStats` of rows of transformed logits [n, V] at T = 1; zeros where `counted_rows` is False.
+def reference_stats(z: torch.Tensor, z_teacher: torch.Tensor | None, o: Objective, request: RowRequest) -> TokenStats:
+    """Return `TokenStats` of rows of transformed logits [n, V] at T = 1; zeros at skipped rows.
 
     Args:
         z: the student's transformed logits, [n, V].
         z_teacher: the teacher's, or None.
         o: the loss, whose divergences are reported.
-        targets: int64 [n], columns of the labels, or None.
-        counted_rows: bool [n].
-        shard: the logits are one rank's columns; None: all columns.
+        request: labels, scales and shard.
     """
+    targets, shard = request.targets, request.shard
     zeros = z.new_zeros(z.shape[0])
     log_s = log_softmax(z, shard)
     p_s = log_s.exp()
@@ -287,5 +299,6 @@ def reference_stats(
         top_count = (student_top | teacher_top).sum(-1) + (student_top ^ teacher_top).sum(-1)
         agreement = _sum_over_ranks(top_count.to(z.dtype), shard) == 1
         teacher_label = zeros if targets is None else _at_labels(log_t, targets, shard)
-    statistics = (divergence, -student_label, student_entropy, teacher_entropy, agreement, student_label, teacher_label)
-    return TokenStats(*(torch.where(counted_rows, statistic, 0.0).float() for statistic in statistics))
+    return request.stats(
+        divergence, -student_label, student_entropy, teacher_entropy, agreement, student_label, teacher_label
+    )

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from distill_kernels.launch import cdiv, device_facts
+from distill_kernels.losses import plan as planning
 from distill_kernels.losses.accumulate import WeightGradient
 from distill_kernels.losses.mixture import Mixture
-from distill_kernels.losses.operands import Batch, Head, LossOutput, RequiredGrads
+from distill_kernels.losses.operands import Batch, Head, LossOutput, RequiredGrads, RowCall
 from distill_kernels.losses.plan import CHUNK_ROWS, SHARED_MEMORY_BYTES, Plan, plan_chunks
 from distill_kernels.losses.projection import TILE, HardLabelRows, Logits, Transform, matmul_fp32, project
 from distill_kernels.losses.row_kernel import launch_row_loss
@@ -100,12 +101,14 @@ def fused_linear_divergence(
     original, o, batch = student, objective, batch.contiguous()
     hidden, n = original.hidden, original.hidden.shape[0]
     device = hidden.device
+    if (vocab if shard is None else shard.vocab) <= planning.FEW_COLUMNS:
+        dtype = torch.float32
     student = student.cut(vocab, dtype)
     teacher = None if teacher is None else teacher.cut(vocab, dtype)
     count = n if batch.rows is None else batch.rows.numel()
     logit_dtype = torch.float32 if dtype == torch.float32 else torch.float16
     models = 1 if teacher is None else 2
-    weight_16_bit = original.weight.dtype != torch.float32
+    weight_16_bit = torch.float32 not in (original.weight.dtype, dtype)
     if workspace is not None and isinstance(teacher, Mixture):  # the mixer allocates one or two more buffers of a chunk
         workspace //= 3 if required.stats and o.temperature != 1.0 else 2
     rank_sums = None if shard is None else _AsyncRankSums(shard.ranks)
@@ -145,10 +148,14 @@ def fused_linear_divergence(
         if required.lora_b and original.lora_b is not None
         else None
     )
-    weight_sum = WeightGradient(original.weight, vocab, len(plan.groups), fp32=plan.accumulate_fp32)
+    fp32_sum = plan.accumulate_fp32 or dtype == torch.float32
+    weight_sum = WeightGradient(original.weight, vocab, len(plan.groups), fp32=fp32_sum)
     row_lse: list[torch.Tensor] = []
     buffers = _Workspace(plan, vocab, logit_dtype, device, both_temperatures=both_temperatures, models=models)
-    selected = None if batch.student_top is None else batch.student_top.allocate(n, device)
+    selected = None
+    if batch.student_top is not None:  # relative logits in 16 bits are no better than what the K lack of 1
+        with_rest = logit_dtype == torch.float32 and batch.student_top.tail == "bucket"
+        selected = batch.student_top.allocate(n, device, with_rest=with_rest)
     mixer = None
     if isinstance(teacher, Mixture):
         at_temperature_1 = both_temperatures and required.stats
@@ -235,18 +242,16 @@ def fused_linear_divergence(
             row_loss = functools.partial(launcher("policy"), policy=batch.policy.rows(argument_rows), head=own)
         elif mixer is not None:
             row_loss = functools.partial(launcher("mixture"), at_temperature_1=at_temperature_1)
-        lse = row_loss(
-            student_logits,
-            teacher_logits,
-            o,
-            labels=None if batch.labels is None else batch.labels[argument_rows],
-            row_scale=batch.row_scale[argument_rows],
-            rows=rows,
-            loss=loss[argument_rows],
-            stats=None if stats is None else stats[:, argument_rows],
-            gradient=student_logits.values.view(dtype) if required.gradient else None,
-            shard=shard,
+        call = RowCall(
+            None if batch.labels is None else batch.labels[argument_rows],
+            batch.row_scale[argument_rows],
+            rows,
+            loss[argument_rows],
+            None if stats is None else stats[:, argument_rows],
+            student_logits.values.view(dtype) if required.gradient else None,
+            shard,
         )
+        lse = row_loss(student_logits, teacher_logits, o, call)
         if lse is not None and teacher is None and not required.gradient:
             row_lse.append(lse)
 

@@ -12,13 +12,14 @@ CPU tensors take the PyTorch path of this file (fp32 arithmetic, fp64 for fp64 i
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from distill_kernels.launch import runs_on_triton
 from distill_kernels.losses.accumulate import add_matmul_
 from distill_kernels.losses.arguments import can_check_values, check_values, expect
-from distill_kernels.losses.divergence import reference_rows
+from distill_kernels.losses.divergence import RowRequest, RowResult, reference_rows
 from distill_kernels.losses.mixture import Mixture, reference_mixture_rows
 from distill_kernels.losses.operands import Batch, Head, LossOutput, RequiredGrads
 from distill_kernels.losses.policy_reference import reference_policy_rows
@@ -158,25 +159,21 @@ def reference_linear_divergence(
         stop = min(start + chunk, count)
         here = slice(start, stop) if batch.rows is None else batch.rows[start:stop]
         x = hidden[here].to(accumulate_dtype)
-        row_loss = reference_rows if shard is None else functools.partial(reference_rows, shard=shard)
+        row_loss: Callable[..., RowResult] = reference_rows
         if batch.top is not None:
-            row_loss = functools.partial(reference_top_k_rows, top=batch.top.rows(here), shard=shard)
+            row_loss = functools.partial(reference_top_k_rows, top=batch.top.rows(here))
         elif batch.student_top is not None and isinstance(teacher, Head):
             row_loss = functools.partial(reference_student_top_k_rows, student_top=batch.student_top)
         elif batch.policy is not None:
-            row_loss = functools.partial(reference_policy_rows, policy=batch.policy.rows(here), shard=shard)
+            row_loss = functools.partial(reference_policy_rows, policy=batch.policy.rows(here))
         elif isinstance(teacher, Mixture):
-            row_loss = functools.partial(
-                reference_mixture_rows, mixture=teacher, here=here, project=project, shard=shard
-            )
+            row_loss = functools.partial(reference_mixture_rows, mixture=teacher, here=here, project=project)
+        labels = None if batch.labels is None else batch.labels[here]
         result = row_loss(
             project(student, x),
             project(teacher, teacher.hidden[here].to(accumulate_dtype)) if isinstance(teacher, Head) else None,
             objective,
-            labels=None if batch.labels is None else batch.labels[here],
-            row_scale=batch.row_scale[here],
-            with_gradient=required.gradient,
-            with_stats=required.stats,
+            RowRequest(labels, batch.row_scale[here], required.gradient, required.stats, shard),
         )
         loss[here] = result.loss
         if result.stats is not None:

@@ -14,9 +14,8 @@ import torch
 
 from distill_kernels.launch import DeviceFacts, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.fast_math import LOG2_E, exp, exp2
-from distill_kernels.losses import terms
 from distill_kernels.losses.arguments import check_values
-from distill_kernels.losses.divergence import reference_rows
+from distill_kernels.losses.divergence import RowRequest, reference_rows
 from distill_kernels.losses.linear import REFERENCE_CHUNK_ELEMENTS
 from distill_kernels.losses.operands import Batch
 from distill_kernels.losses.row_functions import (
@@ -298,16 +297,14 @@ def launch_logit_rows(
         (o.hard_weight, o.label_smoothing, o.z_loss),
         KINDS=o.kinds,
         TEMPERED=o.temperature != 1.0,
-        HARD=o.hard_weight != 0.0,
-        SMOOTHED=o.label_smoothing != 0.0,
-        Z_LOSS=o.z_loss != 0.0,
-        SUBTRACT_SUM=any(kind != terms.FORWARD_KL for kind in o.kinds),
+        SUBTRACT_SUM=o.subtract_sum,
         STABLE_TOP=o.stable_top,
         GRADIENT=gradient is not None,
         IN_REGISTERS=in_registers,
         STEPS=STEPS,
         LANES=lanes,
         num_warps=warps,
+        **o.hard_label_flags,
     )
     return loss
 
@@ -341,9 +338,7 @@ def reference_logit_rows(
             flat[here].to(accumulate_dtype),
             None if flat_teacher is None else flat_teacher[here].to(accumulate_dtype),
             objective,
-            labels=None if labels is None else labels[here],
-            row_scale=row_scale[here],
-            with_gradient=made is not None,
+            RowRequest(None if labels is None else labels[here], row_scale[here], with_gradient=made is not None),
         )
         loss[here] = result.loss
         if made is not None and result.gradient is not None:

@@ -248,22 +248,11 @@ def jsd(
     reduction: str = "mean",
     **settings: Any,
 ) -> torch.Tensor:
-    """Generalised Jensen-Shannon divergence, `beta` the teacher's share; `settings` as in `distillation_loss`.
+    """Generalised Jensen-Shannon divergence; returns and raises as `kl_div`.
 
     Args:
-        student_logits: [..., V], fp32, bf16 or fp16 (fp64 on the CPU); gets a gradient.
-        teacher_logits: [..., V], the same leading dimensions; no gradient.
-        labels: integers [...]; rows with `ignore_index` do not count. None: all rows count.
-        beta: in [0, 1]; 0 is forward KL, 1 reverse KL.
-        temperature: T > 0.
-        reduction: "mean", "sum" or "none".
-        settings: other keywords of `distillation_loss`.
-
-    Returns:
-        fp32 scalar, or [...] with reduction "none".
-
-    Raises:
-        ValueError: naming the argument that does not fit.
+        student_logits, teacher_logits, labels, temperature, reduction, settings: as of `kl_div`.
+        beta: the teacher's share, in [0, 1]; 0 is forward KL, 1 reverse KL.
     """
     term = LossTerm("jsd", 1.0, beta=beta)
     return distillation_loss(
@@ -281,23 +270,11 @@ def skew_kl(
     reduction: str = "mean",
     **settings: Any,
 ) -> torch.Tensor:
-    """Skewed KL (DistiLLM) of skew `alpha`, forward or reverse; `settings` as in `distillation_loss`.
+    """Skewed KL (DistiLLM), forward or reverse; returns and raises as `kl_div`.
 
     Args:
-        student_logits: [..., V], fp32, bf16 or fp16 (fp64 on the CPU); gets a gradient.
-        teacher_logits: [..., V], the same leading dimensions; no gradient.
-        labels: integers [...]; rows with `ignore_index` do not count. None: all rows count.
+        student_logits, teacher_logits, labels, direction, temperature, reduction, settings: as of `kl_div`.
         alpha: the skew, in [0, 1).
-        direction: "forward" or "reverse".
-        temperature: T > 0.
-        reduction: "mean", "sum" or "none".
-        settings: other keywords of `distillation_loss`.
-
-    Returns:
-        fp32 scalar, or [...] with reduction "none".
-
-    Raises:
-        ValueError: naming the argument that does not fit.
     """
     term = LossTerm(f"skew_{checked_direction(direction)}_kl", 1.0, alpha=alpha)
     return distillation_loss(
@@ -313,21 +290,10 @@ def tvd(
     reduction: str = "mean",
     **settings: Any,
 ) -> torch.Tensor:
-    """Total variation distance, half the sum of |p_t - p_s|; `settings` as in `distillation_loss`.
+    """Total variation distance, half the sum of |p_t - p_s|; returns and raises as `kl_div`.
 
     Args:
-        student_logits: [..., V], fp32, bf16 or fp16 (fp64 on the CPU); gets a gradient.
-        teacher_logits: [..., V], the same leading dimensions; no gradient.
-        labels: integers [...]; rows with `ignore_index` do not count. None: all rows count.
-        temperature: T > 0.
-        reduction: "mean", "sum" or "none".
-        settings: other keywords of `distillation_loss`.
-
-    Returns:
-        fp32 scalar, or [...] with reduction "none".
-
-    Raises:
-        ValueError: naming the argument that does not fit.
+        student_logits, teacher_logits, labels, temperature, reduction, settings: as of `kl_div`.
     """
     term = LossTerm("tvd", 1.0)
     return distillation_loss(

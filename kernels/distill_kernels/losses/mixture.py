@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.losses.divergence import RowResult, log_softmax, reference_rows, transform_logits
+from distill_kernels.losses.divergence import RowRequest, RowResult, log_softmax, reference_rows, transform_logits
 from distill_kernels.losses.operands import Head
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective
@@ -124,12 +124,8 @@ def reference_mixture_rows(
     student_raw: torch.Tensor,
     _: None,
     objective: Objective,
+    request: RowRequest,
     *,
-    labels: torch.Tensor | None,
-    row_scale: torch.Tensor,
-    with_gradient: bool = True,
-    with_stats: bool = False,
-    shard: VocabShard | None = None,
     mixture: Mixture,
     here: Rows,
     project: Callable[[Head, torch.Tensor], torch.Tensor],
@@ -137,7 +133,7 @@ def reference_mixture_rows(
     """`reference_rows` with the mixture for a teacher.
 
     Args:
-        student_raw, objective, labels, row_scale, with_gradient, with_stats, shard: as of `reference_rows`.
+        student_raw, objective, request: as of `reference_rows`.
         mixture: the teachers, their heads in the dtype of `student_raw`.
         here: which of their hidden states these rows are.
         project: head and hidden states to raw logits.
@@ -146,28 +142,11 @@ def reference_mixture_rows(
         transform_logits(project(head, head.hidden[here].to(student_raw.dtype)), scale, softcap)
         for head, scale, softcap in zip(mixture.heads, mixture.scales, mixture.softcaps, strict=True)
     ]
-    o = objective._replace(teacher_scale=1.0, teacher_softcap=0.0)
-    separate_stats = with_stats and o.temperature != 1.0
-    stats = None
-    if separate_stats:
-        stats = reference_rows(
-            student_raw.clone(),
-            mixed_logits(logits, mixture.shares, 1.0, shard),
-            o,
-            labels=labels,
-            row_scale=row_scale,
-            with_gradient=False,
-            with_stats=True,
-            shard=shard,
-        ).stats
-    result = reference_rows(
-        student_raw,
-        mixed_logits(logits, mixture.shares, o.temperature, shard),
-        o,
-        labels=labels,
-        row_scale=row_scale,
-        with_gradient=with_gradient,
-        with_stats=with_stats and not separate_stats,
-        shard=shard,
-    )
-    return result._replace(stats=stats) if separate_stats else result
+    o, shard = objective._replace(teacher_scale=1.0, teacher_softcap=0.0), request.shard
+    mixed = mixed_logits(logits, mixture.shares, o.temperature, shard)
+    if not request.with_stats or o.temperature == 1.0:
+        return reference_rows(student_raw, mixed, o, request)
+    at_temperature_1 = mixed_logits(logits, mixture.shares, 1.0, shard)
+    only_stats, no_stats = request._replace(with_gradient=False), request._replace(with_stats=False)
+    stats = reference_rows(student_raw.clone(), at_temperature_1, o, only_stats).stats
+    return reference_rows(student_raw, mixed, o, no_stats)._replace(stats=stats)

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from distill_kernels.launch import cdiv, tl, triton
 from distill_kernels.layers.fast_math import exp, log_of_normal
 from distill_kernels.losses.mixture import Mixture
+from distill_kernels.losses.operands import RowCall
 from distill_kernels.losses.projection import TILE, Logits, Transform, project
 from distill_kernels.losses.row_functions import load_tiles
 from distill_kernels.losses.row_kernel import launch_row_loss, row_normalisers
@@ -183,21 +183,12 @@ class TeacherMixer:
 
 
 def launch_mixture_row_loss(
-    student: Logits,
-    teacher: Logits,
-    objective: Objective,
-    *,
-    stats: torch.Tensor | None,
-    gradient: torch.Tensor | None,
-    at_temperature_1: Logits | None,
-    **rows: Any,
+    student: Logits, teacher: Logits, objective: Objective, call: RowCall, *, at_temperature_1: Logits | None
 ) -> None:
     """Launch the row kernel for a mixture; statistics come from `at_temperature_1` where that is given."""
-    if at_temperature_1 is not None and stats is not None:
+    if at_temperature_1 is not None and call.stats is not None:
         plain = objective._replace(temperature=1.0, weights=objective.divergence_weights)
         own = student._replace(total=student.total_hard)
-        launch_row_loss(
-            own, at_temperature_1, plain, stats=stats, gradient=None, **rows
-        )  # its row losses are overwritten below
-        stats = None
-    launch_row_loss(student, teacher, objective, stats=stats, gradient=gradient, **rows)
+        launch_row_loss(own, at_temperature_1, plain, call._replace(gradient=None))  # losses are overwritten below
+        call = call._replace(stats=None)
+    launch_row_loss(student, teacher, objective, call)

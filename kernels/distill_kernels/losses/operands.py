@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from distill_kernels.losses.policy_reference import Policy
+from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import TokenStats
 from distill_kernels.losses.topk_reference import StudentTopK, TopK
 from distill_kernels.operands import contiguous_rows
@@ -101,6 +102,42 @@ class Batch(NamedTuple):
         if self.no_ignored_rows:
             return x
         return torch.where((self.row_scale[which] != 0)[:, None], x, 0)
+
+
+class RowCall(NamedTuple):
+    """Arguments of the row kernels besides logits and objective, for the n rows of a chunk.
+
+    Attributes:
+        labels, row_scale, loss: of all tokens, [N].
+        rows: int64 [n], which tokens these rows are; None: the first n of what is passed.
+        stats: fp32 [7, N] with rows in order, or None.
+        gradient: [n, V] in the dtype to compute; may be the memory of the student's logits. None: no gradient.
+        shard: whose columns these are; V may be 0, and `labels` count from the first of them
+            (`VocabShard.local_labels`). `loss` and `stats` become parts, for the ranks to add up; `gradient` is whole.
+    """
+
+    labels: torch.Tensor | None
+    row_scale: torch.Tensor
+    rows: torch.Tensor | None
+    loss: torch.Tensor
+    stats: torch.Tensor | None
+    gradient: torch.Tensor | None
+    shard: VocabShard
+
+    @property
+    def tokens(self) -> tuple[torch.Tensor | None, ...]:
+        """Labels, scales and indices of the rows, as kernels take them."""
+        return self[:3]
+
+    @property
+    def outputs(self) -> tuple[torch.Tensor | None, ...]:
+        """Losses and statistics, as kernels take them."""
+        return self[3:5]
+
+    @property
+    def stats_stride(self) -> int:
+        """Elements from one statistic to the next; 0 without them."""
+        return 0 if self.stats is None else self.stats.stride(0)
 
 
 class RequiredGrads(NamedTuple):

@@ -37,8 +37,8 @@ class FusedPolicyGradientLoss(FusedDistillationLoss):
             `kl_weight sg(d)` to the advantage (distillation on policy: the reference is the teacher).
         entropy_weight: weight of the entropy bonus, >= 0; costs one more sweep over the logits.
         temperature: T > 0 that the tokens were sampled at; logits are divided by it.
-        ignore_index, reduction, student_logit_scale, student_softcap, max_workspace_mib, skip_ignored_rows: see
-            `FusedDistillationLoss`. With reduction "none" and a head that learns, backward computes the logits again.
+        settings: ignore_index, reduction, student_logit_scale, student_softcap, max_workspace_mib, skip_ignored_rows:
+            see `FusedDistillationLoss`. With reduction "none" and a head that learns, backward makes the logits again.
 
     Raises:
         ValueError: naming the field, what was expected and what came.
@@ -52,23 +52,9 @@ class FusedPolicyGradientLoss(FusedDistillationLoss):
         kl_estimator: str = "k3",
         entropy_weight: float = 0.0,
         temperature: float = 1.0,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        student_logit_scale: float = 1.0,
-        student_softcap: float | None = None,
-        max_workspace_mib: float | None = None,
-        skip_ignored_rows: bool = True,
+        **settings: object,
     ) -> None:
-        super().__init__(
-            [LossTerm("cross_entropy", 1.0)],
-            temperature,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            student_logit_scale=student_logit_scale,
-            student_softcap=student_softcap,
-            max_workspace_mib=max_workspace_mib,
-            skip_ignored_rows=skip_ignored_rows,
-        )
+        super().__init__([LossTerm("cross_entropy", 1.0)], temperature, **settings)  # type: ignore[arg-type]
         for name, value in (("clip", clip), ("clip_high", clip_high)):
             expect(value is None or 0 < value < float("inf"), name, "None or a number above 0", repr(value))
         expect(clip is not None or clip_high is None, "clip", "a number beside clip_high", "None")

@@ -18,7 +18,7 @@ import torch
 
 from distill_kernels.launch import cdiv, tl, triton
 from distill_kernels.layers.fast_math import exp
-from distill_kernels.losses.operands import Head
+from distill_kernels.losses.operands import Head, RowCall
 from distill_kernels.losses.policy_reference import NO_CLIP, Policy
 from distill_kernels.losses.projection import TILE, Logits
 from distill_kernels.losses.row_functions import (
@@ -26,12 +26,12 @@ from distill_kernels.losses.row_functions import (
     load_tiles,
     raw_logit_gradient,
     reduce_by_8,
+    skip_row,
     store_stats,
     to_int32,
-    zero_row,
 )
 from distill_kernels.losses.row_kernel import row_normalisers
-from distill_kernels.losses.shards import VocabShard, join_normalisers
+from distill_kernels.losses.shards import join_normalisers
 from distill_kernels.losses.terms import Objective
 
 BLOCK = 8  # tiles
@@ -163,7 +163,7 @@ def _policy_kernel(
     gradient_ptr,
     tokens,
     policy,
-    figures,
+    outputs,
     lse_ptr,
     parts_ptr,
     sizes,
@@ -171,8 +171,7 @@ def _policy_kernel(
     inverse_t,
     settings,
     entropy_weight,
-    student_scale,
-    inverse_cap,
+    transform,
     CLIPPED: tl.constexpr,
     KL_IN_REWARD: tl.constexpr,
     K2: tl.constexpr,
@@ -192,7 +191,7 @@ def _policy_kernel(
     values_ptr, shift_ptr = student
     labels_ptr, scale_ptr, rows_ptr = tokens
     advantages_ptr, old_ptr, reference_ptr = policy
-    loss_ptr, stats_ptr = figures
+    loss_ptr, stats_ptr = outputs
     V, tiles = sizes
     values_stride, gradient_stride, stats_stride, parts_stride = strides
     STATS: tl.constexpr = stats_ptr is not None
@@ -207,11 +206,7 @@ def _policy_kernel(
     blocks = tl.cdiv(tiles, BLOCK)
     within = tl.arange(0, TILE)[None, :]
     if scale == 0.0:
-        tl.store(loss_ptr + row, 0.0)
-        if STATS:
-            store_stats(stats_ptr, stats_stride, row, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
-        if GRADIENT:
-            zero_row(gradient_ptr, V, blocks, within, BLOCK)
+        skip_row(row, outputs, stats_stride, gradient_ptr, V, GRADIENT, TILE, BLOCK)
         return
 
     lse = tl.load(lse_ptr + here)
@@ -246,7 +241,7 @@ def _policy_kernel(
                 g = tl.where(columns == label, slope, 0.0) - slope * p
                 if ENTROPY:
                     g += (entropy_weight * inverse_t) * tl.where(p > 0.0, p * (all_log_p + entropy), 0.0)
-                g = raw_logit_gradient(g, z, scale, student_scale, inverse_cap, SCALED, CAPPED)
+                g = raw_logit_gradient(g, z, scale, transform, SCALED, CAPPED)
                 tl.store(gradient_ptr + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
     if not OWNS_ROW_TERMS:
         loss = 0.0
@@ -263,43 +258,30 @@ def _policy_kernel(
 
 
 def launch_policy_row_loss(
-    student: Logits,
-    teacher: Logits | None,
-    objective: Objective,
-    *,
-    labels: torch.Tensor | None,
-    row_scale: torch.Tensor,
-    rows: torch.Tensor | None,
-    loss: torch.Tensor,
-    stats: torch.Tensor | None,
-    gradient: torch.Tensor | None,
-    shard: VocabShard,
-    policy: Policy,
-    head: Head,
+    student: Logits, teacher: Logits | None, objective: Objective, call: RowCall, *, policy: Policy, head: Head
 ) -> None:
     """Launch the kernels over the n rows of `student`; arguments as in `launch_row_loss`.
 
-    `teacher` is None; `policy` holds all tokens, as `labels` do; `head` has the hidden states of the n rows.
+    `teacher` is None; `policy` holds all tokens, as the labels do; `head` has the hidden states of the n rows.
     """
-    assert teacher is None and labels is not None
-    o, s = objective, policy.settings
+    assert teacher is None and call.labels is not None
+    o, s, shard, gradient = objective, policy.settings, call.shard, call.gradient
     n, vocab = student.values.shape
     if n == 0:
         return
     tempered = {"TEMPERED": False, "HARD": False, "HAS_TEACHER": False, "STATS": False}
     norms = row_normalisers(student, student, o.temperature, **tempered)
     lse = join_normalisers(shard.ranks.all_gather(norms))[1]
-    parts = torch.zeros(2, n, dtype=torch.float32, device=loss.device)
+    parts = torch.zeros(2, n, dtype=torch.float32, device=call.loss.device)
     tiles, entropy = cdiv(vocab, TILE), s.entropy_weight != 0.0
     out = student.values if gradient is None else gradient
-    tokens = (labels, row_scale, rows)
     if vocab:
         low = None if head.lora_a is None else torch.mm(head.hidden, head.lora_a.t())
         _log_p_kernel[(n,)](
             tuple(student[:2]),
             (head.hidden, head.weight, head.bias),
             (low, head.lora_b),
-            tokens,
+            call.tokens,
             lse,
             parts,
             (vocab, shard.vocab, tiles, head.hidden.shape[1], 0 if low is None else low.shape[1]),
@@ -308,12 +290,11 @@ def launch_policy_row_loss(
             1.0 / o.temperature,
             (o.student_scale, o.student_softcap or 1.0, head.lora_scale),
             ENTROPY=entropy,
-            SCALED=o.student_scale != 1.0,
-            CAPPED=o.student_softcap != 0.0,
             DEPTH=DEPTH,
             TILE=TILE,
             BLOCK=BLOCK,
             num_warps=8 if entropy else 4,
+            **o.transform_flags,
         )
     shard.ranks.all_reduce_(parts)
     if vocab == 0:
@@ -322,28 +303,26 @@ def launch_policy_row_loss(
     _policy_kernel[(n,)](
         tuple(student[:2]),
         out,
-        tokens,
+        call.tokens,
         tuple(policy[:3]),
-        (loss, stats),
+        call.outputs,
         lse,
         parts,
         (vocab, tiles),
-        (student.values.stride(0), out.stride(0), 0 if stats is None else stats.stride(0), parts.stride(0)),
+        (student.values.stride(0), out.stride(0), call.stats_stride, parts.stride(0)),
         1.0 / o.temperature,
         (s.clip_low, s.clip_high, s.kl_weight),
         s.entropy_weight,
-        o.student_scale,
-        1.0 / o.student_softcap if o.student_softcap else 0.0,
+        o.transform,
         CLIPPED=s.clip_low != NO_CLIP,
         KL_IN_REWARD=with_kl and s.kl_estimator == "reward",
         K2=with_kl and s.kl_estimator == "k2",
         K3=with_kl and s.kl_estimator == "k3",
         ENTROPY=entropy,
-        SCALED=o.student_scale != 1.0,
-        CAPPED=o.student_softcap != 0.0,
         GRADIENT=gradient is not None,
         OWNS_ROW_TERMS=shard.owns_row_terms,
         TILE=TILE,
         BLOCK=BLOCK,
         num_warps=8,
+        **o.transform_flags,
     )

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 
 from distill_kernels.losses.divergence import (
+    RowRequest,
     RowResult,
     _add_at_labels_,
     _at_labels,
@@ -33,8 +34,7 @@ from distill_kernels.losses.divergence import (
     log_softmax,
     transform_logits,
 )
-from distill_kernels.losses.shards import ON_ANOTHER_RANK, VocabShard
-from distill_kernels.losses.terms import Objective, TokenStats
+from distill_kernels.losses.terms import Objective
 from distill_kernels.operands import contiguous_rows
 
 KL_ESTIMATORS = ("reward", "k2", "k3")
@@ -125,48 +125,40 @@ def reference_policy_rows(
     student_raw: torch.Tensor,
     teacher_raw: torch.Tensor | None,
     objective: Objective,
+    request: RowRequest,
     *,
-    labels: torch.Tensor | None,
-    row_scale: torch.Tensor,
-    with_gradient: bool = True,
-    with_stats: bool = False,
-    shard: VocabShard | None = None,
     policy: Policy,
 ) -> RowResult:
     """Return loss, gradient and statistics of rows of sampled tokens; arguments as of `divergence.reference_rows`.
 
-    `labels` are the tokens and `teacher_raw` is None. Statistics are at the loss's temperature: cross_entropy,
+    The labels are the tokens and `teacher_raw` is None. Statistics are at the loss's temperature: cross_entropy,
     student_entropy and student_label_logprob; with a reference also teacher_label_logprob, and k3 as the divergence.
     """
-    assert teacher_raw is None and labels is not None
-    o, s, counted_rows = objective, policy.settings, row_scale != 0
-    targets = torch.where(counted_rows, labels.long(), 0 if shard is None else ON_ANOTHER_RANK)
+    targets, shard = request.targets, request.shard
+    assert teacher_raw is None and targets is not None
+    o, s = objective, policy.settings
     z = transform_logits(student_raw, o.student_scale, o.student_softcap)
     all_log_p = log_softmax(z / o.temperature if o.temperature != 1.0 else z, shard)
     log_p, p = _at_labels(all_log_p, targets, shard), all_log_p.exp()
     loss, slope = reference_policy_terms(log_p, policy)
     entropy = log_p.new_zeros(log_p.shape)
     products = None
-    if s.entropy_weight or with_stats:
+    if s.entropy_weight or request.with_stats:
         products = torch.where(p > 0, p * all_log_p, 0.0)
         entropy = -_sum_over_ranks(products.sum(-1), shard)
-    loss = torch.where(counted_rows, (loss - s.entropy_weight * entropy) * row_scale, 0.0)
+    loss = torch.where(request.counted, (loss - s.entropy_weight * entropy) * request.row_scale, 0.0)
     gradient = None
-    if with_gradient:
+    if request.with_gradient:
         gradient = p * -slope[:, None]
         _add_at_labels_(gradient, targets, slope)
         if s.entropy_weight and products is not None:
             gradient += s.entropy_weight * (products + p * entropy[:, None])
-        gradient *= (row_scale * (o.student_scale / o.temperature))[:, None]
-        if o.student_softcap:
-            gradient.mul_((z / o.student_softcap).square_().neg_().add_(1.0))
-        gradient.masked_fill_(~counted_rows[:, None], 0.0)
+        request.finish_gradient_(gradient, z, o, o.temperature)
     stats = None
-    if with_stats:
+    if request.with_stats:
         zeros, reference = torch.zeros_like(log_p), policy.reference_logprobs
         divergence, reference = zeros, zeros if reference is None else reference.to(log_p.dtype)
         if policy.reference_logprobs is not None:
             divergence = (reference - log_p).expm1() - (reference - log_p)
-        statistics = (divergence, -log_p, entropy, zeros, zeros, log_p, reference)
-        stats = TokenStats(*(torch.where(counted_rows, statistic, 0.0).float() for statistic in statistics))
+        stats = request.stats(divergence, -log_p, entropy, zeros, zeros, log_p, reference)
     return RowResult(loss, gradient, stats)

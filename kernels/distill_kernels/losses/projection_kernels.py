@@ -80,7 +80,7 @@ def _store_tile(
             start = column + half * HALF
             z = _scale_and_cap(halves[half], start + at, V, bias_ptr, scale, softcap, HAS_BIAS, SCALED, CAPPED, LOG2_E)
             g = hard_gradient(exp(z - lse), at[None, :], label - start, lse, whole_vocab, weights, True, True)
-            g = raw_logit_gradient(g, z, row_scale, scale, 1.0 / softcap, SCALED, CAPPED)
+            g = raw_logit_gradient(g, z, row_scale, (scale, 1.0 / softcap), SCALED, CAPPED)
             store_block(values_blocks, tl.where(row_scale == 0.0, 0.0, g), row, start, TMA)
     else:
         columns = column + tl.arange(0, z.shape[1])

@@ -7,16 +7,10 @@ from __future__ import annotations
 
 from distill_kernels.launch import HAS_TRITON, tl, triton
 from distill_kernels.layers.fast_math import exp, log_of_normal, reciprocal
-from distill_kernels.losses import divergence, terms
+from distill_kernels.losses import divergence
 from distill_kernels.losses.shards import ON_ANOTHER_RANK
 
 if HAS_TRITON:
-    FORWARD_KL = tl.constexpr(terms.FORWARD_KL)
-    REVERSE_KL = tl.constexpr(terms.REVERSE_KL)
-    JSD = tl.constexpr(terms.JSD)
-    SKEW_FORWARD_KL = tl.constexpr(terms.SKEW_FORWARD_KL)
-    SKEW_REVERSE_KL = tl.constexpr(terms.SKEW_REVERSE_KL)
-    TVD = tl.constexpr(terms.TVD)
     MAX_LOG_RATIO = tl.constexpr(divergence.MAX_LOG_RATIO)
     OTHER_RANK = tl.constexpr(ON_ANOTHER_RANK)
 
@@ -27,15 +21,15 @@ def _log_ratio_product(p, log_p, log_q):
 
 
 @triton.jit
-def _one_divergence(KIND: tl.constexpr, parameter, log_s, log_t, p_s, p_t):
-    """`f` and `g` of one divergence, elementwise: `reference_terms` in Triton."""
-    if KIND == FORWARD_KL:
+def one_divergence(KIND: tl.constexpr, parameter, log_s, log_t, p_s, p_t):
+    """Return `f` and `g` of one divergence, elementwise: `reference_terms` in Triton."""
+    if KIND == "forward_kl":
         g = p_s - p_t
         f = _log_ratio_product(p_t, log_t, log_s) + g
-    elif KIND == REVERSE_KL:
+    elif KIND == "reverse_kl":
         g = _log_ratio_product(p_s, log_s, log_t)
         f = g - p_s + p_t
-    elif KIND == TVD:
+    elif KIND == "tvd":
         difference = p_s - p_t
         f = 0.5 * tl.abs(difference)
         g = 0.5 * tl.where(difference > 0.0, p_s, tl.where(difference < 0.0, -p_s, 0.0))
@@ -45,20 +39,20 @@ def _one_divergence(KIND: tl.constexpr, parameter, log_s, log_t, p_s, p_t):
         d = tl.maximum(tl.minimum(d, MAX_LOG_RATIO), -MAX_LOG_RATIO)
         e = exp(d)
         teacher_weight = parameter
-        if KIND == SKEW_REVERSE_KL:
+        if KIND == "skew_reverse_kl":
             teacher_weight = 1.0 - parameter
         q = 1.0 + teacher_weight * (e - 1.0)
         log_q = log_of_normal(q)
-        if KIND == JSD:
+        if KIND == "jsd":
             g = (parameter - 1.0) * p_s * log_q
             f = parameter * p_t * (d - log_q) + g
         else:
             m = p_s + teacher_weight * (p_t - p_s)
-            if KIND == SKEW_REVERSE_KL:
+            if KIND == "skew_reverse_kl":
                 f = m - p_s - p_s * log_q
                 g = p_s * (parameter * (1.0 - reciprocal(q)) - log_q)
             else:
-                tl.static_assert(KIND == SKEW_FORWARD_KL)
+                tl.static_assert(KIND == "skew_forward_kl")
                 f = p_t * (d - log_q) - p_t + m
                 g = (1.0 - parameter) * p_s * (1.0 - e * reciprocal(q))
     return f, g
@@ -72,7 +66,7 @@ def weighted_divergences(log_s, log_t, weights, parameters, KINDS: tl.constexpr)
     f = tl.zeros_like(p_s)
     g = tl.zeros_like(p_s)
     for i in tl.static_range(len(KINDS)):
-        f_i, g_i = _one_divergence(KINDS[i], parameters[i], log_s, log_t, p_s, p_t)
+        f_i, g_i = one_divergence(KINDS[i], parameters[i], log_s, log_t, p_s, p_t)
         f += weights[i] * f_i
         g += weights[i] * g_i
     return f, g, p_s, p_t
@@ -177,8 +171,12 @@ def hard_loss(at_label, z_total, lse, row_lse, vocab, hard, SMOOTHED: tl.constex
 
 
 @triton.jit
-def raw_logit_gradient(g, z, scale, student_scale, inverse_cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
-    """Return the gradient for raw logits from that for transformed ones, times the row's scale."""
+def raw_logit_gradient(g, z, scale, transform, SCALED: tl.constexpr, CAPPED: tl.constexpr):
+    """Return the gradient for raw logits from that for transformed ones, times the row's scale.
+
+    transform: the student's logit scale, and the inverse of its soft cap.
+    """
+    student_scale, inverse_cap = transform
     g *= scale
     if SCALED:
         g *= student_scale
@@ -197,6 +195,19 @@ def zero_row(row_ptr, V, blocks, within, BLOCK: tl.constexpr):
             columns = block * BLOCK + within
         nothing = tl.zeros(columns.shape, row_ptr.dtype.element_ty)
         tl.store(row_ptr + columns, nothing, mask=columns < V)
+
+
+@triton.jit
+def skip_row(
+    row, outputs, stats_stride, gradient_ptr, V, GRADIENT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Store zeros for a row of scale 0: its loss, statistics if `outputs` has them, and GRADIENT."""
+    loss_ptr, stats_ptr = outputs
+    tl.store(loss_ptr + row, 0.0)
+    if stats_ptr is not None:
+        store_stats(stats_ptr, stats_stride, row, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+    if GRADIENT:
+        zero_row(gradient_ptr, V, tl.cdiv(tl.cdiv(V, TILE), BLOCK), tl.arange(0, TILE)[None, :], BLOCK)
 
 
 @triton.jit

@@ -9,16 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# A divergence's number in the kernels. A new divergence is one line here and one branch in divergence.py.
-FORWARD_KL, REVERSE_KL, JSD, SKEW_FORWARD_KL, SKEW_REVERSE_KL, TVD = range(6)
-DIVERGENCES = {
-    "forward_kl": FORWARD_KL,
-    "reverse_kl": REVERSE_KL,
-    "jsd": JSD,
-    "skew_forward_kl": SKEW_FORWARD_KL,
-    "skew_reverse_kl": SKEW_REVERSE_KL,
-    "tvd": TVD,
-}
+from distill_kernels.losses import DIVERGENCES, with_parameter
 
 
 def plain_number(value: Any, name: str = "terms") -> Any:
@@ -38,7 +29,7 @@ class LossTerm(NamedTuple):
     """One weighted term of a loss.
 
     Attributes:
-        type: forward_kl, reverse_kl, jsd, skew_forward_kl, skew_reverse_kl, tvd or cross_entropy.
+        type: cross_entropy, or a divergence: forward_kl, reverse_kl, jsd, skew_forward_kl, skew_reverse_kl, tvd.
         weight: factor of the term, >= 0. A term of weight 0 is not computed.
         beta: the teacher's share of the mixture, for jsd only, in [0, 1]; 0.5 if not given.
         alpha: the skew, for skew_forward_kl and skew_reverse_kl only, in [0, 1); 0.1 if not given.
@@ -85,7 +76,7 @@ class Objective(NamedTuple):
     `weights` hold the factor T^2 already. A soft cap of 0 means none.
     """
 
-    kinds: tuple[int, ...]
+    kinds: tuple[str, ...]
     weights: tuple[float, ...]
     parameters: tuple[float, ...]
     divergence_weights: tuple[float, ...]
@@ -106,7 +97,31 @@ class Objective(NamedTuple):
     @property
     def stable_top(self) -> bool:
         """True where `g - p_s sum(g)` cancels at p_s near 1 and takes another form; see `divergence.logit_gradient`."""
-        return SKEW_FORWARD_KL in self.kinds
+        return any(DIVERGENCES[kind].stable_top for kind in self.kinds)
+
+    @property
+    def subtract_sum(self) -> bool:
+        """True where the gradient needs `sum(g)`."""
+        return not all(DIVERGENCES[kind].g_sums_to_0 for kind in self.kinds)
+
+    @property
+    def hard_label_flags(self) -> dict[str, bool]:
+        """Constants of kernels that compute the hard-label term."""
+        return {
+            "HARD": self.hard_weight != 0.0,
+            "SMOOTHED": self.label_smoothing != 0.0,
+            "Z_LOSS": self.z_loss != 0.0,
+        }
+
+    @property
+    def transform(self) -> tuple[float, float]:
+        """The student's logit scale and the inverse of its soft cap, 0 without one."""
+        return self.student_scale, 1.0 / self.student_softcap if self.student_softcap else 0.0
+
+    @property
+    def transform_flags(self) -> dict[str, bool]:
+        """Constants of kernels that apply `transform`."""
+        return {"SCALED": self.student_scale != 1.0, "CAPPED": self.student_softcap != 0.0}
 
     def encode(self) -> str:
         """Return the objective as text, for operators whose arguments must be plain."""
@@ -129,19 +144,15 @@ def _check_range(name: str, value: float, low: float, high: float = math.inf, *,
     return number
 
 
-def _divergence(term: LossTerm) -> tuple[int, float]:
-    """A term's kind and parameter, with a mixture at the end of its range reduced to the plain divergence."""
-    if term.type == "jsd":
-        beta = _check_range("jsd.beta", 0.5 if term.beta is None else term.beta, 0.0, 1.0)
-        if beta == 0.0:
-            return FORWARD_KL, 0.0
-        return (REVERSE_KL, 0.0) if beta == 1.0 else (JSD, beta)
-    if term.type in ("skew_forward_kl", "skew_reverse_kl"):
-        alpha = _check_range(f"{term.type}.alpha", 0.1 if term.alpha is None else term.alpha, 0.0, 1.0, open_high=True)
-        if alpha == 0.0:
-            return (FORWARD_KL if term.type == "skew_forward_kl" else REVERSE_KL), 0.0
-        return DIVERGENCES[term.type], alpha
-    return DIVERGENCES[term.type], 0.0
+def _divergence(term: LossTerm) -> tuple[str, float]:
+    """Return a term's kind and parameter, with a mixture at the end of its range reduced to the plain divergence."""
+    row = DIVERGENCES[term.type]
+    if not row.parameter:
+        return term.type, 0.0
+    given = getattr(term, row.parameter)
+    name = f"{term.type}.{row.parameter}"
+    value = _check_range(name, row.default if given is None else given, 0.0, 1.0, open_high=row.below_1)
+    return (row.limits[value], 0.0) if value in row.limits else (term.type, value)
 
 
 def make_objective(
@@ -177,16 +188,17 @@ def make_objective(
     if temperature == 0.0:
         raise ValueError("temperature: expected a number above 0, got 0")
     known = [*DIVERGENCES, "cross_entropy"]
-    weights: dict[tuple[int, float], float] = {}
+    weights: dict[tuple[str, float], float] = {}
     hard_weight = 0.0
     for index, term in enumerate(terms):
         if term.type not in known:
             raise ValueError(f"terms[{index}].type: expected one of {', '.join(known)}, got {term.type!r}")
         weight = _check_range(f"terms[{index}].weight", term.weight, 0.0)
-        if term.beta is not None and term.type != "jsd":
-            raise ValueError(f"terms[{index}].beta: only jsd takes beta, got {term.beta!r} for {term.type}")
-        if term.alpha is not None and not term.type.startswith("skew_"):
-            raise ValueError(f"terms[{index}].alpha: only skewed KL takes alpha, got {term.alpha!r} for {term.type}")
+        for name in ("beta", "alpha"):
+            given, takes = getattr(term, name), with_parameter(name)
+            if given is not None and term.type not in takes:
+                expected = f"None, since only {' and '.join(takes)} have it"
+                raise ValueError(f"terms[{index}].{name}: expected {expected}, got {given!r} for {term.type}")
         if term.type == "cross_entropy":
             hard_weight += weight
             continue

@@ -47,8 +47,8 @@ class FusedTopKKLLoss(FusedDistillationLoss):
         ce_weight: weight of the hard-label term at T = 1; above 0, labels are needed.
         teacher_temperature: at which the teacher's log-probabilities were taken; None: at T. Only renormalize can go
             from one to the other: the tail's mass at another temperature does not follow from K tokens.
-        label_smoothing, z_loss, ignore_index, reduction, student_logit_scale, student_softcap, max_workspace_mib,
-            skip_ignored_rows: see `FusedDistillationLoss`.
+        settings: label_smoothing, z_loss, ignore_index, reduction, student_logit_scale, student_softcap,
+            max_workspace_mib, skip_ignored_rows: see `FusedDistillationLoss`.
 
     Raises:
         ValueError: naming the field, what was expected and what came.
@@ -63,14 +63,7 @@ class FusedTopKKLLoss(FusedDistillationLoss):
         divergence_weight: float = 1.0,
         ce_weight: float = 0.0,
         teacher_temperature: float | None = None,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        student_logit_scale: float = 1.0,
-        student_softcap: float | None = None,
-        max_workspace_mib: float | None = None,
-        skip_ignored_rows: bool = True,
+        **settings: object,
     ) -> None:
         checked_direction(direction)
         expect(tail in TAILS, "tail", " or ".join(TAILS), repr(tail))
@@ -80,14 +73,7 @@ class FusedTopKKLLoss(FusedDistillationLoss):
             [LossTerm(f"{direction}_kl", divergence_weight), LossTerm("cross_entropy", ce_weight)],
             temperature,
             scale_by_temperature_squared,
-            label_smoothing,
-            z_loss,
-            ignore_index,
-            reduction,
-            student_logit_scale,
-            student_softcap,
-            max_workspace_mib=max_workspace_mib,
-            skip_ignored_rows=skip_ignored_rows,
+            **settings,  # type: ignore[arg-type]
         )
         given = temperature if teacher_temperature is None else float(teacher_temperature)
         if not given > 0 or (tail != "renormalize" and given != temperature):
@@ -171,8 +157,8 @@ class FusedStudentTopKKLLoss(FusedDistillationLoss):
     Args:
         k: how many tokens, 1 to 511; with all columns it is the full divergence.
         direction: "reverse", KL(p_s || p_t), which is inf where one of the K has teacher probability 0; or "forward".
-        tail: "bucket" or "renormalize". The teacher's probability outside of the K counts as at least 8 epsilons (1e-6
-            in fp32), what sums of K probabilities resolve.
+        tail: "bucket" or "renormalize". With 16-bit heads the teacher's probability outside of the K counts as at least
+            1e-6, what sums of K probabilities resolve.
         temperature, scale_by_temperature_squared, divergence_weight, ce_weight: as of `FusedTopKKLLoss`.
         settings: label_smoothing, z_loss, ignore_index, reduction, student_logit_scale, student_softcap,
             teacher_logit_scale, teacher_softcap, max_workspace_mib, skip_ignored_rows: see `FusedDistillationLoss`.

@@ -10,11 +10,9 @@ label smoothing. The teacher's part is 32 to 64 sectors, which is negligible.
 
 from __future__ import annotations
 
-import torch
-
 from distill_kernels.launch import HAS_TRITON, cdiv, next_power_of_2, tl, triton
 from distill_kernels.layers.fast_math import LOG2_E, exp, exp2
-from distill_kernels.losses import terms
+from distill_kernels.losses.operands import RowCall
 from distill_kernels.losses.projection import TILE, Logits
 from distill_kernels.losses.row_functions import (
     agreement_part,
@@ -25,12 +23,11 @@ from distill_kernels.losses.row_functions import (
     load_tiles,
     logit_at,
     raw_logit_gradient,
+    skip_row,
     store_stats,
     to_int32,
     weighted_divergences,
-    zero_row,
 )
-from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective
 from distill_kernels.losses.topk_reference import IMPOSSIBLE, TopK
 from distill_kernels.losses.topk_shards import join_top_k
@@ -46,7 +43,7 @@ def _top_k_kernel(
     gradient_ptr,
     teacher,
     tokens,
-    figures,
+    outputs,
     joint,
     sizes,
     strides,
@@ -55,8 +52,7 @@ def _top_k_kernel(
     parameters,
     stats_factor,
     hard,
-    student_scale,
-    inverse_cap,
+    transform,
     whole_vocab,
     start,
     KINDS: tl.constexpr,
@@ -80,9 +76,9 @@ def _top_k_kernel(
     Loss and statistics are these columns' parts; terms of the row as a whole are added where `OWNS_ROW_TERMS`.
     """
     values_ptr, shift_ptr = student
-    ids_ptr, given_ptr = teacher
+    ids_ptr, given_ptr, rest_ptr = teacher
     labels_ptr, scale_ptr, rows_ptr = tokens
-    loss_ptr, stats_ptr = figures
+    loss_ptr, stats_ptr = outputs
     norms_ptr, top_ptr = joint
     V, tiles, K = sizes
     values_stride, gradient_stride, ids_stride, given_stride, stats_stride, norms_stride = strides
@@ -100,11 +96,7 @@ def _top_k_kernel(
     blocks = tl.cdiv(tiles, BLOCK)
     within = tl.arange(0, TILE)[None, :]
     if scale == 0.0:
-        tl.store(loss_ptr + row, 0.0)
-        if STATS:
-            store_stats(stats_ptr, stats_stride, row, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
-        if GRADIENT:
-            zero_row(gradient_ptr, V, blocks, within, BLOCK)
+        skip_row(row, outputs, stats_stride, gradient_ptr, V, GRADIENT, TILE, BLOCK)
         return
 
     student_max = tl.load(norms_ptr + here)
@@ -169,10 +161,14 @@ def _top_k_kernel(
             log_t = given
             if BUCKET:
                 base = tl.load(norms_ptr + 3 * norms_stride + here)
-                missing = tl.maximum(1.0 - tl.sum(tl.exp(given), 0), 0.0)
-                missing = tl.where(tl.sum(used.to(tl.int32), 0) < whole_vocab, missing, 0.0)
+                if rest_ptr is not None:
+                    log_rest = tl.load(rest_ptr + row)
+                else:
+                    log_rest = tl.log(tl.maximum(1.0 - tl.sum(tl.exp(given), 0), 0.0))
+                log_rest = tl.where(tl.sum(used.to(tl.int32), 0) < whole_vocab, log_rest, -float("inf"))
                 log_s = tl.where(lane == K, base, log_s)
-                log_t = tl.where(lane == K, tl.log(missing), log_t)
+                log_t = tl.where(lane == K, log_rest, log_t)
+            impossible = tl.max(tl.where(log_t == NO_PROBABILITY, 1, 0), 0) == 1
             peak = tl.max(log_s, 0)
             log_s -= peak + tl.log(tl.sum(tl.exp(log_s - peak), 0))
             if not BUCKET:
@@ -181,7 +177,7 @@ def _top_k_kernel(
             f, g_top, p_s, _ = weighted_divergences(log_s, log_t, weights, parameters, KINDS)
             loss = clamp_at_zero(tl.sum(f, 0))
             if REVERSE:
-                loss = tl.where(tl.max(tl.where(given == NO_PROBABILITY, 1, 0), 0) == 1, float("inf"), loss)
+                loss = tl.where(impossible, float("inf"), loss)
             slope = (g_top - p_s * tl.sum(g_top, 0)) * inverse_t
             if BUCKET:
                 others = tl.sum(tl.where(lane == K, slope, 0.0), 0)
@@ -197,14 +193,14 @@ def _top_k_kernel(
                 g = others * exp2(z * rate - base * LOG2_E)
             if HARD:
                 g += hard_gradient(exp(z - lse1), columns, label, lse1, whole_vocab, hard, SMOOTHED, Z_LOSS)
-            g = raw_logit_gradient(g, z, scale, student_scale, inverse_cap, SCALED, CAPPED)
+            g = raw_logit_gradient(g, z, scale, transform, SCALED, CAPPED)
             tl.store(gradient_ptr + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
         if SOFT:
             tl.debug_barrier()
             g_top = slope
             if HARD:
                 g_top += hard_gradient(exp(z_top - lse1), ids, label, lse1, whole_vocab, hard, SMOOTHED, Z_LOSS)
-            g_top = raw_logit_gradient(g_top, z_top, scale, student_scale, inverse_cap, SCALED, CAPPED)
+            g_top = raw_logit_gradient(g_top, z_top, scale, transform, SCALED, CAPPED)
             tl.store(gradient_ptr + ids, g_top.to(gradient_ptr.dtype.element_ty), mask=held)
 
     row_lse = lse1
@@ -228,39 +224,28 @@ def _top_k_kernel(
 
 
 def launch_top_k_row_loss(
-    student: Logits,
-    teacher: Logits | None,
-    objective: Objective,
-    *,
-    labels: torch.Tensor | None,
-    row_scale: torch.Tensor,
-    rows: torch.Tensor | None,
-    loss: torch.Tensor,
-    stats: torch.Tensor | None,
-    gradient: torch.Tensor | None,
-    shard: VocabShard,
-    top: TopK,
+    student: Logits, teacher: Logits | None, objective: Objective, call: RowCall, *, top: TopK
 ) -> None:
     """Launch the top-K row kernel over the n rows of `student`; arguments as in `launch_row_loss`.
 
-    `teacher` is None; `top` holds all tokens, as `labels` do, with ids of the whole vocabulary. Overwrites
+    `teacher` is None; `top` holds all tokens, as the labels do, with ids of the whole vocabulary. Overwrites
     `student.values` even without a gradient.
     """
-    o = objective
+    o, shard, gradient = objective, call.shard, call.gradient
     n, vocab = student.values.shape
     if n == 0:
         return
     assert teacher is None
     tiles, k = cdiv(vocab, TILE), top.ids.shape[1]
     out = student.values if gradient is None else gradient
-    ids, given, tail = top
+    ids, given, tail, rest = top
     bucket = tail == "bucket"
-    at_temperature_1 = o.temperature != 1.0 and (o.hard_weight != 0.0 or stats is not None)
+    at_temperature_1 = o.temperature != 1.0 and (o.hard_weight != 0.0 or call.stats is not None)
     joint = join_top_k(
         student,
         top,
-        row_scale,
-        rows,
+        call.row_scale,
+        call.rows,
         shard,
         temperature=o.temperature,
         bucket=bucket and bool(o.kinds),
@@ -272,9 +257,9 @@ def launch_top_k_row_loss(
     _top_k_kernel[(n,)](
         tuple(student[:2]),
         out,
-        (ids, given),
-        (labels, row_scale, rows),
-        (loss, stats),
+        (ids, given, rest),
+        call.tokens,
+        call.outputs,
         tuple(joint),
         (vocab, tiles, k),
         (
@@ -282,7 +267,7 @@ def launch_top_k_row_loss(
             out.stride(0),
             ids.stride(0),
             given.stride(0),
-            0 if stats is None else stats.stride(0),
+            call.stats_stride,
             joint.norms.stride(0),
         ),
         1.0 / o.temperature,
@@ -290,24 +275,19 @@ def launch_top_k_row_loss(
         o.parameters,
         o.divergence_weights[0] / o.weights[0] if o.kinds else 0.0,
         (o.hard_weight, o.label_smoothing, o.z_loss),
-        o.student_scale,
-        1.0 / o.student_softcap if o.student_softcap else 0.0,
+        o.transform,
         shard.vocab,
         shard.start,
         KINDS=o.kinds,
         BUCKET=bucket,
         SAMPLED=tail == "sampled",
-        REVERSE=terms.REVERSE_KL in o.kinds,
+        REVERSE="reverse_kl" in o.kinds,
         TEMPERED=o.temperature != 1.0,
-        HARD=o.hard_weight != 0.0,
-        SMOOTHED=o.label_smoothing != 0.0,
-        Z_LOSS=o.z_loss != 0.0,
-        SCALED=o.student_scale != 1.0,
-        CAPPED=o.student_softcap != 0.0,
         GRADIENT=gradient is not None,
         OWNS_ROW_TERMS=shard.owns_row_terms,
         TILE=TILE,
         BLOCK=BLOCK,
         LANES=next_power_of_2(k + 1),
         num_warps=8,
+        **o.hard_label_flags | o.transform_flags,
     )

@@ -25,13 +25,12 @@ Source of the sampled interpretation: Anshumann et al. 2025 (Sparse Logit Sampli
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 
-from distill_kernels.losses import terms
 from distill_kernels.losses.divergence import (
+    RowRequest,
     RowResult,
     _row_maximum,
     _sum_over_ranks,
@@ -44,7 +43,6 @@ from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective
 
 TAILS = ("bucket", "renormalize", "sampled")
-LEAST_TAIL = 8  # times the epsilon: the least of the teacher's probability outside of the K, which sums resolve
 IMPOSSIBLE = -1e30  # stands for log 0 of a token that is one of the K: its products are no NaN
 
 
@@ -55,15 +53,18 @@ class TopK(NamedTuple):
         ids: integers [N, K], distinct within a row, below the number of columns that count.
         logprobs: floating [N, K], natural logarithms, at the loss's temperature.
         tail: one of `TAILS`.
+        rest: floating [N], log-probability of all other tokens together; None: what the K lack of 1.
     """
 
     ids: torch.Tensor
     logprobs: torch.Tensor
     tail: str
+    rest: torch.Tensor | None = None
 
     def rows(self, which: slice | torch.Tensor) -> TopK:
         """Return the rows `which`."""
-        return TopK(self.ids[which], self.logprobs[which], self.tail)
+        rest = None if self.rest is None else self.rest[which]
+        return TopK(self.ids[which], self.logprobs[which], self.tail, rest)
 
 
 class StudentTopK(NamedTuple):
@@ -77,10 +78,11 @@ class StudentTopK(NamedTuple):
     k: int
     tail: str
 
-    def allocate(self, n: int, device: torch.device) -> TopK:
-        """Return uninitialised tokens and log-probabilities of `n` rows."""
+    def allocate(self, n: int, device: torch.device, *, with_rest: bool = False) -> TopK:
+        """Return uninitialised tokens and log-probabilities of `n` rows, `with_rest` also of the other tokens."""
         ids = torch.empty(n, self.k, dtype=torch.int32, device=device)
-        return TopK(ids, torch.empty(n, self.k, dtype=torch.float32, device=device), self.tail)
+        logprobs = torch.empty(n, self.k, dtype=torch.float32, device=device)
+        return TopK(ids, logprobs, self.tail, logprobs.new_empty(n) if with_rest else None)
 
 
 class TopKColumns(NamedTuple):
@@ -128,7 +130,7 @@ def top_k_columns(ids: torch.Tensor, given: torch.Tensor, vocab: int, shard: Voc
 
 
 def outcome_log_probs(
-    scaled: torch.Tensor, columns_of_k: TopKColumns, given: torch.Tensor, tail: str
+    scaled: torch.Tensor, columns_of_k: TopKColumns, given: torch.Tensor, top: TopK
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return both models' log-probabilities of the outcomes of tail "bucket" or "renormalize".
 
@@ -136,42 +138,44 @@ def outcome_log_probs(
         scaled: student logits over T, [n, V].
         columns_of_k: of the K tokens.
         given: the teacher's log-probabilities, [n, K], at temperature T.
-        tail: which of the two.
+        top: whose they are: the tail, and the other tokens' log-probability if known.
 
     Returns:
         The student's and the teacher's, [n, K + 1] (the tail last) or [n, K]; and the student's distribution over the
         other tokens, [n, V], 0 at the K, or None without a tail.
     """
-    top, shard = columns_of_k.gather(scaled), columns_of_k.shard
-    if tail == "renormalize":
-        return torch.log_softmax(top, -1), torch.log_softmax(given, -1), None
+    z_top, shard = columns_of_k.gather(scaled), columns_of_k.shard
+    if top.tail == "renormalize":
+        return torch.log_softmax(z_top, -1), torch.log_softmax(given, -1), None
     others = columns_of_k.add_(scaled.clone(), scaled.new_full((), -torch.inf))
     lse_others = torch.logsumexp(others, -1, keepdim=True)
     if shard is not None:
         lse_others = torch.logsumexp(shard.ranks.all_gather(lse_others), 0)
     rest = torch.where(lse_others > -torch.inf, (others - lse_others).exp(), 0.0)
-    log_s = torch.log_softmax(torch.cat([top, lse_others], -1), -1)
-    missing = (1 - given.exp().sum(-1, keepdim=True)).clamp_min(0)
+    log_s = torch.log_softmax(torch.cat([z_top, lse_others], -1), -1)
+    if top.rest is None:
+        log_rest = (1 - given.exp().sum(-1, keepdim=True)).clamp_min(0).log()
+    else:
+        log_rest = top.rest[:, None].to(given.dtype)
     columns = scaled.shape[1] if shard is None else shard.vocab
-    missing = torch.where(
-        columns_of_k.used.sum(-1, keepdim=True) < columns, missing, 0.0
-    )  # else no token is left for it
-    return log_s, torch.cat([given, missing.log()], -1), rest
+    some_left = columns_of_k.used.sum(-1, keepdim=True) < columns
+    return log_s, torch.cat([given, torch.where(some_left, log_rest, -torch.inf)], -1), rest
 
 
 def _over_outcomes(
-    scaled: torch.Tensor, columns_of_k: TopKColumns, given: torch.Tensor, o: Objective, tail: str, with_gradient: bool
+    scaled: torch.Tensor, columns_of_k: TopKColumns, given: torch.Tensor, o: Objective, top: TopK, with_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return divergences over the outcomes, [n], and their gradient for the scaled logits, [n, V]."""
-    log_s, log_t, rest = outcome_log_probs(scaled, columns_of_k, given, tail)
+    log_s, log_t, rest = outcome_log_probs(scaled, columns_of_k, given, top)
     p_s, p_t = log_s.exp(), log_t.exp()
     loss, slope = scaled.new_zeros(scaled.shape[0]), torch.zeros_like(log_s)
     for kind, weight, parameter in zip(o.kinds, o.weights, o.parameters, strict=True):
         f, g = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)
         loss += weight * f.sum(-1).clamp_min(0)
         slope += weight * (g - p_s * g.sum(-1, keepdim=True))
-    if terms.REVERSE_KL in o.kinds:
-        loss = torch.where((given == IMPOSSIBLE).any(-1), torch.inf, loss)
+    if "reverse_kl" in o.kinds:
+        impossible = torch.cat([given, log_t[:, given.shape[1] :]], -1) == IMPOSSIBLE
+        loss = torch.where(impossible.any(-1), torch.inf, loss)
     if not with_gradient:
         return loss, None
     k = given.shape[1]
@@ -197,35 +201,22 @@ def reference_top_k_rows(
     student_raw: torch.Tensor,
     teacher_raw: torch.Tensor | None,
     objective: Objective,
+    request: RowRequest,
     *,
-    labels: torch.Tensor | None,
-    row_scale: torch.Tensor,
-    with_gradient: bool = True,
-    with_stats: bool = False,
-    shard: VocabShard | None = None,
     top: TopK,
 ) -> RowResult:
     """Return loss, gradient and statistics of rows whose teacher is K tokens each; `teacher_raw` is None.
 
-    With `shard`, ids are those of the whole vocabulary.
+    With a shard, ids are those of the whole vocabulary.
 
     Statistics: `divergence` is that of the loss (without the factor T^2), at the loss's temperature; `agreement` is 1
     where the most probable of the K tokens is the student's most probable and neither shares its place with another
     token; what K tokens cannot tell (teacher_entropy, teacher_label_logprob) is 0.
     """
     assert teacher_raw is None
-    o, counted_rows = objective, row_scale != 0
+    o, shard, counted_rows = objective, request.shard, request.counted
     hard = o._replace(kinds=(), weights=(), parameters=(), divergence_weights=())
-    result = reference_rows(
-        student_raw,
-        None,
-        hard,
-        labels=labels,
-        row_scale=row_scale,
-        with_gradient=with_gradient,
-        with_stats=with_stats,
-        shard=shard,
-    )
+    result = reference_rows(student_raw, None, hard, request)
     if not o.kinds:
         return result
     given = top.logprobs.to(student_raw.dtype)
@@ -233,15 +224,12 @@ def reference_top_k_rows(
     z = transform_logits(student_raw, o.student_scale, o.student_softcap)
     scaled = z / o.temperature
     if top.tail == "sampled":
-        soft, gradient = _over_samples(scaled, columns_of_k, given, o, with_gradient)
+        soft, gradient = _over_samples(scaled, columns_of_k, given, o, request.with_gradient)
     else:
-        soft, gradient = _over_outcomes(scaled, columns_of_k, given, o, top.tail, with_gradient)
-    loss = result.loss + torch.where(counted_rows, soft * row_scale, 0.0)
+        soft, gradient = _over_outcomes(scaled, columns_of_k, given, o, top, request.with_gradient)
+    loss = result.loss + torch.where(counted_rows, soft * request.row_scale, 0.0)
     if gradient is not None:
-        gradient.mul_((row_scale * (o.student_scale / o.temperature))[:, None])
-        if o.student_softcap:
-            gradient.mul_((z / o.student_softcap).square_().neg_().add_(1.0))
-        gradient.masked_fill_(~counted_rows[:, None], 0.0)
+        request.finish_gradient_(gradient, z, o, o.temperature)
         if result.gradient is not None:
             gradient.add_(result.gradient)
     stats = result.stats
@@ -259,19 +247,18 @@ def reference_student_top_k_rows(
     student_raw: torch.Tensor,
     teacher_raw: torch.Tensor,
     objective: Objective,
+    request: RowRequest,
     *,
     student_top: StudentTopK,
-    **arguments: object,
 ) -> RowResult:
     """Return loss, gradient and statistics of rows, over the student's K most probable tokens.
 
-    Arguments as of `divergence.reference_rows`; statistics as of `reference_top_k_rows`. The teacher's probability
-    outside of the K counts as at least `LEAST_TAIL` epsilons. A teacher's probability of 0 makes the reverse KL inf.
+    Arguments as of `divergence.reference_rows`; statistics as of `reference_top_k_rows`. A teacher's probability of 0
+    makes the reverse KL inf.
     """
     o = objective
     ids = transform_logits(student_raw, o.student_scale, o.student_softcap).topk(student_top.k, sorted=False).indices
     log_t = log_softmax(transform_logits(teacher_raw, o.teacher_scale, o.teacher_softcap) / o.temperature)
-    log_t = log_t.gather(-1, ids)
-    most = math.log1p(-LEAST_TAIL * torch.finfo(log_t.dtype).eps)
-    log_t = (log_t - (log_t.logsumexp(-1, keepdim=True) - most).clamp_min(0)).clamp_min(IMPOSSIBLE)
-    return reference_top_k_rows(student_raw, None, o, top=TopK(ids, log_t, student_top.tail), **arguments)  # type: ignore[arg-type]
+    rest = log_t.scatter(-1, ids, -torch.inf).logsumexp(-1).clamp_min(IMPOSSIBLE)
+    top = TopK(ids, log_t.gather(-1, ids).clamp_min(IMPOSSIBLE), student_top.tail, rest)
+    return reference_top_k_rows(student_raw, None, o, request, top=top)

@@ -2,19 +2,15 @@
 
 The tiles' maxima are known from the projection, and the K tiles of the largest ones hold K tokens at least as probable
 as any token elsewhere: each of them has one that no other tile's exceeds. So a row's selection reads at most K tiles of
-256 columns of its V. Among these, bisection finds a threshold that K tokens reach: over the integers that order as the
-logits do, counting the tokens above the middle, until a count is K or two neighbours are left, and then ties are cut by
-position.
+256 columns of its V. One sweep over them lists the tokens that reach the least of these maxima: K at least, and of
+independent logits 1.1 K where K is an eighth of the tiles, 1.4 K where it is half. Among these, in registers, bisection
+finds a threshold that K tokens reach: over the integers that order as the logits do, counting the tokens above the
+middle, until a count is K or two neighbours are left, and then ties are cut by position. Where more than `LIST` K
+tokens reach the least maximum, each step of the bisection sweeps the tiles instead.
 
-Bytes a row, 16-bit logits: `min(512 K, 2 V)` of the student, once where K is at most 64 (they stay in registers) and
-once for each of about ten steps otherwise; 8 V / 256 of the tiles' numbers; K sectors of the teacher, whose other
-logits are written by its projection and never read. Products: the two projections and the two back-projections of a
-full divergence, no more.
-
-Before, the term took the student's projection twice and both of them in fp32: at 8,192 rows, 128,256 columns and
-widths of 2,048 and 4,096, six products in place of five (1.20 of their time), the first three in chunks of 261 rows,
-which read 1.6 GB of weights for each (50 GB), and about 40 bytes of fp32 logits an element (torch.topk, log_softmax,
-gather: 42 GB); together 2.18 of the five products' time on an H100.
+Bytes a row, 16-bit logits: `min(512 K, 2 V)` of the student, once with the list and about ten times without it; 8 V /
+256 of the tiles' numbers, 4 K of the list; K sectors of the teacher, whose other logits are written by its projection
+and never read. Products: the two projections and the two back-projections of a full divergence, no more.
 """
 
 from __future__ import annotations
@@ -26,9 +22,11 @@ import torch
 from distill_kernels.launch import HAS_TRITON, cdiv, next_power_of_2, tl, triton
 from distill_kernels.losses.projection import TILE, Logits
 from distill_kernels.losses.row_functions import load_tiles, logit_at, normaliser
-from distill_kernels.losses.topk_reference import IMPOSSIBLE, LEAST_TAIL, TopK
+from distill_kernels.losses.topk_reference import IMPOSSIBLE, TopK
+from distill_kernels.losses.topk_shards import others_normaliser
 
-HELD_TILES = 64  # tiles whose logits stay in a program's registers
+LEAST_TAIL = 8  # times the epsilon: the least of the teacher's probability outside of the K, which sums resolve
+LIST = 4  # times K, and at least 256: tokens of a row's list
 BLOCK = 16  # tiles of one step of a sweep
 LOG_OF_MOST = math.log1p(-LEAST_TAIL * torch.finfo(torch.float32).eps)
 if HAS_TRITON:
@@ -63,7 +61,7 @@ def _candidates(values_ptr, shift_ptr, list_ptr, block, sizes, TILE: tl.constexp
 def _count(
     keys, middle, values_ptr, shift_ptr, list_ptr, sizes, HELD: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return how many candidates are at least `middle`, of `keys` where HELD, else of all blocks."""
+    """Return how many candidates are at least `middle`: of `keys` where HELD, else of all blocks."""
     if HELD:
         found = tl.sum((keys >= middle).to(tl.int32))
     else:
@@ -123,30 +121,59 @@ def _places(keys, K, bounds, counted):
 
 
 @triton.jit
+def _choose_listed(
+    listed_ptr, found, values_ptr, shift_ptr, ids_ptr, K, low, high, sizes, LISTED: tl.constexpr, TILE: tl.constexpr
+):
+    """Store the K of `found` listed columns whose logits are highest, in their order."""
+    at = tl.arange(0, LISTED)[None, :]
+    columns = tl.load(listed_ptr + at, mask=at < found, other=-1)
+    keys = tl.where(at < found, _ordered(logit_at(values_ptr, shift_ptr, columns, sizes[0], TILE)), BELOW_ALL)
+    bounds = _threshold(keys, K, low, high, values_ptr, shift_ptr, None, sizes, True, TILE, 1)
+    place, _ = _places(keys, K, bounds, (0, 0))
+    tl.store(ids_ptr + place, columns, mask=place < K)
+
+
+@triton.jit
+def _choose_by_sweeps(
+    list_ptr, values_ptr, shift_ptr, ids_ptr, K, low, high, sizes, TILE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Store the K columns of the searched tiles whose logits are highest, in their order."""
+    bounds = _threshold(low, K, low, high, values_ptr, shift_ptr, list_ptr, sizes, False, TILE, BLOCK)
+    sure = tl.zeros((), tl.int32)
+    between = tl.zeros((), tl.int32)
+    for block in range(tl.cdiv(sizes[2], BLOCK)):
+        columns, keys = _candidates(values_ptr, shift_ptr, list_ptr, block, sizes, TILE, BLOCK)
+        place, counted = _places(keys, K, bounds, (sure, between))
+        tl.store(ids_ptr + place, columns, mask=place < K)
+        sure, between = counted
+
+
+@triton.jit
 def _select_kernel(
     student,
     teacher,
     tokens,
-    list_ptr,
+    scratch,
     out,
     sizes,
     strides,
     inverse_t,
-    HELD: tl.constexpr,
+    LISTED: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Store the ids of one row's K most probable tokens, and the teacher's log-probabilities of them.
+    """Store the ids of one row's K most probable tokens, and the teacher's log-probabilities of them (and of the rest).
 
-    list_ptr: int32 [n, count], scratch for the tiles that are searched; None where all are. HELD: at least their
-    number, where they stay in registers, or 0.
+    scratch: int32 [n, count] for the tiles that are searched and [n, LISTED] for their tokens that may be among the K;
+    both None where all tiles are searched.
     """
     values_ptr, shift_ptr, total_ptr = student
     teacher_ptr, teacher_shift_ptr, teacher_total_ptr = teacher
     scale_ptr, rows_ptr = tokens
-    ids_ptr, logprobs_ptr = out
+    list_ptr, listed_ptr = scratch
+    ids_ptr, logprobs_ptr, rest_ptr = out
     V, tiles, K, count = sizes
     values_stride, teacher_stride = strides
     here = tl.program_id(0).to(tl.int64)  # within the chunk
@@ -176,27 +203,34 @@ def _select_kernel(
         tl.store(list_ptr + tile_place, tl.broadcast_to(tile[None, :], tile_place.shape), mask=tile_place < count)
         tl.debug_barrier()
         low = bounds[0]
-
-    keys = maxima
-    if HELD:
-        _, keys = _candidates(values_ptr, shift_ptr, list_ptr, 0, searched, TILE, HELD)
-    bounds = _threshold(keys, K, low, high, values_ptr, shift_ptr, list_ptr, searched, HELD > 0, TILE, BLOCK)
-    sure = tl.zeros((), tl.int32)
-    between = tl.zeros((), tl.int32)
-    for block in range(tl.cdiv(count, BLOCK)):
-        columns, block_keys = _candidates(values_ptr, shift_ptr, list_ptr, block, searched, TILE, BLOCK)
-        place, counted = _places(block_keys, K, bounds, (sure, between))
-        tl.store(ids_ptr + place, columns, mask=place < K)
-        sure, between = counted
+        listed_ptr += here * LISTED
+        found = tl.zeros((), tl.int32)
+        reach = low, tl.full((), 2147483647, tl.int64), 0
+        for block in range(tl.cdiv(count, BLOCK)):
+            columns, keys = _candidates(values_ptr, shift_ptr, list_ptr, block, searched, TILE, BLOCK)
+            place, counted = _places(keys, LISTED, reach, (0, found))
+            tl.store(listed_ptr + place, columns, mask=place < LISTED)
+            found = counted[1]
+        tl.debug_barrier()
+        if found <= LISTED:
+            _choose_listed(listed_ptr, found, values_ptr, shift_ptr, ids_ptr, K, low, high, searched, LISTED, TILE)
+        else:
+            _choose_by_sweeps(list_ptr, values_ptr, shift_ptr, ids_ptr, K, low, high, searched, TILE, BLOCK)
+    else:
+        _choose_by_sweeps(None, values_ptr, shift_ptr, ids_ptr, K, low, high, searched, TILE, BLOCK)
     tl.debug_barrier()
 
     lane = tl.arange(0, LANES)
     ids = tl.load(ids_ptr + lane, mask=lane < K, other=-1)
     _, lse = normaliser(teacher_shift_ptr, teacher_total_ptr + here * tiles, tiles, inverse_t, TILES)
     log_t = logit_at(teacher_ptr, teacher_shift_ptr, ids, V, TILE) * inverse_t - lse
-    peak = tl.maximum(tl.max(log_t, 0), NO_PROBABILITY)
-    excess = tl.maximum(peak + tl.log(tl.sum(tl.exp(log_t - peak), 0)) - LOG_MOST, 0.0)
-    tl.store(logprobs_ptr + row * K + lane, tl.maximum(log_t - excess, NO_PROBABILITY), mask=lane < K)
+    if rest_ptr is not None:
+        rest = others_normaliser(teacher_ptr, teacher_shift_ptr, ids, lane < K, V, tiles, inverse_t, lse, TILE, BLOCK)
+        tl.store(rest_ptr + row, tl.maximum(rest - lse, NO_PROBABILITY))
+    else:
+        peak = tl.maximum(tl.max(log_t, 0), NO_PROBABILITY)
+        log_t -= tl.maximum(peak + tl.log(tl.sum(tl.exp(log_t - peak), 0)) - LOG_MOST, 0.0)
+    tl.store(logprobs_ptr + row * K + lane, tl.maximum(log_t, NO_PROBABILITY), mask=lane < K)
 
 
 def select_student_top_k(
@@ -212,7 +246,9 @@ def select_student_top_k(
 
     Args:
         student, teacher: relative logits of the n rows of a chunk, [n, V].
-        out: int32 and fp32 [N, K], of all tokens; rows of scale 0 are left as they are.
+        out: int32 and fp32 [N, K], of all tokens; rows of scale 0 are left as they are. Where it has `rest`, that is
+            summed over the teacher's other tokens, whose logits are read once, and the K are lost from `teacher`; else
+            the K are kept from adding up to more than 1 less `LEAST_TAIL` epsilons.
         row_scale: [N].
         rows: int64 [n], which tokens these rows are; None: the first n of what is passed.
         temperature: T of the teacher's probabilities.
@@ -222,17 +258,20 @@ def select_student_top_k(
         return
     tiles = cdiv(vocab, TILE)
     count = min(k, tiles)
-    some = torch.empty(n, count, dtype=torch.int32, device=row_scale.device) if count < tiles else None
+    listed = max(next_power_of_2(LIST * k), 256)
+    scratch: tuple[torch.Tensor | None, ...] = None, None
+    if count < tiles:
+        scratch = tuple(torch.empty(n, m, dtype=torch.int32, device=row_scale.device) for m in (count, listed))
     _select_kernel[(n,)](
         tuple(student[:3]),
         tuple(teacher[:3]),
         (row_scale, rows),
-        some,
-        tuple(out[:2]),
+        scratch,
+        (out.ids, out.logprobs, out.rest),
         (vocab, tiles, k, count),
         (student.values.stride(0), teacher.values.stride(0)),
         1.0 / temperature,
-        HELD=next_power_of_2(count) if count <= HELD_TILES else 0,
+        LISTED=listed,
         TILE=TILE,
         BLOCK=BLOCK,
         TILES=next_power_of_2(tiles),

@@ -43,21 +43,37 @@ class JoinedTopK(NamedTuple):
 
 
 @triton.jit
-def tail_normaliser(
-    values_ptr, shift_ptr, V, tiles, inverse_t, base, tail, maximum, TILE: tl.constexpr, BLOCK: tl.constexpr
+def _maximum_and_mass(values_ptr, shift_ptr, V, tiles, inverse_t, base, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return a row's largest logit and `sum(exp(z / T - base))`."""
+    maxima = tl.full((BLOCK, TILE), -float("inf"), tl.float32)
+    mass = tl.zeros((BLOCK, TILE), tl.float32)
+    for block in range(tl.cdiv(tiles, BLOCK)):
+        tile = block * BLOCK + tl.arange(0, BLOCK)
+        columns = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+        z = load_tiles(values_ptr, shift_ptr, tile, columns, V, tiles)
+        maxima = tl.maximum(maxima, z)
+        mass += exp2(z * (inverse_t * LOG2_E) - base * LOG2_E)
+    return tl.max(maxima), tl.sum(mass)
+
+
+@triton.jit
+def others_normaliser(
+    values_ptr, shift_ptr, ids, held, V, tiles, inverse_t, lse, TILE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return the tail's log sum of exponentials from `tail`, relative to `base`; summed again where that underflows."""
-    if tail < SMALLEST:
+    """Return the log sum of exponentials of a row without the `held` ones of `ids`, in whose places -inf is written.
+
+    `lse` is that of all tokens, to which the sum is relative; where it underflows it is made again, by the maximum.
+    """
+    tl.debug_barrier()
+    tl.store(values_ptr + ids, tl.full(ids.shape, -float("inf"), values_ptr.dtype.element_ty), mask=held)
+    tl.debug_barrier()
+    base = tl.where(lse == -float("inf"), 0.0, lse)
+    maximum, mass = _maximum_and_mass(values_ptr, shift_ptr, V, tiles, inverse_t, base, TILE, BLOCK)
+    if mass < SMALLEST:
         base = maximum * inverse_t
         base = tl.where(base == -float("inf"), 0.0, base)
-        mass = tl.zeros((BLOCK, TILE), tl.float32)
-        for block in range(tl.cdiv(tiles, BLOCK)):
-            tile = block * BLOCK + tl.arange(0, BLOCK)
-            columns = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-            z = load_tiles(values_ptr, shift_ptr, tile, columns, V, tiles)
-            mass += exp2(z * (inverse_t * LOG2_E) - base * LOG2_E)
-        tail = tl.sum(mass)
-    return base + tl.log(tail)
+        _, mass = _maximum_and_mass(values_ptr, shift_ptr, V, tiles, inverse_t, base, TILE, BLOCK)
+    return base + tl.log(mass)
 
 
 @triton.jit
@@ -112,23 +128,7 @@ def _top_k_normalisers_kernel(
         z_top = tl.where(used, z_top, -float("inf"))
     tl.store(top_ptr + here * K + lane, z_top, mask=lane < K)
     if BUCKET:
-        tl.debug_barrier()
-        tl.store(values_ptr + own, tl.full((LANES,), -float("inf"), values_ptr.dtype.element_ty), mask=held)
-        tl.debug_barrier()
-        blocks = tl.cdiv(tiles, BLOCK)
-        within = tl.arange(0, TILE)[None, :]
-        rate = inverse_t * LOG2_E
-        base = tl.where(lse == -float("inf"), 0.0, lse)
-        maxima = tl.full((BLOCK, TILE), -float("inf"), tl.float32)
-        mass = tl.zeros((BLOCK, TILE), tl.float32)
-        for block in range(blocks):
-            tile = block * BLOCK + tl.arange(0, BLOCK)
-            z = load_tiles(values_ptr, shift_ptr, tile, tile[:, None] * TILE + within, V, tiles)
-            maxima = tl.maximum(maxima, z)
-            mass += exp2(z * rate - base * LOG2_E)
-        others = tail_normaliser(
-            values_ptr, shift_ptr, V, tiles, inverse_t, base, tl.sum(mass), tl.max(maxima), TILE, BLOCK
-        )
+        others = others_normaliser(values_ptr, shift_ptr, own, held, V, tiles, inverse_t, lse, TILE, BLOCK)
         tl.store(norms_ptr + 3 * norms_stride + here, others)
 
 
@@ -156,7 +156,7 @@ def join_top_k(
         at_temperature_1: the normaliser at T = 1 is needed, and T differs.
         block: tiles of one step of the sweep.
     """
-    (n, vocab), (ids, given, _) = student.values.shape, teacher
+    (n, vocab), (ids, given, *_) = student.values.shape, teacher
     k = ids.shape[1]
     norms = torch.full((NORMS, n), -float("inf"), dtype=torch.float32, device=student.values.device)
     top = torch.zeros(n, k, dtype=torch.float32, device=student.values.device)
