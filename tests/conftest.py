@@ -14,6 +14,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import types
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # read when torch and numpy are first imported
@@ -38,6 +39,9 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "own")
 # once per worker and run, and the programs that tests start do not compile distill each time.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# modules and tests are millions of objects that stay, which collections as frequent as the default traverse each time
+gc.set_threshold(50_000, 20, 20)
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 HAS_GPU = torch.cuda.is_available()
@@ -193,6 +197,16 @@ def _disk_not_waited_for():
     """Nothing waits until a file is on the disk, a sixth of a run's time: tests end processes, not the machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_collection_after_runs():
+    """Accelerate collects garbage before each run, a fifth of its time; without a GPU there is no memory to free."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not HAS_GPU and importlib.util.find_spec("accelerate"):
+            memory = importlib.import_module("accelerate.utils.memory")
+            patch.setattr(memory, "gc", types.SimpleNamespace(collect=lambda: 0))
         yield
 
 

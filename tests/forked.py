@@ -197,6 +197,7 @@ def serve(connection: socket.socket) -> None:
     importlib.import_module("distill.reports.curves").draw_curves = lambda *args, **kwargs: None
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # as in conftest.py
     while True:
         message, fds, *_ = socket.recv_fds(connection, 1 << 20, 4)
         if not message:
