@@ -152,6 +152,7 @@ def test_sigterm_of_a_run_is_a_checkpoint_and_code_0(workplace, undisturbed, for
 
 
 @FORKED
+@pytest.mark.full  # a plain run is stopped by SIGTERM
 def test_a_lost_terminal_is_a_checkpoint_and_code_0(workplace, undisturbed, forked):
     """The terminal's end is closed, as by a broken ssh: SIGHUP, and errors for whoever writes there."""
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
@@ -185,6 +186,7 @@ def test_a_lost_terminal_is_a_checkpoint_and_code_0(workplace, undisturbed, fork
 
 
 @FORKED
+@pytest.mark.full  # a plain run is stopped by SIGTERM
 def test_ctrl_c_of_a_run_without_checkpoints_leaves_one_to_resume_from(workplace, forked):
     name = f"pressed-{forked}"
     folder, steps = workplace / "runs" / name, 3 * STEPS

@@ -344,6 +344,7 @@ def test_outputs_of_another_teacher_are_not_mixed_in(here, models, tmp_path_fact
 # ------------------------------------------------------------------ processes
 
 
+@pytest.mark.full  # two processes fill a cache in test_cache_sharded.py
 def test_two_processes_store_for_each_other(here, asked, unloaded):
     more = ["tiny.yaml", "train.tokens_per_step=256"]
     run_as_two("-m", "distill", "run", *more, "teacher.online_cache=null", "--name", "plain", cwd=here)

@@ -197,6 +197,7 @@ def trains(workplace, name, process, steps=3):
     return [each for each in psutil.Process(process.pid).children(recursive=True) if "run" in each.cmdline()]
 
 
+@pytest.mark.full
 def test_processes_whose_launcher_is_killed_end_with_a_checkpoint(workplace):
     process = two(workplace, "orphans")
     workers = trains(workplace, "orphans", process)

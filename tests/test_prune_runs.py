@@ -147,6 +147,7 @@ def test_adapters_and_random_teachers_train(place):
     assert student("drawn").config.intermediate_size == 40
 
 
+@pytest.mark.full
 def test_two_processes_train_one_student(place):
     run_as_two("-m", "distill", "run", "tiny.yaml", "--name", "two", cwd=place)
     two, alone = (json.loads((place / "runs" / name / "result.json").read_text()) for name in ("two", "whole"))

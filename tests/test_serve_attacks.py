@@ -101,6 +101,7 @@ def test_a_request_has_a_time_limit(engine, sent):
         assert 0.4 < time.monotonic() - began < 3
 
 
+@pytest.mark.full
 def test_between_two_requests_there_is_a_longer_one(engine):
     with serving(engine, patience=Patience(headers=0.5, idle=1.5)) as url, connect(url) as connection:
         for wait in (0.0, 1.0):
@@ -129,6 +130,7 @@ def test_a_refused_request_whose_body_goes_on_is_ended(engine):
         assert time.monotonic() - began < 3
 
 
+@pytest.mark.full
 def test_a_client_that_does_not_read_is_dropped_and_its_answer_with_it(engine, monkeypatch):
     """While another that reads slowly, but reads, gets all of it."""
     head = {"weight": torch.zeros(64 << 20, dtype=torch.uint8)}
@@ -148,6 +150,7 @@ def test_a_client_that_does_not_read_is_dropped_and_its_answer_with_it(engine, m
         assert not own_ends(url), "the one that does not read is still there"
 
 
+@pytest.mark.full
 def test_unread_answers_of_a_server_are_bounded_in_memory(engine, monkeypatch):
     """A third one waits until the first two are dropped; a small one does not."""
     held, answer = [], engine.answer

@@ -131,6 +131,7 @@ def test_two_gpus_serve_the_outputs_of_one(tmp_path, pool, serve):
     assert server.ended()[0] == [1, -signal.SIGKILL]
 
 
+@pytest.mark.full
 def test_a_lost_process_ends_the_server_with_errors_to_clients(tmp_path, serve):
     server = serve(place_for(tmp_path))
     query = question(0)
@@ -148,6 +149,7 @@ def test_a_lost_process_ends_the_server_with_errors_to_clients(tmp_path, serve):
     assert "rank 1 (process " in lines[0] and lines[0].endswith(" is gone, so this server ends")
 
 
+@pytest.mark.full
 def test_where_the_first_is_gone_the_other_ends_too(tmp_path, serve):
     server = serve(place_for(tmp_path))
     server.kill(0)

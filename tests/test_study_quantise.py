@@ -2,11 +2,13 @@
 
 import json
 
+import pytest
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from scripts.study import shrink_quantise
 
 
+@pytest.mark.full  # of scripts that measure, which no run of ours imports
 def test_controls_and_arms_are_judged_on_the_same_rows(tmp_path, capsys):
     tokenizer = tiny_tokenizer(300)
     save_tiny(tmp_path / "model", tiny_model(tokenizer, seed=1, hidden=64, vocab_size=320), tokenizer)

@@ -173,6 +173,7 @@ def test_extend_with_nothing_to_add_changes_nothing(base):
     assert torch.equal(student.get_input_embeddings().weight, before)
 
 
+@pytest.mark.full
 def test_smollm2_agrees_with_itself(smollm2_tokenizer):
     verdict = compare(smollm2_tokenizer, smollm2_tokenizer, 49_152, 49_152)
     assert verdict.require() == 49_152
