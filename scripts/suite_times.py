@@ -104,4 +104,4 @@ class SuiteTimes:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the measurement."""
-    config.pluginmanager.register(SuiteTimes(), "suite_times")
+    config.pluginmanager.register(SuiteTimes())
