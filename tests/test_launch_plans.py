@@ -282,3 +282,25 @@ def test_a_profiler_of_triton_sees_every_launch(ops):
     finally:
         launch_plans.LAUNCH_HOOKS.remove(seen.append)
     assert kernel.looked_up == 3
+
+
+def test_a_launcher_of_another_form_is_named_once_and_never_planned(native, caplog):
+    kernel = Kernel(lambda x_ptr, y_ptr: None, native)
+
+    class Launcher:
+        def __call__(self, *args): ...
+
+    compile_as_usual = kernel.compile
+
+    def compile(grid, values):
+        compiled = compile_as_usual(grid, values)
+        compiled.run = Launcher()
+        return compiled
+
+    kernel.compile = compile
+    for _ in range(2):
+        op = Planned(lambda x: launch(kernel, (1,), x, torch.empty_like(x)))
+        for _ in range(4):
+            op(torch.randn(8))
+        assert [plan.replay for plan in op.planned.plans()] == [None]
+    assert caplog.text.count("Triton's Launcher has a form unknown here") == 1 and kernel.looked_up == 8

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import functools
 import logging
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -188,14 +189,15 @@ class _TensorMaps(dict[int, Any]):
 
 @contextlib.contextmanager
 def _noted_tensor_maps() -> Iterator[list[_TensorMaps]]:
-    """Note the tensor maps that Triton makes inside, in their order."""
+    """Note the tensor maps that Triton makes inside, on this thread, in their order."""
     noted: list[_TensorMaps] = []
-    utils = triton.runtime.driver.active.utils
+    utils, here = triton.runtime.driver.active.utils, threading.get_ident()
     fills = {name: fill for name, fill in vars(utils).items() if name.startswith("fill_tma_descriptor")}
 
     def noting(fill: Callable[..., Any], address: int, *layout: Any) -> Any:
-        noted.append(_TensorMaps(fill, layout))
-        return noted[-1][address]
+        if threading.get_ident() == here:
+            noted.append(_TensorMaps(fill, layout))
+        return fill(address, *layout)
 
     for name, fill in fills.items():
         setattr(utils, name, functools.partial(noting, fill))
@@ -225,10 +227,15 @@ def _native_call(launcher: Any, arguments: Sequence[Any]) -> tuple[Callable[...,
         if launch is not None:
             copied.launch = stand_in
     if native is None:
-        _log.warning("Triton's launcher has a form unknown here: kernels are launched through its look-up, slowly")
+        _warn_of_form(type(launcher))
         raise Unplannable
     copied(*arguments)
     return native, handed[0]
+
+
+@functools.cache
+def _warn_of_form(kind: type) -> None:
+    _log.warning("Triton's %s has a form unknown here: kernels are launched through its look-up, slowly", kind.__name__)
 
 
 def storage_address(tensor: torch.Tensor) -> int:
