@@ -185,14 +185,6 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def has_kernel(tensor: object) -> bool:
-    """Return whether the first argument of an op is a tensor that a kernel computes on; all else is the reference's.
-
-    Where it is not, the caller checks the arguments itself.
-    """
-    return isinstance(tensor, torch.Tensor) and runs_on_triton(tensor)
-
-
 def can_skip_dispatcher(*args: Any) -> bool:
     """Return whether an eager call on these arguments may skip the dispatcher."""
     if torch.compiler.is_compiling() or outside_of_plans():

@@ -215,8 +215,10 @@ def _has_kernels(index: int) -> bool:
     return _cuda_facts(index).has_kernels
 
 
-def runs_on_triton(tensor: torch.Tensor) -> bool:
-    """Return whether a Triton kernel computes on `tensor`, rather than the PyTorch reference."""
+def runs_on_triton(tensor: object) -> bool:
+    """Return whether a Triton kernel computes on `tensor`, rather than the PyTorch reference or a check's message."""
+    if not isinstance(tensor, torch.Tensor):
+        return False
     return _interpreting or (tensor.is_cuda and _has_kernels(tensor.get_device()))
 
 

@@ -224,7 +224,7 @@ def aligned(tensor: torch.Tensor, name: str) -> torch.Tensor:
     columns = 16 // tensor.element_size()
     if tensor.data_ptr() % 16 == 0 and _legal(tensor.shape, tensor.stride(), columns):
         return tensor
-    _warn_of_copy(name, tuple(tensor.shape), tensor.stride())
+    _warn_of_copy(name, tuple(tensor.shape[1:]), tensor.stride())
     padded = -(-tensor.shape[-1] // columns) * columns
     copy = tensor.new_empty(*tensor.shape[:-1], padded)[..., : tensor.shape[-1]]
     return copy.copy_(tensor)
@@ -243,14 +243,9 @@ def empty_positions_first(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty_strided((batch, heads, positions, size), strides)
 
 
-_copied: set[tuple[object, ...]] = set()
-
-
+@functools.lru_cache(MAX_CACHED_LAUNCHES)
 def _warn_of_copy(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    key = (name, shape[1:], strides)
-    if key not in _copied:
-        _copied.add(key)
-        _log.info("attention copies %s %s: strides %s are not multiples of 16 bytes", name, shape, strides)
+    _log.info("attention copies %s [batch, *%s]: strides %s are not multiples of 16 bytes", name, shape, strides)
 
 
 def tiles_of(tensor: torch.Tensor, rows: int, columns: int, tma: bool) -> typing.Any:

@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward, has_kernel
-from distill_kernels.launch import DeviceFacts, cdiv, device_facts, next_power_of_2, tl, triton
+from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
+from distill_kernels.launch import DeviceFacts, cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.launch_plans import launch
 from distill_kernels.layers.activations import activate, activate_with_derivative
 from distill_kernels.layers.column_sums import column_sums
@@ -263,7 +263,7 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: Literal["none", 
     if approximate not in _ACTIVATIONS:
         raise ValueError(f"approximate: expected 'none' or 'tanh', got {approximate!r}")
     activation = _ACTIVATIONS[approximate]
-    if not has_kernel(x):
+    if not runs_on_triton(x):
         _check(x, bias, activation)
         return forbid_double_backward(reference_bias_gelu(x, bias, approximate))
     return _forward_op(x, bias, activation)

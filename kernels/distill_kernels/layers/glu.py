@@ -12,8 +12,8 @@ from typing import Literal
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, can_skip_dispatcher, check_floats, forbid_double_backward, has_kernel
-from distill_kernels.launch import cdiv, tl, triton
+from distill_kernels.kernel_op import KernelOp, can_skip_dispatcher, check_floats, forbid_double_backward
+from distill_kernels.launch import cdiv, runs_on_triton, tl, triton
 from distill_kernels.launch_plans import launch
 from distill_kernels.layers.activations import activate, activate_with_derivative
 from distill_kernels.layers.row_layout import as_rows
@@ -245,7 +245,7 @@ def glu(gate: torch.Tensor, up: torch.Tensor | None = None, activation: Activati
     Raises:
         ValueError: On shapes that differ, an odd packed dimension, an unknown activation or an unsupported dtype.
     """
-    if not has_kernel(gate):
+    if not runs_on_triton(gate):
         _check(gate, up, activation)
         return forbid_double_backward(reference_glu(gate, up, activation))
     if up is not None and torch.is_grad_enabled() and can_skip_dispatcher(gate, up):

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward, has_kernel
-from distill_kernels.launch import cdiv, device_facts, next_power_of_2
+from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
+from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton
 from distill_kernels.launch_plans import launch
 from distill_kernels.layers.column_sums import column_sums
 from distill_kernels.layers.layer_norm_kernels import _backward_kernel, _column_kernel, _forward_kernel
@@ -249,7 +249,7 @@ def layer_norm(
     Raises:
         ValueError: On a shape that does not fit, or a dtype that the kernels do not compute in.
     """
-    if not has_kernel(x):
+    if not runs_on_triton(x):
         _check(x, weight, bias, eps)
         return forbid_double_backward(reference_layer_norm(x, weight, bias, eps))
     stats = torch.is_grad_enabled() and (_needs_gradient(x) or _needs_gradient(weight) or _needs_gradient(bias))

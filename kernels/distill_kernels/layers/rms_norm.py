@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, can_skip_dispatcher, check_floats, forbid_double_backward, has_kernel
-from distill_kernels.launch import cdiv, device_facts, next_power_of_2
+from distill_kernels.kernel_op import KernelOp, can_skip_dispatcher, check_floats, forbid_double_backward
+from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton
 from distill_kernels.launch_plans import launch
 from distill_kernels.layers.column_sums import column_sums
 from distill_kernels.layers.rms_norm_kernels import _backward_kernel, _forward_kernel
@@ -277,7 +277,7 @@ def rms_norm(
     Raises:
         ValueError: On an unknown form, a shape that does not fit, or a dtype that the kernels do not compute in.
     """
-    if not has_kernel(x):
+    if not runs_on_triton(x):
         check_norm(x, None, weight, eps, form)
         normed = reference_rms_norm(x, weight, eps, form)
         return forbid_double_backward(normed.to(dtype or normed.dtype))
@@ -303,7 +303,7 @@ def rms_norm_and_input(
     Raises:
         ValueError: As `rms_norm`.
     """
-    if not (has_kernel(x) and can_skip_dispatcher(x, weight) and torch.is_grad_enabled() and x.requires_grad):
+    if not (runs_on_triton(x) and can_skip_dispatcher(x, weight) and torch.is_grad_enabled() and x.requires_grad):
         return rms_norm(x, weight, eps, form, dtype), x
     outputs: tuple[torch.Tensor, torch.Tensor] = _NormAndInput.apply(x, weight, eps, form, dtype)
     return outputs
@@ -332,7 +332,7 @@ def add_rms_norm(
     Raises:
         ValueError: As `rms_norm`; also if the shapes of x and residual differ.
     """
-    if not has_kernel(x):
+    if not runs_on_triton(x):
         check_norm(x, residual, weight, eps, form)
         normed, total = reference_add_rms_norm(x, residual, weight, eps, form)
         return forbid_double_backward(normed.to(dtype or normed.dtype)), forbid_double_backward(total)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, can_skip_dispatcher, check_floats, forbid_double_backward, has_kernel
+from distill_kernels.kernel_op import KernelOp, can_skip_dispatcher, check_floats, forbid_double_backward
 from distill_kernels.launch import next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.launch_plans import launch
 from distill_kernels.matmul.shared_input import GradientSlots, gradient_slots
@@ -344,7 +344,7 @@ def rope(
     Raises:
         ValueError: On shapes that do not fit, an unsupported dtype, or in place where a gradient is needed.
     """
-    if not has_kernel(q):
+    if not runs_on_triton(q):
         (_check_in_place if in_place else _check)(q, k, cos, sin)
         q_out, k_out = reference_rope(q, k, cos.detach(), sin.detach())
         if in_place:

@@ -15,8 +15,8 @@ from typing import Literal
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward, has_kernel
-from distill_kernels.launch import cdiv, device_facts, tl, triton
+from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
+from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, triton
 from distill_kernels.launch_plans import launch
 from distill_kernels.layers.column_sums import column_sums
 from distill_kernels.layers.fast_math import log
@@ -233,7 +233,7 @@ def kl_probabilities(
     Raises:
         ValueError: On an unknown reduction, shapes that differ or an unsupported dtype.
     """
-    if not has_kernel(input):
+    if not runs_on_triton(input):
         _check(input, target, reduction, log_target)
         return forbid_double_backward(reference_kl_probabilities(input, target, reduction, log_target))
     return _forward_op(input, target, reduction, log_target)

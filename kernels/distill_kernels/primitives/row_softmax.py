@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward, has_kernel
-from distill_kernels.launch import cdiv, device_facts, next_power_of_2, tl, triton
+from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
+from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.launch_plans import launch
 from distill_kernels.layers.row_layout import as_rows
 
@@ -354,7 +354,7 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: On a scalar or an unsupported dtype.
     """
-    if not has_kernel(x):
+    if not runs_on_triton(x):
         _check(x)
         return forbid_double_backward(reference_softmax(x))
     return _forward_op(x)
