@@ -30,8 +30,8 @@ from scripts import (  # noqa: E402
     api_pages,
     chat_samples,
     compiled,
-    earlier_table,
     gpu_page,
+    launched_tables,
     readme,
     settings_pages,
     template_page,
@@ -59,7 +59,7 @@ def generated() -> dict[Path, str]:
         if path not in files:
             text = readme.fill(path.read_text(encoding="utf-8"), rows)
             text = _block(text, "kernels", api_pages.table(rows)) if path.name == "kernels.md" else text
-            text = _block(text, "earlier", earlier_table.tables(rows)) if path.name == "benchmarks.md" else text
+            text = _block(text, "launched", launched_tables.tables(rows)) if path.name == "benchmarks.md" else text
             text = _block(text, "families", gpu_page.families()) if path.name == "gpus.md" else text
             text = _block(text, "cards", gpu_page.cards()) if path.name == "gpus.md" else text
             text = chat_templates(text) if path.name == "chat-templates.md" else text

@@ -1,6 +1,6 @@
-"""Tables of earlier published work in docs/benchmarks.md: its own figures beside ours, made of rows.
+"""Tables of launched kernels and of earlier published work in docs/benchmarks.md, made of rows.
 
-Rows of `scripts.bench earlier` and `scripts.bench cuda_free`; what was never measured here says so.
+Rows of `scripts.bench launch`, `earlier` and `cuda_free`; what was never measured here says so.
 """
 
 from __future__ import annotations
@@ -57,6 +57,26 @@ def _table(heading: tuple[str, ...], lines: list[tuple[str, ...]]) -> list[str]:
     return ["| " + " | ".join(heading) + " |", rule, *["| " + " | ".join(line) + " |" for line in lines]]
 
 
+def launched(rows: Rows) -> str:
+    """Return the table of host times of launched calls, ours and PyTorch's, from rows of `scripts.bench launch`."""
+    here = {}
+    for row in rows:
+        if row["gpu"] == GPU and row["case"].startswith("launch "):
+            name, _, direction = row["case"].removeprefix("launch ").partition(", ")
+            here.setdefault((name, row["shape"]), {})[direction, row["candidate"]] = row
+    lines = []
+    for (name, shape), found in here.items():
+        cells = []
+        for direction in ("forward", "forward and backward"):
+            ours, theirs = (found[direction, candidate]["host_us"] for candidate in ("distill", "PyTorch"))
+            cells += [f"{ours:.0f}", f"{theirs:.0f}", f"**{ours / theirs:.2f} x**"]
+        lines.append((f"{name}, {shape}", *cells))
+    heading = ("µs of host time", "ours, forward", "PyTorch", "ratio", "ours, and backward", "PyTorch", "ratio")
+    return "\n".join(
+        [*_table(heading, lines), "", _made_of([row for found in here.values() for row in found.values()])]
+    )
+
+
 def kernels(rows: Rows) -> str:
     """Return the table of the kernel collection: speed-ups over forms of PyTorch, theirs and ours.
 
@@ -108,9 +128,12 @@ def inference(rows: Rows) -> str:
 
 
 def tables(rows: Rows) -> str:
-    """Return both tables, each under a line that says what it compares."""
+    """Return the tables, each under a line that says what it compares."""
     return "\n\n".join(
         [
+            "Host time of one call that is launched from Python, until its work is enqueued, beside PyTorch's own "
+            "function, bf16: what decides where the GPU needs less than that. (`python -m scripts.bench launch`)",
+            launched(rows),
             "Speed-ups over PyTorch of a published collection of Triton kernels, and ours on the same shapes. Theirs "
             "were timed as launched from Python. *Most that bytes allow* is the speed-up of a kernel that moves our "
             "bytes at the rate of a copy: where it is below the reported figure, the baseline or the GPU was another. "
