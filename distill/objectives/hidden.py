@@ -102,7 +102,7 @@ class FusedFormat(TargetFormat, ComparesTokens):
 
     def likeliest(
         self, targets: Targets, rows: torch.Tensor, most: int
-    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         return {"": (rows[:most], unique_argmax(self.scores(targets, rows[:most])))}
 
     @torch.no_grad()

@@ -73,9 +73,11 @@ class LogitTransforms(dict[str, Any]):
 
     def __init__(self, student: LogitTransform, teacher: LogitTransform) -> None:
         super().__init__(
-            student_logit_scale=student.scale, student_softcap=student.softcap,
-            teacher_logit_scale=teacher.scale, teacher_softcap=teacher.softcap,
-        )  # fmt: skip
+            student_logit_scale=student.scale,
+            student_softcap=student.softcap,
+            teacher_logit_scale=teacher.scale,
+            teacher_softcap=teacher.softcap,
+        )
 
 
 def loss_terms(loss: Loss) -> list[LossTerm]:

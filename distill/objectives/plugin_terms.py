@@ -29,9 +29,13 @@ class PluginTermLoss:
     """
 
     def __init__(
-        self, functions: Mapping[str, RowLosses], term: PluginTerm, section: Loss, pairing: VocabularyAlignment,
+        self,
+        functions: Mapping[str, RowLosses],
+        term: PluginTerm,
+        section: Loss,
+        pairing: VocabularyAlignment,
         transform: LogitTransform,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.term, self.pairing, self.reduction = term, pairing, "mean"
         self.workspace: int | None = None
         self.chunked = ChunkedLoss(_with_transforms(functions[term.function], pairing.student, transform))

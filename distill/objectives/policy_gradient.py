@@ -125,11 +125,20 @@ class SampledTokenLoss:
             rewards = torch.zeros(call.labels.shape, device=call.labels.device)
         student = self.pairing.student
         loss = fused_policy_gradient_loss(
-            call.hidden, call.head.weight, call.labels, rewards, sampled, teacher_log_p,
-            clip=self.term.clip if sampled is not None else None, kl_weight=self.term.teacher_weight,
-            kl_estimator="reward", reduction=self.reduction, student_logit_scale=student.scale,
-            student_softcap=student.softcap, **self.pairing.arguments(call) | {"return_stats": False},
-        )  # fmt: skip
+            call.hidden,
+            call.head.weight,
+            call.labels,
+            rewards,
+            sampled,
+            teacher_log_p,
+            clip=self.term.clip if sampled is not None else None,
+            kl_weight=self.term.teacher_weight,
+            kl_estimator="reward",
+            reduction=self.reduction,
+            student_logit_scale=student.scale,
+            student_softcap=student.softcap,
+            **self.pairing.arguments(call) | {"return_stats": False},
+        )
         assert isinstance(loss, torch.Tensor)
         return self.term.weight * loss
 
@@ -139,9 +148,15 @@ class SampledTokenLoss:
         assert isinstance(targets, torch.Tensor)
         with torch.no_grad():
             return fused_log_probs(
-                targets, teacher.weight, call.labels, bias=teacher.bias, logit_scale=self.transform.scale,
-                softcap=self.transform.softcap, valid_rows=call.valid_rows, vocab_size=self.pairing.vocab_size,
-            )  # fmt: skip
+                targets,
+                teacher.weight,
+                call.labels,
+                bias=teacher.bias,
+                logit_scale=self.transform.scale,
+                softcap=self.transform.softcap,
+                valid_rows=call.valid_rows,
+                vocab_size=self.pairing.vocab_size,
+            )
 
     def _discounted_loss(
         self, call: HeadForward, teacher_log_p: torch.Tensor, sampled: torch.Tensor | None, rewards: torch.Tensor | None
@@ -149,10 +164,16 @@ class SampledTokenLoss:
         """Return the loss with advantages that depend on later tokens of the response."""
         term, student, learned = self.term, self.pairing.student, call.labels != IGNORE_INDEX
         log_p = fused_log_probs(
-            call.hidden, call.head.weight, call.labels, bias=call.head.bias, lora=call.head.lora,
-            logit_scale=student.scale, softcap=student.softcap, valid_rows=call.valid_rows,
+            call.hidden,
+            call.head.weight,
+            call.labels,
+            bias=call.head.bias,
+            lora=call.head.lora,
+            logit_scale=student.scale,
+            softcap=student.softcap,
+            valid_rows=call.valid_rows,
             vocab_size=self.pairing.vocab_size,
-        )  # fmt: skip
+        )
         sampled = sampled if sampled is None else torch.where(learned, sampled.to(log_p.dtype), 0.0)
         advantage = term.teacher_weight * teacher_advantage(log_p, teacher_log_p, learned, term.discount)
         if rewards is not None:

@@ -41,10 +41,17 @@ class OwnTopKLoss(FusedStudentTopKKLLoss):
     def __init__(self, term: TopKTerm, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform) -> None:
         student = pairing.student
         super().__init__(
-            min(term.k, pairing.columns), "reverse", term.tail, section.temperature,
-            section.scale_by_temperature_squared, term.weight, student_logit_scale=student.scale,
-            student_softcap=student.softcap, teacher_logit_scale=transform.scale, teacher_softcap=transform.softcap,
-        )  # fmt: skip
+            min(term.k, pairing.columns),
+            "reverse",
+            term.tail,
+            section.temperature,
+            section.scale_by_temperature_squared,
+            term.weight,
+            student_logit_scale=student.scale,
+            student_softcap=student.softcap,
+            teacher_logit_scale=transform.scale,
+            teacher_softcap=transform.softcap,
+        )
         self.pairing = pairing
 
     def forward(self, call: HeadForward, teacher: HeadWeights) -> torch.Tensor:  # type: ignore[override]

@@ -46,9 +46,14 @@ class StepInputs:
     """
 
     def __init__(
-        self, targets: Targets | None, num_items: torch.Tensor | int | None, statistics: bool,
-        sampled_log_p: torch.Tensor | None = None, advantages: torch.Tensor | None = None, weight: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        targets: Targets | None,
+        num_items: torch.Tensor | int | None,
+        statistics: bool,
+        sampled_log_p: torch.Tensor | None = None,
+        advantages: torch.Tensor | None = None,
+        weight: float | None = None,
+    ) -> None:
         self.targets = targets
         self.num_items = num_items
         self.statistics = statistics
@@ -99,9 +104,13 @@ class VocabularyAlignment(NamedTuple):
     def arguments(self, call: HeadForward) -> dict[str, object]:
         """Return the arguments of every fused loss beside hidden states, weights and labels, for any teacher."""
         return {
-            "student_bias": call.head.bias, "student_lora": call.head.lora, "num_items": call.inputs.num_items,
-            "valid_rows": call.valid_rows, "vocab_size": self.vocab_size, "return_stats": call.inputs.statistics,
-        }  # fmt: skip
+            "student_bias": call.head.bias,
+            "student_lora": call.head.lora,
+            "num_items": call.inputs.num_items,
+            "valid_rows": call.valid_rows,
+            "vocab_size": self.vocab_size,
+            "return_stats": call.inputs.statistics,
+        }
 
 
 class TargetProperties(NamedTuple):

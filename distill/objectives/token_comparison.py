@@ -22,7 +22,7 @@ class ComparesTokens(Protocol):
 
     def likeliest(
         self, targets: Targets, rows: torch.Tensor, most: int
-    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return at most the first `most` of each route's flat `rows`, and the teacher's top-1 token after each (-1 in
         a tie), both int64; by route, "" where there are none."""
         ...

@@ -124,9 +124,13 @@ class TopKFormat(TargetFormat):
 
         def of(term: LossTerm) -> FusedTopKKLLoss:
             return FusedTopKKLLoss(
-                term.type.removesuffix("_kl"), self.tail, self.temperature, scale_by_temperature_squared=False,
-                student_logit_scale=student.scale, student_softcap=student.softcap,
-            )  # fmt: skip
+                term.type.removesuffix("_kl"),
+                self.tail,
+                self.temperature,
+                scale_by_temperature_squared=False,
+                student_logit_scale=student.scale,
+                student_softcap=student.softcap,
+            )
 
         return HeldOutLoss(of, reverse="reverse_kl" in self.properties.divergences)
 

@@ -100,10 +100,20 @@ def fused_attention(
     if backend != "triton" and halves and not own:
         return _torch_attention(backend, query, key, value, causal, scaling).transpose(1, 2), None
     out = flash_attention(
-        query, key, value, causal=causal, scale=scaling, window=sliding_window if windowed else None, softcap=softcap,
-        sinks=s_aux, cu_seqlens_q=cu_seq_lens_q, cu_seqlens_k=cu_seq_lens_k, max_seqlen_q=max_length_q,
-        max_seqlen_k=max_length_k, deterministic=torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        causal=causal,
+        scale=scaling,
+        window=sliding_window if windowed else None,
+        softcap=softcap,
+        sinks=s_aux,
+        cu_seqlens_q=cu_seq_lens_q,
+        cu_seqlens_k=cu_seq_lens_k,
+        max_seqlen_q=max_length_q,
+        max_seqlen_k=max_length_k,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
     return out.transpose(1, 2), None
 
 
