@@ -308,11 +308,10 @@ class Run:
         objective = trainer.objective
         lines = first_batch_lines(pair.teacher, first, objective.student, objective.pairing)
         lines += first_batch_report(trainer, first, splits.train, recipe)
-        if device.type == "cuda" or recipe.train.compile:
-            from distill.teachers.kernels import prepare_models
+        if runs_our_kernels(device) and not prepared.plan.placement.student_sharded:
+            from distill.teachers.kernels import join_models
 
-            joins = runs_our_kernels(device) and not prepared.plan.placement.student_sharded
-            prepare_models(pair, joins=joins, compiles=recipe.train.compile)
+            join_models(pair)
         return lines
 
     def _rollouts(self, prepared: Prepared, pair: ModelPair, trainer: DistillationTrainer) -> OnPolicyRollouts | None:

@@ -22,7 +22,6 @@ from distill.evaluation.evaluate import HeldOut, evaluate
 from distill.evaluation.samples import write_samples
 from distill.generation.greedy import generate
 from distill.models.load.loading import save_student
-from distill.models.patch.compiling import uncompiled
 from distill.models.sharding import is_sharded, whole_student
 from distill.recipe import Recipe, dump
 from distill.reports.run_manifest import BEFORE_FILE, read_before, record_end
@@ -110,8 +109,7 @@ class RunResults:
         answers: Answers = {}
         if recipe.generate.prompts:
             announce("answering", "the prompts of the samples, teacher and student")
-            with uncompiled():
-                texts = responses_of(pair.teacher, recipe.generate.prompts, recipe.generate)
+            texts = responses_of(pair.teacher, recipe.generate.prompts, recipe.generate)
             answers |= {} if texts is None else {"teacher": texts}
             if pair.tokenizer is not None and (is_main_process() or is_sharded(pair.student)):
                 answers["before"] = self._answers_of(pair.student)
@@ -159,8 +157,7 @@ class RunResults:
     def _answers_of(self, student: Any) -> list[str]:
         # greedy: no random numbers are used, so training is the same with and without samples
         settings = self.recipe.generate
-        with uncompiled():
-            return generate(student, self.pair.tokenizer, settings.prompts, settings.max_new_tokens)
+        return generate(student, self.pair.tokenizer, settings.prompts, settings.max_new_tokens)
 
     def _write_card(self, result: RunResult) -> None:
         from distill.reports.model_card import hub_ids, licence_of, write_model_card

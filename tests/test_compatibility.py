@@ -85,14 +85,13 @@ WITH = {
     ],
     "LoRA": ["student.lora={r: 2}"],
     "fp8 student": ["student.compute=fp8"],
-    "compiled layers": ["train.compile=true"],
     "quantised student": ["student.quantise={format: q4_0}"],
     "quantised adapters": ["student.quantise={format: q4_0}", "student.lora={r: 2}"],
     "quantised shards": ["student.quantise={format: q4_0}", "parallel.strategy=fsdp"],
     "layers": ["loss.terms=[{type: forward_kl}, {type: hidden_state}]"],
-    "compiled layers that are compared": [
+    "graphed layers that are compared": [
         "loss.terms=[{type: forward_kl}, {type: attention_relation}]",
-        "train.compile=true",
+        "train.cuda_graph=true",
     ],
 }
 

@@ -74,3 +74,16 @@ def test_present_names_are_fields_and_former_ones_are_none():
     written = dump(recipe(data=", on_policy: {max_staleness: 1}"))
     for former, present in names.RENAMED.items():
         assert f" {present.rpartition('.')[2]}:" in written and f" {former.rpartition('.')[2]}:" not in written
+
+
+def test_removed_settings_are_refused_with_what_to_use_unless_they_change_nothing():
+    text = RECIPE.format(teacher="", data="")
+    expected = "train.compile: was removed; leave it out: train.cuda_graph, auto by itself, is faster"
+    for given in (
+        lambda: parse(text, ["train.compile=true"]),
+        lambda: parse(text.replace("steps: 2", "steps: 2, compile: true")),
+    ):
+        with pytest.raises(RecipeError) as raised:
+            given()
+        assert raised.value.args[0] == expected or expected in str(raised.value)
+    assert parse(text.replace("steps: 2", "steps: 2, compile: false")) == parse(text)

@@ -12,7 +12,6 @@ synchronising; energy is NVML's over two seconds of steps, since its counter is 
     distill-graphs  the same with both decoders replayed from CUDA graphs, as `train.cuda_graph` does
     distill-all-rows distill, but the last layers also compute the rows whose outputs are masked
     distill-apart   distill without fused weights: gate and up not interleaved, no projections joined
-    distill-compile distill with each decoder layer under torch.compile
     distill-fp8     the same with the teacher's linear layers (but not its head) in fp8
 """
 
@@ -39,8 +38,8 @@ from distill.models.flops import count_flops
 from distill.models.gpu_specs import joins_on, peak_flops
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import bare, decoder_of, find_head, read_head
+from distill.models.layers import find_layers
 from distill.models.patch.attention import choose_attention
-from distill.models.patch.compiling import compile_layers
 from distill.models.patch.joined_projections import join_projections
 from distill.models.patch.output_rows import MARK
 from distill.models.patch.patching import patch, unpatch
@@ -196,6 +195,12 @@ def plain_step(
     return logits_step(lambda: teacher(**inputs).logits, lambda: student(**inputs).logits, loss, optimizer)
 
 
+def compile_layers(model: nn.Module) -> None:
+    """Have each decoder layer of a model compiled when it is first called: all layers share one graph."""
+    for layer in find_layers(model)[1]:
+        layer.compile()
+
+
 def compiled_step(teacher: nn.Module, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> Step:
     """Return the plain step with each decoder layer and the divergence compiled."""
     for model in (teacher, student):
@@ -249,7 +254,7 @@ def liger_step(
 
 
 RIVALS: dict[str, Rival] = {"plain": plain_step, "compile": compiled_step, "liger": liger_step}
-VARIANTS = (*RIVALS, "distill", *(f"distill-{way}" for way in ("graphs", "all-rows", "apart", "compile", "fp8")))
+VARIANTS = (*RIVALS, "distill", *(f"distill-{way}" for way in ("graphs", "all-rows", "apart", "fp8")))
 
 
 def our_step(
@@ -323,7 +328,7 @@ def _bench_variant(
         note = "attention " + (" / ".join(chosen) if positions is None else "of packed rows")
         patch(teacher, "teacher", attention=chosen[0])
         patch(student, "student", attention=chosen[1])
-        if variant not in ("distill-compile", "distill-fp8", "distill-apart"):
+        if variant not in ("distill-fp8", "distill-apart"):
             interleave(teacher)
         for model in models if variant == "distill-all-rows" else ():
             decoder_of(model).__dict__.pop(MARK, None)
@@ -341,9 +346,6 @@ def _bench_variant(
             torch.cuda.empty_cache()
         for model in models if variant != "distill-apart" and joins_on(batch["input_ids"].device) else ():
             join_projections(model, trains=True)
-        if variant == "distill-compile":
-            compile_layers(teacher)
-            compile_layers(student)
         step = our_step(objective, student, batch, FusedAdamW(student.parameters(), lr=1e-5))
     else:
         optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5, fused=True)

@@ -27,7 +27,7 @@ from distill.core.ranks import LAUNCHED, is_main_process
 # settings of `accelerate launch` that `Trainer` would apply although a field of the recipe decides
 ACCELERATES = {
     "ACCELERATE_MIXED_PRECISION": "train.precision",
-    "ACCELERATE_DYNAMO_BACKEND": "train.compile",
+    "ACCELERATE_DYNAMO_BACKEND": "train.cuda_graph",
     "ACCELERATE_USE_DEEPSPEED": "parallel.strategy",
     "ACCELERATE_USE_MEGATRON_LM": "parallel.strategy",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallel.strategy",

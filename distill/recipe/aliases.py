@@ -54,7 +54,7 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
         "gradient_checkpointing", "enable_activation_checkpointing", "gradient_checkpointing",
         "use_gradient_checkpointing (unsloth)",
     ),
-    "train.compile": ("torch_compile", "compile", "torch_compile"),
+    "train.cuda_graph": ("torch_compile", "compile", "torch_compile"),
     "train.seed": ("seed", "seed", "seed", "random_state (unsloth); random_seed; data_seed (transformers)"),
     "train.save_every": ("save_steps", "", "save_steps", "saves_per_epoch (axolotl)"),
     "train.eval_every": ("eval_steps", "", "eval_steps", "evals_per_epoch (axolotl)"),

@@ -89,8 +89,6 @@ def _without_layers(recipe: Sections) -> str | None:
 
 def _one_graph(recipe: Sections) -> str | None:
     """Return the setting by which layers run inside a graph, where their states cannot be read."""
-    if recipe.train.compile:
-        return "train.compile: true"
     return "train.cuda_graph: true" if recipe.train.cuda_graph is True else None
 
 
@@ -160,7 +158,7 @@ PROPERTIES: dict[str, Property] = {
     "eager steps": Property(
         "layers that are called one by one",
         lambda recipe: _one_graph(recipe),
-        "leave train.compile out, and train.cuda_graph at auto",
+        "leave train.cuda_graph at auto",
     ),
     "one teacher": Property(
         "one teacher", _or_none(lambda recipe: bool(recipe.teachers), "teachers"), "give teacher in its place"
@@ -361,11 +359,6 @@ APART: tuple[Apart, ...] = (
         "teacher.offload",
         lambda recipe: recipe.teacher.offload is not None and recipe.parallel.teacher == "sharded",
         "cpu and parallel.teacher: sharded are two ways of holding the same weights; give one",
-    ),
-    Apart(
-        "train.compile",
-        lambda recipe: recipe.train.compile and recipe.student.compute == "fp8",
-        "student.compute: fp8 brings kernels of its own for what would be compiled; give one",
     ),
     Apart(
         "teachers",

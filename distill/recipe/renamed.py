@@ -1,4 +1,4 @@
-"""Settings under their former names: still read until 1.0, with one log line that gives the present name."""
+"""Settings under their former names, read until 1.0 with one log line, and settings that were removed."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ RENAMED = {
     "teacher.send": "teacher.transfer_dtype",
     "teacher.wait": "teacher.timeout",
 }
+# removed name: the one value that changes nothing, and what to use in its place
+REMOVED = {"train.compile": (False, "leave it out: train.cuda_graph, auto by itself, is faster")}
 _logged: set[str] = set()
 
 
@@ -29,7 +31,7 @@ def rename_settings(tree: dict[str, object], *, quiet: bool = False) -> None:
         quiet: log nothing: the file was written by a run.
 
     Raises:
-        RecipeError: a setting is given under both names.
+        RecipeError: a setting is given under both names, or one that was removed is used.
     """
     for former, present in RENAMED.items():
         section, _, old = former.rpartition(".")
@@ -42,6 +44,11 @@ def rename_settings(tree: dict[str, object], *, quiet: bool = False) -> None:
             values[new] = values.pop(old)
             if not quiet:
                 _log(former, present)
+    for removed, (unused, cure) in REMOVED.items():
+        section, _, name = removed.rpartition(".")
+        for values in _sections(tree, section.split(".")):
+            if values.pop(name, unused) != unused:
+                raise RecipeError([f"{removed}: was removed; {cure}"])
 
 
 def rename_overrides(overrides: Sequence[str]) -> list[str]:

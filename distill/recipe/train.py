@@ -28,9 +28,9 @@ OWNED_ARGUMENTS = {
     "fp16_full_eval": "train.precision",
     "gradient_checkpointing": "train.gradient_checkpointing",
     "activation_checkpointing": "train.gradient_checkpointing",
-    "torch_compile": "train.compile",
-    "torch_compile_backend": "train.compile",
-    "torch_compile_mode": "train.compile",
+    "torch_compile": "train.cuda_graph",
+    "torch_compile_backend": "train.cuda_graph",
+    "torch_compile_mode": "train.cuda_graph",
     "label_smoothing_factor": "loss.label_smoothing",
     "seed": "train.seed",
     "save_steps": "train.save_every",
@@ -75,8 +75,6 @@ class Train(Section):
             stochastically.
         precision: compute dtype of the student; weights of another dtype are computed with through autocast.
         gradient_checkpointing: store fewer activations and recompute them in the backward pass.
-        compile: compile each decoder layer of both models with torch.compile, in addition to the built-in kernels; the
-            first step takes longer.
         cuda_graph: replay both models' decoders as CUDA graphs, so that small models are not bound by the host; `auto`
             times a few steps of the run both ways and keeps the faster.
         seed: seed of new adapters, data order and dropout; the random weights of `init: random` do not depend on it.
@@ -105,7 +103,6 @@ class Train(Section):
     master_weights: bool = False
     precision: DType = "auto"
     gradient_checkpointing: bool = False
-    compile: bool = False
     cuda_graph: Literal["auto", True, False] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     save_every: Every = None

@@ -103,7 +103,7 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Engin
     assert isinstance(teacher, LoadedTeacher)
     if context.device.type == "cuda" and not sharded:  # a sharded one was patched while it was sharded
         attention = AttentionChoices(recipe).of(teacher.model, "teacher")
-        report = patch_model(teacher.model, "teacher", attention, compiles=False)
+        report = patch_model(teacher.model, "teacher", attention)
         console.print_lines(f"{'kernels':<12}teacher: {report}")
     quantise_layers(teacher)
     template: Any = text_hashes(recipe, vocabulary.tokenizer)["template"]

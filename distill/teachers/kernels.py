@@ -1,4 +1,4 @@
-"""Installation of our kernels in the models of a pair, and of what replaces whole layers."""
+"""Installation of our kernels in the models of a pair."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 from distill.core import console
 from distill.core.ranks import is_main_process
 from distill.models.gpu_specs import family_in, joins_on, path_of, runs_our_kernels
-from distill.models.patch.compiling import compile_layers
 from distill.models.patch.joined_projections import join_projections
 from distill.models.patch.patching import PatchReport, Role, patch
 from distill.models.patch.teacher_layout import interleave
@@ -21,10 +20,10 @@ if TYPE_CHECKING:
     from distill.teachers.opening import ModelPair
 
 
-def patch_model(model: nn.Module, role: Role, attention: str | None, *, compiles: bool) -> PatchReport:
-    """Install our kernels in a model; rows of a teacher's gate and up weights alternate, unless it is compiled."""
+def patch_model(model: nn.Module, role: Role, attention: str | None) -> PatchReport:
+    """Install our kernels in a model; rows of a teacher's gate and up weights alternate."""
     report = patch(model, role, attention=attention)
-    if role == "teacher" and not compiles:
+    if role == "teacher":
         report.swapped.update(interleave(model))
     return report
 
@@ -42,22 +41,13 @@ def patch_models(pair: ModelPair, choices: AttentionChoices) -> None:
             continue
         role: Role = "student" if field == "student" else "teacher"
         attention = choices.of(model, role, 0 if role == "student" else number)
-        report = patch_model(model, role, attention, compiles=choices.recipe.train.compile)
+        report = patch_model(model, role, attention)
         if is_main_process():
             console.print_lines(f"{'kernels':<12}{role}: {report}")
 
 
-def prepare_models(pair: ModelPair, *, joins: bool, compiles: bool) -> None:
-    """Join weights of projections that read the same activations, and have the decoder layers compiled when training
-    first calls them; called once a teacher's layers are in fp8, if they are to be."""
-    for _, model in pair.models() if joins and joins_on(next(pair.student.parameters()).device) else ():
+def join_models(pair: ModelPair) -> None:
+    """Join weights of projections that read the same activations; called once a teacher's layers are in fp8, if they
+    are to be."""
+    for _, model in pair.models() if joins_on(next(pair.student.parameters()).device) else ():
         join_projections(model, trains=True)
-    if not compiles:
-        return
-    counts: dict[str, int] = {}
-    for field, model in pair.models():
-        role = field if field == "student" else "teacher"
-        counts[role] = counts.get(role, 0) + compile_layers(model)
-    if is_main_process():
-        layers = ", ".join(f"{count} layers of the {role}" for role, count in counts.items())
-        console.print_lines(f"{'compile':<12}{layers}, when they are first called")

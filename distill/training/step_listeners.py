@@ -14,7 +14,6 @@ from transformers import TrainerCallback, TrainerState
 
 from distill.models.flops import count_flops
 from distill.models.gpu_specs import runs_our_kernels
-from distill.models.patch.compiling import uncompiled
 from distill.objectives.losses import LossSpec
 from distill.objectives.targets import Batch, StepInputs
 from distill.recipe import Loss, Recipe
@@ -251,8 +250,7 @@ class RolloutBatches(StepListener):
 
     def replace(self, batches: list[Collated], step: int, following: int) -> list[Collated]:
         """Return the micro-batches with rollouts by the present student."""
-        with uncompiled():
-            return self.rollouts.replace(batches, step, self.trainer.data_collator, following)
+        return self.rollouts.replace(batches, step, self.trainer.data_collator, following)
 
     def upcoming(self) -> Iterable[Collated]:
         """Return the micro-batches of later steps whose rollouts are there."""

@@ -34,8 +34,7 @@ import torch
 from distill_kernels.matmul import fp8_train
 from distill_kernels.optim.adamw import FusedAdamW
 
-from distill.commands.bench import Clock, make_batch, our_step, plain_step, timed_steps
-from distill.models.patch.compiling import compile_layers
+from distill.commands.bench import Clock, compile_layers, make_batch, our_step, plain_step, timed_steps
 from distill.recipe.loss import Loss
 from distill.teachers.objective import DistillationObjective
 from scripts.bench.harness import Row, time_in_turn

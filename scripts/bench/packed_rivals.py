@@ -22,9 +22,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from distill.commands.bench import Batch, Rival, Step, decoder_inputs, liger_step, logits_step
+from distill.commands.bench import Batch, Rival, Step, compile_layers, decoder_inputs, liger_step, logits_step
 from distill.models.head import decoder_of, find_head
-from distill.models.patch.compiling import compile_layers
 
 VARLEN = "bench_varlen"
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

@@ -96,7 +96,6 @@ OURS = {
     "ours": [],
     "ours, launched": [LAUNCHED],
     "ours, graphed": ["train.cuda_graph=true"],
-    "ours, compiled layers": ["train.compile=true"],
     "ours, packed, fp32 weights": [FP32],
     "ours, packed, fp32 weights, launched": [FP32, LAUNCHED],
     "ours, LoRA": [LORA],

@@ -22,7 +22,7 @@ from scripts.bench.harness import Row
 ARCHITECTURES = "recipes/architectures"
 TEACHER, STUDENT = "llama-3.1-8b", "llama-3.2-1b"
 BATCH, LENGTH = 2, 4096
-FLAGSHIP = ("plain", "compile", "liger", "distill", "distill-compile", "distill-fp8")
+FLAGSHIP = ("plain", "compile", "liger", "distill", "distill-fp8")
 PAIRS = {  # teacher, student, variants; Liger takes no heads of different sizes
     "flagship": (TEACHER, STUDENT, FLAGSHIP),
     "qwen2.5": ("qwen2.5-7b", "qwen2.5-1.5b", ("plain", "compile", "distill", "distill-fp8")),
@@ -30,7 +30,6 @@ PAIRS = {  # teacher, student, variants; Liger takes no heads of different sizes
 NAMES = {
     "distill": "ours",
     "distill-fp8": "ours, fp8 teacher",
-    "distill-compile": "ours, compiled layers",
     "distill-all-rows": "ours, all rows of the last layers",
     "distill-apart": "ours, weights where they came",
 }
