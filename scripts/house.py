@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from scripts import way
 from scripts.language import print_language
 from scripts.trainer_rules import print_trainer
 
@@ -375,6 +376,8 @@ def print_structure() -> None:
     for module, package, most in LOADED:
         count = len(of_package(loaded[f"import {module}"], package))
         print(f"files of {package} that {module} loads: {count}, at most {most}")
+    visits, climbs = way.count(way.way(), FLOORS)
+    print(f"{'visits of the recipe to other files':<44}{visits:>6}, {climbs} of them to a higher floor")
     print(f"{'pairs of settings refused by hand':<44}{pairs_refused_by_hand():>6}")
     for name, count in sorted(protocol_members().items(), key=lambda item: (-item[1], item[0])):
         print(f"members of {name:<60}{count:>6}")

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from distill.training.transformers_compat import TransformersCompat
-from scripts import house, language, trainer_rules
+from scripts import house, language, trainer_rules, way
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "kernels" / "distill_kernels"
+MOST_VISITS, MOST_CLIMBS = 46, 17  # of the recipe, from `run` on
 MOST_BRANCHES = 9
 MOST_MEMBERS = {"Teacher": 8, "TeacherSource": 8, "TargetFormat": 5}
 MOST_LINES = {"distill": 54_362, "kernels": 19_280}
@@ -178,6 +179,15 @@ def test_capabilities_and_who_asks_for_them_are_counted(tmp_path):
     (tmp_path / "distill/a.py").write_text(text + "x = isinstance(y, Sings) or isinstance(y, Plain)\n")
     (tmp_path / "distill/b.py").write_text("x = isinstance(y, (int, Sings))\n")
     assert house.capability_places(tmp_path) == {"Sings": ["distill/a.py:6", "distill/b.py:1"]}
+
+
+def test_the_recipe_visits_few_files():
+    visited = way.way()
+    assert {"distill.planning.run_plan", "distill.training.arguments", "distill.training.step_listeners"} <= set(
+        visited
+    )
+    visits, climbs = way.count(visited, house.FLOORS)
+    assert visits <= MOST_VISITS and climbs <= MOST_CLIMBS
 
 
 def test_functions_take_few_arguments():
