@@ -136,6 +136,26 @@ def no_syncs() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def assert_captures(step) -> None:
+    """Hold a step that returns tensors to wait for the GPU nowhere, and its CUDA graph to replay the same bits."""
+    expected = [tensor.clone() for tensor in step()]
+    with no_syncs():
+        step()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = step()
+    for tensor in made:
+        tensor.zero_()
+    graph.replay()
+    for one, other in zip(made, expected, strict=True):
+        assert torch.equal(one, other)
+
+
 class Coarse:
     """`torch.nn.functional` of a machine whose float32 log-softmax is off by 3e-3 of a nat, alike in all rows."""
 

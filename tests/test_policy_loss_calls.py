@@ -9,7 +9,7 @@ from distill_kernels.losses.operands import Batch, Head, RequiredGrads
 from distill_kernels.losses.operator import linear_divergence_op
 from distill_kernels.losses.policy_reference import Policy, PolicySettings
 from distill_kernels.losses.shards import VocabShard
-from helpers import no_syncs, relative_error
+from helpers import assert_captures, relative_error
 from policy_cases import EVERYTHING, SETTINGS, N, V, draw, given_of, old_of
 from rank_parts import PADDING, SPANS, Turns
 
@@ -170,19 +170,4 @@ def test_neither_syncs_nor_breaks_a_graph(device):
     def step():
         return torch.autograd.grad(module(x, w, labels, *given), (x, w))
 
-    expected = [g.clone() for g in step()]
-    with no_syncs():
-        step()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = step()
-    for gradient in made:
-        gradient.zero_()
-    graph.replay()
-    for one, other in zip(made, expected, strict=True):
-        assert torch.equal(one, other)
+    assert_captures(step)
