@@ -101,52 +101,17 @@ def _rows_to_compute(row_scale: torch.Tensor, valid_rows: torch.Tensor | None, s
 
 
 @linear_divergence_op.register_fake
-def _(
-    student_hidden,
-    student_weight,
-    student_bias,
-    lora_a,
-    lora_b,
-    teacher_hidden,
-    teacher_weight,
-    teacher_bias,
-    labels,
-    row_scale,
-    valid_rows,
-    mixture,
-    objective,
-    lora_scale,
-    vocab,
-    dtype,
-    workspace,
-    skip_rows,
-    no_ignored_rows,
-    per_row,
-    required,
-    teacher_ids,
-    teacher_logprobs,
-    advantages,
-    old_logprobs,
-    reference_logprobs,
-    tail,
-    student_k,
-    policy,
-    shard,
-):
-    n = student_hidden.shape[0]
-    inputs = (student_hidden, student_weight, student_bias, lora_a, lora_b)
-    return [
-        row_scale.new_empty(n) if per_row else row_scale.new_empty(()),
-        row_scale.new_empty((len(TokenStats._fields), n), dtype=torch.float32)
-        if required[5]
-        else row_scale.new_empty(0),
-        *(
-            torch.empty(like.shape, dtype=like.dtype, device=like.device)
-            if want and like is not None
-            else row_scale.new_empty(0, dtype=(row_scale if like is None else like).dtype)
-            for want, like in zip(required[:5], inputs, strict=True)
-        ),
-    ]
+def _(*inputs):
+    students, row_scale, per_row, required = inputs[:5], inputs[9], inputs[19], inputs[20]
+    n = row_scale.shape[0]
+    stats = row_scale.new_empty((len(TokenStats._fields), n), dtype=torch.float32)
+    gradients = (
+        torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        if want and like is not None
+        else row_scale.new_empty(0, dtype=(row_scale if like is None else like).dtype)
+        for want, like in zip(required[:5], students, strict=True)
+    )
+    return [row_scale.new_empty(n if per_row else ()), stats if required[5] else row_scale.new_empty(0), *gradients]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from distill_kernels.launch import cdiv, next_power_of_2, tl, triton
+from distill_kernels.launch import cdiv, device_facts, next_power_of_2, tl, triton
 from distill_kernels.layers.fast_math import exp
 from distill_kernels.losses.operands import RowCall
 from distill_kernels.losses.projection import TILE, Logits
@@ -36,6 +36,7 @@ from distill_kernels.losses.row_functions import (
 from distill_kernels.losses.shards import join_normalisers
 from distill_kernels.losses.terms import Objective
 
+MOST_THREADS = 1024  # of a program
 ONE_SWEEP, TWO_SWEEPS = 8, 32  # tiles of a step, and warps; with 32, one row a multiprocessor at a time
 
 
@@ -374,7 +375,7 @@ def launch_row_loss(student: Logits, teacher: Logits | None, objective: Objectiv
             ONLY_SUMS=only_sums,
             TILE=TILE,
             BLOCK=block,
-            num_warps=block,
+            num_warps=min(block, MOST_THREADS // device_facts(call.loss.device).warp_size),
             **flags | o.hard_label_flags | o.transform_flags,
         )
 
