@@ -345,7 +345,8 @@ def launch_row_loss(student: Logits, teacher: Logits | None, objective: Objectiv
     def launch(*, only_sums: bool = False) -> None:
         if vocab == 0:
             return
-        block = min(TWO_SWEEPS, max(next_power_of_2(cdiv(vocab, TILE)), ONE_SWEEP)) if subtract_sum else ONE_SWEEP
+        most = TWO_SWEEPS if call.stats is None else TWO_SWEEPS // 2  # whose sums take registers
+        block = min(most, max(next_power_of_2(cdiv(vocab, TILE)), ONE_SWEEP)) if subtract_sum else ONE_SWEEP
         _row_kernel[(n,)](
             tuple(student[:2]),
             tuple(other[:2]),
