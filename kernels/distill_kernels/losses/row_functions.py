@@ -65,8 +65,8 @@ def weighted_divergences(log_s, log_t, weights, parameters, KINDS: tl.constexpr)
     p_t = exp(log_t)
     f = tl.zeros_like(p_s)
     g = tl.zeros_like(p_s)
-    for i in tl.static_range(len(KINDS)):
-        f_i, g_i = one_divergence(KINDS[i], parameters[i], log_s, log_t, p_s, p_t)
+    for i in tl.static_range(len(KINDS)):  # an item of a tuple is no constexpr in Triton 3.6
+        f_i, g_i = one_divergence(tl.constexpr(KINDS[i]), parameters[i], log_s, log_t, p_s, p_t)
         f += weights[i] * f_i
         g += weights[i] * g_i
     return f, g, p_s, p_t
