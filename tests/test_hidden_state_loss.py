@@ -16,7 +16,7 @@ from distill.cli import run_command
 from distill.data.collator import Collator
 from distill.doctor.check_setup import CheckSetup
 from distill.doctor.invariants import CHECKS
-from distill.models import layer_distance
+from distill.models import attention_relation
 from distill.planning.devices import find_device
 from distill.planning.memory import step_memory
 from distill.planning.preflight import device_plan
@@ -159,8 +159,8 @@ def test_attention_relations_equal_plain_pytorch(heads, monkeypatch):
     expected = by_hand(student, teacher, added)
     for hook in (*hooks, *more):
         hook.remove()
-    for chunk in (2**20, 30):  # one block, and one of few queries
-        monkeypatch.setitem(layer_distance.CHUNK, "cpu", chunk)
+    for chunk in (2**20, 200, 30):  # one block, one of a row, and one of few queries
+        monkeypatch.setitem(attention_relation.CHUNK, "cpu", chunk)
         assert_same(computed(student, teacher, loss_of({**RELATION, "heads": heads})), expected)
 
 

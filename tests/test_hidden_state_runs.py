@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import save_models
+from two_ranks import run_as_two
 
 from distill.cli import run_command
 from distill.training.progress import read_metrics
@@ -70,3 +71,12 @@ def test_a_checkpoint_without_the_projection_is_refused(workplace, capsys):
     assert (
         "expected layer_projections.safetensors, since the recipe has a learned projection" in capsys.readouterr().err
     )
+
+
+def test_two_processes_train_the_projection_as_one_does(workplace, finished):
+    """Both start from one projection, average its gradients, and end with the weights of one process."""
+    run_as_two("-m", "distill", "run", "r.yaml", "--name", "two", "train.batch_size=1", cwd=workplace)
+    for file in ("checkpoint-4/layer_projections.safetensors", "student/model.safetensors"):
+        ours, theirs = (load_file(folder) for folder in (workplace / "runs/two" / file, finished / "runs/whole" / file))
+        for name, expected in theirs.items():
+            torch.testing.assert_close(ours[name], expected, rtol=1e-4, atol=1e-5)

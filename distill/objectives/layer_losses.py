@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from distill_kernels.layers.state_distance import state_distance
 
 from distill.core.labels import IGNORE_INDEX
+from distill.models.attention_relation import relation_divergence
 from distill.models.head import HeadWeights, LogitTransform
-from distill.models.layer_distance import relation_divergence, state_distance
 from distill.models.patch.output_rows import pick
 from distill.objectives.layer_matching import StepStates
 from distill.objectives.targets import HeadForward, VocabularyAlignment
@@ -68,12 +69,13 @@ class HiddenStateLoss(LayerTermLoss):
         matched, metric = states.matching.find(self.term), self.term.metric
         total = None
         for own, other in matched.pairs:
-            student, teacher = states.student.outputs[own], states.teacher.outputs[other].flatten(0, 1)
+            student, teacher, places = states.student.outputs[own], states.teacher.outputs[other].flatten(0, 1), rows
             if matched.projection is None:
-                value = state_distance(student.flatten(0, 1), teacher, rows, metric)
+                student = student.flatten(0, 1)
             else:
-                projected = matched.projection(pick(student, rows)[0])
-                value = state_distance(projected, teacher, rows, metric, picked=True)
+                student, teacher = matched.projection(pick(student, rows)[0]), teacher.index_select(0, rows)
+                places = torch.arange(len(rows), device=rows.device)
+            value = state_distance(student, teacher, places, metric)
             total = value if total is None else total + value
         assert total is not None
         return total

@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig
 
 from distill.core.errors import RunError
 from distill.models.head import attention_sizes, bare
-from distill.models.layer_distance import LayerProjection, documents_of
+from distill.models.layer_projection import LayerProjection
 from distill.models.layer_states import LayerStates, record_states
 from distill.models.layers import layers_of
 from distill.recipe.layer_terms import AttentionRelationTerm, HiddenStateTerm, pairs_of
@@ -80,7 +80,7 @@ class StepStates:
     @contextlib.contextmanager
     def record_student(self, student: nn.Module, position_ids: torch.Tensor | None) -> Iterator[None]:
         """Record the student's states inside the block."""
-        self.documents = documents_of(position_ids)
+        self.documents = None if position_ids is None else (position_ids == 0).cumsum(-1)
         with self.matching.recorded(student, 0) as self.student:
             yield
 
