@@ -166,14 +166,25 @@ fp8_train.fp8_swiglu_mlp(x, t(18944, 2048), t(18944, 2048), t(2048, 18944)).sum(
     ),
     "fake quantisation": (
         """
-from distill_kernels.quantisation.fake_quantise import fake_quantise
+from distill_kernels.quantisation.fake_quantise import fake_quantise_into, learned_gradients
 for dtype in (torch.float32, torch.bfloat16):
     for name, columns in (("q4_0", 576), ("q8_0", 576), ("int4_g32", 576), ("int8", 576), ("int8", 18944)):
-        w = t(64, columns, dtype=dtype)
-        fake_quantise(w, name).sum().backward()
-        fake_quantise(w, name, torch.ones(64, 1 if name == "int8" else columns // 32)).sum().backward()
+        w, scale = t(64, columns, dtype=dtype, grad=False), torch.ones(64, 1 if name == "int8" else columns // 32)
+        fake_quantise_into(torch.empty_like(w), w, name)
+        fake_quantise_into(torch.empty_like(w), w, name, scale)
+        learned_gradients(w, scale, w, name)
 """,
         {"_forward_kernel", "_backward_kernel"},
+    ),
+    "distances of layers": (
+        """
+from distill_kernels.layers.state_distance import state_distance
+rows = torch.ones(64, dtype=torch.int64)
+for width in (576, 4096, 5120):
+    for metric in ("mse", "cosine"):
+        state_distance(t(64, width), t(64, width, grad=False), rows, metric).sum().backward()
+""",
+        {"_distance_kernel"},
     ),
     "attention in parts": (
         """

@@ -5,9 +5,10 @@ import itertools
 
 import pytest
 import torch
-from distill_kernels.quantisation.formats import FORMATS, encode, reference_fake_quantise, reference_scale
+from distill_kernels.quantisation.formats import FORMATS, reference_fake_quantise, reference_scale
 from tiny import tiny_model
 
+from distill.models.precision.exact_blocks import exact_blocks
 from distill.models.precision.gptq import DAMPING, best_scale, calibration_batches, compensate, round_weights
 from distill.models.precision.quantised_student import formats_of
 from distill.recipe.quantise import Quantise
@@ -37,7 +38,7 @@ def test_each_method_costs_less_than_the_one_before(name):
     assert weighed[1] < weighed[0], "scales are chosen by the diagonal alone"
     assert costs[2] < 0.8 * min(costs[:2])
     for values in (importance, gptq):
-        assert encode(values, name) is not None
+        assert exact_blocks(values, name) is not None
 
 
 def test_compensation_is_the_optimal_update_of_the_columns_left():
@@ -88,7 +89,7 @@ def test_a_model_is_rounded_layer_by_layer(kind):
         assert set(rounded) == set(formats) and student.training
         for name, parameter in student.named_parameters():
             if name in formats:
-                assert torch.equal(parameter, rounded[name].values("q4_0")) and encode(parameter.detach(), "q4_0")
+                assert torch.equal(parameter, rounded[name].values("q4_0")) and exact_blocks(parameter.detach(), "q4_0")
             else:
                 assert torch.equal(parameter, dict(model.named_parameters())[name])
         found[method] = kl(student.eval())

@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from distill_kernels.quantisation.fake_quantise import fake_quantise
-from distill_kernels.quantisation.formats import FORMATS, encode, reference_fake_quantise
+from distill_kernels.quantisation.formats import FORMATS, reference_fake_quantise
 from safetensors.torch import load_file
+from straight_through import fake_quantise
 from tiny import tiny_model
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +19,7 @@ from two_ranks import run_as_two
 
 from distill.core.errors import RunError
 from distill.models.patch.patching import patch
+from distill.models.precision.exact_blocks import exact_blocks
 from distill.models.precision.quantised_student import formats_of, quantise_student, read_formats
 from distill.recipe import RecipeError, parse
 from distill.recipe.quantise import Quantise
@@ -198,7 +199,7 @@ def check_student(folder):
     formats, tensors = read_formats(folder), load_file(folder / "model.safetensors")
     assert set(formats.values()) == {"q4_0", "q8_0"} and len(formats) == 15
     for key, form in formats.items():
-        blocks = encode(tensors[key], form)
+        blocks = exact_blocks(tensors[key], form)
         assert blocks is not None and torch.equal(blocks.values(), tensors[key]), key
     return tensors
 

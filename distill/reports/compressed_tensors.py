@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from distill_kernels.quantisation.formats import FORMATS, Blocks, encode
+from distill_kernels.quantisation.formats import FORMATS, Blocks
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -22,6 +22,7 @@ from distill.core.errors import RecipeError
 from distill.core.files import write_json
 from distill.models.load.config_validation import read_json
 from distill.models.load.read_weights import read_weights
+from distill.models.precision.exact_blocks import exact_blocks
 from distill.models.precision.quantised_student import FORMAT_FILE, read_formats
 from distill.reports.gguf_file import TEXTS
 
@@ -73,7 +74,7 @@ def pack_folder(folder: Path, shard_size: str = "5GB") -> float:
         if name not in formats:
             tensors[name] = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
             continue
-        blocks = encode(tensor, formats[name])
+        blocks = exact_blocks(tensor, formats[name])
         if blocks is None:
             raise RecipeError([f"--format: {name} was trained in {formats[name]}, and its weights are not"])
         tensors[f"{name}_packed"] = pack_codes(blocks.codes, FORMATS[formats[name]].bits)

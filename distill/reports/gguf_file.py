@@ -24,13 +24,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from distill_kernels.quantisation.formats import FORMATS, Blocks, encode, reference_quantise
+from distill_kernels.quantisation.formats import FORMATS, Blocks, reference_quantise
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from distill.core.errors import RecipeError
 from distill.core.files import atomic_path
 from distill.models.head import attention_sizes
 from distill.models.load.read_weights import read_weights
+from distill.models.precision.exact_blocks import exact_blocks
 from distill.models.precision.quantised_student import read_formats
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -103,7 +104,7 @@ class Plan(NamedTuple):
         kind, values = self.type_of(name, tensor), tensor.detach().float().contiguous()
         if kind not in BLOCKS:
             return values.numpy().astype("float16") if kind == "f16" else values.numpy()
-        blocks = encode(values, kind) if self.trained else reference_quantise(values, kind)
+        blocks = exact_blocks(values, kind) if self.trained else reference_quantise(values, kind)
         if blocks is None:
             raise RecipeError(
                 [f"--gguf: {name} was trained in {kind}, and its weights are not; they were changed since"]

@@ -243,7 +243,8 @@ class QuantisedWeights:
 
     def file_bytes(self) -> int:
         """Return the bytes of the quantised weights in the file."""
-        return sum(FORMATS[matrix.form].bytes_of(matrix.master) for matrix in self.matrices.values())
+        pairs = [(FORMATS[matrix.form], matrix.master) for matrix in self.matrices.values()]
+        return sum(w.numel() * form.bits // 8 + 2 * (w.numel() // form.columns(w)) for form, w in pairs)
 
     def __str__(self) -> str:
         count = sum(matrix.master.numel() for matrix in self.matrices.values())

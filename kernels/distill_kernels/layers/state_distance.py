@@ -5,8 +5,7 @@ With s and t the states of a token in student and teacher, both of width H:
     mse         ||s - t||^2 / H               gradient 2 (s - t) / H
     cosine      1 - s.t / (||s|| ||t||)       gradient (cos s / ||s|| - t / ||t||) / ||s||
 
-arXiv 1909.10351 and 1910.01108. M tokens of N are compared; forward reads both states once, 2 M H elements, and writes
-4 M bytes; backward reads them again and writes N H elements. It is not for `torch.compile`.
+arXiv 1909.10351, 1910.01108. Forward reads both states of M tokens, backward again, and writes N H; not for compile.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Fake quantisation: weights rounded to a block format and back, in one pass, with straight-through gradients.
+"""Fake quantisation: weights rounded to a block format and back, in one pass, and the gradients through it.
 
     y = q d,   q = clamp(round(w / d)),   d = the block's own scale, or a given (learned) one
 
-Without given scales the gradient passes through unchanged (Bengio et al., 2013, the straight-through estimator). With
-them it is that of learned step sizes (Esser et al., 2020, arXiv 1902.08153); see `formats.reference_learned_gradients`.
+Gradients are those of learned step sizes (Esser et al., 2020, arXiv 1902.08153): `formats.reference_learned_gradients`.
 
 Forward moves 2 N s bytes for N weights of s bytes (and 4 bytes a block of given scales); the backward of learned scales
 3 N s. A program holds whole blocks, 32 weights or a row, so each weight is read once.
@@ -15,11 +14,10 @@ from typing import Any
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
+from distill_kernels.kernel_op import check_floats
 from distill_kernels.launch import cdiv, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.launch_plans import launch
 from distill_kernels.quantisation.formats import (
-    FORMATS,
     Format,
     check_fits,
     reference_fake_quantise,
@@ -50,9 +48,7 @@ def _reciprocal(scale):
 
 @triton.jit(do_not_specialize=["n_blocks"])
 def _forward_kernel(
-    w_ptr,
-    scale_ptr,
-    y_ptr,
+    tensors,
     n_blocks,
     COLUMNS: tl.constexpr,
     LOW: tl.constexpr,
@@ -64,6 +60,7 @@ def _forward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    w_ptr, scale_ptr, y_ptr = tensors
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     cols = tl.arange(0, BLOCK)  # [BLOCK]
     mask = (rows < n_blocks)[:, None] & (cols < COLUMNS)[None, :]
@@ -90,11 +87,7 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["n_blocks"])
 def _backward_kernel(
-    w_ptr,
-    scale_ptr,
-    dy_ptr,
-    dw_ptr,
-    dscale_ptr,
+    tensors,
     n_blocks,
     COLUMNS: tl.constexpr,
     LOW: tl.constexpr,
@@ -103,6 +96,7 @@ def _backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    w_ptr, scale_ptr, dy_ptr, dw_ptr, dscale_ptr = tensors
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     cols = tl.arange(0, BLOCK)  # [BLOCK]
     mask = (rows < n_blocks)[:, None] & (cols < COLUMNS)[None, :]
@@ -119,158 +113,52 @@ def _backward_kernel(
     tl.store(dscale_ptr + rows, dscale, mask=rows < n_blocks)
 
 
-def _shape(weight: torch.Tensor, form: Format) -> tuple[int, dict[str, Any]]:
-    """Return the number of blocks of a matrix, and the constants that both kernels take."""
+def _shape(weight: torch.Tensor, form: Format) -> tuple[tuple[int], int, dict[str, Any]]:
+    """Return the grid, the number of blocks of a matrix, and the constants that both kernels take."""
     columns = form.columns(weight)
     block = next_power_of_2(columns)
     rows = max(1, TILE // block)
     constants = {"COLUMNS": columns, "LOW": form.low, "HIGH": form.high, "ROWS": rows, "BLOCK": block}
     constants |= {"BFLOAT16": form.scale_dtype == torch.bfloat16, "num_warps": min(max(rows * block // 1024, 4), 16)}
     # products and sums as written: a fused one would round a few weights in a million otherwise than the file's writer
-    return weight.numel() // columns, constants | {"enable_fp_fusion": False}
+    blocks = weight.numel() // columns
+    return (cdiv(blocks, rows),), blocks, constants | {"enable_fp_fusion": False}
 
 
-def _launch_forward(
-    weight: torch.Tensor, scale: torch.Tensor | None, name: str, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    form = FORMATS[name]
-    weight = weight.contiguous()
-    y = torch.empty_like(weight) if out is None else out
-    blocks, constants = _shape(weight, form)
-    if blocks:
-        given = scale is not None
-        launch(
-            _forward_kernel,
-            (cdiv(blocks, constants["ROWS"]),),
-            weight,
-            scale.contiguous() if scale is not None else weight,
-            y,
-            blocks,
-            SIGNED=form.signed,
-            ROUNDS_BY_STORED=form.rounds_by_stored,
-            GIVEN=given,
-            **constants,
-        )
-    return y
-
-
-def _new_gradients(weight, scale, upstream, name) -> tuple[torch.Tensor, torch.Tensor]:
-    dw = torch.empty_like(upstream, memory_format=torch.contiguous_format)
-    return dw, weight.new_empty(scale.shape, dtype=torch.float32)
-
-
-def _launch_backward(
-    weight: torch.Tensor, scale: torch.Tensor, upstream: torch.Tensor, name: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    form = FORMATS[name]
-    dw, dscale = _new_gradients(weight, scale, upstream, name)
-    weight, upstream = weight.contiguous(), upstream.contiguous()
-    blocks, constants = _shape(weight, form)
-    if blocks:
-        launch(
-            _backward_kernel,
-            (cdiv(blocks, constants["ROWS"]),),
-            weight,
-            scale.contiguous(),
-            upstream,
-            dw,
-            dscale,
-            blocks,
-            **constants,
-        )
-    return dw, dscale
-
-
-def _op_forward(weight: torch.Tensor, scale: torch.Tensor | None, name: str) -> torch.Tensor:
-    return _launch_forward(weight, scale, name)
-
-
-def _fake_forward(weight, scale, name) -> torch.Tensor:
-    return torch.empty_like(weight, memory_format=torch.contiguous_format)
-
-
-_backward_op = KernelOp("fake_quantise_backward", _launch_backward, _new_gradients)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    weight, scale, ctx.name = inputs
-    ctx.learned = scale is not None
-    if ctx.learned:
-        ctx.save_for_backward(weight, scale)
-
-
-def _backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-    if not ctx.learned:
-        return upstream, None, None
-    weight, scale = ctx.saved_tensors
-    dw, dscale = _backward_op(weight, scale, upstream, ctx.name)
-    return dw, dscale.to(scale.dtype), None
-
-
-_forward_op = KernelOp("fake_quantise", _op_forward, _fake_forward, setup_context=_setup_context, backward=_backward)
-
-
-class _Reference(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, scale: torch.Tensor | None, name: str) -> torch.Tensor:
-        _setup_context(ctx, (weight, scale, name), weight)
-        return reference_fake_quantise(weight, name, scale)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        if not ctx.learned:
-            return upstream, None, None
-        weight, scale = ctx.saved_tensors
-        dw, dscale = reference_learned_gradients(weight, scale, upstream, ctx.name)
-        return dw, dscale.to(scale.dtype), None
-
-
-def _check(weight: torch.Tensor, scale: torch.Tensor | None, name: str) -> Format:
+def _checked(weight: torch.Tensor, scale: torch.Tensor | None, name: str) -> Format | None:
+    """Return the format where a kernel computes on `weight`; None where the reference does."""
     check_floats(weight=weight, scale=scale)
     form = check_fits(weight, name)
     expected = (*weight.shape[:-1], weight.shape[-1] // form.columns(weight))
     if scale is not None and tuple(scale.shape) != expected:
         raise ValueError(f"scale: expected {expected}, one for each block, got {tuple(scale.shape)}")
-    return form
-
-
-def _on_triton(weight: torch.Tensor, form: Format) -> bool:
-    return runs_on_triton(weight) and form.columns(weight) <= LONGEST and weight.dtype != torch.float64
-
-
-def fake_quantise(weight: torch.Tensor, name: str, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """Round weights to a block format and back, with straight-through gradients.
-
-    Args:
-        weight: [..., K], fp32, bf16 or fp16, K divisible by the format's block.
-        name: q4_0, q8_0, int4_g32 or int8; see `formats`.
-        scale: [..., K / block] floating, the scale of each block, which gets a gradient too; None for the scale that
-            the format computes from the block.
-
-    Returns:
-        The values of the file, in the shape and dtype of `weight`.
-
-    Raises:
-        ValueError: For an unknown format, and for shapes and dtypes that are not listed.
-    """
-    form = _check(weight, scale, name)
-    if not _on_triton(weight, form):
-        return forbid_double_backward(_Reference.apply(weight, scale, name))
-    return _forward_op(weight, scale, name)
+    fits = form.columns(weight) <= LONGEST and weight.dtype != torch.float64
+    return form if fits and runs_on_triton(weight) else None
 
 
 @torch.no_grad()
 def fake_quantise_into(out: torch.Tensor, weight: torch.Tensor, name: str, scale: torch.Tensor | None = None) -> None:
-    """Write `fake_quantise(weight, name, scale)` to `out`, contiguous and of the shape of `weight`, without a graph.
+    """Round weights to a block format and back, without a graph.
+
+    Args:
+        out: Gets the values of the file, in its own dtype; of the shape of `weight`.
+        weight: [..., K], fp32, bf16 or fp16, K divisible by the format's block.
+        name: A key of `formats.FORMATS`.
+        scale: [..., K / block] floating, the scale of each block; None for the one that the format computes from it.
 
     Raises:
-        ValueError: As `fake_quantise`.
+        ValueError: For an unknown format, and for shapes and dtypes that are not listed.
     """
-    form = _check(weight, scale, name)
-    if _on_triton(weight, form) and out.is_contiguous():
-        _launch_forward(weight, scale, name, out)
-    else:
+    form = _checked(weight, scale, name)
+    if form is None or not out.is_contiguous():
         out.copy_(reference_fake_quantise(weight.float(), name, scale))
+        return
+    weight = weight.contiguous()
+    grid, blocks, constants = _shape(weight, form)
+    constants |= {"SIGNED": form.signed, "ROUNDS_BY_STORED": form.rounds_by_stored, "GIVEN": scale is not None}
+    if blocks:
+        given = weight if scale is None else scale.contiguous()
+        launch(_forward_kernel, grid, (weight, given, out), blocks, **constants)
 
 
 @torch.no_grad()
@@ -283,9 +171,14 @@ def learned_gradients(
         That of `weight`, in the dtype of `upstream`, and that of `scale`, fp32.
 
     Raises:
-        ValueError: As `fake_quantise`.
+        ValueError: As `fake_quantise_into`.
     """
-    form = _check(weight, scale, name)
-    if not _on_triton(weight, form):
+    form = _checked(weight, scale, name)
+    if form is None:
         return reference_learned_gradients(weight, scale, upstream, name)
-    return _launch_backward(weight, scale, upstream, name)
+    weight, scale, upstream = weight.contiguous(), scale.contiguous(), upstream.contiguous()
+    dw, dscale = torch.empty_like(upstream), torch.empty_like(scale, dtype=torch.float32)
+    grid, blocks, constants = _shape(weight, form)
+    if blocks:
+        launch(_backward_kernel, grid, (weight, scale, upstream, dw, dscale), blocks, **constants)
+    return dw, dscale
