@@ -10,11 +10,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from distill.models.head import find_head
 from distill.models.load.loading import load_student, save_student
 from distill.models.load.meta_models import meta_student
+from distill.models.patch.patching import patch, unpatch
 from distill.models.prune.importance import LayerTrial, positions_of, select_parts, shape_for
-from distill.models.prune.narrow import Selection, cut_parts, embedding_scale, leading_parts
+from distill.models.prune.narrow import Selection, embedding_scale
 from distill.models.prune.width_layout import entries
 from distill.models.prune.width_trial import proven_layout
-from distill.models.prune.widths import Widths, target_widths, widths_of
+from distill.models.prune.widths import target_widths, widths_of
 from distill.recipe import FromTeacher, Student
 
 LAYERS = 4
@@ -237,15 +238,13 @@ def test_a_narrow_student_takes_adapters_and_merges_them(tmp_path):
     assert not torch.allclose(logits(merged), logits(plain), rtol=1e-2, atol=1e-3)
 
 
-def test_the_first_parts_make_a_student_of_the_right_shape():
+def test_a_patched_teacher_is_refused():
     teacher = made()
-    cut = FromTeacher(layers=2, hidden=16, heads=2, kv_heads=2, intermediate=30)
-    shape = shape_for(cut, teacher.config)
-    student = cut_parts(teacher, leading_parts([0, 3], shape.widths, shape.layout), shape.widths, shape.layout)
-    assert widths_of(student.config) == Widths(16, 2, 2, 30) and student.config.num_hidden_layers == 2
-    assert torch.equal(
-        student.model.layers[1].self_attn.k_proj.weight, teacher.model.layers[3].self_attn.k_proj.weight[:, :16]
-    )
+    patch(teacher, "teacher", attention=None, log_it=False)
+    with pytest.raises(ValueError, match=r"from_teacher: expected a teacher that is not patched"):
+        load_student(Student(from_teacher=FromTeacher(layers=2)), teacher=teacher)
+    unpatch(teacher)
+    assert load_student(Student(from_teacher=FromTeacher(layers=2)), teacher=teacher).config.num_hidden_layers == 2
 
 
 def test_a_factor_on_embeddings_is_read_from_the_first_layer():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from distill.models.prune.candidates import Candidate, Cost
+    from distill.recipe import FromTeacher
 
 
 def prune(
@@ -91,17 +92,15 @@ def _row(candidate: Candidate, divergence: float, latency: bool) -> list[str]:
 def forward_time_share(teacher: PreTrainedModel, row_length: int) -> Cost:
     """Return the cost that is the share of the teacher's time of a forward over one row, measured here.
 
-    Students have the first parts of the teacher in place of chosen ones: the time is the same.
+    Students have random weights: the time is the same.
     """
     import torch
 
-    from distill.models.layers import layer_indices
-    from distill.models.prune.importance import shape_for
-    from distill.models.prune.narrow import cut_parts, leading_parts
-    from distill.models.prune.pruning import cut_layers
-    from distill.recipe import FromTeacher
+    from distill.models.layers import layer_indices, layers_of
+    from distill.models.prune.pruning import student_config
+    from distill.models.prune.widths import target_widths
 
-    device = next(teacher.parameters()).device
+    device, config = teacher.device, teacher.config
     ids = torch.arange(row_length, device=device)[None] % 97 + 3
 
     def seconds(model: PreTrainedModel) -> float:
@@ -117,14 +116,11 @@ def forward_time_share(teacher: PreTrainedModel, row_length: int) -> Cost:
                 times.append(time.perf_counter() - begun)
         return statistics.median(times[1:])
 
-    whole = seconds(teacher)
-
     def cost(cut: FromTeacher) -> float:
-        shape = shape_for(cut, teacher.config)
-        layers = layer_indices(cut, teacher.config.get_text_config().num_hidden_layers)
-        if shape.widths is None or shape.layout is None:
-            return seconds(cut_layers(teacher, layers)) / whole
-        selection = leading_parts(layers, shape.widths, shape.layout)
-        return seconds(cut_parts(teacher, selection, shape.widths, shape.layout)) / whole
+        shape = student_config(config, layer_indices(cut, layers_of(config)), target_widths(cut, config))
+        with device:
+            student: Any = type(teacher)(shape)
+        return seconds(student.to(teacher.dtype).eval()) / whole
 
+    whole = seconds(teacher)
     return cost

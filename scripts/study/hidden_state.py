@@ -1,6 +1,7 @@
 """`python -m scripts.study.hidden_state`: a pruned student trained with and without terms that compare layers.
 
     python -m scripts.study.hidden_state --data gsm8k_train.jsonl --device cuda --tokens 2000000 --seeds 3
+    python -m scripts.study.hidden_state --data gsm8k_train.jsonl --device cuda --step-times 40
 
 The teacher is SmolLM2-135M-Instruct, the student 15 of its 30 layers, cut as `student.from_teacher: {layers: 15}` does.
 Every arm sees the same rows in the same order for the same number of tokens:
@@ -9,6 +10,8 @@ Every arm sees the same rows in the same order for the same number of tokens:
     hidden state, mse      plus the squared distance of each layer's output from that of the layer it was
     hidden state, cosine   plus 1 - cosine of the same
     attention relation     plus the relations of queries, keys and values of the last layer
+
+With --step-times every arm runs for so many steps, twice in turn, and the median time of a step is printed.
 
 Judged is KL(teacher || student) on held-out rows, with 95 % intervals by resampling documents, and the seconds a step.
 A line a seed and arm goes to --out as JSON.
@@ -19,6 +22,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -54,8 +58,8 @@ def arguments_of(own: argparse.Namespace, folder: str, seed: int) -> TrainingArg
     return TrainingArguments(
         folder,
         max_steps=max(own.tokens // own.step_tokens, 1),
-        per_device_train_batch_size=own.rows,
-        gradient_accumulation_steps=max(own.step_tokens // (own.rows * own.length), 1),
+        per_device_train_batch_size=own.batch,
+        gradient_accumulation_steps=max(own.step_tokens // (own.batch * own.length), 1),
         learning_rate=own.rate,
         lr_scheduler_type="cosine",
         warmup_steps=10,
@@ -70,6 +74,31 @@ def arguments_of(own: argparse.Namespace, folder: str, seed: int) -> TrainingArg
         disable_tqdm=True,
         optim="adamw_torch_fused" if own.device == "cuda" else "adamw_torch",
     )
+
+
+def step_times(own: argparse.Namespace, cut: Any, teacher: Any, splits: Any, kept: list[int]) -> None:
+    """Print the median time of a step of each arm, and its ratio to the divergence alone."""
+    projected = [{"type": "hidden_state", "weight": 0.01, "projection": "learned"}]
+    arms = {**ARMS, "hidden state, projected": projected}
+    own.tokens, found = own.step_times * own.step_tokens, {arm: [] for arm in arms}
+    for _ in range(2):
+        for arm, terms in arms.items():
+            student = copy.deepcopy(cut).train()
+            if runs_our_kernels(torch.device(own.device)):
+                patch(student, "student", log_it=False)
+            loss = Loss.model_validate({"terms": [{"type": "forward_kl"}, *terms]}).with_kept_layers(kept)
+            with tempfile.TemporaryDirectory() as folder:
+                arguments = arguments_of(own, folder, 0)
+                arguments.logging_steps = 1
+                trainer = DistillationTrainer(student, teacher, arguments, loss=loss, train_dataset=splits.train)
+                trainer.train()
+                trainer.objective.detach()
+            seconds = [row["seconds"] for row in trainer.state.log_history if "seconds" in row]
+            found[arm] += seconds[len(seconds) // 3 :]
+    plain = statistics.median(found[PLAIN])
+    for arm, seconds in found.items():
+        middle = statistics.median(seconds)
+        print(f"{arm:<24} {1e3 * middle:8.2f} ms a step  {middle / plain:.3f} x  (of {len(seconds)} steps)")
 
 
 def run_arms(own: argparse.Namespace) -> list[dict[str, Any]]:
@@ -93,10 +122,13 @@ def run_arms(own: argparse.Namespace) -> list[dict[str, Any]]:
     patched = runs_our_kernels(device)
     if patched:
         patch(teacher, "teacher", log_it=False)
+    if own.step_times:
+        step_times(own, cut, teacher, splits, kept)
+        return []
     rows: list[dict[str, Any]] = []
 
     def judged(student: Any) -> dict[str, Any]:
-        found = evaluate_documents(student, teacher, splits.validation, batch_size=own.rows)
+        found = evaluate_documents(student, teacher, splits.validation, batch_size=own.batch)
         kl = found.figures["forward_kl"]
         return {"kl": kl.value, "interval": [kl.low, kl.high]}
 
@@ -170,14 +202,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2_000_000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=15)
-    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=16, help="rows of a micro-batch")
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--step-tokens", type=int, default=16_384)
     parser.add_argument("--rate", type=float, default=8e-4)
     parser.add_argument("--held-out", type=int, default=128)
     parser.add_argument("--max-rows", type=int, default=None)
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--step-times", type=int, default=0, metavar="STEPS")
     rows = run_arms(own := parser.parse_args())
+    if not rows:
+        return
     print(table(rows[:1]))
     print(summary(rows[1:]))
     print(f"{own.tokens:,} tokens an arm, {own.seeds} seeds, {own.layers} layers, {own.device}")

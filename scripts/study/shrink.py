@@ -1,12 +1,17 @@
-"""Pruning before training: KL of pruned students to their teacher on held-out text, by how their parts are chosen.
+"""Pruning: KL of pruned students to their teacher on held-out text, by shape and by how their parts are chosen.
 
     python -m scripts.study.shrink --data gsm8k_train.jsonl --out scripts/study/results
     python -m scripts.study.shrink --data text.txt --model meta-llama/Llama-3.2-1B --device cuda --share 0.6
+    python -m scripts.study.shrink --data gsm8k_train.jsonl --out scripts/study/results --device cuda --tokens 2000000
     python -m scripts.study.shrink --out scripts/study/results --only-table
 
 At a share of the parameters: every shape that `distill prune` proposes, with its parts chosen by the data; layers alone
 by position (the first and the last ones stay); and each of the shapes with parts drawn at random. The shapes that cut
 hidden channels also without correcting the norms. Rows go to <device>-shrink.jsonl in FOLDER, the table to shrink.md.
+
+With --tokens every student is then trained for as many tokens, all on the same rows in the same order, with --seeds
+draws and orders of the rows, and judged with 95 % intervals by resampling documents: <device>-shrink-trained.jsonl and
+shrink-trained.md. Norms are always corrected then.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import argparse
 import json
 import random
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -52,6 +58,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
     import transformers
 
+    from distill.core.environment import device_name
     from distill.models.head import bare
     from distill.models.layers import layers_to_keep
     from distill.models.load.loading import load_student, load_teacher
@@ -80,26 +87,36 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
 
     def note(shape: str, chosen: str, cut: FromTeacher, selection: Any, seconds: float = 0.0) -> None:
-        section = Student(from_teacher=cut)
-        student = load_student(section, teacher=teacher, device=arguments.device, dtype=dtype, selection=selection)
-        found.append(
-            {
-                "model": arguments.model,
-                "share": arguments.share,
-                "shape": shape,
-                "chosen": chosen,
-                "cut": cut.model_dump(exclude_none=True, exclude={"importance"}),
-                "parameters": sum(p.numel() for p in student.parameters()),
-                "kl": outputs.divergence(student),
-                "seconds": round(seconds, 1),
-                "data": Path(arguments.data).name,
-                "rows": len(rows),
-                "layer_rows": arguments.layer_rows,
-                "held_out": len(held_out),
-                "torch": torch.__version__,
-            }
-        )
-        print(json.dumps(found[-1]), flush=True)
+        own = {"device": arguments.device, "dtype": torch.float32 if arguments.tokens else dtype}
+        student = load_student(Student(from_teacher=cut), teacher=teacher, selection=selection, **own)
+        row = {
+            "model": arguments.model,
+            "share": arguments.share,
+            "shape": shape,
+            "chosen": chosen,
+            "cut": cut.model_dump(exclude_none=True, exclude={"importance"}),
+            "parameters": sum(p.numel() for p in student.parameters()),
+            "kl": outputs.divergence(student),
+            "seconds": round(seconds, 1),
+            "data": Path(arguments.data).name,
+            "rows": len(rows),
+            "layer_rows": arguments.layer_rows,
+            "held_out": len(held_out),
+            "torch": torch.__version__,
+            "gpu": device_name(torch.device(arguments.device)),
+            "date": time.strftime("%Y-%m-%d"),
+            "commit": arguments.commit,
+        }
+        seeds = range(arguments.seeds) if arguments.tokens else (None,)
+        drawn_with = chosen.partition("seed ")[2]  # a random cut is drawn and trained with the same seed
+        for seed in seeds if not drawn_with or not arguments.tokens else (int(drawn_with),):
+            here = (
+                dict(row)
+                if seed is None
+                else row | {"seed": seed, **trained(student, teacher, splits, arguments, seed)}
+            )
+            found.append(here)
+            print(json.dumps(here), flush=True)
 
     for candidate in candidates(teacher.config, arguments.share, parameters_share(teacher.config), importance):
         if arguments.shapes and candidate.name not in arguments.shapes.split(","):
@@ -107,7 +124,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         begun = time.perf_counter()
         selection = select_parts(teacher, candidate.cut, rows)
         note(candidate.name, "importance", candidate.cut, selection, time.perf_counter() - begun)
-        if selection.hidden is not None:
+        if selection.hidden is not None and not arguments.tokens:
             note(candidate.name, "importance, norms as they are", candidate.cut, selection._replace(norms={}))
         if candidate.cut.layers is not None:
             kept = layers_to_keep(total, candidate.cut.layers)
@@ -120,6 +137,61 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 other = _on_layers(other, selection.layers, kept)
             note(candidate.name, f"random, seed {seed}", candidate.cut, other)
     return found
+
+
+def trained(student: Any, teacher: Any, splits: Any, own: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Return the KL of a copy of a student after --tokens tokens of forward KL, with its interval."""
+    import copy
+
+    import torch
+    import transformers
+
+    from distill.evaluation.evaluate_documents import evaluate_documents
+    from distill.models.gpu_specs import runs_our_kernels
+    from distill.models.patch.patching import patch, unpatch
+    from distill.training.trainer import DistillationTrainer
+    from scripts.study.hidden_state import arguments_of
+
+    transformers.set_seed(seed)
+    student = copy.deepcopy(student).train()
+    patched = runs_our_kernels(torch.device(own.device))
+    if patched:
+        patch(student, "student", log_it=False)
+        patch(teacher, "teacher", log_it=False)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = arguments_of(own, folder, seed)
+        trainer = DistillationTrainer(student, teacher, arguments, loss="forward_kl", train_dataset=splits.train)
+        trainer.train()
+        if trainer.state.global_step < trainer.state.max_steps:
+            raise SystemExit("a signal ended the training before its last step")
+        trainer.objective.detach()
+    seconds = time.perf_counter() - began
+    kl = evaluate_documents(student.eval(), teacher, splits.validation, batch_size=own.batch).figures["forward_kl"]
+    if patched:
+        unpatch(teacher)  # the next student is cut from it
+    return {
+        "tokens": own.tokens,
+        "rate": own.rate,
+        "trained_kl": kl.value,
+        "interval": [kl.low, kl.high],
+        "train_seconds": round(seconds, 1),
+    }
+
+
+def trained_table(rows: list[dict[str, Any]]) -> str:
+    """Return the table of trained students: means over seeds, and the range of the seeds' intervals."""
+    lines = ["| shape | `student.from_teacher` | chosen by | parameters | before training | after | interval |"]
+    lines.append("|---" * 7 + "|")
+    for shape, chosen in dict.fromkeys((row["shape"], row["chosen"].partition(",")[0]) for row in rows):
+        here = [row for row in rows if row["shape"] == shape and row["chosen"].partition(",")[0] == chosen]
+        before, after = (sum(row[name] for row in here) / len(here) for name in ("kl", "trained_kl"))
+        low, high = min(row["interval"][0] for row in here), max(row["interval"][1] for row in here)
+        cut = ", ".join(f"{name}: {value}" for name, value in here[0]["cut"].items())
+        cells = [shape, f"`{{{cut}}}`", chosen, f"{here[0]['parameters'] / 1e6:,.1f} M", f"{before:.2f}"]
+        cells += [f"{after:.3f} ({len(here)} seeds)", f"{low:.3f} to {high:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _on_layers(selection: Any, before: Any, layers: list[int]) -> Any:
@@ -160,19 +232,25 @@ def main() -> None:
         ("layer-rows", 4),
         ("held-out", 16),
         ("seeds", 3),
+        ("tokens", 0),
+        ("step-tokens", 16_384),
+        ("batch", 16),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--commit", help="of the rows")
+    parser.add_argument("--rate", type=float, default=8e-4, help="learning rate, with --tokens")
     parser.add_argument("--shapes", default="", help="names of some shapes, comma-separated; all without it")
     parser.add_argument("--only-table", action="store_true", help="write the table from the rows that are there")
     arguments = parser.parse_args()
-    file = arguments.out / f"{arguments.device}-shrink.jsonl"
+    name, lines_of = ("shrink-trained", trained_table) if arguments.tokens else ("shrink", table)
+    file = arguments.out / f"{arguments.device}-{name}.jsonl"
     if not arguments.only_table:
         rows = measure(arguments)
         arguments.out.mkdir(parents=True, exist_ok=True)
         file.write_text("".join(json.dumps({"plan": "shrink", **row}) + "\n" for row in rows))
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    (arguments.out / "shrink.md").write_text(table(rows))
-    print(table(rows))
+    (arguments.out / f"{name}.md").write_text(lines_of(rows))
+    print(lines_of(rows))
 
 
 if __name__ == "__main__":

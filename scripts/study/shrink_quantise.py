@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import TrainingArguments
 
+from distill.core.environment import device_name
 from distill.data.load import load_data
 from distill.evaluation.evaluate_documents import EvaluationResult, evaluate_documents
 from distill.models.gpu_specs import runs_our_kernels
@@ -148,6 +149,8 @@ def trained(setup: Setup, teacher: Any, arm: str, seed: int) -> Any:
     trainer = trainer_of(setup, student, large, "forward_kl", arguments)
     quantise_for_training(trainer, setup.section(**ARMS[arm]), setup.train, resumed=False)
     trainer.train()
+    if trainer.state.global_step < trainer.state.max_steps:
+        raise SystemExit("a signal ended the training before its last step")
     return student
 
 
@@ -194,6 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--first-tokens", type=int, default=1_600_000, help="tokens of the first training")
     parser.add_argument("--calibration-tokens", type=int, default=65_536)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--commit", help="of the rows, where git does not tell")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
     parser.add_argument("--rows", type=int, default=8, help="rows of a micro-batch")
@@ -218,13 +223,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         setup = Setup(options, model, tokenizer, splits.train, splits.validation, Path(folder))
-        for seed in range(options.seeds):
+        told = {"format": options.format, "tokens": options.tokens, "learning_rate": options.learning_rate}
+        told |= {"gpu": device_name(setup.device), "torch": torch.__version__}
+        told |= {"date": time.strftime("%Y-%m-%d"), "commit": options.commit}
+        for seed in range(options.first_seed, options.first_seed + options.seeds):
             for row in run_seed(setup, seed):
                 rows.append(row)
                 print(shown(row), flush=True)
                 if options.out is not None:
                     with options.out.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps({"plan": "shrink quantise", **row}) + "\n")
+                        file.write(json.dumps({"plan": "shrink quantise", **row, **told}) + "\n")
     for arm in (*CONTROLS, *options.arms):
         own = [row for row in rows if row["arm"] == arm]
         mean = sum(row["kl"][0] for row in own) / len(own)

@@ -170,6 +170,10 @@ def load_student(
     else:
         if teacher is None:
             raise ValueError("student.from_teacher: needs a loaded teacher to cut from")
+        from distill.models.patch.patching import UNDO
+
+        if UNDO in teacher.__dict__:
+            raise ValueError("student.from_teacher: expected a teacher that is not patched; cut, then patch both")
         if quantised_by_transformers(teacher):
             raise ValueError(
                 "student.from_teacher: layers cannot be cut out of a quantised teacher; give the teacher in bfloat16, "

@@ -71,20 +71,6 @@ class Selection(NamedTuple):
         return Selection(values["layers"], values["hidden"], parts, values["norms"])
 
 
-def leading_parts(layers: Sequence[int], widths: Widths, layout: Layout) -> Selection:
-    """Return the first channels, heads and columns of each layer: a student of the right shape, for timings."""
-    full = layout.full
-    parts: dict[str, dict[int, Sequence[int]]] = {}
-    if (widths.heads, widths.kv_heads) != (full.heads, full.kv_heads):
-        kept = [kv * full.group + number for kv in range(widths.kv_heads) for number in range(widths.group)]
-        parts["heads"] = dict.fromkeys(layers, kept)
-        parts["kv_heads"] = {layer: range(widths.kv_heads) for layer in layers}
-    if widths.intermediate != full.intermediate:
-        parts["intermediate"] = {layer: range(widths.intermediate) for layer in layers}
-    hidden = None if widths.hidden == full.hidden else list(range(widths.hidden))
-    return Selection(list(layers), hidden, parts, {})
-
-
 def cut_parts(
     teacher: PreTrainedModel, selection: Selection, widths: Widths, layout: Layout, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
