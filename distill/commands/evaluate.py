@@ -39,6 +39,9 @@ def evaluate(
         int | None, typer.Option(metavar="N", min=2, help="Tokens per row of --data.", show_default="1024")
     ] = None,
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows per forward.")] = 1,
+    speculative: Annotated[
+        bool, typer.Option("--speculative", help="Also measure the student as the teacher's draft (16 responses).")
+    ] = False,
     tasks: Annotated[
         str | None, typer.Option(metavar="LIST", help="Run tasks of lm-evaluation-harness instead (if installed).")
     ] = None,
@@ -124,6 +127,11 @@ def evaluate(
         return
     figures: dict[str, Any] = measure.to_json(after.figures)
     figures |= {f"{who}_perplexity": after.perplexity(who) for who in ("student", "teacher")}
+    if speculative and not by_spans:
+        from distill.evaluation.speculative import measure_acceptance
+
+        prompts = [row["input_ids"][: max(1, min(64, len(row["input_ids"]) // 2))] for row in rows][:16]
+        figures |= measure_acceptance(student, large, prompts, count=64)
     if as_json:
         figures |= {} if closed is None else {"gap_closed": closed}
         errors = {"student": after.calibration_error, "teacher": after.teacher_calibration_error}
