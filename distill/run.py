@@ -14,6 +14,7 @@ Mistakes of the user are found before the run's folder exists. Then `<output_dir
     checkpoint-N/       always complete; only with train.save_every
     student/            model, tokenizer and model card, for `from_pretrained`
     rollouts/           on-policy rollouts of some steps; only with data.on_policy.store_every
+    stages/             the stages before the last, each a run; only with stages
     result.json, samples.md, curves.svg
 """
 
@@ -36,7 +37,7 @@ from distill_kernels import tuning
 from distill.core import console
 from distill.core.errors import RunError
 from distill.core.files import write_text
-from distill.core.folders import KERNELS_FILE, RECIPE_FILE, check_folder_free, run_folder, runs_folder
+from distill.core.folders import KERNELS_FILE, RECIPE_FILE, RESULT_FILE, check_folder_free, run_folder, runs_folder
 from distill.core.launch import drop_accelerate_settings
 from distill.core.ranks import broadcast_from_rank0, is_main_process, restart_store, world_size
 from distill.core.run_lock import RunLock
@@ -54,8 +55,8 @@ from distill.recipe.yaml_text import to_yaml
 from distill.reports.first_batch_report import first_batch_report
 from distill.reports.run_manifest import record_start
 from distill.reports.run_summary import run_summary
+from distill.run_phases import Loaded, Opened, Prepared, Start
 from distill.run_results import RunResult, RunResults, announce
-from distill.run_stages import Loaded, Opened, Prepared, Start
 from distill.teachers.calibration import calibration_of
 from distill.teachers.capabilities import first_batch_lines, is_collective
 from distill.teachers.interface import LoadContext
@@ -115,14 +116,36 @@ def run(
         SystemExit: Code 0, after SIGTERM and a checkpoint, or where a finished run has nothing left to do.
     """
     transformers.utils.logging.disable_progress_bar()
-    own_terms = None
-    if recipe.runs_code or plugin is not None:
-        own_terms = resolve_name(ALLOWED_PLUGIN)(recipe.loss, plugin, recipe.data.own_answers)
-    device = resolve_device(recipe.train)
+    if recipe.runs_code or plugin is not None:  # refused before a folder is chosen
+        resolve_name(ALLOWED_PLUGIN)(recipe.loss, plugin, recipe.data.own_answers)
     drop_accelerate_settings(os.environ)
+    process = PartialState(cpu=resolve_device(recipe.train).type == "cpu", **restart_store())
     runs = runs_folder(recipe.output_dir)
-    process = PartialState(cpu=device.type == "cpu", **restart_store())
     folder = broadcast_from_rank0(lambda: run_folder(recipe.name, name=name, resume=bool(resume), runs=runs))
+    *earlier, (folder, recipe) = recipe.stage_runs(folder)
+    for own, stage in earlier:
+        finished = bool(resume) and broadcast_from_rank0((own / RESULT_FILE).is_file)
+        if is_main_process():
+            console.print_lines(f"{'stage':<12}{own}{', finished' * finished}")
+        if not finished:
+            _run_one(stage, own, process, resume, None, plugin)
+    return _run_one(recipe, folder, process, resume, lock, plugin)
+
+
+def _run_one(
+    recipe: Recipe,
+    folder: Path,
+    process: PartialState,
+    resume: bool | Literal["unverified"],
+    lock: Path | None,
+    plugin: Path | None,
+) -> RunResult:
+    """Run a recipe without stages in `folder`; a stage that has not begun is not resumed."""
+    terms = None
+    if recipe.runs_code or plugin is not None:
+        terms = resolve_name(ALLOWED_PLUGIN)(recipe.loss, plugin, recipe.data.own_answers)
+    begun = bool(resume) and broadcast_from_rank0((folder / RECIPE_FILE).is_file)
+    device = resolve_device(recipe.train)
     with translate_errors(recipe, folder), RunLock(folder) as run_lock, contextlib.ExitStack() as resources:
         if recipe.parallel.teacher == "served":
             from distill.planning.teacher_server import server_shards_teacher
@@ -130,19 +153,19 @@ def run(
 
             sharded = server_shards_teacher(recipe, device, world_size())
             resources.enter_context(launched_servers(recipe, device, sharded=sharded))
-        stages = Run(recipe, Start(resume, lock, own_terms), run_lock, resources, process)
-        return stages.conclude(stages.train(stages.open(stages.prepare())))
+        phases = Run(recipe, Start(resume if begun else False, lock, terms), run_lock, resources, process)
+        return phases.conclude(phases.train(phases.open(phases.prepare())))
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run in four stages, each of which takes what the one before returns: prepare, open, train, conclude.
+    """One run in four phases, each of which takes what the one before returns: prepare, open, train, conclude.
 
     Attributes:
         recipe: Recipe of the run.
         start: Arguments that it was started with.
         run_lock: Lock on the run's folder.
-        resources: Closes what the stages open.
+        resources: Closes what the phases open.
         process: State of this process among those of the run.
     """
 

@@ -44,7 +44,7 @@ FLOORS = {
     "distill.serving": 8,
     "distill.run": 9,
     "distill.run_results": 9,
-    "distill.run_stages": 9,
+    "distill.run_phases": 9,
     "distill.commands": 9,
     "distill.cli": 9,
     "distill.__main__": 9,

@@ -18,6 +18,7 @@ RECIPE_FILE = "recipe.yaml"
 RESULT_FILE = "result.json"
 KERNELS_FILE = "kernels.json"
 RUN_LOCK = ".lock"
+STAGES = "stages"  # folder of a run's stages before the last, each of which is a run
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -85,7 +86,7 @@ def check_folder_free(folder: Path) -> None:
     Raises:
         RunError: Another run has begun there since `run_folder` chose it, while models were loaded.
     """
-    if _taken(folder):
+    if _taken(folder, but=STAGES):
         raise RunError(
             f"{folder}: another run began there while this one was loading and is unchanged; start this one again "
             "with another --name"
@@ -94,7 +95,7 @@ def check_folder_free(folder: Path) -> None:
 
 def _latest(recipe_name: str, name: str | None, runs: Path) -> Path:
     if name is not None:
-        if not (runs / name / RECIPE_FILE).is_file():
+        if not _has_begun(runs / name):
             raise RecipeError([f"--resume: {runs / name} holds no run to resume (it has no {RECIPE_FILE})"])
         return runs / name
     latest = None
@@ -102,18 +103,22 @@ def _latest(recipe_name: str, name: str | None, runs: Path) -> Path:
         folder = runs / (recipe_name if number == 1 else f"{recipe_name}-{number}")
         if not _taken(folder):
             break
-        latest = folder if (folder / RECIPE_FILE).is_file() else latest
+        latest = folder if _has_begun(folder) else latest
     if latest is None:
         raise RecipeError([f"--resume: no run of {recipe_name} in {runs} to resume"])
     return latest
 
 
-def _taken(folder: Path) -> bool:
+def _has_begun(folder: Path) -> bool:
+    return (folder / RECIPE_FILE).is_file() or (folder / STAGES).is_dir()
+
+
+def _taken(folder: Path, but: str = RUN_LOCK) -> bool:
     """Return whether a folder holds a run; an empty one, or one whose run wrote no recipe, does not."""
     if not folder.is_dir():
         return folder.is_file() or (folder.is_symlink() and not folder.exists())
     names = [path.name for path in folder.iterdir()]
-    return any(name != RUN_LOCK and not (name[0] == "." and name.endswith(UNFINISHED)) for name in names)
+    return any(name not in (RUN_LOCK, but) and not (name[0] == "." and name.endswith(UNFINISHED)) for name in names)
 
 
 def _refuse_dangling_link(path: Path) -> None:

@@ -304,12 +304,12 @@ class Lora(Section):
 
 
 class Student(ModelSection):
-    """The student model: exactly one of `model`, `from_teacher`, and `init: random` with `config`.
+    """The student model: `model`, `from_teacher`, or `init: random` with `config`.
 
     `init: random` takes precedence over the other two, so that one override turns any recipe into a dry run.
 
     Attributes:
-        from_teacher: a copy of the teacher with fewer or narrower layers.
+        from_teacher: a copy of the teacher with fewer or narrower layers; with `model`, a copy of that one.
         lora: train adapters instead of all weights.
         vocabulary: `keep` leaves the vocabulary as it is; `extend` adds the tokens that only the teacher has; `cross`
             is for a student whose tokenizer is not the teacher's: both models are compared wherever their tokens end at
@@ -328,14 +328,19 @@ class Student(ModelSection):
     quantise: Quantise | None = None
 
     @property
+    def cut(self) -> FromTeacher | None:
+        """Return the parts that the student is cut to; None for one that stays whole."""
+        return self.from_teacher if self.init == "pretrained" else None
+
+    @property
     def is_cut(self) -> bool:
         """Return whether the student is a copy of the teacher with fewer or narrower layers."""
-        return self.init == "pretrained" and self.from_teacher is not None
+        return self.cut is not None and self.model is None
 
     @property
     def has_tokenizer(self) -> bool:
         """Return whether the student has a checkpoint of its own, which comes with a tokenizer."""
-        return self.init == "pretrained" and self.from_teacher is None
+        return self.init == "pretrained" and self.model is not None
 
     @model_validator(mode="after")
     def _trains_in_a_dtype_with_gradients(self) -> Self:
@@ -357,12 +362,16 @@ class Student(ModelSection):
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
-        if self.init == "pretrained" and (self.model is None) == (self.from_teacher is None):
-            came = "none" if self.model is None else "both model and from_teacher"
-            raise ValueError(f"give exactly one of model, from_teacher, and init: random with config; got {came}")
+        if self.init == "pretrained" and self.model is None and self.from_teacher is None:
+            raise ValueError("give one of model, from_teacher, and init: random with config; got none")
         if self.vocabulary == "cross" and self.model is None:
             raise ValueError("vocabulary: cross needs a student.model, whose tokenizer is its own")
-        nameless = not self.has_tokenizer or (self.model or "").endswith(".gguf") or self.vocabulary == "extend"
+        nameless = (
+            self.cut is not None
+            or not self.has_tokenizer
+            or (self.model or "").endswith(".gguf")
+            or self.vocabulary == "extend"
+        )
         if self.lora is not None and self.lora.save == "adapter" and nameless:
             raise ValueError(
                 "lora.save: adapter names the model it belongs to: expected student.model, a hub id or a folder, and "

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from pkgutil import resolve_name
@@ -23,12 +23,14 @@ from typing import Annotated, Self
 from pydantic import Field, ValidationError, model_validator
 
 from distill.core.errors import RecipeError, Section, explain
+from distill.core.folders import STAGES
 from distill.recipe.compatibility import conflicts
 from distill.recipe.data import Data, Part
 from distill.recipe.fields import Text
 from distill.recipe.loss import Loss
 from distill.recipe.models import Student, Teacher, WeightedTeacher
 from distill.recipe.renamed import rename_overrides, rename_settings
+from distill.recipe.stages import Stage
 from distill.recipe.train import Parallel, Train
 from distill.recipe.yaml_text import apply_overrides, parse_yaml, to_yaml
 
@@ -66,6 +68,8 @@ class Recipe(Section):
         train: length of the run, batch, optimizer, checkpoints.
         parallel: distribution of the models over several devices.
         generate: samples generated at the end of a run.
+        stages: runs one after another, such as prune, train, quantise. Each has this recipe's settings but for those
+            that it names, and starts from the student of the stage before. The last one's folder is that of the run.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
@@ -78,6 +82,7 @@ class Recipe(Section):
     train: Train
     parallel: Parallel = Parallel()
     generate: Generate = Generate()
+    stages: list[Stage] = Field(default_factory=list)
 
     @property
     def runs_code(self) -> bool:
@@ -127,6 +132,30 @@ class Recipe(Section):
         for message in conflicts(self):
             raise ValueError(message)
         return self
+
+    @model_validator(mode="after")
+    def _stages_are_recipes(self) -> Self:
+        for number in range(len(self.stages)):
+            try:
+                self.of_stage(number, "the student of the stage before" if number else None)
+            except ValidationError as error:
+                faults = "; ".join(explain(error, Recipe, resolve_name(NAMES)))
+                raise ValueError(f"stages.{number}: {faults}") from None
+        return self
+
+    def stage_runs(self, folder: Path) -> Iterator[tuple[Path, Recipe]]:
+        """Yield the folder and the recipe of each stage's run; the last one, or the only one, is in `folder` itself."""
+        start = None
+        for number, stage in enumerate(self.stages[:-1]):
+            own = folder / STAGES / f"{number + 1}-{stage.name}"
+            yield own, self.of_stage(number, start)
+            start = str(own / "student")
+        yield folder, self.of_stage(len(self.stages) - 1, start) if self.stages else self
+
+    def of_stage(self, number: int, start: str | None) -> Recipe:
+        """Return the recipe of a stage, without stages; `start` is the folder of the student that it starts from."""
+        tree = {name: value for name, value in _tree(self).items() if name != "stages"}
+        return Recipe.model_validate(self.stages[number].applied(tree, start))
 
     @model_validator(mode="after")
     def _a_step_holds_a_micro_batch(self) -> Self:
@@ -204,7 +233,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, of_run: bool = Fals
 
 def dump(recipe: Recipe) -> str:
     """Return the recipe as YAML with every field written out; `parse(dump(recipe)) == recipe`."""
+    return to_yaml(_tree(recipe))
+
+
+def _tree(recipe: Recipe) -> dict[str, object]:
     tree = recipe.model_dump(mode="json")
     del tree["teacher" if recipe.teachers else "teachers"]  # derived from the other when it is read
     del tree["data"]["source" if recipe.data.sources else "sources"]
-    return to_yaml(tree)
+    return tree

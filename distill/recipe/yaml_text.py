@@ -145,12 +145,25 @@ def apply_overrides(tree: dict[str, object], overrides: Sequence[str], list_defa
         path = tuple(key.strip().split("."))
         if not equals or not all(path):
             raise RecipeError([f"{quote(override)}: expected an override key.sub=value such as train.steps=100"])
-        value = _read(text, f"override {key}")
-        for pair in ALTERNATIVES:
-            for chosen, other in (pair, pair[::-1]):
-                if (value is not None and key.strip() == chosen) or key.strip().startswith(chosen + "."):
-                    _drop(tree, other.split("."))
-        _set(tree, path, value, list_defaults)
+        _assign(tree, path, _read(text, f"override {key}"), list_defaults)
+
+
+def merge(tree: dict[str, object], changes: Mapping[str, object], path: tuple[str, ...] = ()) -> None:
+    """Set every value of `changes` in the tree, in place, as overrides would; sections are merged, lists replaced."""
+    for name, value in changes.items():
+        if isinstance(value, dict) and value:
+            merge(tree, value, (*path, name))
+        else:
+            _assign(tree, (*path, name), value, {})
+
+
+def _assign(tree: dict[str, object], path: tuple[str, ...], value: object, list_defaults: ListDefaults) -> None:
+    key = ".".join(path)
+    for pair in ALTERNATIVES:
+        for chosen, other in (pair, pair[::-1]):
+            if (value is not None and key == chosen) or key.startswith(chosen + "."):
+                _drop(tree, other.split("."))
+    _set(tree, path, value, list_defaults)
 
 
 def _drop(tree: object, path: list[str]) -> None:

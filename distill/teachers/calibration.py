@@ -82,8 +82,8 @@ class CutStudent(NamedTuple):
 
 def calibration_of(recipe: Recipe, splits: Splits) -> Calibration:
     """Return the rows by which a recipe's student is cut from its teacher; none where they are not needed."""
-    cut = recipe.student.from_teacher
-    if not recipe.student.is_cut or cut is None or not cut.is_calibrated:
+    cut = recipe.student.cut
+    if cut is None or not cut.is_calibrated:
         return NO_ROWS
     epochs = splits.epochs
     count = min(cut.chosen_by.rows, len(epochs))

@@ -13,7 +13,7 @@ from distill.models.gpu_specs import family_in, fp8_problem, runs_our_kernels
 from distill.models.head import bare, decoder_of, find_head
 from distill.models.load.loading import load_student
 from distill.models.patch.attention import stop_fused_attention, use_fused_attention
-from distill.teachers.calibration import CutRequest
+from distill.teachers.calibration import CutRequest, cut_from
 from distill.teachers.capabilities import student_cut_from
 
 if TYPE_CHECKING:
@@ -85,11 +85,12 @@ def open_pair(source: TeacherSource, vocabulary: Vocabulary, context: LoadContex
     teacher = source.open(context, vocabulary)
     without_lora = section.model_copy(update={"lora": None})
     layer_indices, dtype = None, context.precision.student
+    request = CutRequest(without_lora.model_copy(update={"model": None}), device, dtype, context.calibration)
     if section.is_cut:
-        request = CutRequest(without_lora, context.device, dtype, context.calibration)
         student, layer_indices = student_cut_from(teacher, request)
     else:
-        student = load_student(without_lora, device=context.device, dtype=dtype)
+        student = load_student(without_lora, device=device, dtype=dtype)
+        student = student if section.cut is None else cut_from(student, request).model
     vocabulary.fit(student)
     for field, model in (*teacher.models.items(), ("student", student)):
         check_length(recipe, model, field)

@@ -154,13 +154,10 @@ def _layers_and_hidden(section: ModelSection, field: str) -> tuple[object, objec
 
 def meta_student(section: Student, teacher_config: Any) -> MetaModel:
     """Return the student on the meta device, with its adapters; pruned from the teacher's where the recipe says so."""
-    if section.is_cut:
-        cut = section.from_teacher
-        widths = resolve_name(TARGET_WIDTHS)(cut, teacher_config)
-        keep = layer_indices(cut, layers_of(teacher_config))
-        config = resolve_name(STUDENT_CONFIG)(teacher_config, keep, widths)
-    else:
-        config = meta_config(section, "student")
+    config = teacher_config if section.is_cut else meta_config(section, "student")
+    if (cut := section.cut) is not None:
+        widths = resolve_name(TARGET_WIDTHS)(cut, config)
+        config = resolve_name(STUDENT_CONFIG)(config, layer_indices(cut, layers_of(config)), widths)
     return meta_model(config, "student", section.lora, trains=True)
 
 

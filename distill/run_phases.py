@@ -1,4 +1,4 @@
-"""Values that the stages of a run return: prepared, loaded, opened."""
+"""Values that the phases of a run return: prepared, loaded, opened."""
 
 from __future__ import annotations
 

@@ -1,0 +1,57 @@
+"""The `stages:` of a recipe: runs one after another, each of which starts from the student of the one before."""
+
+from __future__ import annotations
+
+import copy
+from typing import Annotated
+
+from pydantic import Field
+
+from distill.core.errors import Section
+from distill.recipe.yaml_text import merge
+
+Settings = Annotated[dict[str, object], Field(default_factory=dict)]
+
+
+class Stage(Section):
+    """One stage of a recipe: its settings, and what it sets otherwise.
+
+    The student of a later stage is that of the stage before, unless the stage names another `model`. With
+    `from_teacher` it is cut from that student; the `from_teacher` of the recipe itself is for the first stage.
+
+    Attributes:
+        name: name of the stage, in its folder's.
+        teacher: settings of `teacher` that this stage sets otherwise.
+        student: settings of `student`.
+        data: settings of `data`.
+        loss: settings of `loss`.
+        train: settings of `train`.
+        parallel: settings of `parallel`.
+        generate: settings of `generate`.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "stage"
+    teacher: Settings
+    student: Settings
+    data: Settings
+    loss: Settings
+    train: Settings
+    parallel: Settings
+    generate: Settings
+
+    def applied(self, tree: dict[str, object], start: str | None) -> dict[str, object]:
+        """Return a recipe's tree with this stage's settings.
+
+        Args:
+            tree: of the recipe, without its stages; not changed.
+            start: folder of the student that the stage starts from; None for the first stage.
+        """
+        tree = copy.deepcopy(tree)
+        if start is not None:
+            merge(tree, {"student": {"model": start}})
+        merge(tree, {name: section for name, section in self.model_dump(exclude={"name"}).items() if section})
+        student = tree["student"]
+        assert isinstance(student, dict)
+        if start is not None and "from_teacher" in self.student:
+            student.setdefault("model", start)
+        return tree
