@@ -12,22 +12,30 @@ from tiny import save_models
 
 ROOT = Path(__file__).resolve().parents[1]
 # the squared Hellinger distance, half the sum of (sqrt p_s - sqrt p_t)^2
-ADDED = {
-    "__init__.py": (
+ADDED = [  # file, the line before which it is inserted, what
+    (
+        "__init__.py",
         '    "tvd": Divergence(',
         '    "hellinger": Divergence("half the sum of (sqrt p_s - sqrt p_t)^2"),\n',
     ),
-    "divergence.py": (
+    (
+        "divergence.py",
         '    if kind == "tvd":',
         '    if kind == "hellinger":\n'
         "        d = p_s.sqrt() - p_t.sqrt()\n        return d * d / 2, p_s.sqrt() * d / 2\n",
     ),
-    "row_functions.py": (
-        '    elif KIND == "tvd":',
-        '    elif KIND == "hellinger":\n'
+    (
+        "row_functions.py",
+        '    TVD = tl.constexpr(CODES.index("tvd"))',
+        '    HELLINGER = tl.constexpr(CODES.index("hellinger"))\n',
+    ),
+    (
+        "row_functions.py",
+        "    elif KIND == TVD:",
+        "    elif KIND == HELLINGER:\n"
         "        d = tl.sqrt(p_s) - tl.sqrt(p_t)\n        f = 0.5 * d * d\n        g = 0.5 * tl.sqrt(p_s) * d\n",
     ),
-}
+]
 KERNELS = """
 import torch
 from distill_kernels import FusedDistillationLoss, LossTerm, distillation_loss
@@ -68,7 +76,7 @@ def call(tmp_path_factory):
     (folder / "data.jsonl").write_text("\n".join(json.dumps({"text": "a small model learns " * 8}) for _ in range(9)))
     (folder / "recipe.yaml").write_text(RECIPE)
     package = shutil.copytree(ROOT / "kernels/distill_kernels", folder / "kernels/distill_kernels")
-    for name, (before, line) in ADDED.items():
+    for name, before, line in ADDED:
         text = (package / "losses" / name).read_text()
         assert text.count(before) == 1
         (package / "losses" / name).write_text(text.replace(before, line + before))

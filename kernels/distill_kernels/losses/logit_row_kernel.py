@@ -295,7 +295,7 @@ def launch_logit_rows(
         o.weights,
         o.parameters,
         (o.hard_weight, o.label_smoothing, o.z_loss),
-        KINDS=o.kinds,
+        KINDS=o.codes,
         TEMPERED=o.temperature != 1.0,
         SUBTRACT_SUM=o.subtract_sum,
         STABLE_TOP=o.stable_top,

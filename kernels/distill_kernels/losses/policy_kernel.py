@@ -206,7 +206,7 @@ def _policy_kernel(
     blocks = tl.cdiv(tiles, BLOCK)
     within = tl.arange(0, TILE)[None, :]
     if scale == 0.0:
-        skip_row(row, outputs, stats_stride, gradient_ptr, V, GRADIENT, TILE, BLOCK)
+        skip_row(row, loss_ptr, stats_ptr, stats_stride, gradient_ptr, V, GRADIENT, TILE, BLOCK)
         return
 
     lse = tl.load(lse_ptr + here)

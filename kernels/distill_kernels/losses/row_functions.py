@@ -7,10 +7,17 @@ from __future__ import annotations
 
 from distill_kernels.launch import HAS_TRITON, tl, triton
 from distill_kernels.layers.fast_math import exp, log_of_normal, reciprocal
-from distill_kernels.losses import divergence
+from distill_kernels.losses import DIVERGENCES, divergence
 from distill_kernels.losses.shards import ON_ANOTHER_RANK
 
+CODES = list(DIVERGENCES)  # a divergence is its place in kernels, which take no strings
 if HAS_TRITON:
+    FORWARD_KL = tl.constexpr(CODES.index("forward_kl"))
+    REVERSE_KL = tl.constexpr(CODES.index("reverse_kl"))
+    JSD = tl.constexpr(CODES.index("jsd"))
+    SKEW_FORWARD_KL = tl.constexpr(CODES.index("skew_forward_kl"))
+    SKEW_REVERSE_KL = tl.constexpr(CODES.index("skew_reverse_kl"))
+    TVD = tl.constexpr(CODES.index("tvd"))
     MAX_LOG_RATIO = tl.constexpr(divergence.MAX_LOG_RATIO)
     OTHER_RANK = tl.constexpr(ON_ANOTHER_RANK)
 
@@ -23,13 +30,13 @@ def _log_ratio_product(p, log_p, log_q):
 @triton.jit
 def one_divergence(KIND: tl.constexpr, parameter, log_s, log_t, p_s, p_t):
     """Return `f` and `g` of one divergence, elementwise: `reference_terms` in Triton."""
-    if KIND == "forward_kl":
+    if KIND == FORWARD_KL:
         g = p_s - p_t
         f = _log_ratio_product(p_t, log_t, log_s) + g
-    elif KIND == "reverse_kl":
+    elif KIND == REVERSE_KL:
         g = _log_ratio_product(p_s, log_s, log_t)
         f = g - p_s + p_t
-    elif KIND == "tvd":
+    elif KIND == TVD:
         difference = p_s - p_t
         f = 0.5 * tl.abs(difference)
         g = 0.5 * tl.where(difference > 0.0, p_s, tl.where(difference < 0.0, -p_s, 0.0))
@@ -39,20 +46,20 @@ def one_divergence(KIND: tl.constexpr, parameter, log_s, log_t, p_s, p_t):
         d = tl.maximum(tl.minimum(d, MAX_LOG_RATIO), -MAX_LOG_RATIO)
         e = exp(d)
         teacher_weight = parameter
-        if KIND == "skew_reverse_kl":
+        if KIND == SKEW_REVERSE_KL:
             teacher_weight = 1.0 - parameter
         q = 1.0 + teacher_weight * (e - 1.0)
         log_q = log_of_normal(q)
-        if KIND == "jsd":
+        if KIND == JSD:
             g = (parameter - 1.0) * p_s * log_q
             f = parameter * p_t * (d - log_q) + g
         else:
             m = p_s + teacher_weight * (p_t - p_s)
-            if KIND == "skew_reverse_kl":
+            if KIND == SKEW_REVERSE_KL:
                 f = m - p_s - p_s * log_q
                 g = p_s * (parameter * (1.0 - reciprocal(q)) - log_q)
             else:
-                tl.static_assert(KIND == "skew_forward_kl")
+                tl.static_assert(KIND == SKEW_FORWARD_KL)
                 f = p_t * (d - log_q) - p_t + m
                 g = (1.0 - parameter) * p_s * (1.0 - e * reciprocal(q))
     return f, g
@@ -199,10 +206,17 @@ def zero_row(row_ptr, V, blocks, within, BLOCK: tl.constexpr):
 
 @triton.jit
 def skip_row(
-    row, outputs, stats_stride, gradient_ptr, V, GRADIENT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
+    row,
+    loss_ptr,
+    stats_ptr,
+    stats_stride,
+    gradient_ptr,
+    V,
+    GRADIENT: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Store zeros for a row of scale 0: its loss, statistics if `outputs` has them, and GRADIENT."""
-    loss_ptr, stats_ptr = outputs
+    """Store zeros for a row of scale 0: its loss, statistics if there are any, and GRADIENT."""
     tl.store(loss_ptr + row, 0.0)
     if stats_ptr is not None:
         store_stats(stats_ptr, stats_stride, row, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))

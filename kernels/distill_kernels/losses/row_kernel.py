@@ -170,7 +170,7 @@ def _row_kernel(
     gradient_ptr += chunk_row * gradient_stride
     if scale == 0.0:
         if not ONLY_SUMS:
-            skip_row(row, outputs, stats_stride, gradient_ptr, V, GRADIENT, TILE, BLOCK)
+            skip_row(row, loss_ptr, stats_ptr, stats_stride, gradient_ptr, V, GRADIENT, TILE, BLOCK)
         return
 
     teacher_ptr += chunk_row * teacher_stride
@@ -369,7 +369,7 @@ def launch_row_loss(student: Logits, teacher: Logits | None, objective: Objectiv
             (o.hard_weight, o.label_smoothing, o.z_loss),
             o.transform,
             1.0 if shard.owns_row_terms else 0.0,
-            KINDS=o.kinds,
+            KINDS=o.codes,
             STABLE_TOP=o.stable_top,
             GRADIENT=call.gradient is not None,
             SUBTRACT_SUM=subtract_sum,

@@ -100,6 +100,11 @@ class Objective(NamedTuple):
         return any(DIVERGENCES[kind].stable_top for kind in self.kinds)
 
     @property
+    def codes(self) -> tuple[int, ...]:
+        """Places of the kinds in the table, which name them in kernels."""
+        return tuple(list(DIVERGENCES).index(kind) for kind in self.kinds)
+
+    @property
     def subtract_sum(self) -> bool:
         """True where the gradient needs `sum(g)`."""
         return not all(DIVERGENCES[kind].g_sums_to_0 for kind in self.kinds)

@@ -96,7 +96,7 @@ def _top_k_kernel(
     blocks = tl.cdiv(tiles, BLOCK)
     within = tl.arange(0, TILE)[None, :]
     if scale == 0.0:
-        skip_row(row, outputs, stats_stride, gradient_ptr, V, GRADIENT, TILE, BLOCK)
+        skip_row(row, loss_ptr, stats_ptr, stats_stride, gradient_ptr, V, GRADIENT, TILE, BLOCK)
         return
 
     student_max = tl.load(norms_ptr + here)
@@ -278,7 +278,7 @@ def launch_top_k_row_loss(
         o.transform,
         shard.vocab,
         shard.start,
-        KINDS=o.kinds,
+        KINDS=o.codes,
         BUCKET=bucket,
         SAMPLED=tail == "sampled",
         REVERSE="reverse_kl" in o.kinds,
