@@ -131,6 +131,7 @@ def told(capsys, *arguments):
     lines = [line for line in err.splitlines() if line.startswith("distill: ")]
     assert "unexpected error" not in err and "Traceback" not in err, err
     assert code == 0 or lines or arguments[0] in ("check", "doctor"), "refused without a line"
+    assert Path("/dev/null").is_char_device(), "a device was replaced by a file"
     return code, lines
 
 
