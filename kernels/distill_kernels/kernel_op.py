@@ -116,12 +116,13 @@ class _Gradient:
         needed: Whether a gradient is required, for each tensor among the arguments.
     """
 
+    saved_tensors: tuple[torch.Tensor | None, ...] = ()
+
     def __init__(self, op: KernelOp, args: tuple[Any, ...], outputs: Any, needed: tuple[bool, ...]) -> None:
         self._op, self._places = op, [place for place, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
         self.planned = PlannedFunction(self._compute)
         needs = dict(zip(self._places, needed, strict=True))
         self.needs_input_grad = tuple(needs.get(place, False) for place in range(len(args)))
-        self.saved_tensors: tuple[torch.Tensor | None, ...] = ()
         self.materialize_grads = True
         assert op.setup_context is not None
         op.setup_context(self, args, outputs)

@@ -106,7 +106,7 @@ class PlanSource:
         arguments: list[Any] = [*grid, _placed("stream"), compiled.function, compiled.packed_metadata, None, None, None]
         arguments += map(self._place, values)
         bases = [value.base for value in arguments if HAS_TRITON and isinstance(value, TensorDescriptor)]
-        with _noted_tensor_maps() if bases else contextlib.nullcontext([]) as noted:
+        with _noted_tensor_maps() as noted:
             native, handed = _native_call(launcher, arguments)
         maps = [f"{self._constant(made)}[{base}]" for made, base in zip(noted, bases, strict=bool(noted))]
         return self._constant(native) + self._write(handed, iter(maps))
@@ -227,15 +227,15 @@ def _native_call(launcher: Any, arguments: Sequence[Any]) -> tuple[Callable[...,
         if launch is not None:
             copied.launch = stand_in
     if native is None:
-        _warn_of_form(type(launcher))
+        _warn_of_form(type(launcher).__name__)
         raise Unplannable
     copied(*arguments)
     return native, handed[0]
 
 
 @functools.cache
-def _warn_of_form(kind: type) -> None:
-    _log.warning("Triton's %s has a form unknown here: kernels are launched through its look-up, slowly", kind.__name__)
+def _warn_of_form(kind: str) -> None:
+    _log.warning("Triton's %s has a form unknown here: kernels are launched through its look-up, slowly", kind)
 
 
 def storage_address(tensor: torch.Tensor) -> int:
