@@ -16,7 +16,7 @@ import torch
 
 from distill_kernels.launch import runs_on_triton
 from distill_kernels.launch_plans import LaunchPlan, PlannedFunction, outside_of_plans, picker, recorder_here
-from distill_kernels.operands import PLAIN, check_tensor, differentiable_once
+from distill_kernels.operands import PLAIN, check_tensor, differentiable_once, refuse_double_backward
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -55,18 +55,16 @@ class KernelOp:
         results: int | None = None,
     ) -> None:
         self.check = check or (lambda *args: None)
-        self.setup_context, self.backward, self.results = setup_context, backward, results
+        self.results = results
+        self.setup_context: Any = setup_context
+        self.backward: Any = backward
         self.planned = PlannedFunction(launch, results)
         self._apply: Callable[..., Any] | None = None
         definition = torch.library.custom_op(f"distill::{name}", launch, mutates_args=mutates)
         definition.register_fake(fake)
         if backward is not None:
-            assert setup_context is not None
-
-            def traced_backward(ctx: Any, *upstream: Any) -> Any:
-                return backward(ctx, *upstream[:results])
-
-            definition.register_autograd(differentiable_once(traced_backward), setup_context=setup_context)
+            traced = differentiable_once(lambda ctx, *upstream: backward(ctx, *upstream[:results]))
+            definition.register_autograd(traced, setup_context=setup_context)
             function: Any = _eager_function(name, self)
             parent: Any = super(torch.autograd.Function, function)
             self._apply = parent.apply  # past its look for function transforms
@@ -124,13 +122,12 @@ class _Gradient:
         needs = dict(zip(self._places, needed, strict=True))
         self.needs_input_grad = tuple(needs.get(place, False) for place in range(len(args)))
         self.materialize_grads = True
-        assert op.setup_context is not None
         op.setup_context(self, args, outputs)
         every = [*[args[place] for place in self._places], *_as_tuple(outputs)]
         at = {id(tensor): place for place, tensor in reversed(list(enumerate(every)))}
         self.pick_saved = picker([at[id(tensor)] for tensor in self.saved_tensors if tensor is not None])
         self._kept, self.saved_tensors = [tensor is not None for tensor in self.saved_tensors], ()
-        self._latest: LaunchPlan | None = None  # of tensors alone, without a None among the upstream gradients
+        self.latest: LaunchPlan | None = None  # one with a replay, whose upstream gradients hold no None
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         self.saved_tensors = tensors
@@ -141,21 +138,18 @@ class _Gradient:
     def mark_non_differentiable(self, *outputs: torch.Tensor) -> None:
         """Outputs that are not among the results have no gradient."""
 
-    def __call__(self, saved: tuple[torch.Tensor | None, ...], upstream: tuple[torch.Tensor | None, ...]) -> Any:
-        """Return a gradient for each tensor among the op's arguments, after a None."""
-        given: tuple[Any, ...] = saved + upstream
-        if self._latest is not None and self._latest.fits(*given):
-            return self.planned.run(self._latest, given, given)
+    def __call__(self, given: tuple[Any, ...]) -> Any:
+        """Return a None and a gradient for each tensor among the op's arguments; `given`: saved and upstream ones."""
         found = self.planned.find(given) or self.planned.add(given)
         if found is None:
             return self._compute(*given)
-        self._latest = found[0] if len(found[1]) == len(given) else None
-        return self.planned.run(*found, given)
+        gradients = self.planned.run(*found, given)
+        self.latest = found[0] if found[0].replay is not None and None not in map(type, given) else None
+        return gradients
 
     def _compute(self, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         context, left = copy.copy(self), iter(given)
         context.saved_tensors = tuple([next(left) if kept else None for kept in self._kept])
-        assert self._op.backward is not None
         gradients = _as_tuple(self._op.backward(context, *left))
         return None, *[gradients[place] for place in self._places]
 
@@ -163,9 +157,12 @@ class _Gradient:
 def _eager_function(name: str, op: KernelOp) -> type[torch.autograd.Function]:
     """Return the autograd function of an op: of a plan with all arguments, and of the tensors among these."""
 
+    # few calls of Python: the backward's run on a thread whose caches the engine has filled with other things
     def forward(ctx: Any, call: tuple[LaunchPlan, tuple[Any, ...]], *tensors: torch.Tensor) -> Any:
         plan, args = call
-        outputs = op.planned.run(plan, tensors, args)
+        outputs = NotImplemented if plan.replay is None else plan.replay(*tensors)
+        if outputs is NotImplemented:
+            outputs = op.planned.run(plan, tensors, args)
         every = outputs if isinstance(outputs, tuple) else (outputs,)
         gradient = plan.gradient
         if gradient is None:
@@ -176,10 +173,20 @@ def _eager_function(name: str, op: KernelOp) -> type[torch.autograd.Function]:
         return outputs if op.results is None else every[0] if op.results == 1 else every[: op.results]
 
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> Any:
-        return ctx.gradient(ctx.saved_tensors, upstream)
+        if torch.is_grad_enabled():
+            refuse_double_backward()
+        gradient, given = ctx.gradient, ctx.saved_tensors + upstream
+        plan = gradient.latest
+        if plan is not None and plan.fits(*given):
+            gradients = plan.replay(*given)
+            if gradients is not NotImplemented:
+                return gradients
+        return gradient(given)
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(differentiable_once(backward))}
-    return type(f"Eager_{name}", (torch.autograd.Function,), methods)
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function: Any = type(f"Eager_{name}", (torch.autograd.Function,), methods)
+    function._backward_cls.apply = backward  # autograd's own would look for it at each call
+    return function
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

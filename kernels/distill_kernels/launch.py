@@ -217,9 +217,9 @@ def _has_kernels(index: int) -> bool:
 
 def runs_on_triton(tensor: object) -> bool:
     """Return whether a Triton kernel computes on `tensor`, rather than the PyTorch reference or a check's message."""
-    if not isinstance(tensor, torch.Tensor):
-        return False
-    return _interpreting or (tensor.is_cuda and _has_kernels(tensor.get_device()))
+    return isinstance(tensor, torch.Tensor) and (
+        _interpreting or (tensor.is_cuda and _has_kernels(tensor.get_device()))
+    )
 
 
 def cdiv(a: int, b: int) -> int:

@@ -117,6 +117,14 @@ def check_tensor(name: str, tensor: object) -> None:
         )
 
 
+def refuse_double_backward() -> None:
+    """Raise the ValueError of a backward that cannot be differentiated itself."""
+    raise ValueError(
+        "create_graph: expected False, since this gradient comes from a kernel and has none of its own, "
+        "got True (for a gradient penalty compute the loss in plain PyTorch)"
+    )
+
+
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a backward that cannot be differentiated itself, so that `create_graph=True` raises.
 
@@ -126,10 +134,7 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def checked(ctx: Any, *upstream: Any) -> Any:
         if torch.is_grad_enabled():
-            raise ValueError(
-                "create_graph: expected False, since this gradient comes from a kernel and has none of its own, "
-                "got True (for a gradient penalty compute the loss in plain PyTorch)"
-            )
+            refuse_double_backward()
         return backward(ctx, *upstream)
 
     return checked

@@ -22,7 +22,7 @@ import torch
 from distill_kernels.launch import HAS_TRITON, TensorDescriptor, triton
 
 MAX_TENSOR_MAPS = 256  # of a descriptor; a model's layers and their gradients need one each
-_log = logging.getLogger(__name__)
+_warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 
 class Unplannable(Exception):
@@ -227,15 +227,10 @@ def _native_call(launcher: Any, arguments: Sequence[Any]) -> tuple[Callable[...,
         if launch is not None:
             copied.launch = stand_in
     if native is None:
-        _warn_of_form(type(launcher).__name__)
+        _warn_once("Triton's %s has a form unknown here: every launch is looked up, slowly", type(launcher).__name__)
         raise Unplannable
     copied(*arguments)
     return native, handed[0]
-
-
-@functools.cache
-def _warn_of_form(kind: str) -> None:
-    _log.warning("Triton's %s has a form unknown here: kernels are launched through its look-up, slowly", kind)
 
 
 def storage_address(tensor: torch.Tensor) -> int:

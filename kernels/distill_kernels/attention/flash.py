@@ -368,5 +368,4 @@ def flash_attention(
         check_tensor("q", q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)  # Triton takes the int 1 for a constant
     cu_seqlens_k = None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k  # launch plans tell tensors apart
-    out: torch.Tensor = _forward_op(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap, sinks)
-    return out
+    return _forward_op(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap, sinks)

@@ -253,8 +253,7 @@ def layer_norm(
         _check(x, weight, bias, eps)
         return forbid_double_backward(reference_layer_norm(x, weight, bias, eps))
     stats = torch.is_grad_enabled() and (_needs_gradient(x) or _needs_gradient(weight) or _needs_gradient(bias))
-    normed: torch.Tensor = _forward_op(x, weight, bias, eps, stats)
-    return normed
+    return _forward_op(x, weight, bias, eps, stats)
 
 
 class LayerNorm(torch.nn.Module):

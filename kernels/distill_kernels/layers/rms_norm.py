@@ -281,8 +281,7 @@ def rms_norm(
         check_norm(x, None, weight, eps, form)
         normed = reference_rms_norm(x, weight, eps, form)
         return forbid_double_backward(normed.to(dtype or normed.dtype))
-    normed = _forward_op(x, None, weight, eps, form, dtype)
-    return normed
+    return _forward_op(x, None, weight, eps, form, dtype)
 
 
 def rms_norm_and_input(

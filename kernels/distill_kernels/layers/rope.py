@@ -289,9 +289,7 @@ def _check_in_place(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: to
 
 _op = KernelOp("rope", _launch, _new_outputs, setup_context=_setup_context, backward=_backward, check=_check)
 _rotate_op = KernelOp("rope_into", _rotate, lambda *_: None, mutates=("q_out", "k_out"))
-_in_place_op = KernelOp(
-    "rope_in_place", _launch_in_place, lambda *args: None, mutates=("q", "k"), check=_check_in_place
-)
+_in_place_op = KernelOp("rope_in_place", _launch_in_place, lambda *_: None, mutates=("q", "k"), check=_check_in_place)
 
 
 class _RotateProjections(torch.autograd.Function):

@@ -409,5 +409,4 @@ def decode_attention(
     if not isinstance(q, torch.Tensor):
         check_tensor("q", q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    attended: torch.Tensor = _op(q, k, v, lengths, scale, window, softcap, starts, sinks)
-    return attended
+    return _op(q, k, v, lengths, scale, window, softcap, starts, sinks)
