@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.models.patch.patching import patch
 from distill.models.patch.snapshot import Snapshot
+from distill.teachers.backends.local import LoadedTeacher
 from distill.training.step_listeners import RolloutBatches
 
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -140,15 +141,15 @@ def test_a_remote_teacher_is_queried_for_all_steps_of_a_group_at_once(tmp_path, 
     """Requests hold the micro-batches that will train, as in a run without a server; a step's logs are its own."""
 
     def followed(folder, asks):
-        made = ahead(folder, 2, logging_steps=1, **({"save_strategy": "steps", "save_steps": 1} if not cut else {}))
-        teacher, asked, order = made.objective.teacher, [], []
-        if asks:
+        asked, order = [], []
+        if asks:  # a trainer looks once, when it is made, whether its teacher prefetches
             for name, value in {
                 "ahead": 1,
-                "submit": asked.append,
-                "fault_of": lambda batches: order.append((list(batches), len(asked))),
+                "submit": staticmethod(asked.append),
+                "fault_of": staticmethod(lambda batches: order.append((list(batches), len(asked)))),
             }.items():
-                monkeypatch.setattr(teacher, name, value, raising=False)
+                monkeypatch.setattr(LoadedTeacher, name, value, raising=False)
+        made = ahead(folder, 2, logging_steps=1, **({"save_strategy": "steps", "save_steps": 1} if not cut else {}))
         made.train(resume_from_checkpoint=str(tmp_path / "plain/checkpoint-1") if cut and asks else None)
         keys = ("step", "loss", "rollouts", "rollout_lag", "rollout_length", "rollout_truncated")
         return made, asked, order, [[r[key] for key in keys] for r in made.state.log_history if "rollouts" in r]
