@@ -153,6 +153,16 @@ def compare(before, after, known, buffers):
             assert one == other and type(one) is type(other)
 
 
+@pytest.mark.parametrize("used", [0, 1])
+def test_an_output_that_is_not_used_has_no_gradient(used, started):
+    x, residual = (rows(torch.float32, False).requires_grad_() for _ in range(2))
+    weight = vector(torch.float32).requires_grad_()
+    for _ in range(5):
+        outputs = rms_norm.add_rms_norm(x, residual, weight)
+        gradients = torch.autograd.grad(outputs[used], (x, residual, weight), torch.randn(6, 48), allow_unused=True)
+        assert [gradient is None for gradient in gradients] == [False, False, used == 1]
+
+
 @pytest.mark.gpu
 def test_replays_are_captured_and_keep_to_their_stream():
     x = torch.randn(64, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -144,7 +144,7 @@ class _Gradient:
         if found is None:
             return self._compute(*given)
         gradients = self.planned.run(*found, given)
-        self.latest = found[0] if found[0].replay is not None and None not in map(type, given) else None
+        self.latest = found[0] if found[0].replay is not None and len(found[1]) == len(given) else None
         return gradients
 
     def _compute(self, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
