@@ -61,7 +61,7 @@ def atomic_folder(folder: Path, *, over: bool = False) -> contextlib.AbstractCon
 @contextlib.contextmanager
 def _replacing(path: Path, *, folder: bool, over: bool) -> Iterator[Path]:
     if path.exists() and not (path.is_file() or path.is_dir()):  # root could replace /dev/null for the whole machine
-        raise OSError(errno.EINVAL, "expected a file or a new name, got a device or pipe", str(path))
+        raise ValueError(f"{path}: expected a file or a new name, got a device or pipe")
     prefix = f".{path.name[:50]}."  # the name itself may be as long as a name can be
     if folder:
         make_folder(path.parent)
