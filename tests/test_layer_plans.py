@@ -155,7 +155,7 @@ def compare(before, after, known, buffers):
 
 @pytest.mark.parametrize("used", [0, 1])
 def test_an_output_that_is_not_used_has_no_gradient(used, started):
-    x, residual = (rows(torch.float32, False).requires_grad_() for _ in range(2))
+    x, residual = (rows(dtype, False).requires_grad_() for dtype in (torch.float32, torch.bfloat16))
     weight = vector(torch.float32).requires_grad_()
     for _ in range(5):
         outputs = rms_norm.add_rms_norm(x, residual, weight)
