@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from distill.models.patch import patching
 from distill.training.transformers_compat import TransformersCompat
 from scripts import house, language, trainer_rules, way
 
@@ -188,6 +189,15 @@ def test_the_recipe_visits_few_files():
     )
     visits, climbs = way.count(visited, house.FLOORS)
     assert visits <= MOST_VISITS and climbs <= MOST_CLIMBS
+
+
+def test_swaps_of_forwards_do_not_import_each_other():
+    names = [name for line in patching.SWAPS for name in line]
+    swaps = {name.partition(":")[0] for name in names} | {
+        f"distill.models.{name}" for name in ("patch.fused_loss", "patch.teacher_layout", "precision.fp8_student")
+    }
+    pairs = [(item.importer, item.imported) for item in house.internal_imports()]
+    assert len(swaps) > 6 and not [pair for pair in pairs if swaps.issuperset(pair) and pair[0] != pair[1]]
 
 
 def test_functions_take_few_arguments():

@@ -12,6 +12,7 @@ from distill.models.load.adapters import merged
 from distill.models.patch import patching
 from distill.models.patch.patching import patch, unpatch
 
+WITHOUT_LORA = tuple(tuple(name for name in line if "lora" not in name) for line in patching.SWAPS)
 SHAPES = [(7, 5, 3, 1), (64, 48, 80, 4), (33, 130, 17, 16)]
 
 
@@ -137,7 +138,7 @@ def test_a_patched_student_computes_what_peft_does(dtype):
     exact.double()
     autocast = None if dtype == torch.float32 else dtype
     with pytest.MonkeyPatch.context() as without:  # our other kernels in both
-        without.setattr(patching, "is_lora_linear", lambda module: False)
+        without.setattr(patching, "SWAPS", WITHOUT_LORA)
         patch(model, "student", attention=None)
     plain = answer(model, autocast)
     unpatch(model)
@@ -179,7 +180,7 @@ def test_activations_are_kept_once():
     ours = kept_bytes(model, torch.bfloat16)
     unpatch(model)
     with pytest.MonkeyPatch.context() as without:
-        without.setattr(patching, "is_lora_linear", lambda module: False)
+        without.setattr(patching, "SWAPS", WITHOUT_LORA)
         patch(model, "student", attention=None)
     theirs = kept_bytes(model, torch.bfloat16)
     fewer = 3 * config.hidden_size + config.intermediate_size

@@ -11,7 +11,8 @@ from distill.core import console
 from distill.core.ranks import is_main_process
 from distill.models.gpu_specs import family_in, joins_on, path_of, runs_our_kernels
 from distill.models.patch.joined_projections import join_projections
-from distill.models.patch.patching import PatchReport, Role, patch
+from distill.models.patch.patching import patch
+from distill.models.patch.swaps import PatchReport, Role
 from distill.models.patch.teacher_layout import interleave
 from distill.models.sharding import is_sharded
 

@@ -33,6 +33,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from distill.core.files import atomic_folder
 from distill.core.tokenizer_limits import check_tokenizer_limits
+from distill.models.head import bare
 from distill.models.layers import layer_indices, layers_of
 from distill.models.load.config_validation import check_config, check_index, read_json
 from distill.models.load.quantised import (
@@ -170,9 +171,9 @@ def load_student(
     else:
         if teacher is None:
             raise ValueError("student.from_teacher: needs a loaded teacher to cut from")
-        from distill.models.patch.patching import UNDO
+        from distill.models.patch.swaps import SWAPPED
 
-        if UNDO in teacher.__dict__:
+        if SWAPPED in bare(teacher).__dict__:
             raise ValueError("student.from_teacher: expected a teacher that is not patched; cut, then patch both")
         if quantised_by_transformers(teacher):
             raise ValueError(

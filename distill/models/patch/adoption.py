@@ -10,7 +10,6 @@ from the hidden states without logits; norms, MLPs, rotary embeddings and attent
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -19,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from distill.models.head import bare
 from distill.models.load.read_weights import refuse_incomplete
 from distill.models.patch.attention import keep_soft_cap
-from distill.models.patch.fused_loss import fuse_loss
-from distill.models.patch.patching import UNDO, PatchReport, Role
+from distill.models.patch.fused_loss import FusedLosses
 from distill.models.patch.patching import patch as patch_parts
+from distill.models.patch.swaps import PatchReport, Role, swap_module
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +59,13 @@ def patch(
     """
     report = patch_parts(model, role, attention=attention, layers=layers, log_it=False)
     inner: Any = bare(model)
-    undo: list[Callable[[], None]] = inner.__dict__[UNDO]
     if role == "student" and not keep_logits:
-        reason = fuse_loss(inner, undo)
+        swap = FusedLosses()
+        reason = swap.applies(inner)
         report.loss = reason is None
-        if reason is not None:
+        if reason is None:
+            swap_module(inner, swap, inner)
+        else:
             report.left["loss"] = reason
     log.log(logging.WARNING if report.left else logging.INFO, "patched %s (%s)", report, role)
     return report

@@ -28,7 +28,7 @@ from transformers.utils import ModelOutput
 from distill.core.errors import first_line
 from distill.core.labels import IGNORE_INDEX, shift_labels
 from distill.models.head import Head, LogitTransform, find_head, probe_logits, read_head, unfusable_reason
-from distill.models.patch.patching import replace_forward
+from distill.models.patch.swaps import Swap, replace_forward
 
 log = logging.getLogger(__name__)
 
@@ -290,26 +290,34 @@ def log_once(logged: set[str], key: str, message: str, *values: object) -> None:
         log.warning(message, *values)
 
 
-def fuse_loss(model: PreTrainedModel, undo: list[Callable[[], None]]) -> str | None:
-    """Have `model` compute its loss without logits from now on; None, or why its loss stays its own."""
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return "no weights to try it on"
-    try:
-        fused = FusedLoss(probe_logits(model, "model"))
-    except ValueError as error:
-        return str(error)
-    before = model.__dict__.get("forward")
-    names = list(inspect.signature(type(model).forward).parameters)[1:]
+class FusedLosses(Swap):
+    """Swap of a model's own loss for one without logits."""
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # what it calls is compiled
-    def forward(self: PreTrainedModel, *args: object, **kwargs: object) -> object:
-        original = before or types.MethodType(type(self).forward, self)
-        return fused.forward(self, original, dict(zip(names, args, strict=False)) | kwargs)
+    kind = "loss"
+    fused: FusedLoss | None = None
 
-    if (reason := _differs(model, fused)) is not None:
-        return reason
-    replace_forward(model, functools.wraps(type(model).forward)(forward), undo)
-    return None
+    def applies(self, module: PreTrainedModel) -> str | None:  # type: ignore[override]
+        """Compare the losses of four tokens."""
+        if any(parameter.is_meta for parameter in module.parameters()):
+            return "no weights to try it on"
+        try:
+            self.fused = FusedLoss(probe_logits(module, "model"))
+        except ValueError as error:
+            return str(error)
+        return _differs(module, self.fused)
+
+    def swap(self, module: nn.Module) -> None:
+        """Put our forward around the model's."""
+        fused, before = self.fused, module.__dict__.get("forward")
+        assert fused is not None
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+
+        @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # what it calls is compiled
+        def forward(self: PreTrainedModel, *args: object, **kwargs: object) -> object:
+            original = before or types.MethodType(type(self).forward, self)
+            return fused.forward(self, original, dict(zip(names, args, strict=False)) | kwargs)
+
+        replace_forward(module, functools.wraps(type(module).forward)(forward))
 
 
 @torch.no_grad()

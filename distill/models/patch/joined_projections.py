@@ -16,13 +16,88 @@ import torch
 from distill_kernels.operands import adjacent_as_one
 from torch import nn
 
-from distill.models.head import bare
 from distill.models.layers import is_offloaded
-from distill.models.patch.lora_forward import adapted_groups
-from distill.models.patch.patching import UNDO, share_input
-from distill.models.patch.shared_input import FP8_GROUP, GROUP, PLAIN, groups_of
+from distill.models.patch.shared_input import (
+    FP8_GROUP,
+    GROUP,
+    PLAIN,
+    SharedInput,
+    projection_forward,
+    sharing_forward,
+    siblings_of,
+)
+from distill.models.patch.swaps import OTHER, PatchReport, Role, Swap, apply_swap, replace_forward, restore_forward
 
 MAX_JOINED_WIDTH = 2048  # input width up to which a training step gains; single GEMMs of wider layers fill a GPU
+
+
+class SharedInputs(Swap):
+    """Swap of modules whose sibling projections have one gradient of their input, in a student."""
+
+    kind = "shared_input"
+
+    def __init__(self, model: nn.Module, role: Role, report: PatchReport) -> None:
+        self.trains = role == "student"
+
+    def applies(self, module: nn.Module) -> str | None:
+        """Accept modules with plain sibling projections; a teacher has no gradients to share."""
+        group = siblings_of(module) if self.trains else None
+        return None if type(group) is SharedInput else OTHER
+
+    def swap(self, module: nn.Module) -> None:
+        """Have the projections computed by the first of them that is called."""
+        group = siblings_of(module)
+        assert group is not None
+        for member in (module, *group.layers.values()):
+            member.__dict__[GROUP] = group
+        replace_forward(module, sharing_forward(module))
+        for layer in group.layers.values() if group.swaps_layers else ():
+            replace_forward(layer, projection_forward)
+
+    def restore(self, module: nn.Module) -> None:
+        """Separate the projections again."""
+        group = module.__dict__[GROUP]
+        for layer in group.layers.values() if group.swaps_layers else ():
+            restore_forward(layer)
+        restore_forward(module)
+        for member in (module, *group.layers.values()):
+            member.__dict__.pop(GROUP, None)
+
+
+class _JoinedProjections(SharedInputs):
+    """Swap of modules whose sibling projections become one product; see `join_projections`."""
+
+    kind = "joined"
+
+    def __init__(self, *, trains: bool) -> None:
+        self.trains = trains
+        self.shared: list[nn.Module] = []  # modules whose projections no other swap had grouped before
+
+    def applies(self, module: nn.Module) -> str | None:
+        group = _group(module)
+        layers = [] if group is None else group.weights()
+        if not layers or any(FP8_GROUP in layer.__dict__ for layer in layers):
+            return OTHER
+        has_norm = any("norm" in name for name, _ in module.named_children())
+        if self.trains and (has_norm or layers[0].in_features > MAX_JOINED_WIDTH):
+            return OTHER
+        return None if _can_join([layer.weight for layer in layers]) else OTHER
+
+    def swap(self, module: nn.Module) -> None:
+        if GROUP not in module.__dict__:
+            super().swap(module)
+            self.shared.append(module)
+        group = module.__dict__[GROUP]
+        layers = group.weights()
+        _join([layer.weight for layer in layers])
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        if len(biases) == len(layers) and _can_join(biases):
+            _join(biases)
+        group.joined = True
+
+    def restore(self, module: nn.Module) -> None:
+        if module in self.shared:  # the weights of the others stay one after another, and their products one
+            super().restore(module)
 
 
 def join_projections(model: nn.Module, *, trains: bool = False) -> int:
@@ -38,30 +113,19 @@ def join_projections(model: nn.Module, *, trains: bool = False) -> int:
     Returns:
         Number of groups of layers that were joined.
     """
-    if is_offloaded(model):
-        return 0
-    undo, joined = bare(model).__dict__.setdefault(UNDO, []), 0
-    own = [(module, module.__dict__[GROUP]) for module in model.modules() if GROUP in module.__dict__]
-    groups = [(module, group) for module, group in own if module not in group.layers.values()]
-    for module, group in [*groups, *groups_of(model), *adapted_groups(model)]:
-        layers = group.weights()
-        names = [name for name, _ in module.named_children()]
-        unfit = trains and (layers[0].in_features > MAX_JOINED_WIDTH or any("norm" in name for name in names))
-        if unfit or any(FP8_GROUP in layer.__dict__ for layer in layers):
-            continue
-        if _join([layer.weight for layer in layers]):
-            biases = [layer.bias for layer in layers if layer.bias is not None]
-            if len(biases) == len(layers):
-                _join(biases)
-            if GROUP not in module.__dict__:
-                share_input(module, group, undo)
-            group.joined = True
-            joined += 1
-    return joined
+    return 0 if is_offloaded(model) else apply_swap(model, _JoinedProjections(trains=trains))
 
 
-def _join(parameters: Sequence[torch.Tensor]) -> bool:
-    """Concatenate parameters in memory, if all are of one kind and aligned to 16 bytes; return whether they are."""
+def _group(module: nn.Module) -> SharedInput | None:
+    """Return the group of a module's projections, also where another swap has made it."""
+    own: SharedInput | None = module.__dict__.get(GROUP)
+    if own is None:
+        return siblings_of(module)
+    return None if module in own.layers.values() else own
+
+
+def _can_join(parameters: Sequence[torch.Tensor]) -> bool:
+    """Return whether parameters are adjacent already, or of one kind, apart in memory and aligned to 16 bytes."""
     if adjacent_as_one(parameters) is not None:
         return True
     first = parameters[0]
@@ -70,7 +134,13 @@ def _join(parameters: Sequence[torch.Tensor]) -> bool:
         whole = p.is_contiguous() and p.numel() * p.element_size() == p.untyped_storage().nbytes()
         if not (alike and whole and p.is_floating_point() and p.numel() * p.element_size() % 16 == 0):
             return False
+    return True
+
+
+def _join(parameters: Sequence[torch.Tensor]) -> None:
+    """Concatenate parameters in memory, unless they are adjacent already."""
+    if adjacent_as_one(parameters) is not None:
+        return
     parts = torch.cat([p.detach() for p in parameters]).split([len(p) for p in parameters])
     for p, part in zip(parameters, parts, strict=True):
         p.data = part
-    return True

@@ -7,16 +7,16 @@ shards) goes through PEFT's own forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from distill_kernels.matmul.lora import lora_linear, lora_linear_recomputed, lora_linears
-from distill_kernels.matmul.siblings import SIBLINGS
 from distill_kernels.operands import adjacent_as_one
 from torch import nn
 
-from distill.models.patch.shared_input import GROUP, SharedInput, sharing_forward
+from distill.models.patch.shared_input import GROUP, SharedInput
+from distill.models.patch.swaps import Kind, trait_of
 
 
 def is_lora_linear(module: nn.Module) -> bool:
@@ -30,9 +30,12 @@ def is_lora_linear(module: nn.Module) -> bool:
 class SharedAdapters(SharedInput):
     """Sibling projections that are LoRA layers, computed as one while their base weights are joined."""
 
-    def forwards(self, module: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., object]]]:
-        """Return the replacement forward of `module`; its projections run `lora_forward` already."""
-        yield module, sharing_forward(module)
+    swaps_layers = False  # they run `lora_forward`
+
+    def fits(self) -> bool:
+        """Return whether all run our forward on one input, without hooks."""
+        layers = self.layers.values()
+        return all(map(_is_ours, layers)) and len({layer.in_features for layer in layers}) == 1
 
     def is_intact(self, module: nn.Module) -> bool:
         """Return whether `module` still calls these LoRA layers, with our forward and without hooks."""
@@ -61,17 +64,17 @@ class SharedAdapters(SharedInput):
 
 def _is_ours(layer: nn.Module) -> bool:
     hooks = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    return getattr(layer.__dict__.get("forward"), "__func__", None) is lora_forward and not hooks
+    return trait_of(layer, "group_kind") is SharedAdapters and not hooks
 
 
-def adapted_groups(model: nn.Module) -> Iterator[tuple[nn.Module, SharedAdapters]]:
-    """Modules of a patched `model` with sibling projections that are LoRA layers, and these."""
-    for module in model.modules():
-        for names in SIBLINGS:
-            layers = {name: layer for name in names if (layer := getattr(module, name, None)) is not None}
-            ours = len(layers) == len(names) and all(map(_is_ours, layers.values()))
-            if ours and len({layer.in_features for layer in layers.values()}) == 1:
-                yield module, SharedAdapters(layers)
+def lora_recomputed(
+    layer: Any, gated: Callable[..., torch.Tensor], parts: tuple[torch.Tensor, ...]
+) -> torch.Tensor | None:
+    """Return a LoRA layer's product with `gated(*parts)`, made again in the backward; None where it is not plain."""
+    weights = _plain(layer, parts[0])
+    if weights is None or _has_own_forward(layer) or parts[0].dtype != weights[0].dtype:
+        return None
+    return lora_linear_recomputed(gated, parts, *weights)
 
 
 def lora_forward(self: Any, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
@@ -96,36 +99,6 @@ def _has_own_forward(layer: Any) -> bool:
     """Return whether the wrapped layer computes in another dtype than its weight's while training: in fp8."""
     base = layer.get_base_layer()
     return base.training and "forward" in base.__dict__
-
-
-def down_of_gated(
-    down: Any, gated: Callable[..., torch.Tensor], *parts: torch.Tensor, residual: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`down(gated(*parts))`, the input of a LoRA layer made again in the backward in place of being kept; added to
-    `residual`, where there is one, which is overwritten where no gradient is asked for."""
-    if residual is not None and not torch.is_grad_enabled():
-        return _add_product(down, gated(*parts), residual)
-    if residual is not None:
-        return residual + down_of_gated(down, gated, *parts)
-    ours = getattr(down.__dict__.get("forward"), "__func__", None) is lora_forward
-    hooked = down._forward_hooks or down._forward_pre_hooks
-    if ours and not hooked and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        weights = _plain(down, parts[0])
-        if weights is not None and not _has_own_forward(down) and parts[0].dtype == weights[0].dtype:
-            return lora_linear_recomputed(gated, parts, *weights)
-    return down(gated(*parts))
-
-
-def _add_product(layer: nn.Module, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """`residual + layer(x)`, within the product where that is plain."""
-    hooks = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
-    if type(layer) is nn.Linear and layer.bias is None and not (hooks or torch.compiler.is_compiling()):
-        plain = type(layer.weight) is nn.Parameter and type(residual) is torch.Tensor and residual.is_contiguous()
-        same = x.dtype == residual.dtype == layer.weight.dtype
-        if plain and same and not torch.is_autocast_enabled(x.device.type):
-            residual.view(-1, residual.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), layer.weight.t())
-            return residual
-    return residual + layer(x)
 
 
 def _plain(
@@ -153,3 +126,7 @@ def _only_adapter(layer: Any) -> str | None:
     if layer.lora_A[name].bias is not None or layer.lora_B[name].bias is not None:
         return None
     return str(name)
+
+
+lora_forward.__dict__.update(recomputed=lora_recomputed, group_kind=SharedAdapters)
+LORA_LINEAR = Kind("lora", is_lora_linear, lambda module, form: lora_forward)

@@ -14,7 +14,7 @@ of no form that `residual_norms.py` knows.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,21 +37,19 @@ class OutputRows:
         self.layer, self.rows = layer, rows
 
 
-def mark(decoder: nn.Module, layer: nn.Module, undo: list[Callable[[], None]], verdicts: dict[Any, Any]) -> None:
+def mark(decoder: nn.Module, layer: nn.Module, verdicts: dict[Any, Any]) -> None:
     """Have the decoder's last layer, one of `residual_norms.py`, compute some rows where it is asked to.
 
     Args:
-        undo: gets what takes it back.
         verdicts: of `PatchReport`: what was tried on a model of the same parts, and what is tried here.
     """
     width = sum(p.numel() for p in row_parameters(layer)) if hasattr(layer.self_attn, "o_proj") else 0
     if width < WIDE:  # so little is spent on each row that leaving some out is not worth it
         return
-    if "output_rows" not in verdicts and not any(parameter.is_meta for parameter in decoder.parameters()):
-        verdicts["output_rows"] = computes_rows(decoder, layer)
-    if verdicts.get("output_rows"):
+    if NAME not in verdicts and not any(parameter.is_meta for parameter in decoder.parameters()):
+        verdicts[NAME] = computes_rows(decoder, layer)
+    if verdicts.get(NAME):
         decoder.__dict__[MARK] = layer
-        undo.append(lambda: decoder.__dict__.pop(MARK, None))
 
 
 def output_rows(decoder: nn.Module, rows: torch.Tensor | None, tokens: int) -> dict[str, OutputRows]:

@@ -14,13 +14,10 @@ everything.
 
 from __future__ import annotations
 
-import functools
 import logging
-import types
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,66 +26,38 @@ from distill.core.eval_mode import eval_mode
 from distill.models.head import bare, decoder_of
 from distill.models.layers import find_layers
 from distill.models.patch import output_rows
-from distill.models.patch.bias_gelu_mlp import bias_gelu_forward, two_products
-from distill.models.patch.forward_comparison import FORWARD_ERRORS, Mismatch, first_line
-from distill.models.patch.lora_forward import is_lora_linear, lora_forward
+from distill.models.patch.attention import leave_padded_batches, stop_fused_attention, use_fused_attention
+from distill.models.patch.forward_comparison import FORWARD_ERRORS, first_line
 from distill.models.patch.packed import distances, keeps_apart, lowered_limits
 from distill.models.patch.padding import hidden_of_padded
-from distill.models.patch.recognition import (
-    epsilon_of,
-    gated_activation,
-    gated_forward,
-    gated_names,
-    gelu_of,
-    layer_norm_forward,
-    looks_like_rms_norm,
-    rms_norm_form,
-    rms_norm_forward,
-    rotary_form,
-    rotary_function,
-    with_our_rotary,
+from distill.models.patch.swaps import (
+    OTHER,
+    SWAPPED,
+    PatchReport,
+    Role,
+    Swap,
+    restore_swaps,
+    swap_module,
+    trait_of,
 )
-from distill.models.patch.residual_norms import LAYER_FORWARDS, fusable_layers, layer_matches, takes_residual
-from distill.models.patch.shared_input import GROUP, SharedInput, groups_of
-from distill.models.patch.teacher_layout import GATED, separate
 
 log = logging.getLogger(__name__)
 
-Role = Literal["teacher", "student"]
-UNDO = "_distill_undo"
+# in their order; a module gets the first swap of each line that applies to it, and none where one says why it does not
+SWAPS = (
+    (
+        "distill.models.patch.recognition:LAYER_NORM",
+        "distill.models.patch.lora_forward:LORA_LINEAR",
+        "distill.models.patch.recognition:RMS_NORM",
+        "distill.models.patch.recognition:GATED_MLP",
+        "distill.models.patch.recognition:BIAS_GELU_MLP",
+        "distill.models.patch.recognition:ROTARY_EMBEDDING",
+    ),
+    ("distill.models.patch.joined_projections:SharedInputs",),
+    ("distill.models.patch.residual_norms:RESIDUAL_NORM",),
+)
 NEAR = 0.1  # of two attentions: relative, since in 16 bits another order of sums changes which experts tokens get
 JUMPS = 2  # times what rounding the embedding otherwise does to the median token
-
-
-@dataclass
-class PatchReport:
-    """Result of `patch`.
-
-    Attributes:
-        model_type: The configuration's model type.
-        swapped: How many modules of each kind run our kernels now.
-        left: Class names that looked alike but compute something else, with the reason.
-        attention: Back end in use, or None where the model kept its own attention.
-        loss: Whether a call with labels computes the fused loss and no logits.
-        verdicts: What was found about each kind of module, for a model of the same parts without weights.
-    """
-
-    model_type: str
-    swapped: Counter[str] = field(default_factory=Counter)
-    left: dict[str, str] = field(default_factory=dict)
-    attention: str | None = None
-    loss: bool = False
-    verdicts: dict[Any, Any] = field(default_factory=dict, repr=False)
-
-    def __str__(self) -> str:
-        parts = [f"{count} {kind}" for kind, count in self.swapped.items()]
-        if self.attention:
-            parts.append(f"attention {self.attention}")
-        parts += ["loss"] if self.loss else []
-        text = f"{self.model_type}: {', '.join(parts) or 'nothing swapped'}"
-        if self.left:
-            text += "; left as they are: " + ", ".join(f"{name} ({reason})" for name, reason in self.left.items())
-        return text
 
 
 def patch(
@@ -118,16 +87,22 @@ def patch(
     if role not in ("teacher", "student"):
         raise ValueError(f"role: expected 'teacher' or 'student', got {role!r}")
     inner = bare(model)
-    if UNDO in inner.__dict__:
+    if SWAPPED in inner.__dict__:
         raise ValueError("model: it is patched already; call unpatch first")
     report = PatchReport(getattr(inner.config, "model_type", type(inner).__name__), verdicts=dict(judged or {}))
-    undo: list[Callable[[], None]] = []
-    inner.__dict__[UNDO] = undo
+    inner.__dict__[SWAPPED] = []
     with eval_mode(inner):
-        if layers:
-            _swap_layers(inner, undo, report, role)
+        for number, names in enumerate(SWAPS if layers else ()):
+            modules = list(inner.modules()) if number else _without_own_forward(inner, report)
+            _swap_modules(inner, [resolve_name(name)(inner, role, report) for name in names], modules, report)
+        if report.swapped["residual_norm"] and trait_of(last := find_layers(inner)[1][-1], "is_fused"):
+            output_rows.mark(decoder_of(inner), last, report.verdicts)
         if attention is not None:
-            _swap_attention(inner, attention, undo, report)
+            swap = FusedAttention(inner, attention, report)
+            if (reason := swap.applies(inner)) is None:
+                swap_module(inner, swap, inner)
+            else:
+                report.left["attention"] = reason
     if log_it:
         log.info("patched %s (%s)", report, role)
     return report
@@ -135,135 +110,89 @@ def patch(
 
 def unpatch(model: nn.Module) -> None:
     """Give every module of `model` its own forward back; a model that is not patched is left alone."""
-    for restore in reversed(bare(model).__dict__.pop(UNDO, [])):
-        restore()
+    for module in model.modules():
+        module.__dict__.pop(output_rows.MARK, None)
+    restore_swaps(model)
 
 
-def replace_forward(module: nn.Module, forward: Callable[..., Any], undo: list[Callable[[], None]]) -> None:
-    """Give one module a forward of ours; what is put into `undo` gives it back what it had."""
-    before = module.__dict__.get("forward")
-    module.forward = types.MethodType(forward, module)
-
-    def restore() -> None:
-        del module.forward
-        if before is not None:
-            module.forward = before
-
-    undo.append(restore)
-
-
-def share_input(module: nn.Module, group: SharedInput, undo: list[Callable[[], None]]) -> None:
-    """Have the projections of `group`, which are `module`'s, computed by the first of them that is called."""
-    for member in (module, *group.layers.values()):
-        member.__dict__[GROUP] = group
-        undo.append(functools.partial(member.__dict__.pop, GROUP, None))
-    for member, ours in group.forwards(module):
-        replace_forward(member, ours, undo)
-
-
-def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: PatchReport, role: Role) -> None:
-    verdicts, gradients = report.verdicts, role == "student"
-
-    def judged(kind: str, module: nn.Module, judge: Callable[[nn.Module], Any]) -> Any:
-        # modules of one class with the same shapes and settings get one verdict
-        shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
-        key = (kind, type(module), shapes, epsilon_of(module))
-        if key not in verdicts:
-            if any(parameter.is_meta for parameter in module.parameters()):
-                report.left[type(module).__name__] = "no verdict on it, and no weights to try"
-                return None
-            verdicts[key] = judge(module)
-        if isinstance(verdict := verdicts[key], Mismatch):
-            report.left[type(module).__name__] = f"not a {kind} of ours: {verdict.reason}"
-            return None
-        return verdict
-
+def _without_own_forward(model: nn.Module, report: PatchReport) -> Iterator[nn.Module]:
+    """Yield the modules whose forward is their class's, and report the others."""
     for module in list(model.modules()):
-        if module in (model, bare(model)):  # its forward may be the objective's; none of ours takes its place here
+        if module is model:  # its forward may be the objective's; none of ours takes its place here
             continue
-        if "forward" in module.__dict__:  # somebody's hook (accelerate's offloading, say) that must go on running
-            if any(True for _ in module.parameters()):  # else none of ours would take its place
-                report.left[type(module).__name__] = "has a forward of its own already"
-        elif type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
-            replace_forward(module, layer_norm_forward, undo)
-            report.swapped["layer_norm"] += 1
-        elif is_lora_linear(module):
-            replace_forward(module, lora_forward, undo)
-            report.swapped["lora"] += 1
-        elif looks_like_rms_norm(module):
-            form = judged("rms_norm", module, functools.partial(rms_norm_form, gradients=gradients))
-            if form is not None:
-                replace_forward(module, rms_norm_forward(form, epsilon_of(module)), undo)
-                report.swapped["rms_norm"] += 1
-        elif names := gated_names(module):
-            activation = judged("glu", module, functools.partial(gated_activation, names=names, gradients=gradients))
-            if activation is not None:
-                replace_forward(module, gated_forward(names, activation), undo)
-                if names[1] is not None:
-                    module.__dict__[GATED] = (names[0], names[1], activation)
-                undo.append(functools.partial(separate, module))
-                report.swapped["glu"] += 1
-        elif products := two_products(module):
-            approximate = judged("bias_gelu", module, functools.partial(gelu_of, names=products, gradients=gradients))
-            if approximate is not None:
-                replace_forward(module, bias_gelu_forward(products, approximate), undo)
-                report.swapped["bias_gelu"] += 1
-        elif (rotary := rotary_function(module)) and judged(
-            "rope", module, functools.partial(rotary_form, gradients=gradients)
-        ):
-            replace_forward(module, with_our_rotary(rotary), undo)
-            report.swapped["rope"] += 1
-    for module, group in list(groups_of(model)) if role == "student" else []:  # a teacher has no gradients to share
-        share_input(module, group, undo)
-        report.swapped["shared_input"] += 1
-    fused = []
-    for kind, layer in fusable_layers(model):
-        forward = LAYER_FORWARDS[kind]
-        form = judged(
-            "residual_norm", layer, functools.partial(layer_matches, model=model, forward=forward, gradients=gradients)
-        )
-        if form is not None:
-            replace_forward(layer, forward(form == "casts", takes_residual(layer.mlp)), undo)
-            report.swapped["residual_norm"] += 1
-            fused.append(layer)
-    if fused and find_layers(model)[1][-1] is fused[-1]:
-        output_rows.mark(decoder_of(model), fused[-1], undo, verdicts)
+        if "forward" not in module.__dict__:
+            yield module
+        elif any(
+            True for _ in module.parameters()
+        ):  # somebody's hook (accelerate's offloading, say) must go on running
+            report.left[type(module).__name__] = "has a forward of its own already"
 
 
-def _swap_attention(model: nn.Module, backend: str, undo: list[Callable[[], None]], report: PatchReport) -> None:
-    from distill.models.patch.attention import leave_padded_batches, stop_fused_attention, use_fused_attention
+def _swap_modules(model: nn.Module, swaps: Sequence[Swap], modules: Iterable[nn.Module], report: PatchReport) -> None:
+    """Swap each module by the first of the swaps that applies to it."""
+    for module in modules:
+        for swap in swaps:
+            if (reason := swap.applies(module)) is None:
+                swap_module(model, swap, module)
+                report.swapped[swap.kind] += 1
+            elif reason:
+                report.left[type(module).__name__] = reason
+            if reason != OTHER:
+                break
 
-    if not getattr(model, "_supports_attention_backend", False):
-        report.left["attention"] = "the model does not take other attention implementations"
-        return
-    decoder = decoder_of(model)
-    use_fused_attention(model, decoder, backend)
-    has_weights = not any(parameter.is_meta for parameter in model.parameters())
-    if "attention" not in report.verdicts and has_weights:
-        report.verdicts["attention"] = _attention_mismatch(model, decoder, backend)
-    if verdict := report.verdicts.get("attention"):
-        stop_fused_attention(model, decoder)
-        report.left["attention"] = verdict
-        return
-    if "padding" not in report.verdicts and has_weights:
-        with lowered_limits(model):
-            ours = hidden_of_padded(decoder)
-            stop_fused_attention(model, decoder)
-            own = hidden_of_padded(decoder)
-        report.verdicts["padding"] = bool((ours - own).norm() <= NEAR * own.norm())
-        use_fused_attention(model, decoder, backend)
-    if not report.verdicts.get("padding", True):
-        leave_padded_batches(decoder)
-        report.left["attention of padded batches"] = "it comes out different"
-    undo.append(lambda: stop_fused_attention(model, decoder))
-    report.attention = backend
+
+class FusedAttention(Swap):
+    """Swap of a model's attention implementation.
+
+    Args:
+        model: Bare model.
+        backend: "triton", "cudnn" or "flash".
+        report: Report of `patch`.
+    """
+
+    kind = "attention"
+
+    def __init__(self, model: nn.Module, backend: str, report: PatchReport) -> None:
+        self.decoder, self.backend, self.report = decoder_of(model), backend, report
+
+    def applies(self, module: nn.Module) -> str | None:
+        """Compare the hidden states of both, unless a model of the same parts has been compared."""
+        if not getattr(module, "_supports_attention_backend", False):
+            return "the model does not take other attention implementations"
+        verdicts = self.report.verdicts
+        if any(parameter.is_meta for parameter in module.parameters()):
+            return verdicts.get("attention")
+        use_fused_attention(module, self.decoder, self.backend)
+        try:
+            if "attention" not in verdicts:
+                verdicts["attention"] = _attention_mismatch(module, self.decoder, self.backend)
+            if verdicts["attention"] is None and "padding" not in verdicts:
+                with lowered_limits(module):
+                    ours = hidden_of_padded(self.decoder)
+                    stop_fused_attention(module, self.decoder)
+                    own = hidden_of_padded(self.decoder)
+                verdicts["padding"] = bool((ours - own).norm() <= NEAR * own.norm())
+                use_fused_attention(module, self.decoder, self.backend)
+        finally:
+            stop_fused_attention(module, self.decoder)
+        return verdicts["attention"]
+
+    def swap(self, module: nn.Module) -> None:
+        """Switch to ours; padded batches stay with the model's own where they come out different."""
+        use_fused_attention(module, self.decoder, self.backend)
+        if not self.report.verdicts.get("padding", True):
+            leave_padded_batches(self.decoder)
+            self.report.left["attention of padded batches"] = "it comes out different"
+        self.report.attention = self.backend
+
+    def restore(self, module: nn.Module) -> None:
+        """Give it back its own."""
+        stop_fused_attention(module, self.decoder)
 
 
 @torch.no_grad()
 def _attention_mismatch(model: nn.Module, decoder: nn.Module, backend: str) -> str | None:
     """Return why a model whose attention is ours already has to keep its own; it is ours again afterwards."""
-    from distill.models.patch.attention import stop_fused_attention, use_fused_attention
-
     weight: torch.Tensor = decoder.get_input_embeddings().weight  # type: ignore[operator]
     ids = torch.arange(24, device=weight.device).view(2, 12) % len(weight)
 

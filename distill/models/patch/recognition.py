@@ -1,7 +1,7 @@
-"""Recognition of modules that fused kernels can compute, by running them: norms, MLPs, rotary embeddings.
+"""Modules that our kernels can compute, recognised by running them: norms, MLPs, rotary embeddings.
 
 A candidate module runs on a random input, and each fused forward of its kind is compared with its own
-(`forward_comparison.py`).
+(`forward_comparison.py`). Each `Kind` is an entry of `patching.SWAPS`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import inspect
 import itertools
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from distill_kernels import bias_gelu
 from distill_kernels.layers.glu import geglu, swiglu
 from distill_kernels.layers.layer_norm import layer_norm
 from distill_kernels.layers.rms_norm import add_rms_norm, rms_norm, rms_norm_and_input
@@ -22,19 +23,30 @@ from distill_kernels.matmul.fp8 import Fp8Linear, fp8_rms_norm
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from distill.models.patch.bias_gelu_mlp import APPROXIMATIONS, bias_gelu_forward
 from distill.models.patch.forward_comparison import Mismatch, compare_forwards, perturbed
-from distill.models.patch.lora_forward import down_of_gated
-from distill.models.patch.teacher_layout import gated_product
+from distill.models.patch.products import down_of_gated
+from distill.models.patch.swaps import Kind, epsilon_of
 
-ROTARY = "apply_rotary_pos_emb"
-GATED_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate_up_proj", None, "down_proj"))
-EPSILONS = ("variance_epsilon", "eps", "epsilon")  # names of a norm's epsilon
+Names = tuple[str, str | None, str]
+GATED_NAMES: tuple[Names, ...] = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    ("gate_up_proj", None, "down_proj"),
+)
 ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "silu": swiglu,
     "gelu_tanh": functools.partial(geglu, approximate="tanh"),
     "gelu": geglu,
 }
+NAMES = (
+    ("c_fc", "c_proj"),
+    ("fc1", "fc2"),
+    ("fc_in", "fc_out"),
+    ("up_proj", "down_proj"),
+    ("dense_h_to_4h", "dense_4h_to_h"),
+)
+APPROXIMATIONS: tuple[Literal["none", "tanh"], ...] = ("none", "tanh")
+ROTARY = "apply_rotary_pos_emb"
 
 
 def _random(module: nn.Module, *shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -44,15 +56,33 @@ def _random(module: nn.Module, *shape: int, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(*shape, generator=generator) * scale).to(held.device, dtype)
 
 
+def _takes_one_input(module: nn.Module) -> bool:
+    """Return whether hidden states are a module's only input: no gate (Mamba 2) and no layer index."""
+    inputs = inspect.signature(module.forward).parameters.values()
+    return len([one for one in inputs if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]) == 1
+
+
+def _closest(
+    module: nn.Module, x: torch.Tensor, forwards: Mapping[str, Callable[..., torch.Tensor]], gradients: bool
+) -> str | Mismatch:
+    """Return the name of the forward that computes what the module does, or how the closest one differs."""
+    try:
+        with perturbed(module), torch.no_grad():
+            expected = module(x).float()
+            errors = {name: (forward(x).float() - expected).norm().item() for name, forward in forwards.items()}
+    except (TypeError, ValueError):
+        return Mismatch("it takes more than hidden states")
+    # in 16 bits several activations may be close
+    name = min(errors, key=errors.__getitem__)
+    return compare_forwards(module, module.forward, forwards[name], x, gradients=gradients) or name
+
+
 # ---- norms
 
 
-def epsilon_of(module: nn.Module) -> float | None:
-    """Return the epsilon of a norm; None where it has none."""
-    for name in EPSILONS:
-        if isinstance(value := getattr(module, name, None), float):
-            return value
-    return None
+def layer_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Replacement of a LayerNorm's forward."""
+    return layer_norm(x, self.weight, self.bias, self.eps)
 
 
 def looks_like_rms_norm(module: nn.Module) -> bool:
@@ -67,17 +97,11 @@ def looks_like_rms_norm(module: nn.Module) -> bool:
     )
 
 
-def _takes_one_input(module: nn.Module) -> bool:
-    """Return whether hidden states are a module's only input: no gate (Mamba 2) and no layer index."""
-    inputs = inspect.signature(module.forward).parameters.values()
-    return len([one for one in inputs if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]) == 1
-
-
-def rms_norm_form(module: Any, gradients: bool) -> str | Mismatch:
+def rms_norm_form(module: Any, *, gradients: bool, **_: object) -> str | Mismatch:
     """Return the form of an RMSNorm, found by running the module, or how it differs from every known form."""
     eps = epsilon_of(module)
     forwards = {form: functools.partial(rms_norm_forward(form, eps), module) for form in ("llama", "gemma")}
-    return _which(module, _random(module, 3, module.weight.shape[0], scale=3.0), forwards, gradients)
+    return _closest(module, _random(module, 3, module.weight.shape[0], scale=3.0), forwards, gradients)
 
 
 def rms_norm_forward(form: str, eps: float | None) -> Callable[..., Any]:
@@ -101,15 +125,20 @@ def rms_norm_forward(form: str, eps: float | None) -> Callable[..., Any]:
     return forward
 
 
-def layer_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """Replacement of a LayerNorm's forward."""
-    return layer_norm(x, self.weight, self.bias, self.eps)
+LAYER_NORM = Kind(
+    "layer_norm",
+    lambda module: type(module) is nn.LayerNorm and len(module.normalized_shape) == 1,
+    lambda module, form: layer_norm_forward,
+)
+RMS_NORM = Kind(
+    "rms_norm", looks_like_rms_norm, lambda module, form: rms_norm_forward(form, epsilon_of(module)), rms_norm_form
+)
 
 
 # ---- gated MLPs
 
 
-def gated_names(module: nn.Module) -> tuple[str, str | None, str] | None:
+def gated_names(module: nn.Module) -> Names | None:
     """Return the names of a gated MLP's projections; None for another module."""
     for names in GATED_NAMES:
         if all(isinstance(getattr(module, name, None), nn.Module) for name in names if name):
@@ -117,57 +146,99 @@ def gated_names(module: nn.Module) -> tuple[str, str | None, str] | None:
     return None
 
 
-def gated_activation(module: nn.Module, names: tuple[str, str | None, str], gradients: bool) -> str | Mismatch:
+def gated_activation(module: nn.Module, *, gradients: bool, **_: object) -> str | Mismatch:
     """Return the activation of a gated MLP, found by running the module, or how it differs from the known ones."""
+    names = gated_names(module)
+    assert names is not None
     first = getattr(module, names[0])
     if not hasattr(first, "in_features") or not _takes_one_input(module):
         return Mismatch("it takes more than hidden states")
     forwards = {name: functools.partial(gated_forward(names, name), module) for name in ACTIVATIONS}
     # large, so that the activations differ by more than rounding
-    return _which(module, _random(module, 3, first.in_features, scale=8.0), forwards, gradients)
+    return _closest(module, _random(module, 3, first.in_features, scale=8.0), forwards, gradients)
 
 
-def _which(
-    module: nn.Module, x: torch.Tensor, forwards: Mapping[str, Callable[..., torch.Tensor]], gradients: bool
-) -> str | Mismatch:
-    """Return the name of the forward that computes what the module does, or how the closest one differs."""
-    try:
-        with perturbed(module), torch.no_grad():
-            expected = module(x).float()
-            errors = {name: (forward(x).float() - expected).norm().item() for name, forward in forwards.items()}
-    except (TypeError, ValueError):
-        return Mismatch("it takes more than hidden states")
-    # in 16 bits several activations may be close
-    name = min(errors, key=errors.__getitem__)
-    return compare_forwards(module, module.forward, forwards[name], x, gradients=gradients) or name
-
-
-def gated_forward(names: tuple[str, str | None, str], activation: str) -> Callable[..., Any]:
+def gated_forward(names: Names, activation: str) -> Callable[..., Any]:
     """Replacement of a gated MLP's forward."""
     gate_name, up_name, down_name = names
     gated = ACTIVATIONS[activation]
 
     def forward(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         down = getattr(self, down_name)
-        if (both := gated_product(self, x)) is not None:
-            return down_of_gated(down, lambda hidden: hidden, both, residual=residual)
         parts = [getattr(self, name)(x) for name in (gate_name, up_name) if name is not None]
         if type(down) is Fp8Linear and len(parts) == 2 and not (down._forward_hooks or down._forward_pre_hooks):
             y = down.forward_gated(parts[0], parts[1], activation)  # type: ignore[arg-type]
             return y if residual is None else residual + y
         return down_of_gated(down, gated, *parts, residual=residual)
 
+    forward.__dict__["gated"] = None if up_name is None else (*names, activation)
     return forward
 
 
-def gelu_of(module: Any, names: tuple[str, str], gradients: bool) -> str | Mismatch:
+GATED_MLP = Kind(
+    "glu",
+    gated_names,
+    lambda module, activation: gated_forward(gated_names(module), activation),  # type: ignore[arg-type]
+    gated_activation,
+)
+
+
+# ---- MLPs of the GPT-2 kind: a product with bias, GELU, a product
+
+
+def gelu_of(module: Any, *, gradients: bool, **_: object) -> str | Mismatch:
     """Return which GELU an MLP with two products has."""
+    names = two_products(module)
+    assert names is not None
     weight = getattr(module, names[0]).weight
     width = weight.shape[0] if isinstance(getattr(module, names[0]), Conv1D) else weight.shape[1]
     forwards: dict[str, Callable[..., torch.Tensor]] = {
         name: functools.partial(bias_gelu_forward(names, name), module) for name in APPROXIMATIONS
     }
-    return _which(module, _random(module, 3, width, scale=8.0), forwards, gradients)
+    return _closest(module, _random(module, 3, width, scale=8.0), forwards, gradients)
+
+
+def two_products(module: nn.Module) -> tuple[str, str] | None:
+    """The names of an MLP's two products, if it has two, nothing beside them but an activation and dropout."""
+    for up, down in NAMES:
+        if _has_bias(getattr(module, up, None)) and isinstance(getattr(module, down, None), nn.Module):
+            others = [child for name, child in module.named_children() if name not in (up, down)]
+            drops = [child for child in others if isinstance(child, nn.Dropout)]
+            rate = getattr(module, "residual_dropout", 0.0)  # starcoder2's is a number
+            plain = len(others) - len(drops) <= 1 and not any(list(child.parameters()) for child in others)
+            return (up, down) if plain and len(drops) <= 1 and rate == 0.0 else None
+    return None
+
+
+def bias_gelu_forward(names: tuple[str, str], approximate: Literal["none", "tanh"]) -> Callable[..., torch.Tensor]:
+    """Replacement of such an MLP's forward; a wrapped projection (an adapter) runs its own forward."""
+    up_name, down_name = names
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        up = getattr(self, up_name)
+        if not _has_bias(up) or "forward" in up.__dict__ or up._forward_hooks or up._forward_pre_hooks:
+            return type(self).forward(self, hidden_states)
+        weight = up.weight.t() if isinstance(up, Conv1D) else up.weight
+        x = bias_gelu(nn.functional.linear(hidden_states, weight), up.bias, approximate)
+        x = getattr(self, down_name)(x)
+        for child in self.children():
+            if isinstance(child, nn.Dropout):
+                x = child(x)
+        return x
+
+    return forward
+
+
+def _has_bias(product: object) -> bool:
+    return type(product) in (nn.Linear, Conv1D) and getattr(product, "bias", None) is not None
+
+
+BIAS_GELU_MLP = Kind(
+    "bias_gelu",
+    two_products,
+    lambda module, approximate: bias_gelu_forward(two_products(module), approximate),  # type: ignore[arg-type]
+    gelu_of,
+)
 
 
 # ---- rotary embeddings
@@ -200,7 +271,7 @@ def _apply_rotary(
     return q.transpose(1, 2), k.transpose(1, 2)
 
 
-def rotary_form(module: nn.Module, gradients: bool) -> str | Mismatch:
+def rotary_form(module: nn.Module, *, gradients: bool, **_: object) -> str | Mismatch:
     """Return the form of a rotary embedding function, found by running it, or how it differs from the known one."""
     rotate = rotary_function(module).__globals__[ROTARY]
     width = getattr(module, "head_dim", None)
@@ -214,3 +285,8 @@ def rotary_form(module: nn.Module, gradients: bool) -> str | Mismatch:
         return lambda q, k: rotate(q, k, angle.cos(), angle.sin())
 
     return compare_forwards(nn.Module(), by(rotate), by(_apply_rotary), q, k, gradients=gradients) or "half-split"
+
+
+ROTARY_EMBEDDING = Kind(
+    "rope", rotary_function, lambda module, form: with_our_rotary(rotary_function(module)), rotary_form
+)

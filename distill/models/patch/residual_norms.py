@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -14,28 +13,22 @@ from torch import nn
 from distill.models.head import decoder_of
 from distill.models.patch.forward_comparison import Mismatch, compare_forwards
 from distill.models.patch.output_rows import pick, projecting, put_back, rows_of
+from distill.models.patch.products import takes_residual
 from distill.models.patch.shared_input import cast_dtype
+from distill.models.patch.swaps import Kind
+
+PRE_NORM = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
+SANDWICH = PRE_NORM | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 
 
-def fusable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Layers whose norms run our forward, and the form they have; see `LAYER_FORWARDS`."""
-    pre_norm = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-    sandwich = pre_norm | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
-    for module in model.modules():
-        children = {name for name, _ in module.named_children()}
-        if "forward" in module.__dict__:
-            continue
-        if not children >= pre_norm or not takes_residual(module.input_layernorm):
-            continue
-        if children == pre_norm and takes_residual(module.post_attention_layernorm):
-            yield "pre_norm", module
-        elif children == sandwich and takes_residual(module.pre_feedforward_layernorm):
-            yield "sandwich", module
-
-
-def takes_residual(module: Any) -> bool:
-    """Return whether a norm or an MLP runs our forward with a residual input; a LayerNorm's has none."""
-    return "forward" in module.__dict__ and "residual" in inspect.signature(module.forward).parameters
+def fusable_form(module: Any) -> str | None:
+    """Return the form of a layer whose norms run our forward, of `LAYER_FORWARDS`; None for any other module."""
+    children = {name for name, _ in module.named_children()}
+    if "forward" in module.__dict__ or not children >= PRE_NORM or not takes_residual(module.input_layernorm):
+        return None
+    if children == PRE_NORM and takes_residual(module.post_attention_layernorm):
+        return "pre_norm"
+    return "sandwich" if children == SANDWICH and takes_residual(module.pre_feedforward_layernorm) else None
 
 
 def _attend(
@@ -67,6 +60,7 @@ def _pre_norm_forward(casts: bool, adds: bool) -> Callable[..., torch.Tensor]:
         output = self.mlp(normed, residual) if adds else residual + self.mlp(normed)
         return put_back(output, rows, hidden_states.shape)
 
+    forward.__dict__["is_fused"] = True
     return forward
 
 
@@ -79,6 +73,7 @@ def _sandwich_forward(casts: bool, adds: bool) -> Callable[..., torch.Tensor]:
         normed, residual = self.pre_feedforward_layernorm(attended, residual, dtype, fp8=fp8)
         return put_back(residual + self.post_feedforward_layernorm(self.mlp(normed)), rows, hidden_states.shape)
 
+    forward.__dict__["is_fused"] = True
     return forward
 
 
@@ -90,14 +85,12 @@ LAYER_FORWARDS: dict[str, Callable[[bool, bool], Callable[..., torch.Tensor]]] =
 }
 
 
-def layer_matches(
-    layer: nn.Module, *, model: nn.Module, forward: Callable[[bool, bool], Callable[..., torch.Tensor]], gradients: bool
-) -> Literal["as it is", "casts"] | Mismatch:
+def layer_matches(layer: nn.Module, *, model: nn.Module, gradients: bool) -> Literal["as it is", "casts"] | Mismatch:
     """Run one whole layer both ways, called as the decoder calls it.
 
     Args:
-        layer: A layer of `model`, whose norms and MLP run our forwards already.
-        forward: Of `LAYER_FORWARDS`.
+        layer: A layer of `model`, of a form of `LAYER_FORWARDS`.
+        model: Bare model.
         gradients: Compare gradients as well.
 
     Returns:
@@ -119,7 +112,7 @@ def layer_matches(
     if len(args) != 1:
         return Mismatch("it is called with more than hidden states")
     own: Callable[..., object] = functools.partial(type(layer).forward, layer, **kwargs)
-    ours = functools.partial(forward(False, takes_residual(layer.mlp)), layer, **kwargs)
+    ours = functools.partial(_layer_forward(layer, "as it is"), layer, **kwargs)
     if reason := compare_forwards(layer, own, ours, *args, gradients=gradients):
         return reason
     return "casts" if args[0].dtype == torch.float32 and _only_casts(layer, args[0], kwargs) else "as it is"
@@ -136,3 +129,11 @@ def _only_casts(layer: Any, x: torch.Tensor, kwargs: dict[str, object]) -> bool:
         except RuntimeError:  # computed in fp32 alone
             return False
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*pairs, strict=True))
+
+
+def _layer_forward(layer: Any, form: str) -> Callable[..., torch.Tensor]:
+    """Return our forward of a layer, which casts where its verdict says so."""
+    return LAYER_FORWARDS[fusable_form(layer)](form == "casts", takes_residual(layer.mlp))  # type: ignore[index]
+
+
+RESIDUAL_NORM = Kind("residual_norm", fusable_form, _layer_forward, layer_matches)

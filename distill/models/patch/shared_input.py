@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from distill_kernels.matmul.shared_input import shared_linear
 from distill_kernels.matmul.siblings import SIBLINGS, SiblingOutputs
 from distill_kernels.operands import adjacent_as_one
 from torch import nn
+
+from distill.models.patch.swaps import trait_of
 
 GROUP = "_distill_shared_input"
 FP8_GROUP = "_distill_fp8_siblings"  # of a projection that computes in fp8 while it trains, with siblings of its own
@@ -32,6 +35,8 @@ class SharedInput:
         layers: The projections, by the names they have in the module.
     """
 
+    swaps_layers = True  # the projections have a forward of ours for the group
+
     def __init__(self, layers: dict[str, nn.Linear]) -> None:
         self.layers = layers
         self.is_open = False
@@ -39,10 +44,11 @@ class SharedInput:
         self.wasted = False  # an output was made that nobody took: the module calls its projections in another way
         self.outputs: SiblingOutputs[torch.Tensor] = SiblingOutputs()
 
-    def forwards(self, module: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., object]]]:
-        """Return the replacement forwards, by module, if these are the projections of `module`."""
-        yield module, sharing_forward(module)
-        yield from ((layer, projection_forward) for layer in self.layers.values())
+    def fits(self) -> bool:
+        """Return whether all are plain linear layers of one input width, with forwards of their own."""
+        layers = self.layers.values()
+        plain = all(type(layer) is nn.Linear and "forward" not in layer.__dict__ for layer in layers)
+        return plain and len({layer.in_features for layer in layers}) == 1
 
     def weights(self) -> list[nn.Linear]:
         """The layers whose weights are multiplied with the input."""
@@ -81,16 +87,19 @@ def _is_ours(layer: nn.Module) -> bool:
     return ours and type(layer) is nn.Linear and not hooks
 
 
-def groups_of(model: nn.Module) -> Iterator[tuple[nn.Module, SharedInput]]:
-    """Modules of `model` with sibling projections that may be computed as one, and these."""
-    for module in model.modules():
-        for names in SIBLINGS:
-            layers = {name: layer for name in names if type(layer := getattr(module, name, None)) is nn.Linear}
-            free = not any("forward" in layer.__dict__ for layer in layers.values())
-            same = len({layer.in_features for layer in layers.values()}) == 1
-            if len(layers) == len(names) and free and same and isinstance(module.forward, types.MethodType):
-                yield module, SharedInput(layers)
-                break
+def siblings_of(module: nn.Module) -> SharedInput | None:
+    """Return the sibling projections of a module that may be computed as one: plain linear layers, or adapted ones."""
+    for names in SIBLINGS:
+        layers: dict[str, Any] = {
+            name: layer for name in names if isinstance(layer := getattr(module, name, None), nn.Module)
+        }
+        if len(layers) < len(names):
+            continue
+        kinds = {trait_of(layer, "group_kind") for layer in layers.values()}  # of adapted projections
+        group: SharedInput = (kinds.pop() or SharedInput if len(kinds) == 1 else SharedInput)(layers)
+        if group.fits() and isinstance(module.forward, types.MethodType):
+            return group
+    return None
 
 
 def projection_forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from distill.models.gpu_specs import runs_our_kernels
 from distill.models.patch.joined_projections import join_projections
-from distill.models.patch.patching import UNDO, patch
+from distill.models.patch.patching import patch
 from distill.models.patch.shared_input import GROUP
+from distill.models.patch.swaps import FORWARDS, SWAPPED
 
 
 class Snapshot:
@@ -25,7 +26,7 @@ class Snapshot:
     def __init__(self, model: nn.Module) -> None:
         self.model = copy.deepcopy(model).requires_grad_(False)
         for module in self.model.modules():
-            for name in ("forward", UNDO, GROUP):
+            for name in ("forward", SWAPPED, FORWARDS, GROUP):
                 module.__dict__.pop(name, None)
         if runs_our_kernels(next(self.model.parameters()).device):
             patch(self.model, "teacher", attention=None, log_it=False)

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from distill_kernels.launch import device_facts
@@ -24,12 +26,51 @@ from distill_kernels.matmul.shared_input import compute_dtype
 from torch import nn
 
 from distill.models.layers import is_offloaded
+from distill.models.patch.products import down_of_gated, is_plain
+from distill.models.patch.swaps import OTHER, Swap, apply_swap, replace_forward, restore_forward, trait_of
 from distill.models.sharding import is_sharded
 
 log = logging.getLogger(__name__)
 
-GATED = "_distill_gated"  # of an MLP that `patch` knows: names of gate and up, and the activation
-INTERLEAVED = "_distill_interleaved"  # the same and from how many rows on, where the two are interleaved
+NOT_PLAIN = "no plain frozen layers of 16 bits and that width"
+INTERLEAVED = "_distill_interleaved"  # of an MLP: its names, its activation, from how many rows on one product is taken
+
+
+class _InterleavedMlps(Swap):
+    """Swap of gated MLPs of a frozen model for one product of gate and up.
+
+    Args:
+        model: Patched model.
+        min_size: From how many inputs and rows on one product is taken; None where it was not measured on such a GPU.
+    """
+
+    kind = "interleaved"
+
+    def __init__(self, model: nn.Module, min_size: MinSize | None) -> None:
+        self.min_size, self.whole = min_size, not (is_offloaded(model) or is_sharded(model))
+
+    def applies(self, module: nn.Module) -> str | None:
+        if (found := trait_of(module, "gated")) is None:
+            return OTHER
+        if not self.whole or self.min_size is None:
+            return "one product is not measured on this GPU" if self.whole else "the model is offloaded or sharded"
+        return None if _may_be(*_projections(module, found), self.min_size) else NOT_PLAIN
+
+    def swap(self, module: nn.Module) -> None:
+        assert self.min_size is not None
+        gated = trait_of(module, "gated")
+        gate, up = _projections(module, gated)
+        gate.weight.data, up.weight.data = interleave_rows(gate.weight, up.weight)
+        module.__dict__[INTERLEAVED] = (*gated, self.min_size.rows)
+        replace_forward(module, interleaved_forward(module))
+        if gate.weight.is_cuda:  # two blocks that were freed do not hold the next one, of twice their size
+            torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def restore(self, module: nn.Module) -> None:
+        for layer in _projections(module, module.__dict__.pop(INTERLEAVED)):
+            layer.weight.data = layer.weight.contiguous()
+        restore_forward(module)
 
 
 @torch.no_grad()
@@ -37,68 +78,53 @@ def interleave(model: nn.Module, min_size: MinSize | None = None) -> Counter[str
     """Interleave gate and up of the MLPs of a patched, frozen model, in place; a layer at a time is there twice.
 
     Args:
-        min_size: from how many inputs and rows on one product is taken; None for what was measured on such a GPU.
+        model: Patched model.
+        min_size: From how many inputs and rows on one product is taken; None for what was measured on such a GPU.
 
     Returns:
         How many MLPs, by the name they have in a `PatchReport`; a log line says how many stay apart.
     """
     min_size = min_size or MIN_SIZES.get(device_facts(next(model.parameters()).device).family)
-    whole, apart, done = not (is_offloaded(model) or is_sharded(model)), 0, Counter[str]()
-    for module in model.modules():
-        if (found := module.__dict__.get(GATED)) is None:
-            continue
-        gate, up = _projections(module, found)
-        if min_size is None or not whole or not _may_be(gate, up, min_size):
-            apart += 1
-            continue
-        gate.weight.data, up.weight.data = interleave_rows(gate.weight, up.weight)
-        module.__dict__[INTERLEAVED] = (*found, min_size.rows)
-        done["interleaved"] += 1
-        if gate.weight.is_cuda:  # two blocks that were freed do not hold the next one, of twice their size
-            torch.cuda.empty_cache()
-    if apart:
-        why = (
-            "no plain frozen layers of 16 bits and that width"
-            if min_size
-            else "one product is not measured on this GPU"
-        )
-        log.debug("gate and up of %d MLPs stay apart: %s", apart, why if whole else "the model is offloaded or sharded")
-    return done
+    swap = _InterleavedMlps(model, min_size)
+    apart = Counter(filter(None, map(swap.applies, model.modules())))
+    done = apply_swap(model, swap)
+    for reason, count in apart.items():
+        log.debug("gate and up of %d MLPs stay apart: %s", count, reason)
+    return Counter({swap.kind: done} if done else {})
 
 
-@torch.no_grad()
-def separate(module: nn.Module) -> None:
-    """Give the projections of an MLP memory of their own again, where they are interleaved, and forget what it is."""
-    module.__dict__.pop(GATED, None)
-    for layer in _projections(module, found) if (found := module.__dict__.pop(INTERLEAVED, None)) else ():
-        layer.weight.data = layer.weight.contiguous()
+def interleaved_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
+    """Return the replacement of an MLP's forward, which takes one product where that is the way to take."""
+    inner: Callable[..., torch.Tensor] = module.forward.__func__  # type: ignore[attr-defined]
+
+    def forward(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        if (both := gated_product(self, x)) is None:
+            return inner(self, x, residual)
+        down = getattr(self, self.__dict__[INTERLEAVED][2])
+        return down_of_gated(down, lambda hidden: hidden, both, residual=residual)
+
+    return forward
 
 
 def gated_product(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     """`activation(gate(x)) * up(x)` of an interleaved MLP by one product; None where that is not the way to take."""
-    found = module.__dict__.get(INTERLEAVED)
-    if found is None or torch.compiler.is_compiling() or torch.is_grad_enabled() or x.numel() < found[3] * x.shape[-1]:
+    *found, activation, rows = module.__dict__[INTERLEAVED]
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or x.numel() < rows * x.shape[-1]:
         return None
     gate, up = _projections(module, found)
-    if not (_is_plain(gate) and _is_plain(up) and compute_dtype(x) == x.dtype == gate.weight.dtype):
+    if not (is_plain(gate) and is_plain(up) and compute_dtype(x) == x.dtype == gate.weight.dtype):
         return None
     weight = joined_weight(gate.weight, up.weight)
-    return None if weight is None else gated_linear(x, weight, None, found[2])
+    return None if weight is None else gated_linear(x, weight, None, activation)
 
 
-def _projections(module: nn.Module, found: tuple[str, ...]) -> tuple[nn.Linear, nn.Linear]:
+def _projections(module: nn.Module, found: Sequence[str]) -> tuple[nn.Linear, nn.Linear]:
     return getattr(module, found[0]), getattr(module, found[1])
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    """Return whether calling a layer only multiplies by its own weight."""
-    hooks = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
-    return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and layer.bias is None and not hooks
 
 
 def _may_be(gate: nn.Linear, up: nn.Linear, min_size: MinSize) -> bool:
     """Return whether two projections can be interleaved, and whether that is faster."""
-    if not (_is_plain(gate) and _is_plain(up)) or gate.in_features < min_size.inputs:
+    if not (is_plain(gate) and is_plain(up)) or gate.in_features < min_size.inputs:
         return False
     one, other = gate.weight, up.weight
     alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)

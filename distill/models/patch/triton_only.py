@@ -15,7 +15,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from distill.models.head import bare, find_head
-from distill.models.patch.patching import PatchReport, patch
+from distill.models.patch.patching import patch
+from distill.models.patch.swaps import PatchReport
 
 
 def forward_on_triton(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:

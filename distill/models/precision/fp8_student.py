@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from distill_kernels.matmul.fp8_train import fp8_linears, fp8_swiglu_mlp
@@ -17,11 +18,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from distill.core.eval_mode import eval_mode
-from distill.models.head import bare
 from distill.models.layers import find_layers
-from distill.models.patch.forward_comparison import is_close
-from distill.models.patch.patching import UNDO, replace_forward
+from distill.models.patch.forward_comparison import Mismatch, is_close
 from distill.models.patch.shared_input import FP8_GROUP
+from distill.models.patch.swaps import (
+    OTHER,
+    Kind,
+    PatchReport,
+    Swap,
+    apply_swap,
+    replace_forward,
+    restore_forward,
+)
 
 GAINS_FROM = 512  # N K / (N + K)
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -39,30 +47,41 @@ def compute_in_fp8(model: nn.Module) -> int:
     Raises:
         ValueError: None would.
     """
-    undo: list[Callable[[], None]] = bare(model).__dict__.setdefault(UNDO, [])
-    groups = [group for layer in find_layers(model)[1] for group in _groups(layer) if _gains(group)]
-    if not groups:
+    linears = _Fp8Linears(model)
+    if not linears.groups:
         raise ValueError(
             f"student.compute: fp8 expected linear layers with sizes divisible by 16 and N K / (N + K) of {GAINS_FROM} "
             "or more, got none; leave compute out"
         )
-    for group in groups:
-        siblings = SiblingOutputs[torch.Tensor](), group
-        for linear in group:
-            linear.__dict__[FP8_GROUP] = siblings  # copies of a model have their own
-            replace_forward(linear, _linear_forward, undo)
-            undo.append(functools.partial(linear.__dict__.pop, FP8_GROUP))
-    computed = {linear for group in groups for linear in group}
-    verdicts: dict[tuple[object, ...], bool] = {}
-    for module in model.modules():
-        parts = [getattr(module, name, None) for name in GATED]
-        if all(part in computed for part in parts):
-            key = (type(module), *(part.weight.shape for part in parts))  # type: ignore[union-attr]
-            if key not in verdicts:
-                verdicts[key] = _is_swiglu(module)
-            if verdicts[key]:
-                replace_forward(module, _mlp_forward(module), undo)
-    return len(computed)
+    count = apply_swap(model, linears)
+    apply_swap(model, FP8_MLP(model, "student", PatchReport("")))
+    return count
+
+
+class _Fp8Linears(Swap):
+    """Swap of linear layers for products in fp8, those that read the same input together.
+
+    Args:
+        model: Student.
+    """
+
+    kind = "fp8"
+
+    def __init__(self, model: nn.Module) -> None:
+        self.groups: dict[nn.Linear, tuple[SiblingOutputs[torch.Tensor], list[nn.Linear]]] = {}
+        for group in (group for layer in find_layers(model)[1] for group in _groups(layer) if _gains(group)):
+            self.groups |= dict.fromkeys(group, (SiblingOutputs[torch.Tensor](), group))
+
+    def applies(self, module: nn.Module) -> str | None:
+        return None if module in self.groups else OTHER
+
+    def swap(self, module: Any) -> None:
+        module.__dict__[FP8_GROUP] = self.groups[module]  # copies of a model have their own
+        replace_forward(module, _linear_forward)
+
+    def restore(self, module: nn.Module) -> None:
+        module.__dict__.pop(FP8_GROUP)
+        restore_forward(module)
 
 
 def _groups(layer: nn.Module) -> Iterator[list[nn.Linear]]:
@@ -96,15 +115,21 @@ def _gains(group: Sequence[nn.Linear]) -> bool:
     return not group[0].weight.is_cuda or inputs * outputs / (inputs + outputs) >= GAINS_FROM
 
 
+def _projects_in_fp8(mlp: nn.Module) -> bool:
+    """Return whether the projections of a gated MLP all compute in fp8."""
+    parts: list[Any] = [getattr(mlp, name, None) for name in GATED]
+    return all(isinstance(part, nn.Module) and FP8_GROUP in part.__dict__ for part in parts)
+
+
 @torch.no_grad()
-def _is_swiglu(mlp: nn.Module) -> bool:
-    """Return whether a gated MLP without biases computes `down(silu(gate(x)) * up(x))`, by running it."""
+def _swiglu_form(mlp: nn.Module, **_: object) -> str | Mismatch:
+    """Return the form of a gated MLP without biases that computes `down(silu(gate(x)) * up(x))`, by running it."""
     gate, up, down = (getattr(mlp, name) for name in GATED)
     if any(part.bias is not None or part._forward_hooks or part._forward_pre_hooks for part in (gate, up, down)):
-        return False
+        return Mismatch("it has biases or hooks")
     x = 8 * torch.randn(3, gate.in_features, generator=torch.Generator().manual_seed(0)).to(gate.weight)
     with eval_mode(mlp):
-        return is_close(mlp(x), down(F.silu(gate(x)) * up(x)))
+        return "swiglu" if is_close(mlp(x), down(F.silu(gate(x)) * up(x))) else Mismatch("it is no SwiGLU")
 
 
 def _outputs_of(
@@ -132,3 +157,6 @@ def _mlp_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
         return residual[0] + y if residual else y
 
     return forward
+
+
+FP8_MLP = Kind("fp8_mlp", _projects_in_fp8, lambda mlp, form: _mlp_forward(mlp), _swiglu_form)

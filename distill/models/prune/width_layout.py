@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from distill.core.errors import first_line
 from distill.models.head import attention_sizes
 from distill.models.layers import find_layers
-from distill.models.patch.recognition import epsilon_of
+from distill.models.patch.swaps import epsilon_of
 from distill.models.prune.widths import Widths, widths_of, with_widths
 
 Axis = Literal["hidden", "heads", "kv_heads", "intermediate"]

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from distill.core.errors import first_line
 from distill.models.layers import layers_to_keep
-from distill.models.patch.recognition import EPSILONS
+from distill.models.patch.swaps import EPSILONS
 from distill.models.prune.narrow import Selection, cut_parts, exact_factor
 from distill.models.prune.pruning import cut_config
 from distill.models.prune.width_layout import Axis, Layout, Order, entries, find_layout

@@ -25,7 +25,8 @@ from distill.core.ranks import run_on_rank0
 from distill.models.load.loading import TEACHER_SEED, load_config, load_teacher, model_options, without_memory
 from distill.models.patch.attention import keep_soft_cap
 from distill.models.patch.document_rope import rope_by_document
-from distill.models.patch.patching import PatchReport, patch
+from distill.models.patch.patching import patch
+from distill.models.patch.swaps import PatchReport
 from distill.models.prune.pruning import cut_config
 from distill.models.sharding import shard_teacher
 from distill.recipe import Teacher

@@ -1,0 +1,184 @@
+"""Interface of what puts our forwards in the place of a model's: one kind each, none of which knows another.
+
+for swap in swaps:                      # in the order of `patching.SWAPS`
+    apply_swap(model, swap)
+restore_swaps(model)                    # all of them, the last one first
+"""
+
+from __future__ import annotations
+
+import types
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+
+from distill.models.head import bare
+from distill.models.patch.forward_comparison import Mismatch
+
+Role = Literal["teacher", "student"]
+SWAPPED = "_distill_swapped"  # of a bare model: its swaps, each with a module, in the order in which they were made
+FORWARDS = "_distill_forwards"  # of a module: the forwards that ours took the place of; None for its class's
+OTHER = ""  # reason of a swap for a module that is not of its kind
+EPSILONS = ("variance_epsilon", "eps", "epsilon")  # names of a norm's epsilon
+
+
+@dataclass
+class PatchReport:
+    """Result of `patch`.
+
+    Attributes:
+        model_type: The configuration's model type.
+        swapped: How many modules of each kind run our kernels now.
+        left: Class names that looked alike but compute something else, with the reason.
+        attention: Back end in use, or None where the model kept its own attention.
+        loss: Whether a call with labels computes the fused loss and no logits.
+        verdicts: What was found about each kind of module, for a model of the same parts without weights.
+    """
+
+    model_type: str
+    swapped: Counter[str] = field(default_factory=Counter)
+    left: dict[str, str] = field(default_factory=dict)
+    attention: str | None = None
+    loss: bool = False
+    verdicts: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def __str__(self) -> str:
+        parts = [f"{count} {kind}" for kind, count in self.swapped.items()]
+        if self.attention:
+            parts.append(f"attention {self.attention}")
+        parts += ["loss"] if self.loss else []
+        text = f"{self.model_type}: {', '.join(parts) or 'nothing swapped'}"
+        if self.left:
+            text += "; left as they are: " + ", ".join(f"{name} ({reason})" for name, reason in self.left.items())
+        return text
+
+
+class Swap:
+    """One kind of replacement.
+
+    Attributes:
+        kind: Name in the report.
+    """
+
+    kind: str
+
+    def applies(self, module: nn.Module) -> str | None:
+        """Return why a module is left as it is: `OTHER` for one of another kind; None where `swap` may be called."""
+        raise NotImplementedError
+
+    def swap(self, module: nn.Module) -> None:
+        """Put our forward in."""
+        raise NotImplementedError
+
+    def restore(self, module: nn.Module) -> None:
+        """Give a module back what it had before `swap`."""
+        restore_forward(module)
+
+
+class Kind(NamedTuple):
+    """Kind of module that we know; a call returns its swap.
+
+    Attributes:
+        name: Name in the report.
+        candidate: Function that returns whether a module looks like one.
+        forward: Function that returns our forward of a module of a form.
+        form: Function that runs a candidate, with gradients or without, and returns its form or a `Mismatch`; None
+            where the class alone tells.
+    """
+
+    name: str
+    candidate: Callable[[Any], object]
+    forward: Callable[[Any, Any], Callable[..., Any]]
+    form: Callable[..., Any] | None = None
+
+    def __call__(self, model: nn.Module, role: Role, report: PatchReport) -> RecognisedSwap:
+        """Return the swap of a model's modules of this kind; arguments as of `RecognisedSwap`."""
+        return RecognisedSwap(model, role, report, self)
+
+
+class RecognisedSwap(Swap):
+    """Swap of modules of a kind, which are run to find the form of them that we know.
+
+    Args:
+        model: Bare model that is patched.
+        role: What it is in training; gradients are compared of a student only.
+        report: Report of `patch`, with its verdicts.
+        kind: Kind of module.
+    """
+
+    def __init__(self, model: nn.Module, role: Role, report: PatchReport, kind: Kind) -> None:
+        self.model, self.gradients, self.report = model, role == "student", report
+        self.kind, self.of = kind.name, kind
+
+    def applies(self, module: nn.Module) -> str | None:
+        """Return the reason of a candidate's verdict; one like it is not run again."""
+        if not self.of.candidate(module) or self.of.form is None:
+            return None if self.of.candidate(module) else OTHER
+        verdicts, key = self.report.verdicts, self._key(module)
+        if key not in verdicts:
+            if any(parameter.is_meta for parameter in module.parameters()):
+                return "no verdict on it, and no weights to try"
+            verdicts[key] = self.of.form(module, model=self.model, gradients=self.gradients)
+        verdict = verdicts[key]
+        return f"not a {self.kind} of ours: {verdict.reason}" if isinstance(verdict, Mismatch) else None
+
+    def swap(self, module: nn.Module) -> None:
+        """Put in the forward of the form that was found."""
+        replace_forward(module, self.of.forward(module, self.report.verdicts.get(self._key(module))))
+
+    def _key(self, module: nn.Module) -> object:
+        # modules of one class with the same shapes and settings get one verdict
+        shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
+        return self.kind, type(module), shapes, epsilon_of(module)
+
+
+def epsilon_of(module: nn.Module) -> float | None:
+    """Return the epsilon of a norm; None where it has none."""
+    for name in EPSILONS:
+        if isinstance(value := getattr(module, name, None), float):
+            return value
+    return None
+
+
+def apply_swap(model: nn.Module, swap: Swap) -> int:
+    """Swap the modules of a model, bare or inside PEFT, that a swap applies to, and return how many."""
+    count = 0
+    for module in list(model.modules()):
+        if swap.applies(module) is None:
+            swap_module(model, swap, module)
+            count += 1
+    return count
+
+
+def swap_module(model: nn.Module, swap: Swap, module: nn.Module) -> None:
+    """Swap a module that a swap applies to."""
+    swap.swap(module)
+    bare(model).__dict__.setdefault(SWAPPED, []).append((swap, module))
+
+
+def restore_swaps(model: nn.Module) -> None:
+    """Take back all swaps of a model, the last one first; nothing where there are none."""
+    for swap, module in reversed(bare(model).__dict__.pop(SWAPPED, [])):
+        swap.restore(module)
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Give a module a forward of ours; `restore_forward` gives it back the one it had."""
+    module.__dict__.setdefault(FORWARDS, []).append(module.__dict__.get("forward"))
+    module.forward = types.MethodType(forward, module)
+
+
+def restore_forward(module: nn.Module) -> None:
+    """Give a module back the forward that the last `replace_forward` took the place of."""
+    before = module.__dict__[FORWARDS].pop()
+    del module.forward
+    if before is not None:
+        module.forward = before
+
+
+def trait_of(module: nn.Module, name: str) -> Any:
+    """Return an attribute that a swap gave to the forward that a module runs; None without it."""
+    return getattr(getattr(module.__dict__.get("forward"), "__func__", None), name, None)
