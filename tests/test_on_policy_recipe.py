@@ -40,7 +40,7 @@ def test_data_without_prompts_are_refused_before_weights_are_read(workplace, mon
         distill.run.run(parse(RECIPE, ["data.source=plain.txt"]))
 
 
-def test_memory_is_counted(workplace):
+def test_check_counts_the_kv_cache_of_rollouts(workplace):
     from distill.planning.devices import find_device
     from distill.planning.memory import step_memory
     from distill.planning.preflight import check, device_plan

@@ -114,7 +114,7 @@ def test_loss_and_gradients_are_those_of_the_definition(tail, told, extra):
 
 
 @pytest.mark.parametrize("tail", TAILS)
-def test_each_tokens_loss(tail):
+def test_loss_per_token_equals_the_dense_definition(tail):
     student, teacher, labels = operands()
     expected = dense(logits_of(student), logits_of(teacher), tail).masked_fill(labels == IGNORE_INDEX, 0)
     upstream = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -238,7 +238,7 @@ def test_teachers_with_all_or_no_mass_in_the_tail(mass):
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("k", [K, V])
 @pytest.mark.parametrize("dtype, allowed", [(torch.float32, 1e-5), (torch.bfloat16, PROMISED_GRADIENT)])
-def test_in_the_kernels(dtype, allowed, k, tail):
+def test_kernel_gradients_equal_fp64(dtype, allowed, k, tail):
     """Gradients; 16 bits against what fp64 makes of the same numbers."""
     student, teacher, labels = operands(dtype, seed=6)
     wide = {name: value.detach().double().requires_grad_() for name, value in student.items()}
@@ -264,7 +264,7 @@ def test_in_the_kernels(dtype, allowed, k, tail):
         ([("jsd", 0.3), ("cross_entropy", 0.5)], "divergence", 0.3),
     ],
 )
-def test_it_is_summed_with_others_and_the_figures_are_of_whole_distributions(others, called_, weight):
+def test_term_adds_to_others_and_metrics_are_of_whole_distributions(others, called_, weight):
     """Alone, or with hard labels alone, those of the forward KL; the log divides by the weight."""
     term = {"type": "top_k_reverse_kl", "k": 8, "weight": 0.7}
     rest = [{"type": name, "weight": weight} for name, weight in others]
@@ -290,7 +290,7 @@ def test_it_is_summed_with_others_and_the_figures_are_of_whole_distributions(oth
     torch.testing.assert_close(figures, outcome(rest if soft else [{"type": "forward_kl"}])[2])
 
 
-def test_its_weight_follows_a_schedule():
+def test_scheduled_weight_of_zero_queries_no_teacher():
     """Down to 0, where hard labels are all that is left and the teacher is not asked."""
     section = Loss.model_validate(
         {
@@ -352,7 +352,7 @@ def test_recipes_with_this_loss():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tail", TAILS)
-def test_full_size(device, tail):
+def test_full_vocabulary_matches_fp32_without_a_host_sync(device, tail):
     """Against fp32 logits of the same 16-bit operands, chunk by chunk; without a wait, within 3 GiB."""
     shape, k = (4096, 151936, 896, 1536), 64
     x, w, x_t, w_t = realistic_heads(*shape, dtype=torch.bfloat16, device=device)

@@ -322,7 +322,7 @@ def test_saves_and_loads_as_before(tmp_path):
     assert_same(fused(input_ids=ids(), use_cache=False).logits, expected)
 
 
-def test_mistakes_are_named():
+def test_errors_name_the_invalid_argument():
     model = make("llama")
     with pytest.raises(ValueError, match="role"):
         patch(model, "teachers")

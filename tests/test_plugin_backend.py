@@ -35,13 +35,13 @@ def test_stores_and_contexts_change_no_bit(place):
         assert found["after"]["forward_kl"] == pytest.approx(told["after"]["forward_kl"], rel=0.05)
 
 
-def test_it_has_a_route(place):
+def test_plugin_backend_serves_a_route(place):
     routed = STUDENT + TWO_TERMS + PAIRS % (", teacher: domain", "")
     found = figures(f"teachers: [{{{PLUGIN}, route: even}}, {{model: other, route: odd}}]\n{routed}", place)
     assert found["after"]["forward_kl"] < found["before"]["forward_kl"]
 
 
-def test_commands_name_it(place, capsys):
+def test_commands_accept_or_name_a_plugin_backend(place, capsys):
     with alone(place) as folder:
         (folder / "golden.yaml").write_text(f"teacher: {{{PLUGIN}}}\n{MIXED}")
         assert run_command(["validate", "golden.yaml"]) == 0

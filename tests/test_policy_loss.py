@@ -23,7 +23,7 @@ from torch.nn import functional as F
         }
     )
 )
-def test_values_and_gradients(where, few_columns, monkeypatch, name, dtype, rows, vocab):
+def test_values_and_gradients_equal_fp64(where, few_columns, monkeypatch, name, dtype, rows, vocab):
     monkeypatch.setattr("distill_kernels.losses.linear.REFERENCE_CHUNK_ELEMENTS", 5 * V)
     settings = SETTINGS[name]
     tensors, labels, advantages, reference = draw(where, dtype, vocab=vocab)
@@ -184,7 +184,7 @@ def test_a_frozen_head_and_padding_columns(where, head):
 
 @pytest.mark.parametrize("name", ["plain", "k3", "k2 and entropy", "everything"])
 @pytest.mark.parametrize("grad", [True, False])
-def test_statistics(where, name, grad):
+def test_statistics_equal_their_definitions(where, name, grad):
     settings = SETTINGS[name]
     tensors, labels, advantages, reference = draw(where)
     given = given_of(tensors, labels, advantages, reference, settings)
@@ -240,7 +240,7 @@ def test_small_advantages_do_not_underflow_in_float16(where):
     assert relative_error(made, exact) < 1e-3
 
 
-def test_several_chunks(kernel_device, monkeypatch):
+def test_chunks_give_the_loss_of_one_pass(kernel_device, monkeypatch):
     monkeypatch.setattr(planning, "ROW_MULTIPLE", 16)
     tensors, labels, advantages, reference = draw(kernel_device, torch.bfloat16, rows=90)
     given = given_of(tensors, labels, advantages, reference, EVERYTHING)

@@ -88,7 +88,7 @@ def test_compiled_calls_equal_eager_ones(device, reduction, name):
     assert all(relative_error(a, b) < 1e-6 for a, b in zip(one, other, strict=True))
 
 
-def test_opcheck(device):
+def test_operators_pass_opcheck(device):
     (x, w, _), labels, advantages, reference = draw(device)
     module = FusedPolicyGradientLoss(kl_weight=0.1)
     required = [True, True, False, False, False, True]
@@ -111,7 +111,7 @@ def test_modifying_what_backward_reads_raises(where):
         loss.sum().backward()
 
 
-def test_mistakes_are_named(device):
+def test_errors_name_the_invalid_argument(device):
     (x, w, _), labels, advantages, _ = draw(device)
     for make, message in [
         (lambda: FusedPolicyGradientLoss(clip=0.0), "clip: expected None or a number above 0, got 0.0"),
@@ -135,7 +135,7 @@ def test_mistakes_are_named(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", list(SETTINGS))
 @pytest.mark.parametrize("rows, vocab", [(2048, 128_256), (1000, 151_936), (6000, 32_000)])
-def test_full_size(device, rows, vocab, name):
+def test_full_vocabulary_keeps_the_error_bounds(device, rows, vocab, name):
     settings = SETTINGS[name]
     tensors, labels, advantages, reference = draw(device, torch.bfloat16, rows, vocab, hidden=512)
     given = given_of(tensors, labels, advantages, reference, settings)

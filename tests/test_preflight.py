@@ -353,7 +353,7 @@ def test_check_prints_a_plan_and_succeeds(workplace, capsys):
     assert not Path("runs").exists()
 
 
-def test_check_as_json(workplace, capsys):
+def test_check_prints_its_report_as_json(workplace, capsys):
     assert run_command(["check", "mine.yaml", "--gpu", "A100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and found["vocabulary_ok"] and found["student"]["layers"] == 2

@@ -134,7 +134,7 @@ def test_gradients_are_those_of_the_straight_through_definition(kernel_device, n
         torch.testing.assert_close(ours.double().cpu()[live], right[live], rtol=2e-4, atol=2e-5)
 
 
-def test_mistakes_are_named():
+def test_errors_name_the_invalid_argument():
     with pytest.raises(ValueError, match="format: expected one of q4_0, q8_0, int4_g32, int8, got 'q5_0'"):
         fake_quantise(torch.zeros(2, 64), "q5_0")
     with pytest.raises(ValueError, match=r"weight: expected .* K divisible by 32 for q4_0, got \(2, 40"):
@@ -146,7 +146,7 @@ def test_mistakes_are_named():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("rows, columns", [(8192, 2048), (151_936, 1536), (4096, 14_336)])
-def test_real_shapes(device, name, rows, columns):
+def test_kernel_equals_the_reference_on_shapes_of_real_models(device, name, rows, columns):
     w = torch.randn(rows, columns, device=device) * 0.02
     scale = reference_scale(w, name) * 0.9
     assert torch.equal(fake_quantise(w, name), reference_fake_quantise(w, name))

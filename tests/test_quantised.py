@@ -88,7 +88,7 @@ def test_a_quantised_checkpoint_is_a_teacher(folder, tmp_path):
     assert learns(DistillationTrainer(student, teacher, settings, train_dataset=rows()))
 
 
-def test_its_loss_is_that_of_its_own_logits(folder, tmp_path):
+def test_loss_of_a_quantised_teacher_equals_that_of_its_logits(folder, tmp_path):
     teacher, student = load_teacher(Teacher(model=folder)), tiny_model(seed=2)
     made = DistillationTrainer(student, teacher, arguments(tmp_path), train_dataset=rows())
     batch = made.data_collator([rows(1, ragged=False)[0]])
@@ -108,7 +108,7 @@ def test_a_whole_run_with_it(workplace, capsys):  # noqa: F811
     assert "quantised   linear layers of the teacher by bitnet, except its head" in capsys.readouterr().out
 
 
-def test_it_counts_as_what_it_is_built_as(folder):
+def test_parameter_count_is_that_of_the_unquantised_model(folder):
     """Whatever its layers keep: packed weights would count as fewer, buffers not at all."""
     teacher, plain = load_teacher(Teacher(model=folder)), tiny_model(layers=3, tie=False).requires_grad_(False)
     for layer in teacher.model.layers:  # as GPTQ's and AWQ's layers keep them

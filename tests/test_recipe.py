@@ -222,7 +222,7 @@ def test_the_student_has_a_source():
     assert random.student.init == "random"
 
 
-def test_owned_arguments_exist():
+def test_owned_arguments_exist_in_training_arguments():
     import dataclasses
 
     transformers = pytest.importorskip("transformers")

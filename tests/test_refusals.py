@@ -56,12 +56,12 @@ def test_arguments_that_are_no_tensors(path, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sparse_tensors(path, name):
+def test_sparse_tensors_are_refused(path, name):
     each_in_turn(name, path, torch.Tensor.to_sparse, r"\w+: expected a dense tensor, got layout torch.sparse_coo")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_vmap(path, name):
+def test_vmap_is_refused(path, name):
     tensors = tensors_of(name, path)
     for argument, tensor in tensors.items():
         with pytest.raises(ValueError, match=r"\w+: expected a plain tensor, got one inside torch.vmap or"):
@@ -69,7 +69,7 @@ def test_vmap(path, name):
 
 
 @pytest.mark.parametrize("name", LEARNING)
-def test_functional_gradients(path, name):
+def test_functional_gradients_are_refused(path, name):
     tensors = tensors_of(name, path)
     for argument in sorted(CALLS[name].learned):
         with pytest.raises(ValueError, match=r"\w+: expected a plain tensor, got one inside torch.vmap or"):
@@ -77,7 +77,7 @@ def test_functional_gradients(path, name):
 
 
 @pytest.mark.parametrize("name", [name for name in LEARNING if name not in BY_TORCH])
-def test_gradients_of_gradients(path, name):
+def test_gradients_of_gradients_are_refused(path, name):
     """A penalty on a gradient added 0: the gradient came back as a constant."""
     tensors = tensors_of(name, path)
     learned = [tensors[key].requires_grad_() for key in sorted(CALLS[name].learned)]

@@ -229,7 +229,7 @@ def test_charts_draw_lines_where_there_are_numbers():
         line_chart(Chart("", [Series("a", [(1, float("inf"))])]), "x")
 
 
-def test_numbers_are_short():
+def test_numbers_are_printed_with_few_digits():
     assert [short(x) for x in (0, 2e-5, 0.5, 12_345, 3.2e6, 8e9)] == ["0", "2e-5", "0.5", "12.3k", "3.2M", "8B"]
 
 

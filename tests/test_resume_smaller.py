@@ -391,7 +391,7 @@ def test_shards_are_not_read_by_one_process_nor_a_whole_student_into_shards(stop
 
 
 @pytest.mark.full
-def test_on_two_processes(stopped, capsys):
+def test_resume_on_two_processes_takes_smaller_micro_batches(stopped, capsys):
     """The same weights with smaller micro-batches on as many processes; on fewer it is refused."""
     run_as_two("-m", "distill", "run", "r.yaml", "--name", "two", cwd=stopped)
     run = stopped / "runs/two"

@@ -32,7 +32,7 @@ def make(device, rows, hidden, dtype, form, *, seed=0):
         }
     )
 )
-def test_rms_norm(kernel_device, rows, hidden, form, dtype):
+def test_rms_norm_equals_its_reference(kernel_device, rows, hidden, form, dtype):
     inputs = make(kernel_device, rows, hidden, dtype, form)
     check_layer(
         lambda x, w: rms_norm(x, w, 1e-6, form), lambda x, w: reference_rms_norm(x, w, 1e-6, form), inputs, dtype
@@ -42,7 +42,7 @@ def test_rms_norm(kernel_device, rows, hidden, form, dtype):
 @pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", ["llama", "gemma"])
-def test_add_rms_norm(kernel_device, form, dtype):
+def test_add_rms_norm_equals_its_reference(kernel_device, form, dtype):
     x, weight = make(kernel_device, 19, 200, dtype, form)
     residual = draw(19, 200, dtype=dtype, device=kernel_device, seed=5)
     check_layer(
@@ -97,7 +97,7 @@ def test_written_in_another_dtype(kernel_device, form):
 
 @pytest.mark.parametrize("used", ["both", "norm", "input"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norm_and_input(kernel_device, dtype, used):
+def test_norm_and_input_sum_the_gradients_of_both_outputs(kernel_device, dtype, used):
     def one(y, x):
         return {"both": y * 0.7 + x * 1.3, "norm": y, "input": x * 1.3}[used]
 
@@ -140,7 +140,7 @@ def test_no_weight_and_frozen_weight(kernel_device):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("layout", ["slice", "transposed", "expanded", "three_dims"])
-def test_strided_inputs(kernel_device, layout):
+def test_strided_inputs_give_the_same_result(kernel_device, layout):
     base = draw(6, 4, 160, dtype=torch.float32, device=kernel_device)
     x = {
         "slice": base[..., 40:104],
@@ -153,7 +153,7 @@ def test_strided_inputs(kernel_device, layout):
     check_layer(add_rms_norm, reference_add_rms_norm, (x, x.contiguous() * 0.5, weight), torch.float32)
 
 
-def test_strided_upstream_gradient(kernel_device):
+def test_strided_upstream_gradients_give_the_same_result(kernel_device):
     x, weight = make(kernel_device, 6, 64, torch.float32, "llama")
     check_layer(
         lambda *a: rms_norm(*a).t()[3:9], lambda *a: reference_rms_norm(*a).t()[3:9], (x, weight), torch.float32
@@ -178,7 +178,7 @@ def test_large_and_empty_rows(kernel_device):
 
 
 @pytest.mark.parametrize("form", ["llama", "gemma"])
-def test_equals_transformers(kernel_device, form):
+def test_rms_norm_equals_that_of_transformers(kernel_device, form):
     from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -207,7 +207,7 @@ def test_every_program_of_backward_takes_several_rows(kernel_device, monkeypatch
         check_layer(rms_norm, reference_rms_norm, make(kernel_device, 45, 33, dtype, "llama"), dtype)
 
 
-def test_op_and_compile(kernel_device):
+def test_op_passes_opcheck_and_compiles_without_a_graph_break(kernel_device):
     x, weight = make(kernel_device, 5, 48, torch.float32, "llama")
     x.requires_grad_()
     weight.requires_grad_()
@@ -252,7 +252,7 @@ def test_cpu_tensors_take_the_reference(device):
         (lambda x: rms_norm(x.double()), "x: expected dtype float32, bfloat16 or float16, got torch.float64"),
     ],
 )
-def test_mistakes_are_named(kernel_device, call, match):
+def test_errors_name_the_invalid_argument(kernel_device, call, match):
     with pytest.raises(ValueError, match=match):
         call(torch.ones(2, 8, device=kernel_device))
 
@@ -262,7 +262,7 @@ def test_mistakes_are_named(kernel_device, call, match):
 @pytest.mark.parametrize(
     "rows, hidden", [(8192, 2048), (1000, 4096), (257, 5120), (64, 8192), (33, 16384), (65537, 128)]
 )
-def test_real_shapes(device, rows, hidden, dtype):
+def test_kernel_equals_the_reference_on_shapes_of_real_models(device, rows, hidden, dtype):
     inputs = make(device, rows, hidden, dtype, "llama")
     check_layer(rms_norm, reference_rms_norm, inputs, dtype)
 

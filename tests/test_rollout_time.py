@@ -92,7 +92,7 @@ def test_other_engines_have_no_time_estimate(override, plan, capsys):
     assert "of at most 8 tokens: time unknown" in capsys.readouterr().out
 
 
-def test_check_prints_rollouts(plan, capsys):
+def test_check_estimates_the_time_of_rollouts(plan, capsys):
     assert run_command(["check", "r.yaml", "--gpu", "H200", "data.packing=false"]) == 0
     assert "rollouts    8 per step of at most 8 tokens: 0.00 s of it if all are that long" in capsys.readouterr().out
     assert run_command(["check", "r.yaml", "--gpu", "H200", "--json"]) == 0

@@ -69,7 +69,7 @@ def test_log_probs_are_not_summed():
         fused_log_probs(hidden, weight[:, :3], labels)
 
 
-def test_its_expectation_is_the_gradient_of_the_reverse_kl():
+def test_expected_policy_gradient_is_the_gradient_of_the_reverse_kl():
     """Summed over every token that could be drawn, by how likely it is."""
     generator = torch.Generator().manual_seed(3)
     z_s = torch.randn(4, 9, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -81,7 +81,7 @@ def test_its_expectation_is_the_gradient_of_the_reverse_kl():
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_ratio_and_clipping():
+def test_importance_ratio_and_clipping_follow_their_definition():
     """Against the definition, a token at a time; what is clipped has no gradient."""
     log_p = torch.tensor([[-1.0, -1.0, -1.0, -1.0]], dtype=torch.float64, requires_grad=True)
     drawn = torch.tensor([[-1.0, -1.5, -1.5, -0.5]], dtype=torch.float64)
@@ -203,7 +203,7 @@ def test_a_gradient_of_zero_is_found(monkeypatch):
     assert found_by_doctor(monkeypatch, lambda log_p, gain: -gain.detach() + 0 * log_p)
 
 
-def test_recipes_that_draw():
+def test_policy_gradient_recipes_require_plain_sampling():
     recipe = parse(BASE)
     assert parse(dump(recipe)) == recipe
     two = BASE.replace("teacher: {model: t}", "teachers: [{model: t, route: a}, {model: u, route: a}]")

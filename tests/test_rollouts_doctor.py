@@ -38,7 +38,7 @@ MADE = {
 
 @pytest.mark.parametrize("check", ROLLOUT_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("kind", MADE)
-def test_holds(kind, check):
+def test_rollout_invariants_hold(kind, check):
     finding = check(MADE[kind]())
     assert finding.passed is (None if kind == "one" else True), finding
 

@@ -32,14 +32,14 @@ SHAPES = [(1, 1, 1, 1, 2), (2, 4, 2, 5, 64), (1, 9, 3, 7, 80), (2, 3, 1, 4, 6), 
 
 @pytest.mark.few(8)
 @pytest.mark.parametrize(*pairwise({"dtype": DTYPES, "shape": SHAPES, "shared": [True, False]}))
-def test_rope(kernel_device, shape, shared, dtype):
+def test_rope_equals_its_reference(kernel_device, shape, shared, dtype):
     inputs = make(kernel_device, shape, dtype, shared=shared)
     check_layer(rope, reference_rope, inputs, dtype, differentiate=GRADIENTS)
 
 
 @pytest.mark.parametrize("projected", [True, False])
 @pytest.mark.parametrize("rotary", [2, 16, 20])
-def test_partial_rotary(kernel_device, rotary, projected):
+def test_partial_rotary_equals_its_reference(kernel_device, rotary, projected):
     inputs = make(kernel_device, (2, 4, 2, 5, 24), torch.bfloat16, rotary=rotary, projected=projected)
     check_layer(rope, reference_rope, inputs, torch.bfloat16, differentiate=GRADIENTS)
 
@@ -64,7 +64,7 @@ def test_fp32_angles_for_bf16_heads(kernel_device):
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_equals_transformers(kernel_device, partial):
+def test_rope_equals_that_of_transformers(kernel_device, partial):
     from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as partial_rope
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rope
 
@@ -73,7 +73,7 @@ def test_equals_transformers(kernel_device, partial):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_layouts(kernel_device):
+def test_rope_keeps_the_layout_of_its_inputs(kernel_device):
     q, k, cos, sin = make(kernel_device, (2, 4, 2, 5, 16), torch.float32)
     rotated, _ = rope(q, k, cos, sin)
     assert rotated.stride() == q.stride(), "a transposed projection keeps its layout"
@@ -86,7 +86,7 @@ def test_layouts(kernel_device):
 
 
 @pytest.mark.parametrize("rotary", [16, 8])
-def test_in_place(kernel_device, rotary):
+def test_rope_in_place_equals_rope(kernel_device, rotary):
     q, k, cos, sin = make(kernel_device, (2, 4, 2, 5, 16), torch.float32, rotary=rotary)
     expected = rope(q, k, cos, sin)
     with poisoned_memory():
@@ -105,14 +105,14 @@ def test_in_place_on_the_cpu(device):
     torch.testing.assert_close((q, k), expected)
 
 
-def test_op_and_compile(kernel_device):
+def test_op_passes_opcheck_and_compiles_without_a_graph_break(kernel_device):
     q, k, cos, sin = make(kernel_device, (2, 4, 2, 5, 16), torch.float32)
     torch.library.opcheck(torch.ops.distill.rope.default, (q.requires_grad_(), k.requires_grad_(), cos, sin, False))
     torch.library.opcheck(torch.ops.distill.rope_in_place.default, (q.detach(), k.detach(), cos, sin))
     check_compiles(rope, (q, k, cos, sin), GRADIENTS)
 
 
-def test_no_tokens(kernel_device):
+def test_rope_accepts_no_tokens(kernel_device):
     q, k, cos, sin = make(kernel_device, (2, 4, 2, 0, 16), torch.float32)
     assert rope(q, k, cos, sin)[0].shape == (2, 4, 0, 16)
 
@@ -130,7 +130,7 @@ def test_no_tokens(kernel_device):
         (lambda q, k, c, s: (q.double(), k, c, s), "q: expected dtype .* got torch.float64"),
     ],
 )
-def test_mistakes_are_named(kernel_device, change, match):
+def test_errors_name_the_invalid_argument(kernel_device, change, match):
     with pytest.raises(ValueError, match=match):
         rope(*change(*make(kernel_device, (2, 4, 2, 5, 16), torch.float32)))
 
@@ -138,5 +138,5 @@ def test_mistakes_are_named(kernel_device, change, match):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(2, 32, 8, 4096, 64), (2, 32, 8, 1024, 128), (1, 14, 2, 1000, 80)], ids=str)
-def test_real_shapes(device, shape, dtype):
+def test_kernel_equals_the_reference_on_shapes_of_real_models(device, shape, dtype):
     check_layer(rope, reference_rope, make(device, shape, dtype), dtype, differentiate=GRADIENTS)

@@ -188,7 +188,7 @@ def test_rows_go_to_the_teacher_they_name(tmp_path, monkeypatch):
     assert counted == 24
 
 
-def test_recipes_with_routes():
+def test_invalid_routes_are_one_error_each():
     recipe = parse(BASE)
     assert parse(dump(recipe)) == recipe
     for text, told in (

@@ -186,7 +186,7 @@ def plain_data(place):
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["server", "cache", "context"])
-def test_doctor(place, url, cache, kind):
+def test_doctor_passes_on_mixtures_in_routes(place, url, cache, kind):
     """Answers of the student's own too, but of a cache."""
     own = ["data.on_policy={max_new_tokens: 6, fraction: 0.5}", "data.packing=false"] * (kind != "cache")
     other = f"type: server, url: '{url}'" if kind == "server" else cache
@@ -263,7 +263,7 @@ def test_a_context_in_a_route_is_the_context_without_one():
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["context", "server"])
-def test_resume_is_exact(place, url, kind):
+def test_resume_of_mixtures_in_routes_is_exact(place, url, kind):
     """The running average is in the checkpoint; answers of the student's own keep what their teacher reads."""
     teachers = informed_routes(place) if kind == "context" else mixed(place, f"type: server, url: '{url}'")
     more = ["data.on_policy={max_new_tokens: 6, fraction: 0.5}", "train.save_every=2", "data.packing=false"]
@@ -392,7 +392,7 @@ def test_check_counts_what_each_model_reads(place):
         ),
     ],
 )
-def test_what_is_refused(place, teachers, override, told):
+def test_unsupported_routes_are_refused(place, teachers, override, told):
     with pytest.raises(RecipeError) as error:
         recipe_of(place, teachers, *[override] * bool(override))
     assert len(error.value.faults) == 1 and told in error.value.faults[0], error.value.faults

@@ -89,7 +89,7 @@ def loaded(place):
 
 
 @pytest.mark.parametrize("served", [("talk",), TEACHERS], ids=" and ".join)
-def test_the_same_bits(place, urls, loaded, served):
+def test_served_routes_train_bit_identically(place, urls, loaded, served):
     recipe = recipe_of(place, {name: urls[name] for name in served})
     assert parse(dump(recipe)) == recipe
     weights, result = trained(recipe, "-".join(served))
@@ -178,7 +178,7 @@ def head_begins(path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["server", "cache"])
-def test_doctor(place, urls, cache, kind):
+def test_doctor_passes_on_served_routes(place, urls, cache, kind):
     talk = urls["talk"] if kind == "server" else f"type: cache, path: {cache}"
     findings = list(examine(recipe_of(place, {"talk": talk}, "train.steps=2")))
     assert len(findings) > 8 and not [finding for finding in findings if not finding.passed]
@@ -238,7 +238,7 @@ def test_a_server_that_is_gone_ends_the_run_in_a_line(place, urls, monkeypatch):
         ("teachers.1.url=[http://127.0.0.1:9, http://127.0.0.1:9]", "expected each server once"),
     ],
 )
-def test_what_is_refused(place, override, told):
+def test_unsupported_routes_are_refused(place, override, told):
     with pytest.raises(RecipeError) as error:
         recipe_of(place, {"talk": "http://127.0.0.1:9"}, override)
     assert any(told in fault for fault in error.value.faults), error.value.faults

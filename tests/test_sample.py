@@ -79,7 +79,7 @@ def test_the_output_is_a_data_source(workplace):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kept, cut", [(0, 0), (3, 0), (4, 0), (4, 25), (7, 0)])
-def test_it_continues_where_it_stopped(workplace, kept, cut):
+def test_sampling_continues_where_it_stopped(workplace, kept, cut):
     settings = {"sampling": Sampling(1.0), "seed": 5}
     run(workplace, **settings)
     whole = (workplace / "answers.jsonl").read_bytes()
@@ -185,7 +185,7 @@ def test_engines_agree_and_unknown_ones_are_refused(workplace):
         run(workplace, engine="magic", out="v.jsonl")
 
 
-def test_the_command(workplace, capsys):
+def test_sample_writes_responses_and_reports_them(workplace, capsys):
     arguments = [
         "sample",
         "recipe.yaml",

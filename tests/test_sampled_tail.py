@@ -130,7 +130,7 @@ def test_of_all_columns_it_is_the_reverse_kl(k, t):
     assert_same(called(tail_loss(k, t), student, teacher, labels), expected, student)
 
 
-def test_it_is_no_less_than_nothing_and_zero_at_the_teacher():
+def test_loss_is_never_negative_and_zero_at_the_teacher():
     student, _, labels = operands()
     same = {"hidden": student["hidden"].detach(), "weight": student["weight"].detach(), "bias": None}
     assert called(tail_loss(), student, same, labels).abs() < 1e-12
@@ -218,7 +218,7 @@ def test_what_k_tokens_cannot_give_is_refused(given, message):
         stored(**given)
 
 
-def test_every_invariant_holds():
+def test_invariants_hold_with_a_sampled_tail():
     subject = answering()
     subject.loss = Loss.model_validate({"terms": [{"type": "top_k_reverse_kl", "k": 8, "tail": "sampled"}]})
     for check in CHECKS:

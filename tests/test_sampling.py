@@ -104,7 +104,7 @@ def test_the_op_passes_opcheck():
     torch.library.opcheck(torch.ops.distill.sample_tokens.default, (*inputs(2, 9, "cpu"), 1.0))
 
 
-def test_mistakes_are_named():
+def test_errors_name_the_invalid_argument():
     logits, seeds, draws = inputs(2, 9, "cpu")
     for arguments, name in (
         ((logits[0], seeds, draws), "logits"),

@@ -112,7 +112,7 @@ def test_each_step_has_the_loss_of_its_number(here):
     assert len({batch["loss"].item() for batch in seen}) == 8
 
 
-def test_it_is_logged_and_resumes_bit_identically(here):
+def test_schedule_is_logged_and_resumes_bit_identically(here):
     (here / "r.yaml").write_text(BASE + f"loss: {{{TERMS}, schedule: [{RAMPS}]}}\n")
     whole, half = run(load("r.yaml"), name="whole"), run(load("r.yaml"), name="half")
     rows = read_metrics(whole.folder / "metrics.jsonl")

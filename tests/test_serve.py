@@ -127,7 +127,7 @@ def test_the_error_of_fp8_transfer_is_that_of_the_identity(engine, url):
     assert torch.equal(hidden_of(zeros, torch.float32), torch.zeros(2, 8))
 
 
-def test_its_own_logits(engine, url):
+def test_served_logits_equal_those_of_the_model(engine, url):
     query = question(5)
     answer = tensors_of(post(url, query, "/v1/logits").content)["logits"]
     batch = {

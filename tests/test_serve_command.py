@@ -23,7 +23,7 @@ PAGE = doc_blocks.ROOT / "docs" / "guides" / "remote-teachers.md"
 
 
 @pytest.mark.full
-def test_it_trains_as_with_the_teacher_loaded_and_leaves_no_server(tmp_path):
+def test_served_training_equals_local_training_and_leaves_no_server(tmp_path):
     (command,) = (b.text for b in doc_blocks.blocks("sh") if b.page == PAGE and "distill serve quickstart &" in b.text)
     cut = ["student={from_teacher: {layers: 2}}", "train.steps=3"]
     recipe = recipe_in(write_models(tmp_path), *cut)

@@ -158,7 +158,7 @@ def test_where_the_first_is_gone_the_other_ends_too(tmp_path, serve):
     assert "rank 0 (process " in lines[0]
 
 
-def test_it_takes_several_processes_and_shards(tmp_path, monkeypatch):
+def test_sharded_serving_requires_several_processes(tmp_path, monkeypatch):
     sharded, plain = recipe_in(tmp_path, *SHARDED), recipe_in(tmp_path)
     with pytest.raises(ValueError, match="torchrun --nproc-per-node N -m distill serve"):
         processes_of(sharded)

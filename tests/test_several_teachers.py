@@ -94,7 +94,7 @@ def test_kernel_equals_the_dense_mixture(kernel_device, dtype):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("term", ALL_TERMS, ids=lambda term: term.type)
-def test_every_divergence(term, kernel_device):
+def test_every_divergence_of_a_mixture_equals_its_reference(term, kernel_device):
     check(kernel_device, torch.float32, [term], 1.5)
 
 
@@ -201,7 +201,7 @@ def test_one_graph_of_several_teachers(kernels, reduction, request):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
-def test_impossible_tokens(kernel_device):
+def test_tokens_of_zero_probability_follow_the_mixture(kernel_device):
     """A token that one teacher rules out keeps the others' probability; one that all rule out has none."""
     x, w, teachers, labels = tensors(kernel_device, torch.float32)
     never = torch.zeros(VOCAB, device=kernel_device)
@@ -216,7 +216,7 @@ def test_impossible_tokens(kernel_device):
     assert torch.isfinite(loss) and all(torch.isfinite(gradient).all() for gradient in gradients)
 
 
-def test_mistakes_are_named():
+def test_errors_name_the_invalid_argument():
     x, w, teachers, labels = tensors(torch.device("cpu"), torch.float32)
     for wrong, told in (
         ([], "teachers: expected at least one"),
@@ -322,7 +322,7 @@ def test_zero_for_equals_and_padding_changes_nothing(tokenizer, loss):
         assert_as_good_as_torch(one, other, other, torch.float32)
 
 
-def test_accumulation_changes_nothing(tokenizer):
+def test_accumulation_over_a_mixture_changes_nothing(tokenizer):
     """8 micro-batches of 1 equal 1 of 8."""
     objective, student = objective_of(tokenizer, loss="reverse_kl")
     student.requires_grad_()

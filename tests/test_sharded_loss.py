@@ -311,7 +311,7 @@ def test_two_compiled_ranks_equal_one(two_compiled, name):
     check_ranks(CASES[name], device, [rank[name] for rank in ranks])
 
 
-def test_runs_repeat_bitwise(two):
+def test_sharded_loss_is_deterministic(two):
     assert all(rank["repeated"] for rank in two[1])
 
 
@@ -353,7 +353,7 @@ def test_a_tied_vocabulary_sharded_head(two, accumulation):
         ("tokens vocab_size", "vocab_size: expected 1 to 61"),
     ],
 )
-def test_mistakes_are_named(two, name, said):
+def test_errors_name_the_invalid_argument(two, name, said):
     for rank in two[1]:
         assert re.search(said, rank["mistakes"][name])
 

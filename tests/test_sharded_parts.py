@@ -42,7 +42,7 @@ def test_parts_of_every_divergence(kernel_device, term, path):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("path", ["kernel", "reference"])
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
-def test_parts_with_everything(kernel_device, spans, path):
+def test_shards_with_all_options_equal_the_whole_head(kernel_device, spans, path):
     def change(student, teacher):
         biases = [torch.randn(len(student.weight), device=kernel_device).bfloat16() for _ in range(2)]
         return student._replace(bias=biases[0]), teacher._replace(bias=biases[1])

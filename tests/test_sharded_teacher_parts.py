@@ -84,7 +84,7 @@ def test_parts_of_every_tail(kernel_device, direction, tail, path):
         ("forward", "sampled", "tiles"),
     ],
 )
-def test_parts_with_everything(kernel_device, direction, tail, spans, path):
+def test_shards_with_all_options_equal_the_whole_head(kernel_device, direction, tail, spans, path):
     outcomes = cut_top_k(
         kernel_device,
         torch.bfloat16,

@@ -184,7 +184,7 @@ def test_an_export_is_complete_and_in_the_requested_dtype(folder, capsys):
         (["gone", "-o", "out"], "no such run"),
     ],
 )
-def test_export_refuses(arguments, message, folder, capsys):
+def test_export_refuses_invalid_arguments(arguments, message, folder, capsys):
     assert run_command(["export", *arguments]) == 2
     assert message in capsys.readouterr().err and not Path("out").exists()
 

@@ -45,7 +45,7 @@ def with_gradients(function, x, weights, biases, *, trained="xwwwbb", used=(0, 1
     ids=["all", "no-input", "one-weight", "frozen", "unused"],
 )
 @pytest.mark.parametrize("layout", ["rows", "columns", "joined"])
-def test_equals_separate_layers(more, layout):
+def test_joined_layers_equal_separate_ones(more, layout):
     x, weights, biases = operands()
     if layout == "joined":
         weights = torch.cat(weights).split([8, 4, 6])
@@ -64,7 +64,7 @@ def test_equals_separate_layers(more, layout):
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_under_autocast(x_dtype, dtype):
+def test_joined_layers_under_autocast_round_no_more(x_dtype, dtype):
     """One rounding fewer in each gradient of an fp32 weight; gradients in the dtypes of what they belong to."""
     x, weights, biases = operands(dtype, 96)
     x = x.to(x_dtype)
@@ -87,7 +87,7 @@ def test_under_autocast(x_dtype, dtype):
             assert_as_good_as_torch(got, torchs, right, torch.bfloat16, "gradient")
 
 
-def test_misuse_is_named():
+def test_errors_name_the_misuse():
     x, weights, biases = operands()
     with pytest.raises(ValueError, match=r"expected x \[\.\.\., I\]"):
         shared_linear(x[..., 1:], weights, biases)
@@ -290,7 +290,7 @@ def test_activations_are_kept_once(kernel_device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights_in", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("sizes", [(576, 192, 192), (1536, 1536), (896, 128, 128)])
-def test_real_shapes(sizes, weights_in, device):
+def test_kernel_equals_the_reference_on_shapes_of_real_models(sizes, weights_in, device):
     inputs = 896 if 896 in sizes else 576
     x = draw(8, 1024, inputs).to(device, torch.bfloat16)
     weights = [draw(size, inputs, seed=size).to(device, weights_in) / inputs**0.5 for size in sizes]

@@ -126,7 +126,7 @@ def test_architectures_are_found_by_name_file_and_folder(tmp_path):
             find_architecture(missing)
 
 
-def test_copy_never_overwrites(tmp_path, monkeypatch):
+def test_recipes_copy_never_overwrites_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     copied = copy_recipe("chat-8b-to-1b")
     shipped_text = (ROOT / "recipes" / "chat-8b-to-1b.yaml").read_text()

@@ -32,11 +32,11 @@ def way(request, monkeypatch):
 @pytest.mark.few(15)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows, columns", [(1, 1), (3, 7), (5, 64), (4, 65), (2, 1000)])
-def test_softmax(kernel_device, way, rows, columns, dtype):
+def test_softmax_equals_that_of_torch(kernel_device, way, rows, columns, dtype):
     check_layer(softmax, torch_softmax, (logits(kernel_device, rows, columns, dtype),), dtype)
 
 
-def test_extremes(kernel_device, way):
+def test_extreme_logits_give_the_softmax_of_torch(kernel_device, way):
     x = logits(kernel_device, 6, 200, torch.float32)
     x[0, 3], x[1], x[2, 50:], x[3, :150] = 1e4, -1e4, float("-inf"), float("-inf")
     check_layer(softmax, torch_softmax, (x,), torch.float32)
@@ -44,7 +44,7 @@ def test_extremes(kernel_device, way):
     assert softmax(x)[4].isnan().all() and not softmax(x)[:4].isnan().any(), "as torch: NaN in that row alone"
 
 
-def test_strides(kernel_device, way):
+def test_strided_inputs_give_the_softmax_of_torch(kernel_device, way):
     base = draw(6, 4, 70, dtype=torch.float32, device=kernel_device, scale=3.0)
     for x in (base[..., 1:66], base.transpose(0, 1), base[:, :3], base.transpose(0, 2)):
         check_layer(softmax, torch_softmax, (x,), torch.float32)
@@ -54,7 +54,7 @@ def test_strides(kernel_device, way):
 
 
 @pytest.mark.few(1)
-def test_op_and_compile(kernel_device, way):
+def test_op_passes_opcheck_and_compiles_without_a_graph_break(kernel_device, way):
     x = logits(kernel_device, 3, 100, torch.float32).requires_grad_()
     torch.library.opcheck(torch.ops.distill.softmax_forward.default, (x,))
     check_compiles(softmax, (x,), (True,))
@@ -80,7 +80,7 @@ def test_long_rows_by_default_plan(kernel_device):
     check_layer(softmax, torch_softmax, (logits(kernel_device, 2, 70_001, torch.float32),), torch.float32)
 
 
-def test_empty(kernel_device):
+def test_softmax_accepts_empty_tensors(kernel_device):
     for shape in ((0, 5), (5, 0)):
         x = torch.ones(shape, device=kernel_device, requires_grad=True)
         softmax(x).sum().backward()
@@ -95,7 +95,7 @@ def test_second_backward_raises(kernel_device):
         loss.backward()
 
 
-def test_cpu_and_mistakes(kernel_device):
+def test_cpu_tensors_use_torch_and_errors_name_the_argument(kernel_device):
     x = torch.randn(3, 5, dtype=torch.float64)
     torch.testing.assert_close(reference_softmax(x), torch_softmax(x), rtol=0, atol=0)
     with pytest.raises(ValueError, match=r"x: expected dtype .* got torch.float64"):
@@ -110,7 +110,7 @@ def test_cpu_and_mistakes(kernel_device):
     "rows, columns",
     [(8192, 2048), (300, 16_384), (300, 16_385), (300, 30_000), (4, 131_072), (300, 151_936), (200, 262_144)],
 )
-def test_real_shapes(device, rows, columns, dtype):
+def test_kernel_equals_the_reference_on_shapes_of_real_models(device, rows, columns, dtype):
     check_layer(softmax, torch_softmax, (draw(rows, columns, dtype=dtype, device=device, scale=4.0),), dtype)
 
 

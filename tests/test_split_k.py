@@ -28,7 +28,7 @@ def check(y, x, weight, bias):
 @pytest.mark.few(7)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 33, 64])
-def test_rows(kernel_device, dtype, rows):
+def test_any_number_of_rows_equals_linear(kernel_device, dtype, rows):
     x, weight, bias = draw(rows, 96, 512, dtype, kernel_device)
     check(split_k_linear(x, weight, bias), x, weight, bias)
 
@@ -36,7 +36,7 @@ def test_rows(kernel_device, dtype, rows):
 @pytest.mark.few(6)
 @pytest.mark.parametrize("outputs, inputs", [(1, 8), (64, 128), (65, 129), (63, 127), (200, 1000), (130, 2048 + 8)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_odd_sizes(kernel_device, outputs, inputs, with_bias):
+def test_odd_sizes_equal_linear(kernel_device, outputs, inputs, with_bias):
     x, weight, bias = draw(5, outputs, inputs, torch.bfloat16, kernel_device)
     bias = bias if with_bias else None
     check(split_k_linear(x, weight, bias), x, weight, bias)
@@ -77,7 +77,7 @@ def test_the_same_bits_every_time(kernel_device):
 
 
 @pytest.mark.parametrize("kind", ["kernel", "reference"])
-def test_gradients(request, kind):
+def test_gradients_are_as_exact_as_those_of_torch(request, kind):
     device = request.getfixturevalue("kernel_device" if kind == "kernel" else "device")
     ours = [t.requires_grad_() for t in draw(6, 72, 136, torch.bfloat16, device)]
     eager = [t.detach().clone().requires_grad_() for t in ours]
@@ -93,7 +93,7 @@ def test_gradients(request, kind):
     assert torch.equal(bias.grad, ours[2].grad)
 
 
-def test_opcheck_and_compile(kernel_device):
+def test_op_passes_opcheck_and_compiles_without_a_graph_break(kernel_device):
     x, weight, bias = draw(4, 64, 128, torch.bfloat16, kernel_device)
     x.requires_grad_()
     torch.library.opcheck(torch.ops.distill.split_k_linear.default, (x, weight, bias))
@@ -147,7 +147,7 @@ def test_wrong_dtypes_and_strides_are_named():
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 16, 64])
 @pytest.mark.parametrize("outputs, inputs", LLAMA_8B)
-def test_llama_8b_shapes(device, rows, outputs, inputs):
+def test_shapes_of_llama_8b_equal_linear(device, rows, outputs, inputs):
     x, weight, bias = draw(rows, outputs, inputs, torch.bfloat16, device)
     check(split_k_linear(x, weight, bias), x, weight, bias)
 

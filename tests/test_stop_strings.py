@@ -76,7 +76,7 @@ def test_what_is_decoded_grows_with_the_answer_and_not_its_square():
     assert costs[1] == pytest.approx(2 * costs[0], rel=0.01) and costs[1] < 2 * 2000
 
 
-def test_ends_and_limits():
+def test_responses_are_truncated_at_stop_strings_ends_and_limits():
     stop = StopStrings(tiny_tokenizer(), ["b"])
     ids = [tiny_tokenizer()(letter, add_special_tokens=False)["input_ids"][0] for letter in "abc"]
     a, b, c = ids

@@ -168,7 +168,7 @@ def test_every_public_name_is_tried():
 
 @pytest.mark.few(20)
 @pytest.mark.parametrize("name, argument, form, dtype", pairwise())
-def test_views_as_copies(kernel_device, name, argument, form, dtype):
+def test_views_give_the_results_of_copies(kernel_device, name, argument, form, dtype):
     check(name, argument, form, dtype, kernel_device)
 
 

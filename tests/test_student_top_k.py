@@ -64,7 +64,7 @@ def gradients(function, tensors, dtype):
         }
     )
 )
-def test_values_and_gradients(where, few_columns, monkeypatch, dtype, direction, tail, k, more, vocab):
+def test_values_and_gradients_equal_fp64(where, few_columns, monkeypatch, dtype, direction, tail, k, more, vocab):
     monkeypatch.setattr("distill_kernels.losses.linear.REFERENCE_CHUNK_ELEMENTS", 5 * V)
     student, teacher, labels = draw(where, dtype, 9, vocab)
     loss = FusedStudentTopKKLLoss(k, direction, tail, **more)
@@ -209,7 +209,7 @@ def test_a_token_impossible_under_the_teacher(where, reduction):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_statistics(where, grad):
+def test_statistics_equal_their_definitions(where, grad):
     (x, w), teacher, labels = draw(where, torch.float32)
     module = FusedStudentTopKKLLoss(8, temperature=2.0)
     loss, stats = module(x.requires_grad_(grad), w, *teacher, labels, return_stats=True)
@@ -238,7 +238,7 @@ def test_compiled_calls_equal_eager_ones(device, reduction):
     assert all(relative_error(a, b) < 1e-6 for a, b in zip(one, other, strict=True))
 
 
-def test_opcheck(device):
+def test_operators_pass_opcheck(device):
     (x, w), (x_t, w_t), _ = draw(device, torch.float32)
     required, scale = [True, True, False, False, False, True], torch.ones(N, device=device)
     torch.library.opcheck(
@@ -251,7 +251,7 @@ def test_opcheck(device):
     )
 
 
-def test_mistakes_are_named(device):
+def test_errors_name_the_invalid_argument(device):
     student, teacher, labels = draw(device, torch.float32)
     for make, message in [
         (lambda: FusedStudentTopKKLLoss(0), "k: expected 1 to 511, got 0"),
@@ -269,7 +269,7 @@ def test_mistakes_are_named(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("k", [1, 8, 64, 256, 511])
 @pytest.mark.parametrize("tail", ["bucket", "renormalize"])
-def test_full_size(device, tail, k):
+def test_full_vocabulary_keeps_the_error_bounds(device, tail, k):
     """At its own tokens, which the rounding of logits may exchange with the next; they are those of exact logits."""
     student, teacher, labels = draw(device, torch.bfloat16, 512, 151_936)
     if k == 1 and tail == "renormalize":

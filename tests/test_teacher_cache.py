@@ -248,7 +248,7 @@ def test_what_is_not_learned_needs_no_teacher(loaded, bucket):
     assert objective.student(**objective.compare(batch, num_items=1))["loss"] == 0
 
 
-def test_accumulation_adds_up(loaded, bucket):
+def test_accumulation_over_a_cache_changes_nothing(loaded, bucket):
     rows = some(loaded, 8)
     whole, _ = differentiate(cached(loaded, bucket, MIXED), rows)
     objective = cached(loaded, bucket, MIXED)
@@ -376,7 +376,7 @@ def test_other_mistakes_are_named(loaded, bucket, tmp_path):
         cached(loaded, bucket, Loss())
 
 
-def test_damage_is_found(bucket, tmp_path):
+def test_damaged_caches_are_detected(bucket, tmp_path):
     folder = tmp_path / "cache"
     shutil.copytree(bucket.path, folder)
     shard = layout.shard_path(folder, 1)
@@ -393,7 +393,7 @@ def test_damage_is_found(bucket, tmp_path):
         TeacherCache(folder)
 
 
-def test_the_error_table(loaded):
+def test_reported_errors_fall_with_k(loaded):
     sample = take_sample(loaded, 64)
     assert len(sample.labels) == 64
     rows = measure(sample, temperature=1.0, ks=(8, 64, 256), dtype=torch.float32)

@@ -211,7 +211,7 @@ def test_a_model_that_is_not_patched_stays_as_it_is(products):
 
 
 @pytest.mark.gpu
-def test_on_the_gpu():
+def test_teacher_layout_keeps_outputs_on_a_gpu():
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=2048,

@@ -20,19 +20,19 @@ from test_split_k import check, draw
         }
     )
 )
-def test_edges(kernel_device, dtype, rows, outputs, inputs, with_bias):
+def test_partial_tiles_equal_linear(kernel_device, dtype, rows, outputs, inputs, with_bias):
     x, weight, bias = draw(rows, outputs, inputs, dtype, kernel_device)
     bias = bias if with_bias else None
     check(triton_linear(x, weight, bias), x, weight, bias)
 
 
 @pytest.mark.parametrize("tile", [Tile(16, 32, 4, 2), *TILES[2:]])
-def test_tiles(kernel_device, tile):
+def test_every_tile_equals_linear(kernel_device, tile):
     x, weight, bias = draw(150, 136, 136, torch.bfloat16, kernel_device)
     check(tiled._launch(x, weight, bias, tile), x, weight, bias)
 
 
-def test_through_pointers(kernel_device, monkeypatch):
+def test_pointer_based_loads_give_the_bits_of_tma(kernel_device, monkeypatch):
     """Pointer-based loads, of families without TMA, give the same bits, also at edges."""
     x, weight, bias = draw(150, 136, 136, torch.bfloat16, kernel_device)
     uses_tma = tiled._launch(x, weight, bias, TILES[3])
@@ -73,19 +73,19 @@ def test_every_multiprocessor_gets_a_tile():
         (lambda x, w, b: (x, w.t().contiguous().t(), b), "contiguous rows"),
     ],
 )
-def test_refuses(kernel_device, change, message):
+def test_errors_name_the_invalid_argument(kernel_device, change, message):
     x, weight, bias = draw(70, 64, 64, torch.bfloat16, kernel_device)
     with pytest.raises(ValueError, match=message):
         triton_linear(*change(x, weight, bias))
 
 
-def test_the_op(kernel_device):
+def test_op_passes_opcheck(kernel_device):
     x, weight, bias = draw(70, 64, 64, torch.bfloat16, "cpu")
     torch.library.opcheck(torch.ops.distill.tiled_linear.default, (x, weight, bias))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("outputs, inputs", [(4096, 4096), (1024, 4096), (28672, 4096), (4096, 14336), (128256, 4096)])
-def test_llama_shapes(outputs, inputs):
+def test_shapes_of_llama_equal_linear(outputs, inputs):
     x, weight, bias = draw(1024, outputs, inputs, torch.bfloat16, "cuda")
     check(triton_linear(x, weight, bias), x, weight, bias)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("tail", ["bucket", "renormalize", "sampled"])
-def test_extremes(where, tail):
+def test_extreme_logits_give_finite_losses(where, tail):
     (x, w, _), top, ids, _ = setup(torch.float32, where)
     x = (x * 1e4).requires_grad_()
     loss = FusedTopKKLLoss(tail=tail)(x, w, ids, top)
@@ -74,7 +74,7 @@ def test_a_student_without_tail_probability(where):
     assert w.grad.isfinite().all() and w.grad[2].any() and not w.grad[:2].any()
 
 
-def test_teacher_temperature(device):
+def test_teacher_temperature_rescales_log_probabilities(device):
     (x, w, _), top, ids, _ = setup(torch.float32, device)
     at_temperature_1 = FusedTopKKLLoss(tail="renormalize", temperature=2.0, teacher_temperature=1.0)(x, w, ids, top)
     halved = FusedTopKKLLoss(tail="renormalize", temperature=2.0)(x, w, ids, top / 2)

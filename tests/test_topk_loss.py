@@ -60,7 +60,7 @@ READINGS = [(d, t) for t in ("bucket", "renormalize") for d in ("forward", "reve
         }
     )
 )
-def test_values_and_gradients(where, monkeypatch, dtype, direction, tail, more):
+def test_values_and_gradients_equal_fp64(where, monkeypatch, dtype, direction, tail, more):
     monkeypatch.setattr("distill_kernels.losses.linear.REFERENCE_CHUNK_ELEMENTS", 5 * V)
     vocab = WIDE if dtype == torch.bfloat16 and not more else V
     tensors, top, ids, labels = setup(dtype, where, more.get("temperature", 1.0), rows=7, vocab=vocab)
@@ -136,7 +136,7 @@ def test_lora_padding_weights_and_a_frozen_head(device, tail):
             assert relative_error(one, other) < 1e-5
 
 
-def test_statistics(where):
+def test_statistics_equal_their_definitions(where):
     (x, w, _), top, ids, labels = setup(torch.float32, where)
     weights = {"ce_weight": 0.5, "divergence_weight": 3.0, "temperature": 2.0, "label_smoothing": 0.1}
     top = top / 2 - torch.logsumexp(torch.cat([top / 2, torch.full_like(top[:, :1], -3.0)], -1), -1, keepdim=True)
@@ -298,7 +298,7 @@ def test_opcheck_and_one_backward(device):
         loss.backward()
 
 
-def test_mistakes_are_named(device):
+def test_errors_name_the_invalid_argument(device):
     (x, w, _), top, ids, _ = setup(torch.float32, device)
     for make, name in [
         (lambda: FusedTopKKLLoss("sideways"), "direction"),

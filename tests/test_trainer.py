@@ -292,7 +292,7 @@ def test_flops_of_a_model_by_hand():
     )
 
 
-def test_mfu_by_hand(monkeypatch):
+def test_mfu_equals_the_value_computed_by_hand(monkeypatch):
     meter = Meter(torch.device("cpu"), {"": FlopCounts(2.0, 1.0, 0.5)}, FlopCounts(6.0, 3.0, 1.5))
     meter.peak = 1e6
     batch = {

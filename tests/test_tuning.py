@@ -176,7 +176,7 @@ def test_concurrent_processes_agree_and_time_once(clock, tmp_path):
     assert sum(lines.count("timed") for lines in outputs) == 3
 
 
-def test_neighbouring_tiles():
+def test_neighbouring_tiles_are_few_distinct_and_in_range():
     for tile in (Tiles(64, 32, 4, 2), Tiles(128, 64, 8, 2), Tiles(32, 16, 4, 1)):
         near = neighbouring_tiles(tile)
         assert near[0] == tile and 6 <= len(near) <= 10 and len(set(near)) == len(near)

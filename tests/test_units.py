@@ -14,5 +14,5 @@ from distill.core.units import plural
         (1000, "process", "1,000 processes"),
     ],
 )
-def test_singular_and_plural(number, noun, text):
+def test_counts_have_singular_and_plural_nouns(number, noun, text):
     assert plural(number, noun) == text

@@ -85,7 +85,7 @@ def test_a_small_workspace_keeps_the_error_of_a_large_one(kernel_device, monkeyp
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mib", [128, 256, 512])
-def test_full_size(device, mib):
+def test_full_size_keeps_the_error_bounds_without_a_host_sync(device, mib):
     """Errors as promised, whatever the workspace; no wait for the device."""
     x, w, x_t, w_t = realistic_heads(4096, 128_256, 1024, 1536, dtype=torch.bfloat16, device=device)
     leaves = [t.requires_grad_() for t in (x, w)]

@@ -82,7 +82,7 @@ def test_a_commands_lines_fit(words, finished, monkeypatch, capsys):
 
 @pytest.mark.full
 @pytest.mark.parametrize("words", [["doctor", "my.yaml"], ["doctor", "--machine"]], ids=" ".join)
-def test_doctors_lines_fit(words, finished, monkeypatch, capsys):
+def test_lines_of_doctor_fit_the_terminal(words, finished, monkeypatch, capsys):
     test_a_commands_lines_fit(words, finished, monkeypatch, capsys)
 
 
