@@ -36,7 +36,7 @@ from distill.training.trainer import DistillationTrainer
 if TYPE_CHECKING:
     from distill.data.load import Splits
 
-Answers = dict[str, list[str]]  # responses to the prompts of the samples, by who gave them
+Answers = dict[str, list[str]]  # responses to the sample prompts, by model
 
 
 class RunResult(NamedTuple):
@@ -99,16 +99,16 @@ class RunResults:
             objective=trainer.objective,
         )
 
-    def before(self) -> tuple[HeldOut, Answers]:
+    def before_training(self) -> tuple[HeldOut, Answers]:
         """Return metrics and samples from before training; a resumed run reuses those of its first start."""
         pair, recipe, measure = self.pair, self.recipe, self.trainer.objective.measure
         if (found := read_before(self.folder, measure)) is not None:
             return found
-        announce("measuring", "the student before training, on held-out rows")
+        announce("evaluating", "the student before training, on held-out rows")
         before = self.held_out()
         answers: Answers = {}
         if recipe.generate.prompts:
-            announce("answering", "the prompts of the samples, teacher and student")
+            announce("generating", "samples, teacher and student")
             texts = responses_of(pair.teacher, recipe.generate.prompts, recipe.generate)
             answers |= {} if texts is None else {"teacher": texts}
             if pair.tokenizer is not None and (is_main_process() or is_sharded(pair.student)):
@@ -135,7 +135,7 @@ class RunResults:
         recipe, trainer, sharded = self.recipe, self.trainer, self.trainer.is_fsdp_enabled
         student: Any = trainer.accelerator.unwrap_model(trainer.model)
         if self.pair.tokenizer is not None and recipe.generate.prompts and (is_main_process() or sharded):
-            announce("answering", "the prompts of the samples again")
+            announce("generating", "samples again")
             answers["after"] = self._answers_of(student)
         if sharded:
             student = whole_student(trainer.accelerator, student)

@@ -226,8 +226,8 @@ def test_only_measured_in_shards(request, place):
 @pytest.mark.parametrize(
     "name, expected",
     [
-        ("cut", "student.from_teacher: layers cannot be cut out of a teacher that is sharded over the devices"),
-        ("fp8", "teacher.dtype: fp8 cannot be sharded (parallel.teacher); use bfloat16, or copies"),
+        ("cut", "student.from_teacher: layers cannot be cut from a sharded teacher"),
+        ("fp8", "teacher.dtype: fp8 cannot be sharded (parallel.teacher); use bfloat16, or parallel.teacher: copied"),
         ("full", "--out: student is not empty and holds no cache; name another folder"),
     ],
 )

@@ -40,7 +40,7 @@ from distill.models.precision.dtypes import Precision, resolve_device
 from distill.models.sharding import SINGLE_PROCESS
 from distill.recipe import Recipe
 from distill.recipe.teachers import describe_teacher
-from distill.teachers.backends.local import shortened
+from distill.teachers.backends.local import truncated
 from distill.teachers.calibration import calibration_of
 from distill.teachers.capabilities import truncated_copy
 from distill.teachers.interface import LoadContext, Teacher
@@ -176,7 +176,7 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
     # different layers for each: a student cut from the teacher must not become equal to it
     layers = [model.config.get_text_config().num_hidden_layers for model in teacher.models.values()][:1]  # type: ignore[union-attr,operator]
     ends = pair.layer_indices == [0, *(count - 1 for count in layers)]
-    small_student, small_teacher = shortened(student, [0, 1]), truncated_copy(teacher, [0, 1 if ends else -1])
+    small_student, small_teacher = truncated(student, [0, 1]), truncated_copy(teacher, [0, 1 if ends else -1])
     if small:
         student, teacher = copy.deepcopy(small_student), small_teacher
 

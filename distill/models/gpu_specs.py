@@ -134,7 +134,7 @@ def fp8_problem(student: Student, family: str | None) -> str | None:
     if student.compute != "fp8" or has_fp8(family):
         return None
     return (
-        "student.compute: fp8 needs a GPU with products of e4m3 (Ada, Hopper, Blackwell), and this one "
+        "student.compute: fp8 needs a GPU with FP8 (e4m3) tensor cores (Ada, Hopper, Blackwell), and this one "
         f"({family}) has none; leave compute out"
     )
 

@@ -35,11 +35,11 @@ class StepListener(TrainerCallback):
 
     Attributes:
         replaces_batches: Whether `replace` may return other batches than it is given.
-        gives_rewards: Whether its batches carry rewards, which a loss with rewards needs.
+        provides_rewards: Whether its batches carry rewards, which a loss with rewards needs.
     """
 
     replaces_batches: bool = False
-    gives_rewards: bool = False
+    provides_rewards: bool = False
 
     def training(self) -> AbstractContextManager[object]:
         """Return the context in which the whole of `train` runs."""

@@ -67,7 +67,7 @@ class Meter:
     def restart(self) -> None:
         """Reset the sums and start the clock of a new interval."""
         precision = torch.float32 if self.device.type == "mps" else torch.float64
-        self._sums = torch.zeros(number_of_sums(self.routes), dtype=precision, device=self.device)
+        self._sums = torch.zeros(count_sums(self.routes), dtype=precision, device=self.device)
         self._counts = torch.zeros(3, dtype=precision, device=self.device)  # trained tokens, compared ones, pairs
         self._drawn = torch.zeros(2 + 2 * max(len(self.routes), 1), dtype=precision, device=self.device)
         self._work = torch.zeros((), dtype=precision, device=self.device)  # of the teacher
@@ -145,7 +145,7 @@ class Meter:
         seconds = max(time.perf_counter() - self._start - self._pause, 1e-9)
         self.tokens_seen += int(tokens)
         divergence = self.divergence if compared or not trained else (None, 1.0)
-        figures = named_means(sums, trained, divergence, self.routes, compared) | {
+        figures = metrics_from_sums(sums, trained, divergence, self.routes, compared) | {
             "tokens_per_second": tokens / seconds,
             "trained_tokens_per_second": trained / seconds,
             "trained_tokens": trained,
@@ -174,12 +174,12 @@ def _size_of(inputs: Mapping[str, torch.Tensor], prefix: str = "") -> tuple[int,
     return batch * length, batch * length * (length + 1) // 2 if positions is None else (positions + 1).sum()
 
 
-def number_of_sums(routes: Sequence[str]) -> int:
-    """Return how many sums the objective returns as statistics."""
+def count_sums(routes: Sequence[str]) -> int:
+    """Return the number of sums that the objective returns as statistics."""
     return len(STATISTICS) + len(PER_ROUTE) * len(routes)
 
 
-def named_means(
+def metrics_from_sums(
     sums: list[float],
     trained: float,
     divergence: tuple[str | None, float],
@@ -188,9 +188,8 @@ def named_means(
 ) -> dict[str, float]:
     """Return means of the objective's statistics, by metric name.
 
-    Statistics of the student are averaged over `trained` tokens, those of the teacher over the `compared` ones (where
-    it
-    took part in some steps only) and those of each route over the route's tokens, whose number is returned too.
+    Statistics of the student are means over the `trained` tokens, those of the teacher over the `compared` tokens
+    (fewer where some steps do not query it), those of a route over the route's tokens, whose number is returned too.
     """
     mean = {name: value / max(trained, 1.0) for name, value in zip(STATISTICS, sums, strict=False)}
     name, weight = divergence

@@ -242,7 +242,7 @@ class RolloutBatches(StepListener):
 
     def __init__(self, rollouts: OnPolicyRollouts, trainer: TransformersCompat) -> None:
         self.rollouts, self.trainer = rollouts, trainer
-        self.gives_rewards = rollouts.rewards is not None
+        self.provides_rewards = rollouts.rewards is not None
 
     def epoch_batches(self, batches: Iterator[Collated], count: int, are_final: bool) -> Iterator[Collated]:
         """Return the epoch as an iterator in which rollouts of later steps can look ahead."""

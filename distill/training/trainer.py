@@ -32,7 +32,7 @@ from distill.teachers.interface import Teacher
 from distill.teachers.objective import DistillationObjective
 from distill.training.arguments import overwrite_arguments
 from distill.training.listeners import Listeners
-from distill.training.metrics import named_means, number_of_sums
+from distill.training.metrics import count_sums, metrics_from_sums
 from distill.training.phases import PAUSED
 from distill.training.rank_batches import EmptyBatchCollator
 from distill.training.step_listeners import training_listeners
@@ -49,7 +49,7 @@ class DistillationTrainer(TransformersCompat):
         model: The student: a causal language model, bare or wrapped by PEFT. Its forward is patched.
         teacher: A causal language model over the same vocabulary, or any other kind of
             `distill.teachers.interface.Teacher`; moved to the student's device and frozen.
-        args: `Trainer`'s arguments. Five fields are overwritten, since any other value trains wrongly here:
+        args: `Trainer`'s arguments. Five are overwritten, since other values give wrong losses or gradients here:
             `remove_unused_columns`, `logging_nan_inf_filter`, `ddp_find_unused_parameters` and
             `accelerator_config.dispatch_batches` (which slices every tensor of a batch to its number of rows) to
             False, `average_tokens_across_devices` to True.
@@ -83,12 +83,12 @@ class DistillationTrainer(TransformersCompat):
     ) -> None:
         overwrite_arguments(args)
         loaded = {"teacher": teacher} if isinstance(teacher, nn.Module) else teacher.models
-        for whose, owned in {"student": model, **loaded}.items():
-            keep_soft_cap(owned, field=f"{whose}'s attention")
-            rope_by_document(owned)
+        for role, loaded_model in {"student": model, **loaded}.items():
+            keep_soft_cap(loaded_model, field=f"{role}'s attention")
+            rope_by_document(loaded_model)
         padding = padding_token(processing_class, getattr(model, "config", None))
-        plain = Collator(padding, omit_plain_positions=not any(map(follows_length, (model, *loaded.values()))))
-        data_collator = DefaultColumns(plain) if data_collator is None else EmptyBatchCollator(data_collator, plain)
+        default = Collator(padding, omit_plain_positions=not any(map(follows_length, (model, *loaded.values()))))
+        data_collator = DefaultColumns(default) if data_collator is None else EmptyBatchCollator(data_collator, default)
         super().__init__(
             model=model,
             args=args,
@@ -107,7 +107,7 @@ class DistillationTrainer(TransformersCompat):
         self.objective: DistillationObjective = DistillationObjective(teacher, model, loss, vocab_size=vocab_size)
         self.data_collator = self.objective.collator(self.data_collator)  # type: ignore[arg-type]
         section = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
-        self._is_rewarded = isinstance(section, Loss) and section.rewarded is not None
+        self._needs_rewards = isinstance(section, Loss) and section.rewarded is not None
         self.listeners = Listeners(self.callback_handler)
         self.objective.watch(self.listeners)
         for listener in training_listeners(self, self.objective, loss):
@@ -124,18 +124,18 @@ class DistillationTrainer(TransformersCompat):
     ) -> Any:
         """Return the micro-batch's summed loss, divided by the step's token count, times the number of ranks."""
         with self.listeners.within("teacher"):
-            compared = self.objective.compare(inputs, num_items_in_batch)
-        output = model(**compared)
+            student_inputs = self.objective.compare(inputs, num_items_in_batch)
+        output = model(**student_inputs)
         if model.training:
             for each in self.listeners:
-                each.forward_done(inputs, compared["step_inputs"], output)
+                each.forward_done(inputs, student_inputs["step_inputs"], output)
         loss = output["loss"]
         if num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes
         return (loss, output) if return_outputs else loss
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Extend `Trainer`'s method: hand the micro-batch to the listeners afterwards."""
+        """Extend `Trainer`'s method: notify the listeners after each micro-batch."""
         with self.listeners.within("student"):
             loss = super().training_step(model, inputs, *args, **kwargs)
         for each in self.listeners:
@@ -143,14 +143,14 @@ class DistillationTrainer(TransformersCompat):
         return loss
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """Extend `Trainer`'s method: the listeners may replace the micro-batches, e.g. by the student's rollouts.
+        """Extend `Trainer`'s method: listeners may replace the micro-batches, e.g. by rollouts.
 
         Raises:
-            ValueError: A loss with rewards, and no listener that gives any.
+            ValueError: The loss needs rewards and no listener provides them.
         """
         if self.is_in_train and self.state.global_step >= self.state.max_steps:  # resumed after its last step
             return [], None
-        if self._is_rewarded and not any(each.gives_rewards for each in self.listeners):
+        if self._needs_rewards and not any(each.provides_rewards for each in self.listeners):
             raise ValueError("loss.terms: a reward needs a callback of RolloutBatches with rewards; got none")
         step, are_final = self.state.global_step, not any(each.replaces_batches for each in self.listeners)
         for each in self.listeners:
@@ -177,11 +177,11 @@ class DistillationTrainer(TransformersCompat):
         super().log(logs, start_time)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Extend `Trainer`'s method: SIGTERM and SIGHUP write a checkpoint and return; `StepGuard.stopping` is set.
+        """Extend `Trainer`'s method: SIGTERM and SIGHUP write a checkpoint and return, `StepGuard.stopping` set.
 
         Raises:
             RunError: Loss or gradients stay NaN or infinite.
-            ValueError: They were NaN or infinite in every step, so nothing was learned.
+            ValueError: They were NaN or infinite in every step, so that the student is unchanged.
             KeyboardInterrupt: Ctrl-C, after the current step and its checkpoint.
         """
         with self.listeners.training():
@@ -212,7 +212,7 @@ class DistillationTrainer(TransformersCompat):
         model, objective = self.model_wrapped if self.is_in_train else self.model, self.objective
         training = model.training
         model.eval()
-        sums = torch.zeros(number_of_sums(objective.routes) + 2, dtype=torch.float64, device=self.args.device)
+        sums = torch.zeros(count_sums(objective.routes) + 2, dtype=torch.float64, device=self.args.device)
         with self.compute_loss_context_manager():
             for batch in self.objective.ahead(batches):
                 inputs = self._prepare_inputs(batch)
@@ -223,25 +223,28 @@ class DistillationTrainer(TransformersCompat):
         *statistics, loss, trained = self.accelerator.reduce(sums, "sum").tolist()
         if trained == 0:
             raise ValueError("eval_dataset: no trained tokens (every label is -100)")
-        return {"loss": loss / trained, **named_means(statistics, trained, objective.divergence, objective.routes)}
+        return {
+            "loss": loss / trained,
+            **metrics_from_sums(statistics, trained, objective.divergence, objective.routes),
+        }
 
     # ----------------------------------------------------------- checkpoints
 
     def gradient_norm_computed(self, norm: torch.Tensor) -> None:
-        """Hand the norm to the listeners."""
+        """Pass the gradient norm to the listeners."""
         for each in self.listeners:
             each.gradient_norm_computed(norm)
 
     def writing_checkpoint(self) -> AbstractContextManager[object]:
-        """Return the context in which time does not count as that of steps."""
+        """Return the context of writing a checkpoint, whose time is not counted as step time."""
         return self.listeners.within(PAUSED)
 
-    def save_companions(self, checkpoint: Path) -> None:
+    def save_listeners(self, checkpoint: Path) -> None:
         """Write the listeners' state into a checkpoint."""
         for each in self.listeners:
             each.save(checkpoint)
 
-    def restore_companions(self, checkpoint: Path) -> None:
+    def restore_listeners(self, checkpoint: Path) -> None:
         """Restore the listeners' state from a checkpoint."""
         for each in self.listeners:
             each.restore(checkpoint)

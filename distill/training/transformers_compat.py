@@ -60,11 +60,11 @@ class TransformersCompat(Trainer):
         """Return the context in which a checkpoint is written; every process enters it."""
         return nullcontext()
 
-    def save_companions(self, checkpoint: Path) -> None:
+    def save_listeners(self, checkpoint: Path) -> None:
         """Write what belongs to a checkpoint and not to the student; every process calls it."""
 
-    def restore_companions(self, checkpoint: Path) -> None:
-        """Read what `save_companions` wrote; every process calls it."""
+    def restore_listeners(self, checkpoint: Path) -> None:
+        """Read what `save_listeners` wrote; every process calls it."""
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over the ranks."""
@@ -165,7 +165,7 @@ class TransformersCompat(Trainer):
         """
         if checkpoint is None:
             return
-        self.restore_companions(Path(checkpoint))
+        self.restore_listeners(Path(checkpoint))
         if not (self.is_fsdp_enabled and keeps_nothing(self.optimizer)):
             super()._load_optimizer_and_scheduler(checkpoint)
             restore_warmup(self.lr_scheduler, Path(checkpoint))
@@ -195,7 +195,7 @@ class TransformersCompat(Trainer):
             self._checkpoint_folder = str(unfinished)
             try:
                 super()._save_checkpoint(model, trial)
-                self.save_companions(unfinished / name)
+                self.save_listeners(unfinished / name)
             finally:
                 self._checkpoint_folder = None
             self.accelerator.wait_for_everyone()

@@ -1,13 +1,14 @@
-"""One loaded model as a teacher: on the device, sharded, in 8 bits or in host memory.
+"""Local teacher backend: a model in this process, on the device, sharded, in 8 bits or in host memory.
 
-Its bytes, with P parameters, D of them in the decoder's linear layers, b the bytes of a weight as loaded:
+Memory of the weights, in bytes: P parameters, D of them in the decoder's linear layers, b bytes per weight as loaded:
 
     resident       P b
-    fp8, int8      D + (P - D) b                  the linear layers but the head in one byte
-    quantised      D bits / 8 + (P - D) b         a checkpoint's own bits; where they are not known it counts as loaded
-    offloaded      (P - layers) b + 2 x (largest layer) b      and the layers' b bytes each in host memory
+    fp8, int8      D + (P - D) b                  linear layers except the LM head: one byte a weight
+    quantised      D bits / 8 + (P - D) b         bits of the checkpoint; P b where they are unknown
+    offloaded      (P - layers) b + 2 x (largest layer) b      on the device; the layers are in host memory
 
-An fp8 teacher is loaded in 16 bits and quantised when both models are there; a layer at a time where that does not fit.
+An fp8 teacher is loaded in 16 bits and quantised once both models are loaded; where it does not fit in 16 bits, each
+layer is quantised as it is loaded.
 """
 
 from __future__ import annotations
@@ -57,18 +58,21 @@ if TYPE_CHECKING:
     from distill.models.precision.dtypes import Precision
 
 
+SHARDED_FP8 = "an fp8 teacher cannot be sharded, and it does not fit whole"
+
+
 class LoadedTeacher(Teacher, ChecksFirstBatch, CopiesTruncated, CutsStudents, Quantises, Responds):
     """A causal language model, frozen and in eval mode.
 
     Args:
-        model: of transformers, on its device; put in eval mode.
-        field: of the recipe that names it.
-        tokenizer: for `respond`; None where it does not generate.
-        fp8: whether its linear layers are still to be quantised, but for those that `skip` names as
-            `teacher.fp8_skip` does.
+        model: Model of transformers, on its device; put in eval mode and frozen.
+        field: Field of the recipe that configures it.
+        tokenizer: Tokenizer for `respond`; None where the teacher does not generate.
+        fp8: Whether `quantise` is to quantise its linear layers to FP8.
+        skip: Layers that stay in 16 bits, as `teacher.fp8_skip` names them.
 
     Attributes:
-        hidden: the format of its hidden states; also its target format, unless a subclass has another.
+        hidden: Format of its hidden states; also the target format, unless a subclass has another.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class LoadedTeacher(Teacher, ChecksFirstBatch, CopiesTruncated, CutsStudents, Qu
         return [f"{'fp8':<12}{cost}"]
 
     def fp8_offers(self, batch: Batch, timed: Callable[[Callable[[], object]], float] | None = None) -> list[Offer]:
-        """Return the offers of `fp8_cost`; none for a teacher that was quantised while it was loaded."""
+        """Return the cost of keeping layers in 16 bits; empty for a teacher that was quantised while it was loaded."""
         return [] if is_quantised(self.model) else fp8_offers(self.model, self.hidden, batch, timed)
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
@@ -112,26 +116,26 @@ class LoadedTeacher(Teacher, ChecksFirstBatch, CopiesTruncated, CutsStudents, Qu
         return generate(self.model, self.tokenizer, prompts, settings.max_new_tokens)
 
     def truncated_copy(self, layers: Sequence[int]) -> LoadedTeacher:
-        return LoadedTeacher(shortened(self.model, layers), field=next(iter(self.models)))
+        return LoadedTeacher(truncated(self.model, layers), field=next(iter(self.models)))
 
     def fingerprint(self) -> dict[str, object]:
         return model_identity(self.model)
 
 
-def shortened(model: Any, layers: Sequence[int]) -> Any:
-    """Return a copy of `model` with these layers only, negative indices from the end; with all where it has as few."""
+def truncated(model: Any, layers: Sequence[int]) -> Any:
+    """Return a copy of `model` with the given layers (negative: from the end), or with all where it has as few."""
     total = int(model.config.get_text_config().num_hidden_layers)
     indices = sorted({index % total for index in layers}) if total > len(layers) else list(range(total))
     return cut_layers(model, indices).to(model.device)
 
 
 class ModelSource(TeacherSource, OffersSmaller):
-    """A model that will be loaded.
+    """Source of a local teacher: its recipe section, and its shape before any weight is loaded.
 
     Args:
-        recipe: the run's.
-        section: of the model; None for the recipe's `teacher`.
-        field: of the recipe that names it.
+        recipe: Recipe of the run.
+        section: Section that configures the model; None for the recipe's `teacher`.
+        field: Field of the recipe that holds the section.
     """
 
     def __init__(self, recipe: Recipe, section: TeacherSection | None = None, field: str = "teacher") -> None:
@@ -147,24 +151,26 @@ class ModelSource(TeacherSource, OffersSmaller):
         return Vocabulary(self.recipe, self.section)
 
     def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
-        """Return what 8 bits, a quantised checkpoint or sharding rule out."""
+        """Return the settings that 8-bit weights, a quantised checkpoint or sharding do not support."""
         section, student, problems = self.section, self.recipe.student, []
         if section.dtype == "int8" and not cuda:
             problems.append("teacher.dtype: int8 needs a CUDA GPU; use bfloat16 or auto")
         if section.dtype == "fp8" and cuda and not has_fp8(family):
             instead = "teacher.offload: cpu" if section.init == "random" else "int8, or teacher.offload: cpu"
             problems.append(
-                f"{self.field}.dtype: fp8 needs a GPU with products of e4m3 (Ada, Hopper, Blackwell), and this one "
-                f"({family}) has none; use {instead}"
+                f"{self.field}.dtype: fp8 needs a GPU with FP8 tensor cores (Ada, Hopper, Blackwell); this one is "
+                f"{family}: use {instead}"
             )
         if sharded and section.dtype == "fp8" and self.recipe.parallel.teacher == "sharded":
-            problems.append("teacher.dtype: fp8 cannot be sharded (parallel.teacher); use bfloat16, or copies")
+            problems.append(
+                "teacher.dtype: fp8 cannot be sharded (parallel.teacher); use bfloat16, or parallel.teacher: copied"
+            )
         elif sharded and section.dtype == "fp8":
             problems.append(f"teacher.dtype: {SHARDED_FP8}; use bfloat16")
         if sharded and student.is_cut:
             problems.append(
-                "student.from_teacher: layers cannot be cut out of a teacher that is sharded over the devices; cut the "
-                "student where the teacher fits and name it by student.model, or set parallel.teacher to copied"
+                "student.from_teacher: layers cannot be cut from a sharded teacher; set parallel.teacher to copied, or "
+                "cut the student where the teacher fits and set student.model to it"
             )
         try:
             find_skipped(self.meta().model, section.fp8_skip)
@@ -190,8 +196,8 @@ class ModelSource(TeacherSource, OffersSmaller):
             problems.append(f"teacher.offload: cpu needs weights in floating point; the teacher's are {method}")
         if stored is not None and student.is_cut:
             problems.append(
-                f"student.from_teacher: the teacher is quantised ({method_of(stored)}), and no layers can be cut "
-                "out of it; name a student that is cut already by student.model"
+                f"student.from_teacher: the teacher is quantised ({method_of(stored)}), whose layers cannot be "
+                "cut; set student.model to a student that is cut already"
             )
         if student.has_tokenizer:
             try:
@@ -205,38 +211,39 @@ class ModelSource(TeacherSource, OffersSmaller):
         precision, shape = context.precision, self.meta().shape
         size = precision.teacher.itemsize
         layers = float(shape.layered * size) if self.section.offload is not None else 0.0
-        in_16_bits = find_skipped(self.meta().model, self.section.fp8_skip).weights  # beside those in fp8
-        whole = whole_bytes(self, precision) if self.section.dtype == "fp8" else 0.0
+        in_16_bits = find_skipped(self.meta().model, self.section.fp8_skip).weights  # the others are in fp8
+        whole = loading_bytes(self, precision) if self.section.dtype == "fp8" else 0.0
         return Footprint(
-            weights=weight_bytes(self.section, shape, precision) + in_16_bits * (size - 1),
+            weights=placed_bytes(self.section, shape, precision) + in_16_bits * (size - 1),
             gathered=max(2 * shape.linear / shape.layers, shape.head) * size if context.sharded else 0.0,
             host=layers,
             moved=layers,
-            loading=whole if whole <= USABLE * context.memory_bytes else 0.0,  # else it is loaded layer by layer
+            loading=whole if whole <= USABLE * context.memory_bytes else 0.0,  # otherwise it is loaded layer by layer
             token_bytes=size * shape.hidden,
             flops=self.meta().flops,
         )
 
     def smaller(self, family: str | None = None) -> list[SmallerTeacher]:
-        """Return the teacher in 8 bits and in host memory; nothing for one that is held that way already."""
+        """Return variants with less memory, in 8 bits and offloaded; empty where it is one of these already."""
         recipe, section = self.recipe, self.section
         if section.offload is not None or section.dtype in EIGHT_BITS:
             return []
         bits = "fp8" if has_fp8(family) else "int8"
-        narrow = recipe.model_copy(update={"teacher": section.model_copy(update={"dtype": bits})})
-        effect = "moves the teacher a little" + (": the run prints by how much" if bits == "fp8" else "")
+        in_8_bits = recipe.model_copy(update={"teacher": section.model_copy(update={"dtype": bits})})
+        effect = "changes the teacher's outputs slightly" + (": the run prints by how much" if bits == "fp8" else "")
         copied = recipe.parallel.model_copy(update={"teacher": "copied"})
         offloaded = section.model_copy(update={"offload": "cpu"})
-        return [
-            *[SmallerTeacher(
-                f"teacher.dtype={bits}", narrow, f"teacher.dtype to {bits}, half of the teacher's layers", effect,
-            )] * (bits == "fp8" or section.init != "random"),
-            SmallerTeacher(
-                "teacher.offload=cpu", recipe.model_copy(update={"teacher": offloaded, "parallel": copied}),
-                "teacher.offload to cpu, all but two of the teacher's layers, which cross the bus instead",
-                "its layers cross the bus in every micro-batch", same_targets=True,
-            ),
-        ]  # fmt: skip
+        offload = SmallerTeacher(
+            "teacher.offload=cpu",
+            recipe.model_copy(update={"teacher": offloaded, "parallel": copied}),
+            "teacher.offload to cpu, all but two of the teacher's layers, which cross the bus instead",
+            "its layers cross the bus in every micro-batch",
+            same_targets=True,
+        )
+        if bits == "int8" and section.init == "random":  # bitsandbytes quantises files as it reads them
+            return [offload]
+        saved = f"teacher.dtype to {bits}, half of the teacher's layers"
+        return [SmallerTeacher(f"teacher.dtype={bits}", in_8_bits, saved, effect), offload]
 
     def title(self) -> str:
         return model_name(self.section)
@@ -247,7 +254,7 @@ class ModelSource(TeacherSource, OffersSmaller):
         return LoadedTeacher(self.load(context), field=self.field, tokenizer=tokenizer, fp8=fp8, skip=section.fp8_skip)
 
     def load(self, context: LoadContext) -> Any:
-        """Return the model by its section and the placement; a sharded one is patched already, before its shards."""
+        """Load the model as its section and the placement require; a sharded model is patched before it is sharded."""
         device, dtype = context.device, context.precision.teacher
         if context.placement.teacher_sharded:
             model, report = load_sharded_teacher(
@@ -259,13 +266,13 @@ class ModelSource(TeacherSource, OffersSmaller):
             return model
         if self.section.dtype == "fp8" and device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
-            if whole_bytes(self, context.precision) > USABLE * total:
+            if loading_bytes(self, context.precision) > USABLE * total:
                 return load_a_layer_at_a_time(self.section, device=device, dtype=dtype)
         return load_teacher(self.section, device=device, dtype=dtype)
 
 
-def whole_bytes(source: ModelSource, precision: Precision) -> float:
-    """Return bytes of a teacher as it is loaded, before it is quantised, and of the student."""
+def loading_bytes(source: ModelSource, precision: Precision) -> float:
+    """Return the bytes of teacher and student at loading, before the teacher is quantised."""
     meta = source.meta()
     student = meta_student(source.recipe.student, meta.config).shape
     adapters = student.trained if student.rank else 0
@@ -273,14 +280,11 @@ def whole_bytes(source: ModelSource, precision: Precision) -> float:
     return float(meta.shape.parameters * precision.teacher.itemsize + weights)
 
 
-def weight_bytes(section: TeacherSection, shape: Shape, precision: Precision) -> float:
-    """Return bytes of a loaded teacher on a device that holds it whole, but for layers that are offloaded."""
+def placed_bytes(section: TeacherSection, shape: Shape, precision: Precision) -> float:
+    """Return the bytes of an unsharded teacher's weights on its device; offloaded layers are not counted."""
     size = precision.teacher.itemsize
     if section.offload is not None:
         return float(shape.parameters - shape.layered + 2 * shape.largest_layer) * size
     bits = 8.0 if section.dtype in EIGHT_BITS else shape.stored_bits
     saved = 0.0 if bits is None else shape.linear * (size - bits / 8)
     return shape.parameters * size - saved
-
-
-SHARDED_FP8 = "an fp8 teacher cannot be sharded, and it does not fit whole"

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from distill.models.average import RunningAverage
-from distill.teachers.backends.local import LoadedTeacher, ModelSource, shortened
+from distill.teachers.backends.local import LoadedTeacher, ModelSource, truncated
 from distill.teachers.capabilities import FollowsStudent
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.interface import LoadContext
@@ -29,7 +29,7 @@ class AveragedTeacher(LoadedTeacher, FollowsStudent):
         self.share, self.average = share, RunningAverage(self.model, share)
 
     def truncated_copy(self, layers: Sequence[int]) -> AveragedTeacher:
-        return AveragedTeacher(shortened(self.model, layers), self.share, field=next(iter(self.models)))
+        return AveragedTeacher(truncated(self.model, layers), self.share, field=next(iter(self.models)))
 
     def update_ema(self, student: nn.Module) -> None:
         self.average.update(student)
