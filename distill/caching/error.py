@@ -60,7 +60,7 @@ class Sample(NamedTuple):
         teacher_head, student_head: weights.
         teacher_transform, student_transform: scales and soft caps.
         labels: int64 [M].
-        columns: of the vocabulary that are compared.
+        columns: Number of vocabulary entries that are compared.
     """
 
     teacher_hidden: torch.Tensor
@@ -124,11 +124,11 @@ def measure(
     """Return the table of errors: every K up to the vocabulary, every reading.
 
     Args:
-        sample: from `take_sample`.
-        temperature: of the divergence.
-        dtype: of stored numbers.
+        sample: Sample that `take_sample` returns.
+        temperature: Temperature of the divergence.
+        dtype: Dtype of stored numbers.
         ks: numbers of tokens.
-        seed: of the sampled reading.
+        seed: Seed of the sampled tail.
         advance: called after each row.
     """
     s = sample

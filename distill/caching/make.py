@@ -45,14 +45,14 @@ class Loaded(NamedTuple):
     """The recipe's parts, loaded and ready to be queried.
 
     Attributes:
-        recipe, splits, pair: as a run has them.
+        recipe, splits, pair: Recipe, data and models, as of a run.
         keep: the store's source, which has noted the rows as the teacher reads them.
         backend: the teacher without other rows.
         context: device, dtypes and placement that it was opened with.
-        vocabulary: of the recipe.
-        head: of the backend; None where a server sends K tokens.
+        vocabulary: Tokenizers of the recipe.
+        head: LM head of the backend; None where a server sends K tokens.
         student_transform: scale and soft cap of the student's logits.
-        is_ready: whether both models are patched, and the teacher is quantised, already.
+        is_ready: Whether both models are already patched and the teacher is quantised.
     """
 
     recipe: Recipe
@@ -97,7 +97,7 @@ def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
     """Load data, teacher and student as a run would; of a recipe that reads a cache, the teacher it names beside it.
 
     Args:
-        recipe: what to cache.
+        recipe: Recipe whose teacher is cached.
         batch_size: rows given to the teacher at once, by which several GPUs choose copies or shards of it; None for
             the recipe's.
 
@@ -139,8 +139,8 @@ def make_cache(
     """Write the cache, or what is missing of it.
 
     Args:
-        loaded: from `load`, its models not patched yet.
-        folder: where to.
+        loaded: Result of `load`, its models not yet patched.
+        folder: Folder of the cache.
         settings: checked.
         say: prints a line; called by the first process only.
         progress: makes a context manager for the number of positions; its value is called with those that are stored.

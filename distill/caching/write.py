@@ -47,7 +47,7 @@ class Work(NamedTuple):
 
     Attributes:
         entries: the documents, each once.
-        shards: for each shard its rows, for each row the numbers of its documents.
+        shards: Rows of each shard, each as the numbers of its documents.
     """
 
     entries: Sequence[Entry]
@@ -122,10 +122,10 @@ def fill(
 
     Args:
         kept: the teacher, whose store is filled.
-        work: what is written.
+        work: Contents to write.
         splits: the data sets of rows, as the teacher reads them.
         batch_size: rows given to the teacher at once.
-        missing: from `missing_shards`, of a sharded teacher the same on all processes; None to look here.
+        missing: Result of `missing_shards`, for a sharded teacher the same on all processes; None to compute it.
         advance: called with the number of positions after they are stored; on process 0 for those of all processes.
 
     Raises:

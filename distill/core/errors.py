@@ -150,7 +150,7 @@ class Alias(NamedTuple):
 
     Attributes:
         field: ours, with dots; empty where there is none.
-        cure: how it is written here, where another name alone is not enough.
+        cure: How to write the value here, where it differs too.
     """
 
     field: str

@@ -154,7 +154,7 @@ class Rows(NamedTuple):
     """Documents as rows.
 
     Attributes:
-        groups: of each row the numbers of its documents.
+        groups: Numbers of the documents of each row.
         blocks: int32 [rows]: rows of one number follow each other and hold documents that belong together.
     """
 

@@ -106,8 +106,8 @@ def logits_of(teacher: Teacher, row: Mapping[str, Any], device: torch.device) ->
     """Return the full logits [N, V] of a teacher at the places of a row whose next token has a label.
 
     Args:
-        teacher: of one model, or without a model in this process.
-        row: as the teacher reads it, with `input_ids` and `labels`; one document.
+        teacher: Teacher of one model, or without a model in this process.
+        row: Row as the teacher reads it, with `input_ids` and `labels`; one document.
     """
     ids, labels = (torch.as_tensor(row[name], device=device)[None] for name in ("input_ids", "labels"))
     places = valid_rows(labels)

@@ -71,16 +71,16 @@ class Document:
 
     Attributes:
         ids: its tokens, up to the last one that is trained on; nothing depends on the tokens after it.
-        labels: as in the batch, not shifted.
+        labels: Labels as in the batch, not shifted.
         row: its row in the batch.
         teacher_ids: the teacher's input in their place, which ends with the same response; None for the same input.
         route: index of its teacher's route; None where there is one teacher.
         sample: index of its response, where several are generated for a document.
         sampled_log_p: log-probabilities of a rollout's tokens when they were sampled; None for responses of the data.
         score: reward and advantage of a rollout; None without a reward function.
-        spans: where `teacher_ids` are of another tokenizer, the aligned spans: first token and the one after the last,
+        spans: Aligned spans where `teacher_ids` are of another tokenizer: first token and the one after the last,
             of `ids` and of `teacher_ids`.
-        starts: where they are, the first token of the last response in `ids` and in `teacher_ids`.
+        starts: Index of the first token of the last response in `ids` and in `teacher_ids`.
     """
 
     ids: list[int]

@@ -56,11 +56,11 @@ class PackedPrompts(NamedTuple):
     """Segments of prompts one after the other in a row of tokens, and where their keys and values go.
 
     Attributes:
-        bounds: where each begins, and the last ends; cu_seqlens: the same, int32 on the device.
+        bounds: Start of each prompt, and the end of the last; cu_seqlens: the same, int32 on the device.
         source, place: int64 [n]: token `source` of the row goes to `place`, counted through all sequences' slots.
         moved, moved_to: int64 [m]: slots that are copied before anything is written; None where none is.
         seen: int64 [K], the slots that the segments attend to, end to end; None where each attends to itself alone.
-        seen_bounds, seen_cu_seqlens: of `seen`, as `bounds` and `cu_seqlens`.
+        seen_bounds, seen_cu_seqlens: Bounds of `seen`, as `bounds` and `cu_seqlens`.
     """
 
     bounds: list[int]
@@ -141,7 +141,7 @@ class RaggedCache(Cache):
     Args:
         batch: sequences B.
         slots: prompt and new tokens together, at most.
-        device: where `lengths` is.
+        device: Device of `lengths`.
 
     Attributes:
         lengths: int64 [B] on the device, tokens of each sequence, the one that is on its way included, so that its
@@ -197,7 +197,7 @@ def prefill(
     Args:
         decoder: computes keys and values.
         prompts: token ids.
-        rows: of the cache, one a prompt.
+        rows: Rows of the cache, one per prompt.
         cache: is written to.
         held: prompts that rows hold already, by row, their last tokens included; those of `rows` may be among them.
     """
@@ -264,7 +264,7 @@ def ragged_attention(
         module: the attention layer.
         query: [1, H, N, D] of packed prompts, or [B, H, 1, D]; key and value [1, Hkv, N, D] or [B, Hkv, slots, D].
         attention_mask: none is built for this attention; a mask made elsewhere is refused.
-        scaling: of the scores; 1/sqrt(D) if None.
+        scaling: Factor of the scores; None for 1/sqrt(D).
         dropout: has no place in generation.
         sliding_window: keys a query sees, itself included.
         softcap: scores become cap * tanh(score / cap).

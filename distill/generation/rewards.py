@@ -45,7 +45,7 @@ class Rewards:
         Args:
             responses: documents and the tokens of their responses, those to one prompt next to each other, the one of
                 `sample` 0 first; of a rollout of several turns the last response.
-            conversations: of rollouts of several turns, the messages after the data's prompt and before the last
+            conversations: Messages of rollouts of several turns, after the data's prompt and before the last
                 response.
         """
         inputs = [self.function_input(document, tokens) for document, tokens in responses]
@@ -81,7 +81,7 @@ def reward_metrics(sums: Iterable[float], responses: float) -> dict[str, float]:
     """Return mean rewards from sums over all ranks.
 
     Args:
-        sums: as returned by `Rewards.score`.
+        sums: Sums that `Rewards.score` returns.
         responses: number of rewarded responses.
 
     Returns:

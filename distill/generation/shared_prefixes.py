@@ -36,12 +36,12 @@ class PrefixPlan(NamedTuple):
 
     Attributes:
         ids, positions: int64 [N], tokens that are computed, segment after segment.
-        bounds: where each segment begins in them, and the last ends.
+        bounds: Start of each segment, and the end of the last.
         source, place: int64 [n]: computed token `source` goes to slot `place`, counted through all rows' slots.
         moved, moved_to: int64 [m]: what slot `moved` holds, before anything is written, is copied to slot `moved_to`.
         seen: int64 [K], the slots that the segments' tokens attend to, segment after segment; None where no segment
             attends to anything before it.
-        seen_bounds: where those of each segment begin, and the last end.
+        seen_bounds: Start of each segment's keys in `seen`, and the end of the last.
     """
 
     ids: np.ndarray
@@ -116,7 +116,7 @@ def plan_prefixes(
     Args:
         prompts: token ids, at least one each.
         rows: the row of slots that each goes to, all different.
-        slots: of a row.
+        slots: Number of slots of a cache row.
         held: prompts that rows hold already, by row; rows that are written to now among them.
     """
     kept = {prompt: row for row, prompt in (held or {}).items()}

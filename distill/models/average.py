@@ -22,7 +22,7 @@ class RunningAverage:
 
     Args:
         model: initial value; its weights are changed in place, and may be moved before the first step.
-        share: of itself that the average keeps in a step, above 0 and below 1.
+        share: Decay of the average per step, above 0 and below 1.
     """
 
     def __init__(self, model: nn.Module, share: float) -> None:

@@ -21,10 +21,10 @@ class GpuSpec(NamedTuple):
     """One GPU.
 
     Attributes:
-        memory_gib: what torch reports as its total memory.
-        bandwidth: of that memory, GB/s.
+        memory_gib: Total memory as torch reports it.
+        bandwidth: Memory bandwidth, GB/s.
         bf16, fp8: dense tensor-core TFLOP/s summed in fp32; None where there is no such product.
-        family: as `distill_kernels.launch` calls it.
+        family: Architecture family as in `distill_kernels.launch`.
         link: GB/s that its PCIe link carries in one direction, after encoding; 16 lanes but for the L4.
         peers: GB/s to the GPUs of its host in one direction, by NVLink or Infinity Fabric; None where that is PCIe.
     """

@@ -19,12 +19,12 @@ class Shape(NamedTuple):
         trained: those with gradients.
         linear: parameters in the decoder's linear layers.
         head: vocabulary x hidden size; `tied` where the embedding is the same tensor.
-        vocabulary, hidden, layers, heads: as in the configuration.
+        vocabulary, hidden, layers, heads: Sizes in the configuration.
         query, key_value: heads x head width, of queries and of keys.
         intermediate: width of the MLP; `gated` where it has two projections up.
         adapted: sum over LoRA layers of their input widths, `rank` their rank; 0 without LoRA.
         layered: parameters in the decoder's layers, `largest_layer` those of the largest; 0 where there is no list.
-        stored_bits: of a weight in the decoder's linear layers where the checkpoint is quantised and says so.
+        stored_bits: Bits of a weight in the decoder's linear layers, where a quantised checkpoint states them.
     """
 
     parameters: int

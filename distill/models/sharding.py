@@ -21,7 +21,7 @@ class Placement(NamedTuple):
     Attributes:
         student: `ddp` copies it to every device, `fsdp` shards it.
         teacher_sharded: the teacher is sharded too.
-        fits: whether the arithmetic says that this goes into the devices.
+        fits: Whether the estimate fits the devices.
         why: the figures it was chosen by, for people.
     """
 

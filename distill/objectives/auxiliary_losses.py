@@ -46,9 +46,9 @@ class CompositeLoss:
 
     Args:
         section: the recipe's.
-        pairing: how the student's logits meet the teacher's.
+        pairing: Alignment of the two vocabularies.
         transform: scale and soft cap of the teacher.
-        makers: of the losses of auxiliary terms.
+        makers: Functions that make the losses of auxiliary terms.
 
     Attributes:
         fused: the loss of the other terms, if there are any; and, where that does not compare with the teacher, the

@@ -30,7 +30,7 @@ class TeacherHead(Protocol):
     """A teacher's head as a handle that is opened inside the loss.
 
     Attributes:
-        rows: of its weight.
+        rows: Number of rows of its weight.
     """
 
     rows: int
@@ -56,7 +56,7 @@ class StoredHead:
     """A head whose weights are in memory, outside of any model.
 
     Args:
-        weights: of the head.
+        weights: Weights of the head.
         name: readable, for a message that says what is not finite.
     """
 
@@ -124,7 +124,7 @@ class HiddenFormat(FusedFormat):
     """One teacher's last hidden states, and its head.
 
     Args:
-        head: of the teacher.
+        head: LM head of the teacher.
         transform: scale and soft cap of its logits.
 
     Attributes:
@@ -169,7 +169,7 @@ def pairing_of(student: LogitTransform, rows: dict[str, int], vocab_size: int | 
 
     Args:
         student: scale and soft cap of its logits.
-        rows: of each head, by its model.
+        rows: Number of rows of each head, by model.
         vocab_size: columns requested.
 
     Raises:

@@ -39,7 +39,7 @@ class MeasuredByPart(Protocol):
     """A loss whose statistics report the divergence of another loss.
 
     Attributes:
-        measured: that other loss, a part of this one or computed beside it for the metrics.
+        measured: The loss that is measured: a part of this one, or computed in addition for the metrics.
     """
 
     measured: TargetLoss
@@ -50,7 +50,7 @@ class ReadsLayers(Protocol):
     """A loss that may compare layers of both models.
 
     Attributes:
-        reads_layers: whether it does in this step.
+        reads_layers: Whether the loss reads layers in this step.
     """
 
     reads_layers: bool

@@ -20,9 +20,9 @@ class Measure(NamedTuple):
     """Name, unit and key of a divergence.
 
     Attributes:
-        name: as in "forward {name}" or "{name} to teacher".
-        unit: what the metrics are means over, in the singular.
-        key: of the metric in `metrics.jsonl`, `kl` or `divergence`.
+        name: Name as in "forward {name}" or "{name} to teacher".
+        unit: Unit that the metrics are means over, in the singular.
+        key: Key of the metric in `metrics.jsonl`, `kl` or `divergence`.
     """
 
     name: str = "KL"

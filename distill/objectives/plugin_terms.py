@@ -22,9 +22,9 @@ class PluginTermLoss:
 
     Args:
         functions: the plugin's, by name.
-        term: which one.
+        term: The term.
         section: the recipe's loss.
-        pairing: how the student's logits meet the teacher's.
+        pairing: Alignment of the two vocabularies.
         transform: scale and soft cap of the teacher.
     """
 

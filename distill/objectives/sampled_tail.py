@@ -41,7 +41,7 @@ class SampledTail:
     Args:
         term: its settings.
         section: the recipe's loss.
-        pairing: how the student's logits meet the teacher's.
+        pairing: Alignment of the two vocabularies.
 
     Attributes:
         reduction: "mean" over the tokens of the step, or "none": each token's, without a gradient.

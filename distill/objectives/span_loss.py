@@ -142,7 +142,7 @@ class CrossTokenizerLoss(nn.Module):
             student: weight [Vs, Hs], bias [Vs], LoRA.
             teacher: weight [Vt, Ht], bias [Vt].
             targets: hidden states [B, S', Ht], and flat positions in both batches.
-            num_items: what the sum is divided by; None for the number of spans.
+            num_items: Divisor of the sum; None for the number of spans.
             return_stats: return `(loss, TokenStats)`, its tensors [M], one entry a span.
         """
         lora_a, lora_b, lora_scale = student.lora or (None, None, 1.0)
@@ -197,9 +197,9 @@ class CrossTokenizerLoss(nn.Module):
         """Return the teacher's mean probability of the shared tokens where spans begin, at T = 1, a scalar.
 
         Args:
-            targets: as of `forward`.
+            targets: See `forward`.
             head: the teacher's.
-            rows: of the student's head.
+            rows: Number of rows of the student's head.
         """
         dtype, columns = targets.hidden.dtype, len(head.weight)
         outcomes = self.outcomes(rows, columns, targets.hidden.device)

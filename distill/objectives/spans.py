@@ -167,8 +167,8 @@ def compare_spans(
         student, teacher: both models' rows, at one temperature.
         outcomes: the vocabularies.
         objective: kinds and parameters of the divergences.
-        weights: of the divergences, T^2 included.
-        slope: whether to compute the gradient.
+        weights: Weights of the divergences, T^2 included.
+        slope: Whether to compute the gradient.
 
     Returns:
         The losses of the spans, [m], and the gradient `A` of their sum for the student's log-probabilities, [n, V].

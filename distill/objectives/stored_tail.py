@@ -17,9 +17,9 @@ class StoredTailLoss(SampledTail):
 
     Args:
         section: the recipe's loss, which has no other term.
-        pairing: how the student's logits meet the teacher's.
-        tail: how the K were chosen.
-        temperature: of their log-probabilities.
+        pairing: Alignment of the two vocabularies.
+        tail: Representation of the other tokens in the cache.
+        temperature: Temperature of the stored log-probabilities.
 
     Attributes:
         measured: the forward KL over the K tokens, for metrics only.

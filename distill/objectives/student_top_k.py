@@ -34,7 +34,7 @@ class OwnTopKLoss(FusedStudentTopKKLLoss):
     Args:
         term: its settings.
         section: the recipe's loss.
-        pairing: how the student's logits meet the teacher's.
+        pairing: Alignment of the two vocabularies.
         transform: scale and soft cap of the teacher.
     """
 
@@ -71,7 +71,7 @@ class OwnTopKTailLoss(SampledTail):
     Args:
         term: its settings.
         section: the recipe's loss.
-        pairing: how the student's logits meet the teacher's.
+        pairing: Alignment of the two vocabularies.
         transform: scale and soft cap of the teacher.
     """
 
@@ -109,8 +109,8 @@ def top_k_chunks(
     """Yield the student's most probable tokens and the teacher's log-probabilities, chunk by chunk, without a graph.
 
     Args:
-        call, teacher, transform, pairing: as of the losses.
-        settings: how many tokens, and the temperature of the teacher's probabilities.
+        call, teacher, transform, pairing: See the losses.
+        settings: Number of tokens, and temperature of the teacher's probabilities.
 
     Yields:
         Flat rows int64 [n], tokens int64 [n, K] in no order, log-probabilities of all columns [n, columns].

@@ -33,7 +33,7 @@ class StepInputs:
     A plain class: DDP and FSDP2 look for tensors in keyword arguments (FSDP2 casts them) and leave this one alone.
 
     Attributes:
-        targets: of the teacher for this batch, in its `TargetFormat`; None if the loss has no divergence.
+        targets: The teacher's targets for this batch, in its `TargetFormat`; None if the loss has no divergence.
         num_items: int64 tensor [] or int that the summed loss is divided by; None for this batch's valid tokens.
         statistics: whether sums of the token statistics are returned beside the loss.
         sampled_log_p: float [B, S] as the shifted labels: log-probabilities of the labels when the student sampled
@@ -93,8 +93,8 @@ class VocabularyAlignment(NamedTuple):
 
     Attributes:
         student: scale and soft cap of the student's logits.
-        columns: of the vocabulary that the loss is over.
-        vocab_size: as the fused losses take it: `columns`, None where no head is cut.
+        columns: Number of vocabulary entries that the loss is over.
+        vocab_size: Argument of the fused losses: `columns`, None where no head is cut.
     """
 
     student: LogitTransform
@@ -117,7 +117,7 @@ class TargetProperties(NamedTuple):
     """Properties of targets that reports, metrics and the student's forward depend on.
 
     Attributes:
-        columns: of each teacher's distribution: the rows of its head, or the columns of what is stored.
+        columns: Size of each teacher's distribution: the rows of its head, or the columns of what is stored.
         measure: name, unit and key of the reported divergences.
         caveat: limitation to report with them; None where they compare two whole distributions.
         divergences: those that these targets can be compared by, as `loss.terms` names them.
@@ -139,7 +139,7 @@ class TargetFormat(Protocol):
     """Format of a teacher's targets, and the losses that take them.
 
     Attributes:
-        properties: what others than the losses use of it.
+        properties: Properties of the targets that others than the losses use.
     """
 
     properties: TargetProperties
@@ -149,7 +149,7 @@ class TargetFormat(Protocol):
 
         Args:
             student: scale and soft cap of its logits.
-            rows: of its head.
+            rows: Number of rows of the student's head.
             vocab_size: columns that are compared; None for as many as all heads have.
 
         Raises:

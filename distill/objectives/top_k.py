@@ -54,8 +54,8 @@ def top_k_targets(stored: Mapping[str, torch.Tensor], rows: torch.Tensor, shape:
     Args:
         stored: fields of `encode.TopK` by name, for M positions.
         rows: int64 [M], flat positions.
-        shape: of the batch, [B, S].
-        tail: how the K were chosen.
+        shape: Shape of the batch, [B, S].
+        tail: Representation of the other tokens in the cache.
     """
     logprobs, surplus = stored["logprobs"].float(), None
     if tail == "sampled":
@@ -78,7 +78,7 @@ class TopKFormat(TargetFormat):
     of sampled tokens an unbiased estimate of the full one. The teacher's entropy and cross-entropy are exact: stored.
 
     Args:
-        manifest: of the cache.
+        manifest: Manifest of the cache.
     """
 
     def __init__(self, manifest: Mapping[str, Any]) -> None:
@@ -155,8 +155,8 @@ def completed(statistics: Any, targets: TopKTargets, weight: float) -> Any:
 
     Args:
         statistics: `TokenStats`, or those of a held-out loss.
-        targets: of the batch.
-        weight: of the divergence in the loss.
+        targets: Targets of the batch.
+        weight: Weight of the divergence in the loss.
     """
     if isinstance(statistics, TokenStats):
         stored = statistics._replace(teacher_entropy=targets.entropy, teacher_label_logprob=targets.label_logprob)

@@ -35,10 +35,10 @@ class Encoding(NamedTuple):
     """Settings of the compression of distributions.
 
     Attributes:
-        columns: of the vocabulary that are compared.
-        k: how many tokens are taken of each.
+        columns: Number of vocabulary entries that are compared.
+        k: Number of tokens stored per position.
         tail: `bucket`, `renormalize` or `sampled`.
-        temperature: of the stored probabilities.
+        temperature: Temperature of the stored probabilities.
     """
 
     columns: int
@@ -100,9 +100,9 @@ def encode(
 
     Args:
         hidden: last hidden states, [M, H].
-        head: what makes logits of them; likewise `transform`.
+        head: LM head that computes the logits, with `transform`.
         labels: int64 [M], the next tokens.
-        encoding: what is kept of each.
+        encoding: Numbers stored per position.
         generator: on the device, for `sampled`.
     """
     columns, k, tail, temperature = encoding

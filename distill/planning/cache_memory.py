@@ -52,7 +52,7 @@ def place_for_caching(plan: DevicePlan, batch_size: int | None = None, other_byt
     """Return the placement of the teacher, as requested or by its memory.
 
     Args:
-        other_bytes: of each device that something else takes.
+        other_bytes: Bytes on each device that are used by something else.
     """
     usable, world = plan.usable - other_bytes, plan.world
     copied, sharded = (caching_memory(plan, batch_size, sharded=way) for way in (False, True))
@@ -109,7 +109,7 @@ def shards_for_queries(
     They load a teacher of `teacher.dtype: fp8` in 16 bits.
 
     Args:
-        recipe, device, world, batch_size: as `plan_caching` takes them.
+        recipe, device, world, batch_size: See `plan_caching`.
         cached_tokens: tokens in the KV cache, where the teacher generates.
         alone: no student is loaded.
     """

@@ -22,10 +22,10 @@ class Device(NamedTuple):
     """Device that a run is planned for.
 
     Attributes:
-        name: for messages.
-        memory_bytes: of one device (of the machine, for a CPU).
+        name: Display name.
+        memory_bytes: Memory of one device (of the machine, for a CPU).
         gpu_spec: its rates; None where they are not known.
-        family: of its architecture; None for a CPU and for a GPU of which only the size is known.
+        family: Architecture family; None for a CPU and for a GPU of which only the size is known.
         cuda: False for a CPU.
     """
 

@@ -32,9 +32,9 @@ class MemoryNeeds(NamedTuple):
     """Bytes of one device.
 
     Attributes:
-        teacher: of the teacher's weights, whole.
-        gathered: of the teacher, whole at any time when it is sharded.
-        copied: of everything but the teacher, with a copied student.
+        teacher: Bytes of the teacher's weights, unsharded.
+        gathered: Bytes of a sharded teacher that are gathered at any time.
+        copied: Bytes of everything except the teacher, with a replicated student.
         sharded: the same with a sharded student.
     """
 
@@ -51,7 +51,7 @@ class TeacherServerMemory(NamedTuple):
         sharded: shards of one teacher; else a copy each.
         held: bytes.
         fits: whether a device has them.
-        footprint: of a whole copy.
+        footprint: Footprint of an unsharded copy.
     """
 
     sharded: bool
@@ -68,7 +68,7 @@ def plan_placement(recipe: Recipe, device: torch.device, world: int, longest: in
 
     Args:
         recipe: the run's.
-        device: of this process.
+        device: Device of this process.
         world: number of devices.
         longest: tokens of the data's longest document; 0 where they have not been read.
 

@@ -65,12 +65,12 @@ class Preflight:
         device, gpus, strategy: hardware and placement of the plan; `training` of the GPUs train, the others
             serve the teacher, each with `teacher_server_bytes` bytes of it.
         teacher, student: sizes of the models.
-        memory: of one device in a training step.
-        fits: whether that fits.
+        memory: Memory of one device in a training step.
+        fits: Whether `memory` fits the device.
         advice: changes that save memory, the largest first: setting, GiB saved, whether the run then fits.
-        steps, accumulation, tokens_per_step: of the run.
+        steps, accumulation, tokens_per_step: Size of the run.
         flops_per_step, seconds_per_step, seconds: the arithmetic of a step on all devices, and the time it takes.
-        rollouts: of a step, whose seconds are a part of the above; None without on-policy data.
+        rollouts: Rollouts of a step, whose seconds are included in the step's; None without on-policy data.
         disk, disk_free: bytes for checkpoints and the student, and those left where runs are written.
         host, moved: bytes of an offloaded teacher: in host memory for all devices, and over the bus to each in a step.
         teacher_text: the teacher's size, or what a cache holds.

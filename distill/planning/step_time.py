@@ -77,7 +77,7 @@ def step_time(plan: DevicePlan, device: Device, tokens: StepTokens, read: StepTo
     """Return FLOPs and time of a step; None for a model whose FLOPs are unknown.
 
     Args:
-        tokens: of the student.
+        tokens: Tokens that the student reads.
         read: the teacher's tokens; None for the student's.
     """
     read = read or tokens

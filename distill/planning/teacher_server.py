@@ -65,7 +65,7 @@ def choose_teacher_server(plan: DevicePlan, device: Device) -> Recipe:
     """Return the recipe, with a teacher server on separate GPUs where `parallel.teacher: auto` is faster with one.
 
     Args:
-        plan: of all devices, with the recipe as it was given.
+        plan: Plan for all devices, with the recipe as given.
         device: one of them.
     """
     recipe, world = plan.recipe, plan.world

@@ -241,7 +241,7 @@ class Requirement(NamedTuple):
 
     Attributes:
         field: field of the recipe, as in messages.
-        present: whether a recipe has it.
+        present: Whether a recipe has the setting.
         properties: names in `PROPERTIES`.
     """
 
@@ -339,7 +339,7 @@ class Apart(NamedTuple):
 
     Attributes:
         field: field of the recipe, as in the message.
-        both: whether a recipe has both.
+        both: Whether a recipe has both settings.
         reason: the reason, and the alternatives.
     """
 

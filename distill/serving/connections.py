@@ -40,9 +40,9 @@ class Patience(NamedTuple):
     """Timeouts for a client, in seconds.
 
     Attributes:
-        headers: for a connection's TLS handshake, and for the headers of a request from the first byte to the last.
+        headers: Seconds for a connection's TLS handshake, and for all headers of a request.
         idle: between two requests.
-        send: for the client to receive a piece of a response (1 MiB).
+        send: Seconds for the client to receive a piece of a response (1 MiB).
     """
 
     headers: float = 10.0

@@ -16,8 +16,8 @@ class BlockSampler(Sampler[int]):
     """Numbers of rows, in an order that follows from seed and epoch: blocks are shuffled, rows within them are not.
 
     Args:
-        rows: with the column `BLOCK`.
-        seed: of the order.
+        rows: Data set with the column `BLOCK`.
+        seed: Seed of the order.
     """
 
     def __init__(self, rows: Any, seed: int) -> None:

@@ -82,7 +82,7 @@ def check_index(path: Path, field: str, folder: Path | None = None) -> None:
     """Hold that an index names safetensors files beside it and nothing else.
 
     Args:
-        folder: where the files are; None where they are still to be fetched.
+        folder: Folder of the files; None where they are still to be fetched.
 
     Raises:
         ValueError: naming the file that it should not name.

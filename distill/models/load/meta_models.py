@@ -31,7 +31,7 @@ class MetaModel:
     """Model on the meta device.
 
     Attributes:
-        config: of transformers.
+        config: Configuration of transformers.
         model: on the device `meta`, with adapters where there are some; not to be changed.
     """
 

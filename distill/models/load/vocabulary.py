@@ -57,8 +57,8 @@ class VocabularyComparison:
         differing: ids that are different tokens, in order.
         teacher_only: ids that only the teacher's tokenizer knows; likewise `student_only`.
         cut: ids of real tokens for which one of the models has no row.
-        probe: how the first probe that comes out as different ids differs, if one does.
-        notes: what need not stop a run and should be known.
+        probe: Difference of the first probe text whose ids differ; None if all agree.
+        notes: Remarks that do not stop a run.
     """
 
     shared: int

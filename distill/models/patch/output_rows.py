@@ -41,7 +41,7 @@ def mark(decoder: nn.Module, layer: nn.Module, verdicts: dict[Any, Any]) -> None
     """Have the decoder's last layer, one of `residual_norms.py`, compute some rows where it is asked to.
 
     Args:
-        verdicts: of `PatchReport`: what was tried on a model of the same parts, and what is tried here.
+        verdicts: Verdicts of a `PatchReport` on a model of the same parts; extended by those of this one.
     """
     width = sum(p.numel() for p in row_parameters(layer)) if hasattr(layer.self_attn, "o_proj") else 0
     if width < WIDE:  # so little is spent on each row that leaving some out is not worth it
@@ -57,7 +57,7 @@ def output_rows(decoder: nn.Module, rows: torch.Tensor | None, tokens: int) -> d
 
     Args:
         rows: int64 [R], flat positions, each once; None where not known.
-        tokens: in the batch.
+        tokens: Number of tokens in the batch.
     """
     layer = decoder.__dict__.get(MARK)
     if layer is None or rows is None or not 0 < rows.numel() <= MOST * tokens:

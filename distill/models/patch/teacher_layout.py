@@ -79,7 +79,7 @@ def interleave(model: nn.Module, min_size: MinSize | None = None) -> Counter[str
 
     Args:
         model: Patched model.
-        min_size: From how many inputs and rows on one product is taken; None for what was measured on such a GPU.
+        min_size: Least number of inputs and rows for one GEMM; None for the number measured on this GPU.
 
     Returns:
         How many MLPs, by the name they have in a `PatchReport`; a log line says how many stay apart.

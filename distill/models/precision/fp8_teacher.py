@@ -24,7 +24,7 @@ class Part(NamedTuple):
     """Linear layers that are in fp8 together or not at all.
 
     Attributes:
-        name: as `teacher.fp8_skip` has it: `29.mlp`.
+        name: Name as in `teacher.fp8_skip`: `29.mlp`.
         linears: their dotted names in the model.
         weights: elements of these layers' weights.
     """

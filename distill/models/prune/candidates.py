@@ -45,8 +45,8 @@ class Candidate(NamedTuple):
     """A shape for a student.
 
     Attributes:
-        name: of the proportion, of `PROPORTIONS`.
-        cut: of `student.from_teacher`.
+        name: Name in `PROPORTIONS`.
+        cut: Settings of `student.from_teacher`.
         parameters: number of the student's.
         cost: share of the teacher's cost.
     """
@@ -80,10 +80,10 @@ def candidates(
     """Yield the largest shape of each proportion whose cost is at most `share`; none that misses it by over a tenth.
 
     Args:
-        config: of the teacher.
-        share: of the teacher's cost, between 0 and 1.
-        cost: of a shape.
-        importance: how parts will be chosen; None for the defaults.
+        config: Configuration of the teacher.
+        share: Fraction of the teacher's cost, between 0 and 1.
+        cost: Function that returns the cost of a shape.
+        importance: Selection of parts; None for the defaults.
 
     Raises:
         ValueError: a share outside of 0 to 1, or one that no shape reaches.

@@ -49,8 +49,8 @@ class Shape(NamedTuple):
 
     Attributes:
         layers: number of layers.
-        widths: of every layer.
-        layout: of the teacher's parameters for the axes that are cut; None where none is.
+        widths: Widths of every layer.
+        layout: Layout of the teacher's parameters for the axes that are cut; None where none is.
     """
 
     layers: int
@@ -234,7 +234,7 @@ class _Score:
     """Aggregate of activations over tokens, float64 [units].
 
     Attributes:
-        total: by the metric.
+        total: Sum by the metric.
         share: mean of each entry's square over the mean square of all, of a norm's input.
     """
 
@@ -272,10 +272,10 @@ class Scores(NamedTuple):
     """Scores of a teacher's parts on the calibration rows.
 
     Attributes:
-        hidden: of hidden channels, float64 [hidden], on the CPU; None where they are not cut.
-        heads: of heads, by layer.
-        columns: of MLP columns, by layer.
-        shares: by the name of a norm over what is cut: `_Score.share`, divided by the tokens.
+        hidden: Scores of hidden channels, float64 [hidden], on the CPU; None where they are not cut.
+        heads: Scores of heads, by layer.
+        columns: Scores of MLP columns, by layer.
+        shares: Shares by the name of a norm over a cut axis: `_Score.share`, divided by the tokens.
     """
 
     hidden: torch.Tensor | None

@@ -31,7 +31,7 @@ class Block(NamedTuple):
     """Consecutive entries of a dimension: those of each channel, head or column in turn.
 
     Attributes:
-        axis: what the entries belong to.
+        axis: Axis that the entries belong to.
         unit: entries of each.
     """
 
@@ -46,8 +46,8 @@ class Layout(NamedTuple):
     """Layout of a model's parameters.
 
     Attributes:
-        dims: of the parameters that a width changes, by name.
-        prefix: of the names of parameters in layers, before the number.
+        dims: Dimensions of the parameters that a width changes, by name.
+        prefix: Prefix of the parameter names in layers, before the layer's number.
         full: the model's widths.
     """
 
@@ -103,8 +103,8 @@ def entries(blocks: Sequence[Block], kept: Mapping[str, Sequence[int]], full: Wi
     """Return the entries of a dimension that belong to the kept channels, heads or columns, ascending.
 
     Args:
-        blocks: of the dimension.
-        kept: by axis; an axis that is absent is kept whole.
+        blocks: Blocks of the dimension.
+        kept: Kept indices by axis; an absent axis is kept whole.
         full: number of each before the cut.
     """
     found: list[int] = []
@@ -135,8 +135,8 @@ def find_layout(config: PreTrainedConfig, axes: Collection[Axis], orders: Mappin
     """Return the layout of a configuration's model for the axes that will be cut.
 
     Args:
-        config: of transformers.
-        axes: of hidden, heads and intermediate; heads includes `kv_heads`.
+        config: Configuration of transformers.
+        axes: Axes among hidden, heads and intermediate; heads includes `kv_heads`.
         orders: by axis: of a dimension with several parts for each head or column, one part of all after the other, or
             all parts of each.
 

@@ -34,8 +34,8 @@ def proven_layout(config: PreTrainedConfig, axes: Collection[Axis]) -> Layout:
     """Return the layout of a configuration's model for these axes, tried out on a small model.
 
     Args:
-        config: of the teacher.
-        axes: to cut; of hidden, heads and intermediate.
+        config: Configuration of the teacher.
+        axes: Axes to cut, among hidden, heads and intermediate.
 
     Raises:
         ValueError: a model that cannot be cut, with the module or with the error of the small model.
