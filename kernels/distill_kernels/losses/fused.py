@@ -46,11 +46,11 @@ class _Workspace:
     """Buffers of one call: relative logits, extra rows for the first group's teacher, and the tiles' shifts and sums.
 
     Args:
-        plan: rows of the buffers.
-        vocab: columns of the logits, V.
-        dtype: of the relative logits.
-        device: of the buffers.
-        both_temperatures: keep sums at temperature 1 separately from those at T.
+        plan: Plan that gives the rows of the buffers.
+        vocab: Columns of the logits, V.
+        dtype: Dtype of the relative logits.
+        device: Device of the buffers.
+        both_temperatures: Keep sums at temperature 1 separately from those at T.
         models: 2 with a teacher, 1 without.
     """
 
@@ -67,13 +67,13 @@ class _Workspace:
         tile_sums = torch.empty(models, sums, plan.chunk_rows, cdiv(vocab, TILE), dtype=torch.float32, device=device)
         self.tile_sums = [(model[0], model[1], model[sums - 1]) for model in tile_sums]
 
-    def student(self, at: int, rows: int) -> Logits:
-        """Return `rows` rows of the buffer from row `at` on, which the gradients will overwrite."""
-        return Logits(self.buffer[at : at + rows, : self.vocab], *(each[:rows] for each in self.tile_sums[0]))
+    def student(self, first: int, rows: int) -> Logits:
+        """Return `rows` rows of the buffer from row `first` on, which the gradients will overwrite."""
+        return Logits(self.buffer[first : first + rows, : self.vocab], *(each[:rows] for each in self.tile_sums[0]))
 
-    def teacher(self, at: int, rows: int) -> Logits:
-        """Return the extra rows while they exist, else the buffer's rows after the student's, which start at `at`."""
-        values = self.buffer[at + rows : at + 2 * rows] if self.extra is None else self.extra[:rows]
+    def teacher(self, first: int, rows: int) -> Logits:
+        """Return the extra rows while they exist, else those after the student's, which begin at row `first`."""
+        values = self.buffer[first + rows : first + 2 * rows] if self.extra is None else self.extra[:rows]
         return Logits(values[:, : self.vocab], *(each[:rows] for each in self.tile_sums[1]))
 
     def gradients(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
@@ -181,9 +181,9 @@ def fused_linear_divergence(
             select_rows(hidden, start, stop), slice(start, stop) if batch.rows is None else batch.rows[start:stop]
         )
 
-    def compute_chunk(at: int, start: int, stop: int) -> None:
-        """Compute losses, statistics and gradients of one chunk of rows; `at` is the buffer row of its gradients."""
-        student_logits = buffers.student(at, stop - start)
+    def compute_chunk(buffer_row: int, start: int, stop: int) -> None:
+        """Compute losses, statistics and gradients of rows `start` to `stop`, the gradients from `buffer_row` on."""
+        student_logits = buffers.student(buffer_row, stop - start)
         # per-token arguments: the chunk's rows, or all of them where the kernel looks up `rows`
         argument_rows = slice(start, stop) if batch.rows is None else slice(None)
         rows = None if batch.rows is None else batch.rows[start:stop]
@@ -211,10 +211,10 @@ def fused_linear_divergence(
         teacher_logits = at_temperature_1 = None
         if mixer is not None:
             teacher_logits, at_temperature_1 = mixer(
-                lambda tensor: select_rows(tensor, start, stop), buffers.teacher(at, stop - start)
+                lambda tensor: select_rows(tensor, start, stop), buffers.teacher(buffer_row, stop - start)
             )
         elif isinstance(teacher, Head):
-            teacher_logits = buffers.teacher(at, stop - start)
+            teacher_logits = buffers.teacher(buffer_row, stop - start)
             project(
                 teacher,
                 select_rows(teacher.hidden, start, stop),
@@ -238,8 +238,8 @@ def fused_linear_divergence(
             )
             teacher_logits, row_loss = None, functools.partial(launcher("top_k"), top=top)
         elif batch.policy is not None:
-            own = student._replace(hidden=select_rows(hidden, start, stop))
-            row_loss = functools.partial(launcher("policy"), policy=batch.policy.rows(argument_rows), head=own)
+            chunk_head = student._replace(hidden=select_rows(hidden, start, stop))
+            row_loss = functools.partial(launcher("policy"), policy=batch.policy.rows(argument_rows), head=chunk_head)
         elif mixer is not None:
             row_loss = functools.partial(launcher("mixture"), at_temperature_1=at_temperature_1)
         call = RowCall(
@@ -287,9 +287,9 @@ def fused_linear_divergence(
             start += size
         if required.gradient:
             g = buffers.gradients(start - group_start, dtype)
-            for at in range(0, start - group_start, CHUNK_ROWS):
-                block = g[at : at + CHUNK_ROWS]
-                backpropagate_rows(block, group_start + at, group_start + at + block.shape[0])
+            for offset in range(0, start - group_start, CHUNK_ROWS):
+                block = g[offset : offset + CHUNK_ROWS]
+                backpropagate_rows(block, group_start + offset, group_start + offset + block.shape[0])
             if required.weight and vocab:
                 buffers.extra = None  # frees the memory that dW is planned to take
                 x = masked_hidden(group_start, start)
