@@ -150,9 +150,9 @@ def path_of(family: str) -> str:
         which = "GPUs older than Ampere (sm_80)" if family == OLDER else "GPUs of its architecture"
         return f"PyTorch computes: our kernels do not run on {which}"
     known = FAMILIES[family]
-    how = "tiles through pointers, linear losses by the library's products and a fold"
+    how = "pointer-based loads, losses by cuBLAS GEMMs and a reduction kernel"
     if known.tma:
-        how = "tiles by TMA, linear losses in one kernel with their products"
+        how = "TMA loads, losses by GEMM kernels that also reduce"
     return f"Triton kernels, {how}; {tried(family)}"
 
 
