@@ -7,8 +7,7 @@ Memory of the weights, in bytes: P parameters, D of them in the decoder's linear
     quantised      D bits / 8 + (P - D) b         bits of the checkpoint; P b where they are unknown
     offloaded      (P - layers) b + 2 x (largest layer) b      on the device; the layers are in host memory
 
-An fp8 teacher is loaded in 16 bits and quantised once both models are loaded; where it does not fit in 16 bits, each
-layer is quantised as it is loaded.
+An fp8 teacher is loaded in 16 bits and then quantised, or layer by layer where it does not fit in 16 bits.
 """
 
 from __future__ import annotations
