@@ -198,7 +198,9 @@ def run(
         raise ValueError("--unverified: expected together with --resume; got no --resume")
     # rank 0 alone decides: another process may have made the folder already
     folder = run_folder(resolved.name, name=name, resume=resume, runs=runs) if ranks.is_main_process() else None
-    processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
+    with console.spinner("importing torch"):
+        gpus = launch.visible_gpus()
+    processes = launch.processes_to_start(os.environ, gpus=gpus, device=resolved.train.device)
     if processes > 1:
         from distill.planning.steps import accumulation_steps
         from distill.planning.teacher_server import assign_gpus
@@ -210,7 +212,8 @@ def run(
             chosen = resolved.parallel
             more = [f"parallel.teacher={chosen.teacher}", f"parallel.teacher_gpus={chosen.teacher_gpus}"]
             raise typer.Exit(launch.restart(processes, more if resolved is not given else []))
-    from distill.run import run as run_recipe
+    with console.spinner("importing transformers"):
+        from distill.run import run as run_recipe
 
     try:
         run_recipe(

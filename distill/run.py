@@ -56,7 +56,7 @@ from distill.reports.first_batch_report import first_batch_report
 from distill.reports.run_manifest import record_start
 from distill.reports.run_summary import run_summary
 from distill.run_phases import Loaded, Opened, Prepared, Start
-from distill.run_results import RunResult, RunResults, announce
+from distill.run_results import RunResult, RunResults
 from distill.teachers.calibration import calibration_of
 from distill.teachers.capabilities import first_batch_lines, is_collective
 from distill.teachers.interface import LoadContext
@@ -197,7 +197,7 @@ class Run:
         tuning.preset_choices(tuning.read_choices(folder / KERNELS_FILE) if resumed else {})
         source = source_of(recipe)
         vocabulary = source.vocabulary()
-        with console.spinner(f"reading {recipe.data.source}"):
+        with console.announced("reading", recipe.data.source):
             splits = vocabulary.read(recipe.data, recipe.train.seed)
         require_prompts(recipe, vocabulary.tokenizer, splits.report.format)
         plan = plan_run(recipe, splits, device)
@@ -208,7 +208,7 @@ class Run:
         return Prepared(context, source, vocabulary, splits, plan, required, resumed, last)
 
     def open(self, prepared: Prepared) -> Opened:
-        """Load the models, make the trainer, write the run's first files and evaluate the untrained student."""
+        """Load the models, make the trainer and begin the run's folder."""
         recipe, splits, context = self.recipe, prepared.splits, prepared.context
         loaded = self._load(prepared)
         pair, arguments = loaded.pair, loaded.arguments
@@ -240,10 +240,11 @@ class Run:
         self.run_lock.share(self.process.wait_for_everyone)
         tuning.record_choices(self.run_lock.folder / KERNELS_FILE)
         results = RunResults(prepared.source, pair, trainer, splits, context.precision.autocast, self.run_lock)
-        before, answers = results.before_training()
+        untrained = results.untrained(resumed=prepared.last is not None)
         if loaded.locked is not None:
             record_start(self.run_lock.folder)
-        return Opened(trainer, results, before, answers, prepared.last)
+        trainer.add_callback(untrained)
+        return Opened(trainer, results, untrained, prepared.last)
 
     def train(self, opened: Opened) -> Opened:
         """Train the student in place.
@@ -268,19 +269,20 @@ class Run:
         self.run_lock.check()
         exports = student.lora is None or student.model is not None
         with checkpoint_on_failure(trainer, exports=exports):
-            announce("evaluating", "the trained student")
-            after = results.held_out()
-            reduction = relative_reduction(trained.before, after)
-            result = RunResult(self.run_lock.folder, trained.before, after, reduction, trainer.state.global_step)
+            before, answers = trained.untrained.result()
+            with console.announced("evaluating", "the trained student"):
+                after = results.held_out()
+            reduction = relative_reduction(before, after)
+            result = RunResult(self.run_lock.folder, before, after, reduction, trainer.state.global_step)
         with checkpoint_on_failure(trainer, together=True, exports=exports):
-            results.save(result, trained.answers)
+            results.save(result, answers)
         self.process.wait_for_everyone()
         return result
 
     def _load(self, prepared: Prepared) -> Loaded:
         """Load both models, and check them and the data against the lock files."""
         recipe, context, splits = self.recipe, prepared.context, prepared.splits
-        with console.spinner("loading teacher and student"):
+        with console.announced("loading", "teacher and student"):
             pair = self.resources.enter_context(opened_pair(prepared.source, prepared.vocabulary, context))
         if problems := data_problems(prepared.source, splits):
             raise ValueError(problems[0])

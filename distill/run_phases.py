@@ -9,16 +9,16 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
     from distill.data.load import Splits
-    from distill.evaluation.evaluate import HeldOut
     from distill.objectives.plugin import Plugin
     from distill.planning.run_plan import RunPlan
-    from distill.run_results import Answers, RunResults
+    from distill.run_results import Before, RunResults
     from distill.teachers.interface import LoadContext, TeacherSource
     from distill.teachers.opening import ModelPair
     from distill.teachers.vocabulary import Vocabulary
     from distill.training.lock_file import Plain
     from distill.training.resuming import ResumePlan
     from distill.training.trainer import DistillationTrainer
+    from distill.training.untrained import MeasureUntrained
 
 
 class Start(NamedTuple):
@@ -76,18 +76,16 @@ class Loaded(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """A run whose trainer is made, whose folder is written and whose untrained student is evaluated.
+    """A run whose trainer is made and whose folder is written.
 
     Attributes:
         trainer: Trainer of the student.
         results: Measures the student and writes the results.
-        before: Held-out metrics of the untrained student.
-        answers: Responses from before training.
+        untrained: Measures the untrained student, now or after the first logged step.
         last: Checkpoint to continue from; None for step 0.
     """
 
     trainer: DistillationTrainer
     results: RunResults
-    before: HeldOut
-    answers: Answers
+    untrained: MeasureUntrained[Before]
     last: Path | None

@@ -19,24 +19,25 @@ from distill.core.manifest import file_checksums
 from distill.core.ranks import is_main_process
 from distill.core.run_lock import RunLock, now
 from distill.evaluation.evaluate import HeldOut, evaluate
-from distill.evaluation.samples import write_samples
 from distill.generation.greedy import generate
 from distill.models.load.loading import save_student
 from distill.models.sharding import is_sharded, whole_student
 from distill.recipe import Recipe, dump
-from distill.reports.run_manifest import BEFORE_FILE, read_before, record_end
-from distill.reports.run_summary import result_table, show_samples
+from distill.reports.run_manifest import BEFORE_FILE, read_before, record_end, record_start
+from distill.reports.run_summary import result_table, show_samples, write_samples
 from distill.teachers.capabilities import responses_of
 from distill.teachers.identity import model_name
 from distill.teachers.interface import TeacherSource
 from distill.teachers.opening import ModelPair
 from distill.training.progress import read_metrics
 from distill.training.trainer import DistillationTrainer
+from distill.training.untrained import MeasureUntrained, is_measured_first
 
 if TYPE_CHECKING:
     from distill.data.load import Splits
 
 Answers = dict[str, list[str]]  # responses to the sample prompts, by model
+Before = tuple[HeldOut, Answers]  # metrics and responses of the untrained student
 
 
 class RunResult(NamedTuple):
@@ -99,20 +100,29 @@ class RunResults:
             objective=trainer.objective,
         )
 
-    def before_training(self) -> tuple[HeldOut, Answers]:
-        """Return metrics and samples from before training; a resumed run reuses those of its first start."""
+    def untrained(self, *, resumed: bool) -> MeasureUntrained[Before]:
+        """Return the measurement of the student before training; a resumed run reuses that of its first start.
+
+        Args:
+            resumed: Whether the run continues from a checkpoint, which trains other weights than those loaded.
+        """
+        if (found := read_before(self.folder, self.trainer.objective.measure)) is not None:
+            return MeasureUntrained(self.trainer, lambda: found, first=True)
+        first = is_measured_first(self.trainer, resumed=resumed)
+        return MeasureUntrained(self.trainer, self._measure_untrained, first=first)
+
+    def _measure_untrained(self) -> Before:
+        """Measure the untrained student, and write before.json."""
         pair, recipe, measure = self.pair, self.recipe, self.trainer.objective.measure
-        if (found := read_before(self.folder, measure)) is not None:
-            return found
-        announce("evaluating", "the student before training, on held-out rows")
-        before = self.held_out()
+        with console.announced("evaluating", "the student before training, on held-out rows"):
+            before = self.held_out()
         answers: Answers = {}
         if recipe.generate.prompts:
-            announce("generating", "samples, teacher and student")
-            texts = responses_of(pair.teacher, recipe.generate.prompts, recipe.generate)
-            answers |= {} if texts is None else {"teacher": texts}
-            if pair.tokenizer is not None and (is_main_process() or is_sharded(pair.student)):
-                answers["before"] = self._answers_of(pair.student)
+            with console.announced("generating", "samples, teacher and student"):
+                texts = responses_of(pair.teacher, recipe.generate.prompts, recipe.generate)
+                answers |= {} if texts is None else {"teacher": texts}
+                if pair.tokenizer is not None and (is_main_process() or is_sharded(pair.student)):
+                    answers["before"] = self._answers_of(pair.student)
         if is_main_process():
             record: dict[str, Any] = {
                 "started": self.run_lock.started,
@@ -123,6 +133,7 @@ class RunResults:
                 "answers": answers,
             }
             write_json(self.folder / BEFORE_FILE, console.to_jsonable(record))
+            record_start(self.folder)
         return before, answers
 
     def save(self, result: RunResult, answers: Answers) -> None:
@@ -135,8 +146,8 @@ class RunResults:
         recipe, trainer, sharded = self.recipe, self.trainer, self.trainer.is_fsdp_enabled
         student: Any = trainer.accelerator.unwrap_model(trainer.model)
         if self.pair.tokenizer is not None and recipe.generate.prompts and (is_main_process() or sharded):
-            announce("generating", "samples again")
-            answers["after"] = self._answers_of(student)
+            with console.announced("generating", "samples again", len(recipe.generate.prompts)):
+                answers["after"] = self._answers_of(student)
         if sharded:
             student = whole_student(trainer.accelerator, student)
         if not is_main_process():
@@ -200,9 +211,3 @@ class RunResults:
             "files": file_checksums(self.folder / "student"),
         }
         write_json(self.folder / RESULT_FILE, console.to_jsonable(summary))
-
-
-def announce(activity: str, what: str) -> None:
-    """Print an activity that takes a while, before it begins."""
-    if is_main_process():
-        console.print_lines(f"{activity:<12}{what}")

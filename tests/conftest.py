@@ -22,7 +22,9 @@ if "PYTEST_XDIST_WORKER" in os.environ or not Path("/dev/nvidiactl").exists():  
     os.environ.update({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 # threads that wait spin, and on a busy machine for the one that was put aside: seconds became minutes
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

@@ -13,7 +13,6 @@ import typer
 
 from distill import cli
 from distill.cli import run_command
-from distill.core import console
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = typer.main.get_command(cli.app).commands
@@ -199,21 +198,31 @@ def test_letters_that_the_output_has_not_end_no_command():
 
 PROGRESS = (
     "import time; from distill.core import console\n"
-    "with console.progress('comparing', 4) as advance:\n"
+    "console.LOGGED_EVERY_S = 0.1\n"
+    "console.advance()\n"  # nothing is shown: nothing is counted
+    "with console.spinner('comparing', 4):\n"
     "    for _ in range(4):\n"
-    "        time.sleep(0.05)\n"
-    "        advance and advance(1)\n"
+    "        time.sleep(0.11)\n"
+    "        console.advance()\n"
+    "    time.sleep(0.3)\n"  # a frame is drawn ten times a second
+    "    with console.spinner('answering'):\n"
+    "        time.sleep(0.15)\n"
+    "        console.advance(1, total=7)\n"
+    "        time.sleep(0.3)\n"
+    "with console.spinner('quick', 4):\n"
+    "    console.advance()\n"
     "console.show_table(['a'], [['1']])\n"
 )
 
 
 def test_bars_and_colours_are_for_terminals_only(capsys):
     drawn = in_terminal(PROGRESS)
-    assert ESCAPE in drawn and "comparing" in drawn and "100%" in drawn
+    assert ESCAPE in drawn and "comparing" in drawn and "4 of 4" in drawn and "answering" in drawn and "1 of 7" in drawn
     plain = subprocess.run([sys.executable, "-c", PROGRESS], capture_output=True, text=True, cwd=ROOT)
-    assert plain.returncode == 0 and plain.stdout == "a\n1\n" and plain.stderr == ""
-    with console.progress("x", 1) as advance:
-        assert advance is None
+    assert plain.returncode == 0 and plain.stdout == "a\n1\n"
+    lines = [re.sub(r"\d+ s$", "T", line) for line in plain.stderr.splitlines()]
+    counted = [f"comparing: {number} of 4 after T" for number in (1, 2, 3, 4)]
+    assert lines == [*counted, "answering: 1 of 7 after T"], "and nothing of what is quick"
     for arguments in (["recipes"], ["validate", "quickstart"]):
         assert run_command(arguments) == 0
     captured = capsys.readouterr()

@@ -11,10 +11,10 @@ from tiny import tiny_model, tiny_tokenizer
 
 from distill.evaluation.evaluate import HeldOut
 from distill.evaluation.generate import stream
-from distill.evaluation.samples import samples_text, write_samples
 from distill.generation.greedy import encode_prompt, generate
 from distill.reports.curves import draw_curves
 from distill.reports.model_card import code_block, escape, write_model_card
+from distill.reports.run_summary import samples_text, write_samples
 from distill.reports.style import DARK, LIGHT
 
 BEFORE = HeldOut(2048, 4.0, 3.0, 0.25, 5.0, 2.0, 1.0, 1.5)

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import transformers
 from accelerate import PartialState
 
 from distill.caching.write import Work, fill, missing_shards, plan_work
@@ -105,7 +104,6 @@ def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
         ValueError: as `distill run` would say.
     """
     recipe = recipe_to_store(recipe)
-    transformers.utils.logging.disable_progress_bar()
     device = resolve_device(recipe.train)
     precision = resolve_precision(recipe, device)
     stored = source_of(

@@ -15,13 +15,13 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from accelerate import PartialState
 
+from distill.core import console
 from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
 from distill.data.chat import load_template
 from distill.generation.decode_loop import Engine
@@ -91,7 +91,6 @@ def sample(
     out: Path,
     who: Literal["teacher", "student"],
     settings: AnswerSettings,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Sampled:
     """Generate a response of the recipe's teacher or student to every prompt.
 
@@ -101,7 +100,6 @@ def sample(
         out: A .jsonl file; if it exists, its complete lines are kept and the rest is added.
         who: The model that generates.
         settings: Of the generation.
-        progress: Called with the lines done and their number in all.
 
     With several processes, which must all call this, the teacher is sharded.
 
@@ -130,7 +128,7 @@ def sample(
 
     done = broadcast_from_rank0(lambda: _finished(out, usable.prompts, made_by))
     result = Sampled(done, dropped=dict(usable.dropped))
-    progress(done, len(usable.prompts))
+    console.advance(done, total=len(usable.prompts))
     if done == len(usable.prompts):
         return result
     model = _load(recipe, who, in_shards=processes > 1)
@@ -163,7 +161,7 @@ def sample(
             file.flush()
             if is_main_process():
                 os.fsync(file.fileno())
-            progress(done + result.made, len(usable.prompts))
+            console.advance(len(group))
     result.seconds = time.perf_counter() - start
     return result
 

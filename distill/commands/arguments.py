@@ -93,19 +93,11 @@ def load_models(target: str, teacher: str | None, beside: bool) -> tuple[dict[st
     """Return a target's student, preceded by its teacher if requested, and the student's tokenizer."""
     from distill.evaluation.targets import find_target, load_target, load_teacher_of
 
-    disable_progress_bars()
     source = find_target(target)
     with console.spinner("loading"):
         student, tokenizer = load_target(source)
         models = {"teacher": load_teacher_of(source, teacher)} if teacher is not None or beside else {}
     return {**models, "student": student}, tokenizer
-
-
-def disable_progress_bars() -> None:
-    """Disable transformers' progress bars, which would also go into pipes and logs."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
 
 
 def print_json(value: object) -> None:

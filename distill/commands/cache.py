@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import shlex
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -82,7 +81,7 @@ def cache(
             folder,
             settings,
             say=(lambda line: None) if as_json else console.print_lines,
-            progress=(lambda total: contextlib.nullcontext(lambda positions: None)) if quiet else _bar,
+            progress=_progress,
         )
     else:
         ready(loaded)
@@ -176,30 +175,6 @@ def _show(table: Sequence[Any], positions: int, temperature: float, chosen: tupl
 
 
 @contextlib.contextmanager
-def _bar(total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar over positions; without a terminal, a line at each tenth of them."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    screen, start, done, shown = Console(), time.perf_counter(), 0, 0.0
-    columns = (
-        TextColumn("caching"),
-        BarColumn(None),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} positions"),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(compact=True),
-        TextColumn("left"),
-    )
-    with Progress(*columns, console=screen, expand=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("caching", total=total, rate="")
-
-        def advance(positions: int) -> None:
-            nonlocal done, shown
-            done += positions
-            rate = f"{done / max(time.perf_counter() - start, 1e-9):,.0f}/s"
-            bar.update(task, completed=done, rate=rate)
-            if bar.disable and (done >= shown + total / 10 or done == total):
-                shown = done
-                console.print_lines(f"cached {done:,} of {total:,} positions ({done / total:.0%}), {rate}")
-
-        yield advance
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    with console.spinner("caching positions", total):
+        yield console.advance

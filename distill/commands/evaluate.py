@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
@@ -16,7 +15,6 @@ from distill.commands.arguments import (
     RunArgument,
     TargetArgument,
     complete_run,
-    disable_progress_bars,
     print_json,
 )
 from distill.core import console, launch, ranks
@@ -70,7 +68,6 @@ def evaluate(
     if tasks is not None and data is not None:
         raise ValueError("--data: expected none with --tasks, which have their own data; run eval once for each")
     max_rows, max_length = max_rows or 512, max_length or 1024
-    disable_progress_bars()
     if tasks is not None:
         _run_tasks(target, teacher, before, tasks, limit, batch_size, chat, task_folder, as_json)
         return
@@ -117,12 +114,12 @@ def evaluate(
             look = functools.partial(evaluate_documents, vocab_size=columns, batch_size=batch_size)
             rows = targets.held_out_rows(found, data, tokenizer, max_rows, max_length, packing=packing)
     passes = len(rows) * (1 if before is None else 2)
-    with console.progress("comparing", passes) if first else contextlib.nullcontext() as advance:
-        after = look(student, large, rows, advance=advance)
+    with console.spinner("comparing", passes):
+        after = look(student, large, rows)
         closed = None
         if before is not None:
             earlier, _ = targets.load_target(targets.find_target(before))
-            closed = after.kl_reduction(look(earlier, large, rows, advance=advance))
+            closed = after.kl_reduction(look(earlier, large, rows))
     if not first:
         return
     figures: dict[str, Any] = measure.to_json(after.figures)

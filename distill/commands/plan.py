@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distill.commands.arguments import AsJson, Overrides, RecipeArgument, disable_progress_bars, load_recipe, print_json
+from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, print_json
 from distill.core import console
 from distill.core.folders import RECIPE_FILE
 from distill.core.units import GIB, plural
@@ -48,7 +48,6 @@ def check(
     from distill.planning.devices import find_device
     from distill.planning.preflight import check as look
 
-    disable_progress_bars()
     device = find_device(gpu)
     with console.spinner("reading configurations and data"):
         report = look(resolved, device, gpus=gpus, read_data=data)
@@ -228,7 +227,6 @@ def inspect(
     from distill.teachers.opening import opened_pair
     from distill.teachers.registry import source_of
 
-    disable_progress_bars()
     with console.spinner("reading data"):
         source = source_of(resolved)
         vocabulary = source.vocabulary()
@@ -332,7 +330,6 @@ def bench(
         teacher = load_teacher(resolved.teacher, device="cuda", dtype=torch.bfloat16)
         return teacher, load_student(resolved.student, teacher=teacher, device="cuda", dtype=torch.bfloat16)
 
-    disable_progress_bars()
     with console.spinner("timing"):
         size, length = resolved.train.batch_size, resolved.data.max_length
         make = functools.partial(make_batch, size, length)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distill.commands.arguments import AsJson, Overrides, RecipeArgument, disable_progress_bars, load_recipe, print_json
+from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, print_json
 from distill.core import console
 from distill.core.files import write_text
 
@@ -48,7 +48,6 @@ def prune(
     from distill.recipe import Student, dump
     from distill.teachers.pruned import measure_candidates
 
-    disable_progress_bars()
     rows: list[list[str]] = []
     found = []
     with console.spinner("loading the teacher and measuring the shapes"):

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from distill.commands.arguments import AsJson, TargetArgument, disable_progress_bars, print_json
+from distill.commands.arguments import AsJson, TargetArgument, print_json
 from distill.core import console
 
 METHODS = ("nearest", "importance", "gptq")
@@ -57,7 +57,6 @@ def quantise(
         raise ValueError("--max-length: expected together with --data; got no --data")
     if data is not None and method == "nearest":
         raise ValueError(f"--data: nearest calibrates on nothing; expected no data, got {data!r}")
-    disable_progress_bars()
     import torch
 
     from distill.evaluation import targets

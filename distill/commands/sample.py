@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
-from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +15,6 @@ from distill.commands.arguments import (
     Overrides,
     RecipeArgument,
     Temperature,
-    disable_progress_bars,
     load_recipe,
     print_json,
 )
@@ -86,12 +82,11 @@ def sample(
     from distill.caching.sample import sample as run
     from distill.generation.sampling import Sampling
 
-    disable_progress_bars()
     first = ranks.is_main_process()
-    with _progress() if first else contextlib.nullcontext(lambda done, total: None) as progress:
+    with console.spinner("answering prompts"):
         sampling = Sampling(temperature, top_k, top_p, min_p)
         settings = AnswerSettings(engine.value, batch_size, max_new_tokens, sampling, seed, tuple(stop or ()))
-        result = run(resolved, prompts, out, who.value, settings, progress)
+        result = run(resolved, prompts, out, who.value, settings)
     if as_json and first:
         print_json(result)
     if as_json or not first:
@@ -107,24 +102,3 @@ def sample(
             f"{speed:,.0f} tokens/s, {result.truncated:,} truncated at {max_new_tokens:,} tokens"
         )
     console.print_lines(f"wrote {out}; train on it with data.source={out}")
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar in a terminal, else a line at every tenth, both on standard error."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    screen, tenth = Console(stderr=True), -1
-    columns = (TextColumn("prompts"), BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=screen, expand=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("prompts", total=None)
-
-        def show(done: int, total: int) -> None:
-            nonlocal tenth
-            bar.update(task, completed=done, total=total)
-            if bar.disable and done * 10 // total > tenth:
-                tenth = done * 10 // total
-                print(f"{done:,} of {total:,} prompts", file=sys.stderr, flush=True)
-
-        yield show

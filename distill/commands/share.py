@@ -17,7 +17,6 @@ from distill.commands.arguments import (
     RunArgument,
     TargetArgument,
     Temperature,
-    disable_progress_bars,
     load_models,
     print_json,
 )
@@ -115,7 +114,6 @@ def export(
         raise ValueError("--public: expected together with --push; got no --push")
     if push is not None:
         check_repository(push)
-    disable_progress_bars()
     with console.spinner("exporting"):
         folder = Path(run) if (Path(run) / STATE).is_file() else find_run(run)
         written = write(folder, output, dtype=dtype, shard_size=shard_size, gguf=gguf, packed=packed)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.commands.arguments import AsJson, complete_run, disable_progress_bars, print_json
+from distill.commands.arguments import AsJson, complete_run, print_json
 from distill.core import console
 from distill.core.folders import RECIPE_FILE, RESULT_FILE
 from distill.core.units import plural
@@ -30,7 +30,6 @@ def verify(
     distill verify support-bot
     distill verify caches/chat --json
     """
-    disable_progress_bars()
     from distill.reports.report import find_run
     from distill.teachers.backends.stored.format import PLAN
 

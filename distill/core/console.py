@@ -11,11 +11,13 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 # characters that move a terminal's cursor, change its colours or reverse text, and halves of surrogate pairs
@@ -71,29 +73,78 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers
     print("\n".join(map(str.rstrip, shown.get().splitlines())))
 
 
-@contextlib.contextmanager
-def spinner(what: str) -> Iterator[None]:
-    """Show a spinner on standard error while the body runs; nothing on ranks other than 0 or without a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal or os.environ.get("RANK", "0") != "0":
-        yield
-        return
-    with console.status(escape(printable(what))):
-        yield
+class _Activity:
+    """Activity that takes a while: a line of a terminal's bar; in a log, a line every `LOGGED_EVERY_S` seconds."""
+
+    def __init__(self, what: str, total: int | None, bar: Progress) -> None:
+        self.what, self.total, self.bar = what, total, bar
+        self.task = bar.add_task(escape(printable(what)), total=total, count="")
+        self.done, self.logged, self.begun = 0, 0, time.monotonic()
+
+    def advance(self, count: int, total: int | None) -> None:
+        """Count what is done."""
+        self.done, self.total = self.done + count, total or self.total
+        done = f"{self.done:,} of {self.total:,}" if self.total else f"{self.done:,}"
+        self.bar.update(self.task, completed=self.done, total=self.total, count=done)
+        seconds = time.monotonic() - self.begun
+        if self.bar.disable and seconds // LOGGED_EVERY_S > self.logged:
+            self.logged = int(seconds // LOGGED_EVERY_S)
+            with ignore_lost_terminal():
+                print(f"{printable(self.what)}: {done} after {seconds:.0f} s", file=sys.stderr, flush=True)
+
+
+LOGGED_EVERY_S = 10.0
+_activities: list[_Activity] = []  # the innermost last
+_training_bar: list[Progress] = []  # at most one, which gets the lines of activities: a terminal shows one display
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None] | None]:
-    """Show a progress bar on standard error; yields a function that advances it, None without a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    from rich.progress import Progress
+def spinner(what: str, total: int | None = None) -> Iterator[None]:
+    """Show the name of an activity, its time and what `advance` counts, on standard error, while the body runs.
 
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task(escape(printable(what)), total=total)
-        yield lambda count: bar.advance(task, count)
+    A terminal shows a line that disappears at the end. Ranks other than 0 show nothing.
+
+    Args:
+        what: Name of the activity.
+        total: Number of things to do; None where it is not known.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    terminal, bars = Console(stderr=True), _training_bar + [each.bar for each in _activities]
+    columns = SpinnerColumn(), TextColumn("{task.description}  {task.fields[count]}"), TimeElapsedColumn()
+    bar = bars[0] if bars else Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal)
+    with contextlib.nullcontext() if bars else bar:
+        _activities.append(_Activity(what, total, bar))
+        try:
+            yield
+        finally:
+            bar.remove_task(_activities.pop().task)
+
+
+@contextlib.contextmanager
+def announced(activity: str, what: str, total: int | None = None) -> Iterator[None]:
+    """Print an activity that takes a while, before it begins, and show its progress; rank 0 alone does."""
+    if os.environ.get("RANK", "0") == "0":
+        print_lines(f"{activity:<12}{what}")
+    with spinner(activity, total):
+        yield
+
+
+def advance(count: int = 1, total: int | None = None) -> None:
+    """Count things done in the innermost activity that is shown; does nothing without one.
+
+    Args:
+        count: Number of things.
+        total: Number of things to do, where it is known only now.
+    """
+    if _activities:
+        _activities[-1].advance(count, total)
+
+
+def share_bar(*bar: Progress) -> None:
+    """Have the lines of activities added to a bar that a terminal shows; without one, they have their own again."""
+    _training_bar[:] = bar
 
 
 def print_lines(line: str) -> None:

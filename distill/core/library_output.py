@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 
 # torch's DataLoader warns of a worker count and of pinned memory that data.workers and the device decide
@@ -16,9 +15,8 @@ def silence_libraries() -> None:
     """Silence them in this process and its children; call it before the libraries are imported."""
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message)
-    if not sys.stderr.isatty():
-        for name in BARS:
-            os.environ.setdefault(name, "1")
+    for name in BARS:  # the lines of `console.spinner` take their place
+        os.environ.setdefault(name, "1")
     if hasattr(os, "register_at_fork") and PARALLELISM not in os.environ:
         # the tokenizers library warns in each fork that it disables its threads, unless the variable is set
         os.register_at_fork(

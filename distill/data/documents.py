@@ -20,6 +20,7 @@ except ImportError:  # no such limits on this system
 
 import numpy as np
 
+from distill.core import console
 from distill.core.errors import RunError
 from distill.core.tokenizer_limits import MOST_BYTES, may_grow
 from distill.data.packing import Documents, Ragged
@@ -151,6 +152,7 @@ def _write(folder: Path, names: tuple[str, ...], encoded: Iterable[tuple[Iterabl
                     lengths[name].append(values.size)
                 origins.append(document.origin)
             tally.add(counts)
+            console.advance(counts.rows_read)
     for name in names:
         np.save(folder / f"{name}.npy", np.cumsum(lengths[name], dtype=np.int64))
     np.save(folder / "origin.npy", np.array(origins, dtype=np.uint64))

@@ -7,12 +7,11 @@ yielded as a `RowFault`: one bad line never ends the reading of a file, and is c
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -246,31 +245,16 @@ def _load_hub(name: str, subset: str | None, split: str, field: str) -> Any:
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     local = "for local data, give the path of a json, jsonl, csv, parquet or txt file, or a folder of them"
-    with _silent():
-        try:
-            return datasets.load_dataset(name, subset, split=split)
-        except datasets.exceptions.DatasetNotFoundError as error:
-            raise ValueError(f"{field}: {_reason(error)}; {local}") from error
-        except (ConnectionError, OfflineModeIsEnabled, HfHubHTTPError, TimeoutError) as error:
-            raise ValueError(f"{field}: the hub cannot be reached for {name!r} ({_reason(error)}); {local}") from error
-        except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-            hint = "data.subset or data.split" if "onfig" in str(error) or "split" in str(error) else field
-            raise ValueError(f"{hint}: {name!r} cannot be loaded: {_reason(error)}; {local}") from error
+    try:
+        return datasets.load_dataset(name, subset, split=split)
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise ValueError(f"{field}: {_reason(error)}; {local}") from error
+    except (ConnectionError, OfflineModeIsEnabled, HfHubHTTPError, TimeoutError) as error:
+        raise ValueError(f"{field}: the hub cannot be reached for {name!r} ({_reason(error)}); {local}") from error
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        hint = "data.subset or data.split" if "onfig" in str(error) or "split" in str(error) else field
+        raise ValueError(f"{hint}: {name!r} cannot be loaded: {_reason(error)}; {local}") from error
 
 
 def _reason(error: BaseException) -> str:
     return first_line(error).rstrip(".")
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Suppress the datasets library's progress bars."""
-    import datasets
-
-    shown = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()

@@ -251,16 +251,11 @@ def _adapted(student: Any, recipe: Recipe) -> nn.Module:
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
     """Suppress output and log lines of libraries."""
-    from transformers.utils import logging as theirs
-
-    before, shown = logging.root.manager.disable, theirs.is_progress_bar_enabled()
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
-    theirs.disable_progress_bar()
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
         logging.disable(before)
-        if shown:
-            theirs.enable_progress_bar()
         sys.stdout.flush()

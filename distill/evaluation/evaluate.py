@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from distill.core import console
 from distill.core.eval_mode import eval_mode
 from distill.core.labels import count_trained_tokens
 from distill.data.collator import Collator
@@ -174,6 +175,7 @@ def _sums(
         output = student(**objective.compare(inputs, num_items=1))
         counts = number < len(starts)
         sums += torch.cat([output["statistics"].double(), count_trained_tokens(inputs).double()[None]]) * counts
+        console.advance(total=len(own))
     if distributed:
         torch.distributed.all_reduce(sums)
     return sums

@@ -11,7 +11,7 @@ bins by the probability of the top-1 token, and the bins' |accuracy - mean proba
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from distill_kernels.losses.divergence import log_softmax, unique_argmax
 from torch import nn
 
+from distill.core import console
 from distill.core.eval_mode import eval_mode
 from distill.data.collator import Collator
 from distill.evaluation.bootstrap import Interval, mean_intervals, reduction_interval
@@ -71,7 +72,6 @@ def evaluate_documents(
     vocab_size: int | None = None,
     batch_size: int = 1,
     autocast: torch.dtype | None = None,
-    advance: Callable[[int], None] | None = None,
 ) -> EvaluationResult:
     """Compare `student` with `teacher` on every trained token of `rows`, with float32 logits.
 
@@ -81,7 +81,6 @@ def evaluate_documents(
         vocab_size: Number of logits that both heads are cut to; None for that of the smaller head.
         batch_size: Rows per forward.
         autocast: Autocast dtype of the hidden states, as in training; None for the dtype of the weights.
-        advance: Called with the number of rows done, for a progress bar.
 
     Raises:
         ValueError: There are no trained tokens.
@@ -115,8 +114,7 @@ def evaluate_documents(
                 for which, log in enumerate(logs):
                     _count(bins[which], log, labels[part])
             parts.append((totals.cpu().numpy(), owner.bincount(minlength=len(documents)).double().cpu().numpy()))
-            if advance is not None:
-                advance(len(chosen))
+            console.advance(len(chosen))
     if not any(tokens.size for _, tokens in parts):
         raise ValueError("data: no trained tokens in the held-out rows (every label is masked)")
     sums, counts = (np.concatenate(part) for part in zip(*parts, strict=True))

@@ -7,13 +7,14 @@ calibration error, since a span is not a choice among tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from distill.core import console
 from distill.core.eval_mode import eval_mode
 from distill.data.collator import Collator
 from distill.evaluation.bootstrap import mean_intervals
@@ -30,15 +31,12 @@ def evaluate_spans(
     teacher: nn.Module,
     rows: Sequence[Any],
     shared: Shared,
-    *,
-    advance: Callable[[int], None] | None = None,
 ) -> EvaluationResult:
     """Compare `student` with `teacher` on every aligned span of `rows`.
 
     Args:
         student, teacher: Causal language models on one device; their train or eval mode is restored.
         rows: Rows from `load_cross_data`.
-        advance: Called with the number of rows done, for a progress bar.
 
     Returns:
         Result whose `tokens` and `counts` count spans and whose calibration errors are NaN.
@@ -60,8 +58,7 @@ def evaluate_spans(
                     statistics = student(**objective.compare(batch, num_items=1))["statistics"].double().tolist()
                     of_row = metrics_from_statistics(statistics)
                     sums[number] = [of_row[name] for name in FIGURES]
-                if advance is not None:
-                    advance(1)
+                console.advance(1)
     finally:
         objective.detach()
     if not counts.sum():

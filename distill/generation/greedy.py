@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from distill.core import console
 from distill.core.eval_mode import eval_mode
 from distill.generation.stopping import end_tokens, override_generation_config
 
@@ -34,6 +35,7 @@ def generate(
             ids = encode_prompt(tokenizer, prompt).to(device)
             output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
             responses.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip())
+            console.advance()
     return responses
 
 

@@ -19,11 +19,11 @@ from distill.core.errors import RecipeError
 from distill.core.files import write_text
 from distill.core.folders import RECIPE_FILE, RESULT_FILE, RUNS
 from distill.evaluation.evaluate import perplexity
-from distill.evaluation.samples import TITLES
 from distill.objectives.measure import Measure, metric_text
 from distill.recipe import Recipe, parse
 from distill.reports.curves import Panel, Rows, charts_of
 from distill.reports.plots import HINT, Chart, Series, is_installed, line_chart, short
+from distill.reports.run_summary import TITLES
 from distill.reports.style import document
 from distill.teachers.identity import model_name
 from distill.teachers.registry import measure_of, source_of

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from distill.core import console
 from distill.core.units import GIB, plural
 from distill.evaluation.evaluate import HeldOut, describe_reduction
-from distill.evaluation.samples import TITLES
 from distill.models.flops import count_text, parameters_of
 from distill.models.head import bare
 from distill.models.layers import offloading_of
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from distill.teachers.interface import TeacherSource
     from distill.teachers.objective import DistillationObjective
     from distill.teachers.opening import ModelPair
+
+TITLES = {"teacher": "teacher", "before": "student before", "after": "student after"}
 
 
 def run_summary(
@@ -109,3 +111,22 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+
+
+def samples_text(prompts: Sequence[str], answers: Mapping[str, Sequence[str]]) -> str:
+    """Return one greedy response per prompt of teacher and student as Markdown, responses as indented code blocks."""
+    blocks = []
+    for number, prompt in enumerate(prompts):
+        blocks.append(f"## Prompt {number + 1}\n\n{_indented(prompt)}")
+        blocks += [f"{TITLES.get(name, name)}:\n\n{_indented(texts[number])}" for name, texts in answers.items()]
+    return "# Samples\n\nGreedy responses.\n\n" + "\n\n".join(blocks) + "\n"
+
+
+def _indented(text: str) -> str:
+    return "\n".join("    " + line for line in (text or "(nothing)").splitlines())
+
+
+def write_samples(path: Path, prompts: Sequence[str], answers: Mapping[str, Sequence[str]]) -> None:
+    """Write the samples to `path`; does nothing without prompts."""
+    if prompts:
+        path.write_text(samples_text(prompts, answers), encoding="utf-8")

@@ -88,7 +88,6 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Engin
     # a context, a store and the student's tokenizer are handled by the clients
     student = recipe.student.model_copy(update={"vocabulary": "keep"})
     recipe = recipe.model_copy(update={"teacher": recipe.teacher.by_itself, "student": student})
-    transformers.utils.logging.disable_progress_bar()
     if recipe.train.deterministic:  # before the first GEMM, as in a run, since it changes cuBLAS's algorithms
         transformers.enable_full_determinism(recipe.train.seed)
     source, sharded = source_of(recipe), world_size() > 1

@@ -16,11 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerState
 
-from distill.core.console import ignore_lost_terminal, wrap_line
+from distill.core.console import ignore_lost_terminal, share_bar, wrap_line
 from distill.core.files import write_text
 from distill.core.manifest import entry_mismatch, remove_from_manifest
 from distill.objectives.measure import KL, Measure
 from distill.training.listeners import StepListener
+from distill.training.phases import PAUSED
 
 log = logging.getLogger(__name__)
 
@@ -130,14 +131,26 @@ class ProgressReport(StepListener):
         finally:
             self.stop()
 
+    @contextmanager
+    def within(self, phase: str) -> Iterator[None]:
+        """Leave the time of evaluations and checkpoints out of the estimate of the time left."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            if phase == PAUSED:
+                self._start += time.perf_counter() - begun
+
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Show the bar."""
         self._start, self._start_step = time.perf_counter(), state.global_step
         if not state.is_world_process_zero or not self.console.is_terminal:
             return
-        columns = BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn(compact=True), TextColumn("left")
-        self._bar = Progress(TextColumn("training"), *columns, console=self.console, expand=True, transient=True)
+        name, left = TextColumn("{task.description}"), TimeRemainingColumn(compact=True)
+        columns = name, BarColumn(None), MofNCompleteColumn(), left, TextColumn("left")
+        self._bar = Progress(*columns, console=self.console, expand=True, transient=True)
         self._task = self._bar.add_task("training", total=state.max_steps, completed=state.global_step)
+        share_bar(self._bar)
         with ignore_lost_terminal():
             self._bar.start()
 
@@ -176,6 +189,7 @@ class ProgressReport(StepListener):
         """Remove the bar, also after an error or Ctrl-C."""
         if self._bar is not None:
             bar, self._bar = self._bar, None
+            share_bar()
             with ignore_lost_terminal():
                 bar.stop()
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distill.caching.make import Loaded, make_cache
-from distill.core.console import progress
+from distill.core import console
 from distill.data.chat import load_template
 from distill.data.collator import Collator
 from distill.evaluation.evaluate_documents import evaluate_documents
@@ -211,12 +211,12 @@ def final_number(text: str) -> float | None:
 
 
 def _quietly(what: str, total: int) -> Any:
-    """A progress bar in a terminal, nothing elsewhere."""
+    """A line of progress in a terminal."""
     import contextlib
 
     @contextlib.contextmanager
     def bar() -> Any:
-        with progress(what, total) as advance:
-            yield advance or (lambda count: None)
+        with console.spinner(what, total):
+            yield console.advance
 
     return bar()

@@ -22,7 +22,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
+from distill.core import console
 from distill.models.load.config_validation import gguf_tensors
 
 log = logging.getLogger(__name__)
@@ -102,7 +104,7 @@ def read_weights(
         UnfitWeightsError: tensors that the files lack, that the model does not have, or of another shape: the first
             few by name, and how many there are.
     """
-    with _kept_report() as report:
+    with _kept_report() as report, _counted():
         try:
             model, found = kind.from_pretrained(
                 location, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
@@ -233,6 +235,23 @@ class _Report(logging.Filter):
     def conversions(self) -> list[str]:
         """Names of weights that could not be made of the tensors in the files."""
         return re.findall(r"^(\S+)\s*\|\s*CONVERSION", self.text, re.MULTILINE)
+
+
+@contextlib.contextmanager
+def _counted() -> Iterator[None]:
+    """Count tensors in the activity that is shown, in place of transformers' own bar."""
+
+    def bar(_: object, args: Sequence[Collection[object]], settings: object) -> Iterator[object]:
+        for item in args[0]:
+            yield item
+            console.advance(total=len(args[0]))
+
+    hook = getattr(transformers_logging, "set_tqdm_hook", lambda _: None)  # releases without it count nothing
+    before = hook(bar)
+    try:
+        yield
+    finally:
+        hook(before)
 
 
 @contextlib.contextmanager

@@ -136,6 +136,10 @@ def loading(spec: str, source: ModelSource, field: str) -> Iterator[None]:
     """Raise the errors of loading as one `ValueError` that names the cure."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
+    if source.gguf_file:
+        from distill.models.load.gguf_reading import read_gguf_fast
+
+        read_gguf_fast()
     try:
         yield
     except BaseException as error:
