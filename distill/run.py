@@ -345,7 +345,7 @@ class Run:
         return rollouts_from_recipe(
             recipe, pair.student, pair.tokenizer, report=prepared.splits.report, vocab_size=trainer.objective.columns,
             autocast=context.precision.autocast, sharded=prepared.plan.placement.student_sharded,
-            models=[model for _, model in pair.models()], reader=pair.vocabulary.answer_reader(),
+            models=[model for _, model in pair.models()], readers=pair.vocabulary.answer_readers(),
             code=None if plugin is None else plugin.code, folder=self.run_lock.folder,
         )  # fmt: skip
 

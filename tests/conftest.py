@@ -367,7 +367,7 @@ def subject_of(request, caches):
 @pytest.fixture(scope="session")
 def recipes_of_kinds(tmp_path_factory, caches, served):
     """A folder with a recipe a kind of teacher and what they name; to be read."""
-    from subjects import write_recipes
+    from subject_recipes import write_recipes
 
     return write_recipes(tmp_path_factory.mktemp("place"), caches, served)
 

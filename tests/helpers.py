@@ -181,3 +181,17 @@ def faulty_job(number, device):
     if number == 4:
         time.sleep(600)
     return CheckResult(f"job {number}", number != 2, "CUDA error" * (number == 2))
+
+
+def stored_documents(folder):
+    """What the shards in a folder hold of each document, by its key."""
+    from distill.teachers.backends.stored import format as layout
+
+    found = {}
+    for path in sorted(folder.glob("shard-*.safetensors")):
+        arrays = layout.map_tensors(path)
+        names = arrays.keys() - set(layout.DOCUMENTS)
+        for number, key in enumerate(arrays["keys"]):
+            start, stop = arrays["offsets"][number : number + 2].tolist()
+            found[key.tobytes()] = {name: arrays[name][start:stop].tobytes() for name in names}
+    return found

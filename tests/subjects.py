@@ -2,32 +2,30 @@
 
 import contextlib
 import functools
-import json
 import os
 from dataclasses import replace
 
 import numpy as np
 import torch
-from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
-from two_tokenizers import MERGED, PIECES, WORDS, readers
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+from two_tokenizers import WORDS, readers
 
 from distill.caching.make import load, make_cache
 from distill.data.formats import Format
 from distill.doctor.check_setup import CheckSetup
 from distill.doctor.remote_outputs import OUTPUT_READERS
 from distill.doctor.rollouts import StudentRollouts, prompts_of
-from distill.doctor.rows import Rows, SpanRows, nearest_in_length
+from distill.doctor.rows import RoutedRows, Rows, SpanRows, nearest_in_length
 from distill.generation.sampling import Sampling
 from distill.recipe import parse
 from distill.recipe.loss import Loss
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.backends.served.launched import Child, LaunchedServers, LaunchedSource, LaunchedTeacher
 from distill.teachers.backends.served.teacher import ServerTeacher
-from distill.teachers.backends.stored.online_store import Store
-from distill.teachers.backends.stored.online_teacher import KeptTeacher
 from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.stored.settings import Settings
-from distill.teachers.backends.stored.teacher import CachedTeacher
+from distill.teachers.backends.stored.store import Store
+from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.backends.student import AveragedTeacher
 from distill.teachers.combination.mixture import MixtureTeacher
 from distill.teachers.combination.routes import RoutedTeacher
@@ -36,7 +34,6 @@ from distill.teachers.rows.context.teacher import ContextTeacher
 from distill.teachers.rows.retokenised.encode import PairEncoder
 from distill.teachers.rows.retokenised.teacher import CrossTeacher
 from distill.teachers.rows.retokenised.vocabularies import compare_by_bytes
-from distill.training.trainer import DistillationTrainer
 
 TWO_TERMS = {"temperature": 2.0, "terms": [{"type": "jsd", "beta": 0.3}, {"type": "cross_entropy", "weight": 0.5}]}
 KL_AND_LABELS = {
@@ -162,7 +159,7 @@ class Caches:
         documents = nearest_in_length([part for row in train for part in Rows.documents(row)], 7, 64)
         return CheckSetup(
             tiny_model(self.tokenizer, seed=2),
-            CachedTeacher(cache),
+            StoredTeacher.of_cache(cache),
             [Rows.joined(documents[at : at + 2]) for at in range(0, 7, 2)],
             Loss.model_validate(loss),
             tokenizers=(self.tokenizer, self.tokenizer),
@@ -326,9 +323,63 @@ def routed_informed():
     )
 
 
+def routed_across(loss=None):
+    """Three routes: a teacher with another tokenizer, and two of the student's, one of which gives hidden states."""
+    both, made = read_by_two("bytes", "merged")
+    student, teacher = both
+    documents = []
+    for number, part in enumerate(part for row in made for part in SpanRows.documents(row)):
+        part["route"] = [number % 3]
+        if number % 3:  # the student's tokens
+            ids = part["input_ids"]
+            part |= {"labels": [-100, *ids[1:]], "spans": [], "answer_starts": []}
+            part |= {f"teacher_{name}": part[name] for name in ("input_ids", "position_ids")}
+        documents.append(part)
+    members = [
+        CrossTeacher(
+            LoadedTeacher(
+                tiny_model(teacher.tokenizer, 2, 64, seed=1, kind="gemma2", final_logit_softcapping=9.0),
+                field="teachers.0",
+            ),
+            compare_by_bytes(student, teacher).shared,
+        ),
+        LoadedTeacher(tiny_model(student.tokenizer, hidden=48, seed=7), field="teachers.1"),
+        LoadedTeacher(tiny_model(student.tokenizer, seed=5), field="teachers.2"),
+    ]
+    return CheckSetup(
+        tiny_model(student.tokenizer, 1, seed=3),
+        RoutedTeacher(members, ["other", "same", "too"]),
+        [RoutedRows.joined(documents[at : at + 2]) for at in range(0, len(documents), 2)],
+        Loss.model_validate(loss or TWO_TERMS),
+        weights=(1.0, 1.0, 1.0),
+        tokenizers=(teacher, student.tokenizer, student.tokenizer, student),
+    )
+
+
 def routed_informed_answering():
     """The same of a student that answers: its answers keep their teacher and what that reads before them."""
     return with_answers(routed_informed())
+
+
+def local_top_k(tail="bucket"):
+    """One teacher, of whose distributions the student is given eight tokens and the rest as one."""
+    subject = one(KL_AND_LABELS)
+    inner, at = LoadedTeacher(subject.teacher.model), KL_AND_LABELS["temperature"]
+    plan = {"kind": "top_k", "k": 8, "tail": tail, "dtype": "float32", "hidden": 64, "vocabulary": 259, "seed": 0}
+    plan |= {"temperature": at, "scale": 1.0, "softcap": None}
+    return replace(subject, teacher=StoredTeacher(inner, Store(plan, None, {})))
+
+
+def routed_top_k():
+    """Two routes, one of which gives K tokens of each distribution."""
+    subject, one_of = routed(KL_AND_LABELS), local_top_k()
+    (model,) = one_of.teacher.models.values()
+    code, _ = subject.teacher.members
+    few = StoredTeacher(LoadedTeacher(model, field="teachers.1"), Store(one_of.teacher.store.manifest, None, {}))
+    names = ["code", "talk"]
+    student = tiny_model(tiny_tokenizer())
+    teacher, tokenizers = RoutedTeacher([code, few], names), (tiny_tokenizer(),) * 3
+    return replace(subject, student=student, teacher=teacher, weights=(1.0, 1.0), tokenizers=tokenizers)
 
 
 def kept():
@@ -336,7 +387,7 @@ def kept():
     subject = one(TWO_TERMS)
     inner = LoadedTeacher(subject.teacher.model)
     plan = {"kind": "hidden", "dtype": "float32", "hidden": 64, "vocabulary": 259, "seed": 0}
-    return replace(subject, teacher=KeptTeacher(inner, Store(plan, None, {})))
+    return replace(subject, teacher=StoredTeacher(inner, Store(plan, None, {})))
 
 
 CACHED = ("bucket", "renormalize", "sampled", "hidden")
@@ -356,65 +407,7 @@ SUBJECTS |= {"routed": routed, "routed answering": routed_answering, "several in
 KINDS |= {"context": ["informed", "informed answering"], "routed": ["routed", "routed answering"]}
 SUBJECTS |= {"routed informed": routed_informed, "routed informed answering": routed_informed_answering}
 KINDS["mixture"] += ["several informed"]
-KINDS["routed"] += ["routed informed", "routed informed answering"]
+SUBJECTS |= {"routed across": routed_across, "local top k": local_top_k, "routed top k": routed_top_k}
+KINDS["model"] += ["local top k"]
+KINDS["routed"] += ["routed informed", "routed informed answering", "routed across", "routed top k"]
 KINDS |= {"keep": ["kept"], "cache": list(CACHED), "server": list(SERVED), "launched": ["launched"]}
-
-
-COMMON = "train: {steps: 6, batch_size: 2, device: cpu}\n"
-TEXT = "data: {source: text.txt, max_length: 64, cache: false}\n" + COMMON
-RECIPES = {
-    "one": "teacher: {model: teacher}\nstudent: {from_teacher: {layers: 3}}\n" + TEXT,
-    "launched": "teacher: {model: teacher}\nparallel: {teacher: served, teacher_gpus: 1}\n"
-    "student: {from_teacher: {layers: 3}}\n" + TEXT,
-    "kept": "teacher: {model: teacher, keep: kept}\nstudent: {from_teacher: {layers: 3}}\n" + TEXT,
-    "answering": "teacher: {model: teacher}\nstudent: {from_teacher: {layers: 3}}\n"
-    "data: {source: chat.jsonl, max_length: 96, cache: false, on_policy: {fraction: 0.5, max_new_tokens: 6}}\n"
-    "loss: {terms: [{type: reverse_kl}]}\n" + COMMON,
-    "several": "teachers: [{model: teacher, weight: 3}, {model: other}]\nstudent: {from_teacher: {layers: 3}}\n" + TEXT,
-    "across": "teacher: {model: merged}\nstudent: {model: pieces, vocabulary: cross, lora: {r: 2, head: true}}\n"
-    + TEXT,
-    "informed": "teacher: {type: student, context: {template: 'A hint. {hint}'}}\nstudent: {model: teacher}\n"
-    "data: {source: chat.jsonl, max_length: 192, cache: false, on_policy: {fraction: 0.5, max_new_tokens: 6}}\n"
-    "loss: {terms: [{type: reverse_kl}]}\n" + COMMON,
-    "routed": "teachers: [{model: teacher, route: even}, {model: other, route: odd}]\n"
-    "student: {from_teacher: {layers: 3}}\ndata: {source: chat.jsonl, max_length: 96, cache: false, fields: "
-    "{teacher: domain}, on_policy: {fraction: 0.5, max_new_tokens: 6}}\nloss: {terms: [{type: reverse_kl}]}\n" + COMMON,
-    "served": "teacher: {type: server, url: '%s'}\nstudent: {model: %s/student}\n" + TEXT,
-    "bucket": "teacher: {type: cache, path: %s}\nstudent: {model: %s/student}\n"
-    "data: {source: %s/text.txt, max_length: 48, cache: false, validation: {fraction: 0.1}}\n" + COMMON,
-}
-
-
-def write_recipes(root, caches, served):
-    """Models, texts and `RECIPES` in a folder, which is given back."""
-    save_models(root, teacher={"layers": 4, "seed": 1}, other={"layers": 3, "hidden": 64, "seed": 5})
-    save_tiny(root / "merged", tiny_model(MERGED, 3, 64, seed=1), MERGED)
-    save_tiny(root / "pieces", tiny_model(PIECES, 3, seed=3, tie=False), PIECES)
-    lines = [f"The teacher explains line {n} and the student listens to it once more." for n in range(40)]
-    (root / "text.txt").write_text("\n".join(lines))
-    chats = [
-        {
-            "messages": [{"role": "user", "content": line}, {"role": "assistant", "content": "It does."}],
-            "hint": f"Say that {line.split()[-3]} does {len(line)} times.",
-            "domain": "odd" if number % 2 else "even",
-        }
-        for number, line in enumerate(lines)
-    ]
-    (root / "chat.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    cache, _ = caches.store(1.0, k=8)
-    for name, text in RECIPES.items():
-        text = text % (cache.path, caches.folder, caches.folder) if name == "bucket" else text
-        text = text % (served.url, served.folder) if name == "served" else text
-        (root / f"{name}.yaml").write_text(text)
-    return root
-
-
-def mean_of_means(patch):
-    """A fault: each micro-batch is divided by its own tokens and by the number of micro-batches."""
-    compute = DistillationTrainer.compute_loss
-
-    def each_by_its_own(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        own = (inputs["labels"][:, 1:] != -100).sum()
-        return compute(self, model, inputs, return_outputs, own * self.args.gradient_accumulation_steps)
-
-    patch.setattr(DistillationTrainer, "compute_loss", each_by_its_own)

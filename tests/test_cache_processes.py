@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from forked import PIPE, Forked, clean_environment
+from helpers import stored_documents
 from tiny import save_models
 from two_ranks import run_as_two
 
@@ -14,7 +15,7 @@ from distill.evaluation.evaluate import HeldOut
 from distill.recipe import parse
 from distill.teachers.backends.local import ModelSource
 from distill.teachers.backends.stored.format import PLAN, write_signed
-from distill.teachers.backends.stored.online_source import KeepSource
+from distill.teachers.backends.stored.source import StoredSource
 
 RECIPE = """
 teacher: {model: teacher}
@@ -25,12 +26,8 @@ generate: {prompts: []}
 """
 ALONE = ["-m", "distill"]
 TWO = ["-c", "import sys; from distill.core.launch import start; sys.exit(start(2, sys.argv[1:]))"]
-# shards so small that there are many
-SMALL = (
-    "from distill.caching import make as m; plan = m.plan_work; "
-    "m.plan_work = lambda *given, **named: plan(*given, **(named | {'shard_bytes': 4096})); "
-)
-MANY_SHARDS = ["-c", SMALL + "from distill.cli import main; main()"]
+# parts so small that there are many
+MANY_PARTS = ["-c", "from distill.caching import write; write.LEAST_ROWS = 1; from distill.cli import main; main()"]
 
 
 @pytest.fixture
@@ -47,7 +44,7 @@ def start(workplace, code, *arguments):
 
 def test_a_process_that_is_early_waits_until_the_first_has_begun(tmp_path, monkeypatch):
     recipe = parse(RECIPE, [f"teacher.online_cache={tmp_path / 'cache'}"])
-    source, plan = KeepSource(ModelSource(recipe), recipe.teacher), {"kind": "top_k", "k": 8}
+    source, plan = StoredSource(ModelSource(recipe), recipe.teacher), {"kind": "top_k", "k": 8}
 
     def begin():
         source.folder.mkdir()
@@ -65,7 +62,7 @@ def test_a_process_that_is_early_waits_until_the_first_has_begun(tmp_path, monke
         assert early.result(timeout=20) == plan
     with pytest.raises(ValueError, match="k was 8, now 9"):
         source._begin_apart(begin, plan | {"k": 9})
-    monkeypatch.setattr("distill.teachers.backends.stored.online_source.BEGINS_WITHIN_S", 0.2)
+    monkeypatch.setattr("distill.teachers.backends.stored.source.BEGINS_WITHIN_S", 0.2)
     source.folder = tmp_path / "of another machine"
     with pytest.raises(ValueError, match="a folder that all machines share"):
         source._begin_apart(begin, plan)
@@ -78,16 +75,12 @@ def program(workplace, code, *arguments):
     return out
 
 
-def shards(folder):
-    return {path.name: path.read_bytes() for path in sorted(folder.glob("shard-*"))}
-
-
 @pytest.mark.full
 def test_two_processes_cache_and_train_as_one(workplace):
     out = program(workplace, TWO, "cache", "tiny.yaml", "--top-k", "16", "--out", "two", "--json")
     assert json.loads(out[out.index("{") :])["cache"]["positions"] > 500
     program(workplace, ALONE, "cache", "tiny.yaml", "--top-k", "16", "--out", "one", "--json")
-    assert shards(workplace / "one") == shards(workplace / "two")
+    assert stored_documents(workplace / "one") == stored_documents(workplace / "two")
     program(workplace, ALONE, "run", "tiny.yaml", "teacher={type: cache, path: two}", "--name", "one")
     run_as_two(*ALONE, "run", "tiny.yaml", "teacher={type: cache, path: one}", "--name", "two", cwd=workplace)
     results = [json.loads((workplace / "runs" / name / "result.json").read_text()) for name in ("one", "two")]
@@ -100,18 +93,17 @@ def test_two_processes_cache_and_train_as_one(workplace):
 @pytest.mark.slow
 def test_killed_at_any_point_and_finished(workplace):
     command = ("cache", "tiny.yaml", "--top-k", "16", "--json")
-    program(workplace, MANY_SHARDS, *command, "--out", "whole")
-    whole = shards(workplace / "whole")
-    assert len(whole) > 5
-    for wanted in (1, 3, len(whole) - 1):
+    program(workplace, MANY_PARTS, *command, "--out", "whole")
+    whole, parts = stored_documents(workplace / "whole"), len(list((workplace / "whole").glob("shard-*")))
+    assert parts > 5
+    for wanted in (1, 3, parts - 1):
         folder = workplace / f"killed-{wanted}"
-        process = start(workplace, MANY_SHARDS, *command, "--out", folder.name)
+        process = start(workplace, MANY_PARTS, *command, "--out", folder.name)
         while len(list(folder.glob("shard-*.safetensors"))) < wanted and process.poll() is None:
             time.sleep(0.001)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        kept = shards(folder)
-        assert all(whole[name] == content for name, content in kept.items() if name.endswith(".safetensors"))
+        assert stored_documents(folder).items() <= whole.items()
         assert not (folder / "manifest.json").exists()
-        program(workplace, MANY_SHARDS, *command, "--out", folder.name)
-        assert {n: c for n, c in shards(folder).items() if n.endswith(".safetensors")} == whole
+        program(workplace, MANY_PARTS, *command, "--out", folder.name)
+        assert stored_documents(folder) == whole

@@ -9,16 +9,15 @@ import torch
 from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from distill.caching.make import fewer_rows
 from distill.caching.make import load as load_for_cache
 from distill.cli import run_command
 from distill.data.collator import Collator
-from distill.data.report import DataReport
 from distill.models.load.loading import load_teacher
 from distill.recipe import dump, parse
 from distill.run import run
-from distill.teachers.backends.stored.read import CachedRows, TeacherCache
-from distill.teachers.backends.stored.teacher import CachedTeacher, maker_section
+from distill.teachers.backends.stored.archived import maker_section
+from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.training.progress import read_metrics
 
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(40))
@@ -159,10 +158,6 @@ def test_the_command_prints_the_size_and_the_error(here, capsys):
     assert run_command(["cache", "tiny.yaml", "--report"]) == 0
     out = capsys.readouterr().out
     assert "seen" in out and "renormalize" in out and "held-out positions" in out
-    report = DataReport(source="x", rows_read=1000, tokens=5120)
-    assert "4 steps see 10% of these 5,120 tokens: data.max_rows=111" in fewer_rows(recipe(), report)
-    assert fewer_rows(recipe("train.steps=40"), report) is None
-    assert fewer_rows(recipe(), DataReport(source="one.txt", rows_read=1, tokens=5120)) is None, "there is no fewer"
     assert sorted(here.iterdir()) == before, "--report writes nothing"
     assert run_command(["cache", "tiny.yaml", "--top-k", "20", "--out", "tiny.yaml"]) == 2
     assert "--out: expected a folder, got 'tiny.yaml': tiny.yaml is a file" in capsys.readouterr().err
@@ -236,7 +231,7 @@ def test_features_that_need_weights_take_the_model_that_made_the_cache(here, cap
 @pytest.mark.full
 def test_interrupted_and_resumed_equals_uninterrupted(here, monkeypatch):
     whole = run(cached("exact", "train.save_every=2"), name="whole")
-    targets, calls = CachedTeacher.targets, []
+    targets, calls = StoredTeacher.targets, []
 
     def dies(self, *args, **kwargs):
         calls.append(1)
@@ -245,7 +240,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(here, monkeypatch):
         return targets(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CachedTeacher, "targets", dies)
+        patch.setattr(StoredTeacher, "targets", dies)
         with pytest.raises(KeyboardInterrupt):
             run(cached("exact", "train.save_every=2"), name="parts")
     parts = run(cached("exact", "train.save_every=2"), name="parts", resume=True)
@@ -262,7 +257,8 @@ def test_the_error_of_fp8_hidden_states_is_printed(here, capsys):
     said = float(re.search(r"hidden states in fp8: KL\(teacher, stored\) (\S+) nats", out)[1])
     teacher, cache = load_teacher(recipe().teacher), TeacherCache("fp8")
     rows = load_for_cache(recipe()).splits.validation
-    batch = CachedRows(Collator(0), cache)([rows[number] for number in range(len(rows))])
+    rows = [rows[number] for number in range(len(rows))]
+    batch = Collator(0)(rows) | cache.look_up(rows)
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
     exact = teacher(**inputs).logits.flatten(0, 1)[batch["valid_rows"]].double().log_softmax(-1)
     stored = batch["cached_hidden"].double() * batch["cached_hidden_scale"][:, None]

@@ -14,6 +14,7 @@ ONE = "teacher: {model: t}\nstudent: {model: s}\n" + BASE
 SERVER = "type: server, url: 'http://127.0.0.1:1'"
 BACKENDS = {
     "local": "model: t",
+    "local top k": "model: t, top_k: 8",
     "student": "type: student",
     "average": "type: student, ema: 0.9",
     "server": SERVER,
@@ -97,20 +98,11 @@ WITH = {
 
 
 # points of the product that are refused, and the property that is missing
+K_TOKENS = ("local top k", "server's top k", "stored top k")
 REFUSED = {
-    ("server's top k", "retokenised", "alone"): "hidden states",
-    ("stored top k", "retokenised", "alone"): "hidden states",
-    **{
-        (backend, rows, combination): "hidden states"
-        for backend in ("server's top k", "stored top k")
-        for rows in ("same", "context")
-        for combination in ("mixture", "routed")
-    },
-    **{
-        (backend, "retokenised", combination): "one teacher"
-        for backend in BACKENDS
-        for combination in ("mixture", "routed")
-    },
+    **{(backend, "retokenised", combination): "hidden states" for backend in K_TOKENS for combination in COMBINATIONS},
+    **{(backend, rows, "mixture"): "hidden states to mix" for backend in K_TOKENS for rows in ROWS},
+    **{(backend, "retokenised", "mixture"): "one teacher a token" for backend in BACKENDS},
     **{("launched", rows, combination): "one teacher" for rows in ROWS for combination in ("mixture", "routed")},
 }
 
@@ -221,6 +213,6 @@ def test_recipes_that_cannot_cross():
         with pytest.raises(RecipeError, match=told):
             parse(text + "\n" + base)
     assert parse(base + "student: {model: s, vocabulary: cross}", ["teacher.dtype=fp8"])
-    several = base.replace("teacher: {model: t}", "teachers: [{model: t}]") + "student: {model: s, vocabulary: cross}"
-    with pytest.raises(RecipeError, match="cross: requires one teacher; got teachers"):
-        parse(several)
+    mixed = base.replace("teacher: {model: t}", "teachers: [{model: t}, {model: u}]")
+    with pytest.raises(RecipeError, match="cross: requires one teacher a token; got several teachers a token"):
+        parse(mixed + "student: {model: s, vocabulary: cross}")

@@ -29,12 +29,14 @@ from distill.cli import run_command
 from distill.data.collator import Collator
 from distill.recipe import parse
 from distill.run import run
-from distill.teachers.backends.stored.teacher import CachedTeacher
+from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.combination.mixture import MixtureTeacher
 from distill.teachers.registry import source_of
 
-CROSS = "student: {model: pieces, vocabulary: cross, lora: {r: 2, head: true}}\n" + TWO_TERMS + TEXT
-CROSS_OWN = "student: {model: pieces, vocabulary: cross, lora: {r: 2, head: true}}\n" + REVERSE + PAIRS % ("", ROLLOUTS)
+CROSS_STUDENT = "student: {model: pieces, vocabulary: cross, lora: {r: 2, head: true}}\n"
+CROSS, CROSS_OWN = CROSS_STUDENT + TWO_TERMS + TEXT, CROSS_STUDENT + REVERSE + PAIRS % ("", ROLLOUTS)
+CROSS_ROUTED = CROSS_STUDENT + TWO_TERMS + PAIRS % (", teacher: domain", "")
+CROSS_ROUTED_OWN = CROSS_STUDENT + REVERSE + PAIRS % (", teacher: domain", ROLLOUTS)
 TOLD = STUDENT + TWO_TERMS + PAIRS % ("", "")
 OWN = STUDENT + REVERSE + PAIRS % ("", ROLLOUTS)
 ROUTED = STUDENT + TWO_TERMS + PAIRS % (", teacher: domain", "")
@@ -45,6 +47,12 @@ BASES = {
     "retokenised": f"teacher: {{model: merged}}\n{CROSS}",
     "retokenised, on-policy": f"teacher: {{model: merged}}\n{CROSS_OWN}",
     "routed": f"teachers: [{{model: other, {INFORMED}, route: even}}, {{model: teacher, route: odd}}]\n{ROUTED}",
+    "routed, one retokenised": (
+        f"teachers: [{{model: merged, route: even}}, {{model: pieces, route: odd}}]\n{CROSS_ROUTED}"
+    ),
+    "routed, one retokenised, on-policy": (
+        f"teachers: [{{model: merged, route: even}}, {{model: pieces, route: odd}}]\n{CROSS_ROUTED_OWN}"
+    ),
     "mixture, one with a context": f"teachers: [{{model: teacher, weight: 3, {INFORMED}}}, {{model: other}}]\n{TOLD}",
     "the same, on-policy": f"teachers: [{{model: teacher, weight: 3, {INFORMED}}}, {{model: other}}]\n{OWN}",
     "routed, a mixture with a context": (
@@ -68,6 +76,18 @@ COMPOSITIONS = {
         "routed",
         f"teachers: [{{model: other, online_cache: one, {INFORMED}, route: even}}, "
         f"{{{SERVED}, online_cache: two, route: odd}}]\n" + ROUTED,
+    ),
+    "routed: served and retokenised": (
+        "routed, one retokenised",
+        f"teachers: [{{{MERGED}, route: even}}, {{model: pieces, route: odd}}]\n{CROSS_ROUTED}",
+    ),
+    "routed: filled and retokenised, the student's tokens": (
+        "routed, one retokenised",
+        "teachers: [{model: merged, online_cache: kept, route: even}, {model: pieces, route: odd}]\n" + CROSS_ROUTED,
+    ),
+    "routed: served and retokenised, on-policy": (
+        "routed, one retokenised, on-policy",
+        f"teachers: [{{{MERGED}, route: even}}, {{model: pieces, route: odd}}]\n{CROSS_ROUTED_OWN}",
     ),
     "served with a context and filled, in a mixture": (
         "mixture, one with a context",
@@ -176,7 +196,7 @@ def test_two_stored_teachers_are_a_mixture(place):
             parse(f"teacher: {{model: teacher, online_cache: kept}}\n{MIXED}", ["train.steps=24"], name="filling"),
             name="filling",
         )
-        stored, other = CachedTeacher(folder / "kept"), CachedTeacher(folder / "kept")
+        stored, other = StoredTeacher.of_cache(folder / "kept"), StoredTeacher.of_cache(folder / "kept")
         recipe = parse(f"teacher: {{type: cache, path: kept}}\n{MIXED}")
         rows = list(source_of(recipe).vocabulary().read(recipe.data, 0).train)[:2]
         mixture, plain = MixtureTeacher([stored, other], [1.0, 1.0]), Collator(0)
@@ -200,6 +220,18 @@ DOCTORED = {
     "served top k, context": f"teacher: {{{SERVED}, top_k: 8, {INFORMED}}}\n{STUDENT}{REVERSE}{PAIRS % ('', '')}",
     **{name: text for name, (_, text) in COMPOSITIONS.items() if name != "mixture: served, filled"},
 }
+LOCAL_TOP_K = f"teacher: {{model: teacher, top_k: 8}}\n{STUDENT}"
+DOCTORED |= {
+    "local top k": f"{LOCAL_TOP_K}{REVERSE}{TEXT}",
+    "local top k, on-policy": (
+        f"{LOCAL_TOP_K}loss: {{temperature: 2.0, terms: [{{type: forward_kl}}]}}\n{PAIRS % ('', ROLLOUTS)}"
+    ),
+    "routed, one of top k": (
+        f"teachers: [{{model: other, top_k: 8, route: even}}, {{{SERVED}, route: odd}}]\n"
+        f"{STUDENT}{REVERSE}{PAIRS % (', teacher: domain', '')}"
+    ),
+}
+DOCTORED["routed, one retokenised"] = BASES["routed, one retokenised"]
 DOCTORED["mixture, one with a context"] = BASES["mixture, one with a context"]
 DOCTORED["mixture, one with a context, on-policy"] = BASES["the same, on-policy"]
 IN_PLAIN = (
@@ -207,6 +239,10 @@ IN_PLAIN = (
     "served top k, context",
     "served, retokenised",
     "served, retokenised, on-policy",
+    "routed, one retokenised",
+    "local top k, on-policy",
+    "routed, one of top k",
+    "routed: served and retokenised, on-policy",
 )
 
 

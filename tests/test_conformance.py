@@ -5,7 +5,8 @@ a resumed run is the same to the bit, two processes make the step of one; and `d
 """
 
 import pytest
-from subjects import KINDS, RECIPES
+from subject_recipes import RECIPES
+from subjects import KINDS
 
 from distill.cli import run_command
 from distill.core.labels import IGNORE_INDEX
@@ -143,7 +144,7 @@ def test_rows_of_two_readings_are_cut_after_a_span(place):
 
 def test_documents_of_a_cache_stay_whole(place):
     subject = examine.prepare(load("bucket.yaml"))
-    cache = TeacherCache(subject.teacher.cache.path)
+    cache = TeacherCache(subject.teacher.store.path)
     cache.require(subject.rows, "rows")
     cut = [{name: values[:-1] for name, values in row.items()} for row in subject.rows]
     with pytest.raises(ValueError, match="lacks"):

@@ -21,7 +21,7 @@ from tiny import save_models
 
 from distill import run_results
 from distill.cli import run_command
-from distill.teachers.backends.stored.online_source import KeepSource
+from distill.teachers.backends.stored.source import StoredSource
 from distill.training.checkpoints import checkpoints
 from distill.training.progress import read_metrics
 from distill.training.trainer import DistillationTrainer
@@ -158,17 +158,17 @@ def test_the_disk_that_is_full_is_named(disk, given, tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     says = [f"{small}/kept: the disk is full ({small} has 0.0 GiB free); make room there"]
     monkeypatch.setattr(
-        "distill.teachers.backends.stored.online_source.KeepSource.room_problems", lambda *_: []
+        "distill.teachers.backends.stored.source.StoredSource.room_problems", lambda *_: []
     )  # filled up since
     filler = small / "filler"
-    begin = KeepSource._begin
+    begin = StoredSource._begin
 
     def begin_then_fill(self, *arguments):
         begun = begin(self, *arguments)
         filler.write_bytes(b"\0" * shutil.disk_usage(small).free)
         return begun
 
-    monkeypatch.setattr(KeepSource, "_begin", begin_then_fill)
+    monkeypatch.setattr(StoredSource, "_begin", begin_then_fill)
     ends_in_one_line(capsys, given, f"teacher.online_cache={small}/kept", "train.steps=2", says=says)
 
 

@@ -138,10 +138,10 @@ def a_bad_head(made, subject):
 
 
 def a_bad_cache(made, subject):
-    cache, look_up = subject.teacher.cache, TeacherCache.look_up
-    cache.look_up = lambda rows: {
+    cache, joined = subject.teacher.store, TeacherCache.joined
+    cache.joined = lambda pieces: {
         name: value.float() * math.nan if name == "cached_logprobs" else value
-        for name, value in look_up(cache, rows).items()
+        for name, value in joined(cache, pieces).items()
     }
 
 

@@ -7,7 +7,7 @@ import torch
 from distill_kernels import FusedDistillationLoss
 from helpers import Coarse
 from peft import LoraConfig, get_peft_model
-from subjects import mean_of_means, rows
+from subjects import rows
 from tiny import tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 
@@ -22,6 +22,7 @@ from distill.objectives import hidden
 from distill.recipe.loss import Loss
 from distill.teachers import objective
 from distill.teachers.backends.local import LoadedTeacher
+from distill.training.trainer import DistillationTrainer
 
 SUM = {
     "temperature": 2.0,
@@ -34,6 +35,17 @@ SUM = {
         {"type": "cross_entropy", "weight": 0.5},
     ],
 }
+
+
+def mean_of_means(patch):
+    """A fault: each micro-batch is divided by its own tokens and by the number of micro-batches."""
+    compute = DistillationTrainer.compute_loss
+
+    def each_by_its_own(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        own = (inputs["labels"][:, 1:] != -100).sum()
+        return compute(self, model, inputs, return_outputs, own * self.args.gradient_accumulation_steps)
+
+    patch.setattr(DistillationTrainer, "compute_loss", each_by_its_own)
 
 
 def subject(loss=None, *, student=None, dtype=torch.float32, tokenizers=True, **model):

@@ -4,7 +4,7 @@ That they hold without is in tests/test_conformance.py."""
 import numpy as np
 import pytest
 import torch
-from subjects import mean_of_means
+from test_invariants import mean_of_means
 
 from distill.doctor import invariants, invariants_runs
 from distill.generation.on_policy import OnPolicyRollouts
@@ -13,8 +13,9 @@ from distill.objectives import top_k as cache_top_k
 from distill.recipe.loss import Loss
 from distill.teachers.backends import local as loaded
 from distill.teachers.backends.stored import teacher as cache_teacher
+from distill.teachers.backends.stored.archived import ArchivedTeacher
 from distill.teachers.backends.stored.read import TeacherCache
-from distill.teachers.backends.stored.teacher import CachedTeacher
+from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.combination.mixture import MixtureFormat, MixtureTeacher
 from distill.teachers.rows.retokenised.data import CrossCollator
 from distill.teachers.rows.retokenised.teacher import CrossTeacher, SpansFormat
@@ -192,8 +193,8 @@ def documents_of_the_teacher_leak(patch):
 
 
 def places_are_one_off(patch):
-    look_up = TeacherCache.look_up
-    patch.setattr(TeacherCache, "look_up", lambda self, rows: {k: v.roll(1, 0) for k, v in look_up(self, rows).items()})
+    joined = TeacherCache.joined
+    patch.setattr(TeacherCache, "joined", lambda self, all: {k: v.roll(1, 0) for k, v in joined(self, all).items()})
 
 
 def rows_are_spread_wrongly(patch):
@@ -207,14 +208,14 @@ def the_tail_is_forgotten(patch):
 
 
 def another_head(patch):
-    make = CachedTeacher.__init__
+    make = ArchivedTeacher.__init__
 
     def rolled(self, *given):
         make(self, *given)
         head = self.stored_head
         head.weights = head.weights._replace(weight=head.weights.weight.roll(1, 0))
 
-    patch.setattr(CachedTeacher, "__init__", rolled)
+    patch.setattr(ArchivedTeacher, "__init__", rolled)
 
 
 def entropy_for_kl(patch):
@@ -301,7 +302,7 @@ def test_fails_where_its_fault_is_put_in(kind, check, fault, subject_of, monkeyp
     made = subject_of(kind)
     assert check(made).passed
     fault(monkeypatch)
-    made.teacher = REMADE.get(kind, lambda made: CachedTeacher(made.teacher.cache))(made)
+    made.teacher = REMADE.get(kind, lambda made: StoredTeacher.of_cache(made.teacher.store))(made)
     finding = check(made)
     assert not finding.passed and str(finding).startswith("FAIL  "), finding
 
@@ -341,7 +342,7 @@ FAULTS = """
 import sys
 from pathlib import Path
 from distill.doctor import invariants_runs, reference
-from distill.teachers.backends.stored.read import CachedRows
+from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.rows.retokenised.data import CrossCollator
 from distill.training.trainer import DistillationTrainer
 
@@ -355,10 +356,8 @@ def fewer(self, rows):
     return batch | {"spans": batch["spans"][: len(batch["spans"]) // 2]}
 CrossCollator.__call__ = fewer
 # caches: what was stored of another place
-cached = CachedRows.__call__
-def shifted(self, rows):
-    return {n: v.roll(1, 0) if n.startswith("cached") else v for n, v in cached(self, rows).items()}
-CachedRows.__call__ = shifted
+joined = TeacherCache.joined
+TeacherCache.joined = lambda self, pieces: {n: v.roll(1, 0) for n, v in joined(self, pieces).items()}
 # the student's own answers: every process counts its own tokens
 DistillationTrainer.get_batch_samples = lambda self, *given: (
     (made := super(DistillationTrainer, self).get_batch_samples(*given))[0], made[1])

@@ -18,9 +18,9 @@ from distill.recipe import parse
 from distill.run import run
 from distill.teachers.backends import local as model
 from distill.teachers.backends.local import ModelSource
-from distill.teachers.backends.stored import online_store as store
-from distill.teachers.backends.stored.online_teacher import KeptTeacher
+from distill.teachers.backends.stored import store as store
 from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.training.progress import read_metrics
 
 RECIPE = """
@@ -220,7 +220,7 @@ def test_a_run_that_is_killed_and_resumed_is_the_whole_one(here, monkeypatch, sh
     Path("text.txt").write_text("\n".join([*Path("text.txt").read_text().splitlines()[:20]] * 2))
     more = ["train.save_every=3", "data.packing=false"]
     whole = run(recipe(*more, "teacher.online_cache=whole"), name="whole")
-    targets, calls = KeptTeacher.targets, []
+    targets, calls = StoredTeacher.targets, []
 
     def dies(self, batch):
         calls.append(1)
@@ -229,7 +229,7 @@ def test_a_run_that_is_killed_and_resumed_is_the_whole_one(here, monkeypatch, sh
         return targets(self, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(KeptTeacher, "targets", dies)
+        patch.setattr(StoredTeacher, "targets", dies)
         with pytest.raises(KeyboardInterrupt):
             run(recipe(*more), name="parts")
     assert not list(Path("kept").glob(".*unfinished"))

@@ -15,8 +15,8 @@ from distill.cli import run_command
 from distill.recipe import dump, parse
 from distill.run import run
 from distill.serving.engine import Engine
-from distill.teachers.backends.stored.online_teacher import KeptTeacher
 from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.training.progress import read_metrics
 
 SENT = {
@@ -107,14 +107,14 @@ def test_sampled_tokens_are_those_of_the_first_request(place, url, here, asked):
 
 @pytest.mark.full
 def test_the_second_epoch_asks_nothing(place, url, here, asked, monkeypatch):
-    counts, targets = [], KeptTeacher.targets
+    counts, targets = [], StoredTeacher.targets
 
     def counted(self, batch):
         made = targets(self, batch)
         counts.append(len(asked))
         return made
 
-    monkeypatch.setattr(KeptTeacher, "targets", counted)
+    monkeypatch.setattr(StoredTeacher, "targets", counted)
     result = run(recipe(place, url, "teacher.online_cache=kept"), name="kept")
     rows = sum("loss" in row for row in read_metrics(result.folder / "metrics.jsonl"))
     assert len(counts) > rows and counts[-rows] == counts[-1] > 0, "what the first epoch asked is all that is asked"
@@ -126,7 +126,7 @@ def test_the_second_epoch_asks_nothing(place, url, here, asked, monkeypatch):
 def test_a_run_that_is_killed_and_resumed_is_the_whole_one(place, url, here, monkeypatch, sent):
     more = [*SENT[sent], "train.save_every=3"]
     whole = run(recipe(place, url, *more, "teacher.online_cache=whole"), name="whole")
-    targets, calls = KeptTeacher.targets, []
+    targets, calls = StoredTeacher.targets, []
 
     def dies(self, batch):
         calls.append(1)
@@ -135,7 +135,7 @@ def test_a_run_that_is_killed_and_resumed_is_the_whole_one(place, url, here, mon
         return targets(self, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(KeptTeacher, "targets", dies)
+        patch.setattr(StoredTeacher, "targets", dies)
         with pytest.raises(KeyboardInterrupt):
             run(recipe(place, url, *more, "teacher.online_cache=kept"), name="parts")
     parts = run(recipe(place, url, *more, "teacher.online_cache=kept"), name="parts", resume=True)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from subjects import RECIPES, answering, informed_answering, one, routed_answering
+from subject_recipes import RECIPES
+from subjects import answering, informed_answering, one, routed_answering
 from tiny import save_models
 
 from distill.doctor import rollouts

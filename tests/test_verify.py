@@ -165,7 +165,7 @@ def stored(models, tmp_path_factory):  # noqa: F811
     shutil.copytree(models, folder, dirs_exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("distill.teachers.backends.stored.online_store.SHARD_BYTES", 100_000)
+        patch.setattr("distill.teachers.backends.stored.store.SHARD_BYTES", 100_000)
         run(recipe(), name="first")
         assert len(list(Path("kept").glob("shard-0*"))) >= 2
         return folder, losses(run(recipe(), name="whole"))

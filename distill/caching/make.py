@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from accelerate import PartialState
 
-from distill.caching.write import Work, fill, missing_shards, plan_work
-from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
+from distill.caching.write import fill
+from distill.core.ranks import is_main_process, world_size
 from distill.core.units import plural
 from distill.data.load import Splits
-from distill.data.report import DataReport
 from distill.models.head import LogitTransform, probe_logits
 from distill.models.patch.attention_choice import AttentionChoices
 from distill.models.precision.dtypes import resolve_device, resolve_precision
@@ -23,15 +22,15 @@ from distill.models.sharding import SINGLE_PROCESS
 from distill.planning.cache_memory import plan_caching
 from distill.recipe import Recipe
 from distill.recipe.compatibility import require_command
-from distill.teachers.backends.stored.format import KEY_BYTES, MANIFEST, Plan, bytes_a_token, read_json, rows_of
-from distill.teachers.backends.stored.online_source import KeepSource
-from distill.teachers.backends.stored.online_store import Store
-from distill.teachers.backends.stored.online_teacher import KeptTeacher
+from distill.teachers.backends.stored.archived import section_to_load
+from distill.teachers.backends.stored.format import KEY_BYTES, MANIFEST, Plan, bytes_a_token, read_json
 from distill.teachers.backends.stored.plan import LogitHead, head_of
 from distill.teachers.backends.stored.settings import Settings
-from distill.teachers.backends.stored.teacher import section_to_load
+from distill.teachers.backends.stored.source import StoredSource
+from distill.teachers.backends.stored.store import Store
+from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.calibration import calibration_of
-from distill.teachers.capabilities import is_collective, quantise_layers, responses_of
+from distill.teachers.capabilities import quantise_layers, responses_of
 from distill.teachers.interface import LoadContext, Teacher
 from distill.teachers.kernels import patch_models
 from distill.teachers.opening import ModelPair, open_pair
@@ -57,7 +56,7 @@ class Loaded(NamedTuple):
     recipe: Recipe
     splits: Splits
     pair: ModelPair
-    keep: KeepSource
+    keep: StoredSource
     backend: Teacher
     context: LoadContext
     vocabulary: Vocabulary
@@ -71,14 +70,9 @@ class Loaded(NamedTuple):
         return self.pair.vocab_size or self.backend.format.properties.columns[0]
 
     @property
-    def retokenises(self) -> bool:
-        """True where the teacher reads the text by a tokenizer of its own."""
-        return self.pair.teacher.rows.reading == "retokenised"
-
-    @property
     def measures(self) -> bool:
         """True where the error of what is stored can be measured: for hidden states, and one tokenizer."""
-        return self.head is not None and not self.retokenises
+        return self.head is not None and self.pair.teacher.rows.reading != "retokenised"
 
 
 def recipe_to_store(recipe: Recipe) -> Recipe:
@@ -89,7 +83,8 @@ def recipe_to_store(recipe: Recipe) -> Recipe:
     """
     require_command(recipe, "cache")
     section = recipe.teacher if recipe.teacher.urls else section_to_load(recipe)
-    return recipe.model_copy(update={"teacher": section.model_copy(update={"online_cache": None})})
+    plain = {"online_cache": None} if section.urls else {"online_cache": None, "top_k": None}
+    return recipe.model_copy(update={"teacher": section.model_copy(update=plain)})
 
 
 def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
@@ -117,10 +112,10 @@ def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
     context = LoadContext(device, precision, placement, choices, calibration_of(recipe, splits))
     pair = open_pair(source_of(recipe), vocabulary, context)
     keep, backend, inside = stored, pair.teacher, vocabulary
-    while isinstance(keep, WrappingSource) and not isinstance(keep, KeepSource):
+    while isinstance(keep, WrappingSource) and not isinstance(keep, StoredSource):
         assert isinstance(backend, WrappingTeacher)
         keep, backend, inside = keep.inner, backend.inner, inside.inner  # type: ignore[attr-defined]
-    assert isinstance(keep, KeepSource)
+    assert isinstance(keep, StoredSource)
     return Loaded(
         recipe, splits, pair, keep, backend, context, inside, head_of(backend), probe_logits(pair.student, "student")
     )
@@ -157,36 +152,25 @@ def make_cache(
             raise ValueError(
                 f"--top-k: expected at most {loaded.columns}, the size of the vocabulary, got {settings.k}"
             )
-        if loaded.retokenises:
+        if not loaded.measures:
             raise ValueError("--hidden: needed with student.vocabulary: cross, which compares whole distributions")
     assert keep.noted is not None
     if not keep.required:
         raise ValueError("data.source: expected tokens to train on, got none, so nothing to cache")
     keep.folder, keep.option, keep.chosen = folder, "--out", settings
     kept = keep.around(loaded.backend, loaded.context, loaded.vocabulary, loaded.head)
+    store = kept.filled
+    assert store is not None
     splits = [keep.noted.train, keep.noted.validation]
-    work = plan_work(
-        splits,
-        width=bytes_a_token(kept.store.manifest),
-        max_length=longest_of(splits, loaded),
-        packing=recipe.data.packing,
-        shard_bytes=settings.shard_bytes,
-    )
-
-    def begin() -> list[int]:
-        missing = missing_shards(kept.store, work)
-        if is_main_process():
-            _announce(loaded, kept.store, work, missing, say)
-        return missing
-
+    if is_main_process():
+        _announce(loaded, store, say)
     ready(loaded)
-    missing = broadcast_from_rank0(begin) if is_collective(kept) else begin()
-    batch_size = settings.batch_size or recipe.train.batch_size
     section = recipe.generate  # shards answer together
     if section.prompts:
         responses_of(with_store(loaded.pair.teacher, kept), section.prompts, section)
-    with progress(work.learned) as advance:
-        fill(kept, work, splits, batch_size=batch_size, missing=missing, advance=advance)
+    rows = settings.batch_size or recipe.train.batch_size
+    with progress(sum(store.required.values())) as advance:
+        fill(kept, splits, batch_size=rows, part_bytes=settings.shard_bytes, advance=advance)
     return read_json(folder / MANIFEST) if is_main_process() else None
 
 
@@ -199,7 +183,7 @@ def ready(loaded: Loaded) -> None:
     quantise_layers(loaded.pair.teacher)
 
 
-def with_store(teacher: Teacher, kept: KeptTeacher) -> Teacher:
+def with_store(teacher: Teacher, kept: StoredTeacher) -> Teacher:
     """Return the teacher with the store around its backend."""
     if not isinstance(teacher, WrappingTeacher):
         return kept
@@ -208,45 +192,16 @@ def with_store(teacher: Teacher, kept: KeptTeacher) -> Teacher:
     return twin
 
 
-def longest_of(splits: Sequence[Any], loaded: Loaded) -> int:
-    """Return the tokens of a row that the teacher reads: the student's bound, by another tokenizer the longest row."""
-    if not loaded.retokenises:
-        return loaded.recipe.data.max_length
-    return max(len(row["input_ids"]) for rows in splits for row in rows_of(rows))
-
-
-def _announce(loaded: Loaded, store: Store, work: Work, missing: Sequence[int], say: Callable[[str], None]) -> None:
-    plan, folder, placement = store.manifest, store.folder, loaded.context.placement
-    width = bytes_a_token(plan)
-    left = sum(width * work.learned_in(number) for number in missing)
-    total = width * work.learned + (KEY_BYTES + 16) * len(work.entries)
-    state = f"{_size(left)} to be written" if missing else "complete already"
+def _announce(loaded: Loaded, store: Store, say: Callable[[str], None]) -> None:
+    width, count, placement = bytes_a_token(store.manifest), sum(store.required.values()), loaded.context.placement
+    left = width * sum(store.required[key] for key in store.missing)
+    total = width * count + (KEY_BYTES + 16) * len(store.required)
+    state = f"{_size(left)} to be written" if left else "complete already"
     if placement is not SINGLE_PROCESS:
         say(f"{'devices':<12}{placement.teacher_text}: {placement.why}")
     say(
-        f"{folder}: "
-        f"{plural(work.learned, 'position')} of {plural(len(work.entries), 'document')}, "
-        f"{width} bytes each, {_size(total)} in {plural(len(work.shards), 'shard')}; {state}"
-    )
-    if (advice := fewer_rows(loaded.recipe, loaded.splits.report)) is not None:
-        say(advice)
-
-
-def fewer_rows(recipe: Recipe, report: DataReport) -> str | None:
-    """Return advice on caching only the data that a run of few steps sees; None where it sees all."""
-    train = recipe.train
-    if train.steps is None or report.tokens == 0:
-        return None
-    step = train.tokens_per_step or train.batch_size * recipe.data.max_length * world_size()
-    share = train.steps * step / report.tokens
-    if share > 0.8:
-        return None
-    rows = max(int(report.rows_read * share * 1.1) + 1, 2)
-    if rows >= report.rows_read:  # few rows of many tokens, such as text files
-        return None
-    return (
-        f"{train.steps:,} steps see {share:.0%} of these {report.tokens:,} tokens: data.max_rows={rows}, here and "
-        "in the run, would cache about that part alone"
+        f"{store.folder}: {plural(count, 'position')} of {plural(len(store.required), 'document')}, {width} bytes "
+        f"each, {_size(total)}; {state}"
     )
 
 

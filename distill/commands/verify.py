@@ -200,8 +200,8 @@ def _cache(folder: Path) -> Iterator[Line]:
 
     from distill.core.manifest import first_damaged_file
     from distill.teachers.backends.stored.format import MANIFEST, PLAN, read_json
-    from distill.teachers.backends.stored.online_store import Store
     from distill.teachers.backends.stored.read import Shards, TeacherCache
+    from distill.teachers.backends.stored.store import Store
 
     yield _line(PLAN, lambda: f"{(read_json(folder / PLAN) or {})['kind'].replace('_', ' ')} of a teacher")
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from distill.doctor.references import reference_of
 from distill.doctor.rewards import advantages_of
 from distill.doctor.rollouts import StudentRollouts
 from distill.doctor.rows import Row, Rows
-from distill.generation.documents import ResponseRetokenizer
+from distill.generation.documents import Readers
 from distill.models.patch.packed import keeps_apart
 from distill.objectives.losses import is_soft
 from distill.recipe.loss import Loss
@@ -52,7 +52,7 @@ class CheckSetup:
             data are random tokens.
         small: Function that makes truncated copies (student, teacher) for training runs; None copies the models.
         rollouts: Rollout settings, where the recipe trains on-policy; then `rows` are rollouts.
-        reader: Reader of rollouts by the teacher's tokenizer, where that is another one than the student's.
+        readers: Readers of rollouts by teachers' tokenizers that are others than the student's, by route.
         prompts: Prompts of these rollouts, in the order of the rows' documents.
         last_tokens: Last trained token of each complete response in the data.
         packs: Whether the recipe packs several documents into a row (`data.packing`).
@@ -71,7 +71,7 @@ class CheckSetup:
     tokenizers: Sequence[Any] | None = None
     small: Callable[[], tuple[nn.Module, Teacher]] | None = None
     rollouts: StudentRollouts | None = None
-    reader: ResponseRetokenizer | None = None
+    readers: Readers = field(default_factory=dict)
     prompts: list[list[int]] | None = None
     last_tokens: Sequence[int] = ()
     packs: bool = True

@@ -232,8 +232,8 @@ def _with_rollouts(subject: CheckSetup, recipe: Recipe, pair: ModelPair, format:
     objective.detach()
     rollouts = StudentRollouts.of_recipe(recipe, subject.student, pair.tokenizer, objective.columns)
     documents = subject.documents()
-    reader = pair.vocabulary.answer_reader()
-    answers = rollouts.with_responses(subject.student, documents, len(documents), reader)
+    readers = pair.vocabulary.answer_readers()
+    answers = rollouts.with_responses(subject.student, documents, len(documents), readers)
     learned = [each for each in zip(answers, prompts_of(documents), strict=True) if first_trained(each[0]) is not None]
     if len(learned) < 2:
         raise ValueError(f"data.on_policy: expected at least 2 rollouts to train on, got {len(learned)}")
@@ -241,7 +241,7 @@ def _with_rollouts(subject: CheckSetup, recipe: Recipe, pair: ModelPair, format:
     packed = [subject.form.joined(rows[at : at + 2]) for at in range(0, len(rows) - 2, 2)]
     packed.append(subject.form.joined(rows[2 * len(packed) :]))
     rows = packed if len(packed) > 1 and recipe.data.packing else rows
-    return replace(subject, rows=rows, rollouts=rollouts, reader=reader, prompts=[prompt for _, prompt in learned])
+    return replace(subject, rows=rows, rollouts=rollouts, readers=readers, prompts=[prompt for _, prompt in learned])
 
 
 def _adapted(student: Any, recipe: Recipe) -> nn.Module:

@@ -16,6 +16,7 @@ from distill_kernels import FusedDistillationLoss, LossTerm, TeacherHead
 from torch.nn import functional as F
 
 from distill.core.labels import IGNORE_INDEX
+from distill.data.collator import Collator
 from distill.doctor.reference_layers import layer_loss
 from distill.doctor.reference_loss import Mixture, SampledTokens, mixed_log_probabilities, shift_left, token_loss
 from distill.doctor.remote_outputs import remote_logits, reopen_spec, reopen_teacher
@@ -80,6 +81,16 @@ class Reference:
             (teacher,) = self.teacher.models.values()
             total = total + layer_loss(student, teacher, batch, loss, self.dtype)
         return total
+
+    def document_loss(
+        self, student: Any, document: Row, device: torch.device, loss: Loss, columns: int
+    ) -> tuple[torch.Tensor, int]:
+        """Return the sum of a document's losses, and their number, for a reference of several teachers."""
+        batch = {name: value.to(device) for name, value in self.teacher.collate(Collator(0))([document]).items()}
+        count = len(batch["valid_rows"])
+        if count == 0:
+            return torch.zeros((), device=device), 0
+        return count * self.loss(student, [document], batch, loss, columns), count
 
     def advantages(self, rows: Sequence[Row]) -> torch.Tensor:
         """Return the advantage of each trained token [N] by the reward that doctor uses, document by document."""
@@ -147,9 +158,11 @@ class Reference:
         if self.tokenizers is None:
             return True, "same ids and positions; no tokenizer, the data are random tokens"
         *teachers, own = self.tokenizers
+        own = getattr(own, "tokenizer", own)  # of a `Reader`, where teachers on routes have tokenizers of their own
         verdicts = [
             compare(tokenizer, own, rows, student_rows)
             for tokenizer, rows in zip(teachers, self.teacher.format.properties.columns, strict=True)
+            if not hasattr(tokenizer, "tokenizer")
         ]
         verdict = next((verdict for verdict in verdicts if not verdict.compatible), verdicts[0])
         return verdict.compatible, f"same ids and positions; {verdict}"

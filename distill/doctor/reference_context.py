@@ -20,6 +20,7 @@ from distill.teachers.combination.mixture import MixtureTeacher
 from distill.teachers.interface import Teacher
 from distill.teachers.rows.context.data import ContextCollator
 from distill.teachers.rows.context.teacher import ContextTeacher
+from distill.teachers.rows.reading import ReadingTeacher
 
 FEW = 4  # tokens; a shorter context may occur in a prompt by chance
 
@@ -125,12 +126,12 @@ class ContextTopKReference(TopKReference, ContextReference):
 
 def column_prefix(member: Teacher) -> str:
     """Return the prefix of the columns that one teacher reads of a batch."""
-    return member.prefix if isinstance(member, ContextTeacher) else ""
+    return member.prefix if isinstance(member, ReadingTeacher) else ""
 
 
 def inner_of(member: Any) -> Any:
-    """Return the teacher that computes the outputs of one with a context; any other one as it is."""
-    return member.inner if isinstance(member, ContextTeacher) else member
+    """Return the teacher that computes the outputs of one that reads other tokens; any other one as it is."""
+    return member.inner if isinstance(member, ReadingTeacher) else member
 
 
 def member_logits(member: Any, document: Row, device: torch.device) -> torch.Tensor:

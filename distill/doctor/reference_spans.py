@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from distill_kernels import LossTerm
+from distill_kernels import LossTerm, TokenStats
 from torch import nn
 
 from distill.data.collator import valid_rows
@@ -57,15 +57,8 @@ class SpansReference(Reference):
             with torch.no_grad():
                 z_t = self._teacher_logits(row, device).to(self.dtype)
             spans = torch.tensor(row["spans"]).view(-1, 4)
-            losses.append(
-                dense_spans(
-                    Logits(z_s, row["input_ids"]),
-                    Logits(z_t.detach(), row["teacher_input_ids"]),
-                    Spans(spans[:, :2], spans[:, 2:]),
-                    self.shared,
-                    loss,
-                )
-            )
+            both = Logits(z_s, row["input_ids"]), Logits(z_t.detach(), row["teacher_input_ids"])
+            losses.append(dense_spans(*both, Spans(spans[:, :2], spans[:, 2:]), self.shared, loss))
         return torch.cat(losses).mean()
 
     def _teacher_logits(self, row: Row, device: torch.device) -> torch.Tensor:
@@ -81,11 +74,7 @@ class SpansReference(Reference):
 
     def each(self, loss_of: Callable[..., Any], objective: Any, call: Sequence[Any]) -> torch.Tensor:
         """Return each span's divergence and the log-probabilities of its text, [M, 3]."""
-        hidden, head, inputs, *rest = call
-        inputs.statistics = True
-        _, figures = loss_of(hidden, head, inputs, *rest)
-        inputs.statistics = False
-        return torch.stack([figures.divergence, figures.student_label_logprob, figures.teacher_label_logprob], 1)
+        return figures_of(loss_of, call)
 
     def from_itself(self, batch: Batch, terms: Sequence[LossTerm]) -> tuple[str, float]:
         """Compare the teacher with itself over its own spans, with all and with half of its tokens shared."""
@@ -147,6 +136,16 @@ class SpansReference(Reference):
         """Return the teacher from its model and the shared ids."""
         teacher = models[0] if models else reopen_teacher(description["place"])
         return CrossTeacher(teacher, Shared(*map(np.array, description["shared"])))
+
+
+def figures_of(loss_of: Callable[..., Any], call: Sequence[Any]) -> torch.Tensor:
+    """Return the divergence and both models' log-probability of the label from a loss's statistics, [N, 3]."""
+    hidden, head, inputs, *rest = call
+    inputs.statistics = True
+    _, statistics = loss_of(hidden, head, inputs, *rest)
+    inputs.statistics = False
+    found = TokenStats(*statistics[: len(TokenStats._fields)])
+    return torch.stack([found.divergence, found.student_label_logprob, found.teacher_label_logprob], 1)
 
 
 def same_bytes(student: bytes, teacher: bytes, student_puts: bool, teacher_puts: bool) -> bool:

@@ -11,14 +11,17 @@ from distill_kernels import FusedTopKKLLoss, LossTerm
 from torch import nn
 
 from distill.core.labels import IGNORE_INDEX
-from distill.doctor.reference import INPUTS, Reference, Verdict, largest_magnitude
+from distill.doctor.reference import INPUTS, Description, Reference, Verdict, largest_magnitude
 from distill.doctor.reference_loss import shift_left, top_k_loss, with_sampled_tail
-from distill.doctor.remote_outputs import remote_tokens
+from distill.doctor.remote_outputs import remote_tokens, reopen_teacher
 from distill.doctor.rows import Row
 from distill.objectives.targets import Batch
 from distill.objectives.top_k import TopKFormat
 from distill.objectives.top_k_encoding import LEAST_TAIL
 from distill.recipe.loss import Loss
+from distill.teachers.backends.local import LoadedTeacher
+from distill.teachers.backends.stored.store import Store
+from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.interface import Teacher
 
 STORED = 0.05  # largest rounding error of a stored half-precision log-probability, nats
@@ -38,9 +41,12 @@ class TopKReference(Reference):
         return float(self.manifest["temperature"])
 
     def at_temperature_2(self) -> Teacher:
-        """Return the teacher with its stored probabilities taken as those at temperature 2."""
+        """Return the teacher with its stored probabilities taken as those at temperature 2, or computed there."""
+        manifest = {**self.manifest, "temperature": 2.0}
+        if self.teacher.models:
+            return StoredTeacher(self.teacher.inner, Store(manifest, None, {}), self.teacher.device)
         teacher = copy.copy(self.teacher)
-        teacher.format = TopKFormat({**self.manifest, "temperature": 2.0})
+        teacher.format = TopKFormat(manifest)
         return teacher
 
     def stored(self, rows: Sequence[Row], batch: Batch) -> Mapping[str, torch.Tensor]:
@@ -82,6 +88,17 @@ class TopKReference(Reference):
             return term.weight * with_sampled_tail(z_s, z_s.log_softmax(-1), log_t, ids, labels[keep]).mean()
         return top_k_loss(z_s, (ids, probabilities), tail, labels[keep], loss, self.dtype)
 
+    def description(self) -> Description:
+        """Return how to open the teacher, or what is taken of a model's distribution."""
+        return {"manifest": dict(self.manifest)} if self.teacher.models else super().description()
+
+    @staticmethod
+    def rebuilt(models: list[Any], weights: Sequence[float], description: Description) -> Teacher:
+        """Return the teacher from its model and description."""
+        if not models:
+            return reopen_teacher(description)
+        return StoredTeacher(LoadedTeacher(models[0]), Store(description["manifest"], None, {}))
+
     def from_itself(self, batch: Batch, terms: Sequence[LossTerm]) -> tuple[str, float]:
         """Compare the stored tokens with a student that equals them.
 
@@ -113,6 +130,6 @@ class TopKReference(Reference):
         worst = off.abs().max().item() if len(off) else 0.0
         if worst > STORED:
             return False, f"the stored log-probabilities of these tokens have an error of {worst:.1e}"
-        where = "cache" if any("cached_ids" in name for name in batch) else "server's output"
+        where = "cache" if any("cached_" in name for name in batch) else "server's output"
         count = int(matches.any(-1).sum())
         return True, f"{detail}; {len(expected)} positions found in the {where}, {count} of them with their own token"

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from distill.core.labels import shift_labels
 from distill.data.collator import valid_rows
 from distill.doctor.rows import Row
 from distill.objectives.targets import Batch
@@ -20,10 +21,10 @@ from distill.teachers.backends.served.parity_check import own_logits
 from distill.teachers.backends.served.protocol import TargetRequest
 from distill.teachers.backends.served.source import reconnected
 from distill.teachers.backends.served.teacher import ServerTeacher
+from distill.teachers.backends.stored.archived import ArchivedTeacher
 from distill.teachers.backends.stored.format import HEAD
-from distill.teachers.backends.stored.online_teacher import KeptTeacher
 from distill.teachers.backends.stored.read import PREFIX
-from distill.teachers.backends.stored.teacher import CachedTeacher
+from distill.teachers.backends.stored.teacher import StoredTeacher, documents_in
 from distill.teachers.interface import Teacher
 
 Stored = dict[str, torch.Tensor]
@@ -45,7 +46,7 @@ class OutputReader(NamedTuple):
     found: Callable[[Any], Teacher]
 
 
-def stored_logits(teacher: CachedTeacher, rows: Sequence[Row], batch: Batch) -> torch.Tensor:
+def stored_logits(teacher: ArchivedTeacher, rows: Sequence[Row], batch: Batch) -> torch.Tensor:
     """Return fp64 logits from the hidden states and the head in a cache's files."""
     device = batch["input_ids"].device
     manifest, head = teacher.cache.manifest, load_file(teacher.cache.path / HEAD, device=str(device))
@@ -58,10 +59,10 @@ def stored_logits(teacher: CachedTeacher, rows: Sequence[Row], batch: Batch) -> 
     return cap * torch.tanh(z / cap) if cap else z
 
 
-def _stored_tokens(teacher: CachedTeacher, rows: Sequence[Row], batch: Batch) -> Stored:
+def _stored_tokens(teacher: ArchivedTeacher, rows: Sequence[Row], batch: Batch) -> Stored:
     device = batch["input_ids"].device
-    found = teacher.cache.look_up(list(rows)) if rows else batch
-    return {n.removeprefix(PREFIX): value.to(device) for n, value in found.items() if n.startswith(PREFIX)}
+    found = teacher.cache.look_up(list(rows)) if rows else teacher.cache.gather(documents_in(batch).rows)()
+    return {name.removeprefix(PREFIX): value.to(device) for name, value in found.items()}
 
 
 def _served_logits(teacher: ServerTeacher, rows: Sequence[Row], batch: Batch) -> torch.Tensor:
@@ -74,11 +75,11 @@ def _served_tokens(teacher: ServerTeacher, rows: Sequence[Row], batch: Batch) ->
 
 
 OUTPUT_READERS: dict[type[Teacher], OutputReader] = {
-    CachedTeacher: OutputReader(
+    ArchivedTeacher: OutputReader(
         stored_logits,
         _stored_tokens,
         lambda teacher: {"cache": str(teacher.cache.path.absolute())},
-        lambda place: CachedTeacher(place["cache"]),
+        lambda place: StoredTeacher.of_cache(place["cache"]),
     ),
     ServerTeacher: OutputReader(_served_logits, _served_tokens, ServerTeacher.place, reconnected),
 }
@@ -87,7 +88,7 @@ BY_NAME = {kind.__name__: elsewhere for kind, elsewhere in OUTPUT_READERS.items(
 
 def store_filler(teacher: Teacher) -> Teacher:
     """Return the teacher that computes what a store is filled with; any other one as it is."""
-    return store_filler(teacher.inner) if isinstance(teacher, KeptTeacher) else teacher
+    return store_filler(teacher.inner) if isinstance(teacher, StoredTeacher) else teacher
 
 
 def remote_logits(teacher: Teacher, rows: Sequence[Row], batch: Batch) -> torch.Tensor:
@@ -99,7 +100,22 @@ def remote_logits(teacher: Teacher, rows: Sequence[Row], batch: Batch) -> torch.
 def remote_tokens(teacher: Teacher, rows: Sequence[Row], batch: Batch) -> Stored:
     """Return `ids`, `logprobs` and `tail` of the K tokens of each trained position."""
     own = store_filler(teacher)
+    if own.models:
+        return _computed_tokens(teacher, own, batch)
     return OUTPUT_READERS[type(own)].tokens(own, rows, batch)
+
+
+def _computed_tokens(teacher: Teacher, own: Teacher, batch: Batch) -> Stored:
+    """Return the K most probable tokens from the full logits of a model in this process."""
+    (model,), plan, places = own.models.values(), teacher.format.manifest, batch["valid_rows"]  # type: ignore[attr-defined]
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+    z = model(**inputs, use_cache=False).logits.flatten(0, 1)[places].double()[:, : plan["vocabulary"]]
+    labels = shift_labels(batch["labels"]).flatten()[places]
+    assert plan["tail"] != "sampled", "tokens that are drawn anew have no reference"
+    logprobs, ids = (z / float(plan["temperature"])).log_softmax(-1).topk(plan["k"])
+    rest = torch.log1p(-logprobs.exp().sum(-1).clamp_max(1.0))
+    label = z.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    return {"ids": ids, "logprobs": logprobs, "tail": rest, "label_logprob": label}
 
 
 def logits_of(teacher: Teacher, row: Mapping[str, Any], device: torch.device) -> torch.Tensor:

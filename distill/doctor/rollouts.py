@@ -13,7 +13,7 @@ from distill.data.chat import load_template
 from distill.data.collator import Collator
 from distill.doctor.rewards import substitute_rewards
 from distill.generation.decode_loop import EngineSettings
-from distill.generation.documents import ResponseRetokenizer, documents_of
+from distill.generation.documents import Readers, documents_of
 from distill.generation.engines import engine_for, settings_for
 from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.sampling import Sampling, sampling_of
@@ -99,7 +99,7 @@ class StudentRollouts:
         return own
 
     def with_responses(
-        self, student: nn.Module, rows: Sequence[Any], at_once: int, reader: ResponseRetokenizer | None = None
+        self, student: nn.Module, rows: Sequence[Any], at_once: int, readers: Readers | None = None
     ) -> list[dict[str, list[int]]]:
         """Return rows of one document each with the student's response, `at_once` rows per micro-batch.
 
@@ -109,12 +109,12 @@ class StudentRollouts:
             student: Generates the responses.
             rows: Rows of one document each.
             at_once: Rows per micro-batch.
-            reader: Reads responses by the teacher's tokenizer, where that is another one.
+            readers: Read responses by the teachers' tokenizers, where these are others, by route.
         """
         collate = _collator_of(rows[0], self.pad)
         batches = [collate(rows[start : start + at_once]) for start in range(0, len(rows), at_once)]
         with eval_mode(student):
-            own = replace(self.by(student, fraction=1.0), reader=reader)
+            own = replace(self.by(student, fraction=1.0), readers=readers or {})
             batches = own.replace(batches, 0, lambda rows: {"rows": rows})
         return [row for batch in batches for row in batch["rows"]]
 

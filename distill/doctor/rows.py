@@ -78,14 +78,25 @@ class RoutedRows(Rows):
         return [each | {"route": [route]} for each, route in zip(documents, row["route"], strict=True)]
 
     @staticmethod
+    def joined(parts: Sequence[Row]) -> Document:
+        """Join rows, with the route of each document."""
+        own = [{name: values for name, values in part.items() if name != "route"} for part in parts]
+        return RoutedRows._form(parts[0]).joined(own) | {"route": [route for part in parts for route in part["route"]]}
+
+    @staticmethod
     def shortened(document: Row, tokens: int) -> Document | None:
         """Cut the document and keep its route."""
-        short = RoutedRows._form(document).shortened(document, tokens)
-        return short and short | {"route": list(document["route"])}
+        form, kept = RoutedRows._form(document), {"route": list(document["route"])}
+        if form is SpanRows and not document["spans"]:  # both read the same tokens
+            form, kept = TwoPromptRows, kept | {name: list(document[name]) for name in SpanRows.POINTERS}
+        short = form.shortened(document, tokens)
+        return short and short | kept
 
     @staticmethod
     def _form(row: Row) -> type[Rows]:
-        """Return the row type below the routes: two inputs per document where a teacher has a context."""
+        """Return the row type below the routes: two inputs per document where a teacher reads other tokens."""
+        if "spans" in row:
+            return SpanRows
         return TwoPromptRows if OTHERS[0] in row else Rows
 
 

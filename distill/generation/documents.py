@@ -65,6 +65,9 @@ class ResponseRetokenizer(Protocol):
         ...
 
 
+Readers = Mapping[int | None, ResponseRetokenizer]  # by the number of the teacher's route; None for one teacher
+
+
 @dataclass
 class Document:
     """One document of a batch.
@@ -79,7 +82,7 @@ class Document:
         sampled_log_p: log-probabilities of a rollout's tokens when they were sampled; None for responses of the data.
         score: reward and advantage of a rollout; None without a reward function.
         spans: Aligned spans where `teacher_ids` are of another tokenizer: first token and the one after the last,
-            of `ids` and of `teacher_ids`.
+            of `ids` and of `teacher_ids`; none where they are the student's beside documents of other routes.
         starts: Index of the first token of the last response in `ids` and in `teacher_ids`.
     """
 
@@ -149,12 +152,13 @@ class Document:
         """
         other = self.teacher_ids
         if other is not None:
-            assert self.spans is None, "its response is read by another tokenizer: reread"
+            assert not self.spans, "its response is read by another tokenizer: reread"
             other = [*other[: len(other) - (len(self.ids) - len(prompt))], *response]
         labels = [IGNORE_INDEX] * len(prompt) + list(response)
         for start, stop in replies:
             labels[len(prompt) + start : len(prompt) + stop] = [IGNORE_INDEX] * (stop - start)
-        return Document([*prompt, *response], labels, self.row, other, self.route, self.sample, sampled_log_p, score)
+        ids, more = [*prompt, *response], (self.route, self.sample, sampled_log_p, score, self.spans, self.starts)
+        return Document(ids, labels, self.row, other, *more)
 
     def with_retokenized_response(
         self,
@@ -210,7 +214,7 @@ def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
     own, others, found = _bounds(batch, ""), _bounds(batch, "teacher_"), []
     if others:
         teacher = batch["teacher_input_ids"].tolist()
-        place_of = dict(zip(batch["valid_rows"].tolist(), batch["teacher_rows"].tolist(), strict=True))
+        reopen_spec = dict(zip(batch["valid_rows"].tolist(), batch["teacher_rows"].tolist(), strict=True))
     for row, bounds in enumerate(own):
         for number, (start, end) in enumerate(bounds):
             # padding, or what follows a response in a template
@@ -219,7 +223,7 @@ def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
             if end > start:
                 other = None
                 if others:
-                    predicts_last = place_of[row * len(ids[row]) + end - 2] % len(teacher[row])
+                    predicts_last = reopen_spec[row * len(ids[row]) + end - 2] % len(teacher[row])
                     other = teacher[row][others[row][number][0] : predicts_last + 2]
                 route = int(batch["routes"][row, start]) if "routes" in batch else None
                 found.append(Document(ids[row][start:end], labels[row][start:end], row, other, route))
@@ -228,7 +232,7 @@ def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
 
 def _pairs_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
     """Return the documents of a batch of two tokenizers that have spans, row by row."""
-    ids, others = batch["input_ids"].tolist(), batch["teacher_input_ids"].tolist()
+    ids, others, labels = (batch[name].tolist() for name in ("input_ids", "teacher_input_ids", "labels"))
     width, other_width = len(ids[0]), len(others[0])
     spans, starts = batch["spans"].tolist(), batch["answer_starts"].tolist()
     found = []
@@ -238,15 +242,27 @@ def _pairs_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
             mine = [
                 (a - first, b - first, c - shift, d - shift) for a, b, c, d in spans if first <= a < row * width + end
             ]
+            route = int(batch["routes"][row, begin]) if "routes" in batch else None
             if not mine:
+                found += _plain_of(ids[row][begin:end], labels[row][begin:end], row, route)
                 continue
             own = ids[row][begin : begin + mine[-1][1]]
             other = others[row][other_begin : other_begin + mine[-1][3]]
             response = [(a - first, c - shift) for a, c in starts if first <= a < row * width + end]
             if not response:
                 raise ValueError("batch: expected answer_starts of each document, which rows of prompts and chats have")
-            found.append(Document(own, _labels_at(own, mine), row, other, spans=mine, starts=response[-1]))
+            found.append(Document(own, _labels_at(own, mine), row, other, route, spans=mine, starts=response[-1]))
     return found
+
+
+def _plain_of(ids: list[int], labels: list[int], row: int, route: int | None) -> list[Document]:
+    """Return a document of a route whose teacher reads the student's tokens; none where nothing is trained on."""
+    learned = [at for at, label in enumerate(labels) if label != IGNORE_INDEX]
+    if route is None or not learned:
+        return []
+    made = Document(ids[: learned[-1] + 1], labels[: learned[-1] + 1], row, route=route)
+    start = len(made.prompt)
+    return [replace(made, teacher_ids=list(made.ids), spans=(), starts=(start, start))]
 
 
 def _bounds(batch: Mapping[str, torch.Tensor], prefix: str) -> list[list[tuple[int, int]]]:
@@ -272,7 +288,7 @@ def sampled_log_probs(rows: Sequence[Sequence[Document]], shape: torch.Size) -> 
                 continue
             drawn = torch.tensor(document.sampled_log_p, dtype=precision)
             response = len(document.ids) - len(drawn)
-            if document.spans is None:
+            if not document.spans:
                 tokens[row, begin + response : end] = drawn
                 continue
             for first, after, *_ in document.spans:

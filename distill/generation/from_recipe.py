@@ -14,7 +14,7 @@ from distill.recipe import Recipe
 
 if TYPE_CHECKING:
     from distill.data.report import DataReport
-    from distill.generation.documents import ResponseRetokenizer
+    from distill.generation.documents import Readers
     from distill.generation.on_policy import OnPolicyRollouts
 
 
@@ -73,7 +73,7 @@ def rollouts_from_recipe(
     autocast: torch.dtype | None = None,
     sharded: bool = False,
     models: Sequence[nn.Module] = (),
-    reader: ResponseRetokenizer | None = None,
+    readers: Readers | None = None,
     code: bytes | None = None,
     folder: Path | None = None,
 ) -> OnPolicyRollouts | None:
@@ -89,7 +89,7 @@ def rollouts_from_recipe(
         sharded: The student will be sharded over the processes.
         models: All models that read the rows of rollouts: of packed data these become one row where attention allows
             it.
-        reader: Of the vocabulary of two tokenizers (`answer_reader`).
+        readers: Of the vocabulary (`answer_readers`).
         code: Content of the file of reward and environment, which `--plugin` has allowed.
         folder: The run's, to which an environment's replies are written.
 
@@ -162,7 +162,7 @@ def rollouts_from_recipe(
         log_probs=True,
         multiple=multiple,
         one_row=one_row,
-        reader=reader,
+        readers=readers or {},
         environment=environment,
         rewards=rewards,
     )

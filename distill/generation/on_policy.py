@@ -35,7 +35,7 @@ from distill.core.labels import IGNORE_INDEX
 from distill.generation.decode_loop import Engine
 from distill.generation.documents import (
     Document,
-    ResponseRetokenizer,
+    Readers,
     Row,
     Score,
     as_row,
@@ -88,7 +88,7 @@ class OnPolicyRollouts:
             attention does not cross documents (`attends_within_documents`).
         rewards: Rewards of the responses; the batches then have `rewards` and `advantages` [B, S]. None for no reward.
         environment: Replies to responses, so that rollouts have several turns; None for one response each.
-        reader: Reads responses by the teacher's tokenizer, where that is another one than the student's.
+        readers: Read responses by the teacher's tokenizer, where that is another one than the student's, by route.
     """
 
     engine: Engine
@@ -107,7 +107,7 @@ class OnPolicyRollouts:
     one_row: bool = False
     rewards: Rewards | None = None
     environment: Environment | None = None
-    reader: ResponseRetokenizer | None = None
+    readers: Readers = field(default_factory=dict)
     # rollouts, their generated tokens, truncated ones, documents left out, rollouts that repeat themselves, seconds,
     # staleness in steps, responses, and sums of `rewards`
     _sums: np.ndarray = field(init=False, default_factory=lambda: np.zeros(8 + len(NO_REWARDS)))
@@ -123,7 +123,7 @@ class OnPolicyRollouts:
         """Return the micro-batches of one optimizer step with some responses replaced; others are returned unchanged.
 
         A micro-batch never gets more rows than it had, times `samples`: in a row that could not hold the longest
-        possible responses, documents chosen at random are left out, and counted. Rows of `distill.data` have room.
+        possible responses, documents chosen at random are left out, and plural. Rows of `distill.data` have room.
 
         Args:
             batches: Collated, on any device.
@@ -296,10 +296,11 @@ class OnPolicyRollouts:
     def _with_response(self, document: Document, response: GeneratedResponse, score: Score | None) -> Document:
         """Return a document with a generated response in place of its own."""
         log_probs = response.log_probs if self.log_probs else None
-        if self.reader is None:
+        reader = self.readers.get(document.route)
+        if reader is None:
             return document.with_response(document.prompt, response.tokens, log_probs, score, response.replies)
         limit = document.prompt_length + self._limit(document)
-        return document.with_retokenized_response(self.reader, response.tokens, limit, log_probs)
+        return document.with_retokenized_response(reader, response.tokens, limit, log_probs)
 
     def pop_metrics(self, reduce: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> dict[str, float]:
         """Return the metrics of the interval since the last call, over all ranks.

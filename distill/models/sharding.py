@@ -40,7 +40,7 @@ class Placement(NamedTuple):
         """Return a short description."""
         if self is SINGLE_PROCESS:
             return "one device"
-        return self.student + (", teacher sharded" if self.teacher_sharded else "")
+        return ", teacher ".join([self.student, *["sharded"] * self.teacher_sharded])
 
     @property
     def teacher_text(self) -> str:

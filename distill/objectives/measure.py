@@ -9,7 +9,7 @@ by sorted probabilities (ULD, Boizard et al., 2024, arXiv 2402.12030), which is 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 # keys of `HeldOut` in a run's files, where its divergences are no KL over tokens
@@ -51,6 +51,13 @@ class Measure(NamedTuple):
 
 KL = Measure()
 SPANS = Measure("span divergence", "aligned span", "divergence")
+
+
+def together(measures: Sequence[Measure]) -> Measure:
+    """Return the measure of the divergences of several routes, each of its own kind."""
+    names, units = (dict.fromkeys(getattr(each, part) for each in measures) for part in ("name", "unit"))
+    key = KL.key if all(each.key == KL.key for each in measures) else SPANS.key
+    return Measure(" / ".join(names), "place" if len(units) > 1 else "".join(units), key)
 
 
 def cache_measure(manifest: Mapping[str, Any]) -> Measure:

@@ -20,7 +20,7 @@ from distill.models.sharding import SINGLE_PROCESS, Placement
 from distill.objectives.top_k_encoding import CHUNK_ELEMENTS
 from distill.planning.device_plan import DevicePlan
 from distill.recipe import FromTeacher, Recipe, Student
-from distill.teachers.backends.stored.teacher import section_to_load
+from distill.teachers.backends.stored.archived import section_to_load
 from distill.teachers.interface import TeacherSource
 from distill.teachers.registry import source_of
 from distill.teachers.source_capabilities import shapes_of
@@ -115,9 +115,7 @@ def shards_for_queries(
     """
     if world <= 1 or recipe.parallel.teacher == "copied":
         return False
-    section = section_to_load(recipe)
-    if section.dtype == "fp8":
-        section = section.model_copy(update={"dtype": "auto"})
+    section = section_to_load(recipe).as_read
     student = Student(from_teacher=FromTeacher(layers=1)) if alone else recipe.student
     recipe = recipe.model_copy(update={"teacher": section, "student": student})
     return _placement(recipe, device, world, batch_size, cached_tokens)[1].teacher_sharded

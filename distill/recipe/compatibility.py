@@ -17,20 +17,8 @@ from typing import NamedTuple
 from distill.recipe.layer_terms import LAYERED
 from distill.recipe.loss import SEPARATE
 from distill.recipe.models import Teacher
-from distill.recipe.teachers import Sections
+from distill.recipe.teachers import Sections, first_teacher, mixed_teachers, top_k_setting, written_teachers
 from distill.recipe.value_conflicts import value_conflicts
-
-
-def _teachers(recipe: Sections) -> Sequence[Teacher]:
-    return recipe.teachers or [recipe.teacher]
-
-
-def _first(recipe: Sections, holds: Callable[[Teacher], bool]) -> tuple[str, Teacher] | None:
-    """Return the field and the section of the first teacher that meets a condition."""
-    for number, teacher in enumerate(_teachers(recipe)):
-        if holds(teacher):
-            return (f"teachers.{number}" if recipe.teachers else "teacher"), teacher
-    return None
 
 
 class Property(NamedTuple):
@@ -51,7 +39,7 @@ def _instead(holds: Callable[[Teacher], bool], text: Callable[[Teacher], str]) -
     """Return a `missing` that names the first teacher that meets a condition."""
 
     def missing(recipe: Sections) -> str | None:
-        found = _first(recipe, holds)
+        found = first_teacher(recipe, holds)
         return None if found is None else f"{found[0]}.{text(found[1])}"
 
     return missing
@@ -78,10 +66,15 @@ def _without_layers(recipe: Sections) -> str | None:
     """Return the setting for which a teacher's layers are not computed here: only its last outputs are."""
     if recipe.parallel.teacher == "served":
         return "parallel.teacher: served"
-    found = _first(recipe, lambda each: not each.is_loaded or bool(each.backend) or each.online_cache is not None)
+    found = first_teacher(
+        recipe,
+        lambda each: not each.is_loaded or bool(each.backend) or each.online_cache is not None or bool(each.top_k),
+    )
     if found is None:
         return None
     field, teacher = found
+    if teacher.top_k is not None:
+        return f"{field}.top_k: {teacher.top_k}"
     if not teacher.is_loaded:
         return f"{field}.type: {teacher.type}"
     return f"{field}.backend: {teacher.backend}" if teacher.backend else f"{field}.online_cache: {teacher.online_cache}"
@@ -93,17 +86,14 @@ def _one_graph(recipe: Sections) -> str | None:
 
 
 def _shares_a_route(recipe: Sections) -> str | None:
-    routes = [teacher.route for teacher in recipe.teachers]
-    if len(set(routes)) == len(routes):
-        return None
-    return "several teachers a token (a mixture)"
+    return "several teachers a token (a mixture)" if mixed_teachers(recipe) else None
 
 
 def _context_without_prompts(recipe: Sections) -> str | None:
     """Return the setting for which rows of a teacher with a context lack prompts; those of other routes need none."""
     if _is_synthetic(recipe):
         return _without_prompts(recipe)
-    for teacher in _teachers(recipe):
+    for teacher in written_teachers(recipe):
         route = getattr(teacher, "route", None)
         parts = [part for part in recipe.data.parts if teacher.context is not None and part.teacher in (None, route)]
         if any(part.data.format == "text" for part in parts):
@@ -142,13 +132,15 @@ PROPERTIES: dict[str, Property] = {
     ),
     "hidden states": Property(
         "the whole distribution of a teacher, from its hidden states",
-        _instead(
-            lambda teacher: teacher.top_k is not None or teacher.online_cache_format == "top_k",
-            lambda teacher: (
-                "online_cache_format: top_k" if teacher.online_cache_format == "top_k" else f"top_k: {teacher.top_k}"
-            ),
-        ),
+        _instead(lambda teacher: bool(top_k_setting(teacher)), top_k_setting),
         "leave top_k out (and online_cache_format: top_k), or cache with --hidden",
+    ),
+    "hidden states to mix": Property(
+        "the whole distribution of each teacher of a mixture, from its hidden states",
+        lambda recipe: next(
+            (f"{field}.{top_k_setting(own)}" for field, own in mixed_teachers(recipe) if top_k_setting(own)), None
+        ),
+        "leave top_k out (and online_cache_format: top_k), or give the teacher a route of its own",
     ),
     "hidden states of layers": Property(
         "a teacher whose layers are computed in the run's own processes",
@@ -282,17 +274,17 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         "student.vocabulary: cross",
         lambda recipe: recipe.student.vocabulary == "cross",
-        ("one teacher", "hidden states", "text", "student's prompts"),
+        ("one teacher a token", "hidden states", "text", "student's prompts"),
     ),
     Requirement("student.from_teacher", lambda recipe: recipe.student.is_cut, ("weights in floating point",)),
     Requirement(
         "teacher.context",
-        lambda recipe: any(teacher.context is not None for teacher in _teachers(recipe)),
+        lambda recipe: any(teacher.context is not None for teacher in written_teachers(recipe)),
         ("prompts for the context", "one context a route"),
     ),
     Requirement(
         "teacher.online_cache",
-        lambda recipe: any(teacher.online_cache is not None for teacher in _teachers(recipe)),
+        lambda recipe: any(teacher.online_cache is not None for teacher in written_teachers(recipe)),
         ("frozen weights",),
     ),
     Requirement(
@@ -300,15 +292,15 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         lambda recipe: any(teacher.route is not None for teacher in recipe.teachers),
         ("text",),
     ),
-    Requirement("teachers", lambda recipe: bool(recipe.teachers), ("hidden states",)),
+    Requirement("teachers of one route", lambda recipe: bool(mixed_teachers(recipe)), ("hidden states to mix",)),
     Requirement(
         "teacher.type: student",
-        lambda recipe: any(teacher.type == "student" for teacher in _teachers(recipe)),
+        lambda recipe: any(teacher.type == "student" for teacher in written_teachers(recipe)),
         ("student's checkpoint",),
     ),
     Requirement(
         "teacher.ema",
-        lambda recipe: any(teacher.ema is not None for teacher in _teachers(recipe)),
+        lambda recipe: any(teacher.ema is not None for teacher in written_teachers(recipe)),
         ("all weights trained", "whole teacher"),
     ),
     Requirement(
@@ -318,7 +310,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     ),
     Requirement(
         "teacher.type: server",
-        lambda recipe: any(teacher.type == "server" for teacher in _teachers(recipe)),
+        lambda recipe: any(teacher.type == "server" for teacher in written_teachers(recipe)),
         ("a divergence in every step",),
     ),
     Requirement(

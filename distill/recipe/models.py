@@ -115,8 +115,9 @@ class Teacher(ModelSection):
             hidden states through a `folder`.
         folder: folder that a vLLM server's ExampleHiddenStatesConnector writes to, by its path on this machine; files
             are deleted once they are read.
-        top_k: number of tokens of each distribution that a server sends (null for hidden states, from which logits are
-            computed locally) or that `online_cache_format: top_k` stores (64 if none is given).
+        top_k: number of tokens of each distribution that the student is trained on; null for the whole distribution. A
+            server sends that many (in place of hidden states, from which logits are computed locally), and
+            `online_cache_format: top_k` stores them (64 if none is given).
         prefetch: micro-batches to request ahead of the one being trained on, at least as many as an optimizer step has.
         transfer_dtype: format of hidden states on the wire: `auto` in their own dtype; `fp8` in half the bytes, at a
             cost in accuracy that is printed.
@@ -124,7 +125,7 @@ class Teacher(ModelSection):
             requests.
         timeout: seconds without a response after which the run writes a checkpoint and ends.
         token_file: file with the bearer token; by default the token is in the environment variable DISTILL_SERVE_TOKEN.
-        fp8_skip: layers that `dtype: fp8` keeps in bfloat16: decoder layers counted from 0, whole (`29`) or a part by
+        fp8_skip: layers that `dtype: fp8` keeps in bfloat16: decoder layers plural from 0, whole (`29`) or a part by
             the name of its module (`29.mlp`). `distill check --probe` shows which are worth it.
         adapter: a PEFT LoRA (hub id or folder) that is merged into the teacher when it is loaded.
         offload: `cpu` keeps the decoder layers in host memory and streams them to the GPU one after another in every
@@ -172,6 +173,11 @@ class Teacher(ModelSection):
     def held(self) -> str:
         """The format of the linear layers' weights, as caches and servers record it."""
         return f"{self.dtype} but {' '.join(self.fp8_skip)}" if self.fp8_skip else self.dtype
+
+    @property
+    def as_read(self) -> Teacher:
+        """The section of a teacher that is not quantised once it is loaded: one in fp8 is read in 16 bits."""
+        return self.model_copy(update={"dtype": "auto"}) if self.dtype == "fp8" else self
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -226,7 +232,8 @@ class Teacher(ModelSection):
     @model_validator(mode="after")
     def _is_served_somewhere(self) -> Self:
         if self.type != "server":
-            served = [name for name in SERVED if name != "top_k" or self.online_cache_format != "top_k"]
+            whole = self.online_cache is not None and self.online_cache_format != "top_k"
+            served = [name for name in SERVED if name != "top_k" or whole or not self.is_loaded]
             if given := next((name for name in served if name in self.model_fields_set and
                               getattr(self, name) != type(self).model_fields[name].default), None):  # fmt: skip
                 raise ValueError(f"{given}: belongs to type: server")

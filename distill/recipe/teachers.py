@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from distill.recipe.data import Data
@@ -69,3 +70,30 @@ def reads_student_rows(recipe: Sections) -> bool:
     teacher = recipe.teacher
     plain = teacher.is_loaded and teacher.context is None and teacher.online_cache is None
     return plain and not recipe.teachers and recipe.student.vocabulary != "cross"
+
+
+def written_teachers(recipe: Sections) -> Sequence[Teacher]:
+    """Return the sections of all teachers as they are written."""
+    return recipe.teachers or [recipe.teacher]
+
+
+def first_teacher(recipe: Sections, holds: Callable[[Teacher], bool]) -> tuple[str, Teacher] | None:
+    """Return the field and the section of the first teacher that meets a condition."""
+    for number, teacher in enumerate(written_teachers(recipe)):
+        if holds(teacher):
+            return (f"teachers.{number}" if recipe.teachers else "teacher"), teacher
+    return None
+
+
+def top_k_setting(teacher: Teacher) -> str:
+    """Return the setting by which a teacher gives K tokens of each distribution; empty where it gives all."""
+    if teacher.online_cache_format == "top_k":
+        return "online_cache_format: top_k"
+    return "" if teacher.top_k is None else f"top_k: {teacher.top_k}"
+
+
+def mixed_teachers(recipe: Sections) -> list[tuple[str, Teacher]]:
+    """Return field and section of the teachers that share a route with another one."""
+    routes = [teacher.route for teacher in recipe.teachers]
+    several = [n for n, route in enumerate(routes) if routes.count(route) > 1]
+    return [(f"teachers.{number}", recipe.teachers[number]) for number in several]

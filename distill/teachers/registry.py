@@ -2,8 +2,9 @@
 
     source_of(recipe)   =   routes or a mixture ( rows ( store ( backend ) ) , ... )
 
-Each layer exists where the recipe names it: `teacher.online_cache` a store, `teacher.context` or
-`student.vocabulary: cross` other rows than the student's, `teachers` several teachers. Its module is imported then.
+Each layer exists where the recipe names it: `teacher.online_cache` a store (`teacher.top_k` one of a batch alone),
+`teacher.context` or `student.vocabulary: cross` other rows than the student's, `teachers` several teachers. Its module
+is imported then.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ BACKENDS = {
     "average": "distill.teachers.backends.student:AverageSource",
     "launched": "distill.teachers.backends.served.launched:LaunchedSource",
     "server": "distill.teachers.backends.served.source:ServerSource",
-    "cache": "distill.teachers.backends.stored.teacher:CacheSource",
+    "cache": "distill.teachers.backends.stored.archived:ArchivedSource",
 }
 # sources around others
 LAYERS = {
-    "keep": "distill.teachers.backends.stored.online_source:KeepSource",
+    "stored": "distill.teachers.backends.stored.source:StoredSource",
     "context": "distill.teachers.rows.context.teacher:ContextSource",
     "cross": "distill.teachers.rows.retokenised.teacher:CrossSource",
     "mixture": "distill.teachers.combination.mixture:MixtureSource",
@@ -62,11 +63,11 @@ def source_for(recipe: Recipe, section: TeacherSection, field: str) -> TeacherSo
     """
     alone = recipe.model_copy(update={"teacher": section, "teachers": []}) if recipe.teachers else recipe
     source = backend_maker(recipe, section, field)(alone, section, field)
-    if section.online_cache is not None:
-        source = resolve_name(LAYERS["keep"])(source, section, field)
+    if section.is_cached or section.online_cache is not None or (section.is_loaded and section.top_k is not None):
+        source = resolve_name(LAYERS["stored"])(source, section, field)
     if section.context is not None:
         source = resolve_name(LAYERS["context"])(source, section.context)
-    if recipe.student.vocabulary == "cross":
+    if recipe.student.vocabulary == "cross" and not recipe.teachers:  # on routes by the tokenizer of each teacher
         source = resolve_name(LAYERS["cross"])(source)
     return source
 

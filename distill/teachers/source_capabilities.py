@@ -130,6 +130,19 @@ def source_size_text(source: TeacherSource) -> str:
 
 
 @runtime_checkable
+class KnowsMaker(Protocol):
+    """A source of a model that other processes hold, for the records of what is stored of it."""
+
+    def stored_dtype(self) -> str:
+        """Return the dtype that stores the received numbers without loss."""
+        ...
+
+    def maker(self) -> dict[str, object] | None:
+        """Return the identity of the model, as `teacher_identity` does; None where that is not known."""
+        ...
+
+
+@runtime_checkable
 class OffersSmaller(Protocol):
     """A source of a model that can be held in less memory."""
 

@@ -11,7 +11,7 @@ from distill.models.load.loading import load_config, load_tokenizer
 from distill.models.load.vocabulary import compare, extend_student, shared_columns
 
 if TYPE_CHECKING:
-    from distill.generation.documents import ResponseRetokenizer
+    from distill.generation.documents import Readers
     from distill.recipe import Data, ModelSection, Recipe
 
 
@@ -92,9 +92,9 @@ class Vocabulary:
         if student.vocabulary != "extend":
             compare(self.tokenizer, self.student_tokenizer).require()
 
-    def answer_reader(self) -> ResponseRetokenizer | None:
-        """Return the reader of rollouts by another tokenizer of the teacher's; None where it reads the same ids."""
-        return None
+    def answer_readers(self) -> Readers:
+        """Return the readers of rollouts by other tokenizers of teachers; none where they read the same ids."""
+        return {}
 
     def fit(self, student: Any) -> None:
         """Extend a loaded student by the tokens that only the teacher has, where the recipe says so."""

@@ -16,17 +16,16 @@ import numpy as np
 import torch
 from distill_kernels import FusedAdamW
 
-from distill.caching.write import fill, plan_work
+from distill.caching.write import fill
 from distill.core.files import make_folder
 from distill.data.collator import Collator
 from distill.models.head import find_head, probe_logits, read_head
 from distill.teachers.backends.local import LoadedTeacher
-from distill.teachers.backends.stored.format import HEAD, PLAN, bytes_a_token, write_signed, write_tensors
-from distill.teachers.backends.stored.online_store import Store
-from distill.teachers.backends.stored.online_teacher import KeptTeacher
+from distill.teachers.backends.stored.format import HEAD, PLAN, bytes_a_token, documents_of, write_signed, write_tensors
 from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.stored.settings import SHARD_BYTES
-from distill.teachers.backends.stored.teacher import CachedTeacher
+from distill.teachers.backends.stored.store import Store
+from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.objective import DistillationObjective
 from scripts.bench.harness import Row
 
@@ -56,16 +55,14 @@ def write_cache(folder: Path, teacher: Any, rows: list[dict[str, Any]], *, hidde
         "seed": 0,
         **kind,
     }
-    length = len(rows[0]["input_ids"])
-    work = plan_work([rows], width=bytes_a_token(plan), max_length=length, packing=False, shard_bytes=SHARD_BYTES)
     make_folder(folder)
     write_signed(folder / PLAN, plan)
     if hidden:
         write_tensors(folder / HEAD, {"weight": head.weight.detach().cpu().clone()})
-    required = {entry.key: entry.learned for entry in work.entries}
-    kept = KeptTeacher(LoadedTeacher(teacher), Store(plan, folder, required))
+    required = {d.key: len(d.predicting) for row in rows for d in documents_of(row)}
+    kept = StoredTeacher(LoadedTeacher(teacher), Store(plan, folder, required))
     start = time.perf_counter()
-    fill(kept, work, [rows], batch_size=batch_size)
+    fill(kept, [rows], batch_size=batch_size, part_bytes=SHARD_BYTES)
     seconds = time.perf_counter() - start
     kept.close()
     return seconds
@@ -121,7 +118,7 @@ def compare(
         seconds = write_cache(there, teacher, rows, hidden=hidden, batch_size=batch_size)
         yield row(f"write {name}", seconds * tokens / (len(rows) * length))
         cache = TeacherCache(there)
-        objective = DistillationObjective(CachedTeacher(cache, student.device), student, "forward_kl")
+        objective = DistillationObjective(StoredTeacher.of_cache(cache, student.device), student, "forward_kl")
         spent = seconds_a_step(objective, student, rows, batch_size, steps)
         yield row(name, spent, f"{bytes_a_token(cache.manifest)} bytes a token, {online / spent:.2f} x online")
 

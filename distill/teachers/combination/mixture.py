@@ -31,8 +31,9 @@ from distill.models.load.loading import load_tokenizer
 from distill.models.load.vocabulary import compare
 from distill.objectives.hidden import FusedFormat, HiddenFormat, pairing_of
 from distill.objectives.losses import TargetLoss
+from distill.objectives.measure import KL
 from distill.objectives.targets import Batch, HeadForward, LossResult, TargetProperties, VocabularyAlignment
-from distill.recipe import Data, Generate, Recipe
+from distill.recipe import Data, Generate, ModelSection, Recipe
 from distill.recipe.teachers import TeacherDescription
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.capabilities import CopiesTruncated, Layer, Part, Prompt, Responds, truncated_copy
@@ -42,7 +43,14 @@ from distill.teachers.interface import AcceptedRows, Collate, LoadContext, Teach
 from distill.teachers.rows.context.data import ContextCollator, load_context_data
 from distill.teachers.rows.context.teacher import ContextTeacher
 from distill.teachers.rows.reading import PREFIX
-from distill.teachers.source_capabilities import SourceLayer, SourcePart, files_of, note_data, of_member
+from distill.teachers.source_capabilities import (
+    SourceLayer,
+    SourcePart,
+    files_of,
+    measure_of_source,
+    note_data,
+    of_member,
+)
 from distill.teachers.vocabulary import Vocabulary, is_synthetic
 
 log = logging.getLogger(__name__)
@@ -104,8 +112,6 @@ class SeveralTeachers(Teacher, Layer):
             supports_new_rows=all(member.rows.supports_new_rows for member in self.members),
             whole_documents=any(member.rows.whole_documents for member in self.members),
         )
-        if not all(isinstance(member.format, FusedFormat) for member in self.members):
-            raise ValueError("teachers: expected several teachers that give hidden states, got one that gives top k")
 
     def parts(self) -> list[Part]:
         """Return the members, each with its columns of a batch."""
@@ -151,6 +157,8 @@ class MixtureTeacher(SeveralTeachers, CopiesTruncated, Responds):
                 f"teachers: expected a weight >= 0 for each of {len(members)} models, not all 0; got {list(weights)}"
             )
         super().__init__(members)
+        if not all(isinstance(member.format, HiddenFormat) for member in self.members):
+            raise ValueError("teachers: expected several teachers that give hidden states, got one that gives top k")
         self.weights = tuple(weight / sum(weights) for weight in weights)
         self.format = MixtureFormat([cast("HiddenFormat", member.format) for member in self.members], self.weights)
         if any(member.rows.reading == "context" for member in self.members):
@@ -230,9 +238,18 @@ class MixtureSource(TeacherSource, SourceLayer):
     """
 
     def __init__(self, recipe: Recipe, description: TeacherDescription, members: Sequence[TeacherSource]) -> None:
-        self.recipe, self.weights, self.members = recipe, description.weights, list(members)
+        self.recipe, self.weights, self.given = recipe, description.weights, list(members)
         self.all_sections = description.members
         self.sections = {field: section for field, section in description.members.items() if section.is_loaded}
+
+    @property
+    def members(self) -> list[TeacherSource]:
+        """Sources of the teachers."""
+        return self.given
+
+    def named(self) -> Iterator[tuple[str, TeacherSource]]:
+        """Yield the teachers' sources as they are given, by the recipe's field of each."""
+        return zip(self.all_sections, self.given, strict=True)
 
     def parts(self) -> list[SourcePart]:
         """Return the members, each with the rows that it reads."""
@@ -245,18 +262,29 @@ class MixtureSource(TeacherSource, SourceLayer):
         """Return the rows that a member reads."""
         return splits
 
+    def mixed(self) -> list[int]:
+        """Return the numbers of the teachers that are mixed with others."""
+        return list(range(len(self.given)))
+
     def vocabulary(self) -> Vocabulary:
         return MixtureVocabulary(self)
 
     def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
         settings: Any = {"cuda": cuda, "sharded": sharded, "family": family}
         texts = [(n, text) for n, member in enumerate(self.members) for text in member.problems(**settings)]
+        for number in self.mixed():
+            if (measure := measure_of_source(self.members[number])) != KL:
+                needed = "expected the hidden states of each teacher of a mixture"
+                texts.append((number, f"teacher.path: {needed}, got {measure.name}; distill cache --hidden"))
         return [*(of_member(*each) for each in texts), *[SHARDED] * sharded]
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """All teachers are held, and run one after another; the loss reads hidden states one teacher at a time."""
         parts = [member.footprint(context) for member in self.members]
+        spaces = [part.workspace for part in parts if part.workspace is not None]
         return parts[0]._replace(
+            workspace=max(spaces, default=None),
+            wide_head_gradient=any(part.wide_head_gradient for part in parts),
             weights=sum(part.weights for part in parts),
             token_bytes=sum(part.token_bytes for part in parts),
             flops=sum_flops(part.flops for part in parts),
@@ -268,7 +296,7 @@ class MixtureSource(TeacherSource, SourceLayer):
             for weight, member, section in zip(self.weights, self.members, self.all_sections.values(), strict=True)
         )
 
-    def open(self, context: LoadContext, vocabulary: Vocabulary) -> MixtureTeacher:
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> Teacher:
         sections = list(self.all_sections.values())
         for number, section in enumerate(sections):
             same = [
@@ -282,9 +310,11 @@ class MixtureSource(TeacherSource, SourceLayer):
 class MixtureVocabulary(Vocabulary):
     """One tokenizer for several teachers and a student."""
 
-    def __init__(self, source: MixtureSource) -> None:
-        files = files_of(source)
-        section = files.config_section() if is_synthetic(source.recipe.data) else files.tokenizer_section()
+    def __init__(self, source: MixtureSource, section: ModelSection | None = None) -> None:
+        """Read the tokenizer of the data: that of `section`, else the first teacher's."""
+        if section is None:
+            files = files_of(source)
+            section = files.config_section() if is_synthetic(source.recipe.data) else files.tokenizer_section()
         super().__init__(source.recipe, section)
         self.source = source
 
@@ -310,8 +340,9 @@ class MixtureVocabulary(Vocabulary):
         super().prepare()
 
     def _others(self) -> Iterator[tuple[str, Any]]:
-        for number, member in enumerate(self.source.members[1:], 1):
-            yield f"teachers.{number}", load_tokenizer(files_of(member).tokenizer_section(), f"teachers.{number}")
+        """Yield the tokenizers that have to be that of the data, by the recipe's field of each."""
+        for field, member in list(self.source.named())[1:]:
+            yield field, load_tokenizer(files_of(member).tokenizer_section(), field)
 
 
 SHARDED = (

@@ -4,10 +4,11 @@ A row holds one more number per document, `route`: the route's number, in the or
 routes. A batch holds `routes` int64 [B, S], the number at each position (-1 in padding), and for each route r that
 occurs the batch of its teachers (`route{r}_input_ids` and all else that their collator makes; the documents of a row
 follow each other), the flat positions there that predict trained tokens (`route{r}_at`), and the student's flat
-positions of the same tokens (`route{r}_rows`).
+positions of the same tokens (`route{r}_rows`). A batch of padding alone has such a batch of route 0.
 
-Where the teacher of a route has a context, every document has the teacher's reading beside its own, as in
-`distill.teachers.rows.context.data`; for other routes both readings are the same.
+Where the teacher of a route reads other tokens, every document has the teacher's reading beside its own, after a
+context (`distill.teachers.rows.context.data`) or by another tokenizer (`distill.teachers.rows.retokenised.data`); for
+other routes both readings are the same.
 """
 
 from __future__ import annotations
@@ -18,26 +19,35 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from distill.core.labels import document_bounds
+from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.data.collator import Collator
 from distill.data.rows import RowFault
 from distill.data.tally import Tally
-from distill.data.tokenise import Batch, Document, Encoder
+from distill.data.tokenise import Batch, Document, Encoder, RowEncoder
 from distill.teachers.interface import Collate
-from distill.teachers.rows.context.data import ContextCollator, ContextEncoder
+from distill.teachers.rows.context.data import ContextCollator
 from distill.teachers.rows.reading import PREFIX
+from distill.teachers.rows.retokenised.data import CrossCollator
 
 OWN = ("input_ids", "labels", "position_ids")
 READ = {"": OWN, PREFIX: ("input_ids", "position_ids")}  # by reading
+POINTERS = {"spans": 2, "answer_starts": 1}  # columns of places in both readings, and how many of each
 Places = dict[str, list[int]]  # of a row, by reading
+Row = Mapping[str, Sequence[int]]
 
 
 class OfRoute(NamedTuple):
-    """A document with the number of its route; `twice` adds a teacher's reading, its own if it has no other."""
+    """A document with the number of its route.
+
+    Attributes:
+        document: as its route's encoder makes it.
+        route: the number.
+        names: columns of all routes; a teacher's reading that the document lacks is its own.
+    """
 
     document: Document
     route: int
-    twice: bool
+    names: Sequence[str]
 
     @property
     def origin(self) -> int:
@@ -47,8 +57,13 @@ class OfRoute(NamedTuple):
     def columns(self) -> dict[str, np.ndarray]:
         """Return the columns of `RoutedEncoder.columns`."""
         own = self.document.columns()
-        again = {"teacher_input_ids": own["input_ids"]} if self.twice else {}
-        return {**again, **own, "route": np.array([self.route], dtype=np.int32)}
+        same: dict[str, np.ndarray] = {f"{PREFIX}input_ids": own["input_ids"], "spans": np.zeros(0, dtype=np.int32)}
+        if "answer_starts" in self.names and "answer_starts" not in own:
+            learned = own["labels"] != IGNORE_INDEX
+            begins = np.flatnonzero(learned[1:] & ~learned[:-1]) + 1  # of responses
+            same["answer_starts"] = np.repeat(begins[-1:], 2).astype(np.int32)
+        all_columns = {**same, **own, "route": np.array([self.route], dtype=np.int32)}
+        return {name: all_columns[name] for name in self.names}
 
 
 class RoutedEncoder(Encoder):
@@ -58,27 +73,34 @@ class RoutedEncoder(Encoder):
     column: str | None
     route: str | None
     routes: Sequence[str]
-    readers: Mapping[int, ContextEncoder] | None = None
+    readers: Mapping[int, RowEncoder]
 
     def by(self, column: str | None, routes: Sequence[str], route: str | None = None) -> RoutedEncoder:
         """Return this encoder, with the column that names a row's route or the route of all, and all routes."""
-        self.column, self.routes, self.route = column, routes, route
+        self.column, self.routes, self.route, self.readers = column, routes, route, {}
         return self
 
-    def with_readers(self, readers: Mapping[int, ContextEncoder]) -> RoutedEncoder:
-        """Return this encoder, with the encoders of routes, by number, whose teacher has a context."""
-        self.readers, self.columns = readers, {"teacher_input_ids": (), **self.columns}
+    def with_readers(self, readers: Mapping[int, RowEncoder], kinds: Sequence[type[RowEncoder]]) -> RoutedEncoder:
+        """Return this encoder, with the encoders of routes whose teachers read other tokens.
+
+        Args:
+            readers: by number, of the routes that rows may have here.
+            kinds: of all such encoders of the recipe, whose columns every row has.
+        """
+        self.readers = readers
+        for kind in kinds:
+            self.columns = {**kind.columns, **self.columns}
         return self
 
     def settings(self) -> list[object]:
-        contexts = [[route, reader.context.model_dump()] for route, reader in (self.readers or {}).items()]
-        return [*super().settings(), self.column, list(self.routes), *filter(None, [self.route]), *contexts]
+        readers = [[route, reader.settings()] for route, reader in self.readers.items()]
+        return [*super().settings(), self.column, list(self.routes), *filter(None, [self.route]), *readers]
 
     def documents(self, batch: Batch, tally: Tally) -> Iterator[Document]:
         groups: list[Batch] = [[] for _ in self.routes]
         for number, row in batch:
             with tally.row(number):
-                name: object = self.route or self.routes[0]  # any route for a faulty row, which is counted below
+                name: object = self.route or self.routes[0]  # any route for a faulty row, which is plural below
                 if self.column is not None and isinstance(row, dict):
                     name = row.get(self.column)
                 if name not in self.routes:
@@ -87,28 +109,52 @@ class RoutedEncoder(Encoder):
                     raise RowFault("no teacher of this name", f"column {self.column!r}: {name!r:.40}, not of {names}")
                 groups[self.routes.index(name)].append((number, row))
         for route, rows in enumerate(groups):
-            reader = (self.readers or {}).get(route)
+            reader = self.readers.get(route)
             for document in super().documents(rows, tally) if reader is None else reader.documents(rows, tally):
-                yield OfRoute(document, route, self.readers is not None)
+                yield OfRoute(document, route, tuple(self.columns))
+
+
+def places_by_route(row: Row) -> dict[int, Places]:
+    """Return the places of each route's documents in a row, by reading."""
+    readings = [reading for reading in READ if f"{reading}input_ids" in row]
+    bounds = [document_bounds(row[f"{reading}position_ids"]) for reading in readings]
+    found: dict[int, Places] = {}
+    for route, *spans in zip(row["route"], *bounds, strict=True):
+        places = found.setdefault(int(route), {reading: [] for reading in readings})
+        for reading, span in zip(readings, spans, strict=True):
+            places[reading].extend(range(*span))
+    return found
+
+
+def row_at(row: Row, places: Places) -> dict[str, Any]:
+    """Return the documents at some places of a row, as a row of their own."""
+    found: dict[str, Any] = {
+        reading + name: np.asarray(row[reading + name])[at] for reading, at in places.items() for name in READ[reading]
+    }
+    sides = [np.asarray(at, dtype=np.int64) for at in places.values()]
+    for name, each in POINTERS.items():
+        if name in row:
+            pairs = np.asarray(row[name], dtype=np.int64).reshape(-1, 2, each)
+            pairs = pairs[np.isin(pairs[:, 0, 0], sides[0])]
+            after = np.arange(each)  # a first token, and the one after the last
+            moved = [np.searchsorted(side, pairs[:, n] - after) + after for n, side in enumerate(sides)]
+            found[name] = np.stack(moved, 1).reshape(-1)
+    return found
 
 
 class RouteRows(Sequence[Mapping[str, np.ndarray]]):
     """Documents of one route in some rows; a row without any has no tokens."""
 
-    def __init__(self, rows: Sequence[Mapping[str, Sequence[int]]], route: int) -> None:
+    def __init__(self, rows: Sequence[Row], route: int) -> None:
         self.rows, self.route = rows, route
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, number: Any) -> Any:
-        row, found = self.rows[number], dict[str, np.ndarray]()
-        for reading, names in READ.items():
-            if f"{reading}input_ids" in row:
-                own = zip(document_bounds(row[f"{reading}position_ids"]), row["route"], strict=True)
-                places = [place for bounds, route in own if route == self.route for place in range(*bounds)]
-                found |= {f"{reading}{name}": np.asarray(row[f"{reading}{name}"])[places] for name in names}
-        return found
+        row = self.rows[number]
+        readings = [reading for reading in READ if f"{reading}input_ids" in row]
+        return row_at(row, places_by_route(row).get(self.route, {reading: [] for reading in readings}))
 
 
 class RoutedCollator:
@@ -127,7 +173,7 @@ class RoutedCollator:
         self.teacher = Collator(pad_token_id, getattr(inner, "pad_to_multiple_of", None))
         self.members = [member(self.teacher) for member in members]
 
-    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         """Collate rows; see the head of this file.
 
         Raises:
@@ -135,36 +181,33 @@ class RoutedCollator:
         """
         if any("route" not in row for row in rows):
             raise ValueError("rows: expected route, the number of each document's, which the recipe's data have")
-        readings = ("", PREFIX) if rows and f"{PREFIX}input_ids" in rows[0] else ("",)
-        plain = self.plain if len(readings) == 1 else ContextCollator(self.plain, self.teacher.pad_token_id)
+        plain = self.plain
+        if any(f"{PREFIX}input_ids" in row for row in rows):
+            kind = CrossCollator if any("spans" in row for row in rows) else ContextCollator
+            plain = kind(self.plain, self.teacher.pad_token_id)
         batch = plain(rows)
         width = batch["input_ids"].shape[1]
         routes = torch.full_like(batch["input_ids"], -1)
-        by_route: dict[int, list[tuple[int, int, Places]]] = {}  # the teachers' rows: row and offset in the batch
+        by_route: dict[int, list[tuple[int, Places]]] = {}  # the teachers' rows: row in the batch, and places in it
         for number, row in enumerate(rows):
-            at = (width - len(row["input_ids"])) * self.on_the_left
-            bounds = [document_bounds(row[f"{reading}position_ids"]) for reading in readings]
-            places_of: dict[int, Places] = {}
-            for route, *spans in zip(row["route"], *bounds, strict=True):
-                routes[number, at + spans[0][0] : at + spans[0][1]] = route
-                for reading, span in zip(readings, spans, strict=True):
-                    places_of.setdefault(route, {}).setdefault(reading, []).extend(range(*span))
-            for route, places in places_of.items():
-                by_route.setdefault(route, []).append((number, at, places))
+            for route, places in places_by_route(row).items():
+                routes[number, self._begin(width, row) + torch.tensor(places[""])] = route
+                by_route.setdefault(route, []).append((number, places))
         is_learned = torch.zeros(batch["labels"].numel(), dtype=torch.bool)
         is_learned[batch["valid_rows"]] = True
-        for route, groups in sorted(by_route.items()):
-            own = [
-                {r + name: [rows[n][r + name][p] for p in at] for r, at in places.items() for name in READ[r]}
-                for n, _, places in groups
-            ]
+        for route, groups in sorted((by_route or {0: []}).items()):
+            own = [row_at(rows[number], places) for number, places in groups]
             teacher_batch = (self.members[route] if self.members else self.teacher)(own)
-            longest, at_teacher, at_student = teacher_batch["input_ids"].shape[1], [], []
-            for line, (number, at, places) in enumerate(groups):
-                flat = number * width + at + torch.tensor(places[""])
+            longest = teacher_batch["input_ids"].shape[1]
+            at_teacher = at_student = [torch.zeros(0, dtype=torch.int64)]
+            for line, (number, places) in enumerate(groups):
+                flat = number * width + self._begin(width, rows[number]) + torch.tensor(places[""])
                 positions = is_learned[flat].nonzero().squeeze(1)
-                at_teacher.append(line * longest + positions)
-                at_student.append(flat[positions])
+                at_teacher = [*at_teacher, line * longest + positions]
+                at_student = [*at_student, flat[positions]]
             batch |= {f"route{route}_{name}": value for name, value in teacher_batch.items()}
             batch |= {f"route{route}_at": torch.cat(at_teacher), f"route{route}_rows": torch.cat(at_student)}
         return batch | {"routes": routes}
+
+    def _begin(self, width: int, row: Row) -> int:
+        return (width - len(row["input_ids"])) * self.on_the_left

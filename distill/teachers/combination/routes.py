@@ -7,8 +7,9 @@ routes, each over its own tokens and divided by the tokens of all, are added up.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from distill_kernels import LossTerm, TokenStats
@@ -19,58 +20,63 @@ from distill.data.chat import ChatOptions, load_template
 from distill.data.formats import Format
 from distill.data.load import Splits, load_rows
 from distill.data.report import DataReport
-from distill.data.tokenise import Encoder
+from distill.data.tokenise import Encoder, RowEncoder
 from distill.models.flops import sum_flops
 from distill.models.head import LogitTransform
 from distill.models.load.fingerprint import model_identity
-from distill.objectives.hidden import HiddenFormat, pairing_of
+from distill.models.load.loading import load_tokenizer
+from distill.models.load.vocabulary import compare
+from distill.objectives.hidden import pairing_of
 from distill.objectives.losses import PER_ROUTE, LossSpec, TargetLoss
+from distill.objectives.measure import Measure, together
+from distill.objectives.span_loss import SpanTargets
 from distill.objectives.targets import (
     Batch,
     HeadForward,
     LossResult,
     TargetFormat,
     TargetProperties,
+    Targets,
     VocabularyAlignment,
 )
-from distill.objectives.token_comparison import ComparesTokens
-from distill.objectives.top_k import spread
-from distill.recipe import Data, Generate, Part, Recipe
+from distill.objectives.token_comparison import ComparesTokens, token_comparison
+from distill.objectives.top_k import TopKFormat
+from distill.recipe import Data, Part, Recipe
 from distill.recipe.teachers import TeacherDescription
-from distill.teachers.backends.stored.teacher import CacheSource
 from distill.teachers.capabilities import (
     ChecksFirstBatch,
     CopiesTruncated,
     DescribesSize,
-    Prompt,
-    Responds,
     first_batch_lines,
-    head_tensors,
     size_text,
     truncated_copy,
 )
 from distill.teachers.combination.mixture import (
-    MixtureFormat,
     MixtureSource,
     MixtureTeacher,
     MixtureVocabulary,
     SeveralTeachers,
 )
-from distill.teachers.combination.route_data import RoutedCollator, RoutedEncoder, RouteRows
+from distill.teachers.combination.route_data import POINTERS, RoutedCollator, RoutedEncoder, RouteRows
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.interface import Collate, LoadContext, TeacherSource
 from distill.teachers.interface import Teacher as AnyTeacher
 from distill.teachers.rows.context.data import ContextEncoder, ContextReport
-from distill.teachers.rows.reading import PREFIX
-from distill.teachers.source_capabilities import note_data
+from distill.teachers.rows.reading import PREFIX, at_positions
+from distill.teachers.rows.retokenised.answers import TeacherReader
+from distill.teachers.rows.retokenised.data import CrossReport
+from distill.teachers.rows.retokenised.encode import PairEncoder
+from distill.teachers.rows.retokenised.teacher import CrossSource, CrossVocabulary, SpansFormat
+from distill.teachers.source_capabilities import Measures, files_of, measure_of_source, note_data
+from distill.teachers.vocabulary import Match, Vocabulary
 
 E = TypeVar("E", bound=Encoder)
 
 
 class RouteTargets(NamedTuple):
-    """Targets of a route: its teachers' hidden states at the student's positions, and its flat positions, int64 [M]."""
+    """Targets of a route, as its format takes them for the student's batch, and its flat positions there, int64 [M]."""
 
-    hidden: torch.Tensor | tuple[torch.Tensor, ...]
+    targets: Targets
     rows: torch.Tensor
 
 
@@ -113,15 +119,30 @@ class RoutedFormat(TargetFormat, ComparesTokens):
         routes: their names.
     """
 
-    def __init__(self, members: Sequence[HiddenFormat | MixtureFormat], routes: Sequence[str]) -> None:
+    def __init__(self, members: Sequence[TargetFormat], routes: Sequence[str]) -> None:
         self.members, self.routes = list(members), tuple(routes)
-        # the targets determine which tokens are of which route
-        columns = tuple(column for member in self.members for column in member.properties.columns)
-        self.properties = TargetProperties(columns, routes=self.routes, needed_by_hard_labels=True)
+        each = [member.properties for member in self.members]
+        self.properties = TargetProperties(
+            tuple(column for own in each for column in own.columns),
+            together([own.measure for own in each]),
+            "; ".join(dict.fromkeys(own.caveat for own in each if own.caveat)) or None,
+            frozenset.intersection(*(own.divergences for own in each)),
+            self.routes,
+            reads_valid_rows=all(own.reads_valid_rows for own in each),
+            needed_by_hard_labels=True,  # the targets determine which tokens are of which route
+        )
 
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> VocabularyAlignment:
-        heads = {f"teachers.{number}": columns for number, columns in enumerate(self.properties.columns)}
-        return pairing_of(student, {"student": rows, **heads}, vocab_size)
+        """Return a pairing over the columns of all teachers of the student's tokens; others take all of both heads."""
+        heads = {"student": rows}
+        for member in self.members:
+            if not isinstance(member, SpansFormat):
+                heads |= {f"teachers.{len(heads) - 1}": columns for columns in member.properties.columns}
+        pairing = pairing_of(student, heads, vocab_size)
+        for member in self.members:
+            if isinstance(member, TopKFormat):
+                member.pair(student, pairing.columns, None)  # raises where a token is none of all models'
+        return pairing
 
     def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> RoutedLoss:
         return RoutedLoss([member.loss(section, pairing) for member in self.members], counts=True)
@@ -133,15 +154,21 @@ class RoutedFormat(TargetFormat, ComparesTokens):
         self, targets: object, rows: torch.Tensor, most: int
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
         assert isinstance(targets, dict)
-        likeliest = {n: self.members[n].likeliest(own.hidden, own.rows, most) for n, own in targets.items()}
+        likeliest = {
+            n: comparison.likeliest(own.targets, own.rows, most)
+            for n, own in targets.items()
+            if (comparison := token_comparison(self.members[n])) is not None
+        }
         return {self.routes[number]: each for number, of_one in likeliest.items() for each in of_one.values()}
 
     def overlap(self, pairing: VocabularyAlignment, call: HeadForward, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         assert isinstance(call.inputs.targets, dict)
         shares = {}
         for number, own in call.inputs.targets.items():
-            mine = call._replace(inputs=call.inputs.with_targets(own.hidden, None))
-            (share,) = self.members[number].overlap(pairing, mine, rows).values()
+            if (comparison := token_comparison(self.members[number])) is None:
+                continue
+            mine = call._replace(inputs=call.inputs.with_targets(own.targets, None))
+            (share,) = comparison.overlap(pairing, mine, rows).values()
             shares[self.routes[number]] = share.masked_fill(~torch.isin(rows, own.rows), torch.nan)
         return shares
 
@@ -149,6 +176,7 @@ class RoutedFormat(TargetFormat, ComparesTokens):
         """Return the sums of losses and of statistics over the routes, then those of `PER_ROUTE` for each route."""
         assert isinstance(loss, RoutedLoss) and isinstance(call.inputs.targets, dict)
         results: list[LossResult | None] = []
+        result: LossResult | None
         items = call.inputs.num_items
         if items is None:
             items = (call.labels != IGNORE_INDEX).sum().clamp_min(1)
@@ -160,9 +188,14 @@ class RoutedFormat(TargetFormat, ComparesTokens):
                 continue
             labels = torch.full_like(flat, IGNORE_INDEX)
             labels[targets.rows] = flat[targets.rows]
-            inputs = call.inputs.with_targets(targets.hidden, items)
+            inputs = call.inputs.with_targets(targets.targets, items)
             mine = call._replace(inputs=inputs, labels=labels.view_as(call.labels), valid_rows=targets.rows)
-            results.append(member.apply(own, pairing, mine))
+            result = member.apply(own, pairing, mine)
+            if isinstance(targets.targets, SpanTargets) and isinstance(result, tuple):  # one number a span
+                total, each = result
+                spread_out = (one.new_zeros(len(flat)).index_copy(0, targets.rows, one) for one in each)
+                result = total, list(spread_out)
+            results.append(result)
         occurring = [result for result in results if result is not None]
         if not call.inputs.statistics:
             return sum(occurring[1:], occurring[0])
@@ -180,7 +213,7 @@ class RoutedFormat(TargetFormat, ComparesTokens):
         return total, statistics
 
 
-class RoutedTeacher(SeveralTeachers, ChecksFirstBatch, CopiesTruncated, DescribesSize, Responds):
+class RoutedTeacher(SeveralTeachers, ChecksFirstBatch, CopiesTruncated, DescribesSize):
     """Several teachers, by route.
 
     Args:
@@ -193,8 +226,7 @@ class RoutedTeacher(SeveralTeachers, ChecksFirstBatch, CopiesTruncated, Describe
             raise ValueError(f"teachers: expected a route of its own for each of {len(members)}, got {list(routes)}")
         super().__init__(members)
         self.routes = tuple(routes)
-        formats = [cast("HiddenFormat | MixtureFormat", member.format) for member in self.members]
-        self.format = RoutedFormat(formats, self.routes)
+        self.format = RoutedFormat([member.format for member in self.members], self.routes)
 
     def collate(self, plain: Collate) -> Collate:
         return RoutedCollator(plain, 0, [member.collate for member in self.members])
@@ -204,7 +236,7 @@ class RoutedTeacher(SeveralTeachers, ChecksFirstBatch, CopiesTruncated, Describe
             raise ValueError(f"batch: expected routes too, as RoutedCollator gives them; got {sorted(batch)}")
         for _, member, own in self.batches(batch):
             member.student_batch(own, needs_targets)  # raises where a column is missing
-        return {name: value for name, value in batch.items() if not name.startswith(("route", PREFIX))}
+        return {name: value for name, value in batch.items() if not name.startswith(("route", PREFIX, *POINTERS))}
 
     def prefix_of(self, number: int) -> str:
         return f"route{number}_"
@@ -217,20 +249,13 @@ class RoutedTeacher(SeveralTeachers, ChecksFirstBatch, CopiesTruncated, Describe
         return {name.removeprefix(own): value for name, value in batch.items() if name.startswith(own)}
 
     def targets(self, batch: Batch) -> dict[int, RouteTargets]:
-        """Return hidden states [B, S, hidden] by route that occurs, for each of its teachers; 0 elsewhere."""
-        shape, targets = batch["input_ids"].shape, {}
-        for number, member, own in self.batches(batch):
-            at, rows, hidden = own["at"], own["rows"], member.targets(own)
-            spread_out = tuple(
-                spread(each.flatten(0, 1)[at], rows, shape)
-                for each in (hidden if isinstance(hidden, tuple) else (hidden,))
+        """Return the targets of each route that occurs."""
+        return {
+            number: RouteTargets(
+                at_positions(member.targets(own), own["at"], own["rows"], batch["input_ids"]), own["rows"]
             )
-            targets[number] = RouteTargets(spread_out if isinstance(hidden, tuple) else spread_out[0], rows)
-        if not targets:  # padding alone: a loss of 0 with a graph
-            width, rows = self.head_widths(0), batch["valid_rows"]
-            nothing = tuple(torch.zeros(*shape, size, device=rows.device, dtype=dtype) for size, dtype in width)
-            targets[0] = RouteTargets(nothing if isinstance(self.members[0], MixtureTeacher) else nothing[0], rows)
-        return targets
+            for number, member, own in self.batches(batch)
+        }
 
     def size_text(self) -> str:
         return ", ".join(f"{name} {size_text(member)}" for name, member in self._named())
@@ -238,15 +263,6 @@ class RoutedTeacher(SeveralTeachers, ChecksFirstBatch, CopiesTruncated, Describe
     def groups(self) -> list[list[AnyTeacher]]:
         """Return the teachers of each route."""
         return [member.members if isinstance(member, MixtureTeacher) else [member] for member in self.members]
-
-    def head_widths(self, route: int) -> list[tuple[int, torch.dtype]]:
-        """Return hidden size and dtype of a route's heads."""
-        weights = [tensor for _, tensor in head_tensors(self.members[route]) if tensor.dim() == 2]
-        return [(weight.shape[1], weight.dtype) for weight in weights]
-
-    def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
-        """Return None: a prompt names no teacher."""
-        return None
 
     def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         """Check the first held-out batch: report each route's number of tokens, and check each teacher that occurs."""
@@ -272,7 +288,7 @@ class RoutedTeacher(SeveralTeachers, ChecksFirstBatch, CopiesTruncated, Describe
         return zip(self.routes, self.members, strict=True)
 
 
-class RoutedSource(MixtureSource):
+class RoutedSource(MixtureSource, Measures):
     """Several teachers of a recipe, by route; arguments as of `MixtureSource`."""
 
     def __init__(self, recipe: Recipe, description: TeacherDescription, members: Sequence[TeacherSource]) -> None:
@@ -284,12 +300,23 @@ class RoutedSource(MixtureSource):
             if section.context is not None
         }
 
-    def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
-        caches = {n: member for n, member in enumerate(self.members) if isinstance(member, CacheSource)}
-        return super().problems(cuda=cuda, sharded=sharded, family=family) + [
-            f"teachers.{n}.path: expected a cache of hidden states, got {made['kind']}; distill cache --hidden"
-            for n, cache in caches.items() if (made := cache.manifest) and made["kind"] != "hidden"
-        ]  # fmt: skip
+    @functools.cached_property
+    def members(self) -> list[TeacherSource]:
+        """Sources of the teachers; one whose tokenizer is another than the student's reads the text by its own."""
+        if self.recipe.student.vocabulary != "cross":
+            return self.given
+        own = load_tokenizer(self.recipe.student, "student")
+        others = [load_tokenizer(files_of(source).tokenizer_section(), field) for field, source in self.named()]
+        return [
+            source if compare(other, own).compatible else CrossSource(source)
+            for other, source in zip(others, self.given, strict=True)
+        ]
+
+    def mixed(self) -> list[int]:
+        return [number for number, route in enumerate(self.routes) if self.routes.count(route) > 1]
+
+    def measure(self) -> Measure:
+        return together([measure_of_source(member) for member in self.members])
 
     def member_splits(self, number: int, splits: Splits) -> Splits:
         """Return the documents of a member's route."""
@@ -314,39 +341,80 @@ class RoutedSource(MixtureSource):
         named = zip(self.routes, self.members, strict=True)
         return ", ".join(f"{route}: {member.title()}" for route, member in named)
 
-    def open(self, context: LoadContext, vocabulary: MixtureVocabulary) -> RoutedTeacher:  # type: ignore[override]
-        opened = [member.open(context, vocabulary) for member in self.members]
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> RoutedTeacher:
+        assert isinstance(vocabulary, RoutedVocabulary)
+        opened = [
+            member.open(context, vocabulary.others.get(number, vocabulary))
+            for number, member in enumerate(self.members)
+        ]
         groups = {route: [n for n, own in enumerate(self.routes) if own == route] for route in self.routes}
-        return RoutedTeacher(
-            [
-                opened[own[0]] if len(own) == 1
-                else MixtureTeacher([opened[n] for n in own], [self.weights[n] for n in own])
-                for own in groups.values()
-            ],
-            list(groups),
-        )  # fmt: skip
+        members = [
+            opened[own[0]]
+            if len(own) == 1
+            else MixtureTeacher([opened[n] for n in own], [self.weights[n] for n in own])
+            for own in groups.values()
+        ]
+        return RoutedTeacher(members, list(groups))
 
 
 class RoutedVocabulary(MixtureVocabulary):
-    """One tokenizer for all teachers and the student; each row has its route."""
+    """The student's tokenizer, and those of teachers who read the text by their own; each row has its route."""
+
+    def __init__(self, source: RoutedSource) -> None:
+        super().__init__(source, source.recipe.student if source.recipe.student.vocabulary == "cross" else None)
+        self.routes, self.contexts = list(dict.fromkeys(source.routes)), source.contexts
+
+    @functools.cached_property
+    def others(self) -> dict[int, CrossVocabulary]:
+        """Vocabularies of the routes, by number, whose teacher has a tokenizer of its own, alone on its route."""
+        members = enumerate(self.source.members)
+        return {number: member.vocabulary() for number, member in members if isinstance(member, CrossSource)}
 
     def read(self, data: Data, seed: int) -> Splits:
         template = load_template(data.chat_template, self.tokenizer)
-        assert isinstance(self.source, RoutedSource)
-        routes, contexts = list(dict.fromkeys(self.source.routes)), self.source.contexts
 
         def encoder(format: Format, part: Part) -> RoutedEncoder:
-            own = part.data
+            own, options = part.data, ChatOptions.of(part.data)
 
             def made(kind: type[E]) -> E:
-                return kind(self.tokenizer, format, template, max_length=own.max_length, options=ChatOptions.of(own))
+                return kind(self.tokenizer, format, template, max_length=own.max_length, options=options)
 
-            here = {route: context for route, context in contexts.items() if part.teacher in (None, route)}
-            readers = {routes.index(route): made(ContextEncoder).after(context) for route, context in here.items()}
-            rows = made(RoutedEncoder).by(own.fields.teacher, routes, part.teacher)
-            return rows.with_readers(readers) if contexts else rows
+            here = [number for number, route in enumerate(self.routes) if part.teacher in (None, route)]
+            readers: dict[int, RowEncoder] = {}
+            for number in here:
+                if (context := self.contexts.get(self.routes[number])) is not None:
+                    readers[number] = made(ContextEncoder).after(context)
+                if (other := self.others.get(number)) is not None:
+                    readers[number] = PairEncoder(*other.readers, format, max_length=own.max_length, options=options)
+            kinds = [ContextEncoder] * bool(self.contexts) + [PairEncoder] * bool(self.others)
+            return made(RoutedEncoder).by(own.fields.teacher, self.routes, part.teacher).with_readers(readers, kinds)
 
-        report = ContextReport if contexts else DataReport
-        splits = load_rows(data, encoder, [template], seed=seed, report_type=report)
+        report = CrossReport if self.others else ContextReport if self.contexts else DataReport
+        templates = [template, *(other.readers[1].template for other in self.others.values())]
+        splits = load_rows(data, encoder, templates, seed=seed, report_type=report)
         note_data(self.source, splits)
         return splits
+
+    def tokenizers(self) -> list[Any] | None:
+        """Return the tokenizers of every teacher and, last, of the student; `Reader`s where they differ."""
+        if not self.others:
+            return super().tokenizers()
+        (student, _), *_ = (other.readers for other in self.others.values())
+        count = len(self.source.members)
+        return [self.others[n].readers[1] if n in self.others else self.tokenizer for n in range(count)] + [student]
+
+    def _others(self) -> Iterator[tuple[str, Any]]:
+        return iter(()) if self.source.recipe.student.vocabulary == "cross" else super()._others()
+
+    def answer_readers(self) -> dict[int | None, TeacherReader]:
+        return {number: reader for number, other in self.others.items() for reader in other.answer_readers().values()}
+
+    def match(self, teacher_rows: list[int], student_rows: int) -> Match:
+        """Return the alignment of the teachers of the student's tokens; of others the shared tokens are in words."""
+        same = [rows for number, rows in enumerate(teacher_rows) if number not in self.others]
+        found = super().match(same, student_rows) if same else Match(None, "")
+        apart = [
+            f"{self.routes[n]}: {other.match([teacher_rows[n]], student_rows).verdict}"
+            for n, other in self.others.items()
+        ]
+        return found._replace(verdict="; ".join(filter(None, [found.verdict, *apart])))

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from distill.data.collator import Collator
-from distill.objectives.targets import Batch
+from distill.objectives.span_loss import Spans, SpanTargets
+from distill.objectives.targets import Batch, Targets
+from distill.objectives.top_k import TopKTargets, spread
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.interface import Collate, Teacher
 from distill.teachers.wrapping import WrappingTeacher
@@ -64,6 +66,43 @@ class ReadingTeacher(WrappingTeacher):
             )
         own = {*self.needed, *self.only_for_rollouts}
         return {name: value for name, value in batch.items() if name not in own and not name.startswith(PREFIX)}
+
+
+def moved(values: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return values at flat positions of one batch, moved to those of another.
+
+    Args:
+        values: [B, S', ...], or [B * S'].
+        rows: int64 [M], flat positions in `values`; `places` those in the result.
+        shape: [B, S] of the result.
+
+    Returns:
+        [B, S, ...], or [B * S]; 0 elsewhere.
+    """
+    if values.dim() == 1:
+        return spread(values[rows], places, shape).flatten()
+    return spread(values.flatten(0, 1)[rows], places, shape)
+
+
+def at_positions(targets: Targets, at: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> Targets:
+    """Return the targets of a teacher's batch for the student's: at its positions, and 0 elsewhere.
+
+    Args:
+        targets: hidden states, of one teacher or several; K tokens; or hidden states over aligned spans.
+        at: int64 [M], flat positions in the teacher's batch, of spans in the student's part of it.
+        rows: int64 [M], the flat positions in the student's batch that predict the same tokens.
+        ids: int64 [B, S], the student's tokens.
+    """
+    if isinstance(targets, SpanTargets):  # a span's first token is predicted at its row
+        student, begins = targets.spans.student, rows + 1
+        spans = Spans(torch.stack([begins, begins + student[:, 1] - student[:, 0]], 1), targets.spans.teacher)
+        return targets._replace(spans=spans, student_ids=ids)
+    if isinstance(targets, TopKTargets):
+        return TopKTargets._make(part if part is None else moved(part, at, rows, ids.shape) for part in targets)
+    if isinstance(targets, tuple):
+        return tuple(moved(part, at, rows, ids.shape) for part in targets)
+    assert isinstance(targets, torch.Tensor)
+    return moved(targets, at, rows, ids.shape)
 
 
 class SecondReading:

@@ -94,9 +94,8 @@ class ServerSource(TeacherSource, NamesFiles, Measures, ChecksData, DescribesSto
         dtype = identity.held if identity.held.startswith(EIGHT_BITS) else identity.dtype
         return {**identity.source, "dtype": dtype + ", sent in fp8" * in_fp8}
 
-    @property
     def stored_dtype(self) -> str:
-        """Dtype that stores what is sent without loss."""
+        """Return the dtype that stores what is sent without loss."""
         k_tokens, hidden = ("float32", "bfloat16") if self.is_vllm else ("float16", self.identity.dtype)
         return hidden if self.section.top_k is None else k_tokens
 

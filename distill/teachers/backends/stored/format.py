@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,9 +45,6 @@ from distill.core.errors import quote
 from distill.core.files import atomic_path, write_json
 from distill.core.labels import IGNORE_INDEX
 from distill.core.manifest import SUM, has_valid_checksum, with_checksum
-from distill.recipe import Teacher
-
-log = logging.getLogger(__name__)
 
 VERSION = 1
 PLAN, MANIFEST, ANSWERS, HEAD = "plan.json", "manifest.json", "answers.json", "head.safetensors"
@@ -279,19 +275,3 @@ def stored_folder(cache: Path, name: str) -> str:
     if not (cache / name).is_dir():
         raise ValueError(f"teacher.path: the cache {cache} was made without a {name}: its data were random tokens")
     return str(cache / name)
-
-
-def maker_of(section: Teacher) -> Teacher:
-    """Return the section of the model that made a cache, for uses that need its weights.
-
-    Raises:
-        ValueError: there is no complete cache.
-    """
-    folder = Path(section.path or "").expanduser()
-    manifest = manifest_of(folder)
-    named = {name: manifest["teacher"][name] for name in ("model", "revision", "adapter", "init", "config")}
-    if section.model is not None:
-        named = {"model": section.model, "revision": section.revision, "adapter": section.adapter}
-    log.info("the weights of %s are needed, which made the cache %s", named["model"] or named["config"], folder)
-    rest = {name: getattr(section, name) for name in ("dtype", "attention", "trust_remote_code")}
-    return Teacher(**named, **rest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -71,3 +72,12 @@ def description(manifest: Plan) -> str:
         }[manifest["tail"]]
         held = f"{read}, temperature {manifest['temperature']:g}"
     return f"{manifest['positions']:,} positions of {manifest['documents']:,} documents: {held}"
+
+
+IDENTITY = ("kind", "k", "tail", "temperature", "dtype", "vocabulary", "hidden", "scale", "softcap", "teacher", "text")
+
+
+def fingerprint_of(plan: Plan) -> dict[str, object]:
+    """Return a fingerprint of the stored outputs and their teacher, whether its weights are loaded or not."""
+    identity = {name: plan.get(name) for name in (*IDENTITY, "weights")}
+    return {"kept_sha256": hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()}

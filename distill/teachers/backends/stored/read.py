@@ -1,10 +1,10 @@
 """Reading of a cache: documents are found by hash, and their data are mapped, not loaded.
 
     cache = TeacherCache("caches/chat")
-    batch = CachedRows(Collator(0), cache)(rows)   # cached_ids [M, K], cached_logprobs, ... beside the collator's
+    outputs = cache.look_up(rows)   # cached_ids [M, K], cached_logprobs, ... of the rows' trained positions
 
-The index is a sorted array, 24 bytes a document, shared between processes that fork; a look-up is a binary search in
-it, and what is found is one contiguous piece of a mapped file.
+The index is a sorted array, 24 bytes a document; a look-up is a binary search in it, and what is found is one
+contiguous piece of a mapped file.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from distill.core.labels import mask_document_starts
 from distill.core.manifest import first_damaged_file
-from distill.data.collator import valid_rows
 from distill.recipe import Generate, Recipe
 from distill.teachers.backends.stored.format import (
     ANSWERS,
@@ -34,6 +32,7 @@ from distill.teachers.backends.stored.format import (
     VERSION,
     Document,
     Plan,
+    as_arrays,
     document_sums,
     documents_of,
     join_ids,
@@ -43,6 +42,7 @@ from distill.teachers.backends.stored.format import (
     rows_of,
     shard_path,
     sizes_of,
+    split_ids,
     sum_of_sums,
 )
 from distill.teachers.capabilities import Prompt
@@ -75,11 +75,6 @@ class Shards:
         """True where hidden states are stored, not K tokens."""
         return self.manifest["kind"] == "hidden"
 
-    @property
-    def columns(self) -> int:
-        """Columns of the vocabulary that the stored probabilities are over; rows of the stored head."""
-        return int(self.manifest["vocabulary"])
-
     def _index(self) -> None:
         none = np.zeros((0, KEY_BYTES), np.uint8)
         keys = np.concatenate([none, *(shard["keys"].reshape(-1, KEY_BYTES) for shard in self.shards)])
@@ -103,6 +98,19 @@ class Shards:
             place += 1
         return None
 
+    def has(self, key: bytes) -> bool:
+        """Return whether a document can be read."""
+        return self.find(key) is not None
+
+    def gather(self, rows: Sequence[Sequence[Document]]) -> Callable[[], dict[str, torch.Tensor]]:
+        """Find the documents of some rows; return a function that reads them, in any thread, as `look_up` does.
+
+        Raises:
+            ValueError: a document is not stored.
+        """
+        readers = [self.reader(document, number) for number, row in enumerate(rows) for document in row]
+        return lambda: self.joined([empty_piece(self.manifest), *(read() for read in readers)])
+
     def look_up(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Return what is stored of the trained positions of some rows, in their order.
 
@@ -112,15 +120,9 @@ class Shards:
             in fp8 with `cached_hidden_scale` [M].
 
         Raises:
-            ValueError: a document is not in the cache.
+            ValueError: a document is not stored.
         """
-        names = self.shards[0].keys() - set(DOCUMENTS)
-        pieces = [{name: self.shards[0][name][:0] for name in names}]  # there may be no trained position
-        for number, row in enumerate(rows):
-            for document in documents_of(row):
-                shard, start, stop = self._place(document, number, row)
-                pieces.append({name: self.shards[shard][name][start:stop] for name in names})
-        return self.joined(pieces)
+        return self.gather([list(documents_of(row)) for row in rows])()
 
     def joined(self, pieces: Sequence[Mapping[str, np.ndarray]]) -> dict[str, torch.Tensor]:
         """Return what is stored of some documents, concatenated; named as in the batch."""
@@ -129,22 +131,33 @@ class Shards:
             bits, dtype = torch.from_numpy(whole.pop("hidden")), DTYPES[self.manifest["dtype"]]
             scale = {f"{PREFIX}{name}": torch.from_numpy(values) for name, values in whole.items()}
             return {f"{PREFIX}hidden": bits.view(dtype), **scale}
-        ids = join_ids(whole["ids"], whole.get("ids_high"), self.columns)
+        ids = join_ids(whole["ids"], whole.get("ids_high"), self.manifest["vocabulary"])
         return {
             f"{PREFIX}ids": torch.from_numpy(ids),
             **{f"{PREFIX}{name}": torch.from_numpy(whole[name]) for name in ("logprobs", *FIGURES)},
         }
 
-    def _place(self, document: Document, number: int, row: Mapping[str, Any]) -> tuple[int, int, int]:
+    def reader(self, document: Document, row: int) -> Callable[[], dict[str, np.ndarray]]:
+        """Return a function that reads what is stored of a document's positions; `row` is its row, for the error.
+
+        Raises:
+            ValueError: the document is not stored.
+        """
         place = self.find(document.key)
         if place is None:
-            ids = [int(token) for token in row["input_ids"][document.start : document.start + 8]]
             raise ValueError(
-                f"teacher.path: {self.path} has no document of these tokens and labels: row {number} of the batch, "
-                f"tokens {document.start} to {document.stop}, {len(document.predicting)} of them trained on, beginning "
-                f"{ids}; it was made from other data, another tokenizer or another split into pieces"
+                f"teacher.path: {self.path} has no document of these tokens and labels: row {row} of the batch, "
+                f"tokens {document.start} to {document.stop}, {len(document.predicting)} of them trained on; it was "
+                "made from other data, another tokenizer or another split into pieces"
             )
-        return place[0], *self.read_back(*place, len(document.predicting))
+        shard, number = place
+
+        def read() -> dict[str, np.ndarray]:
+            start, stop = self.read_back(shard, number, len(document.predicting))
+            arrays = self.shards[shard]
+            return {name: arrays[name][start:stop] for name in arrays.keys() - set(DOCUMENTS)}
+
+        return read
 
     def file_of(self, shard: int) -> Path:
         """Return the file that a shard was read from."""
@@ -174,6 +187,20 @@ def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
     size = rows * math.prod(shape) * parts[0].itemsize
     memory = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
     return np.concatenate(parts, out=memory.numpy().view(parts[0].dtype).reshape(rows, *shape))
+
+
+def empty_piece(plan: Plan) -> dict[str, np.ndarray]:
+    """Return the stored tensors of no positions."""
+    dtype = DTYPES[plan["dtype"]]
+    if plan["kind"] == "hidden":
+        tensors = {"hidden": torch.empty(0, plan["hidden"], dtype=dtype)}
+        return as_arrays(tensors | ({"hidden_scale": torch.empty(0)} if plan["dtype"] == "fp8" else {}))
+    low, high = split_ids(np.empty((0, plan["k"]), np.int32), plan["vocabulary"])
+    arrays = {"ids": low} if high is None else {"ids": low, "ids_high": high}
+    tensors = {"logprobs": torch.empty(0, plan["k"], dtype=dtype)} | {
+        name: torch.empty(0, dtype=dtype) for name in FIGURES
+    }
+    return arrays | as_arrays(tensors)
 
 
 class TeacherCache(Shards):
@@ -212,9 +239,6 @@ class TeacherCache(Shards):
             raise ValueError(f"teacher.path: {self.path}/{fault}; {self.cure}")
         self.shards = [map_tensors(shard_path(self.path, number), self.cure) for number in range(len(sizes))]
         self._index()
-
-    def __reduce__(self) -> tuple[type[TeacherCache], tuple[Path]]:
-        return TeacherCache, (self.path,)  # a worker maps the files itself
 
     def require(self, rows: Any, name: str, hint: str = "") -> None:
         """Check that every document of a data set is in the cache.
@@ -262,20 +286,6 @@ class TeacherCache(Shards):
 def prompt_text(prompt: Prompt) -> str:
     """Return the key of a stored response: the prompt, or its turns as JSON."""
     return prompt if isinstance(prompt, str) else json.dumps(prompt)
-
-
-class CachedRows:
-    """A collator that adds what is stored of the rows to another collator's batch."""
-
-    def __init__(self, collate: Callable[[Any], dict[str, torch.Tensor]], cache: TeacherCache) -> None:
-        self.collate, self.cache = collate, cache
-
-    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-        """Collate rows and look their documents up."""
-        batch = self.collate(rows)
-        if "valid_rows" not in batch:
-            batch["valid_rows"] = valid_rows(mask_document_starts(batch["labels"], batch.get("position_ids")))
-        return {**batch, **self.cache.look_up(rows)}
 
 
 # ------------------------------------------------------------------ is this the cache of this recipe?

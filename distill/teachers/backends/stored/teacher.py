@@ -1,115 +1,316 @@
-"""An offline teacher: its outputs are read from a cache, and no weights are loaded."""
+"""A teacher that is queried once for each document: its outputs are stored, and read from then on.
+
+The teacher may be loaded here, sharded, or served. A micro-batch trains on what was stored of it, also where the
+teacher was queried just now. Hidden states, stored in the dtype that they are computed in, and the K tokens that a
+server sends are the teacher's to the bit; of hidden states that are stored in fp8 or as K tokens, the first epoch is
+the same as later ones. Rows whose documents are all stored are read. The teacher is queried for the others, together
+and in their order: for a whole micro-batch where it is new, so that the numbers are those of a run without
+`online_cache`. Rounding depends on which rows share a batch, so a document keeps the numbers of its first query.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
-from safetensors.torch import load_file
+from torch import nn
 
-from distill.core.units import GIB
-from distill.data.load import Splits
-from distill.models.flops import head_flops
-from distill.models.head import HeadWeights, LogitTransform
-from distill.models.load.loading import load_student
-from distill.models.shape import Shape
-from distill.objectives.hidden import HiddenFormat, StoredHead
-from distill.objectives.measure import Measure, cache_measure
-from distill.objectives.targets import Batch, TargetFormat
+from distill.core.labels import mask_document_starts, shift_labels
+from distill.core.ranks import is_main_process
+from distill.data.collator import valid_rows
+from distill.models.flops import FlopCounts
+from distill.models.precision.host_copy import for_transfer, to_device
+from distill.objectives.targets import Batch, Targets, VocabularyAlignment
 from distill.objectives.top_k import TopKFormat, TopKTargets, spread, top_k_targets
-from distill.objectives.top_k_encoding import unpack_hidden
-from distill.recipe import FromTeacher, Generate, ModelSection, Recipe
-from distill.recipe import Teacher as TeacherSection
+from distill.objectives.top_k_encoding import rounding_cost, unpack_hidden
+from distill.recipe import Generate
+from distill.teachers.backends.stored.archived import ArchivedTeacher
 from distill.teachers.backends.stored.format import (
+    ANSWERS,
     DTYPES,
-    HEAD,
     MANIFEST,
-    STUDENT,
-    TEACHER,
-    TOKENIZER,
+    Document,
     Plan,
-    bytes_a_token,
-    maker_of,
-    manifest_of,
-    read_json,
-    stored_folder,
+    documents_of,
+    write_signed,
 )
-from distill.teachers.backends.stored.identity import description, require_same_teacher
-from distill.teachers.backends.stored.read import PREFIX, CachedRows, TeacherCache
-from distill.teachers.backends.stored.settings import Settings
-from distill.teachers.calibration import CutRequest, CutStudent, cut_identity
-from distill.teachers.capabilities import CutsStudents, DescribesSize, HoldsHead, Prompt, Responds
-from distill.teachers.footprint import Footprint, FootprintContext
-from distill.teachers.identity import teacher_identity
-from distill.teachers.interface import AcceptedRows, Collate, LoadContext, Teacher, TeacherSource
-from distill.teachers.source_capabilities import (
-    ChecksData,
-    DescribesStored,
-    MadeByCommand,
-    Measures,
-    NamesFiles,
-    shapes_of,
+from distill.teachers.backends.stored.identity import fingerprint_of
+from distill.teachers.backends.stored.plan import LogitHead, head_of, stored_tensors, stored_top_k
+from distill.teachers.backends.stored.read import PREFIX, Shards, TeacherCache, prompt_text
+from distill.teachers.backends.stored.store import Store
+from distill.teachers.capabilities import (
+    ChecksFirstBatch,
+    CopiesTruncated,
+    CountsWork,
+    Flushes,
+    Prefetches,
+    Prompt,
+    Responds,
+    first_batch_lines,
+    flops_per_token,
+    is_collective,
+    prefetching_of,
+    responses_of,
+    truncated_copy,
 )
-from distill.teachers.vocabulary import Vocabulary, is_synthetic
+from distill.teachers.interface import Collate, Teacher
+from distill.teachers.wrapping import WrappingTeacher
+
+DOCUMENTS = f"{PREFIX}documents"
+MOST_READ = 64  # micro-batches that were not collected
 
 
-class CachedTeacher(Teacher, CutsStudents, DescribesSize, HoldsHead, Responds):
-    """A teacher whose outputs are read from disk, in place of running it.
+class RowDocuments:
+    """The documents of each row of a batch, on the host whatever device the batch goes to."""
+
+    def __init__(self, rows: Sequence[Sequence[Document]]) -> None:
+        self.rows = rows
+
+    def to(self, *_: object, **__: object) -> RowDocuments:
+        """Return itself."""
+        return self
+
+    def pin_memory(self) -> RowDocuments:
+        """Return itself."""
+        return self
+
+
+def documents_in(batch: Batch) -> RowDocuments:
+    """Return the documents of a batch that `StoredTeacher.collate` made."""
+    documents: object = batch[DOCUMENTS]
+    assert isinstance(documents, RowDocuments)
+    return documents
+
+
+def _without_documents(batch: Batch) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in batch.items() if not name.startswith(PREFIX)}
+
+
+class WithDocuments:
+    """A collator that adds the rows' documents to another collator's batch."""
+
+    def __init__(self, collate: Collate) -> None:
+        self.collate = collate
+
+    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+        """Collate rows, and add their documents."""
+        batch = self.collate(rows)
+        if "valid_rows" not in batch:
+            batch["valid_rows"] = valid_rows(mask_document_starts(batch["labels"], batch.get("position_ids")))
+        documents = RowDocuments([list(documents_of(row)) for row in rows])
+        return {**batch, DOCUMENTS: documents}  # type: ignore[dict-item]
+
+
+@runtime_checkable
+class TopKSender(Protocol):
+    """A teacher whose outputs are K tokens of each position."""
+
+    def sent(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """Return K tokens of a batch's trained positions [M, ...] on the CPU, by the names of `cache.encode.TopK`."""
+        ...
+
+
+class StoredTeacher(WrappingTeacher, ChecksFirstBatch, CopiesTruncated, CountsWork, Flushes, Prefetches, Responds):
+    """A teacher, and the store of its outputs.
 
     Args:
-        cache: open, or its folder.
-        device: where the stored head is held.
+        inner: queried for what is not stored; it gives hidden states, or K tokens as a `TopKSender`; an
+            `ArchivedTeacher` where everything is stored.
+        store: what is stored; a `Store` where it is to be filled.
+        device: of this process; None for that of the teacher's head.
+        head: of `inner`, where that is known; None to gather it here.
     """
 
-    rows = AcceptedRows(supports_new_rows=False, whole_documents=True)
+    def __init__(
+        self, inner: Teacher, store: Shards, device: torch.device | None = None, head: LogitHead | None = None
+    ) -> None:
+        super().__init__(inner)
+        self.store, self.filled = store, store if isinstance(store, Store) else None
+        if self.filled is None or self.filled.folder is not None:
+            self.rows = inner.rows._replace(supports_new_rows=False)
+        self.ahead = max(0 if (prefetching := prefetching_of(inner)) is None else prefetching.ahead, 1)  # read
+        head = head or head_of(inner)
+        self.head = None if self.filled is None else head  # the head of a complete cache is moved with its format
+        self.dtype = torch.float32 if head is None else head.weights.weight.dtype
+        self.device = device or (torch.device("cpu") if head is None else head.weights.weight.device)
+        if not store.is_hidden:
+            self.format = TopKFormat(store.manifest)
+        self._pool = ThreadPoolExecutor(1, "reading")
+        self._reading: dict[RowDocuments, Future[dict[str, torch.Tensor]]] = {}
+        self._asked: dict[RowDocuments, None] = {}  # submitted whole
 
-    def __init__(self, cache: TeacherCache | str | Path, device: torch.device | str = "cpu") -> None:
-        self.cache = cache if isinstance(cache, TeacherCache) else TeacherCache(cache)
-        self.models = {}
-        manifest = self.cache.manifest
-        self.format: TargetFormat
-        if self.cache.is_hidden:
-            tensors = load_file(self.cache.path / HEAD, device=str(device))
-            head = StoredHead(
-                HeadWeights(tensors["weight"], tensors.get("bias"), None), "the head in the teacher's cache"
-            )
-            self.format = HiddenFormat(head, LogitTransform(manifest["scale"], manifest["softcap"]))
-            self.stored_head: StoredHead | None = head
-        else:
-            self.stored_head, self.format = None, TopKFormat(manifest)
+    @classmethod
+    def of_cache(cls, cache: TeacherCache | str | Path, device: torch.device | str = "cpu") -> StoredTeacher:
+        """Return the teacher whose outputs are all in a cache, open or in a folder; no weights are loaded.
+
+        Args:
+            cache: complete.
+            device: where the stored head is held, and of this process.
+        """
+        cache = cache if isinstance(cache, TeacherCache) else TeacherCache(cache)
+        return cls(ArchivedTeacher(cache, device), cache, torch.device(device))
 
     def collate(self, plain: Collate) -> Collate:
-        return CachedRows(plain, self.cache)
+        return WithDocuments(self.inner.collate(plain))
 
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
-        if needs_targets and not any(name.startswith(PREFIX) for name in batch):
-            raise ValueError("batch: expected the cache's targets in it; batches come from objective.collator(...)")
-        return {name: value for name, value in batch.items() if not name.startswith(PREFIX)}
+        if needs_targets and DOCUMENTS not in batch:
+            raise ValueError("batch: expected its documents in it; batches come from objective.collator(...)")
+        return self.inner.student_batch(_without_documents(batch), needs_targets)
 
-    def targets(self, batch: Batch) -> torch.Tensor | TopKTargets:
-        """Return the stored targets at their positions; 0 where no token is trained."""
-        dtype = torch.float32 if self.stored_head is None else self.stored_head.weights.weight.dtype
-        return targets_of(self.cache.manifest, batch, dtype)
+    def submit(self, batch: Batch) -> None:
+        """Begin to read a batch that is stored entirely; submit one of which nothing is stored to the teacher."""
+        batched = documents_in(batch)
+        if batched in self._reading or batched in self._asked or len(self._reading) > MOST_READ:
+            return
+        stored = [self.store.has(document.key) for row in batched.rows for document in row]
+        if all(stored) or self.filled is None:
+            read, device = self.store.gather(batched.rows), self.device
+            self._reading[batched] = self._pool.submit(lambda: for_transfer(read(), device))
+        elif not any(stored):
+            self._asked[batched] = None
+            if (prefetching := prefetching_of(self.inner)) is not None:
+                prefetching.submit(_without_documents(batch))
 
-    def size_text(self) -> str:
-        return description(self.cache.manifest)
+    def fault_of(self, batches: Sequence[Batch]) -> str | None:
+        asked = [_without_documents(batch) for batch in batches if documents_in(batch) in self._asked]
+        prefetching = prefetching_of(self.inner)
+        return None if prefetching is None else prefetching.fault_of(asked)
 
-    def cut_student(self, request: CutRequest) -> CutStudent:
-        """Return the student that is stored in the cache."""
-        section = request.section
-        assert section.from_teacher is not None
-        indices = stored_layer_indices(section.from_teacher, self.cache)
-        stored = section.model_copy(update={"from_teacher": None, "model": str(self.cache.path / STUDENT)})
-        return CutStudent(load_student(stored, device=request.device, dtype=request.dtype), indices)
+    def targets(self, batch: Batch) -> Targets:
+        """Return the stored targets of a batch, after querying the teacher for those that are not stored; 0 where no
+        token is trained.
+
+        Raises:
+            ValueError: a document is not in a complete cache.
+        """
+        fresh = None if self.filled is None else self.fill(batch, self.filled)
+        reading = self._reading.pop(documents_in(batch), None)
+        if fresh is None:
+            values = self.store.gather(documents_in(batch).rows)() if reading is None else reading.result()
+            fresh = {name: to_device(value, batch["input_ids"].device) for name, value in values.items()}
+        if self.filled is not None:
+            self.filled.forget()
+        return targets_of(self.store.manifest, {**batch, **fresh}, self.dtype)
+
+    def fill(self, batch: Batch, store: Store) -> dict[str, torch.Tensor] | None:
+        """Query the teacher for the rows of a batch that are not stored, and store its outputs.
+
+        Args:
+            batch: from `collate`.
+            store: that of this teacher.
+
+        Returns:
+            What is stored of a batch that was all new, in its order, by the names of the batch; None of any other.
+        """
+        batched = documents_in(batch)
+        rows = batched.rows
+        new_rows = [n for n, row in enumerate(rows) if not all(store.has(document.key) for document in row)]
+        if batched in self._asked:  # its answer is pending, whatever has been stored meanwhile
+            del self._asked[batched]
+            new_rows = [n for n, row in enumerate(rows) if row]
+        if not self._any_process(bool(new_rows), batch["input_ids"].device):
+            return None
+        repeats = sum(map(len, rows)) - len({d.key for row in rows for d in row if not store.has(d.key)})
+        indices = list(new_rows) or list(range(len(batch["input_ids"])))  # a process without new rows takes part
+        if any(row and n not in set(indices) for n, row in enumerate(rows)):
+            asked = {name: batch[name][indices] for name in ("input_ids", "position_ids", "labels") if name in batch}
+            asked["valid_rows"] = valid_rows(mask_document_starts(asked["labels"], asked.get("position_ids")))
+        else:
+            indices, asked = list(range(len(batch["input_ids"]))), _without_documents(batch)
+        documents = [document for n in indices if n < len(rows) for document in rows[n]]
+        tensors = self._outputs(asked, documents)
+        if not new_rows:
+            return None
+        store.add(documents, tensors)
+        if repeats or not store.is_hidden:
+            return None
+        return {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
+
+    def _any_process(self, here: bool, device: torch.device) -> bool:
+        """Return whether the teacher is to be called: of a sharded one all processes call it, or none does."""
+        if not is_collective(self):
+            return here
+        flag = torch.tensor(int(here), device=device)
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+        return bool(flag)
+
+    def _outputs(self, asked: Batch, documents: Sequence[Document]) -> dict[str, torch.Tensor]:
+        """Query the teacher; return what is stored of the trained positions, in their order.
+
+        Tokens are drawn by the first document's key.
+        """
+        plan, place = self.store.manifest, asked["valid_rows"]
+        if self.head is None:
+            assert isinstance(self.inner, TopKSender)
+            return stored_top_k(self.inner.sent(asked), plan)
+        hidden = self.inner.targets(asked)
+        assert isinstance(hidden, torch.Tensor)
+        labels = shift_labels(asked["labels"]).flatten()[place]
+        seed = int.from_bytes(documents[0].key[:7], "little") if documents else 0
+        generator = torch.Generator(hidden.device).manual_seed(seed ^ int(plan["seed"]))
+        return stored_tensors(plan, hidden.flatten(0, 1)[place], labels, self.head, generator)
+
+    def flush(self) -> None:
+        """Cancel pending reads and flush the store; of a document stored twice, another copy may be read afterwards."""
+        for reading in self._reading.values():
+            reading.cancel()
+        self._reading.clear()
+        if self.filled is not None:
+            self.filled.flush()
+
+    def close(self) -> None:
+        """Stop reading, wait for the part that is being written, and close the teacher."""
+        self._pool.shutdown(cancel_futures=True)
+        if self.filled is not None:
+            self.filled.finish_writing()
+        self.inner.close()
+
+    def flops_per_token(self) -> dict[str, FlopCounts | None]:
+        """Return None for the FLOPs of a store that is filled: they depend on how often the teacher is queried."""
+        return flops_per_token(self.inner) if self.filled is None else {"": None}
+
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
+        """Check the teacher, and report the cost of quantising it and of storing its hidden states in fp8."""
+        plain = _without_documents(batch)
+        lines = first_batch_lines(self.inner, plain, student, pairing)
+        dtype = DTYPES[self.store.manifest["dtype"]]
+        if dtype.itemsize == 1 and self.head is not None:
+            hidden = self.inner.targets(plain)
+            assert isinstance(hidden, torch.Tensor)
+            cost = rounding_cost(hidden.flatten(0, 1)[batch["valid_rows"]], *self.head, pairing.columns, dtype)
+            lines.append(f"{'keep':<12}hidden states in fp8: on one batch KL(teacher, what is stored) {cost:.2g}")
+        return lines
 
     def respond(self, prompts: Sequence[Prompt], settings: Generate) -> list[str] | None:
-        return self.cache.answers(prompts, settings)
+        """Return the teacher's responses, and store them for runs that will not load it."""
+        answers, store = responses_of(self.inner, prompts, settings), self.filled
+        if answers is None or store is None or store.folder is None or not is_main_process():
+            return answers
+        if store.writes and not (store.folder / MANIFEST).is_file():
+            paired = dict(zip(map(prompt_text, prompts), answers, strict=True))
+            write_signed(store.folder / ANSWERS, {"max_new_tokens": settings.max_new_tokens, "answers": paired})
+        return answers
+
+    def truncated_copy(self, layers: Sequence[int]) -> StoredTeacher:
+        """Return a small teacher whose outputs are not stored."""
+        return self._around(truncated_copy(self.inner, layers))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> StoredTeacher:
+        """Return a copy that stores nothing, since its model may be changed."""
+        return self._around(copy.deepcopy(self.inner, memo))
+
+    def _around(self, inner: Teacher) -> StoredTeacher:
+        if self.filled is None:
+            return StoredTeacher(inner, self.store, self.device)
+        return StoredTeacher(inner, Store(self.store.manifest, None, {}))
 
     def fingerprint(self) -> dict[str, object]:
-        """Return the hash of the manifest, which has teacher, documents, and size and checksums of every shard."""
-        return {"cache_sha256": hashlib.sha256((self.cache.path / MANIFEST).read_bytes()).hexdigest()}
+        return self.inner.fingerprint() if self.filled is None else fingerprint_of(self.store.manifest)
 
 
 def targets_of(plan: Plan, batch: Batch, dtype: torch.dtype) -> torch.Tensor | TopKTargets:
@@ -125,144 +326,3 @@ def targets_of(plan: Plan, batch: Batch, dtype: torch.dtype) -> torch.Tensor | T
     if plan["kind"] == "hidden":
         return spread(unpack_hidden(stored["hidden"], stored.get("hidden_scale"), dtype), rows, shape)
     return top_k_targets(stored, rows, shape, plan["tail"])
-
-
-def stored_layer_indices(cut: FromTeacher, cache: TeacherCache) -> list[int] | None:
-    """Return the layers of the student that is stored in the cache, which must be those of the recipe; None of one
-    whose parts were chosen by the data.
-
-    Raises:
-        ValueError: it holds no student, or one of other layers.
-    """
-    there = cache.manifest["student_layers"]
-    config = read_json(cache.path / TEACHER / "config.json") or {}
-    total = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
-    expected = cut_identity(cut, total)
-    if there != expected:
-        of = "layers " if isinstance(there, list) else ""
-        has = "no student" if there is None else f"the student of {of}{there}"
-        raise ValueError(
-            f"student.from_teacher: a cached teacher has no weights to cut from; {cache.path} holds {has}, expected "
-            f"{expected}. Cache with this student in the recipe, which stores it, or give student.model: the folder "
-            "of one that is cut already"
-        )
-    return expected if isinstance(expected, list) else None
-
-
-def stored_footprint(stored: Plan, shape: Shape) -> Footprint:
-    """Return the footprint of a plan's targets, of a model of this shape: its head, and what is stored per token."""
-    number = DTYPES[stored["dtype"]].itemsize
-    if stored.get("kind") == "hidden":
-        read = max(number, 2)
-        return Footprint(float(shape.head * read), token_bytes=(number + read) * shape.hidden, flops=head_flops(shape))
-    # ids in int32; at their positions in fp32
-    return Footprint(token_bytes=stored["k"] * ((4 + number) + (4 + 4)), logits=False)
-
-
-class CacheSource(TeacherSource, NamesFiles, MadeByCommand, Measures, ChecksData, DescribesStored):
-    """The source of the cache at `teacher.path`, complete or still to be made by the model that the recipe names."""
-
-    shardable = False
-
-    def __init__(self, recipe: Recipe, section: TeacherSection | None = None, field: str = "teacher") -> None:
-        self.recipe, self.section, self.field, self.sections = recipe, section or recipe.teacher, field, {}
-        self.folder = Path(self.section.path or "").expanduser()
-
-    @property
-    def manifest(self) -> Plan | None:
-        """Manifest of a complete cache; None where there is none yet."""
-        return read_json(self.folder / MANIFEST)
-
-    def is_to_be_made(self) -> bool:
-        """Return whether the recipe names the model that will make the cache, and the cache does not exist."""
-        named = self.section.model is not None or self.section.init == "random"
-        return named and not (self.folder / MANIFEST).is_file()
-
-    def config_section(self) -> ModelSection:
-        """Return the configuration that the recipe names, else the one in the cache."""
-        if self.is_to_be_made() or self.section.config is not None:
-            return self.section.loaded()
-        return ModelSection(init="random", config=stored_folder(self.folder, TEACHER))
-
-    def tokenizer_section(self) -> ModelSection:
-        if self.is_to_be_made():
-            return self.section
-        return ModelSection(model=stored_folder(self.folder, TOKENIZER))
-
-    def vocabulary(self) -> Vocabulary:
-        """Return the vocabulary of the cache's tokenizer, which makes the data; they must be the cached ones."""
-        manifest = self.manifest or {}
-        section = self.section if is_synthetic(self.recipe.data) else self.tokenizer_section()
-        top_k = bool(manifest) and manifest.get("kind") != "hidden"
-        return Vocabulary(self.recipe, section, manifest.get("ids_below"), top_k)
-
-    def measure(self) -> Measure:
-        manifest = self.manifest
-        return Measure("KL over what is cached") if manifest is None else cache_measure(manifest)
-
-    def data_problems(self, splits: Splits) -> list[str]:
-        try:
-            TeacherCache(self.folder).require_data(self.recipe, splits)
-        except ValueError as error:
-            return [str(error)]
-        return []
-
-    def footprint(self, context: FootprintContext) -> Footprint:
-        """Return the footprint of what is stored per token, or will be by default."""
-        return stored_footprint(self.manifest or Settings().checked()._asdict(), shapes_of(self)[0])
-
-    def title(self) -> str:
-        """Return the name of the model that made the cache; the cache's folder where that is not known."""
-        maker = (self.manifest or {}).get("teacher", {})
-        name = self.section.model or maker.get("model") or maker.get("config")
-        return f"{name or f'the cache {self.section.path}'} (cached)"
-
-    def size_text(self) -> str:
-        """Return what is stored, in words; of a cache that is still to be made, what it will take."""
-        if not self.is_to_be_made():
-            manifest = manifest_of(self.folder)
-            size = sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
-            return f"not loaded: {self.folder}, {size / GIB:,.2f} GiB on disk; {description(manifest)}"
-        columns = shapes_of(self)[0].vocabulary
-        each = bytes_a_token({"kind": "top_k", "k": Settings().k, "vocabulary": columns, "dtype": "float16"})
-        return (
-            f"not loaded: {self.section.path}, which is still to be made: distill cache takes {each} bytes per trained "
-            f"token (k = {Settings().k}), {each * 1e8 / GIB:.1f} GiB for each 100 M"
-        )
-
-    def open(self, context: LoadContext, vocabulary: Vocabulary) -> CachedTeacher:
-        """Open the cache, and check that it fits the recipe.
-
-        Raises:
-            ValueError: with the first difference between the cache and the recipe.
-        """
-        cache = TeacherCache(self.folder)
-        named = self.section.model is not None or self.section.init == "random"
-        here = teacher_identity(self.section) if named else None
-        require_same_teacher(here, self.recipe, vocabulary.tokenizer, cache.manifest, cache.path)
-        return CachedTeacher(cache, context.device)
-
-
-def section_to_load(recipe: Recipe) -> TeacherSection:
-    """Return the section of the recipe's teacher as one to load: for a cache, the model that makes it.
-
-    Raises:
-        ValueError: the section does not name that model.
-    """
-    section = recipe.teacher
-    if section.is_loaded:
-        return section
-    if section.model is None and section.init != "random":
-        raise ValueError(
-            f"teacher.model: expected the teacher to run over the data beside type: {section.type}, got none"
-        )
-    return section.loaded()
-
-
-def maker_section(recipe: Recipe) -> TeacherSection:
-    """Return the section of the recipe's teacher as one to load: for a complete cache, the model that made it.
-
-    Raises:
-        ValueError: there is no complete cache.
-    """
-    return maker_of(recipe.teacher) if recipe.teacher.is_cached else recipe.teacher

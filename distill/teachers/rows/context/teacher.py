@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from distill.data.load import Splits
 from distill.objectives.targets import Batch, Targets, VocabularyAlignment
-from distill.objectives.top_k import TopKTargets, spread
 from distill.recipe import Data, Generate
 from distill.recipe.models import Context
 from distill.teachers.capabilities import (
@@ -29,7 +27,7 @@ from distill.teachers.capabilities import (
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.interface import Collate, LoadContext, Teacher, TeacherSource
 from distill.teachers.rows.context.data import ContextCollator, filled, load_context_data
-from distill.teachers.rows.reading import ReadingTeacher
+from distill.teachers.rows.reading import ReadingTeacher, at_positions
 from distill.teachers.source_capabilities import note_data
 from distill.teachers.vocabulary import Vocabulary
 from distill.teachers.wrapping import WrappingSource, WrappingVocabulary, readings_of
@@ -56,11 +54,7 @@ class ContextTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated, Responds
     def targets(self, batch: Batch) -> Targets:
         """Return the inner teacher's targets at the student's positions; 0 where no token is trained."""
         targets = self.inner.targets(self.inner_batch(batch))
-        places = batch["teacher_rows"], batch["valid_rows"], batch["input_ids"].shape
-        if isinstance(targets, TopKTargets):
-            return TopKTargets._make(part if part is None else moved(part, *places) for part in targets)
-        assert isinstance(targets, torch.Tensor)
-        return moved(targets, *places)
+        return at_positions(targets, batch["teacher_rows"], batch["valid_rows"], batch["input_ids"])
 
     def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         """Check the inner teacher on the student's rows, and report how much more the teacher reads."""
@@ -85,22 +79,6 @@ class ContextTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated, Responds
 
     def truncated_copy(self, layers: Sequence[int]) -> ContextTeacher:
         return ContextTeacher(truncated_copy(self.inner, layers), self.context)
-
-
-def moved(values: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return values at flat positions of one batch, moved to those of another.
-
-    Args:
-        values: [B, S', ...], or [B * S'].
-        rows: int64 [M], flat positions in `values`; `places` those in the result.
-        shape: [B, S] of the result.
-
-    Returns:
-        [B, S, ...], or [B * S]; 0 elsewhere.
-    """
-    if values.dim() == 1:
-        return spread(values[rows], places, shape).flatten()
-    return spread(values.flatten(0, 1)[rows], places, shape)
 
 
 class ContextSource(WrappingSource):

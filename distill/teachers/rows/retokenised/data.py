@@ -46,13 +46,13 @@ class CrossReport(DataReport):
     teacher_span_tokens: int = 0
 
     def count(self, documents: Documents, chosen: np.ndarray, held_out_of: Documents, held_out: np.ndarray) -> None:
-        """Count the documents; the trained tokens are those in spans."""
+        """Count the documents; all tokens of a span are trained tokens."""
         super().count(documents, chosen, held_out_of, held_out)
         spans = documents.columns["spans"].take(chosen)[0].reshape(-1, 2, 2)
         widths = spans[:, :, 1] - spans[:, :, 0]
         self.spans, self.single = len(widths), int((widths == 1).all(1).sum())
         self.span_tokens, self.teacher_span_tokens = widths.sum(0, dtype=np.int64).tolist()
-        self.trained_tokens = self.span_tokens
+        self.trained_tokens += self.span_tokens - self.spans  # a span has one label
 
     def __str__(self) -> str:
         spans = max(self.spans, 1)
@@ -117,9 +117,9 @@ class CrossCollator(SecondReading):
 
     @staticmethod
     def teacher_row(row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the teacher's row, with labels at the tokens of spans."""
+        """Return the teacher's row, with labels at the tokens of spans; none of documents that both read alike."""
         ids = np.asarray(row["teacher_input_ids"])
         labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
-        for _, _, start, stop in np.asarray(row["spans"]).reshape(-1, 4).tolist():
+        for _, _, start, stop in np.asarray(row.get("spans", ()), dtype=np.int64).reshape(-1, 4).tolist():
             labels[start:stop] = ids[start:stop]
         return {"input_ids": ids, "labels": labels, "position_ids": row["teacher_position_ids"]}

@@ -198,9 +198,8 @@ class CrossVocabulary(Vocabulary):
         """Check that both tokenizers' tokens are bytes; ValueError otherwise."""
         _ = self.readers
 
-    def answer_reader(self) -> TeacherReader:
-        """Return the reader of rollouts by the teacher's tokenizer."""
-        return TeacherReader(*self.readers)
+    def answer_readers(self) -> dict[int | None, TeacherReader]:
+        return {None: TeacherReader(*self.readers)}
 
     def fit(self, student: Any) -> None:
         """Leave the student's tokens as they are."""

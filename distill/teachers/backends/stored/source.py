@@ -1,9 +1,9 @@
-"""The source of a teacher with online caching: its folder, the identity of the stored outputs, what is missing.
+"""The source of stored outputs: a folder that is read, and filled by the teacher inside while it is.
 
-Any source may be cached: of a loaded model, sharded or not, or of servers. It is opened where a document of the run's
+Any source may be inside: of a loaded model, sharded or not, or of servers. It is opened where a document of the run's
 data is not stored, or a student is cut that is not. A folder may have been begun by another run, with other data,
 losses and students, by `distill cache`, or by a run that was killed: what is there is used. It must be of the same
-teacher, as it is computed here.
+teacher, as it is computed here. Of `teacher.type: cache` the folder is complete, and nothing is opened.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from distill.models.layers import layers_of
 from distill.models.load.meta_models import meta_config, meta_student
 from distill.models.load.vocabulary import shared_columns
 from distill.models.precision.dtypes import resolve_device, resolve_precision
-from distill.objectives.measure import KL, Measure, cache_measure
+from distill.objectives.measure import Measure, cache_measure
 from distill.objectives.top_k import TopKFormat
 from distill.recipe import Data, Student
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.models import EIGHT_BITS
-from distill.teachers.backends.served.source import ServerSource
+from distill.teachers.backends.stored.archived import ArchivedSource, ArchivedTeacher, stored_footprint
 from distill.teachers.backends.stored.format import (
     HEAD,
     MANIFEST,
@@ -45,12 +45,11 @@ from distill.teachers.backends.stored.format import (
     write_signed,
 )
 from distill.teachers.backends.stored.identity import require_same_teacher
-from distill.teachers.backends.stored.online_store import Store
-from distill.teachers.backends.stored.online_teacher import KeptTeacher, StoredTeacher
 from distill.teachers.backends.stored.plan import LogitHead, Origin, head_of, hidden_content, plan_of, write_companions
 from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.stored.settings import Settings, default_tail
-from distill.teachers.backends.stored.teacher import stored_footprint
+from distill.teachers.backends.stored.store import Store
+from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.calibration import CutRequest, cut_identity
 from distill.teachers.capabilities import is_collective, student_cut_from
 from distill.teachers.footprint import Footprint, FootprintContext
@@ -60,6 +59,7 @@ from distill.teachers.source_capabilities import (
     CachesState,
     ChecksData,
     DescribesStored,
+    KnowsMaker,
     Measures,
     NotesData,
     copy_cached_state,
@@ -75,16 +75,18 @@ from distill.teachers.wrapping import WrappingSource, WrappingVocabulary
 BEGINS_WITHIN_S = 1800.0  # seconds; machines load a teacher at different speeds
 
 
-class KeepSource(WrappingSource, Measures, NotesData, ChecksData, DescribesStored, CachesState):
+class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesStored, CachesState):
     """The source of a teacher that is opened if anything is missing in its folder.
 
     Args:
-        inner: source of the teacher.
-        section: of the recipe, whose `online_cache` names the folder.
+        inner: source of the teacher; an `ArchivedSource` for a complete cache.
+        section: of the recipe, whose `online_cache` names the folder, or its `path` that of a complete cache.
         field: of that section.
 
     Attributes:
-        folder: where outputs are stored; None for nowhere, by `keep: /dev/null`, as doctor uses it.
+        archived, remote: the inner source, where it is that of a complete cache, or of a model in other processes.
+        folder: where outputs are stored; None for nowhere: of `teacher.top_k` alone, and of `online_cache: /dev/null`,
+            as doctor uses it.
         required: positions to store of every document of the data, by its key; empty until these are read.
         noted: the rows of these documents; None until they are read.
         chosen: settings of what is stored, where a command decides; None for the recipe's.
@@ -94,8 +96,10 @@ class KeepSource(WrappingSource, Measures, NotesData, ChecksData, DescribesStore
     def __init__(self, inner: TeacherSource, section: TeacherSection, field: str = "teacher") -> None:
         super().__init__(inner)
         self.section, self.field = section, field
-        assert section.online_cache is not None
-        self.folder = None if section.online_cache == os.devnull else Path(section.online_cache).expanduser()
+        self.archived = inner if isinstance(inner, ArchivedSource) else None
+        self.remote = inner if isinstance(inner, KnowsMaker) else None
+        folder = section.path if section.online_cache is None else section.online_cache
+        self.folder = None if folder in (None, os.devnull) else Path(str(folder)).expanduser()
         self.required: dict[bytes, int] = {}
         self.noted: Splits | None = None
         self.chosen: Settings | None = None
@@ -104,11 +108,13 @@ class KeepSource(WrappingSource, Measures, NotesData, ChecksData, DescribesStore
 
     @property
     def plan(self) -> Plan | None:
-        """Plan of what is stored; None where nothing is."""
+        """Plan of what is stored; None where nothing is, or a cache is not complete that is only read."""
+        if self.archived is not None:
+            return self.archived.manifest
         return read_json(self.folder / PLAN) if self.folder else None
 
     def vocabulary(self) -> Vocabulary:
-        return KeepVocabulary(self)
+        return StoredVocabulary(self)
 
     @property
     def sent_top_k(self) -> bool:
@@ -120,26 +126,32 @@ class KeepSource(WrappingSource, Measures, NotesData, ChecksData, DescribesStore
         if self.chosen is not None and not self.sent_top_k:
             return self.chosen
         section = self.section
-        hidden = section.online_cache_format != "top_k" and not self.sent_top_k
+        hidden = section.online_cache_format != "top_k" and section.top_k is None
         dtype = {"hidden_fp8": "fp8", "top_k": "float16"}.get(section.online_cache_format)
+        if self.folder is None and not hidden:  # nothing is written, and a drawn token would depend on the batch
+            return Settings(section.top_k or 64, dtype="float32")
         return Settings(section.top_k or 64, hidden, default_tail(self.recipe.loss), dtype)
 
     def measure(self) -> Measure:
         if (plan := self.plan) is not None:
             return cache_measure(plan)
-        if self.sent_top_k:
+        if self.sent_top_k or self.archived is not None:
             return measure_of_source(self.inner)
-        return KL if self.settings().hidden else Measure("KL over what is stored")
+        settings = self.settings()
+        kind, temperature = "hidden" if settings.hidden else "top_k", self.recipe.loss.temperature
+        return cache_measure({"kind": kind, "k": settings.k, "tail": settings.tail, "temperature": temperature})
 
     def copy_cached_state(self, other: TeacherSource) -> None:
-        if not isinstance(other, KeepSource):
+        if not isinstance(other, StoredSource):
             return
         copy_cached_state(self.inner, other.inner)
         if self.recipe.data == other.recipe.data:
             self.required, self.noted = other.required, other.noted
 
     def note_data(self, splits: Splits) -> None:
-        """Note the documents that have to be stored."""
+        """Note the documents that have to be stored; those of a complete cache are."""
+        if self.archived is not None:
+            return
         rows = (row for split in (splits.train, splits.validation) for row in rows_of(split))
         self.required = {d.key: len(d.predicting) for row in rows for d in documents_of(row)}
         self.noted = splits
@@ -155,7 +167,7 @@ class KeepSource(WrappingSource, Measures, NotesData, ChecksData, DescribesStore
 
     def room_problems(self) -> list[str]:
         """Return a message where the disk is too small for the data that were noted last."""
-        if self.folder is None:
+        if self.folder is None or self.archived is not None:
             return []
         left = sum(self.required[key] for key in self.missing()) * self._width()
         ancestor = next(place for place in (self.folder, *self.folder.absolute().parents) if place.exists())
@@ -176,6 +188,8 @@ class KeepSource(WrappingSource, Measures, NotesData, ChecksData, DescribesStore
     def footprint(self, context: FootprintContext) -> Footprint:
         """Return the teacher's footprint and that of what is read; the head of a sharded one stays whole beside the
         shards. Where all outputs for these data are stored, it is a cache's: the teacher is not opened."""
+        if self.archived is not None:
+            return self.archived.footprint(context)
         shape = shapes_of(self)[0]
         if self.required and not self.missing() and (plan := self.plan) is not None:
             return stored_footprint(plan, shape)
@@ -185,6 +199,10 @@ class KeepSource(WrappingSource, Measures, NotesData, ChecksData, DescribesStore
 
     def size_text(self) -> str:
         """Return the teacher's size and the bytes on disk, in words."""
+        if self.archived is not None:
+            return self.archived.size_text()
+        if self.folder is None and not self.settings().hidden:
+            return f"{source_size_text(self.inner)}; {self.settings().k} tokens of each distribution"
         width, count = self._width(), sum(self.required.values())
         amount = f"{width * count / GIB:,.2f} GiB for the {count:,} of these data"
         if not count:
@@ -200,33 +218,35 @@ class KeepSource(WrappingSource, Measures, NotesData, ChecksData, DescribesStore
         if self._dtype is None:
             self._dtype = resolve_precision(self.recipe, resolve_device(self.recipe.train)).teacher
         dtype = settings.dtype or str(self._dtype).removeprefix("torch.")
-        if isinstance(self.inner, ServerSource):
-            dtype = settings.dtype or self.inner.stored_dtype
+        if self.remote is not None:
+            dtype = settings.dtype or self.remote.stored_dtype()
         kind = {"kind": "hidden" if settings.hidden else "top_k", "dtype": dtype, "k": settings.k}
         return bytes_a_token({**kind, "hidden": shape.hidden, "vocabulary": shape.vocabulary})
 
     def maker(self) -> dict[str, object] | None:
         """Return the identity of the recipe's teacher, as `teacher_identity` does; None where that is not known."""
-        if isinstance(self.inner, ServerSource):
-            return self.inner.maker()
-        return teacher_identity(self.section)
+        return teacher_identity(self.section) if self.remote is None else self.remote.maker()
 
-    def open(self, context: LoadContext, vocabulary: Vocabulary) -> KeptTeacher | StoredTeacher:
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> StoredTeacher:
         """Open what is stored, and the teacher where anything is missing.
 
         Raises:
             ValueError: the folder holds something else, or outputs of another teacher, with the first difference.
         """
         self._dtype = context.precision.teacher
+        if self.archived is not None:
+            archived = self.archived.open(context, vocabulary)
+            return StoredTeacher(archived, archived.cache, context.device)
         if self.folder is not None and broadcast_from_rank0(lambda: self._is_complete(vocabulary)):
             cache = TeacherCache(self.folder)
-            return StoredTeacher(cache, context.device, lambda: self.inner.open(context, vocabulary))
+            archived = ArchivedTeacher(cache, context.device, lambda: self.inner.open(context, vocabulary))
+            return StoredTeacher(archived, cache, context.device)
         inner = self.inner.open(context, vocabulary)
         return self.around(inner, context, vocabulary, head_of(inner))
 
     def around(
         self, inner: Teacher, context: LoadContext, vocabulary: Vocabulary, head: LogitHead | None
-    ) -> KeptTeacher:
+    ) -> StoredTeacher:
         """Return the store around a teacher that is open, and whose head is `head`; its folder is begun.
 
         Raises:
@@ -238,8 +258,8 @@ class KeepSource(WrappingSource, Measures, NotesData, ChecksData, DescribesStore
         if head is None:
             assert isinstance(inner.format, TopKFormat)
             content, dtype = {**inner.format.manifest}, None
-            if isinstance(self.inner, ServerSource):
-                content = {**content, "dtype": self.inner.stored_dtype}
+            if self.remote is not None:
+                content = {**content, "dtype": self.remote.stored_dtype()}
         else:
             settings, dtype = self.settings(), str(head.weights.weight.dtype).removeprefix("torch.")
             settings = settings._replace(dtype=settings.dtype or dtype)
@@ -258,13 +278,13 @@ class KeepSource(WrappingSource, Measures, NotesData, ChecksData, DescribesStore
         if self.option is None:
             plan["weights"] = None if is_collective(inner) else inner.fingerprint().get("weights")
         if self.folder is not None:
-            teacher = KeptTeacher(inner, Store(plan, None, {}), head=head)
+            teacher = StoredTeacher(inner, Store(plan, None, {}), head=head)
             begin = functools.partial(self._begin, plan, teacher, context, tokenizer)
             together = torch.distributed.is_available() and torch.distributed.is_initialized()
             agreed = broadcast_from_rank0(begin) if together or world_size() == 1 else self._begin_apart(begin, plan)
             plan = dict(agreed)
         store = Store(plan, self.folder, self.required, all_parts=self.option is not None)
-        return KeptTeacher(inner, store, context.device, head)
+        return StoredTeacher(inner, store, context.device, head)
 
     def _begin_apart(self, begin: Callable[[], Plan], plan: Plan) -> Plan:
         """Begin the cache, or wait for the first process to do so, in processes that are not connected."""
@@ -296,7 +316,7 @@ class KeepSource(WrappingSource, Measures, NotesData, ChecksData, DescribesStore
             store.close()
         return (self.folder / MANIFEST).is_file()
 
-    def _begin(self, plan: Plan, kept: KeptTeacher, context: LoadContext, tokenizer: object) -> Plan:
+    def _begin(self, plan: Plan, kept: StoredTeacher, context: LoadContext, tokenizer: object) -> Plan:
         """Begin a cache in the folder, or go on with the one that is there; returns its plan."""
         assert self.folder is not None
         if (begun := self.plan) is not None:
@@ -352,10 +372,10 @@ class KeepSource(WrappingSource, Measures, NotesData, ChecksData, DescribesStore
         return min(rows, shared_columns(vocabulary.tokenizer, vocabulary.student_tokenizer, rows, own)[0])
 
 
-class KeepVocabulary(WrappingVocabulary):
+class StoredVocabulary(WrappingVocabulary):
     """The teacher's vocabulary, whose rows are noted as they are read."""
 
-    def __init__(self, source: KeepSource) -> None:
+    def __init__(self, source: StoredSource) -> None:
         inner = source.inner.vocabulary()
 
         def read(data: Data, seed: int) -> Splits:
@@ -364,7 +384,9 @@ class KeepVocabulary(WrappingVocabulary):
             return splits
 
         super().__init__(inner, read)
-        self.top_k, self._stored_bound = not source.settings().hidden, (source.plan or {}).get("ids_below")
+        plan = source.plan or {}
+        hidden = plan.get("kind") != "top_k" if source.archived is not None else source.settings().hidden
+        self.top_k, self._stored_bound = not hidden, plan.get("ids_below")
 
     @property
     def id_bound(self) -> int | None:

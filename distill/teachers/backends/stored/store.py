@@ -28,9 +28,6 @@ from distill.core.files import try_lock
 from distill.core.ranks import is_main_process
 from distill.models.precision.host_copy import HostCopy
 from distill.teachers.backends.stored.format import (
-    DOCUMENTS,
-    DTYPES,
-    FIGURES,
     MANIFEST,
     SHARD,
     Document,
@@ -40,7 +37,6 @@ from distill.teachers.backends.stored.format import (
     map_tensors,
     read_json,
     shard_path,
-    split_ids,
     write_signed,
     write_tensors,
 )
@@ -77,7 +73,7 @@ class Store(Shards):
 
     Attributes:
         missing: keys of the run's documents that no process has stored, as of the last `flush`.
-        most_waiting: bytes that wait before a part is written; infinite where the caller decides.
+        most_waiting: bytes that wait before a part is written.
     """
 
     cure = KEPT_CURE
@@ -90,7 +86,7 @@ class Store(Shards):
         self._pending: dict[bytes, Piece] = {}  # not mapped yet, the last ones not written
         self._unwritten: list[bytes] = []
         self._waiting = 0  # positions of these
-        self.most_waiting: float = SHARD_BYTES
+        self.most_waiting = SHARD_BYTES
         self._writing: tuple[str, list[bytes], Future[None]] | None = None
         self._rank = int(os.environ.get("RANK", "0"))
         self.required = required
@@ -103,22 +99,11 @@ class Store(Shards):
     # --------------------------------------------------------------- reading
 
     def has(self, key: bytes) -> bool:
-        """Return whether this process can read a document."""
         return key in self._pending or self.find(key) is not None
 
-    def gather(self, documents: Iterable[Document]) -> Callable[[], dict[str, torch.Tensor]]:
-        """Find stored documents; return a function that reads them, in any thread until the next `flush`, as
-        `Shards.look_up` does. It raises ValueError where a file is damaged."""
-        places = [(document, self._pending.get(document.key), self.find(document.key)) for document in documents]
-        return lambda: self.joined([empty_piece(self.manifest), *(self._piece(*place) for place in places)])
-
-    def _piece(self, document: Document, piece: Piece | None, place: tuple[int, int] | None) -> dict[str, np.ndarray]:
-        if piece is not None:
-            return piece.arrays()
-        assert place is not None, "a document was looked up that nobody has stored"
-        start, stop = self.read_back(*place, len(document.predicting))
-        arrays = self.shards[place[0]]
-        return {name: arrays[name][start:stop] for name in arrays.keys() - set(DOCUMENTS)}
+    def reader(self, document: Document, row: int) -> Callable[[], dict[str, np.ndarray]]:
+        piece = self._pending.get(document.key)
+        return super().reader(document, row) if piece is None else piece.arrays
 
     def file_of(self, shard: int) -> Path:
         return self.path / self._names[shard]
@@ -169,12 +154,8 @@ class Store(Shards):
         if not self.writes:
             self._pending, self._unwritten, self._waiting = {}, [], 0
 
-    def write(self, shard: int | None = None) -> None:
-        """Begin to write a part of all pending outputs, in a thread.
-
-        Args:
-            shard: number of its file; None for a part of this process, which it also is where that file exists.
-        """
+    def write(self) -> None:
+        """Begin to write a part of all pending outputs, in a thread."""
         self.land()
         if not self._unwritten:
             return
@@ -182,8 +163,6 @@ class Store(Shards):
         numbers = [int(name[len(own) :].partition(".")[0]) for name in self._names if name.startswith(own)]
         keys, self._unwritten, self._waiting = self._unwritten, [], 0
         pieces, name = [self._pending[key] for key in keys], f"{own}{max(numbers, default=-1) + 1:05d}.safetensors"
-        if shard is not None and not shard_path(self.path, shard).exists():
-            name = shard_path(self.path, shard).name
         pool = ThreadPoolExecutor(1)
         self._writing = name, keys, pool.submit(write_part, self.path / name, keys, pieces)
         pool.shutdown(wait=False)
@@ -262,17 +241,3 @@ def write_part(path: Path, keys: Sequence[bytes], pieces: Sequence[Piece]) -> No
         for name in answers[0]
     }
     write_tensors(path, shard_of(keys, [piece.stop - piece.start for piece in pieces], tensors))
-
-
-def empty_piece(plan: Plan) -> dict[str, np.ndarray]:
-    """Return the stored tensors of no positions."""
-    dtype = DTYPES[plan["dtype"]]
-    if plan["kind"] == "hidden":
-        tensors = {"hidden": torch.empty(0, plan["hidden"], dtype=dtype)}
-        return as_arrays(tensors | ({"hidden_scale": torch.empty(0)} if plan["dtype"] == "fp8" else {}))
-    low, high = split_ids(np.empty((0, plan["k"]), np.int32), plan["vocabulary"])
-    arrays = {"ids": low} if high is None else {"ids": low, "ids_high": high}
-    tensors = {"logprobs": torch.empty(0, plan["k"], dtype=dtype)} | {
-        name: torch.empty(0, dtype=dtype) for name in FIGURES
-    }
-    return arrays | as_arrays(tensors)
