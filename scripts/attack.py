@@ -34,7 +34,7 @@ import psutil
 import torch
 
 from distill.core.errors import TeacherUnavailableError
-from distill.teachers.backends.served.client import Place, Servers
+from distill.teachers.backends.served.client import ServerConfig, Servers
 from distill.teachers.backends.served.protocol import TargetRequest, tensors_of
 from scripts.hostile_wire import crafted_body, damaged_body, flipping, read_answer
 
@@ -105,7 +105,7 @@ def question(rows: int = 2, length: int = 32, seed: int = 0) -> TargetRequest:
 
 def ask(server: Attacked) -> torch.Tensor:
     """Return the answer to the honest client's question, over a connection of its own."""
-    servers = Servers(Place((server.url,), server.token, 60.0))
+    servers = Servers(ServerConfig((server.url,), server.token, 60.0))
     try:
         return tensors_of(servers.fetch("POST", TARGETS, question().body()))["hidden"]
     finally:
@@ -262,7 +262,7 @@ def flips(server: Attacked, seconds: float, random: random.Random) -> dict[str, 
     with flipping(server.port, random) as (port, count):
         while time.monotonic() < until:
             before = count[0]
-            servers = Servers(Place((f"http://127.0.0.1:{port}",), server.token, 2.0))
+            servers = Servers(ServerConfig((f"http://127.0.0.1:{port}",), server.token, 2.0))
             try:
                 answer = tensors_of(servers.fetch("POST", TARGETS, question().body()))["hidden"]
                 if not torch.equal(answer, server.expected):

@@ -190,14 +190,14 @@ def test_a_served_route_is_prefetched_and_passes_the_parity_check(place, urls):
     teacher, vocabulary = opened(recipe)
     rows = vocabulary.read(recipe.data, 0).train
     batch = teacher.collate(Collator(0))([rows[number] for number in range(4)])
-    counts = [member.exchange.servers.positions for member in teacher.members]
+    counts = [member.client.servers.positions for member in teacher.members]
     prefetching = prefetching_of(teacher)
     prefetching.submit(batch)
     assert prefetching.ahead == 2 and prefetching.fault_of([batch]) is None
-    asked = [member.exchange.servers.positions for member in teacher.members]
+    asked = [member.client.servers.positions for member in teacher.members]
     assert all(after > before for before, after in zip(counts, asked, strict=True))
     assert set(teacher.targets(batch)) == {0, 1}
-    assert [member.exchange.servers.positions for member in teacher.members] == asked
+    assert [member.client.servers.positions for member in teacher.members] == asked
     assert sum("log-probabilities of" in line for line in first_batch_lines(teacher, batch, None, None)) == 2
     teacher.members[1].stored_head.weights.weight.mul_(1.5)
     with pytest.raises(ValueError, match="log-probabilities made here are off by"):

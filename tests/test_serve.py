@@ -21,8 +21,8 @@ from distill.teachers.backends.served.protocol import (
     BINARY,
     TEACHER,
     Identity,
+    ProtocolError,
     TargetRequest,
-    WireError,
     documents,
     fp8_rows,
     head_hash,
@@ -157,7 +157,7 @@ def test_who_it_is_and_its_head_once(engine, url):
     files = HTTP.get(f"{url}/v1/files").json()
     assert json.loads(files["config.json"])["hidden_size"] == 64 and "tokenizer.json" in files
     assert HTTP.get(f"{url}/health").json()["status"] == "ok"
-    with pytest.raises(WireError, match="hash is its own"):
+    with pytest.raises(ProtocolError, match="hash is its own"):
         Identity.read(engine.identity.written() | {"softcap": 30.0})
 
 
@@ -236,7 +236,7 @@ def test_any_bytes_are_a_request_or_a_wire_error():
         for as_json in (False, True):
             try:
                 query = read_body(bytes(body), as_json).checked(259, 4096, 512)
-            except WireError as error:
+            except ProtocolError as error:
                 assert "\n" not in str(error)[:100]
             else:
                 assert query.ids.max() < 259

@@ -20,7 +20,7 @@ from served import HTTP, post, question, serving
 from distill.serving import connections
 from distill.serving.connections import Patience, most_connections
 from distill.serving.room import Room
-from distill.teachers.backends.served.protocol import WireError, read_body
+from distill.teachers.backends.served.protocol import ProtocolError, read_body
 from scripts.hostile_wire import crafted_body, damaged_body, read_answer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -268,7 +268,7 @@ def test_whatever_a_body_holds_it_is_read_or_a_wire_error(seed):
         for as_json in (False, True):
             try:
                 query = read_body(body, as_json).checked(259, 4096, 512)
-            except WireError as error:
+            except ProtocolError as error:
                 assert error.status in (400, 422)
                 refused += 1
             else:

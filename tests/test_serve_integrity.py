@@ -14,7 +14,7 @@ from starlette.routing import Route
 from distill.core.errors import TeacherUnavailableError
 from distill.serving import app
 from distill.serving.open import running
-from distill.teachers.backends.served.client import Place, Servers
+from distill.teachers.backends.served.client import ServerConfig, Servers
 from distill.teachers.backends.served.integrity import CHECKSUM, QUESTION, checksum, question_hash
 from distill.teachers.backends.served.protocol import Identity, tensors_of
 from scripts.hostile_wire import flipping
@@ -54,7 +54,7 @@ def test_a_damaged_response_is_requested_again_on_a_new_connection(engine, damag
     connection = Servers._connection
     monkeypatch.setattr(Servers, "_connection", lambda own, at: (connected.append(at), connection(own, at))[1])
     with serving(engine) as address:
-        servers = Servers(Place((address,), wait=20.0))
+        servers = Servers(ServerConfig((address,), wait=20.0))
         expected = expected_hidden(engine, query)
         assert torch.equal(asked(servers, query), expected) and len(connected) == 1
         with caplog.at_level(logging.WARNING):
@@ -92,7 +92,7 @@ def test_an_answer_of_the_same_shape_to_another_question_is_not_taken(url, engin
         return first[0]
 
     with running(proxy(url, change)) as address:
-        servers = Servers(Place((address,), wait=5.0))
+        servers = Servers(ServerConfig((address,), wait=5.0))
         assert torch.equal(asked(servers, question(4)), expected_hidden(engine, question(4)))
         with pytest.raises(TeacherUnavailableError, match="a response to another request"):
             asked(servers, question(5))
@@ -105,7 +105,7 @@ def test_a_flipped_bit_anywhere_is_never_taken(url, engine):
     expected, right, ended = expected_hidden(engine, query), 0, 0
     with flipping(int(url.rpartition(":")[2]), generator) as (port, count):
         while count[0] < 60:
-            servers = Servers(Place((f"http://127.0.0.1:{port}",), wait=1.0))
+            servers = Servers(ServerConfig((f"http://127.0.0.1:{port}",), wait=1.0))
             before = count[0]
             try:
                 assert torch.equal(asked(servers, query), expected)
@@ -123,7 +123,7 @@ def test_an_older_server_is_a_one_line_error(url, engine):
         return {name: value for name, value in headers.items() if name not in (CHECKSUM, QUESTION)}, content
 
     with running(proxy(url, without_sums)) as address:
-        servers = Servers(Place((address,), wait=5.0))
+        servers = Servers(ServerConfig((address,), wait=5.0))
         with pytest.raises(
             TeacherUnavailableError, match="without checksums: install the same version of distill on both sides"
         ):
@@ -140,6 +140,6 @@ def test_other_kinds_of_server_bear_no_sums():
         return JSONResponse({"data": []})
 
     with running(Starlette(routes=[Route("/v1/models", models)])) as address:
-        servers = Servers(Place((address,), wait=5.0, sums=False))
+        servers = Servers(ServerConfig((address,), wait=5.0, sums=False))
         assert servers.ask("GET", "/v1/models") == b'{"data":[]}'
         servers.close()

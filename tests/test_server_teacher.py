@@ -116,7 +116,7 @@ def test_top_k_is_what_a_cache_would_hold(place, engine, url):
     stored = encode(hidden, engine.weights, engine.transform, labels, Encoding(259, 8, "bucket", 2.0)).to(torch.float16)
     expected = top_k_targets(stored._asdict(), batch["valid_rows"], batch["input_ids"].shape, "bucket")
     assert all(torch.equal(*pair) for pair in zip(targets[:4], expected[:4], strict=True))
-    assert teacher.exchange.servers.received / teacher.exchange.servers.positions < 8 * 4 + 6 + 8
+    assert teacher.client.servers.received / teacher.client.servers.positions < 8 * 4 + 6 + 8
 
 
 def test_a_student_cut_from_the_model_that_is_named(place, url):
@@ -213,7 +213,7 @@ def test_another_teacher_is_named_and_refused(place, tmp_path, engine, url):
         with pytest.raises(ValueError, match=r"teacher\.model: the server's files_sha256 is"):
             trained(place, "named", *from_server(another))
         teacher, vocabulary = opened(recipe_in(place, *from_server(url)))
-        teacher.exchange.servers._servers[0].url = another  # started anew with another model, under the run
+        teacher.client.servers._servers[0].url = another  # started anew with another model, under the run
         batch = teacher.collate(Collator(2))([vocabulary.read(recipe_in(place).data, 0).train[0]])
         with pytest.raises(TeacherUnavailableError, match="is another teacher now"):
             teacher.targets(batch)
@@ -349,7 +349,7 @@ def test_answers_are_looked_at(place, url, engine, monkeypatch, spoil, told):
         engine, "answer", lambda jobs: [{"hidden": spoil(a["hidden"]).contiguous()} for a in answer(jobs)]
     )
     with serving(engine) as address:
-        teacher.exchange.servers._servers[0].url = address
+        teacher.client.servers._servers[0].url = address
         with pytest.raises(TeacherUnavailableError, match=told):
             teacher.targets(batch)
 
@@ -359,7 +359,7 @@ def test_an_answer_that_is_no_answer(place, url):
     from distill.teachers.backends.served.protocol import TargetRequest
 
     with pytest.raises(TeacherUnavailableError, match="an invalid response"):
-        teacher.exchange.read(
+        teacher.client.read(
             b"nothing of the kind", TargetRequest(np.zeros((1, 2), np.int32), None, np.zeros(1, np.int32))
         )
     with pytest.raises(ValueError, match="expected safetensors"):

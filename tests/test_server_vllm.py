@@ -223,7 +223,7 @@ def test_a_server_that_dies_at_start_is_reported_at_once(place, engine, tmp_path
     with running(vllm_with_folder(engine, tmp_path, lambda what, values: values)) as address:
         recipe = recipe_in(place, *from_server(address, protocol="vllm", folder=str(tmp_path), timeout=60.0))
         teacher, _ = opened(recipe)
-        exchange = teacher.exchange
+        exchange = teacher.client
         assert exchange.servers.silence() is None
     began = time.monotonic()
     with pytest.raises(
@@ -240,11 +240,11 @@ def test_top_k_servers_that_die_are_reported_long_before_the_wait_is_over(place,
             recipe = recipe_in(place, *from_server(dies, protocol="vllm", top_k=5, timeout=300.0))
             alone, _ = opened(recipe)
             both, _ = opened(recipe_in(place, *from_server(dies, stays, protocol="vllm", top_k=5, timeout=300.0)))
-        assert both.exchange.servers.fetch("GET", "/v1/models").numel() > 0
-        assert both.exchange.servers.silence() is not None and both.exchange.servers.silence(of_all=True) is None
+        assert both.client.servers.fetch("GET", "/v1/models").numel() > 0
+        assert both.client.servers.silence() is not None and both.client.servers.silence(of_all=True) is None
     began = time.monotonic()
     with pytest.raises(RunError, match=rf"teacher\.url: no vLLM server has answered at /health .*{dies}") as gone:
-        alone.exchange.servers.fetch("GET", "/v1/models")
+        alone.client.servers.fetch("GET", "/v1/models")
     assert time.monotonic() - began < 30 and "\n" not in str(gone.value)
 
 

@@ -84,9 +84,8 @@ def fill(
         advance(sum(row.positions for row in rows[start : start + batch_size * world]))
     store.write()
     store.land()
-    if rank == 0 and not is_collective(teacher):
-        while not all(map(store.has, store.required)):
-            time.sleep(0.2)
-            store.look_again()
     if rank == 0 or is_collective(teacher):
+        store.flush()
+    while rank == 0 and store.missing:  # of copies, which do not communicate
+        time.sleep(0.2)
         store.flush()

@@ -66,7 +66,7 @@ def _stored_tokens(teacher: ArchivedTeacher, rows: Sequence[Row], batch: Batch) 
 
 
 def _served_logits(teacher: ServerTeacher, rows: Sequence[Row], batch: Batch) -> torch.Tensor:
-    return own_logits(teacher.exchange, TargetRequest.of(batch, batch["valid_rows"])).to(batch["input_ids"].device)
+    return own_logits(teacher.client, TargetRequest.of(batch, batch["valid_rows"])).to(batch["input_ids"].device)
 
 
 def _served_tokens(teacher: ServerTeacher, rows: Sequence[Row], batch: Batch) -> Stored:

@@ -39,8 +39,8 @@ from distill.teachers.backends.served.protocol import (
     BINARY,
     JSON,
     TEACHER,
+    ProtocolError,
     TargetRequest,
-    WireError,
     parts_of,
     read_body,
 )
@@ -236,11 +236,11 @@ class Service:
                 body = await self._body(request, size)
                 try:
                     return await self._answer(request, body, options)
-                except WireError as error:  # with the hash of the body received, which may not be the one sent
+                except ProtocolError as error:  # with the hash of the body received, which may not be the one sent
                     return await self._sound(request, error_response(error.status, str(error)), body)
             finally:
                 self._bodies.give(size)
-        except WireError as error:
+        except ProtocolError as error:
             return error_response(error.status, str(error))
         except Refused as refused:
             return refused.response
@@ -251,10 +251,10 @@ class Service:
         as_json = request.headers.get("content-type", "").partition(";")[0].strip() == JSON
         job = Job(await self._read(self._checked, body, as_json), options)
         if options.logits and len(job.query.rows) > (most := self.engine.identity.limits["logits"] or 1):
-            raise WireError(f"rows: expected at most {most} for logits, got {len(job.query.rows)}")
+            raise ProtocolError(f"rows: expected at most {most} for logits, got {len(job.query.rows)}")
         size = job.answer_bytes(self.engine.identity)
         if as_json and size > JSON_ANSWER:
-            raise WireError(
+            raise ProtocolError(
                 f"rows: expected an answer of at most {JSON_ANSWER} bytes in JSON, got {size}; send safetensors"
             )
         try:
@@ -280,13 +280,14 @@ class Service:
         kinds = {"top_k": int, "columns": int, "temperature": float, "tail": str, "dtype": str, "deterministic": int}
         for name, text in given.items():
             if logits or name not in kinds:
-                raise WireError(f"{name[:40]!r}: no such option; {', '.join(kinds) if not logits else 'none is taken'}")
+                known = "none is taken" if logits else ", ".join(kinds)
+                raise ProtocolError(f"{name[:40]!r}: no such option; {known}")
             try:
                 values[name] = kinds[name](text)
             except ValueError:
-                raise WireError(f"{name}: expected a number, got {text[:40]!r}") from None
+                raise ProtocolError(f"{name}: expected a number, got {text[:40]!r}") from None
         if not all(math.isfinite(value) for value in values.values() if isinstance(value, float)):
-            raise WireError("temperature: expected a finite number")
+            raise ProtocolError("temperature: expected a finite number")
         values["deterministic"] = bool(values.get("deterministic", 0))
         return Options(**values, logits=logits).checked(self.engine.identity.rows)
 

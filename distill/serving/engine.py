@@ -36,8 +36,8 @@ from distill.teachers.backends.served.protocol import (
     FILES,
     PROTOCOL,
     Identity,
+    ProtocolError,
     TargetRequest,
-    WireError,
     documents,
     fp8_rows,
     head_hash,
@@ -82,21 +82,21 @@ class Options(NamedTuple):
             rows: rows of the head.
 
         Raises:
-            WireError: naming the option.
+            ProtocolError: naming the option.
         """
         columns = self.columns or rows
         hidden = tuple(dtype for dtype in DTYPES if dtype != "float16")
         allowed = hidden if self.top_k is None else ("auto", "float16", "float32")
         if not 0 < columns <= rows:
-            raise WireError(f"columns: expected 1 to {rows}, got {columns}")
+            raise ProtocolError(f"columns: expected 1 to {rows}, got {columns}")
         if self.top_k is not None and not 0 < self.top_k <= min(MAX_TOP_K, columns):
-            raise WireError(f"top_k: expected 1 to {min(MAX_TOP_K, columns)}, got {self.top_k}")
+            raise ProtocolError(f"top_k: expected 1 to {min(MAX_TOP_K, columns)}, got {self.top_k}")
         if self.tail not in TAILS:
-            raise WireError(f"tail: expected one of {', '.join(TAILS)}")
+            raise ProtocolError(f"tail: expected one of {', '.join(TAILS)}")
         if not 1e-3 <= self.temperature <= 1e3:
-            raise WireError("temperature: expected 0.001 to 1000")
+            raise ProtocolError("temperature: expected 0.001 to 1000")
         if self.dtype not in allowed:
-            raise WireError(f"dtype: expected one of {', '.join(allowed)}")
+            raise ProtocolError(f"dtype: expected one of {', '.join(allowed)}")
         return self._replace(columns=columns)
 
 

@@ -23,7 +23,7 @@ from distill.recipe import parse
 from distill.serving.app import Limits, make_app
 from distill.serving.engine import Engine
 from distill.serving.open import open_engine, running
-from distill.teachers.backends.served.client import Place, Servers
+from distill.teachers.backends.served.client import ServerConfig, Servers
 from distill.teachers.backends.served.protocol import TargetRequest, hidden_of, tensors_of
 from scripts.bench.harness import Row
 
@@ -56,7 +56,7 @@ class Load(NamedTuple):
 
 def ask(url: str, bodies: Sequence[bytes], clients: int, requests: int) -> Load:
     """Have so many clients ask, after a warm-up; called in a process of its own."""
-    servers = Servers(Place((url,), None, 600.0))
+    servers = Servers(ServerConfig((url,), None, 600.0))
 
     def one(number: int) -> tuple[float, int]:
         begun = time.perf_counter()
@@ -93,7 +93,7 @@ def seconds_of_forward(engine: Engine, rows: int, length: int) -> float:
 
 def require_right(url: str, engine: Engine, question: TargetRequest) -> None:
     """The correctness gate: an answer is the engine's own hidden states, bit for bit."""
-    servers = Servers(Place((url,), None, 600.0))
+    servers = Servers(ServerConfig((url,), None, 600.0))
     answer = tensors_of(servers.fetch("POST", "/v1/targets?deterministic=1", question.body()))
     servers.close()
     ids = torch.from_numpy(question.ids).long().to(engine.device)

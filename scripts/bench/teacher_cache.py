@@ -75,7 +75,8 @@ def batches(
     while True:
         for start in range(0, len(rows), batch_size):
             made = collate(rows[start : start + batch_size])
-            pinned = {name: t.pin_memory() if device.type == "cuda" else t for name, t in made.items()}
+            on_gpu = device.type == "cuda"
+            pinned = {n: t.pin_memory() if on_gpu and isinstance(t, torch.Tensor) else t for n, t in made.items()}
             yield {name: t.to(device, non_blocking=True) for name, t in pinned.items()}
 
 

@@ -176,7 +176,6 @@ class RoutedFormat(TargetFormat, ComparesTokens):
         """Return the sums of losses and of statistics over the routes, then those of `PER_ROUTE` for each route."""
         assert isinstance(loss, RoutedLoss) and isinstance(call.inputs.targets, dict)
         results: list[LossResult | None] = []
-        result: LossResult | None
         items = call.inputs.num_items
         if items is None:
             items = (call.labels != IGNORE_INDEX).sum().clamp_min(1)
@@ -190,12 +189,12 @@ class RoutedFormat(TargetFormat, ComparesTokens):
             labels[targets.rows] = flat[targets.rows]
             inputs = call.inputs.with_targets(targets.targets, items)
             mine = call._replace(inputs=inputs, labels=labels.view_as(call.labels), valid_rows=targets.rows)
-            result = member.apply(own, pairing, mine)
-            if isinstance(targets.targets, SpanTargets) and isinstance(result, tuple):  # one number a span
-                total, each = result
+            found = member.apply(own, pairing, mine)
+            if isinstance(targets.targets, SpanTargets) and isinstance(found, tuple):  # one number a span
+                total, each = found
                 spread_out = (one.new_zeros(len(flat)).index_copy(0, targets.rows, one) for one in each)
-                result = total, list(spread_out)
-            results.append(result)
+                found = total, list(spread_out)
+            results.append(found)
         occurring = [result for result in results if result is not None]
         if not call.inputs.statistics:
             return sum(occurring[1:], occurring[0])

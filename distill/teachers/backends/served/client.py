@@ -1,11 +1,11 @@
 """HTTP client of one teacher's servers: requests go to the least busy one, and to another where one is gone.
 
-    servers = Servers(place)
+    servers = Servers(config)
     identity = servers.identity()                  # of all of them the same, or the run is refused
     future = servers.submit("/v1/targets", body, params)
 
 A server that does not answer, or reports that it is full, gets no requests for a while (exponential backoff, or its
-`Retry-After`), and its requests go to the others. Where none has answered for `place.wait` seconds, or one answers as
+`Retry-After`), and its requests go to the others. Where none has answered for `config.wait` seconds, or one answers as
 another teacher than the run began with, `TeacherUnavailableError` ends the run in one line.
 """
 
@@ -30,7 +30,7 @@ import torch
 
 from distill.core.errors import TeacherUnavailableError
 from distill.teachers.backends.served.integrity import CHECKSUM, QUESTION, damage_of, question_hash
-from distill.teachers.backends.served.protocol import BINARY, TEACHER, Identity, WireError
+from distill.teachers.backends.served.protocol import BINARY, TEACHER, Identity, ProtocolError
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ RETRIED = (408, 425, 429, 500, 502, 503, 504)
 T = TypeVar("T")
 
 
-class Place(NamedTuple):
+class ServerConfig(NamedTuple):
     """Addresses of the servers, and settings of requests to them.
 
     Attributes:
@@ -85,7 +85,7 @@ class Servers:
     """HTTP client of servers of the same teacher, with threads of its own.
 
     Args:
-        place: their addresses.
+        config: their addresses.
 
     Attributes:
         received: bytes of answers so far, and `positions` that they were for, for the figure of bytes a token.
@@ -93,13 +93,13 @@ class Servers:
         ended: returns why servers that this run started will not answer any more; None while one may.
     """
 
-    def __init__(self, place: Place) -> None:
-        self.place, self.expected = place, None  # type: tuple[Place, str | None]
+    def __init__(self, config: ServerConfig) -> None:
+        self.config, self.expected = config, None  # type: tuple[ServerConfig, str | None]
         self._headers = {"accept": BINARY}
-        if place.token is not None:
-            self._headers["authorization"] = f"Bearer {place.token}"
+        if config.token is not None:
+            self._headers["authorization"] = f"Bearer {config.token}"
         self._idle: dict[str, list[http.client.HTTPConnection]] = {}  # by address
-        self._servers = [_Server(url) for url in place.urls]
+        self._servers = [_Server(url) for url in config.urls]
         self._lock = threading.Lock()
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []  # from the first `submit` on
@@ -133,7 +133,7 @@ class Servers:
         """
         future: Future[T] = Future()
         if not self._threads:  # daemons: a run that ends does not wait for open requests
-            names = range(self.place.at_once * len(self.place.urls))
+            names = range(self.config.at_once * len(self.config.urls))
             self._threads = [threading.Thread(target=self._answer_all, daemon=True, name="asking") for _ in names]
             for thread in self._threads:
                 thread.start()
@@ -183,9 +183,9 @@ class Servers:
                     continue
             if (ended := self.ended()) is not None:
                 raise TeacherUnavailableError(ended)
-            if time.monotonic() - silent_since > self.place.wait or self._closed.is_set():
+            if time.monotonic() - silent_since > self.config.wait or self._closed.is_set():
                 faults = "; ".join(f"{server.url}: {server.fault or values}" for server in self._servers)
-                raise TeacherUnavailableError(f"teacher.url: no response within {self.place.wait:g} s ({faults})")
+                raise TeacherUnavailableError(f"teacher.url: no response within {self.config.wait:g} s ({faults})")
             self._closed.wait(0.05)
 
     def _least_busy(self) -> _Server | None:
@@ -208,14 +208,14 @@ class Servers:
         except TeacherUnavailableError:
             raise
         except (OSError, http.client.HTTPException, RuntimeError) as error:  # RuntimeError: no memory
-            self._leave_alone(server, f"{type(error).__name__}: {error}", None)
+            self._back_off(server, f"{type(error).__name__}: {error}", None)
             raise _TryAgain(server.fault) from None
         finally:
             with self._lock:
                 server.busy -= 1
         if response.status in RETRIED:
             told = response.headers.get("retry-after", "")
-            self._leave_alone(server, f"{response.status}: {_line(content)}", float(told) if told.isdigit() else None)
+            self._back_off(server, f"{response.status}: {_line(content)}", float(told) if told.isdigit() else None)
             raise _TryAgain(server.fault)
         if response.status != 200:
             raise TeacherUnavailableError(refusal(server.url, response.status, _line(content)))
@@ -255,7 +255,7 @@ class Servers:
                 connection.request(method, urlsplit(url).path.rstrip("/") + path, body, headers)
                 response = connection.getresponse()
                 content = _content(response)
-                if self.place.sums:
+                if self.config.sums:
                     _require_sound(response, content, question_hash(path, body or b""))
             except BaseException as error:
                 connection.close()
@@ -277,15 +277,15 @@ class Servers:
         except ValueError as error:  # of the port
             raise http.client.InvalidURL(str(error)) from None
         connection.connect()
-        connection.sock.settimeout(seconds or self.place.wait)
+        connection.sock.settimeout(seconds or self.config.wait)
         return connection
 
-    def _leave_alone(self, server: _Server, fault: str, seconds: float | None) -> None:
+    def _back_off(self, server: _Server, fault: str, seconds: float | None) -> None:
         with self._lock:
             server.failures += 1
-            pause = min(FIRST_PAUSE * 2 ** (server.failures - 1), LONGEST_PAUSE, self.place.wait / 4)
+            pause = min(FIRST_PAUSE * 2 ** (server.failures - 1), LONGEST_PAUSE, self.config.wait / 4)
             pause = pause * (0.75 + 0.5 * random.Random(time.monotonic_ns()).random()) if seconds is None else seconds
-            server.fault, server.until = fault, time.monotonic() + min(pause, self.place.wait / 4)
+            server.fault, server.until = fault, time.monotonic() + min(pause, self.config.wait / 4)
         if server.failures in (1, 5, 25):
             log.warning("%s does not respond (%s); retrying", server.url, fault)
 
@@ -296,7 +296,7 @@ class Servers:
             of_all: return None where any server answers, else the fault of the last one.
         """
         fault = None
-        for url in self.place.urls:
+        for url in self.config.urls:
             fault = self._silence_of(url)
             if (fault is None) == of_all:
                 break
@@ -370,7 +370,7 @@ def _require_sound(response: http.client.HTTPResponse, content: torch.Tensor, qu
 def _identity(url: str, body: bytes) -> Identity:
     try:
         return Identity.read(json.loads(body))
-    except (WireError, ValueError) as error:
+    except (ProtocolError, ValueError) as error:
         raise ValueError(f"teacher.url: {url}: {error}") from None
 
 

@@ -36,10 +36,10 @@ from distill.recipe import Parallel, Recipe, dump
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.loss import Loss
 from distill.teachers.backends.local import ModelSource
-from distill.teachers.backends.served.client import Place, Servers
-from distill.teachers.backends.served.exchange import DistillExchange, TargetSpec
+from distill.teachers.backends.served.client import ServerConfig, Servers
 from distill.teachers.backends.served.protocol import tensors_of
 from distill.teachers.backends.served.teacher import ServerTeacher
+from distill.teachers.backends.served.teacher_client import DistillClient, TargetSpec
 from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 from distill.teachers.interface import LoadContext, Teacher
 from distill.teachers.vocabulary import Vocabulary
@@ -247,17 +247,17 @@ class LaunchedTeacher(ServerTeacher):
 
     def __init__(self, source: ModelSource, servers: LaunchedServers, context: LoadContext) -> None:
         section = source.section
-        client = Servers(Place(servers.urls(), servers.token, section.timeout, max(section.prefetch, 1)))
-        client.ended = servers.fault
-        identity = client.identity()
+        http = Servers(ServerConfig(servers.urls(), servers.token, section.timeout, max(section.prefetch, 1)))
+        http.ended = servers.fault
+        identity = http.identity()
         dtype = getattr(torch, identity.dtype)
         spec = TargetSpec(None, identity.rows, identity.hidden, dtype, "bucket", 1.0, "auto", True)
-        exchange = DistillExchange(client, spec, identity.limits["logits"] or 1)
-        exchange.field = FIELD
-        tensors = tensors_of(client.ask("GET", "/v1/head"))
+        client = DistillClient(http, spec, identity.limits["logits"] or 1)
+        client.field = FIELD
+        tensors = tensors_of(http.ask("GET", "/v1/head"))
         bias = tensors["bias"].to(context.device) if "bias" in tensors else None
         super().__init__(
-            exchange, identity.fingerprint, LogitTransform(identity.scale, identity.softcap),
+            client, identity.fingerprint, LogitTransform(identity.scale, identity.softcap),
             HeadWeights(tensors["weight"].to(context.device), bias, None), section, context.precision.teacher,
         )  # fmt: skip
         self._servers, self._source = servers, source

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from distill.models.head import HeadWeights, LogitTransform
-from distill.teachers.backends.served.exchange import Exchange
 from distill.teachers.backends.served.protocol import TargetRequest
+from distill.teachers.backends.served.teacher_client import TeacherClient
 
 TOKENS = 64
 CAPS = (5.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0)
@@ -29,17 +29,17 @@ class LogitReading(NamedTuple):
     """Conversion of targets into logits on this side.
 
     Attributes:
-        exchange: that requests them.
+        client: that requests them.
         head: on any device; None where K tokens are sent.
         transform: scale and soft cap, as the server reports them.
     """
 
-    exchange: Exchange
+    client: TeacherClient
     head: HeadWeights | None
     transform: LogitTransform
 
 
-def prove(teacher: LogitReading, query: TargetRequest) -> str:
+def check_parity(teacher: LogitReading, query: TargetRequest) -> str:
     """Compare up to 64 of the query's positions; return a line on how close they are.
 
     Raises:
@@ -47,32 +47,32 @@ def prove(teacher: LogitReading, query: TargetRequest) -> str:
         TeacherUnavailableError: the server does not answer.
     """
     query = replace(query, rows=query.rows[:TOKENS])
-    if len(query.rows) and (compared := teacher.exchange.proof(query)) is not None:
+    if len(query.rows) and (compared := teacher.client.parity(query)) is not None:
         return compared
-    if not teacher.exchange.most_logits or not len(query.rows):
-        why = "no token is trained on here" if teacher.exchange.most_logits else "it sends none"
+    if not teacher.client.most_logits or not len(query.rows):
+        why = "no token is trained on here" if teacher.client.most_logits else "it sends none"
         return f"its logits are not compared: {why}"
-    expected = own_logits(teacher.exchange, query)
+    expected = own_logits(teacher.client, query)
     off, allowed = _sparse(teacher, query, expected) if teacher.head is None else _dense(teacher, query, expected)
     if not off <= allowed:
         why = "" if teacher.head is None else _reason(teacher, query, expected, allowed)
         raise ValueError(
-            f"{teacher.exchange.field}: log-probabilities made here are off by {off:.2g} nats from the teacher's own, "
+            f"{teacher.client.field}: log-probabilities made here are off by {off:.2g} nats from the teacher's own, "
             f"over {len(query.rows)} tokens ({allowed:.1g} is rounding): "
             f"{why or 'they are of other positions or columns'}"
         )
     return f"log-probabilities of {len(query.rows)} tokens are those of its own logits, to {off:.1g} nats"
 
 
-def own_logits(exchange: Exchange, query: TargetRequest) -> torch.Tensor:
+def own_logits(client: TeacherClient, query: TargetRequest) -> torch.Tensor:
     """Return fp32 logits [M, V] of the rows by the server's model, in as many requests as it needs."""
-    parts = np.array_split(query.rows, max(-(-len(query.rows) // exchange.most_logits), 1))
-    return torch.cat([exchange.logits(replace(query, rows=rows)) for rows in parts])
+    parts = np.array_split(query.rows, max(-(-len(query.rows) // client.most_logits), 1))
+    return torch.cat([client.logits(replace(query, rows=rows)) for rows in parts])
 
 
 def _dense(teacher: LogitReading, query: TargetRequest, expected: torch.Tensor) -> tuple[float, float]:
     """Return the mean distance of all log-probabilities, and its bound by rounding."""
-    hidden, dtype = _plain_hidden(teacher, query), teacher.exchange.spec.dtype
+    hidden, dtype = _plain_hidden(teacher, query), teacher.client.spec.dtype
     if hidden.shape[-1] != _head(teacher).weight.shape[1] or expected.shape[-1] != len(_head(teacher).weight):
         return float("inf"), 0.0
     off = _distance(_logits(teacher, hidden, teacher.transform), expected)
@@ -86,7 +86,7 @@ def _head(teacher: LogitReading) -> HeadWeights:
 
 def _plain_hidden(teacher: LogitReading, query: TargetRequest) -> torch.Tensor:
     """Return unrounded hidden states, also where the run receives them in fp8."""
-    return teacher.exchange.exact(query)["hidden"]
+    return teacher.client.exact(query)["hidden"]
 
 
 def _logits(teacher: LogitReading, hidden: torch.Tensor, transform: LogitTransform) -> torch.Tensor:
@@ -102,8 +102,8 @@ def _distance(z: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _sparse(teacher: LogitReading, query: TargetRequest, expected: torch.Tensor) -> tuple[float, float]:
     """Return the largest distance of the labels' log-probabilities, and of the top K tokens' too, and its bound."""
-    exchange, spec = teacher.exchange, teacher.exchange.spec
-    values = exchange.ask(query).result()
+    client, spec = teacher.client, teacher.client.spec
+    values = client.ask(query).result()
     logp = expected[:, : spec.columns].log_softmax(-1)
     labels = torch.from_numpy(query.labels.astype(np.int64)).clamp_max(spec.columns - 1)
     scale = logp.gather(1, labels[:, None])[:, 0]

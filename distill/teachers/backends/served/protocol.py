@@ -45,7 +45,7 @@ SAFETENSORS = {
 }  # fmt: skip
 
 
-class WireError(ValueError):
+class ProtocolError(ValueError):
     """A body that violates the protocol; the message names what was expected.
 
     Attributes:
@@ -101,7 +101,7 @@ class TargetRequest:
             longest: of a document; None for no limit.
 
         Raises:
-            WireError: naming the tensor.
+            ProtocolError: naming the tensor.
         """
         shape, size = self.ids.shape, self.ids.size
         _require(0 < size <= most_tokens, f"input_ids: expected 1 to {most_tokens} tokens, got {size}")
@@ -130,7 +130,7 @@ def read_body(body: bytes, json_body: bool) -> TargetRequest:
     """Return the request in a body.
 
     Raises:
-        WireError: the body is no request.
+        ProtocolError: the body is no request.
     """
     if not json_body:
         arrays = {name: _array(name, tensor) for name, tensor in tensors_of(body).items()}
@@ -138,7 +138,7 @@ def read_body(body: bytes, json_body: bool) -> TargetRequest:
         try:
             arrays = {name: np.asarray(value) for name, value in dict(json.loads(body)).items()}
         except (ValueError, TypeError, RecursionError, OverflowError) as error:
-            raise WireError(f"body: expected JSON of lists of whole numbers: {error!s:.100}", 400) from None
+            raise ProtocolError(f"body: expected JSON of lists of whole numbers: {error!s:.100}", 400) from None
     unknown = set(arrays) - {"input_ids", "position_ids", "rows"}
     given = ", ".join(map(repr, arrays))[:100]
     fine = not unknown and {"input_ids", "rows"} <= set(arrays)
@@ -159,7 +159,7 @@ def _array(name: str, tensor: torch.Tensor) -> np.ndarray:
     """Return a request's tensor in NumPy, which has no float8, fewer dimensions and smaller empty arrays."""
     if tensor.is_floating_point() or tensor.dim() > 2 or max(tensor.shape, default=0) >= 2**31:
         got = f"{str(tensor.dtype).removeprefix('torch.')} of {tensor.dim()} dimensions"
-        raise WireError(f"{name[:40]!r}: expected whole numbers in at most 2 dimensions, got {got}", 400)
+        raise ProtocolError(f"{name[:40]!r}: expected whole numbers in at most 2 dimensions, got {got}", 400)
     return tensor.numpy()
 
 
@@ -167,7 +167,7 @@ def tensors_of(body: bytes | torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the tensors of safetensors bytes; views of a uint8 tensor, which the library would copy twice.
 
     Raises:
-        WireError: the bytes are no safetensors.
+        ProtocolError: the bytes are no safetensors.
     """
     whole = body if isinstance(body, torch.Tensor) else torch.frombuffer(bytearray(body or b"?"), dtype=torch.uint8)
     try:
@@ -181,7 +181,7 @@ def tensors_of(body: bytes | torch.Tensor) -> dict[str, torch.Tensor]:
             raise ValueError("its tensors are not all of the body")
         return tensors
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError, RecursionError) as error:
-        raise WireError(f"body: expected safetensors: {error!s:.100}", 400) from None
+        raise ProtocolError(f"body: expected safetensors: {error!s:.100}", 400) from None
 
 
 def _tensor(data: torch.Tensor, dtype: torch.dtype, shape: list[int], offsets: list[int]) -> torch.Tensor:
@@ -210,7 +210,7 @@ def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
 
 def _require(holds: bool, message: str) -> None:
     if not holds:
-        raise WireError(message)
+        raise ProtocolError(message)
 
 
 class Piece(NamedTuple):
@@ -348,20 +348,20 @@ class Identity(NamedTuple):
         """Parse the identity that /v1/identity sends.
 
         Raises:
-            WireError: it is not one of this protocol.
+            ProtocolError: it is not one of this protocol.
         """
         if not isinstance(tree, Mapping) or tree.get("protocol") != PROTOCOL:
             found = tree.get("protocol") if isinstance(tree, Mapping) else None
-            raise WireError(
+            raise ProtocolError(
                 f"expected an identity of protocol {PROTOCOL}, got {found!s:.20}; install the same version of distill "
                 "on both sides"
             )
         try:
             identity = Identity(**{name: tree[name] for name in Identity._fields})  # type: ignore[arg-type]
         except KeyError as error:
-            raise WireError(f"expected an identity with {error}") from None
+            raise ProtocolError(f"expected an identity with {error}") from None
         if identity.hash != tree.get("hash"):
-            raise WireError("expected an identity whose hash is its own")
+            raise ProtocolError("expected an identity whose hash is its own")
         return identity
 
 

@@ -21,12 +21,12 @@ from distill.objectives.measure import KL, Measure, cache_measure
 from distill.recipe import ModelSection, Recipe
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.models import EIGHT_BITS
-from distill.teachers.backends.served.client import Place, Servers, token_of
-from distill.teachers.backends.served.exchange import DistillExchange, TargetSpec
+from distill.teachers.backends.served.client import ServerConfig, Servers, token_of
 from distill.teachers.backends.served.protocol import FILES, Identity, head_hash, tensors_of
 from distill.teachers.backends.served.teacher import ServerTeacher
-from distill.teachers.backends.served.vllm import VllmExchange, length_problems, served_model
-from distill.teachers.backends.served.vllm_hidden import VllmHiddenExchange, load_ends
+from distill.teachers.backends.served.teacher_client import DistillClient, TargetSpec
+from distill.teachers.backends.served.vllm import VllmClient, length_problems, served_model
+from distill.teachers.backends.served.vllm_hidden import VllmHiddenClient, load_ends
 from distill.teachers.backends.stored.format import TEACHER, bytes_a_token
 from distill.teachers.backends.stored.identity import text_hashes
 from distill.teachers.backends.stored.settings import default_tail
@@ -196,10 +196,10 @@ class ServerSource(TeacherSource, NamesFiles, Measures, ChecksData, DescribesSto
             columns = min(shape.vocabulary, student.vocabulary)
             spec, cut = TargetSpec.by(self.recipe, columns, shape.hidden, torch.float32), context.precision.teacher
             if self.section.folder is None:
-                vllm = VllmExchange(self.servers, spec)
+                vllm = VllmClient(self.servers, spec)
                 return ServerTeacher(vllm, vllm.identity(), LogitTransform(), None, self.section, cut)
             ends = load_ends(self.section.loaded(), cut)
-            states = VllmHiddenExchange(self.servers, spec._replace(dtype=cut), Path(self.section.folder), ends)
+            states = VllmHiddenClient(self.servers, spec._replace(dtype=cut), Path(self.section.folder), ends)
             named = states.identity() | {"ends": ends.fingerprint}
             teacher = ServerTeacher(states, named, ends.transform, ends.head, self.section, cut)
             move_to(teacher, context.device)
@@ -225,7 +225,7 @@ def connect(section: TeacherSection) -> Servers:
     """Return a client of the servers of a recipe's teacher; nothing is sent yet."""
     token = token_of(section.token_file)
     sums = section.protocol != "vllm"
-    return Servers(Place(section.urls, token, section.timeout, max(section.prefetch, 1), sums))
+    return Servers(ServerConfig(section.urls, token, section.timeout, max(section.prefetch, 1), sums))
 
 
 class OpenedAt(NamedTuple):
@@ -241,8 +241,8 @@ def _opened(
     head = None if spec.top_k is not None else _head(servers, identity, at.device)
     named = {"model": identity.model, **identity.fingerprint, "dtype": identity.dtype, "held": identity.held,
              "scale": identity.scale, "softcap": identity.softcap, "server": identity.hash}  # fmt: skip
-    exchange = DistillExchange(servers, spec, identity.limits["logits"] or 1)
-    return ServerTeacher(exchange, named, LogitTransform(identity.scale, identity.softcap), head, section, at.cut)
+    client = DistillClient(servers, spec, identity.limits["logits"] or 1)
+    return ServerTeacher(client, named, LogitTransform(identity.scale, identity.softcap), head, section, at.cut)
 
 
 def _head(servers: Servers, identity: Identity, device: torch.device) -> HeadWeights:

@@ -20,9 +20,9 @@ from distill.objectives.hidden import HiddenFormat, StoredHead
 from distill.objectives.targets import Batch, TargetFormat, VocabularyAlignment
 from distill.objectives.top_k import TopKFormat, TopKTargets, spread, top_k_targets
 from distill.recipe import Teacher as TeacherSection
-from distill.teachers.backends.served.exchange import Answer, Exchange, TargetTensors
-from distill.teachers.backends.served.parity_check import LogitReading, prove
+from distill.teachers.backends.served.parity_check import LogitReading, check_parity
 from distill.teachers.backends.served.protocol import TargetRequest
+from distill.teachers.backends.served.teacher_client import Answer, TargetTensors, TeacherClient
 from distill.teachers.calibration import CutRequest, CutStudent, cut_from
 from distill.teachers.capabilities import (
     ChecksFirstBatch,
@@ -56,7 +56,7 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
     """Outputs of servers for the rows of a batch, requested by `submit` and awaited by `targets`.
 
     Args:
-        exchange: of the servers' protocol.
+        client: of the servers' protocol.
         identity: of the teacher, for the lock file.
         transform: how its logits follow from its head's product; an attribute too.
         head: its weights; None where K tokens are sent.
@@ -65,13 +65,13 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
     """
 
     def __init__(
-        self, exchange: Exchange, identity: dict[str, object], transform: LogitTransform, head: HeadWeights | None,
+        self, client: TeacherClient, identity: dict[str, object], transform: LogitTransform, head: HeadWeights | None,
         section: TeacherSection, dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        self.exchange, self.identity, self.section, self.dtype = exchange, identity, section, dtype
+        self.client, self.identity, self.section, self.dtype = client, identity, section, dtype
         self.models, self.ahead = {}, section.prefetch
         self.stored_head = None if head is None else StoredHead(head, "the head of the served teacher")
-        spec = exchange.spec
+        spec = client.spec
         self.format: TargetFormat = (
             TopKFormat(spec.manifest(transform.scale, transform.softcap))
             if self.stored_head is None
@@ -93,7 +93,7 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
     def submit(self, batch: Batch) -> None:
         query = self._asked(batch)
         if len(query.rows) and id(query) not in self._pending:
-            self._pending[id(query)] = query, self.exchange.ask(query)
+            self._pending[id(query)] = query, self.client.ask(query)
             while len(self._pending) > MOST_PENDING:
                 self._pending.popitem(last=False)
 
@@ -114,7 +114,7 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
         rows = batch["valid_rows"] if "valid_rows" in batch else _rows(batch)
         if self.stored_head is not None:
             return spread(values["hidden"], rows, shape)
-        return top_k_targets(values, rows, shape, self.exchange.spec.tail)
+        return top_k_targets(values, rows, shape, self.client.spec.tail)
 
     def sent(self, batch: Batch) -> TargetTensors:
         """Return the answers for a batch's trained positions as received, on the CPU."""
@@ -127,9 +127,9 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
             TeacherUnavailableError: no answer came in time, or none that is valid.
         """
         if not len(query.rows):
-            return self.exchange.spec.nothing()
+            return self.client.spec.nothing()
         _, answer = self._pending.pop(id(query), (None, None))
-        return (answer or self.exchange.ask(query)).result()
+        return (answer or self.client.ask(query)).result()
 
     @staticmethod
     def _asked(batch: Batch) -> TargetRequest:
@@ -137,7 +137,7 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
         return found if found is not None else TargetRequest.of(batch, _rows(batch))
 
     def size_text(self) -> str:
-        spec = self.exchange.spec
+        spec = self.client.spec
         values = "hidden states" if self.stored_head is not None else f"top {spec.top_k} ({spec.tail})"
         return f"{values} from {', '.join(self.section.urls)}"
 
@@ -149,23 +149,23 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
     def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
         self.targets(batch)
         weights = None if self.stored_head is None else self.stored_head.weights
-        each = self.exchange.cost()
-        proof = prove(LogitReading(self.exchange, weights, self.transform), self._asked(batch))
-        return [f"{'served':<12}{each:,.0f} bytes per trained token; {proof}"]
+        each = self.client.cost()
+        compared = check_parity(LogitReading(self.client, weights, self.transform), self._asked(batch))
+        return [f"{'served':<12}{each:,.0f} bytes per trained token; {compared}"]
 
     def fingerprint(self) -> dict[str, object]:
         """Return the servers' identity, and the outputs that are requested."""
-        spec = self.exchange.spec
+        spec = self.client.spec
         query = {"top_k": spec.top_k, "tail": spec.tail} if self.stored_head is None else {"send": spec.send}
         return {**self.identity, **query}
 
     def place(self) -> dict[str, object]:
         """Return plain values from which `reconnected` makes the same teacher in another process."""
-        spec = self.exchange.spec._asdict() | {"dtype": str(self.exchange.spec.dtype).removeprefix("torch.")}
+        spec = self.client.spec._asdict() | {"dtype": str(self.client.spec.dtype).removeprefix("torch.")}
         return {"section": self.section.model_dump(mode="json"), "wanted": spec}
 
     def close(self) -> None:
-        self.exchange.close()
+        self.client.close()
 
 
 def _rows(batch: Batch) -> torch.Tensor:

@@ -26,8 +26,8 @@ import torch
 
 from distill.core.errors import TeacherUnavailableError
 from distill.teachers.backends.served.client import Servers
-from distill.teachers.backends.served.exchange import ServerExchange, TargetSpec, TargetTensors, require_sound
 from distill.teachers.backends.served.protocol import JSON, TargetRequest, documents
+from distill.teachers.backends.served.teacher_client import HttpTeacherClient, TargetSpec, TargetTensors, require_sound
 
 HEALTH_SECONDS, DEAD_SECONDS = 1.0, 15.0  # seconds between two checks; of silence until servers count as dead
 LEAST = -1e4  # vLLM sends -9999 for a logprob of minus infinity
@@ -104,8 +104,8 @@ class DeathWatch:
             return f"teacher.url: no vLLM server has answered at /health for {silent:.0f} s ({fault})"
 
 
-class VllmExchange(ServerExchange):
-    """The exchange with the completions endpoint of vLLM.
+class VllmClient(HttpTeacherClient):
+    """A client of the completions endpoint of vLLM.
 
     Args:
         servers: of the same model.

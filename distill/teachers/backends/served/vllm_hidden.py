@@ -43,9 +43,9 @@ from distill.models.load.source import loading, resolve_model_source
 from distill.models.prune.pruning import cut_config
 from distill.recipe import Teacher as TeacherSection
 from distill.teachers.backends.served.client import Servers
-from distill.teachers.backends.served.exchange import TargetSpec, TargetTensors, require_sound
 from distill.teachers.backends.served.protocol import JSON, TargetRequest, documents
-from distill.teachers.backends.served.vllm import VllmExchange
+from distill.teachers.backends.served.teacher_client import TargetSpec, TargetTensors, require_sound
+from distill.teachers.backends.served.vllm import VllmClient
 
 LOOKS_S = 0.002
 HEALTH_S = 2.0  # seconds between two checks of the servers while a file is awaited
@@ -116,8 +116,8 @@ class Parts(NamedTuple):
         return require_sound({"hidden": hidden}, self.positions, self.spec)
 
 
-class VllmHiddenExchange(VllmExchange):
-    """The exchange with vLLM's completions endpoint and the folder that its connector writes to.
+class VllmHiddenClient(VllmClient):
+    """A client of vLLM's completions endpoint and the folder that its connector writes to.
 
     Args:
         servers: of the same model.
@@ -127,7 +127,7 @@ class VllmHiddenExchange(VllmExchange):
     """
 
     def __init__(self, servers: Servers, spec: TargetSpec, folder: Path, ends: Ends) -> None:
-        super().__init__(servers, spec._replace(top_k=1))  # for `proof`
+        super().__init__(servers, spec._replace(top_k=1))  # for `parity`
         self.logprobs, self.spec = self.spec, spec._replace(deterministic=False)
         self.folder, self.ends, self.read_bytes = folder, ends, 0
         if not folder.is_dir():
@@ -183,7 +183,7 @@ class VllmHiddenExchange(VllmExchange):
         Raises:
             TeacherUnavailableError: it does not come, or a server has died meanwhile.
         """
-        lock, until = path.with_name(path.name + ".lock"), time.monotonic() + self.servers.place.wait
+        lock, until = path.with_name(path.name + ".lock"), time.monotonic() + self.servers.config.wait
         looks, silent_since = time.monotonic() + HEALTH_S, None
         while True:
             try:
@@ -207,7 +207,7 @@ class VllmHiddenExchange(VllmExchange):
     def cost(self) -> float:
         return (self.servers.received + self.read_bytes) / max(self.servers.positions, 1)
 
-    def proof(self, query: TargetRequest) -> str:
+    def parity(self, query: TargetRequest) -> str:
         """Compare the server's own log-probabilities of the next tokens with those computed from its hidden states.
 
         Raises:
@@ -236,7 +236,7 @@ class VllmHiddenExchange(VllmExchange):
 
         A document is a request: for each the connector writes a file, which nothing else would delete.
         """
-        asker = VllmExchange(self.servers, self.logprobs)
+        asker = VllmClient(self.servers, self.logprobs)
         asker.model = self.model
 
         def part(piece: Any) -> Future[torch.Tensor]:

@@ -178,11 +178,6 @@ class Store(Shards):
         for key in keys:
             del self._pending[key]
 
-    def look_again(self) -> None:
-        """Map what other processes have written since."""
-        if set(names := self._listed()) != set(self._names):
-            self._map(names)
-
     def finish_writing(self) -> None:
         """Wait for the part that is being written, whether or not that fails."""
         if self._writing is not None:

@@ -74,10 +74,6 @@ class RowDocuments:
         """Return itself."""
         return self
 
-    def pin_memory(self) -> RowDocuments:
-        """Return itself."""
-        return self
-
 
 def documents_in(batch: Batch) -> RowDocuments:
     """Return the documents of a batch that `StoredTeacher.collate` made."""

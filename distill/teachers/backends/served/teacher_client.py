@@ -1,4 +1,4 @@
-"""Conversion of token rows into queries to servers, and of the answers into tensors; one exchange per protocol."""
+"""Conversion of token rows into queries to servers, and of the answers into tensors; one client a protocol."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from distill.core.errors import TeacherUnavailableError
 from distill.recipe import Recipe, Teacher
 from distill.teachers.backends.served.client import Servers, with_query
-from distill.teachers.backends.served.protocol import TargetRequest, WireError, hidden_of, tensors_of, unpack_ids
+from distill.teachers.backends.served.protocol import ProtocolError, TargetRequest, hidden_of, tensors_of, unpack_ids
 from distill.teachers.backends.stored.settings import default_tail
 
 TargetTensors = dict[str, torch.Tensor]
@@ -78,7 +78,7 @@ class Answer(Protocol):
         ...
 
 
-class Exchange(Protocol):
+class TeacherClient(Protocol):
     """Client of one server protocol.
 
     Attributes:
@@ -103,7 +103,7 @@ class Exchange(Protocol):
         """Return fp32 logits [M, V] of the model's own forward, for at most `most_logits` rows."""
         ...
 
-    def proof(self, query: TargetRequest) -> str | None:
+    def parity(self, query: TargetRequest) -> str | None:
         """Compare with the server's own numbers where it sends no logits; return a summary, None without a comparison.
 
         Raises:
@@ -120,8 +120,8 @@ class Exchange(Protocol):
         return
 
 
-class ServerExchange(Exchange):
-    """An exchange over HTTP.
+class HttpTeacherClient(TeacherClient):
+    """A client over HTTP.
 
     Attributes:
         servers: that are queried.
@@ -139,14 +139,14 @@ class ServerExchange(Exchange):
         self.servers.close()
 
 
-class DistillExchange(ServerExchange):
-    """The exchange with `distill serve`."""
+class DistillClient(HttpTeacherClient):
+    """A client of `distill serve`."""
 
     def __init__(self, servers: Servers, spec: TargetSpec, most_logits: int) -> None:
         self.servers, self.spec, self.most_logits = servers, spec, most_logits
 
     def exact(self, query: TargetRequest) -> TargetTensors:
-        return DistillExchange(self.servers, self.spec._replace(send="auto", deterministic=True), 0).ask(query).result()
+        return DistillClient(self.servers, self.spec._replace(send="auto", deterministic=True), 0).ask(query).result()
 
     def ask(self, query: TargetRequest) -> Future[TargetTensors]:
         spec = self.spec
@@ -171,7 +171,7 @@ class DistillExchange(ServerExchange):
                 values = {"ids": unpack_ids(answer, spec.columns)} | {
                     name: answer[name] for name in ("logprobs", "tail", "entropy", "label_logprob")
                 }
-        except (WireError, KeyError, RuntimeError, ValueError) as error:
+        except (ProtocolError, KeyError, RuntimeError, ValueError) as error:
             raise TeacherUnavailableError(
                 f"teacher.url: an invalid response: {type(error).__name__}: {error}"
             ) from None
@@ -179,7 +179,7 @@ class DistillExchange(ServerExchange):
 
 
 def require_sound(
-    values: TargetTensors, positions: int, spec: TargetSpec, field: str = Exchange.field
+    values: TargetTensors, positions: int, spec: TargetSpec, field: str = TeacherClient.field
 ) -> TargetTensors:
     """Return an answer, once its shapes are the requested ones and it is finite where it must be.
 
