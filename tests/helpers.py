@@ -184,7 +184,7 @@ def faulty_job(number, device):
 
 
 def stored_documents(folder):
-    """What the shards in a folder hold of each document, by its key."""
+    """Return the stored tensors of each document in the shards of a folder, by the document's key."""
     from distill.teachers.backends.stored import format as layout
 
     found = {}

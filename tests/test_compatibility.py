@@ -102,8 +102,8 @@ K_TOKENS = ("local top k", "server's top k", "stored top k")
 REFUSED = {
     **{(backend, "retokenised", combination): "hidden states" for backend in K_TOKENS for combination in COMBINATIONS},
     **{(backend, rows, "mixture"): "hidden states to mix" for backend in K_TOKENS for rows in ROWS},
-    **{(backend, "retokenised", "mixture"): "one teacher a token" for backend in BACKENDS},
     **{("launched", rows, combination): "one teacher" for rows in ROWS for combination in ("mixture", "routed")},
+    **{(backend, "retokenised", "mixture"): "one teacher a token" for backend in BACKENDS},
 }
 
 
