@@ -83,7 +83,7 @@ class Reference:
         return total
 
     def document_loss(
-        self, student: Any, document: Row, device: torch.device, loss: Loss, columns: int
+        self, student: torch.nn.Module, document: Row, device: torch.device, loss: Loss, columns: int
     ) -> tuple[torch.Tensor, int]:
         """Return the sum of a document's losses, and their number, for a reference of several teachers."""
         batch = {name: value.to(device) for name, value in self.teacher.collate(Collator(0))([document]).items()}

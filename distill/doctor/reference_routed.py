@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from distill_kernels import LossTerm
 from torch import nn
 
 from distill.core.labels import IGNORE_INDEX
-from distill.doctor.reference import MixtureReference, Reads, Reference, Verdict
+from distill.doctor.reference import Description, MixtureReference, Reads, Reference, Verdict
 from distill.doctor.reference_context import column_prefix, inner_of, member_logits
 from distill.doctor.reference_loss import SampledTokens, token_loss
 from distill.doctor.reference_spans import SpansReference, figures_of
@@ -37,7 +37,7 @@ from distill.teachers.rows.retokenised.teacher import CrossTeacher, SpansFormat
 OTHERS: dict[type[TargetFormat], type[Reference]] = {SpansFormat: SpansReference, TopKFormat: TopKReference}
 
 
-def more_of(member: Teacher) -> Mapping[str, Any]:
+def more_of(member: Teacher) -> dict[str, object]:
     """Return what the teacher of a route is rebuilt with beside its model."""
     if isinstance(member, CrossTeacher):
         return {"shared": [ids.tolist() for ids in member.shared]}
@@ -46,7 +46,7 @@ def more_of(member: Teacher) -> Mapping[str, Any]:
     return {}
 
 
-def rebuilt_with(teacher: Any, prefix: str, more: Mapping[str, Any]) -> Teacher:
+def rebuilt_with(teacher: Teacher, prefix: str, more: Description) -> Teacher:
     """Return the teacher of a route around the one that computes its outputs."""
     if "shared" in more:
         return CrossTeacher(teacher, Shared(*map(np.array, more["shared"])))
@@ -95,7 +95,7 @@ class RoutedReference(Reference):
         return total / max(count, 1)
 
     def document_loss(
-        self, student: Any, document: Row, device: torch.device, loss: Loss, columns: int
+        self, student: nn.Module, document: Row, device: torch.device, loss: Loss, columns: int
     ) -> tuple[torch.Tensor, int]:
         ids, labels = (torch.tensor(document[name], device=device) for name in ("input_ids", "labels"))
         at = (labels[1:] != IGNORE_INDEX).nonzero().squeeze(1)
@@ -168,13 +168,13 @@ class RoutedReference(Reference):
         counts = ", ".join(f"{routes.count(n):,} of {name}" for n, name in enumerate(self.teacher.routes))
         return same and -1 not in routes, f"{detail}; documents go to their own teacher; trained tokens: {counts}"
 
-    def description(self) -> dict[str, Any]:
+    def description(self) -> Description:
         """Return the routes and, for each of their teachers, how to open it."""
         members = [[(reopen_spec(inner_of(m)), column_prefix(m), more_of(m)) for _, m in own] for own in self.groups]
         return {"routes": list(self.teacher.routes), "members": members}
 
     @staticmethod
-    def rebuilt(models: list[nn.Module], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
+    def rebuilt(models: list[nn.Module], weights: Sequence[float], description: Description) -> Teacher:
         """Return the routed teacher from its models, weights and description."""
         left, numbered, members = iter(models), enumerate(weights), []
         for group in description["members"]:

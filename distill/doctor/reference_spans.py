@@ -23,7 +23,7 @@ from distill.doctor.remote_outputs import logits_of, reopen_spec, reopen_teacher
 from distill.doctor.rows import OTHERS, Row, SpanRows
 from distill.objectives.losses import LogitTransforms, build_loss, loss_terms
 from distill.objectives.span_loss import CrossTokenizerLoss, Spans, SpanTargets
-from distill.objectives.targets import Batch
+from distill.objectives.targets import Batch, StepInputs
 from distill.recipe.loss import Loss
 from distill.teachers.interface import Teacher
 from distill.teachers.rows.retokenised.alignment import Shared
@@ -138,9 +138,10 @@ class SpansReference(Reference):
         return CrossTeacher(teacher, Shared(*map(np.array, description["shared"])))
 
 
-def figures_of(loss_of: Callable[..., Any], call: Sequence[Any]) -> torch.Tensor:
+def figures_of(loss_of: Callable[..., tuple[object, Sequence[torch.Tensor]]], call: Sequence[object]) -> torch.Tensor:
     """Return the divergence and both models' log-probability of the label from a loss's statistics, [N, 3]."""
     hidden, head, inputs, *rest = call
+    assert isinstance(inputs, StepInputs)
     inputs.statistics = True
     _, statistics = loss_of(hidden, head, inputs, *rest)
     inputs.statistics = False

@@ -93,7 +93,7 @@ class TopKReference(Reference):
         return {"manifest": dict(self.manifest)} if self.teacher.models else super().description()
 
     @staticmethod
-    def rebuilt(models: list[Any], weights: Sequence[float], description: Description) -> Teacher:
+    def rebuilt(models: list[nn.Module], weights: Sequence[float], description: Description) -> Teacher:
         """Return the teacher from its model and description."""
         if not models:
             return reopen_teacher(description)

@@ -126,9 +126,9 @@ def places_by_route(row: Row) -> dict[int, Places]:
     return found
 
 
-def row_at(row: Row, places: Places) -> dict[str, Any]:
+def row_at(row: Row, places: Places) -> dict[str, np.ndarray]:
     """Return the documents at some places of a row, as a row of their own."""
-    found: dict[str, Any] = {
+    found = {
         reading + name: np.asarray(row[reading + name])[at] for reading, at in places.items() for name in READ[reading]
     }
     sides = [np.asarray(at, dtype=np.int64) for at in places.values()]
@@ -197,7 +197,7 @@ class RoutedCollator:
         is_learned[batch["valid_rows"]] = True
         for route, groups in sorted((by_route or {0: []}).items()):
             own = [row_at(rows[number], places) for number, places in groups]
-            teacher_batch = (self.members[route] if self.members else self.teacher)(own)
+            teacher_batch = (self.members[route] if self.members else self.teacher)(own)  # type: ignore[arg-type]  # arrays
             longest = teacher_batch["input_ids"].shape[1]
             at_teacher = at_student = [torch.zeros(0, dtype=torch.int64)]
             for line, (number, places) in enumerate(groups):

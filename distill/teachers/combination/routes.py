@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from distill_kernels import LossTerm, TokenStats
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import ChatOptions, load_template
@@ -65,7 +66,7 @@ from distill.teachers.rows.context.data import ContextEncoder, ContextReport
 from distill.teachers.rows.reading import PREFIX, at_positions
 from distill.teachers.rows.retokenised.answers import TeacherReader
 from distill.teachers.rows.retokenised.data import CrossReport
-from distill.teachers.rows.retokenised.encode import PairEncoder
+from distill.teachers.rows.retokenised.encode import PairEncoder, Reader
 from distill.teachers.rows.retokenised.teacher import CrossSource, CrossVocabulary, SpansFormat
 from distill.teachers.source_capabilities import Measures, files_of, measure_of_source, note_data
 from distill.teachers.vocabulary import Match, Vocabulary
@@ -394,7 +395,7 @@ class RoutedVocabulary(MixtureVocabulary):
         note_data(self.source, splits)
         return splits
 
-    def tokenizers(self) -> list[Any] | None:
+    def tokenizers(self) -> list[PreTrainedTokenizerBase | Reader] | None:
         """Return the tokenizers of every teacher and, last, of the student; `Reader`s where they differ."""
         if not self.others:
             return super().tokenizers()
@@ -402,7 +403,7 @@ class RoutedVocabulary(MixtureVocabulary):
         count = len(self.source.members)
         return [self.others[n].readers[1] if n in self.others else self.tokenizer for n in range(count)] + [student]
 
-    def _others(self) -> Iterator[tuple[str, Any]]:
+    def _others(self) -> Iterator[tuple[str, PreTrainedTokenizerBase]]:
         return iter(()) if self.source.recipe.student.vocabulary == "cross" else super()._others()
 
     def answer_readers(self) -> dict[int | None, TeacherReader]:
