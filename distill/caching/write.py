@@ -22,7 +22,6 @@ from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.capabilities import is_collective
 
 PARTS, LEAST_ROWS = 64, 32
-PAD = 0  # any token
 
 
 class Row(NamedTuple):
@@ -75,7 +74,7 @@ def fill(
     least = LEAST_ROWS * width * max((row.tokens for row in rows), default=0)
     store.most_waiting = min(part_bytes, max(width * sum(row.positions for row in rows) // PARTS, least))
     tables = [rows.with_format("numpy") if hasattr(rows, "with_format") else rows for rows in splits]
-    collate = teacher.collate(Collator(PAD, omit_plain_positions=not any(map(follows_length, teacher.models.values()))))
+    collate = teacher.collate(Collator(0, omit_plain_positions=not any(map(follows_length, teacher.models.values()))))
     for start in range(0, len(rows), batch_size * world):
         mine = rows[start + rank * batch_size : start + (rank + 1) * batch_size]
         if mine or is_collective(teacher):
@@ -86,6 +85,6 @@ def fill(
     store.land()
     if rank == 0 or is_collective(teacher):
         store.flush()
-    while rank == 0 and store.missing:  # of copies, which do not communicate
+    while rank == 0 and store.missing and not is_collective(teacher):  # copies do not communicate
         time.sleep(0.2)
         store.flush()

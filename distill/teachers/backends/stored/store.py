@@ -114,7 +114,8 @@ class Store(Shards):
         return sorted(names, key=lambda name: name.startswith(PART))
 
     def _map(self, names: Sequence[str]) -> None:
-        self._mapped = {name: self._mapped.get(name) or map_tensors(self.path / name, self.cure) for name in names}
+        parts = {name: arrays for name, arrays in self._mapped.items() if name.startswith(PART)}  # numbers change files
+        self._mapped = {name: parts.get(name) or map_tensors(self.path / name, self.cure) for name in names}
         self._names, self.shards = list(self._mapped), list(self._mapped.values())
         self._index()
 
