@@ -70,7 +70,7 @@ GROUPS: dict[str, tuple[Entry, ...]] = {
         Entry(
             "FusedKLLoss",
             "projecting both hidden states, `log_softmax`, `kl_div`",
-            _BY_CLAIM["fused forward KL, forward and backward, time"],
+            _BY_CLAIM["fused forward KL, forward and backward, time (H100)"],
         ),
         Entry(
             "FusedJSDLoss",

@@ -92,6 +92,7 @@ class Headline(NamedTuple):
         ours: our candidate.
         rivals: those it is compared with; the best of them is shown.
         figure: the column.
+        gpu: whose rows.
     """
 
     claim: str
@@ -99,20 +100,26 @@ class Headline(NamedTuple):
     ours: str
     rivals: tuple[str, ...]
     figure: str
+    gpu: str = GPU
 
 
 _LOSS = ("linear forward_kl", "8192 x 128256, H 2048 / 4096")
+_H100 = "NVIDIA H100 80GB HBM3"
 _LOSS_RIVALS = (
     "eager, full logits",
     "torch.compile, full logits",
+    *(f"torch.compile, chunks of {rows} rows, {bits} logits" for rows in ("2,048", "4,096") for bits in ("bf16", "fp32")),
     "Liger LigerFusedLinearJSD",
+    "Liger LigerFusedLinearJSDLoss, compiled",
+    "Liger LigerFusedLinearKLDivLoss",
     "TRL ChunkedDivergenceFunction",
 )
+_EXACT = tuple(name for name in _LOSS_RIVALS if not name.endswith(("full logits", "bf16 logits", "compiled")))
 _STEP = "llama-3.1-8b to llama-3.2-1b, 2 x 4096 tokens, bf16"
 HEADLINES = (
-    Headline("fused forward KL, forward and backward, time", _LOSS, "ours", _LOSS_RIVALS, "ms"),
-    Headline("the same, peak memory above the inputs", _LOSS, "ours", _LOSS_RIVALS, "peak_mib"),
-    Headline("the same, compared with losses over full logits", _LOSS, "ours", _LOSS_RIVALS[:2], "peak_mib"),
+    Headline("fused forward KL, forward and backward, time (H100)", _LOSS, "ours", _LOSS_RIVALS, "ms", _H100),
+    Headline("the same, of losses whose gradients are as exact", _LOSS, "ours", _EXACT, "ms", _H100),
+    Headline("the same, peak memory above the inputs", _LOSS, "ours", _LOSS_RIVALS, "peak_mib", _H100),
     Headline("training step, 8B to 1B", ("step", _STEP), "ours", ("plain", "compile", "liger"), "tokens_per_s"),
     Headline(
         "the same, both models in fp8",
@@ -195,7 +202,7 @@ def compared(line: Headline, rows: list[dict[str, Any]]) -> tuple[dict[str, Any]
     Raises:
         ValueError: a row is missing.
     """
-    here = [row for row in rows if (row["gpu"], row["case"], row["shape"]) == (GPU, *line.where)]
+    here = [row for row in rows if (row["gpu"], row["case"], row["shape"]) == (line.gpu, *line.where)]
     found = {row["candidate"]: row for row in here if line.figure in row}
     if missing := {line.ours, *line.rivals} - found.keys():
         raise ValueError(f"no benchmark row of {line.where} for {sorted(missing)}")
@@ -222,7 +229,7 @@ def headlines(rows: list[dict[str, Any]]) -> str:
             f"{shown(best['candidate'].removesuffix(', full logits'))} | {ratio:.2f} | {commit} |"
         )
     newest = max(used, key=lambda row: row["date"])
-    return "\n".join([*lines, "", f"<sub>{newest['gpu']}, torch {newest['torch']}, triton {newest['triton']}</sub>"])
+    return "\n".join([*lines, "", f"<sub>{GPU} where none is named, torch {newest['torch']}, triton {newest['triton']}</sub>"])
 
 
 # how a row's candidate is shown, by what its name begins with or is
