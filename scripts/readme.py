@@ -108,7 +108,11 @@ _H100 = "NVIDIA H100 80GB HBM3"
 _LOSS_RIVALS = (
     "eager, full logits",
     "torch.compile, full logits",
-    *(f"torch.compile, chunks of {rows} rows, {bits} logits" for rows in ("2,048", "4,096") for bits in ("bf16", "fp32")),
+    *(
+        f"torch.compile, chunks of {rows} rows, {bits} logits"
+        for rows in ("2,048", "4,096")
+        for bits in ("bf16", "fp32")
+    ),
     "Liger LigerFusedLinearJSD",
     "Liger LigerFusedLinearJSDLoss, compiled",
     "Liger LigerFusedLinearKLDivLoss",
@@ -229,7 +233,9 @@ def headlines(rows: list[dict[str, Any]]) -> str:
             f"{shown(best['candidate'].removesuffix(', full logits'))} | {ratio:.2f} | {commit} |"
         )
     newest = max(used, key=lambda row: row["date"])
-    return "\n".join([*lines, "", f"<sub>{GPU} where none is named, torch {newest['torch']}, triton {newest['triton']}</sub>"])
+    return "\n".join(
+        [*lines, "", f"<sub>{GPU} where none is named, torch {newest['torch']}, triton {newest['triton']}</sub>"]
+    )
 
 
 # how a row's candidate is shown, by what its name begins with or is

@@ -64,7 +64,13 @@ def test_families_of_amd_follow_from_the_architecture():
 
 
 def test_a_gpu_without_kernels_runs_pytorch_with_one_log_line(gpu, caplog):
-    tensor = SimpleNamespace(is_cuda=True, get_device=lambda: 0)
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+        def get_device(self):
+            return 0
+
+    tensor = torch.empty(1).as_subclass(OnGpu)
     gpu((7, 5))
     assert not launch.runs_on_triton(tensor) and not launch.runs_on_triton(tensor)
     assert [record.getMessage() for record in caplog.records] == [
