@@ -17,7 +17,7 @@ KERNELS = ROOT / "kernels" / "distill_kernels"
 MOST_VISITS, MOST_CLIMBS = 46, 17  # of the recipe, from `run` on
 MOST_BRANCHES = 7
 MOST_MEMBERS = {"Teacher": 8, "TeacherSource": 8, "TargetFormat": 5}
-MOST_LINES = {"distill": 55_020, "kernels": 19_280}
+MOST_LINES = {"distill": 55_199, "kernels": 19_280}
 MOST_ANY = {"distill/recipe": 0, "distill/core": 0, "distill": 705}
 # over six today; the list only gets shorter
 LONG_SIGNATURES = {
@@ -34,7 +34,7 @@ LONG_SIGNATURES = {
 }
 # by package: docstrings that open with a fragment, public names without a docstring, `# fmt: skip`; only lowered
 LANGUAGE_BOUNDS = {
-    "distill": (0, 0, 4),
+    "distill": (0, 0, 0),
     "distill/caching": (0, 0, 0),
     "distill/commands": (0, 0, 0),
     "distill/core": (0, 0, 0),
@@ -45,10 +45,10 @@ LANGUAGE_BOUNDS = {
     "distill/models": (0, 0, 0),
     "distill/objectives": (0, 0, 0),
     "distill/planning": (0, 0, 0),
-    "distill/recipe": (0, 0, 6),
+    "distill/recipe": (0, 0, 5),
     "distill/reports": (0, 0, 0),
     "distill/serving": (0, 0, 0),
-    "distill/teachers": (0, 0, 42),
+    "distill/teachers": (0, 0, 0),
     "distill/training": (0, 0, 0),
     "distill_kernels": (0, 0, 0),
     "distill_kernels/attention": (0, 0, 0),

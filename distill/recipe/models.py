@@ -234,8 +234,14 @@ class Teacher(ModelSection):
         if self.type != "server":
             whole = self.online_cache is not None and self.online_cache_format != "top_k"
             served = [name for name in SERVED if name != "top_k" or whole or not self.is_loaded]
-            if given := next((name for name in served if name in self.model_fields_set and
-                              getattr(self, name) != type(self).model_fields[name].default), None):  # fmt: skip
+            if given := next(
+                (
+                    name
+                    for name in served
+                    if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default
+                ),
+                None,
+            ):
                 raise ValueError(f"{given}: belongs to type: server")
             return self
         if not self.urls:

@@ -70,11 +70,18 @@ class Before:
         loss = FusedKLLoss(**LogitTransforms(transform, self.transform))
         return float(
             loss(
-                hidden.to(head.weight.dtype), head.weight, self.hidden, self.head.weight, self.labels,
-                student_bias=head.bias, teacher_bias=self.head.bias, student_lora=head.lora,
-                valid_rows=self.batch.get("valid_rows"), vocab_size=self.vocab_size,
+                hidden.to(head.weight.dtype),
+                head.weight,
+                self.hidden,
+                self.head.weight,
+                self.labels,
+                student_bias=head.bias,
+                teacher_bias=self.head.bias,
+                student_lora=head.lora,
+                valid_rows=self.batch.get("valid_rows"),
+                vocab_size=self.vocab_size,
             )
-        )  # fmt: skip
+        )
 
     def moved(self) -> float:
         """Return the divergence of the teacher as it is now, nats a trained token."""
@@ -83,9 +90,13 @@ class Before:
 
 @torch.no_grad()
 def quantise_and_measure(
-    teacher: nn.Module, format: HiddenFormat, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment,
+    teacher: nn.Module,
+    format: HiddenFormat,
+    batch: Batch,
+    student: nn.Module | None,
+    pairing: VocabularyAlignment,
     skip: Sequence[str] = (),
-) -> Fp8Cost:  # fmt: skip
+) -> Fp8Cost:
     """Quantise the teacher in place and measure the divergence from before.
 
     Args:

@@ -18,9 +18,13 @@ from distill.teachers.objective import DistillationObjective
 
 
 def compute_and_measure(
-    objective: DistillationObjective, batch: Batch, autocast: Callable[[], AbstractContextManager[object]], *,
-    checkpointed: bool, sharded: bool,
-) -> str:  # fmt: skip
+    objective: DistillationObjective,
+    batch: Batch,
+    autocast: Callable[[], AbstractContextManager[object]],
+    *,
+    checkpointed: bool,
+    sharded: bool,
+) -> str:
     """Switch the student to fp8 compute, and return a line on the change of its loss and gradients.
 
     Args:

@@ -75,9 +75,14 @@ class LoadedTeacher(Teacher, ChecksFirstBatch, CopiesTruncated, CutsStudents, Qu
     """
 
     def __init__(
-        self, model: nn.Module, *, field: str = "teacher", tokenizer: Any = None, fp8: bool = False,
+        self,
+        model: nn.Module,
+        *,
+        field: str = "teacher",
+        tokenizer: Any = None,
+        fp8: bool = False,
         skip: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model: Any = model.eval().requires_grad_(False)
         self.models: Mapping[str, nn.Module] = {field: model}
         self.tokenizer, self.fp8, self.skip = tokenizer, fp8, skip
@@ -257,9 +262,11 @@ class ModelSource(TeacherSource, OffersSmaller):
         device, dtype = context.device, context.precision.teacher
         if context.placement.teacher_sharded:
             model, report = load_sharded_teacher(
-                self.section, device=device, dtype=dtype,
+                self.section,
+                device=device,
+                dtype=dtype,
                 attention=(lambda model: context.attention.of(model, "teacher")) if runs_our_kernels(device) else None,
-            )  # fmt: skip
+            )
             if report is not None and is_main_process():
                 console.print_lines(f"{'kernels':<12}teacher: {report}")
             return model

@@ -151,9 +151,7 @@ class RoutedFormat(TargetFormat, ComparesTokens):
     def held_out(self, pairing: VocabularyAlignment) -> RoutedLoss:
         return RoutedLoss([member.held_out(pairing) for member in self.members], counts=False)
 
-    def likeliest(
-        self, targets: object, rows: torch.Tensor, most: int
-    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+    def likeliest(self, targets: object, rows: torch.Tensor, most: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         assert isinstance(targets, dict)
         likeliest = {
             n: comparison.likeliest(own.targets, own.rows, most)

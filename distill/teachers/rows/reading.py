@@ -114,16 +114,16 @@ class SecondReading:
         inner: wraps a plain collator into the teacher's; None for a plain one.
     """
 
-    def __init__(
-        self, plain: Collate, pad_token_id: int, inner: Callable[[Collate], Collate] | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, plain: Collate, pad_token_id: int, inner: Callable[[Collate], Collate] | None = None) -> None:
         self.plain = plain
         given = getattr(plain, "collator", plain)
         self.padding_side: Literal["right", "left"] = getattr(given, "padding_side", "right")
         own = Collator(
-            pad_token_id, getattr(given, "pad_to_multiple_of", None), self.padding_side,
+            pad_token_id,
+            getattr(given, "pad_to_multiple_of", None),
+            self.padding_side,
             getattr(given, "omit_plain_positions", True),
-        )  # fmt: skip
+        )
         self.teacher = own if inner is None else inner(own)
 
     @staticmethod

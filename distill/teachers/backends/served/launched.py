@@ -47,8 +47,20 @@ from distill.teachers.vocabulary import Vocabulary
 FIELD = "parallel.teacher"
 LOOKS_S = 0.02
 LEAST_TOKENS = 65_536  # of a request that a server takes
-LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
-          "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "DISTILL_LAUNCHER")  # fmt: skip
+LAUNCH = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "ROLE_NAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "DISTILL_LAUNCHER",
+)
 USER_ERROR = 2  # exit code of `distill` where its input is wrong
 
 
@@ -198,9 +210,14 @@ def _visible_to(count: int, device: torch.device, sharded: bool) -> list[dict[st
 def _launch(rank: int, world: int, port: int) -> dict[str, str]:
     """Return the environment of the process group of servers that hold shards."""
     return {
-        "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def _started(recipe: Recipe, folder: Path, number: int, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -212,16 +229,34 @@ def _started(recipe: Recipe, folder: Path, number: int, more: Mapping[str, str])
         own = {"parallel": held, "loss": Loss(), "data": data, "teacher": recipe.teacher.by_itself}
         student = recipe.student.model_copy(update={"vocabulary": "keep"})
         file.write_text(dump(recipe.model_copy(update={**own, "student": student})))
-    kept = {name: value for name, value in os.environ.items()
-            if name not in LAUNCH and not name.startswith(("TORCHELASTIC_", "ACCELERATE_"))}  # fmt: skip
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCH and not name.startswith(("TORCHELASTIC_", "ACCELERATE_"))
+    }
     tokens = max(LEAST_TOKENS, recipe.train.batch_size * recipe.data.max_length)
-    command = [sys.executable, "-m", "distill", "serve", str(file), "--port", "0", "--max-tokens", str(tokens),
-               "--address-file", str(folder / f"address-{number}")]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "distill",
+        "serve",
+        str(file),
+        "--port",
+        "0",
+        "--max-tokens",
+        str(tokens),
+        "--address-file",
+        str(folder / f"address-{number}"),
+    ]
     with (folder / f"errors-{number}").open("wb") as errors:
         return subprocess.Popen(
-            command, env={**kept, **more, OWNER: str(os.getpid())}, stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
-        )  # fmt: skip
+            command,
+            env={**kept, **more, OWNER: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+        )
 
 
 def _kill(processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
@@ -257,9 +292,13 @@ class LaunchedTeacher(ServerTeacher):
         tensors = tensors_of(http.ask("GET", "/v1/head"))
         bias = tensors["bias"].to(context.device) if "bias" in tensors else None
         super().__init__(
-            client, identity.fingerprint, LogitTransform(identity.scale, identity.softcap),
-            HeadWeights(tensors["weight"].to(context.device), bias, None), section, context.precision.teacher,
-        )  # fmt: skip
+            client,
+            identity.fingerprint,
+            LogitTransform(identity.scale, identity.softcap),
+            HeadWeights(tensors["weight"].to(context.device), bias, None),
+            section,
+            context.precision.teacher,
+        )
         self._servers, self._source = servers, source
 
     def size_text(self) -> str:

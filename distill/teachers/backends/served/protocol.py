@@ -34,15 +34,33 @@ BINARY, JSON = "application/octet-stream", "application/json"
 TEACHER = "x-distill-teacher"  # header of every answer: the identity's `hash`
 FP8_MOST = 448.0  # largest value of float8_e4m3fn
 FILES = (
-    "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt",
-)  # fmt: skip
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
 DTYPES = ("auto", "fp8", "float16", "bfloat16", "float32")
 SAFETENSORS = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 class ProtocolError(ValueError):
@@ -78,8 +96,11 @@ class TargetRequest:
     @staticmethod
     def of(batch: Mapping[str, torch.Tensor], rows: torch.Tensor) -> TargetRequest:
         """Return the request for a collated batch and the flat positions int64 [M] that are trained."""
-        narrow = {name: batch[name].cpu().numpy().astype(np.int32) for name in ("input_ids", "position_ids")
-                  if batch.get(name) is not None}  # fmt: skip
+        narrow = {
+            name: batch[name].cpu().numpy().astype(np.int32)
+            for name in ("input_ids", "position_ids")
+            if batch.get(name) is not None
+        }
         return TargetRequest(narrow["input_ids"], narrow.get("position_ids"), rows.cpu().numpy().astype(np.int32))
 
     @property
@@ -115,8 +136,10 @@ class TargetRequest:
             )
             places, on = self.positions, np.zeros(shape, np.int64)
             on[:, 1:] = places[:, :-1].astype(np.int64) + 1
-            _require(bool(((places == 0) | (places == on) & (on > 0)).all()),
-                     "position_ids: expected each to be 0, or one more than the one before it in its row")  # fmt: skip
+            _require(
+                bool(((places == 0) | (places == on) & (on > 0)).all()),
+                "position_ids: expected each to be 0, or one more than the one before it in its row",
+            )
         deepest = int(places.max()) + 1
         _require(longest is None or deepest <= longest, f"input_ids: a document of {deepest}; at most {longest} here")
         rows = self.rows.astype(np.int64)
@@ -200,8 +223,10 @@ def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)  # the widest first, so that all are aligned
     for name, tensor in ordered:
         header[name] = {
-            "dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end := end + tensor.nbytes]
-        }  # fmt: skip
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end := end + tensor.nbytes],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     flat = (tensor.contiguous().flatten().view(torch.uint8).numpy().data for _, tensor in ordered)

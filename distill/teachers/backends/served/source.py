@@ -122,8 +122,13 @@ class ServerSource(TeacherSource, NamesFiles, Measures, ChecksData, DescribesSto
         if section.top_k is None:
             return KL
         tail = default_tail(loss)
-        return cache_measure({"k": section.top_k, "tail": "bucket" if self.is_vllm and tail == "sampled" else tail,
-                            "temperature": loss.temperature})  # fmt: skip
+        return cache_measure(
+            {
+                "k": section.top_k,
+                "tail": "bucket" if self.is_vllm and tail == "sampled" else tail,
+                "temperature": loss.temperature,
+            }
+        )
 
     def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
         """Return problems: requests that exceed the servers' limits, or another model than the recipe names."""
@@ -239,8 +244,15 @@ def _opened(
     section: TeacherSection, servers: Servers, identity: Identity, spec: TargetSpec, at: OpenedAt
 ) -> ServerTeacher:
     head = None if spec.top_k is not None else _head(servers, identity, at.device)
-    named = {"model": identity.model, **identity.fingerprint, "dtype": identity.dtype, "held": identity.held,
-             "scale": identity.scale, "softcap": identity.softcap, "server": identity.hash}  # fmt: skip
+    named = {
+        "model": identity.model,
+        **identity.fingerprint,
+        "dtype": identity.dtype,
+        "held": identity.held,
+        "scale": identity.scale,
+        "softcap": identity.softcap,
+        "server": identity.hash,
+    }
     client = DistillClient(servers, spec, identity.limits["logits"] or 1)
     return ServerTeacher(client, named, LogitTransform(identity.scale, identity.softcap), head, section, at.cut)
 

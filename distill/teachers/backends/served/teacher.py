@@ -65,9 +65,14 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
     """
 
     def __init__(
-        self, client: TeacherClient, identity: dict[str, object], transform: LogitTransform, head: HeadWeights | None,
-        section: TeacherSection, dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+        self,
+        client: TeacherClient,
+        identity: dict[str, object],
+        transform: LogitTransform,
+        head: HeadWeights | None,
+        section: TeacherSection,
+        dtype: torch.dtype,
+    ) -> None:
         self.client, self.identity, self.section, self.dtype = client, identity, section, dtype
         self.models, self.ahead = {}, section.prefetch
         self.stored_head = None if head is None else StoredHead(head, "the head of the served teacher")

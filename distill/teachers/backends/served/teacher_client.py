@@ -45,24 +45,42 @@ class TargetSpec(NamedTuple):
         """Return the outputs that a recipe requests."""
         section: Teacher = recipe.teacher
         return TargetSpec(
-            section.top_k, columns, hidden, dtype, default_tail(recipe.loss), recipe.loss.temperature,
-            section.transfer_dtype, section.deterministic,
-        )  # fmt: skip
+            section.top_k,
+            columns,
+            hidden,
+            dtype,
+            default_tail(recipe.loss),
+            recipe.loss.temperature,
+            section.transfer_dtype,
+            section.deterministic,
+        )
 
     def nothing(self) -> TargetTensors:
         """Return the answer for no positions."""
         if self.top_k is None:
             return {"hidden": torch.zeros(0, self.hidden, dtype=self.dtype)}
         empty = torch.zeros(0)
-        return {"ids": torch.zeros(0, self.top_k, dtype=torch.int32), "logprobs": torch.zeros(0, self.top_k),
-                "tail": empty, "entropy": empty, "label_logprob": empty}  # fmt: skip
+        return {
+            "ids": torch.zeros(0, self.top_k, dtype=torch.int32),
+            "logprobs": torch.zeros(0, self.top_k),
+            "tail": empty,
+            "entropy": empty,
+            "label_logprob": empty,
+        }
 
     def manifest(self, scale: float, softcap: float | None) -> dict[str, object]:
         """Return these settings as a cache's manifest has them, for the format of K tokens."""
         return {
-            "kind": "top_k", "k": self.top_k, "tail": self.tail, "temperature": self.temperature, "scale": scale,
-            "softcap": softcap, "vocabulary": self.columns, "hidden": self.hidden, "dtype": "float16",
-        }  # fmt: skip
+            "kind": "top_k",
+            "k": self.top_k,
+            "tail": self.tail,
+            "temperature": self.temperature,
+            "scale": scale,
+            "softcap": softcap,
+            "vocabulary": self.columns,
+            "hidden": self.hidden,
+            "dtype": "float16",
+        }
 
 
 class Answer(Protocol):
@@ -150,9 +168,11 @@ class DistillClient(HttpTeacherClient):
 
     def ask(self, query: TargetRequest) -> Future[TargetTensors]:
         spec = self.spec
-        params = {"dtype": spec.send} if spec.top_k is None else {
-            "top_k": spec.top_k, "columns": spec.columns, "tail": spec.tail, "temperature": spec.temperature
-        }  # fmt: skip
+        params = (
+            {"dtype": spec.send}
+            if spec.top_k is None
+            else {"top_k": spec.top_k, "columns": spec.columns, "tail": spec.tail, "temperature": spec.temperature}
+        )
         path = with_query("/v1/targets", deterministic=int(spec.deterministic), **params)
         return self.servers.submit(path, query.body(), len(query.rows), lambda body: self.read(body, query))
 
@@ -190,9 +210,14 @@ def require_sound(
     shapes: Mapping[str, tuple[int, ...]] = (
         {"hidden": (positions, spec.hidden)}
         if k is None
-        else {"ids": (positions, k), "logprobs": (positions, k), "tail": (positions,), "entropy": (positions,),
-              "label_logprob": (positions,)}
-    )  # fmt: skip
+        else {
+            "ids": (positions, k),
+            "logprobs": (positions, k),
+            "tail": (positions,),
+            "entropy": (positions,),
+            "label_logprob": (positions,),
+        }
+    )
     for name, shape in shapes.items():
         if tuple(values[name].shape) != shape:
             raise TeacherUnavailableError(

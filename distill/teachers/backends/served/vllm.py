@@ -135,9 +135,12 @@ class VllmClient(HttpTeacherClient):
 
     def _question(self, query: TargetRequest) -> bytes:
         question = {
-            "model": self.model, "prompt": [piece.ids.tolist() for piece in _prompts(query)], "max_tokens": 1,
-            "temperature": 0.0, "prompt_logprobs": self.spec.top_k,
-        }  # fmt: skip
+            "model": self.model,
+            "prompt": [piece.ids.tolist() for piece in _prompts(query)],
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": self.spec.top_k,
+        }
         return json.dumps(question).encode()
 
     def ask(self, query: TargetRequest) -> Future[TargetTensors]:
@@ -167,8 +170,13 @@ class VllmClient(HttpTeacherClient):
             raise TeacherUnavailableError(f"teacher.url: a response that is not vLLM's: {fault}") from None
         ids, logprobs, label = (np.array(part) for part in zip(*rows, strict=True))
         _require_log_probabilities(logprobs, label)
-        return require_sound(_completed(torch.from_numpy(ids).int(), torch.from_numpy(logprobs).float(),
-                                        torch.from_numpy(label).float()), len(query.rows), self.spec)  # fmt: skip
+        return require_sound(
+            _completed(
+                torch.from_numpy(ids).int(), torch.from_numpy(logprobs).float(), torch.from_numpy(label).float()
+            ),
+            len(query.rows),
+            self.spec,
+        )
 
 
 def _require_log_probabilities(logprobs: np.ndarray, label: np.ndarray) -> None:

@@ -80,9 +80,14 @@ def load_ends(section: TeacherSection, dtype: torch.dtype) -> Ends:
     try:
         with loading(section.model, source, "teacher.model"):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source.location, config=cut_config(config, range(0)), revision=section.revision, dtype=dtype,
-                trust_remote_code=section.trust_remote_code, use_safetensors=True, output_loading_info=True,
-            )  # fmt: skip
+                source.location,
+                config=cut_config(config, range(0)),
+                revision=section.revision,
+                dtype=dtype,
+                trust_remote_code=section.trust_remote_code,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
             model, missing = loaded[0], loaded[1]["missing_keys"]
             if missing:
                 raise ValueError(f"its files lack {', '.join(sorted(missing))}")
@@ -91,9 +96,10 @@ def load_ends(section: TeacherSection, dtype: torch.dtype) -> Ends:
     model.eval().requires_grad_(False)
     width = find_head(model).linear.weight.shape[1]  # type: ignore[index]
     norms = [
-        module for module in decoder_of(model).children()
+        module
+        for module in decoder_of(model).children()
         if (own := list(module.parameters())) and all(weight.shape == (width,) for weight in own)
-    ]  # fmt: skip
+    ]
     if len(norms) != 1:
         raise ValueError(f"teacher.folder: expected one norm after the layers of {section.model}, found {len(norms)}")
     return Ends(norms[0], read_head(find_head(model)), probe_logits(model, "teacher"), fingerprint(model))

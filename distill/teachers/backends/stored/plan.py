@@ -182,11 +182,12 @@ def close_cache(folder: Path, plan: Plan) -> Plan:
     count = next(number for number in range(1 << 30) if not shard_path(folder, number).is_file())
     ends = [map_tensors(shard_path(folder, number))["offsets"] for number in range(count)]
     manifest = {
-        **plan, "documents": sum(len(offsets) - 1 for offsets in ends),
+        **plan,
+        "documents": sum(len(offsets) - 1 for offsets in ends),
         "positions": sum(int(offsets[-1]) for offsets in ends),
         "shards": [shard_path(folder, number).stat().st_size for number in range(count)],
         "sums": [sum_of_sums(shard_path(folder, number)) for number in range(count)],
         "files": {name: entry for name, entry in file_checksums(folder, skip=SHARD).items() if name != PLAN},
-    }  # fmt: skip
+    }
     write_signed(folder / MANIFEST, manifest)
     return manifest

@@ -294,8 +294,10 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
         until = time.monotonic() + BEGINS_WITHIN_S
         while (begun := self.plan) is None:
             if time.monotonic() > until:
-                raise ValueError(f"{self.place}: {self.folder} was not begun by the first process; expected a folder "
-                                 "that all machines share")  # fmt: skip
+                raise ValueError(
+                    f"{self.place}: {self.folder} was not begun by the first process; expected a folder "
+                    "that all machines share"
+                )
             time.sleep(0.2)
         self._require_same(begun, plan)
         return begun

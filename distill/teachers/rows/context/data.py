@@ -78,9 +78,7 @@ class ContextEncoder(Encoder):
                 made, private = self.chat(sample), filled(self.context, row)
                 each = self.options._replace(train_on="each") if len(made.examples) > 1 else self.options
                 asked = self._for_teacher(sample, private)
-                own, teacher = (
-                    self.partly(number, sample, made), self.partly(number, asked, self.chat(asked, each))
-                )  # fmt: skip
+                own, teacher = (self.partly(number, sample, made), self.partly(number, asked, self.chat(asked, each)))
                 secrets = [secret for secret in _secrets(self.context, row, private) if len(secret) >= SHORT]
                 pairs = list(zip(own, teacher, strict=False))  # a longer prompt may leave no room for the last turns
                 for part, other in pairs:

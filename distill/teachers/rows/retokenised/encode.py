@@ -176,9 +176,14 @@ class PairEncoder(RowEncoder):
     }
 
     def __init__(
-        self, student: Reader, teacher: Reader, format: Format, *, max_length: int,
+        self,
+        student: Reader,
+        teacher: Reader,
+        format: Format,
+        *,
+        max_length: int,
         options: ChatOptions = ChatOptions(),  # noqa: B008
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.sides, self.format = (student, teacher), format
         self.max_length, self.options = max_length, options
         self.ends = [[student.end], [teacher.end]] if None not in (student.end, teacher.end) else [[], []]
@@ -291,12 +296,16 @@ class PairEncoder(RowEncoder):
         made = [side.chat(sample, self.options, self.max_length) for side in self.sides]
         if any(chat.rewritten for chat in made):
             each = self.options._replace(train_on="each")
-            made = [chat if chat.rewritten else side.chat(sample, each, self.max_length)
-                    for side, chat in zip(self.sides, made, strict=True)]  # fmt: skip
+            made = [
+                chat if chat.rewritten else side.chat(sample, each, self.max_length)
+                for side, chat in zip(self.sides, made, strict=True)
+            ]
         student, teacher = made
-        tally.see_chat(student._replace(
-            rewritten=student.rewritten or teacher.rewritten, named=tuple({*student.named, *teacher.named})
-        ))  # fmt: skip
+        tally.see_chat(
+            student._replace(
+                rewritten=student.rewritten or teacher.rewritten, named=tuple({*student.named, *teacher.named})
+            )
+        )
         pairs, faults, origin = list[TokenizedPair](), list[RowFault](), text_hash(encodable(student.examples[-1].text))
         for own, other in zip(student.examples, teacher.examples, strict=False):  # of each as many as have room
             try:

@@ -78,9 +78,13 @@ class SpansFormat(TargetFormat):
         """Return the loss; statistics have an entry per span, [M]."""
         with self.inner.head.open() as teacher:
             return loss(
-                call.hidden, call.head, teacher, call.inputs.targets,
-                num_items=call.inputs.num_items, return_stats=call.inputs.statistics,
-            )  # fmt: skip
+                call.hidden,
+                call.head,
+                teacher,
+                call.inputs.targets,
+                num_items=call.inputs.num_items,
+                return_stats=call.inputs.statistics,
+            )
 
 
 class CrossTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated):
@@ -113,9 +117,7 @@ class CrossTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated):
     def targets(self, batch: Batch) -> SpanTargets:
         spans, hidden = batch["spans"], self.inner.targets(self.inner_batch(batch))
         assert isinstance(hidden, torch.Tensor)
-        return SpanTargets(
-            hidden, Spans(spans[:, :2], spans[:, 2:]), batch["input_ids"], batch["teacher_input_ids"]
-        )  # fmt: skip
+        return SpanTargets(hidden, Spans(spans[:, :2], spans[:, 2:]), batch["input_ids"], batch["teacher_input_ids"])
 
     @torch.no_grad()
     def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
