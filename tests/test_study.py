@@ -113,7 +113,7 @@ def test_the_path_from_configurations_to_tables(tiny_study, tmp_path):
     verdict = (tmp_path / "out" / "verdict.md").read_text()
     assert "**gsm8k, 2 layers**" in verdict and "forward KL" in verdict
     drawing = (tmp_path / "out" / "study.svg").read_text()
-    assert drawing.startswith("<?xml") and "prefers-color-scheme: dark" in drawing
+    assert drawing.startswith("<svg ") and "prefers-color-scheme: dark" in drawing
     drawn = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", drawing.split("</style>", 1)[1]))
     changed = set(re.findall(r'\[style\*="(?:fill|stroke): (#[0-9a-f]{6})"\]', drawing))
     assert len(drawn) > 3 and drawn <= changed, "every colour has its counterpart in the dark"
