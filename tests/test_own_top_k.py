@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from distill.core.labels import IGNORE_INDEX
 from distill.models.head import HeadWeights, LogitTransform
 from distill.objectives import auxiliary_losses
-from distill.objectives.student_top_k import OwnTopKLoss
+from distill.objectives.student_top_k import StudentTopKLoss
 from distill.objectives.targets import HeadForward, StepInputs, VocabularyAlignment
 from distill.recipe import RecipeError, dump, parse
 from distill.recipe.layer_terms import LAYERED
@@ -68,7 +68,9 @@ def loss_of(k=K, tail="bucket", pairing=None, transform=PLAIN, temperature=1.0, 
     section = Loss.model_validate(
         {"temperature": temperature, "terms": [{"type": "top_k_reverse_kl", "k": k, "tail": tail, "weight": weight}]}
     )
-    return OwnTopKLoss(section.terms[0], section, pairing or VocabularyAlignment(LogitTransform(), V, None), transform)
+    return StudentTopKLoss(
+        section.terms[0], section, pairing or VocabularyAlignment(LogitTransform(), V, None), transform
+    )
 
 
 def called(loss, student, teacher, labels, rows=None, items=None):

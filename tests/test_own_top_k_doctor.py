@@ -8,7 +8,7 @@ from distill_kernels.losses.topk_reference import TopK, reference_top_k_rows
 from subjects import OWN_TOP_K, answering, informed_answering, one, routed_answering
 
 from distill.doctor.invariants import CHECKS, fused_equals_reference, workspace_changes_nothing
-from distill.objectives.student_top_k import OwnTopKLoss
+from distill.objectives.student_top_k import StudentTopKLoss
 from distill.recipe.loss import Loss
 
 ALONE = {"terms": [{"type": "top_k_reverse_kl", "k": 8}]}
@@ -46,12 +46,12 @@ def test_every_invariant_holds_of_it_on_the_students_answers(make, tail):
 
 def test_doctor_detects_a_missing_tail(monkeypatch):
     assert fused_equals_reference(one(ALONE)).passed
-    plain = OwnTopKLoss.__init__
+    plain = StudentTopKLoss.__init__
 
     def without(self, term, *args):
         plain(self, term.model_copy(update={"tail": "renormalize"}), *args)
 
-    monkeypatch.setattr(OwnTopKLoss, "__init__", without)
+    monkeypatch.setattr(StudentTopKLoss, "__init__", without)
     assert fused_equals_reference(one(ALONE)).passed is False
 
 

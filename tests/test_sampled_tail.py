@@ -10,7 +10,7 @@ from distill.doctor.invariants import CHECKS
 from distill.models.head import HeadWeights, LogitTransform
 from distill.objectives.losses import measured_terms
 from distill.objectives.sampled_tail import generalised_kl
-from distill.objectives.student_top_k import OwnTopKTailLoss
+from distill.objectives.student_top_k import StudentTopKTailLoss
 from distill.objectives.targets import HeadForward, StepInputs, VocabularyAlignment
 from distill.objectives.top_k import TopKFormat, TopKTargets
 from distill.recipe import RecipeError, parse
@@ -22,7 +22,7 @@ DRAWS, K = 10_000, 5
 def tail_loss(k=K, temperature=1.0, weight=1.0, pairing=None, transform=LogitTransform()):  # noqa: B008
     term = {"type": "top_k_reverse_kl", "tail": "sampled", "k": k, "weight": weight}
     section = Loss.model_validate({"temperature": temperature, "terms": [term]})
-    return OwnTopKTailLoss(
+    return StudentTopKTailLoss(
         section.terms[0], section, pairing or VocabularyAlignment(LogitTransform(), V, None), transform
     )
 

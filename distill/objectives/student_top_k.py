@@ -28,14 +28,14 @@ from distill.objectives.top_k_encoding import log_probabilities, rows_at_once
 from distill.recipe.loss import Loss, TopKTerm
 
 
-class OwnTopKLoss(FusedStudentTopKKLLoss):
+class StudentTopKLoss(FusedStudentTopKKLLoss):
     """The term `top_k_reverse_kl`; over all columns, where these are no more than K, it is the full reverse KL.
 
     Args:
-        term: its settings.
-        section: the recipe's loss.
+        term: Settings of the term: `k`, `tail`, weight.
+        section: The recipe's loss, for its temperature.
         pairing: Alignment of the two vocabularies.
-        transform: scale and soft cap of the teacher.
+        transform: Scale and soft cap of the teacher's logits.
     """
 
     def __init__(self, term: TopKTerm, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform) -> None:
@@ -65,15 +65,8 @@ class OwnTopKLoss(FusedStudentTopKKLLoss):
         return loss
 
 
-class OwnTopKTailLoss(SampledTail):
-    """The term `top_k_reverse_kl` with `tail: sampled`.
-
-    Args:
-        term: its settings.
-        section: the recipe's loss.
-        pairing: Alignment of the two vocabularies.
-        transform: scale and soft cap of the teacher.
-    """
+class StudentTopKTailLoss(SampledTail):
+    """The term `top_k_reverse_kl` with `tail: sampled`; takes the arguments of `StudentTopKLoss`."""
 
     def __init__(self, term: TopKTerm, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform) -> None:
         super().__init__(term, section, pairing)
@@ -93,9 +86,9 @@ class OwnTopKTailLoss(SampledTail):
 
 def own_top_k_loss(
     term: TopKTerm, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform
-) -> OwnTopKLoss | OwnTopKTailLoss:
+) -> StudentTopKLoss | StudentTopKTailLoss:
     """Return the loss of the term `top_k_reverse_kl`, by how it treats the tail."""
-    kind = OwnTopKTailLoss if term.tail == "sampled" else OwnTopKLoss
+    kind = StudentTopKTailLoss if term.tail == "sampled" else StudentTopKLoss
     return kind(term, section, pairing, transform)
 
 

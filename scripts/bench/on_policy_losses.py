@@ -24,7 +24,7 @@ from distill_kernels import FusedDistillationLoss, FusedPolicyGradientLoss, Loss
 from distill_kernels.losses.policy_reference import Policy
 
 from distill.models.head import HeadWeights, LogitTransform
-from distill.objectives.student_top_k import OwnTopKLoss
+from distill.objectives.student_top_k import StudentTopKLoss
 from distill.objectives.targets import HeadForward, StepInputs, VocabularyAlignment
 from distill.recipe.loss import Loss
 from scripts.bench.harness import Row
@@ -92,9 +92,9 @@ def own_top_k(quick: bool) -> list[Row]:
         for tail in ("bucket", "renormalize"):
             section = Loss.model_validate({"terms": [{"type": "top_k_reverse_kl", "k": k, "tail": tail}]})
             pairing = VocabularyAlignment(LogitTransform(), MAIN.vocab, None)
-            module = OwnTopKLoss(section.terms[0], section, pairing, LogitTransform())  # type: ignore[arg-type]
+            module = StudentTopKLoss(section.terms[0], section, pairing, LogitTransform())  # type: ignore[arg-type]
 
-            def loss(i: Inputs, module: OwnTopKLoss = module) -> torch.Tensor:
+            def loss(i: Inputs, module: StudentTopKLoss = module) -> torch.Tensor:
                 head, teacher = (HeadWeights(weight, None, None) for weight in (i.w, i.w_teacher))
                 given = StepInputs(i.x_teacher[None], None, False)
                 return module(HeadForward(i.x[None], head, given, i.labels[None], rows), teacher)
