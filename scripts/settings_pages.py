@@ -6,7 +6,7 @@ pages()     # {"index.md": "# Settings ...", "teacher.md": "# teacher ...", ...}
 from __future__ import annotations
 
 from distill.commands.settings_schema import Setting, settings
-from distill.recipe.renamed import RENAMED
+from distill.recipe.renamed import REMOVED, RENAMED, RENAMED_VALUES
 
 NOTE = "<!-- written by python -m scripts.docs -->"
 # page by section; the longest name that a setting begins with counts
@@ -43,11 +43,13 @@ FORMER_NAMES = """\
 ## Renamed settings
 
 A recipe or an override with a former name is read until 1.0; one log line gives the present name. The same holds for \
-the entries of `teachers`.
+the entries of `teachers` and for `stages`.
 
 | former name | present name |
 |---|---|
 {rows}
+
+Removed: {removed}.
 """
 
 
@@ -60,13 +62,22 @@ def pages() -> dict[str, str]:
         f"| [`{section}`]({file}) | {sum(item.name != section for item in by_section[section])} | {contents} |"
         for section, (file, contents) in SECTIONS.items()
     )
-    renamed = "\n".join(f"| `{former}` | `{present}` |" for former, present in sorted(RENAMED.items()))
     introduction = INTRODUCTION.format(note=NOTE, rows=rows) + "\n" + _entries(by_section[""])
-    found = {"index.md": f"{introduction.rstrip()}\n\n{FORMER_NAMES.format(rows=renamed)}"}
+    found = {"index.md": f"{introduction.rstrip()}\n\n{_former_names()}"}
     for section, (file, _) in SECTIONS.items():
         heading, *rest = by_section[section]
         found[file] = f"# {section}\n\n{NOTE}\n\n{_sentence(heading.meaning)}\n\n{_entries(rest)}"
     return found
+
+
+def _former_names() -> str:
+    """Return the section of former names and values, and of settings that were removed."""
+    renamed = dict(RENAMED)
+    for setting, values in RENAMED_VALUES.items():
+        renamed |= {f"{setting}: {former}": f"{setting}: {present}" for former, present in values.items()}
+    rows = "\n".join(f"| `{former}` | `{present}` |" for former, present in sorted(renamed.items()))
+    removed = "; ".join(f"`{name}` ({cure})" for name, (_, cure) in REMOVED.items())
+    return FORMER_NAMES.format(rows=rows, removed=removed)
 
 
 def section_of(name: str) -> str:

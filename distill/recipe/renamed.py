@@ -1,4 +1,4 @@
-"""Settings under their former names, read until 1.0 with one log line, and settings that were removed."""
+"""Settings and values under their former names, read until 1.0 with one log line, and settings that were removed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ log = logging.getLogger(__name__)
 # former name: present name; those of `teacher` are those of each entry of `teachers` too
 RENAMED = {
     "data.on_policy.ahead": "data.on_policy.max_staleness",
+    "parallel.teacher_ranks": "parallel.teacher_gpus",
+    "teacher.as": "teacher.online_cache_format",
     "teacher.keep": "teacher.online_cache",
     "teacher.keep_as": "teacher.online_cache_format",
     "teacher.send": "teacher.transfer_dtype",
     "teacher.wait": "teacher.timeout",
 }
+# setting: present value by former value
+RENAMED_VALUES = {"parallel.teacher": {"ranks": "served"}}
 # removed name: the one value that changes nothing, and what to use in its place
 REMOVED = {"train.compile": (False, "leave it out: train.cuda_graph, auto by itself, is faster")}
 _logged: set[str] = set()
 
 
 def rename_settings(tree: dict[str, object], *, quiet: bool = False) -> None:
-    """Move the values of former names in a recipe's tree to the present names, in place.
+    """Move the values of former names in a recipe's tree, stages included, to the present names, in place.
 
     Args:
         tree: the parsed YAML.
@@ -44,6 +48,14 @@ def rename_settings(tree: dict[str, object], *, quiet: bool = False) -> None:
             values[new] = values.pop(old)
             if not quiet:
                 _log(former, present)
+    for setting, present_values in RENAMED_VALUES.items():
+        section, _, name = setting.rpartition(".")
+        for values in _sections(tree, section.split(".")):
+            value = values.get(name)
+            if isinstance(value, str) and value in present_values:
+                values[name] = present_values[value]
+                if not quiet:
+                    _log(f"{setting}: {value}", f"{setting}: {present_values[value]}")
     for removed, (unused, cure) in REMOVED.items():
         section, _, name = removed.rpartition(".")
         for values in _sections(tree, section.split(".")):
@@ -58,7 +70,8 @@ def rename_overrides(overrides: Sequence[str]) -> list[str]:
 
 def _renamed(override: str) -> str:
     key, equals, value = override.partition("=")
-    name = re.sub(r"^teachers\.\d+\.", "teacher.", key.strip())
+    name = re.sub(r"^stages\.\d+\.", "", key.strip())
+    name = re.sub(r"^teachers\.\d+\.", "teacher.", name)
     if not equals or name not in RENAMED:
         return override
     _log(name, RENAMED[name])
@@ -66,14 +79,16 @@ def _renamed(override: str) -> str:
 
 
 def _sections(tree: dict[str, object], path: Sequence[str]) -> Iterator[dict[str, object]]:
-    """Yield the mapping at `path`; for `teacher`, also those of `teachers`."""
-    node: object = tree
-    for part in path:
-        node = node.get(part) if isinstance(node, dict) else None
-    several = tree.get("teachers") if list(path) == ["teacher"] else None
-    for found in [node, *(several if isinstance(several, list) else [])]:
-        if isinstance(found, dict):
-            yield found
+    """Yield the mapping at `path` of the recipe and of each stage; for `teacher`, also those of `teachers`."""
+    stages = tree.get("stages")
+    for level in [tree, *(stages if isinstance(stages, list) else [])]:
+        node: object = level
+        for part in path:
+            node = node.get(part) if isinstance(node, dict) else None
+        several = level.get("teachers") if isinstance(level, dict) and list(path) == ["teacher"] else None
+        for found in [node, *(several if isinstance(several, list) else [])]:
+            if isinstance(found, dict):
+                yield found
 
 
 def _log(former: str, present: str) -> None:

@@ -187,7 +187,6 @@ def parse(
     rename_settings(tree, quiet=of_run)
     if of_run:
         _split_by_the_runs_seed(tree)
-        _serve_where_ranks_were(tree)
     tree.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:100] or "recipe")
     terms: dict[tuple[str, ...], list[dict[str, object]]] = {("loss", "terms"): Loss().model_dump()["terms"]}
     apply_overrides(tree, rename_overrides(overrides), list_defaults=terms)
@@ -204,13 +203,6 @@ def _split_by_the_runs_seed(tree: dict[str, object]) -> None:
         validation = data.setdefault("validation", {})
         if isinstance(validation, dict):
             validation.setdefault("seed", train["seed"])
-
-
-def _serve_where_ranks_were(tree: dict[str, object]) -> None:
-    """Replace `teacher_ranks`, which an earlier version wrote, by the teacher server that took its place."""
-    parallel = tree.get("parallel")
-    if isinstance(parallel, dict) and (ranks := parallel.pop("teacher_ranks", None)) is not None:
-        parallel |= {"teacher": "served", "teacher_gpus": ranks}
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, of_run: bool = False) -> Recipe:

@@ -148,14 +148,6 @@ class Parallel(Section):
     teacher_gpus: Count | None = None
     teacher_layout: Literal["auto", "copied", "sharded"] = "auto"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _names_what_replaced_ranks(cls, given: object) -> object:
-        if isinstance(given, dict) and (given.get("teacher") == "ranks" or "teacher_ranks" in given):
-            came = "teacher: ranks" if given.get("teacher") == "ranks" else "teacher_ranks"
-            raise ValueError(f"expected teacher: served with teacher_gpus, which replaced ranks of its own; got {came}")
-        return given
-
     @model_validator(mode="after")
     def _has_gpus_for_the_teacher(self) -> Self:
         served = self.teacher == "served"
