@@ -15,16 +15,16 @@ from distill.teachers.backends.stored import format as layout
 from distill.teachers.backends.stored.settings import default_tail
 
 
-@given(st.integers(1, 1 << 24), st.integers(1, 21), st.integers(0, 10**6))
+@given(st.integers(1, 1 << 24), st.integers(0, 5), st.integers(1, 21), st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
-def test_stored_ids_are_read_back(vocabulary, k, seed):
-    ids = np.random.default_rng(seed).integers(0, vocabulary, (5, k)).astype(np.int32)
-    ids[0, 0] = vocabulary - 1
+def test_stored_ids_are_read_back(vocabulary, rows, k, seed):
+    ids = np.random.default_rng(seed).integers(0, vocabulary, (rows, k)).astype(np.int32)
+    ids[:1, 0] = vocabulary - 1
     low, high = layout.split_ids(ids, vocabulary)
     assert (layout.join_ids(low, high, vocabulary) == ids).all()
     width = low.nbytes + (0 if high is None else high.nbytes)
     plan = {"kind": "top_k", "dtype": "float16", "k": k, "vocabulary": vocabulary}
-    assert layout.bytes_a_token(plan) * 5 == width + 5 * 2 * (k + len(layout.FIGURES))
+    assert layout.bytes_a_token(plan) * rows == width + rows * 2 * (k + len(layout.FIGURES))
 
 
 def head_of(rows=64, width=16, vocabulary=50, std=1.0):

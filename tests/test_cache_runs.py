@@ -15,6 +15,7 @@ from distill.data.collator import Collator
 from distill.models.load.loading import load_teacher
 from distill.recipe import dump, parse
 from distill.run import run
+from distill.teachers.backends.stored import format as layout
 from distill.teachers.backends.stored.archived import maker_section
 from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.stored.teacher import StoredTeacher
@@ -144,13 +145,21 @@ def test_few_tokens_teach_another_student_with_lora(here, tail, loss):
     assert run_command(["report", result.folder.name, "--json"]) == 0
 
 
-def test_random_tokens_need_no_tokenizer(here):
-    for name, layers in (("big", 3), ("little", 1)):
-        tiny_model(layers=layers).config.save_pretrained(here / name)
-    more = ["student={init: random, config: little}", "data.source=synthetic", "data.max_rows=16"]
-    command = ["cache", "tiny.yaml", "teacher={init: random, config: big}", *more, "--top-k", "8", "--out", "random"]
-    assert run_command(command) == 0
-    assert run(cached("random", *more), name="random").steps == 4
+@pytest.mark.parametrize("vocabulary", [259, 70_000])
+def test_random_tokens_need_no_tokenizer(here, vocabulary):
+    """A vocabulary beyond 65,536 tokens is stored in more than 16 bits an id."""
+    names = {"big": 3, "little": 1}
+    for name, layers in names.items():
+        tiny_model(layers=layers, hidden=16, vocab_size=vocabulary).config.save_pretrained(
+            here / f"{name}-{vocabulary}"
+        )
+    more = [f"student={{init: random, config: little-{vocabulary}}}", "data.source=synthetic", "data.max_rows=16"]
+    out = f"random-{vocabulary}"
+    teacher = f"teacher={{init: random, config: big-{vocabulary}}}"
+    assert run_command(["cache", "tiny.yaml", teacher, *more, "--top-k", "8", "--out", out]) == 0
+    assert run(cached(out, *more), name=out).steps == 4
+    ids = [layout.map_tensors(path) for path in (here / out).glob("shard-*")]
+    assert any(shard["ids_high"].any() for shard in ids) if vocabulary > 1 << 16 else "ids_high" not in ids[0]
 
 
 def test_the_command_prints_the_size_and_the_error(here, capsys):

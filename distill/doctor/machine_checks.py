@@ -67,9 +67,10 @@ def _labels(x: Tensor, vocab: int) -> Tensor:
 
 
 def _top_k(x: Tensor, head: Tensor, z_t: Tensor) -> Any:
-    log_probs = z_t.double().log_softmax(-1)  # in fp64, so that every dtype has the same ids
-    top = log_probs.topk(8)
-    return ours.fused_top_k_kl_loss(x, head, top.indices, top.values.to(x.dtype))
+    log_probs = z_t.double().log_softmax(-1)
+    # bf16 logits are often equal, and a CPU and a GPU order equal ones differently: the smaller id goes first
+    ids = (log_probs - 1e-9 * torch.arange(z_t.shape[1], device=z_t.device)).topk(8).indices
+    return ours.fused_top_k_kl_loss(x, head, ids, log_probs.gather(1, ids).to(x.dtype))
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -125,7 +125,8 @@ def split_ids(ids: np.ndarray, vocabulary: int) -> tuple[np.ndarray, np.ndarray 
         return low, None
     each = 8 // bits
     high = (ids >> 16).astype(np.uint8)
-    high = np.pad(high, ((0, 0), (0, -high.shape[1] % each))).reshape(len(ids), -1, each)
+    groups = -(-ids.shape[1] // each)
+    high = np.pad(high, ((0, 0), (0, groups * each - ids.shape[1]))).reshape(len(ids), groups, each)
     shifts = (np.arange(each) * bits).astype(np.uint8)
     return low, np.bitwise_or.reduce(high << shifts, axis=2)
 
