@@ -7,7 +7,7 @@
 `distill doctor RECIPE` runs them on a recipe's models and data. Each compares two computations that must agree: the
 fused loss and full logits, eight rows at once and one by one, documents packed and alone. Differences are relative
 norms. The bound is `TOLERANCE` for the dtype, or twice the rounding of PyTorch's loss on full logits on this machine if
-that is more; the faults looked for (a token plural twice, a mask off by one, a head without its LoRA) are larger by
+that is more; the faults looked for (a token counted twice, a mask off by one, a head without its LoRA) are larger by
 orders of magnitude. Code that depends on the teacher's target format is in `distill.doctor.references`; invariants that
 need whole training runs are in `distill.doctor.invariants_runs`.
 """

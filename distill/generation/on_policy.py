@@ -123,7 +123,7 @@ class OnPolicyRollouts:
         """Return the micro-batches of one optimizer step with some responses replaced; others are returned unchanged.
 
         A micro-batch never gets more rows than it had, times `samples`: in a row that could not hold the longest
-        possible responses, documents chosen at random are left out, and plural. Rows of `distill.data` have room.
+        possible responses, documents chosen at random are left out, and counted. Rows of `distill.data` have room.
 
         Args:
             batches: Collated, on any device.

@@ -125,7 +125,7 @@ class Teacher(ModelSection):
             requests.
         timeout: seconds without a response after which the run writes a checkpoint and ends.
         token_file: file with the bearer token; by default the token is in the environment variable DISTILL_SERVE_TOKEN.
-        fp8_skip: layers that `dtype: fp8` keeps in bfloat16: decoder layers plural from 0, whole (`29`) or a part by
+        fp8_skip: layers that `dtype: fp8` keeps in bfloat16: decoder layers counted from 0, whole (`29`) or a part by
             the name of its module (`29.mlp`). `distill check --probe` shows which are worth it.
         adapter: a PEFT LoRA (hub id or folder) that is merged into the teacher when it is loaded.
         offload: `cpu` keeps the decoder layers in host memory and streams them to the GPU one after another in every

@@ -40,9 +40,9 @@ class Calibration(NamedTuple):
     """Rows by which parts are chosen.
 
     Attributes:
-        rows: the first of the first epoch; empty where the recipe needs none, or where no data were read.
-        cache: whether choices are stored.
-        shares: whether the processes are connected and all of them cut, so that the first one chooses.
+        rows: First rows of the first epoch; empty where the recipe needs none, or where no data were read.
+        cache: True if choices are stored on disk.
+        shares: True if several processes cut the student, so that the first one chooses for all.
     """
 
     rows: Sequence[Row] = ()
@@ -57,9 +57,9 @@ class CutRequest(NamedTuple):
     """A student to cut from its teacher.
 
     Attributes:
-        section: of the recipe, without adapters.
-        device, dtype: of the student.
-        calibration: rows by which its parts are chosen, where they are.
+        section: Student section of the recipe, without adapters.
+        device, dtype: Device and weight dtype of the student.
+        calibration: Rows on which the importance of parts is measured.
     """
 
     section: Student
@@ -72,8 +72,8 @@ class CutStudent(NamedTuple):
     """A student that was cut from its teacher.
 
     Attributes:
-        model: in train mode.
-        layer_indices: of the teacher's layers that it has; None where they are not known any more.
+        model: The student, in train mode.
+        layer_indices: Indices of the teacher's layers in the student; None where they are no longer known.
     """
 
     model: PreTrainedModel

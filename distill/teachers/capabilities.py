@@ -33,9 +33,9 @@ class Part(NamedTuple):
     """A teacher inside another.
 
     Attributes:
-        teacher: the inner one.
-        prefix: of the columns that it reads of the outer one's batches.
-        batch_of: returns its batch from the outer one's; None where it reads nothing of it.
+        teacher: The inner teacher.
+        prefix: Prefix of its columns in the batches of the outer teacher.
+        batch_of: Function from the outer teacher's batch to the inner one's; None where no row is for it.
     """
 
     teacher: Teacher
@@ -233,10 +233,10 @@ def first_batch_lines(
     """Check a teacher, and those inside it, on the first held-out batch; return lines of a report.
 
     Args:
-        teacher: open and patched; those that are to be in 8 bits are quantised here.
-        batch: from its collator.
-        student: to measure gradients with; None where it does not read these rows.
-        pairing: how the student's logits are aligned with the targets.
+        teacher: An open, patched teacher; one with an 8-bit dtype is quantised here.
+        batch: Batch of the teacher's collator.
+        student: Student for comparison; None where it reads other tokens than the teacher.
+        pairing: Alignment of the student's logits with the targets.
     """
     if isinstance(teacher, ChecksFirstBatch):
         return teacher.validate_first_batch(batch, student, pairing)

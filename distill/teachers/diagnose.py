@@ -23,8 +23,8 @@ def diagnose_teacher(objective: DistillationObjective, batches: Iterable[Batch])
     together.
 
     Args:
-        objective: the trainer's, of any kind of teacher.
-        batches: of the step, on the device.
+        objective: Objective of the trainer, with any kind of teacher.
+        batches: Micro-batches of the step, on the device.
     """
     teacher = objective.teacher
     faults = [name for name, tensor in head_tensors(teacher) if _broken(tensor)]

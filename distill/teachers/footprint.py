@@ -13,16 +13,16 @@ class Footprint(NamedTuple):
     """Memory and FLOPs of a teacher in a training step.
 
     Attributes:
-        weights: bytes held on each device.
-        gathered: bytes of weights that are gathered at a time where they are sharded, else 0.
-        host: bytes in host memory, of each process.
-        moved: bytes over the bus to each device in a micro-batch.
-        loading: peak bytes on a device while it is loaded, student included; 0 where that is no more than afterwards.
-        token_bytes: bytes held for each token of a micro-batch: the targets.
-        logits: whether the teacher's logits are computed beside the student's.
+        weights: Bytes of weights on each device.
+        gathered: Bytes of sharded weights that are gathered at one time; else 0.
+        host: Bytes in host memory per process.
+        moved: Bytes copied from host to each device per micro-batch.
+        loading: Peak bytes on a device during loading, with the student; 0 if no more than afterwards.
+        token_bytes: Bytes of targets per token of a micro-batch.
+        logits: True if the teacher's logits are computed next to the student's.
         work: FLOPs a token; None where they are not known.
-        workspace: bytes of the loss's workspace where it is not that of the fused losses; None there.
-        wide_head_gradient: whether the gradient of the student's head is accumulated in float32.
+        workspace: Bytes of the loss's workspace; None for the workspace of the fused losses.
+        wide_head_gradient: True if the gradient of the student's head is accumulated in float32.
     """
 
     weights: float = 0.0
@@ -45,10 +45,10 @@ class FootprintContext(NamedTuple):
     """Inputs of a footprint beside the recipe.
 
     Attributes:
-        precision: from `resolve_precision`.
-        memory_bytes: of one device.
-        world: devices.
-        sharded: whether the teacher is sharded over them.
+        precision: Dtypes from `resolve_precision`.
+        memory_bytes: Memory of one device in bytes.
+        world: Number of devices.
+        sharded: True if the teacher is sharded over the devices.
     """
 
     precision: Precision
@@ -61,11 +61,11 @@ class SmallerTeacher(NamedTuple):
     """A way of holding the teacher that takes less of a GPU's memory.
 
     Attributes:
-        override: of the recipe, as on the command line.
-        recipe: with that override.
-        words: advice in a run's report that it does not fit.
-        note: what it costs.
-        same_targets: whether the targets stay the same, so that a run may be resumed with it.
+        override: Override of the recipe, written as on the command line.
+        recipe: Recipe with that override.
+        words: Advice in the report of a run that does not fit.
+        note: Disadvantage of the override; empty for none.
+        same_targets: True if the targets stay the same, so that a run may be resumed with it.
     """
 
     override: str

@@ -29,10 +29,10 @@ class Fp8Cost(NamedTuple):
     """Divergence caused by quantising a teacher.
 
     Attributes:
-        layers: linear layers now in fp8.
-        teacher_kl: KL(teacher before || teacher after), nats a trained token of the batch.
-        student_kl: KL(teacher before || student), the same; None where the student reads other tokens.
-        skip: what `teacher.fp8_skip` left out.
+        layers: Number of linear layers now in fp8.
+        teacher_kl: KL(teacher before || teacher after), nats per trained token of the batch.
+        student_kl: KL(teacher before || student), nats per trained token; None where the student reads other tokens.
+        skip: Layers left in 16 bits, in the notation of `teacher.fp8_skip`.
     """
 
     layers: int
@@ -53,10 +53,10 @@ class Before:
     """Outputs of a teacher for a batch before it is quantised, the reference of comparisons.
 
     Args:
-        teacher: after patching and before sharding.
-        format: its targets.
-        batch: collated, on the device.
-        vocab_size: columns that are compared; None for all.
+        teacher: The teacher, patched and not sharded.
+        format: Format of its targets.
+        batch: Collated batch on the device: `input_ids`, `labels` [B, S].
+        vocab_size: Number of columns that are compared; None for all.
     """
 
     def __init__(self, teacher: nn.Module, format: HiddenFormat, batch: Batch, vocab_size: int | None = None) -> None:
@@ -100,12 +100,12 @@ def quantise_and_measure(
     """Quantise the teacher in place and measure the divergence from before.
 
     Args:
-        teacher: after patching and before sharding.
-        format: its targets.
-        batch: collated, on the models' device.
-        student: at its present weights; None where it reads other tokens.
-        pairing: of both.
-        skip: what stays as it is, as `teacher.fp8_skip` names it.
+        teacher: The teacher, patched and not sharded.
+        format: Format of its targets.
+        batch: Collated batch on the models' device: `input_ids`, `labels` [B, S].
+        student: The student with its present weights; None where it reads other tokens.
+        pairing: Alignment of both models' vocabularies.
+        skip: Layers that stay in 16 bits, in the notation of `teacher.fp8_skip`.
 
     Raises:
         ValueError: the teacher has no linear layer whose sizes divide by 16, or not what `skip` names.
@@ -127,10 +127,10 @@ class Offer(NamedTuple):
     """A choice of the layers that an fp8 teacher keeps in 16 bits.
 
     Attributes:
-        skip: those layers, as `teacher.fp8_skip` names them.
-        kl: KL(teacher in 16 bits || in fp8 but for that), nats a trained token of the batch.
-        weights: elements of the layers left.
-        ms: of a forward pass over the batch; None where it was not timed.
+        skip: Layers that stay in 16 bits, in the notation of `teacher.fp8_skip`.
+        kl: KL(teacher in 16 bits || in fp8 except these layers), nats per trained token.
+        weights: Number of elements in these layers.
+        ms: Time of a forward pass over the batch in milliseconds; None where it was not timed.
     """
 
     skip: tuple[str, ...]
@@ -150,10 +150,10 @@ def fp8_offers(
     arithmetic), and each offer is measured as a whole: a forward pass per part, and a dozen more.
 
     Args:
-        teacher: in 16 or 32 bits, after patching; all its parts are in fp8 afterwards.
-        format: its targets.
-        batch: collated, on the device.
-        timed: milliseconds of a call; None to measure no time.
+        teacher: The teacher in 16 or 32 bits, patched; all its parts are in fp8 afterwards.
+        format: Format of its targets.
+        batch: Collated batch on the device: `input_ids`, `labels` [B, S].
+        timed: Function that returns the milliseconds of a call; None to measure no time.
 
     Raises:
         ValueError: a model without a list of layers.

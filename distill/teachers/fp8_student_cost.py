@@ -28,11 +28,11 @@ def compute_and_measure(
     """Switch the student to fp8 compute, and return a line on the change of its loss and gradients.
 
     Args:
-        objective: of the run; its student patched, with its adapters, before it is sharded.
-        batch: collated, on the device.
-        autocast: context manager of the run's forward passes.
-        checkpointed: whether to keep as few activations as a run with gradient checkpointing does.
-        sharded: the student will be sharded over the ranks, and all its gradients may not fit: nothing is measured.
+        objective: Objective of the run; its student is patched, has its adapters and is not sharded yet.
+        batch: Collated batch on the device: `input_ids`, `labels` [B, S].
+        autocast: Context manager of the run's forward passes.
+        checkpointed: True to keep as few activations as a run with gradient checkpointing does.
+        sharded: True if the student will be sharded: its gradients may not fit, and nothing is measured.
 
     Raises:
         ValueError: no layer of the student gains.

@@ -36,10 +36,10 @@ class AcceptedRows(NamedTuple):
     """Rows that a teacher has outputs for.
 
     Attributes:
-        reading: which tokens it reads in place of the student's: the `same`, the same answers after a `context`, or
-            the same text `retokenised`.
-        supports_new_rows: whether it can be queried for rows that it has not seen (on-policy).
-        whole_documents: whether rows must hold whole documents, as its outputs were stored: doctor may not cut them.
+        reading: Tokens that the teacher reads for a student's row: the `same`, the same response after another prompt
+            (`context`), or the same text in its own tokens (`retokenised`).
+        supports_new_rows: True if the teacher can be queried for rows that were not in the data (on-policy).
+        whole_documents: True if rows must hold whole documents, as its outputs were stored: doctor may not cut them.
     """
 
     reading: Literal["same", "context", "retokenised"] = "same"
@@ -53,9 +53,10 @@ class Teacher(Protocol):
     What only some teachers can do stands in capabilities.py, with the function that asks for it.
 
     Attributes:
-        format: what `targets` returns.
-        models: by the field of the recipe that names each: to patch, compile, diagnose; empty for a cache.
-        rows: for which it has outputs.
+        format: Format of what `targets` returns.
+        models: Loaded models by the field of the recipe that names each: to patch, compile, diagnose; empty for a
+            cache.
+        rows: Rows that the teacher has outputs for.
     """
 
     format: TargetFormat
@@ -87,11 +88,11 @@ class LoadContext(NamedTuple):
     """Device, dtypes and placement with which a source is opened.
 
     Attributes:
-        device: of this process.
-        precision: dtypes of computing and of both models' weights.
-        placement: how several processes hold the models.
-        attention: which attention back ends the models get, for a teacher that is patched while it is loaded.
-        calibration: rows by which the parts of a student that is cut from the teacher are chosen.
+        device: Device of this process.
+        precision: Compute dtype, and weight dtypes of both models.
+        placement: Distribution of the models over the processes.
+        attention: Attention implementations, for a teacher that is patched while it is loaded.
+        calibration: Rows that determine the parts of a student cut from the teacher.
     """
 
     device: torch.device
@@ -105,7 +106,7 @@ def load_context(recipe: Recipe, splits: Splits | None = None) -> LoadContext:
     """Return the context of a single process for a recipe: its device and precision, nothing shared.
 
     Args:
-        splits: data of the recipe, where a student may be cut by them.
+        splits: Data of the recipe, for a student that is cut by the importance of its parts.
     """
     device = resolve_device(recipe.train)
     calibration = NO_ROWS if splits is None else calibration_of(recipe, splits)
@@ -118,9 +119,9 @@ class TeacherSource(Protocol):
     What only some sources know stands in source_capabilities.py, with the function that asks for it.
 
     Attributes:
-        recipe: the run's.
-        sections: of the models that will be loaded, by field; none for a cache.
-        shardable: whether its weights may be sharded over the devices.
+        recipe: Recipe of the run.
+        sections: Sections of the models that will be loaded, by field; empty for a cache.
+        shardable: True if the weights may be sharded over the devices.
     """
 
     recipe: Recipe

@@ -184,8 +184,8 @@ class DistillationObjective:
                 from the loss; `position_ids` and `valid_rows` if the collator gives them. Where positions restart, the
                 label of a document's first token is ignored. `sampled_log_p` and `advantages` [B, S], of tokens that
                 the student sampled; `rewards` are not used.
-            num_items: What the summed loss is divided by; None for the valid tokens of this batch.
-            statistics: Also return sums of the token statistics.
+            num_items: Divisor of the summed loss, int or integer tensor []; None for the valid tokens of this batch.
+            statistics: True to return sums of the token statistics too.
         """
         if "labels" not in inputs or "input_ids" not in inputs:
             raise ValueError(f"batch: expected input_ids and labels, got {sorted(inputs)}")

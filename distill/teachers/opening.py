@@ -29,11 +29,11 @@ class ModelPair(NamedTuple):
     """Teacher and student, ready for training, with their vocabularies.
 
     Attributes:
-        teacher, student: both on the device; a sharded teacher has our kernels in it already.
-        vocabulary: their tokenizers.
-        vocab_size: columns of the vocabulary that are compared; None for the columns of the teacher's targets.
-        verdict: comparison of the two vocabularies, a line.
-        layer_indices: of the teacher, that a student cut from it has; None for any other student.
+        teacher, student: Both models on the device; a sharded teacher is already patched.
+        vocabulary: Tokenizers of both models.
+        vocab_size: Number of vocabulary columns that are compared; None for the columns of the teacher's targets.
+        verdict: Result of comparing the two vocabularies, one line.
+        layer_indices: Indices of the teacher's layers in a student that is cut from it; None for any other student.
     """
 
     teacher: Teacher
@@ -67,8 +67,8 @@ def open_pair(source: TeacherSource, vocabulary: Vocabulary, context: LoadContex
     """Load teacher and student, and check that they can be compared.
 
     Args:
-        source: of the recipe's teacher.
-        vocabulary: of the source; tokenizers are compared before weights are read.
+        source: Source of the recipe's teacher.
+        vocabulary: Vocabulary of the source; tokenizers are compared before weights are read.
         context: device, dtypes and placement.
 
     Raises:

@@ -29,9 +29,9 @@ def measure_candidates(
     The teacher is held once, and one student at a time; the divergence is over at most `HELD_OUT_ROWS` held-out rows.
 
     Args:
-        recipe: its data choose the parts; its student is ignored but for `from_teacher.importance`.
-        share: of the teacher's cost that a student may have.
-        cost: makes the cost of a shape, of the teacher and the length of a row; None for the parameters.
+        recipe: Recipe with the calibration data; of its student only `from_teacher.importance` is used.
+        share: Maximum cost of a student as a fraction of the teacher's.
+        cost: Function from teacher and row length to the cost of a shape; None for the number of parameters.
 
     Raises:
         ValueError: a teacher that is not loaded here, or that cannot be cut.

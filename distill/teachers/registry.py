@@ -57,9 +57,9 @@ def source_for(recipe: Recipe, section: TeacherSection, field: str) -> TeacherSo
     """Return one teacher of a recipe, before it is loaded.
 
     Args:
-        recipe: the run's.
-        section: of the teacher; of one of several without its weight and route.
-        field: of the recipe that holds it, such as `teachers.1`.
+        recipe: Recipe of the run.
+        section: Section of the teacher; for one of several without its weight and route.
+        field: Field of the recipe that holds the section, such as `teachers.1`.
     """
     alone = recipe.model_copy(update={"teacher": section, "teachers": []}) if recipe.teachers else recipe
     source = backend_maker(recipe, section, field)(alone, section, field)

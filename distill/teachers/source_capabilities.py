@@ -25,9 +25,9 @@ class SourcePart(NamedTuple):
     """A source inside another.
 
     Attributes:
-        source: the inner one.
-        splits_of: returns the rows that its teacher reads, in its own reading, from the outer one's.
-        number: of the teacher among several, from 0; None for the one inside a layer.
+        source: The inner source.
+        splits_of: Function from the outer source's rows to those that the inner teacher reads.
+        number: Index of the teacher among several, from 0; None for a single one.
     """
 
     source: TeacherSource
@@ -79,7 +79,7 @@ class SectionFiles:
     """Configuration and tokenizer of a model that is loaded whole.
 
     Args:
-        section: of the recipe.
+        section: Section of the recipe that names the model.
     """
 
     def __init__(self, section: ModelSection) -> None:
@@ -206,8 +206,8 @@ def note_data(source: TeacherSource, splits: Splits) -> None:
     """Note the rows of a run in all sources that have to know them.
 
     Args:
-        source: of the run's teacher.
-        splits: as the student reads them.
+        source: Source of the run's teacher.
+        splits: Training and held-out rows of the student.
     """
     if isinstance(source, NotesData):
         source.note_data(splits)
@@ -229,8 +229,8 @@ def data_problems(source: TeacherSource, splits: Splits) -> list[str]:
     """Return why a teacher cannot be used for the rows of a run, in the order of the sources inside.
 
     Args:
-        source: of the run's teacher.
-        splits: as the student reads them.
+        source: Source of the run's teacher.
+        splits: Training and held-out rows of the student.
     """
     if isinstance(source, ChecksData):
         return source.data_problems(splits)

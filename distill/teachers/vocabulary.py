@@ -19,8 +19,8 @@ class Match(NamedTuple):
     """Alignment of two models' vocabularies.
 
     Attributes:
-        columns: of the vocabulary that are compared; None for those of the teacher's format.
-        verdict: the comparison in words.
+        columns: Number of vocabulary columns that are compared; None for those of the teacher's format.
+        verdict: Result of the comparison, one line.
     """
 
     columns: int | None
@@ -36,8 +36,8 @@ class Vocabulary:
     """The vocabulary of two models that read the same ids.
 
     Attributes:
-        tokenizer: makes the data, with the chat template that the recipe names; None for random tokens.
-        teacher_tokenizer: for the teacher's prompts.
+        tokenizer: Tokenizer of the data, with the recipe's chat template; None for random tokens.
+        teacher_tokenizer: Tokenizer of the teacher's prompts.
     """
 
     top_k = False
@@ -46,10 +46,10 @@ class Vocabulary:
         """Read the teacher's tokenizer.
 
         Args:
-            recipe: the run's.
-            teacher: whose tokenizer is read.
-            id_bound: exclusive upper bound of random ids; None for the smaller of the two vocabularies.
-            top_k: whether the teacher gives K tokens a position; its format checks that the student has their columns.
+            recipe: Recipe of the run.
+            teacher: Section that names the tokenizer.
+            id_bound: Exclusive upper bound of random ids; None for the smaller of the two vocabularies.
+            top_k: True if the targets are K tokens per position, whose format checks the student's columns.
         """
         self.top_k = top_k
         self.recipe, self._teacher, self._id_bound = recipe, teacher, id_bound
@@ -106,8 +106,8 @@ class Vocabulary:
         """Return the alignment of the heads.
 
         Args:
-            teacher_rows: of each teacher's head.
-            student_rows: of the student's.
+            teacher_rows: Number of rows of each teacher's head.
+            student_rows: Number of rows of the student's head.
         """
         shared, verdict = shared_columns(self.tokenizer, self.student_tokenizer, teacher_rows[0], student_rows)
         return Match(None if self.top_k else min(shared, *teacher_rows), verdict + self.other_prompt())

@@ -143,8 +143,8 @@ def readings_of(splits: Splits, row: Callable[[Mapping[str, Any]], Mapping[str, 
     """Return the rows of a data set as a teacher reads them.
 
     Args:
-        splits: as the student reads them.
-        row: maps a student's row to the teacher's: `input_ids`, `labels`, `position_ids`.
+        splits: Training and held-out rows of the student.
+        row: Function from a student's row to the teacher's: `input_ids`, `labels`, `position_ids`.
     """
     train, validation = (TeacherRows(rows, row) for rows in (splits.train, splits.validation))
     return splits._replace(train=train, validation=validation)

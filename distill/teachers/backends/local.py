@@ -67,7 +67,7 @@ class LoadedTeacher(Teacher, ChecksFirstBatch, CopiesTruncated, CutsStudents, Qu
         model: Model of transformers, on its device; put in eval mode and frozen.
         field: Field of the recipe that configures it.
         tokenizer: Tokenizer for `respond`; None where the teacher does not generate.
-        fp8: Whether `quantise` is to quantise its linear layers to FP8.
+        fp8: True if `quantise` quantises its linear layers to FP8.
         skip: Layers that stay in 16 bits, as `teacher.fp8_skip` names them.
 
     Attributes:

@@ -45,10 +45,10 @@ def load_sharded_teacher(
 
     Args:
         section: the recipe's `teacher`.
-        device: of this process.
-        dtype: of the weights.
-        attention: chooses the attention back end from a model of the same heads on `device`; the kernels are installed
-            with it. None leaves the model as it is.
+        device: Device of this process.
+        dtype: Dtype of the weights.
+        attention: Function that selects the attention implementation from a small model with the same heads on
+            `device`, for patching; None leaves the model unpatched.
 
     Returns:
         The teacher, frozen and in eval mode, its parameters DTensors, and the report of what was patched.

@@ -61,8 +61,8 @@ class MixtureFormat(FusedFormat):
     """Each teacher's last hidden states, and all their heads; its scale and cap travel with its head.
 
     Args:
-        members: the formats of the teachers.
-        weights: of their probabilities, summing to 1.
+        members: Target formats of the teachers.
+        weights: Mixing weights of the teachers' probabilities, with sum 1.
     """
 
     def __init__(self, members: Sequence[HiddenFormat], weights: Sequence[float]) -> None:
@@ -148,7 +148,7 @@ class MixtureTeacher(SeveralTeachers, CopiesTruncated, Responds):
 
     Args:
         members: the teachers, or causal language models.
-        weights: of their probabilities, >= 0, not all 0; divided by their sum.
+        weights: Mixing weights of the teachers' probabilities, >= 0 and not all 0; divided by their sum.
     """
 
     def __init__(self, members: Sequence[Teacher | nn.Module], weights: Sequence[float]) -> None:
@@ -206,8 +206,8 @@ class MixtureCollator:
     """A collator that adds the columns of each member's own collator under `member{n}_`.
 
     Args:
-        plain: collator of the batch that all members read.
-        members: for each member the function that wraps a collator.
+        plain: Collator of the batch that all members read.
+        members: For each member, the function that wraps a collator.
     """
 
     def __init__(self, plain: Collate, members: Sequence[Callable[[Collate], Collate]]) -> None:
@@ -232,9 +232,9 @@ class MixtureSource(TeacherSource, SourceLayer):
     """Several teachers of a recipe.
 
     Args:
-        recipe: the run's.
-        description: of its teachers.
-        members: their sources, in that order.
+        recipe: Recipe of the run.
+        description: Sections and weights of the teachers.
+        members: Sources of the teachers, in the order of the description.
     """
 
     def __init__(self, recipe: Recipe, description: TeacherDescription, members: Sequence[TeacherSource]) -> None:

@@ -40,9 +40,9 @@ class OfRoute(NamedTuple):
     """A document with the number of its route.
 
     Attributes:
-        document: as its route's encoder makes it.
-        route: the number.
-        names: columns of all routes; a teacher's reading that the document lacks is its own.
+        document: Document from the encoder of its route.
+        route: Index of the route.
+        names: Columns of all routes; a teacher's tokens that the document lacks equal the student's.
     """
 
     document: Document
@@ -84,8 +84,8 @@ class RoutedEncoder(Encoder):
         """Return this encoder, with the encoders of routes whose teachers read other tokens.
 
         Args:
-            readers: by number, of the routes that rows may have here.
-            kinds: of all such encoders of the recipe, whose columns every row has.
+            readers: Encoders by index of the route.
+            kinds: Classes of all such encoders of the recipe, whose columns every row has.
         """
         self.readers = readers
         for kind in kinds:
@@ -100,7 +100,7 @@ class RoutedEncoder(Encoder):
         groups: list[Batch] = [[] for _ in self.routes]
         for number, row in batch:
             with tally.row(number):
-                name: object = self.route or self.routes[0]  # any route for a faulty row, which is plural below
+                name: object = self.route or self.routes[0]  # any route for a faulty row, which is counted below
                 if self.column is not None and isinstance(row, dict):
                     name = row.get(self.column)
                 if name not in self.routes:
@@ -161,9 +161,9 @@ class RoutedCollator:
     """A collator that adds the batch of each route's teachers to a plain collator's batch.
 
     Args:
-        plain: collator of the student's batch.
-        pad_token_id: of the teachers' batches; any id does.
-        members: for each route the function that wraps the collator of its teachers' batches; empty for plain ones.
+        plain: Collator of the student's batch.
+        pad_token_id: Padding id of the teachers' batches; any id does, since padding is masked.
+        members: For each route the function that wraps its teachers' collator; empty for plain collators.
     """
 
     def __init__(self, plain: Collate, pad_token_id: int, members: Sequence[Callable[[Collate], Collate]] = ()) -> None:

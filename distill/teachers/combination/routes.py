@@ -85,9 +85,9 @@ class RoutedLoss(TargetLoss):
     """The same loss for every route, each with its teachers' scales and soft caps.
 
     Attributes:
-        members: the losses by route.
-        counts: whether the sums of each route follow the statistics.
-        measured: the first route's; all have the same terms.
+        members: Losses by route.
+        counts: True if sums per route follow the statistics.
+        measured: Loss of the first route; all have the same terms.
     """
 
     def __init__(self, members: Sequence[TargetLoss], counts: bool) -> None:
@@ -116,8 +116,8 @@ class RoutedFormat(TargetFormat, ComparesTokens):
     """Format of targets that are `RouteTargets` by the number of the route.
 
     Args:
-        members: the formats of the routes.
-        routes: their names.
+        members: Target formats by route.
+        routes: Names of the routes.
     """
 
     def __init__(self, members: Sequence[TargetFormat], routes: Sequence[str]) -> None:
@@ -215,8 +215,8 @@ class RoutedTeacher(SeveralTeachers, ChecksFirstBatch, CopiesTruncated, Describe
     """Several teachers, by route.
 
     Args:
-        members: of each route: a teacher that gives hidden states, a causal language model, or a mixture.
-        routes: their names.
+        members: For each route a teacher, a causal language model or a mixture.
+        routes: Names of the routes.
     """
 
     def __init__(self, members: Sequence[AnyTeacher | nn.Module], routes: Sequence[str]) -> None:

@@ -45,11 +45,11 @@ class ServerConfig(NamedTuple):
     """Addresses of the servers, and settings of requests to them.
 
     Attributes:
-        urls: of the servers, without a path.
+        urls: Base URLs of the servers, without a path.
         token: bearer token; None for none.
-        wait: seconds without an answer of any of them before a request fails.
+        wait: Seconds without a response of any server after which a request fails.
         at_once: concurrent requests per server.
-        sums: whether answers carry checksums, as those of `distill serve` do.
+        sums: True if every response must carry checksums, as those of `distill serve` do.
     """
 
     urls: tuple[str, ...]
@@ -85,12 +85,12 @@ class Servers:
     """HTTP client of servers of the same teacher, with threads of its own.
 
     Args:
-        config: their addresses.
+        config: Addresses and request settings.
 
     Attributes:
-        received: bytes of answers so far, and `positions` that they were for, for the figure of bytes a token.
-        expected: hash of the identity that every answer must carry; None before it is known.
-        ended: returns why servers that this run started will not answer any more; None while one may.
+        received: Bytes of response bodies so far; `positions`, the token positions in them.
+        expected: Hash of the identity that every response must carry; None before it is known.
+        ended: Function that returns why servers of this run no longer respond, or None while they run.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -125,11 +125,11 @@ class Servers:
         """Send a request in a thread; return the future of `read`'s result, or of what `fetch` raises.
 
         Args:
-            path: of the request, with its query.
-            body: of the request.
-            positions: that the answer will be for.
-            read: called with the answer's body, as `fetch` returns it.
-            kind: content type of the body.
+            path: URL path of the request, with its query string.
+            body: Request body.
+            positions: Number of token positions in the response, counted in `self.positions`.
+            read: Function that converts the response body, uint8 [bytes], into the result.
+            kind: Content type of the body.
         """
         future: Future[T] = Future()
         if not self._threads:  # daemons: a run that ends does not wait for open requests
@@ -164,10 +164,10 @@ class Servers:
         """Return the body of an answer of any server, uint8; in pinned memory where a GPU is in use.
 
         Args:
-            method: of HTTP.
-            path: with its query.
-            body: of the request.
-            kind: content type of the body.
+            method: HTTP method.
+            path: URL path, with its query string.
+            body: Request body; None without one.
+            kind: Content type of the body.
 
         Raises:
             TeacherUnavailableError: none answered in time, one is another teacher now, or refuses the request.

@@ -39,10 +39,10 @@ def damage_of(sums: tuple[str | None, str | None], status: int, question: str, b
     """Return how an answer was damaged on the way, or that it answers another request; None where it is sound.
 
     Args:
-        sums: question and checksum, from the answer's headers.
-        status: of HTTP. Only answers of 200 must carry both sums: others may come from a proxy.
-        question: hash of the request that was sent.
-        body: of the answer.
+        sums: Request hash and body checksum from the response's headers; None for a header that is absent.
+        status: HTTP status. Only responses of 200 must carry both sums: others may come from a proxy.
+        question: Hash of the request that was sent.
+        body: Response body.
     """
     asked, told = sums
     if status == 200 and (asked is None or told is None):

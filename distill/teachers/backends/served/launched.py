@@ -68,9 +68,9 @@ class Child(NamedTuple):
     """A server's process.
 
     Attributes:
-        pid: on this machine.
-        address: file that it writes its address to once it answers; None of one that follows the first.
-        errors: file with its standard error.
+        pid: Process id on this machine.
+        address: File that it writes its address to once it responds; None for the later processes of a sharded teacher.
+        errors: File with its standard error.
     """
 
     pid: int
@@ -82,9 +82,9 @@ class LaunchedServers:
     """The teacher servers of this run, in any of its processes.
 
     Args:
-        children: their processes.
-        token: that they expect.
-        sharded: whether they hold shards of one teacher; else each a copy.
+        children: Server processes.
+        token: Bearer token that the servers require.
+        sharded: True if the processes hold shards of one teacher, False if each holds a replica.
     """
 
     current: LaunchedServers | None = None  # of this process, while a run with such servers goes on
@@ -144,9 +144,9 @@ def launched_servers(recipe: Recipe, device: torch.device, *, sharded: bool) -> 
     """Run teacher servers while the context lasts, where the recipe names them; every process enters it.
 
     Args:
-        recipe: of the run.
-        device: of this process.
-        sharded: hold shards of one teacher, rather than a copy a GPU.
+        recipe: Recipe of the run.
+        device: Device on which this process trains.
+        sharded: True to hold shards of one teacher, False for one replica per GPU.
 
     Raises:
         ValueError: the processes are on several machines, or no GPUs are left for the teacher.
@@ -271,9 +271,9 @@ class LaunchedTeacher(ServerTeacher):
     """The teacher that servers of this run hold.
 
     Args:
-        source: of the recipe.
-        servers: of this run.
-        context: where the head is held, and in what dtype a student is cut from the teacher.
+        source: Source of the recipe's teacher.
+        servers: Teacher servers of this run.
+        context: Device of the head's copy, and the dtypes of a student that is cut from the teacher.
 
     Raises:
         ValueError: the user's input that a server could not use.

@@ -29,9 +29,9 @@ class LogitReading(NamedTuple):
     """Conversion of targets into logits on this side.
 
     Attributes:
-        client: that requests them.
-        head: on any device; None where K tokens are sent.
-        transform: scale and soft cap, as the server reports them.
+        client: Client that sends the requests.
+        head: LM-head weights, on any device; None where top-k targets are sent.
+        transform: Scale and soft cap of the logits, as the server reports them.
     """
 
     client: TeacherClient

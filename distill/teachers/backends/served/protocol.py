@@ -67,7 +67,7 @@ class ProtocolError(ValueError):
     """A body that violates the protocol; the message names what was expected.
 
     Attributes:
-        status: of HTTP: 400 where it cannot be parsed, 422 where its values are invalid.
+        status: HTTP status: 400 for a body that cannot be parsed, 422 for invalid values.
     """
 
     def __init__(self, message: str, status: int = 422) -> None:
@@ -117,9 +117,9 @@ class TargetRequest:
         """Return itself, once its values are valid.
 
         Args:
-            vocabulary: ids are below it.
-            most_tokens: B * S at most.
-            longest: of a document; None for no limit.
+            vocabulary: Exclusive upper bound of token ids.
+            most_tokens: Maximum of B * S.
+            longest: Maximum length of a document in tokens; None for no limit.
 
         Raises:
             ProtocolError: naming the tensor.
@@ -242,9 +242,9 @@ class Piece(NamedTuple):
     """A document of a request, up to the last position needed: its ids, and the requested positions.
 
     Attributes:
-        job: number of the request.
-        ids: int32 [n].
-        query: int64 [m], requested positions in it.
+        job: Number of the request.
+        ids: Token ids, int32 [n].
+        query: Requested positions in `ids`, int64 [m].
     """
 
     job: int
@@ -256,9 +256,9 @@ def documents(query: TargetRequest, job: int = 0, beyond: int = 0) -> list[Piece
     """Return the documents of a request that have requested positions, in order.
 
     Args:
-        query: the request.
-        job: its number.
-        beyond: tokens that are kept after the last requested position.
+        query: Request with token ids [B, S].
+        job: Number of the request, copied to the pieces.
+        beyond: Number of tokens that are kept after the last requested position.
     """
     begins = np.zeros(query.ids.shape, bool)
     begins[:, 0] = True
@@ -294,8 +294,8 @@ def row_bytes(width: int, dtype: str) -> int:
     """Return the bytes of one row of `packed_rows`.
 
     Args:
-        width: of the hidden states.
-        dtype: that they are sent in, never `auto`.
+        width: Hidden size H.
+        dtype: Dtype of the hidden states in the response, never `auto`.
     """
     return width + 4 if dtype == "fp8" else getattr(torch, dtype).itemsize * width
 
@@ -326,18 +326,18 @@ class Identity(NamedTuple):
     """Identity of a served teacher. Targets depend on all but `hash`, `protocol`, `notes` and `limits`.
 
     Attributes:
-        protocol: version of the wire protocol.
-        model: its name.
-        source: `teacher_identity` of its section: name, revision, adapter, hash of the files.
-        fingerprint: of its weights as they are held (fp8 and int8 differ from bf16).
-        dtype: of hidden states and head; likewise `held`, of the linear layers, with those that fp8 leaves out.
-        rows, hidden: of its head.
-        head: SHA-256 of weight and bias.
-        scale, softcap: of the logits.
-        tokenizer, template: hashes; None where there is none.
-        files: hash of what /v1/files has.
-        limits: tokens and positions of a request, documents' length.
-        notes: not compared: device, versions, cost of fp8 on the wire.
+        protocol: Version of the wire protocol.
+        model: Name of the model.
+        source: `teacher_identity` of the recipe's section: name, revision, adapter, hash of the files.
+        fingerprint: Fingerprint of the weights in the dtype in which they are held (fp8 and int8 differ from bf16).
+        dtype: Dtype of hidden states and head; `held`, that of the linear layers, with the layers that fp8 leaves out.
+        rows, hidden: Shape [V, H] of the LM head.
+        head: SHA-256 of the head's weight and bias.
+        scale, softcap: Scale and soft cap of the logits; a soft cap of 0 means none.
+        tokenizer, template: Hashes of tokenizer and chat template; None without one.
+        files: Hash of the files that /v1/files serves.
+        limits: Maximum tokens and positions of a request, and maximum length of a document.
+        notes: Not compared: device, versions, error of fp8 on the wire.
     """
 
     protocol: int

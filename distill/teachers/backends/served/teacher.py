@@ -56,12 +56,12 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
     """Outputs of servers for the rows of a batch, requested by `submit` and awaited by `targets`.
 
     Args:
-        client: of the servers' protocol.
-        identity: of the teacher, for the lock file.
-        transform: how its logits follow from its head's product; an attribute too.
-        head: its weights; None where K tokens are sent.
-        section: of the recipe.
-        dtype: of a student that is cut from the model named there, as if that model were loaded.
+        client: Client of the servers' protocol.
+        identity: Identity of the teacher, for the lock file.
+        transform: Scale and soft cap from the product with the head to the logits; an attribute too.
+        head: LM-head weights; None where top-k targets are sent.
+        section: Section of the recipe that describes the teacher.
+        dtype: Weight dtype of a student that is cut from the model named there.
     """
 
     def __init__(

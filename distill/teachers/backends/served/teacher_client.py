@@ -21,14 +21,14 @@ class TargetSpec(NamedTuple):
     """Outputs that are requested for each position.
 
     Attributes:
-        top_k: tokens of its distribution; None for hidden states.
-        columns: that the tokens are taken from, all rows of the head for hidden states.
-        hidden: width of the states.
-        dtype: of states and head.
-        tail: how K tokens are chosen and read.
-        temperature: of their probabilities.
-        send: dtype that states are sent in.
-        deterministic: whether each request is computed alone.
+        top_k: Number of tokens K of each distribution; None for hidden states.
+        columns: Number of vocabulary columns that K tokens are taken from; all V for hidden states.
+        hidden: Hidden size H.
+        dtype: Dtype of hidden states and head.
+        tail: Selection of the K tokens and treatment of the others, one of `TAILS`.
+        temperature: Softmax temperature of the K log-probabilities.
+        send: Dtype of hidden states in the response: `auto` or `fp8`.
+        deterministic: True if the server computes each request in a forward pass of its own.
     """
 
     top_k: int | None
@@ -100,9 +100,9 @@ class TeacherClient(Protocol):
     """Client of one server protocol.
 
     Attributes:
-        spec: of each position.
-        most_logits: positions whose logits the server sends at a time; 0 where it sends none.
-        field: of the recipe that names the servers.
+        spec: Outputs requested for each position.
+        most_logits: Maximum number of positions of a response with logits; 0 where the server sends none.
+        field: Field of the recipe that names the servers, for error messages.
     """
 
     spec: TargetSpec
@@ -142,7 +142,7 @@ class HttpTeacherClient(TeacherClient):
     """A client over HTTP.
 
     Attributes:
-        servers: that are queried.
+        servers: HTTP connections to the servers.
     """
 
     servers: Servers

@@ -59,9 +59,9 @@ def length_problems(model: Mapping[str, object], max_length: int, extra: int) ->
     """Return a problem where documents may be longer than a served model takes.
 
     Args:
-        model: as `served_model` gives it.
-        max_length: of documents, in tokens.
-        extra: tokens that a request has beyond its document, for the one that vLLM always generates.
+        model: Entry of vLLM's /v1/models from `served_model`.
+        max_length: Maximum length of documents in tokens (`data.max_length`).
+        extra: Tokens of a request in addition to its document, for the one that vLLM always generates.
     """
     most = model["max_model_len"]
     if not isinstance(most, int) or max_length + extra <= most:
@@ -108,8 +108,8 @@ class VllmClient(HttpTeacherClient):
     """A client of the completions endpoint of vLLM.
 
     Args:
-        servers: of the same model.
-        spec: of each position; vLLM samples no tokens for it: the top K are read as a bucket.
+        servers: Servers of one and the same model.
+        spec: Requested outputs; vLLM samples no tail tokens, so that `sampled` becomes `bucket`.
     """
 
     def __init__(self, servers: Servers, spec: TargetSpec) -> None:

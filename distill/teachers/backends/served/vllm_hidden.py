@@ -56,9 +56,9 @@ class Ends(NamedTuple):
     """Modules of a model after its layers: final norm and head.
 
     Attributes:
-        norm: the final one.
-        head: its weights; `transform`: scale and soft cap of the logits.
-        fingerprint: of embedding, norm and head.
+        norm: Final norm.
+        head: LM-head weights; `transform`: scale and soft cap of the logits.
+        fingerprint: Fingerprint of embedding, norm and head.
     """
 
     norm: nn.Module
@@ -126,10 +126,10 @@ class VllmHiddenClient(VllmClient):
     """A client of vLLM's completions endpoint and the folder that its connector writes to.
 
     Args:
-        servers: of the same model.
-        spec: of each position: hidden states.
-        folder: its path on this machine; only the file names of the paths that a server reports are used.
-        ends: final norm and head of the model.
+        servers: Servers of one and the same model.
+        spec: Requested outputs: hidden states.
+        folder: Path of the shared folder here; only the file names of the paths that a server reports are used.
+        ends: Final norm and head of the model, which are computed here.
     """
 
     def __init__(self, servers: Servers, spec: TargetSpec, folder: Path, ends: Ends) -> None:

@@ -60,9 +60,9 @@ class ArchivedTeacher(Teacher, CutsStudents, DescribesSize, HoldsHead, Responds)
     """The teacher that made a complete cache, by what the folder holds of it; it computes nothing.
 
     Args:
-        cache: complete.
-        device: where the stored head is held.
-        load: opens the teacher itself, where a student is cut that is not stored; None for a recipe that names none.
+        cache: A complete cache.
+        device: Device of the stored head.
+        load: Function that opens the teacher, to cut a student that is not stored; None for a recipe without one.
     """
 
     rows = AcceptedRows(supports_new_rows=False, whole_documents=True)

@@ -63,9 +63,9 @@ class Document(NamedTuple):
     """One document of a row.
 
     Attributes:
-        key: 16 bytes, the hash of the tokens and of which are trained.
-        start, stop: its tokens in the row.
-        predicting: int64 [n], positions in the row whose next token is trained.
+        key: Hash of the token ids and of the positions that are trained on, 16 bytes.
+        start, stop: Token range of the document in the row.
+        predicting: Positions in the row whose next token is trained on, int64 [n].
     """
 
     key: bytes
@@ -212,8 +212,8 @@ def document_sums(arrays: Mapping[str, np.ndarray], documents: Iterable[int]) ->
     """Return checksums of some documents of a shard, int64, over the key and all that is stored of its positions.
 
     Args:
-        arrays: of the shard: `keys`, `offsets`, and those with a value a position.
-        documents: their numbers in it.
+        arrays: Tensors of the shard: `keys`, `offsets`, and those with one value per position.
+        documents: Indices of documents in the shard.
     """
     names = sorted(set(arrays) - set(DOCUMENTS))
     sums = []

@@ -34,11 +34,11 @@ def require_same_teacher(
     """Compare a recipe with the cache it names: the teacher, if it names one, the tokenizer and the template.
 
     Args:
-        here: the recipe's teacher, as `teacher_identity` names it; None to take the cache as it is.
-        recipe: whose chat template makes the data.
-        tokenizer: that makes them; None for random tokens.
-        manifest: of the cache.
-        path: of the cache.
+        here: Identity of the recipe's teacher (`teacher_identity`); None if the recipe names no teacher.
+        recipe: Recipe whose chat template renders the data.
+        tokenizer: Tokenizer of the data; None for random tokens.
+        manifest: Manifest of the cache.
+        path: Folder of the cache, for error messages.
 
     Raises:
         ValueError: with the first difference.

@@ -75,11 +75,11 @@ class Origin(NamedTuple):
     """Inputs of a cache beside the teacher.
 
     Attributes:
-        recipe: whose data are cached.
-        digest: hash of their source.
-        tokenizer: that makes them; None for random tokens.
-        ids_below: of random tokens; None for text.
-        student: what names a student that is cut from the teacher (`cut_identity`); None for any other.
+        recipe: Recipe whose data are cached.
+        digest: Hash of the data's source.
+        tokenizer: Tokenizer of the data; None for random tokens.
+        ids_below: Exclusive upper bound of random token ids; None for text.
+        student: Identity of a student that is cut from the teacher (`cut_identity`); None for any other student.
     """
 
     recipe: Recipe
@@ -93,9 +93,9 @@ def plan_of(origin: Origin, content: Mapping[str, Any], maker: Mapping[str, obje
     """Return the plan of a cache: everything but the documents.
 
     Args:
-        origin: its inputs beside the teacher.
-        content: what is stored of a position: `hidden_content`, or the manifest of a format of K tokens.
-        maker: the teacher, as `teacher_identity` names it, and the dtype that it is held in.
+        origin: Recipe, data and student of the cache.
+        content: Format of what is stored per position: `hidden_content`, or the manifest of a top-k format.
+        maker: Identity of the teacher (`teacher_identity`) and the dtype in which it is held.
     """
     recipe = origin.recipe
     return {
@@ -152,9 +152,9 @@ def shard_of(keys: Sequence[bytes], counts: Sequence[int], tensors: dict[str, to
     """Return a shard: documents' tensors by position, with their keys, where their positions begin, and checksums.
 
     Args:
-        keys: of the documents.
-        counts: positions of each.
-        tensors: stored of them, in that order.
+        keys: Keys of the documents, 16 bytes each.
+        counts: Number of stored positions of each document.
+        tensors: Stored tensors [sum of counts, ...], in the order of the documents.
     """
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     assert all(len(tensor) == offsets[-1] for tensor in tensors.values()), "a position was lost"

@@ -59,10 +59,10 @@ class Shards:
     """Documents in shards, found by their keys.
 
     Attributes:
-        path: the folder.
-        manifest: what it holds and how it was made.
-        stored: positions it has.
-        shards: their tensors by name, mapped.
+        path: Folder of the shards.
+        manifest: Format of the stored outputs, and settings and models that they were computed with.
+        stored: Number of stored positions.
+        shards: Memory-mapped tensors of each shard, by name.
     """
 
     path: Path
@@ -244,9 +244,9 @@ class TeacherCache(Shards):
         """Check that every document of a data set is in the cache.
 
         Args:
-            rows: the data set.
-            name: of the data set, for the error.
-            hint: a known difference, for the error.
+            rows: Rows of the data set.
+            name: Name of the data set, for the error message.
+            hint: Known difference between recipe and cache, for the error message.
 
         Raises:
             ValueError: how many are missing, and the first of them.

@@ -24,12 +24,12 @@ class Settings(NamedTuple):
     """Settings of what is stored.
 
     Attributes:
-        k: tokens of each distribution.
-        hidden: hidden states instead.
-        tail: choice of the tokens and reading of the others: one of `TAILS`.
-        dtype: of the numbers; None for float16, hidden states bfloat16.
-        batch_size: rows given to the teacher at once; None for the recipe's.
-        shard_bytes: about how large a file is.
+        k: Number of tokens K of each distribution.
+        hidden: True to store hidden states instead of K tokens.
+        tail: Selection of the K tokens and treatment of the others, one of `TAILS`.
+        dtype: Dtype of the stored values; None for float16 log-probabilities and bfloat16 hidden states.
+        batch_size: Rows of one forward pass of the teacher; None for the recipe's.
+        shard_bytes: Approximate size of a shard file in bytes.
     """
 
     k: int = 64

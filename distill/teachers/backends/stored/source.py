@@ -79,18 +79,18 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
     """The source of a teacher that is opened if anything is missing in its folder.
 
     Args:
-        inner: source of the teacher; an `ArchivedSource` for a complete cache.
-        section: of the recipe, whose `online_cache` names the folder, or its `path` that of a complete cache.
-        field: of that section.
+        inner: Source of the teacher; an `ArchivedSource` for a complete cache.
+        section: Section of the recipe whose `online_cache`, or `path` for a complete cache, names the folder.
+        field: Field of the recipe that holds the section, such as `teachers.1`.
 
     Attributes:
         archived, remote: the inner source, where it is that of a complete cache, or of a model in other processes.
         folder: where outputs are stored; None for nowhere: of `teacher.top_k` alone, and of `online_cache: /dev/null`,
             as doctor uses it.
-        required: positions to store of every document of the data, by its key; empty until these are read.
-        noted: the rows of these documents; None until they are read.
-        chosen: settings of what is stored, where a command decides; None for the recipe's.
-        option: of the command that names the folder; None for the recipe's `online_cache`.
+        required: Number of positions to store of every document of the data, by its key; empty until the data are read.
+        noted: Rows of these documents; None until the data are read.
+        chosen: Settings of what is stored, where a command decides; None for the recipe's.
+        option: Option of the command that names the folder; None for the recipe's `online_cache`.
     """
 
     def __init__(self, inner: TeacherSource, section: TeacherSection, field: str = "teacher") -> None:

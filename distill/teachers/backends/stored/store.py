@@ -66,14 +66,14 @@ class Store(Shards):
     """Outputs that are stored in a folder, and those still to be written.
 
     Args:
-        plan: of the cache that it becomes.
-        folder: where it is; None for nowhere: a batch's outputs are dropped with it.
-        required: positions of every document of the run, by its key.
-        all_parts: whether to read parts too that the processes have not agreed on.
+        plan: Plan of the cache that the store becomes when it is complete.
+        folder: Folder of the store; None to store nothing: a batch's outputs are dropped with it.
+        required: Number of positions of every document of the run, by its key.
+        all_parts: True to read parts that the processes have not agreed on, too.
 
     Attributes:
-        missing: keys of the run's documents that no process has stored, as of the last `flush`.
-        most_waiting: bytes that wait before a part is written.
+        missing: Keys of the run's documents that no process had stored at the last `flush`.
+        most_waiting: Bytes of outputs in memory above which a part is written.
     """
 
     cure = KEPT_CURE

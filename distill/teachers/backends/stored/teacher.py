@@ -114,11 +114,11 @@ class StoredTeacher(WrappingTeacher, ChecksFirstBatch, CopiesTruncated, CountsWo
     """A teacher, and the store of its outputs.
 
     Args:
-        inner: queried for what is not stored; it gives hidden states, or K tokens as a `TopKSender`; an
-            `ArchivedTeacher` where everything is stored.
-        store: what is stored; a `Store` where it is to be filled.
-        device: of this process; None for that of the teacher's head.
-        head: of `inner`, where that is known; None to gather it here.
+        inner: Teacher of hidden states, or of K tokens as a `TopKSender`, that is queried for rows that are not stored;
+            an `ArchivedTeacher` where everything is stored.
+        store: Stored outputs; a `Store` where missing ones are added.
+        device: Device of this process; None for that of the teacher's head.
+        head: LM head of `inner`, where the caller has it; None to gather it here.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class StoredTeacher(WrappingTeacher, ChecksFirstBatch, CopiesTruncated, CountsWo
         """Return the teacher whose outputs are all in a cache, open or in a folder; no weights are loaded.
 
         Args:
-            cache: complete.
-            device: where the stored head is held, and of this process.
+            cache: A complete cache, or its folder.
+            device: Device of this process, which also holds the stored head.
         """
         cache = cache if isinstance(cache, TeacherCache) else TeacherCache(cache)
         return cls(ArchivedTeacher(cache, device), cache, torch.device(device))
@@ -197,8 +197,8 @@ class StoredTeacher(WrappingTeacher, ChecksFirstBatch, CopiesTruncated, CountsWo
         """Query the teacher for the rows of a batch that are not stored, and store its outputs.
 
         Args:
-            batch: from `collate`.
-            store: that of this teacher.
+            batch: Batch from the collator of `collate`.
+            store: Store of this teacher.
 
         Returns:
             What is stored of a batch that was all new, in its order, by the names of the batch; None of any other.
@@ -313,9 +313,9 @@ def targets_of(plan: Plan, batch: Batch, dtype: torch.dtype) -> torch.Tensor | T
     """Return the stored targets of a batch at their positions; 0 where no token is trained.
 
     Args:
-        plan: of the cache.
-        batch: collated, with the stored tensors.
-        dtype: of hidden states.
+        plan: Plan of the cache.
+        batch: Collated batch with `input_ids` [B, S], `valid_rows` and the stored tensors.
+        dtype: Dtype of the returned hidden states.
     """
     shape, rows = batch["input_ids"].shape, batch["valid_rows"]
     stored = {name.removeprefix(PREFIX): value for name, value in batch.items() if name.startswith(PREFIX)}

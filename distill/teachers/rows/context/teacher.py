@@ -38,7 +38,7 @@ class ContextTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated, Responds
 
     Args:
         teacher: the inner teacher, or a causal language model.
-        context: its prompt, for `respond`; None where that is not used.
+        context: Privileged context, for `respond`; None where that is not used.
     """
 
     reading = "context"
@@ -85,8 +85,8 @@ class ContextSource(WrappingSource):
     """The source of a teacher that reads after a context.
 
     Args:
-        inner: of the inner teacher.
-        context: of the recipe.
+        inner: Source of the inner teacher.
+        context: Privileged context of the recipe.
     """
 
     def __init__(self, inner: TeacherSource, context: Context) -> None:

@@ -71,7 +71,7 @@ def load_cross_data(
     Args:
         data: the recipe's `data` section; `max_length` bounds both readings, `chat_template: tokenizer` means each its
             own.
-        student_tokenizer, teacher_tokenizer: of the two models.
+        student_tokenizer, teacher_tokenizer: Tokenizers of the two models.
         seed: fixes which documents are held out and the order of the rows.
 
     Raises:

@@ -64,7 +64,7 @@ class Reader:
 
     Args:
         tokenizer: a transformers tokenizer.
-        template: its chat template, or None.
+        template: Chat template of the model; None without one.
         field: "student.model" or "teacher.model", for errors.
     """
 
@@ -81,8 +81,8 @@ class Reader:
         """Return the token ids of a text, int32 [n], and where each ends in it, in bytes, int64 [n].
 
         Args:
-            text: any text.
-            partly: return the tokens up to the first one that does not spell the text, instead of raising.
+            text: Text to tokenise.
+            partly: True to return the tokens before the first one that does not spell the text, not to raise.
 
         Raises:
             RowFault: the tokens do not spell the text.
@@ -261,10 +261,10 @@ class PairEncoder(RowEncoder):
         """Return the pair within `max_length`; None where it has no span.
 
         Args:
-            ids: both readings.
-            runs: boundaries, [k, 2] each, with the spans between them.
-            origin: hash of the text.
-            starts: for each run the first token of the answer that it is a part of; none for running text.
+            ids: Token ids of student and teacher, int32 [n] each.
+            runs: Boundaries of the spans in both token sequences, int64 [k, 2] each.
+            origin: Hash of the text.
+            starts: First token, in both sequences, of each run's response; empty for plain text.
         """
         parts = [np.stack([run[:-1, 0], run[1:, 0], run[:-1, 1], run[1:, 1]], 1) for run in runs]
         spans = np.concatenate(parts) if parts else np.zeros((0, 4), dtype=np.int64)

@@ -15,9 +15,9 @@ class Vocabularies(NamedTuple):
     """Shared tokens of two vocabularies.
 
     Attributes:
-        shared: the ids of the same tokens.
-        ends: the pairs among them that end a turn or a text, whatever their texts.
-        student_tokens, teacher_tokens: how many there are of each.
+        shared: Ids of tokens with the same bytes in both vocabularies.
+        ends: Pairs of ids among them that end a turn or a text, with any text.
+        student_tokens, teacher_tokens: Number of tokens of each vocabulary.
     """
 
     shared: Shared
