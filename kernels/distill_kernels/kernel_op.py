@@ -38,7 +38,7 @@ class KernelOp:
         backward: `(ctx, *grads)`; None for an op that no gradient passes through.
         mutates: Names of the arguments that the launcher writes to; such an op has no backward.
         check: The launcher's signature; raises ValueError for arguments that do not fit, by their description.
-        results: How many of the outputs a call returns, one as a tensor; the others are for the backward, and get no
+        results: Number of outputs that a call returns, one as a tensor; the others are for the backward and get no
             gradient. None for all.
     """
 
@@ -108,10 +108,10 @@ class _Gradient:
     """The backward of an op's calls with inputs of one description; stands for autograd's context in it.
 
     Args:
-        op: The op.
+        op: Op whose backward it is.
         args: Arguments of one such call.
         outputs: All outputs of that call.
-        needed: Whether a gradient is required, for each tensor among the arguments.
+        needed: For each tensor among the arguments, True if it requires a gradient.
     """
 
     saved_tensors: tuple[torch.Tensor | None, ...] = ()

@@ -82,13 +82,13 @@ class LaunchPlan:
     """Replay of the calls whose arguments have one description, and the state of its recording.
 
     Attributes:
-        fits: Returns whether tensors have it.
-        needs_gradient: One of the tensors requires a gradient.
+        fits: Function that returns whether tensors have the plan's description.
+        needs_gradient: True if one of the tensors requires a gradient.
         replay: Function of the tensors that allocates, launches and returns the outputs, or NotImplemented where these
             addresses, this device or a profiler of Triton demand the launcher. None before the second call.
-        recordable: Whether the launcher may yet have a plan.
-        called: Whether it was called.
-        gradient: For the owner of the `PlannedFunction`.
+        recordable: False once it is known that the launcher cannot have a plan.
+        called: True after the first call.
+        gradient: Storage for the owner of the `PlannedFunction`.
     """
 
     __slots__ = ("called", "fits", "gradient", "needs_gradient", "recordable", "replay")
@@ -107,8 +107,9 @@ class PlannedFunction:
     """A function of tensors and plain values that is replayed, where it can be, from its third call on.
 
     Args:
-        function: What it does may depend on the description of its arguments alone, never on a tensor's contents.
-        results: How many outputs the caller reads; of the others, a replay gives None for those without elements.
+        function: Function to replay; it may depend on the description of its arguments only, never on a tensor's
+            contents.
+        results: Number of outputs that the caller reads; of the others, a replay gives None for those without elements.
     """
 
     def __init__(self, function: Callable[..., Any], results: int | None = None) -> None:
@@ -195,7 +196,7 @@ class _Recorder(TorchDispatchMode):
     """Watches one call of a launcher: PyTorch's operators as a dispatch mode, Triton's launches through `launch`.
 
     Args:
-        tensors: Those among the launcher's arguments.
+        tensors: Tensors among the launcher's arguments.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -49,7 +49,7 @@ class PlanSource:
 
     Args:
         inputs: Numbers of the tensors by address.
-        buffers: What the launcher allocated.
+        buffers: Tensors that the launcher allocated.
     """
 
     def __init__(self, inputs: dict[int, int], buffers: Sequence[torch.Tensor]) -> None:
@@ -173,7 +173,7 @@ class _TensorMaps(dict[int, Any]):
 
     Args:
         fill: Triton's function that makes one.
-        layout: Its arguments after the address.
+        layout: Arguments of `fill` after the address.
     """
 
     def __init__(self, fill: Callable[..., Any], layout: Sequence[Any]) -> None:

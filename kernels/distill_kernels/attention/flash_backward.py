@@ -195,7 +195,7 @@ def backward_on_triton(
 
     Args:
         dout: gradient of out, [B, H, T, D].
-        q, k, v: as in the forward.
+        q, k, v: inputs of the forward, [B, H or Hkv, T, D].
         out, lse: results of the forward, [B, H, T, D] and fp32 [B, H, T].
         masking: scale and masks.
         key_tile, query_tile, key_parts, query_parts: launch shapes; None: chosen as in the forward.

@@ -203,7 +203,7 @@ def packed_ranges(
     Args:
         cu_seqlens_q, cu_seqlens_k: int [documents + 1].
         rows: positions on the own side.
-        causal, window: the mask.
+        causal, window: settings of the mask.
         from_keys: intervals of queries for each key, in place of keys for each query.
     """
     none: dict[tuple[object, ...], torch.Tensor] = {}

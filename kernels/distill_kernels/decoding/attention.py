@@ -31,7 +31,7 @@ class AttentionSpec(NamedTuple):
     """Shape and settings of a layer's attention.
 
     Attributes:
-        heads, kv_heads, size: H, Hkv, D.
+        heads, kv_heads, size: Number of query heads H and key-value heads Hkv; head size D.
         scale: Factor of the scores.
         window: Keys a query sees, itself included; None for all.
         q_norm, k_norm: Weights [D] of RMSNorms of each head, or None for both.

@@ -132,7 +132,7 @@ class Scratch(NamedTuple):
     """Buffers for partial sums, shared by the kernels of a step, one after the other.
 
     Attributes:
-        parts: fp32.
+        parts: Partial sums, fp32.
         counters: int32, zero between kernels; of one step alone, since two could run at the same time.
     """
 

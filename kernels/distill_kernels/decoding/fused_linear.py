@@ -51,11 +51,11 @@ class Product(NamedTuple):
     """A linear layer, or several of one input, with the operations before and after it.
 
     Attributes:
-        weights: One to three, [N, K] each, contiguous; y holds their outputs one after the other.
-        biases: One each, [N] or None; all or none.
+        weights: One to three weights, [N, K] each, contiguous; y holds their outputs one after the other.
+        biases: A bias [N] of each weight, or None for all.
         norm: Weight of an RMSNorm: of x [K] before the product, or [N] of the one after a product that `adds`.
-        eps: Its epsilon, of a norm before.
-        up: [N, K], the second weight of a gated MLP, whose first is `weights[0]`.
+        eps: Epsilon of a norm before the product.
+        up: Second weight of a gated MLP, [N, K], whose first is `weights[0]`.
         adds: y is added to the stream; else the stream is what is multiplied.
     """
 

@@ -38,9 +38,9 @@ class SequenceState(NamedTuple):
     """State of each sequence, in buffers that a step reads and writes.
 
     Attributes:
-        token: int64 [B], the newest; `pad` of a sequence that is done.
-        made, limits: int64 [B], tokens made and allowed.
-        done, ended: bool [B].
+        token: Newest token, int64 [B]; `pad` of a sequence that is done.
+        made, limits: Number of tokens generated and allowed, int64 [B].
+        done, ended: Flags of sequences that are finished, and finished by an end token, bool [B].
         lengths: int64 [B], tokens in the cache and the newest.
         answers: int64 [B, most]. log_probs: float32 or float64 [B, most].
         column: int64 [1], the column of `answers` that is written next.
@@ -269,8 +269,8 @@ def score_tokens(stream: Stream, eps: float, weight: torch.Tensor, draw: Draw, f
     """Launch the head's product with sampling noise and fill `found`.
 
     Args:
-        stream: As the last layer leaves it for the last norm, of epsilon `eps`; z is rounded to `scaled`'s dtype.
-        weight: [V or more, K], contiguous.
+        stream: Output of the last layer, before the final norm of epsilon `eps`; z is rounded to the dtype of `scaled`.
+        weight: Weight of the head, [V or more, K], contiguous.
     """
     x, squares = stream.scaled, stream.squares
     rows, inputs = x.shape

@@ -251,7 +251,7 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: Literal["none", 
 
     Args:
         x: [..., O], fp32, bf16 or fp16; rows may be strided.
-        bias: [O].
+        bias: Bias [O].
         approximate: "none" (exact) or "tanh", as in `torch.nn.functional.gelu`.
 
     Returns:
@@ -273,10 +273,10 @@ class BiasGELU(torch.nn.Module):
     """`bias_gelu` with its bias (zeros at first).
 
     Args:
-        features: O.
+        features: Number of features O.
         approximate: "none" or "tanh".
-        device: Where the bias lies.
-        dtype: The bias's dtype.
+        device: Device of the bias.
+        dtype: Dtype of the bias.
     """
 
     def __init__(

@@ -260,12 +260,12 @@ class LayerNorm(torch.nn.Module):
     """`layer_norm` with its weight (ones) and bias (zeros); state as in `torch.nn.LayerNorm`.
 
     Args:
-        hidden_size: H.
+        hidden_size: Hidden size H.
         eps: Added to the variance.
-        elementwise_affine: Whether there is a weight (and bias).
-        bias: Whether there is a bias beside the weight.
-        device: Where the parameters lie.
-        dtype: The parameters' dtype.
+        elementwise_affine: True for a weight (and bias).
+        bias: True for a bias in addition to the weight.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
     """
 
     def __init__(

@@ -269,7 +269,7 @@ def rms_norm(
         eps: Added to the mean square.
         form: "llama" casts the normalised x to its dtype before multiplying by `weight`; "gemma" multiplies by
             `1 + weight` in fp32 and casts last.
-        dtype: Of the result, rounded to it in the kernel; None for the usual one.
+        dtype: Dtype of the result, rounded to it in the kernel; None for the one below.
 
     Returns:
         [..., H]; usually in x's dtype for "gemma", in the promoted dtype of x and weight for "llama".
@@ -294,7 +294,7 @@ def rms_norm_and_input(
     """`rms_norm(x, ...)` and x, for whatever else reads x: its gradient is added in the norm's backward kernel.
 
     Args:
-        x, weight, eps, form, dtype: As of `rms_norm`.
+        x, weight, eps, form, dtype: Arguments of `rms_norm`.
 
     Returns:
         The normalised x, and x (a view of it, or itself).
@@ -323,7 +323,7 @@ def add_rms_norm(
         residual: [..., H], the same shape.
         weight: [H] or None.
         eps: Added to the mean square.
-        form, dtype: As in `rms_norm`.
+        form, dtype: See `rms_norm`.
 
     Returns:
         The normalised sum, and the sum `x + residual` in their promoted dtype.
@@ -343,11 +343,11 @@ class RMSNorm(torch.nn.Module):
     """`rms_norm` with a weight, initialised so that it does not scale (ones for "llama", zeros for "gemma").
 
     Args:
-        hidden_size: H.
+        hidden_size: Hidden size H.
         eps: Added to the mean square.
         form: "llama" or "gemma".
-        device: Where the weight lies.
-        dtype: The weight's dtype.
+        device: Device of the weight.
+        dtype: Dtype of the weight.
     """
 
     def __init__(

@@ -332,7 +332,7 @@ def rope(
             [B, T, H, D] pass `q.transpose(1, 2)`.
         k: [B, Hk, T, D].
         cos: [B or 1, T, R], R <= D even; dimensions from R on pass through. No gradient.
-        sin: Like cos.
+        sin: Sines, of the same shape as `cos`.
         in_place: Write over q and k. Only where no gradient is recorded; where one is, outputs of one `shared_linear`
             with joined weights are written over in any case.
 

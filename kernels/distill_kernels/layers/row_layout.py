@@ -19,8 +19,8 @@ class RowConfig(NamedTuple):
     Attributes:
         rows: Rows a program processes at a time.
         warps: Warps of a program.
-        programs: For looping kernels, programs per multiprocessor.
-        stages: For looping kernels, loads in flight.
+        programs: Programs per multiprocessor of a looping kernel.
+        stages: Loads in flight of a looping kernel.
         twice: A backward kernel converts its 16-bit inputs to fp32 twice, for the sums and for the result, to save
             registers.
     """

@@ -142,8 +142,8 @@ def add_matmul_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: fl
 
     Args:
         total: [M, N], changed in place.
-        a: [M, K].
-        b: [K, N], of the dtype of `a`.
+        a: left operand, [M, K].
+        b: right operand, [K, N], of the dtype of `a`.
         alpha: factor of the product.
     """
     if a.dtype == total.dtype:
@@ -160,7 +160,7 @@ class WeightGradient:
     Args:
         weight: the head's, [Vp, H], Vp >= V.
         vocab: V, columns that count; the others get 0.
-        groups: how many calls of `add` there will be.
+        groups: number of calls of `add` to expect.
         fp32: sum in fp32 whatever the weight's dtype.
     """
 

@@ -65,11 +65,11 @@ def run_chunks(
     Args:
         student: the student's head; gradients come back in its tensors' dtypes.
         batch: row scales and the rows to compute (labels are read by `row_loss` alone).
-        required: which gradients.
+        required: gradients to compute.
         row_loss: `(raw logits [n, V], rows, with_gradient) -> (scaled row losses [n], gradient [n, V] or None)`.
         vocab: columns that count.
-        dtype: of the products' operands.
-        rows: of a chunk.
+        dtype: dtype of the GEMMs' operands.
+        rows: rows of a chunk.
     """
     sums = HeadGradients(student, required, vocab, torch.float64 if dtype == torch.float64 else torch.float32)
     hidden, n = student.hidden, student.hidden.shape[0]

@@ -112,9 +112,9 @@ def reference_terms(
 
     Args:
         kind: the divergence, one of `DIVERGENCES`.
-        parameter: its beta or alpha; ignored by the others.
+        parameter: beta or alpha of the divergence; ignored by those without one.
         log_s, log_t: log-probabilities of student and teacher, [n, V].
-        p_s, p_t: their exponentials.
+        p_s, p_t: probabilities of student and teacher, [n, V].
     """
     if kind == "forward_kl":
         difference = p_s - p_t
@@ -221,8 +221,8 @@ def reference_rows(
     Args:
         student_raw: student logits before scale, soft cap and temperature, [n, V], fp32 or fp64. May be overwritten.
         teacher_raw: the teacher's, [n, V], or None where the objective has no divergence.
-        objective: the loss.
-        request: labels, scales and what to make.
+        objective: terms of the loss and its settings.
+        request: labels and scales of the rows, and the outputs to compute.
     """
     o, shard, with_gradient = objective, request.shard, request.with_gradient
     n, vocab = student_raw.shape

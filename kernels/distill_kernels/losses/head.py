@@ -27,7 +27,7 @@ def call_inside(
     """Call `module(hidden)` with `compute` in place of its forward, so that the hooks of every wrapper around it fire.
 
     Args:
-        module: what the model calls.
+        module: module that the model calls.
         compute: called with the hidden states as the hooks pass them on; parameters are whole inside.
         hidden: [..., H]; goes through the hooks (FSDP2's mixed precision may cast it).
         owner: the module whose forward is replaced, where `module` only leads to it (a LoRA layer); None: `module`.
@@ -75,7 +75,7 @@ def head_loss(
             (`fully_shard(lm_head)`), or, as where it is tied to the embedding, part of the root's.
         loss_fn: `FusedDistillationLoss`, one of its kin, or anything that is called as
             `loss_fn(student_hidden, student_weight, **rest)`; of `rest` only what is not None is passed.
-        student_hidden, teacher_hidden, labels, named: as `FusedDistillationLoss.forward` takes them.
+        student_hidden, teacher_hidden, labels, named: arguments of `FusedDistillationLoss.forward`.
         teacher_weight: the teacher's weight, not sharded by FSDP2.
         teacher_head: the teacher's head in place of `teacher_weight` and `teacher_bias`; it may be sharded as well.
 

@@ -95,10 +95,10 @@ def linear_divergence(
         student: the student's head. Its tensors' gradients come back in their own dtypes.
         teacher: the teacher's head, several teachers', or None where the objective has no divergence.
         batch: labels, row scales and the rows to compute.
-        objective: the loss.
-        required: which gradients, and whether statistics.
-        vocab: columns that count.
-        dtype: of the products' operands.
+        objective: terms of the loss and its settings.
+        required: gradients to compute, and whether statistics are required.
+        vocab: number of columns that count; the others are padding.
+        dtype: dtype of the GEMMs' operands.
         workspace: bytes for the logits' buffers, or None to choose.
         shard: the heads are the rows that this rank holds of them, of which `vocab` count. What does not belong to
             those rows (loss, statistics, gradients of hidden states and LoRA A) comes back summed over the ranks.
@@ -212,10 +212,10 @@ class HeadGradients:
         """Add the gradients that follow from the gradient [n, V] of the logits of `x` [n, H].
 
         Args:
-            head: the cut head, in the dtype of x.
-            x: the hidden states.
-            gradient: in any floating dtype.
-            here: which rows these are.
+            head: head cut to the columns that count, in the dtype of x.
+            x: hidden states [n, H].
+            gradient: gradient of the logits [n, V], any floating dtype.
+            here: indices of these rows among all N.
         """
         if self.bias is not None:
             self.bias[: self.vocab] += gradient.sum(0)

@@ -243,9 +243,9 @@ def launch_shape(vocab: int, rows: int, facts: DeviceFacts, *, soft: bool) -> tu
     the L2 cache keeps next to nothing for later sweeps (measured on an H200).
 
     Args:
-        vocab, rows: of the logits.
-        facts: of the device.
-        soft: a teacher's logits are read too.
+        vocab, rows: number of columns and rows of the logits.
+        facts: properties of the device.
+        soft: True if a teacher's logits are read too.
     """
     in_registers = vocab <= MAX_REGISTER_COLUMNS
     longer = in_registers or (vocab > LONG_ROW_COLUMNS and soft)
@@ -269,7 +269,7 @@ def launch_logit_rows(
         teacher: logits of the same shape, or None where the objective has no divergence.
         labels: int64 [B * S], or None.
         row_scale: fp32 [B * S], factor of each row's loss; 0 skips the row.
-        objective: the loss.
+        objective: terms of the loss and its settings.
         gradient: filled with the gradient for `student`, of its shape; may be its memory. None: no gradient.
     """
     o = objective
@@ -324,7 +324,7 @@ def reference_logit_rows(
         teacher: logits of the same shape, or None where the objective has no divergence.
         labels: int64 [B * S], or None.
         row_scale: fp32 (fp64 for fp64 logits) [B * S], factor of each row's loss; 0 skips the row.
-        objective: the loss.
+        objective: terms of the loss and its settings.
         gradient: filled with the gradient for `student`, of its shape; may be its memory. None: no gradient.
     """
     vocab, accumulate_dtype = student.shape[-1], row_scale.dtype

@@ -130,14 +130,14 @@ def distillation_loss(
         teacher_logits: the same shape, any of these dtypes; None for cross-entropy alone.
         labels: integers of the leading shape, already shifted; rows with `ignore_index` do not count. None: all count.
         terms: `LossTerm(type, weight, beta, alpha)`.
-        temperature: T > 0, for the divergences; cross-entropy is at T = 1.
+        temperature: softmax temperature T > 0 of the divergences; cross-entropy is at T = 1.
         scale_by_temperature_squared: multiply the divergences by T^2.
         label_smoothing: share of the hard target that is spread over the vocabulary.
         z_loss: weight of the squared log-normaliser beside the cross-entropy.
         ignore_index: label of rows that do not count.
         reduction: "mean" over `num_items` or the rows that count, "sum", or "none" (per row).
-        token_weights: leading shape, what each row's loss is multiplied by.
-        num_items: what the mean divides by, int or integer tensor.
+        token_weights: factor of each row's loss, of the leading shape.
+        num_items: divisor of the mean, int or integer tensor.
         in_place: write the gradient over `student_logits`, whose values are lost; it may not be a leaf. Without a
             gradient asked for, and under torch.compile (which plans memory itself), nothing is overwritten.
 
@@ -223,7 +223,7 @@ def kl_div(
         teacher_logits: [..., V], the same leading dimensions; no gradient.
         labels: integers [...]; rows with `ignore_index` do not count. None: all rows count.
         direction: "forward" or "reverse".
-        temperature: T > 0.
+        temperature: softmax temperature T > 0.
         reduction: "mean", "sum" or "none".
         settings: other keywords of `distillation_loss`.
 
@@ -251,7 +251,7 @@ def jsd(
     """Generalised Jensen-Shannon divergence; returns and raises as `kl_div`.
 
     Args:
-        student_logits, teacher_logits, labels, temperature, reduction, settings: as of `kl_div`.
+        student_logits, teacher_logits, labels, temperature, reduction, settings: see `kl_div`.
         beta: the teacher's share, in [0, 1]; 0 is forward KL, 1 reverse KL.
     """
     term = LossTerm("jsd", 1.0, beta=beta)
@@ -273,7 +273,7 @@ def skew_kl(
     """Skewed KL (DistiLLM), forward or reverse; returns and raises as `kl_div`.
 
     Args:
-        student_logits, teacher_logits, labels, direction, temperature, reduction, settings: as of `kl_div`.
+        student_logits, teacher_logits, labels, direction, temperature, reduction, settings: see `kl_div`.
         alpha: the skew, in [0, 1).
     """
     term = LossTerm(f"skew_{checked_direction(direction)}_kl", 1.0, alpha=alpha)
@@ -293,7 +293,7 @@ def tvd(
     """Total variation distance, half the sum of |p_t - p_s|; returns and raises as `kl_div`.
 
     Args:
-        student_logits, teacher_logits, labels, temperature, reduction, settings: as of `kl_div`.
+        student_logits, teacher_logits, labels, temperature, reduction, settings: see `kl_div`.
     """
     term = LossTerm("tvd", 1.0)
     return distillation_loss(

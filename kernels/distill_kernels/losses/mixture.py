@@ -33,10 +33,10 @@ class TeacherHead(NamedTuple):
     """One of several teachers, as the fused losses take it (`teachers=`); no tensor of it gets a gradient.
 
     Attributes:
-        hidden: [N, H] or [..., H] with the student's leading dimensions.
-        weight: [V, H], the head; V as the student's or at least `vocab_size`.
-        share: of the mixture, >= 0; shares are divided by their sum, and a teacher of share 0 is left out.
-        bias: [V] or None.
+        hidden: hidden states, [N, H] or [..., H] with the student's leading dimensions.
+        weight: weight of the head, [V, H]; V as the student's or at least `vocab_size`.
+        share: mixing weight >= 0, divided by the sum of all; a teacher of weight 0 is left out.
+        bias: bias of the head, [V] or None.
         logit_scale: factor on its logits.
         softcap: `cap * tanh(z / cap)` after the factor, or None.
     """
@@ -53,9 +53,9 @@ class Mixture(NamedTuple):
     """Heads and mixing weights of the teachers whose share is above 0.
 
     Attributes:
-        heads: flattened hidden states and heads.
-        shares: adding up to 1.
-        scales, softcaps: of each one's logits; a soft cap of 0 means none.
+        heads: hidden states [N, H] and heads of the teachers.
+        shares: mixing weights, with sum 1.
+        scales, softcaps: scale and soft cap of each teacher's logits; a soft cap of 0 means none.
     """
 
     heads: tuple[Head, ...]
@@ -97,9 +97,9 @@ def compared_teacher(
     """Return the teacher, or mixture, to compare with, and the objective with a single teacher's scale and soft cap.
 
     Args:
-        heads: flattened and detached, of one teacher, of several, or none.
+        heads: detached heads with hidden states [N, H]: one, several, or none.
         mixture: the list of `flatten_teachers`; empty where `teachers` was not given.
-        objective: as the module has it.
+        objective: objective of the module, with the scale and soft cap of a single teacher.
     """
     if not mixture:
         return (heads[0] if heads else None), objective
@@ -133,10 +133,10 @@ def reference_mixture_rows(
     """`reference_rows` with the mixture for a teacher.
 
     Args:
-        student_raw, objective, request: as of `reference_rows`.
+        student_raw, objective, request: see `reference_rows`.
         mixture: the teachers, their heads in the dtype of `student_raw`.
-        here: which of their hidden states these rows are.
-        project: head and hidden states to raw logits.
+        here: indices of these rows in the teachers' hidden states.
+        project: function from head and hidden states [n, H] to raw logits [n, V].
     """
     logits = [
         transform_logits(project(head, head.hidden[here].to(student_raw.dtype)), scale, softcap)

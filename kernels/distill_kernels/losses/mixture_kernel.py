@@ -85,9 +85,9 @@ def mix_in_place(mixed: Logits, other: Logits, share: float, temperature: float,
     Args:
         mixed: the running mixture, [n, V].
         other: the next teacher, [n, V].
-        share: its share of the new mixture, in (0, 1).
+        share: weight of the next teacher in the new mixture, in (0, 1).
         temperature: T of the probabilities that are mixed.
-        shard: whose columns these are.
+        shard: column ranges over the ranks.
 
     Returns:
         The mixture in the memory of `mixed.values`; its `total_hard` is its `total`.
@@ -126,11 +126,11 @@ class TeacherMixer:
         mixture: two teachers or more, their heads cut to the columns and the dtype of the products.
         chunk_rows: rows of the largest chunk.
         vocab: columns that count.
-        dtype: of the kept logits.
-        temperature: of the divergences.
+        dtype: dtype of the stored logits.
+        temperature: softmax temperature T of the divergences.
         at_temperature_1: also make the mixture at temperature 1, for statistics where T differs.
-        descriptors: as of `project`.
-        shard: whose columns the heads are.
+        descriptors: True to allow the fused projection, see `project`.
+        shard: column ranges over the ranks.
     """
 
     def __init__(

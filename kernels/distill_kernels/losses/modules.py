@@ -26,7 +26,7 @@ class FusedDistillationLoss(nn.Module):
 
     Args:
         terms: `LossTerm(type, weight, beta, alpha)`, several of one type allowed.
-        temperature: T > 0.
+        temperature: softmax temperature T > 0 of the divergences.
         scale_by_temperature_squared: multiply divergences by T^2 (Hinton et al., 2015).
         label_smoothing: share of the hard target that is spread over the vocabulary, [0, 1].
         z_loss: weight of the squared log-normaliser beside the cross-entropy (PaLM, Chowdhery et al., 2022).
@@ -36,8 +36,8 @@ class FusedDistillationLoss(nn.Module):
         student_logit_scale, teacher_logit_scale: factor on the logits (Granite, Cohere).
         student_softcap, teacher_softcap: `cap * tanh(z / cap)` after the factor (Gemma), or None.
         max_workspace_mib: bound for the logits' buffers in MiB; None chooses by device and shapes.
-        skip_ignored_rows: with labels or token weights but without `valid_rows`, find the rows that count by one
-            host sync and compute only those. False computes all rows and never syncs.
+        skip_ignored_rows: find the rows that count by one host sync and compute only those, where there are labels or
+            token weights but no `valid_rows`. False computes all rows and never syncs.
 
     Raises:
         ValueError: naming the field, what was expected and what came.
@@ -103,12 +103,12 @@ class FusedDistillationLoss(nn.Module):
             student_hidden: [N, Hs] or [..., Hs], fp32, bf16, fp16 (or fp64 on the CPU); gets a gradient.
             student_weight: [Vs, Hs], same dtype (any floating dtype under autocast); gets a gradient.
             teacher_hidden: [N, Ht] with the same leading dimensions; not needed for pure cross-entropy.
-            teacher_weight: [Vt, Ht].
+            teacher_weight: [Vt, Ht]; no gradient.
             labels: integers, [N] or [...], already shifted: row i of the hidden states predicts labels[i]. Rows with
                 `ignore_index` do not count. None: every row counts (cross-entropy needs labels). Where cross-entropy
                 or statistics look one up, it lies within the columns that count.
             student_bias: [Vs]; gets a gradient.
-            teacher_bias: [Vt].
+            teacher_bias: [Vt] or None; no gradient.
             student_lora: `(A [r, Hs], B [Vs, r], scale)`: the head is `weight + scale * B A`; A and B get gradients.
             token_weights: [N] or [...], factor of each token's loss. Not differentiable.
             num_items: divisor of the mean (int64 tensor on the device, or int): tokens of the whole step.
@@ -118,15 +118,15 @@ class FusedDistillationLoss(nn.Module):
             return_stats: return `(loss, TokenStats)`.
             teachers: several teachers in place of `teacher_hidden`, `teacher_weight` and `teacher_bias`: the divergence
                 is from the mixture of their probabilities at the temperature. Each brings its own scale and soft cap.
-            tp_group: for heads whose vocabulary is cut over ranks, tensor parallelism: their process group or 1-D
-                DeviceMesh. Every rank passes its own rows of weights, biases and LoRA B, in rank order (plain tensors
+            tp_group: process group or 1-D DeviceMesh over which the vocabulary of the heads is sharded (tensor
+                parallelism). Every rank passes its own rows of weights, biases and LoRA B, in rank order (plain tensors
                 or DTensors of `Shard(0)`), and the same hidden states, labels, counts and settings; it gets the whole
-                loss, the gradients of its own rows, and summed ones of hidden states and LoRA A. `vocab_size` counts
-                columns of the whole vocabulary. Ranks may hold different numbers of rows, and all heads must be cut
-                at the same columns. Of plain tensors the ranks exchange the numbers of rows when they first see them
-                (one host sync). Without `tp_group`, a DTensor is taken for tensor parallel if its mesh has the one
-                dimension "tp" (plain tensors beside it are then whole), and refused otherwise: the weight of an
-                FSDP2-sharded head is gathered by its own module, see `head_loss`.
+                loss, the gradients of its own rows, and the summed gradients of hidden states and LoRA A. `vocab_size`
+                counts columns of the whole vocabulary. Ranks may hold different numbers of rows, and all heads must be
+                cut at the same columns. For plain tensors the ranks exchange the numbers of rows at the first call (one
+                host sync). Without `tp_group`, DTensors over a mesh of the single dimension "tp" are taken as tensor
+                parallel (plain tensors among them as whole), all others are refused: the weight of an FSDP2-sharded
+                head is gathered by its own module, see `head_loss`.
 
         Returns:
             fp32 scalar (fp64 for fp64 inputs); with reduction "none" the leading shape of `student_hidden`.
@@ -183,7 +183,7 @@ class FusedKLLoss(_OneDivergence):
 
     Args:
         direction: "forward", KL(p_t || p_s), or "reverse", KL(p_s || p_t).
-        temperature: T > 0.
+        temperature: softmax temperature T > 0 of the divergence.
         scale_by_temperature_squared: multiply the divergence by T^2.
         divergence_weight: factor of the divergence.
         ce_weight: weight of the hard-label term; above 0, labels are needed.
@@ -209,7 +209,7 @@ class FusedJSDLoss(_OneDivergence):
 
     Args:
         beta: the teacher's share of the mixture; 0 is defined as forward KL, 1 as reverse KL.
-        settings: as in `FusedKLLoss`.
+        settings: see `FusedKLLoss`.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class FusedSkewKLLoss(_OneDivergence):
     Args:
         alpha: the skew, in [0, 1).
         direction: "forward" or "reverse".
-        settings: as in `FusedKLLoss`.
+        settings: see `FusedKLLoss`.
     """
 
     def __init__(

@@ -37,12 +37,12 @@ class Head(NamedTuple):
     """One model's hidden states and language-model head.
 
     Attributes:
-        hidden: [N, H].
-        weight: [Vp, H], Vp >= V: columns from V on are padding.
-        bias: [Vp] or None.
-        lora_a: [r, H] or None: the head's weight is `weight + lora_scale * lora_b @ lora_a`.
-        lora_b: [Vp, r] or None.
-        lora_scale: a number.
+        hidden: hidden states, [N, H].
+        weight: weight of the head, [Vp, H], Vp >= V: rows from V on are padding.
+        bias: bias of the head, [Vp] or None.
+        lora_a: LoRA's A, [r, H] or None: the head's weight is `weight + lora_scale * lora_b @ lora_a`.
+        lora_b: LoRA's B, [Vp, r] or None.
+        lora_scale: factor of the product B A.
     """
 
     hidden: torch.Tensor
@@ -108,11 +108,12 @@ class RowCall(NamedTuple):
     """Arguments of the row kernels besides logits and objective, for the n rows of a chunk.
 
     Attributes:
-        labels, row_scale, loss: of all tokens, [N].
+        labels, row_scale, loss: values of all tokens, [N]: int64 labels or None, fp32 factors of the losses, fp32
+            losses.
         rows: int64 [n], which tokens these rows are; None: the first n of what is passed.
         stats: fp32 [7, N] with rows in order, or None.
         gradient: [n, V] in the dtype to compute; may be the memory of the student's logits. None: no gradient.
-        shard: whose columns these are; V may be 0, and `labels` count from the first of them
+        shard: column ranges over the ranks; V may be 0, and `labels` count from the first column of this rank
             (`VocabShard.local_labels`). `loss` and `stats` become parts, for the ranks to add up; `gradient` is whole.
     """
 

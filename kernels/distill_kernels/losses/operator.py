@@ -241,8 +241,8 @@ def fused_loss(
     """Compute a fused loss from its settings and arguments; every loss module calls this.
 
     Args:
-        settings: of the module.
-        inputs: as in `FusedDistillationLoss.forward`.
+        settings: settings of the loss module.
+        inputs: tensors of `FusedDistillationLoss.forward`.
         return_stats: return `(loss, TokenStats)`.
         top: a top-K teacher's tokens and log-probabilities, [..., K], in place of a teacher's head; or how many of the
             student's most probable tokens are compared with the teacher's head.

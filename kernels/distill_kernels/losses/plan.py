@@ -68,7 +68,7 @@ def plan_chunks(
         logit_bytes: bytes of one kept logit.
         models: 2 with a teacher, 1 without.
         weight_bytes: bytes that dW will take; 0 where it is not required.
-        memory_bytes: of the device; without a `workspace`, the buffer takes at most a twenty-fourth of it.
+        memory_bytes: memory of the device; without a `workspace`, the buffer takes at most a twenty-fourth of it.
         workspace: bytes for the buffer, or None for groups of `GROUP_ROWS` rows.
         weight_16_bit: dW has 16 bits, so that it matters how often it is rounded.
     """

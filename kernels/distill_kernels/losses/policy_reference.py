@@ -46,9 +46,9 @@ class PolicySettings(NamedTuple):
 
     Attributes:
         clip_low, clip_high: the clipping ranges c_low and c_high; `NO_CLIP` for none.
-        kl_weight: beta.
-        kl_estimator: one of `KL_ESTIMATORS`.
-        entropy_weight: w.
+        kl_weight: factor beta of the KL penalty.
+        kl_estimator: estimator of the KL penalty, one of `KL_ESTIMATORS`.
+        entropy_weight: factor w of the entropy bonus.
     """
 
     clip_low: float = NO_CLIP
@@ -72,10 +72,10 @@ class Policy(NamedTuple):
     """Per-token arguments of a policy-gradient loss, floating [N] each.
 
     Attributes:
-        advantages: or None for 0.
+        advantages: advantages of the tokens, or None for 0.
         old_logprobs: log-probabilities when the tokens were sampled, or None for the present ones (ratio 1).
-        reference_logprobs: under the reference model, or None without one.
-        settings: the loss's numbers.
+        reference_logprobs: log-probabilities under the reference model, or None without one.
+        settings: clipping ranges and factors of the loss.
     """
 
     advantages: torch.Tensor | None
@@ -99,7 +99,7 @@ def reference_policy_terms(log_p: torch.Tensor, policy: Policy) -> tuple[torch.T
 
     Args:
         log_p: the tokens' log-probabilities, [n], fp32 or fp64.
-        policy: of the same rows.
+        policy: arguments of the same n rows.
     """
     s = policy.settings
     advantages, old, reference = (None if each is None else each.to(log_p.dtype) for each in policy[:3])

@@ -73,11 +73,11 @@ class HardLabelRows(NamedTuple):
     """Arguments of the hard-label gradient that the projection writes in place of a chunk's logits.
 
     Attributes:
-        labels, row_scale: of all tokens, [N].
-        rows: int64 [n], which tokens these rows are; None: the first n of what is passed.
-        lse: fp32 [n], log sum of exps of each row at T = 1 over the columns of all ranks.
+        labels, row_scale: labels, int64, and loss factors, fp32, of all tokens, [N].
+        rows: indices of these rows among the tokens, int64 [n]; None: the first n of what is passed.
+        lse: log sum of exponentials of each row at T = 1 over the columns of all ranks, fp32 [n].
         vocab: columns of all ranks.
-        weight, smoothing, z_loss: of the hard-label term.
+        weight, smoothing, z_loss: settings of the hard-label term.
     """
 
     labels: torch.Tensor
@@ -112,7 +112,7 @@ def project(
 
     Args:
         head: weight [V, H], bias [V] or None, LoRA or None.
-        hidden: [n, H].
+        hidden: hidden states, [n, H].
         out: buffers of n rows and V columns.
         transform: scale, soft cap and temperature.
         hard: labels and settings of a hard-label gradient, or None.

@@ -323,8 +323,8 @@ def launch_row_loss(student: Logits, teacher: Logits | None, objective: Objectiv
 
     Args:
         student: the student's relative logits, [n, V].
-        teacher: the teacher's, or None.
-        objective: the loss.
+        teacher: the teacher's relative logits, [n, V], or None.
+        objective: terms of the loss and its settings.
         call: labels, scales and outputs.
     """
     o, shard = objective, call.shard

@@ -90,7 +90,7 @@ class VocabShard(NamedTuple):
     """Column ranges of the vocabulary over the ranks.
 
     Attributes:
-        ranks: the group.
+        ranks: ranks over which the vocabulary is sharded.
         spans: (first, one past the last) column of each rank, in order, without the columns that are padding.
     """
 

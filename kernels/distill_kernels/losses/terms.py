@@ -178,9 +178,9 @@ def make_objective(
 
     Args:
         terms: several terms of one type are allowed.
-        temperature: T > 0.
+        temperature: softmax temperature T > 0 of the divergences.
         scale_by_temperature_squared: multiply divergences by T^2 (Hinton et al., 2015).
-        label_smoothing: in [0, 1].
+        label_smoothing: share of the hard target that is spread over the vocabulary, [0, 1].
         z_loss: weight of the squared log-normaliser, >= 0.
         student_logit_scale, teacher_logit_scale: factors of the logits, > 0.
         student_softcap, teacher_softcap: `cap * tanh(z / cap)` after the factor, or None.

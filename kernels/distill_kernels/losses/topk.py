@@ -41,11 +41,11 @@ class FusedTopKKLLoss(FusedDistillationLoss):
         direction: "forward", KL(p_t || p_s), or "reverse". Reverse KL in the bucket is inf where the teacher's
             log-probabilities add up to 1 and the student's do not.
         tail: "bucket", "renormalize" or "sampled".
-        temperature: T > 0 of the divergence.
+        temperature: softmax temperature T > 0 of the divergence.
         scale_by_temperature_squared: multiply the divergence by T^2.
-        divergence_weight: what the divergence is multiplied by.
+        divergence_weight: factor of the divergence.
         ce_weight: weight of the hard-label term at T = 1; above 0, labels are needed.
-        teacher_temperature: at which the teacher's log-probabilities were taken; None: at T. Only renormalize can go
+        teacher_temperature: temperature of the teacher's log-probabilities; None: T. Only `renormalize` can convert
             from one to the other: the tail's mass at another temperature does not follow from K tokens.
         settings: label_smoothing, z_loss, ignore_index, reduction, student_logit_scale, student_softcap,
             max_workspace_mib, skip_ignored_rows: see `FusedDistillationLoss`.
@@ -101,7 +101,7 @@ class FusedTopKKLLoss(FusedDistillationLoss):
         """Compute the loss, and its gradient for the student's tensors if autograd requires it.
 
         Args:
-            student_hidden: [N, H] or [..., H].
+            student_hidden: [N, H] or [..., H]; gets a gradient.
             teacher_ids: integers [..., K], distinct within a row, below the number of columns that count; K to 511.
             teacher_logprobs: floating [..., K], natural logarithms of probabilities over the whole vocabulary, or of
                 the target weights for `tail="sampled"`; -inf for places that are not used, whatever their ids: their
@@ -111,9 +111,9 @@ class FusedTopKKLLoss(FusedDistillationLoss):
             return_stats: return `(loss, TokenStats)`. Its divergence is the loss's, without T^2 but at T; agreement is
                 1 where the teacher's likeliest of the K is the student's likeliest; teacher_entropy and
                 teacher_label_logprob, which K tokens do not tell, are 0.
-            tp_group: as in `FusedDistillationLoss.forward`, for a student's head whose vocabulary is cut over ranks
-                (or a DTensor over a "tp" mesh): every rank passes its rows, and the same ids, of the whole vocabulary,
-                and log-probabilities.
+            tp_group: process group or 1-D DeviceMesh over which the student's vocabulary is sharded, as in
+                `FusedDistillationLoss.forward`: every rank passes its rows of the head, and the same log-probabilities
+                and ids of the whole vocabulary.
 
         Returns:
             fp32 scalar (fp64 for fp64 inputs); with reduction "none" the leading shape of `student_hidden`.
@@ -155,11 +155,11 @@ class FusedStudentTopKKLLoss(FusedDistillationLoss):
     at most the full divergence; with "renormalize" they are left out.
 
     Args:
-        k: how many tokens, 1 to 511; with all columns it is the full divergence.
+        k: number of tokens, 1 to 511; with all columns it is the full divergence.
         direction: "reverse", KL(p_s || p_t), which is inf where one of the K has teacher probability 0; or "forward".
         tail: "bucket" or "renormalize". With 16-bit heads the teacher's probability outside of the K counts as at least
             1e-6, what sums of K probabilities resolve.
-        temperature, scale_by_temperature_squared, divergence_weight, ce_weight: as of `FusedTopKKLLoss`.
+        temperature, scale_by_temperature_squared, divergence_weight, ce_weight: see `FusedTopKKLLoss`.
         settings: label_smoothing, z_loss, ignore_index, reduction, student_logit_scale, student_softcap,
             teacher_logit_scale, teacher_softcap, max_workspace_mib, skip_ignored_rows: see `FusedDistillationLoss`.
 

@@ -52,7 +52,7 @@ class TopK(NamedTuple):
     Attributes:
         ids: integers [N, K], distinct within a row, below the number of columns that count.
         logprobs: floating [N, K], natural logarithms, at the loss's temperature.
-        tail: one of `TAILS`.
+        tail: treatment of all other tokens, one of `TAILS`.
         rest: floating [N], log-probability of all other tokens together; None: what the K lack of 1.
     """
 
@@ -71,7 +71,7 @@ class StudentTopK(NamedTuple):
     """The student's K most probable tokens as the outcomes of a divergence.
 
     Attributes:
-        k: how many, at most the columns that count.
+        k: number of tokens, at most the columns that count.
         tail: "bucket" or "renormalize", see `TAILS`.
     """
 
@@ -136,7 +136,7 @@ def outcome_log_probs(
 
     Args:
         scaled: student logits over T, [n, V].
-        columns_of_k: of the K tokens.
+        columns_of_k: columns of the K tokens, int64 [n, K].
         given: the teacher's log-probabilities, [n, K], at temperature T.
         top: whose they are: the tail, and the other tokens' log-probability if known.
 

@@ -249,7 +249,7 @@ def select_student_top_k(
         out: int32 and fp32 [N, K], of all tokens; rows of scale 0 are left as they are. Where it has `rest`, that is
             summed over the teacher's other tokens, whose logits are read once, and the K are lost from `teacher`; else
             the K are kept from adding up to more than 1 less `LEAST_TAIL` epsilons.
-        row_scale: [N].
+        row_scale: factor of each row's loss, [N]; rows of factor 0 are skipped.
         rows: int64 [n], which tokens these rows are; None: the first n of what is passed.
         temperature: T of the teacher's probabilities.
     """

@@ -148,10 +148,10 @@ def join_top_k(
 
     Args:
         student: relative logits of this rank's columns, [n, V], V maybe 0. With `bucket`, -inf is written at the ids.
-        teacher: of all tokens, with ids of the whole vocabulary.
-        row_scale, rows: as of `launch_row_loss`.
-        shard: who holds which columns.
-        temperature: of the divergence.
+        teacher: the teacher's tokens and log-probabilities [N, K], with ids of the whole vocabulary.
+        row_scale, rows: see `RowCall`.
+        shard: column ranges over the ranks.
+        temperature: softmax temperature T of the divergence.
         bucket: sum the other tokens.
         at_temperature_1: the normaliser at T = 1 is needed, and T differs.
         block: tiles of one step of the sweep.

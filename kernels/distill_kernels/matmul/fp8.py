@@ -154,7 +154,7 @@ def fp8_linear(
     Args:
         x: [..., K] bfloat16 (on the CPU any floating dtype).
         weight: e4m3 [N, K], from `quantize_rows` of the weight. On a GPU, K and N divide by 16.
-        weight_scale: fp32 [N].
+        weight_scale: Scales of the weight's rows, fp32 [N].
         bias: [N] or None.
 
     Returns:
@@ -212,7 +212,7 @@ def fp8_rms_norm(
     """`quantize_rows(rms_norm(x))`, or of `add_rms_norm` with a residual, for `Fp8Linear`; bit for bit, in one pass.
 
     Args:
-        x, weight, eps, form, residual: as of `add_rms_norm`, of one dtype; no gradient flows.
+        x, weight, eps, form, residual: See `add_rms_norm`; all of one dtype, without gradients.
 
     Returns:
         The normalised rows [..., H], and the sum `x + residual`, or x.
@@ -339,7 +339,7 @@ def swap_linears_for_fp8(model: nn.Module, keep: Iterable[str] = ("lm_head",)) -
     Siblings by name (q, k and v; gate and up) share their quantised input.
 
     Args:
-        model: For inference; its hooks on the replaced layers are lost.
+        model: Model for inference; its hooks on the replaced layers are lost.
         keep: Layers left as they are: every one whose dotted name contains one of these. The head costs most
             accuracy for least time.
 

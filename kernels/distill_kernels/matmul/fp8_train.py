@@ -87,7 +87,7 @@ def quantize(
     Args:
         sources: [M, n_i] floating, what `kind` is computed of (`reference_values`).
         factor: fp32 [N] that columns are multiplied by before.
-        out: what to write to, of the shapes returned; of the first, rows may be apart.
+        out: Tensors to write to, of the shapes returned; rows of the first may be apart. None allocates them.
 
     Returns:
         e4m3 [M, N] and fp32 scales [M, 1], powers of two.
@@ -318,9 +318,9 @@ def fp8_swiglu_mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: 
     """`down(silu(gate(x)) * up(x))`, as `fp8_linears`.
 
     Args:
-        x: [..., H].
-        gate, up: [I, H].
-        down: [H, I].
+        x: Input, [..., H].
+        gate, up: Weights, [I, H].
+        down: Weight, [H, I].
 
     Raises:
         ValueError: As there.

@@ -93,7 +93,7 @@ def gated_linear(
         weight: [2 I, K], the dtype of `x`, contiguous, rows of gate and up in turn (`joined_weight`); I and K multiples
             of 8.
         bias: [2 I], gate's and up's in turn, or None.
-        activation: as of `glu`.
+        activation: Activation of the gate, see `glu`.
 
     Returns:
         [..., I] in the dtype of `x`; gate and up stay in fp32.

@@ -169,7 +169,7 @@ def lora_linear(
         bias: [O] or None; the same.
         a: [r, I], any floating dtype; cast to that of `x` for the products, its gradient is in its own.
         b: [O, r], likewise.
-        scale: Of the adapter, alpha / r.
+        scale: Factor of the adapter, alpha / r.
 
     Returns:
         [..., O] in the dtype of `x`.
@@ -190,7 +190,7 @@ def lora_linears(
     """`lora_linear` of several layers that read the same x, whose weights lie side by side, as one node of autograd.
 
     Args:
-        x: [..., I].
+        x: Input, [..., I], in the dtype of the weights.
         weights: each [O_i, I], frozen; see `adjacent_as_one`.
         biases: each [O_i] or None.
         adapters: A, B and scale of each; all A in one dtype.
@@ -221,9 +221,9 @@ def lora_linear_recomputed(
     """`lora_linear(function(*parts), ...)` that keeps `parts` and calls `function` again in the backward.
 
     Args:
-        function: Of tensors, cheap, deterministic, differentiable; for example `swiglu`.
-        parts: What it takes; each gets a gradient.
-        weight, bias, a, b, scale: As of `lora_linear`.
+        function: Function of tensors, cheap, deterministic, differentiable; for example `swiglu`.
+        parts: Arguments of `function`; each gets a gradient.
+        weight, bias, a, b, scale: See `lora_linear`.
 
     Returns:
         [..., O], in the dtype of the parts.

@@ -136,7 +136,7 @@ class GradientSlots:
 
     Attributes:
         sizes: O_i of these outputs.
-        width: of a row, over all outputs.
+        width: Length of a row over all outputs, the sum of all O_i.
     """
 
     def __init__(self, node: Any, places: Sequence[int]) -> None:
@@ -176,7 +176,7 @@ def shared_linear(
     """`F.linear(x, weight, bias)` of several weights, with one gradient for x; see above for what that saves.
 
     Args:
-        x: [..., I].
+        x: Input, [..., I].
         weights: Each [O_i, I]; those that ask for no gradient get none.
         biases: Each [O_i] or None, as many as weights.
 

@@ -44,7 +44,7 @@ class FusedAdamW(torch.optim.AdamW):
         master_weights: Keep an fp32 copy of each bf16 or fp16 parameter in the state; the parameter is its rounding.
         max_grad_norm: Scale gradients so that the norm over all groups (and ranks) is at most this; None: off.
         skip_nonfinite: Leave parameters, states and step number as they are where any gradient is inf or NaN.
-        seed: Of the stochastic rounding; the same on every rank.
+        seed: Seed of the stochastic rounding; the same on every rank.
 
     Attributes:
         grad_norm: fp32 scalar on the device, the norm before clipping at the last step; None where not computed.

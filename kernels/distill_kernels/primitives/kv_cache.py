@@ -20,8 +20,8 @@ class KVCache:
     Args:
         batch: sequences B.
         max_length: slots of each, T_max.
-        kv_heads, head_size: Hkv, D.
-        dtype, device: of the tensors.
+        kv_heads, head_size: number of key-value heads Hkv; head size D.
+        dtype, device: dtype and device of the tensors.
 
     Attributes:
         keys, values: [B, T_max, Hkv, D]; slots behind a sequence's length are undefined.

@@ -225,7 +225,7 @@ def kl_probabilities(
         input: Log-probabilities, any shape; fp32, bf16 or fp16.
         target: The same shape; probabilities, or log-probabilities with `log_target`.
         reduction: "none", "sum", "mean" (over all elements) or "batchmean" (over the first dimension: the divergence).
-        log_target: Whether `target` holds logarithms.
+        log_target: True if `target` holds logarithms.
 
     Returns:
         The loss in the promoted dtype: a scalar, or of the input's shape for "none".
