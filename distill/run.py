@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import transformers
 from accelerate import PartialState
@@ -48,7 +48,7 @@ from distill.models.load.save_check import check_saving, fix_generation_config
 from distill.models.patch.attention_choice import AttentionChoices, read_choices
 from distill.models.precision.dtypes import resolve_device, resolve_precision
 from distill.planning.run_plan import plan_run
-from distill.planning.steps import accumulation_steps
+from distill.planning.steps import require_settings
 from distill.recipe import Recipe, dump
 from distill.recipe.usual import unusual_settings
 from distill.recipe.yaml_text import to_yaml
@@ -79,15 +79,14 @@ from distill.training.step_listeners import run_listeners
 from distill.training.trainer import DistillationTrainer
 from distill.training.transformers_compat import without_known_warnings
 
-if TYPE_CHECKING:
-    from distill.generation.on_policy import OnPolicyRollouts
-
 __all__ = ["Run", "RunResult", "run"]
 
 log = logging.getLogger(__name__)
 
 # imported by a run that has use for them
 ALLOWED_PLUGIN = "distill.objectives.plugin:allowed_plugin"
+TEACHER_SERVERS = "distill.planning.teacher_server:teacher_servers"
+WARN_OF_MISMATCH = "distill.models.load.meta_models:warn_of_mismatch"
 RESUME_POINT = "distill.training.resuming:resume_point"
 TRANSLATED = "distill.training.error_translation:translated"
 
@@ -145,14 +144,7 @@ def _run_one(
     if recipe.runs_code or plugin is not None:
         user_code = resolve_name(ALLOWED_PLUGIN)(recipe.loss, plugin, recipe.data.own_answers)
     begun = bool(resume) and broadcast_from_rank0((folder / RECIPE_FILE).is_file)
-    device = resolve_device(recipe.train)
     with translate_errors(recipe, folder), RunLock(folder) as run_lock, contextlib.ExitStack() as resources:
-        if recipe.parallel.teacher == "served":
-            from distill.planning.teacher_server import server_shards_teacher
-            from distill.teachers.backends.served.launched import launched_servers
-
-            sharded = server_shards_teacher(recipe, device, world_size())
-            resources.enter_context(launched_servers(recipe, device, sharded=sharded))
         phases = Run(recipe, Start(resume if begun else False, lock, user_code), run_lock, resources, process)
         return phases.conclude(phases.train(phases.open(phases.prepare())))
 
@@ -183,27 +175,32 @@ class Run:
             resumed, last = resolve_name(RESUME_POINT)(
                 recipe, self.run_lock, unverified=self.start.resume == "unverified"
             )
-        precision = resolve_precision(recipe, device)
-        accumulation_steps(recipe.train, recipe.data, world_size())  # refused before the data are read
+        if is_main_process():
+            for line in unusual_settings(recipe):
+                log.warning(line)
+            for field, section in (("teacher", recipe.teacher), ("student", recipe.student)):
+                if section.config is not None:
+                    resolve_name(WARN_OF_MISMATCH)(section, field)
+        require_settings(recipe.train, recipe.data, world_size())  # refused before the data are read
+        if recipe.parallel.teacher == "served":
+            self.resources.enter_context(resolve_name(TEACHER_SERVERS)(recipe, device))
         # cuBLAS reads the determinism setting at its first GEMM, so it is set before the models are loaded
         (transformers.enable_full_determinism if recipe.train.deterministic else transformers.set_seed)(
             recipe.train.seed
         )
-        if is_main_process():
-            _warn_of_settings(recipe)
         required = None if self.start.lock is None else read_lock(self.start.lock)
         recorded = read_choices(folder) if resumed else locked_attention(required, str(self.start.lock))
-        attention = AttentionChoices(recipe, recorded)
         tuning.preset_choices(tuning.read_choices(folder / KERNELS_FILE) if resumed else {})
         source = source_of(recipe)
         vocabulary = source.vocabulary()
         with console.announced("reading", recipe.data.source):
             splits = vocabulary.read(recipe.data, recipe.train.seed)
-        require_prompts(recipe, vocabulary.tokenizer, splits.report.format)
         plan = plan_run(recipe, splits, device)
         if not plan.placement.student_sharded:  # a launcher or an earlier run may have set it; the recipe decides
             os.environ.pop("ACCELERATE_USE_FSDP", None)
         calibration = calibration_of(recipe, splits)
+        require_prompts(recipe, vocabulary.tokenizer, splits.report.format)
+        attention, precision = AttentionChoices(recipe, recorded), resolve_precision(recipe, device)
         context = LoadContext(device, precision, plan.placement, attention, calibration)
         return Prepared(context, source, vocabulary, splits, plan, required, resumed, last)
 
@@ -230,22 +227,26 @@ class Run:
             resumed = prepared.last is not None
             loaded.notes.append(quantise_for_training(trainer, recipe.student.quantise, splits.train, resumed=resumed))
         lines = self._prepare_models(prepared, pair, trainer)
-        rollouts = self._rollouts(prepared, pair, trainer)
+        rollouts = rollouts_from_recipe(
+            recipe,
+            pair.student,
+            pair.tokenizer,
+            template=pair.vocabulary.template,
+            report=splits.report,
+            vocab_size=trainer.objective.columns,
+            autocast=context.precision.autocast,
+            sharded=context.placement.student_sharded,
+            models=[model for _, model in pair.models()],
+            readers=pair.vocabulary.answer_readers(),
+            code=None if self.start.plugin is None else self.start.plugin.code,
+            folder=self.run_lock.folder,
+        )
         for listener in run_listeners(trainer, trainer.objective, recipe, pair, rollouts, self.run_lock):
             trainer.add_callback(listener)
         # --- the run's folder is written from here on
         if loaded.locked is not None:
             self._begin_folder(prepared, loaded.locked)
-            summary = run_summary(
-                prepared.source,
-                pair,
-                trainer.objective,
-                plan=prepared.plan,
-                data=splits.report,
-                device=context.device.type,
-            )
-            lines = [*summary, *lines, *loaded.notes, f"{'run':<12}{self.run_lock.folder}"]
-            console.print_lines("\n".join(lines))
+            self._print_summary(prepared, pair, trainer, [*lines, *loaded.notes])
         self.run_lock.share(self.process.wait_for_everyone)
         tuning.record_choices(self.run_lock.folder / KERNELS_FILE)
         results = RunResults(prepared.source, pair, trainer, splits, context.precision.autocast, self.run_lock)
@@ -303,7 +304,7 @@ class Run:
         )
         require_optimizer(arguments, pair.student)
         notes = fix_generation_config(pair.student, "student.model")
-        notes += add_turn_end_tokens(recipe, pair.student, pair.tokenizer, splits.report.format)
+        notes += add_turn_end_tokens(pair.student, pair.tokenizer, pair.vocabulary.template, splits.report.format)
         notes += broadcast_from_rank0(lambda: check_saving(pair.student, pair.tokenizer, "student.model"))
         if prepared.resumed is not None:
             notes += prepared.resumed.notes(arguments, pair.student, rows=len(splits.train))
@@ -321,7 +322,7 @@ class Run:
                 self.recipe,
                 teacher=pair.teacher,
                 student=pair.student,
-                tokenizer=pair.tokenizer,
+                vocabulary=pair.vocabulary,
                 rows=prepared.splits.train,
                 processes=world_size(),
                 source=prepared.splits.report.digest,
@@ -353,23 +354,6 @@ class Run:
             join_models(pair)
         return lines
 
-    def _rollouts(self, prepared: Prepared, pair: ModelPair, trainer: DistillationTrainer) -> OnPolicyRollouts | None:
-        """Return the on-policy rollouts, generated by the patched student; None for off-policy training."""
-        recipe, context, plugin = self.recipe, prepared.context, self.start.plugin
-        return rollouts_from_recipe(
-            recipe,
-            pair.student,
-            pair.tokenizer,
-            report=prepared.splits.report,
-            vocab_size=trainer.objective.columns,
-            autocast=context.precision.autocast,
-            sharded=prepared.plan.placement.student_sharded,
-            models=[model for _, model in pair.models()],
-            readers=pair.vocabulary.answer_readers(),
-            code=None if plugin is None else plugin.code,
-            folder=self.run_lock.folder,
-        )
-
     def _begin_folder(self, prepared: Prepared, locked: Plain) -> None:
         """Write the first files of the run's folder; the first process calls it."""
         folder, resumed, attention = self.run_lock.folder, prepared.resumed, prepared.context.attention
@@ -382,6 +366,14 @@ class Run:
             write_text(folder / LOCK_FILE, to_yaml(locked))
         attention.write(folder)
 
+    def _print_summary(
+        self, prepared: Prepared, pair: ModelPair, trainer: DistillationTrainer, lines: list[str]
+    ) -> None:
+        """Print the summary of the run, and lines that were found while it was opened."""
+        plan, data, device = prepared.plan, prepared.splits.report, prepared.context.device
+        summary = run_summary(prepared.source, pair, trainer.objective, plan=plan, data=data, device=device.type)
+        console.print_lines("\n".join([*summary, *lines, f"{'run':<12}{self.run_lock.folder}"]))
+
 
 @contextlib.contextmanager
 def translate_errors(recipe: Recipe, folder: Path) -> Iterator[None]:
@@ -392,14 +384,3 @@ def translate_errors(recipe: Recipe, folder: Path) -> Iterator[None]:
         if (line := resolve_name(TRANSLATED)(error, recipe, folder)) is None:
             raise
         raise RunError(line) from error
-
-
-def _warn_of_settings(recipe: Recipe) -> None:
-    """Log unusual settings, and configurations that belong to another model."""
-    for line in unusual_settings(recipe):
-        log.warning(line)
-    for field, section in (("teacher", recipe.teacher), ("student", recipe.student)):
-        if section.config is not None:
-            from distill.models.load.meta_models import warn_of_mismatch
-
-            warn_of_mismatch(section, field)

@@ -14,6 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from distill.data.chat import load_template
 from distill.data.report import DataReport
 from distill.generation.decode_loop import DecodeLoop, EngineSettings, Request
 from distill.generation.engines import TransformersEngine
@@ -137,7 +138,8 @@ def test_sampling_parameters_come_from_the_recipe(engine):
     wanted = ("temperature=0.9", "top_k=4", "top_p=0.8", "min_p=0.02", f"engine={engine}", r'stop=[END, "\n"]')
     overrides = [f"data.on_policy.{setting}" for setting in wanted]
     model, tokenizer = tiny_model(tiny_tokenizer()), tiny_tokenizer()
-    more = {"report": DataReport(format="chat (messages)"), "vocab_size": 259}
+    template = load_template("tokenizer", tokenizer)
+    more = {"template": template, "report": DataReport(format="chat (messages)"), "vocab_size": 259}
     own = rollouts_from_recipe(parse(RECIPE, overrides), model, tokenizer, **more)
     assert own.sampling == Sampling(0.9, 4, 0.8, 0.02)
     stop = own.engine.settings.stop if engine == "distill" else own.engine.stop

@@ -11,6 +11,7 @@ from distill.models.load.fingerprint import fingerprint
 from distill.recipe import parse
 from distill.run import run
 from distill.teachers.backends.local import LoadedTeacher
+from distill.teachers.registry import source_of
 from distill.training.checkpoints import checkpoints
 from distill.training.lock_file import build_lock, differences, hash_rows, read_lock
 
@@ -160,9 +161,11 @@ def test_the_template_in_use_and_its_day_are_locked(workplace):
         "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     models = {"teacher": LoadedTeacher(tiny_model()), "student": tiny_model()}
+    overrides = [[], ["data.chat_template=t.jinja"], ["data.chat_template=none"]]
+    vocabularies = [source_of(recipe(*more)).vocabulary() for more in overrides]
     made = [
-        build_lock(recipe(*more), **models, tokenizer=tiny_tokenizer(), rows=[], processes=1)["data"]
-        for more in ((), ("data.chat_template=t.jinja",), ("data.chat_template=none",))
+        build_lock(recipe(*more), **models, vocabulary=own, rows=[], processes=1)["data"]
+        for more, own in zip(overrides, vocabularies, strict=True)
     ]
     assert [data["chat_template_date"] for data in made] == [None, str(FROZEN_DAY), None]
     assert made[1]["chat_template"].startswith(

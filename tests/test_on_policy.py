@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 from two_ranks import run_as_two
 
 from distill.core.ranks import exit_process
+from distill.data.chat import load_template
 from distill.data.collator import Collator, DefaultColumns
 from distill.data.report import DataReport
 from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated
@@ -252,7 +253,8 @@ def test_one_row_of_few_lengths_is_no_longer_than_the_rows_were():
 def test_rows_and_buffers_follow_from_attention_and_data(kernel_device):
     """One row where both models' attention is ours, of lengths for which kernels are compiled once."""
     student, teacher = tiny_model().to(kernel_device), tiny_model(seed=1).to(kernel_device)
-    more = {"report": DataReport(format="chat (messages)", longest=20), "vocab_size": 259}
+    template = load_template("tokenizer", tiny_tokenizer())
+    more = {"template": template, "report": DataReport(format="chat (messages)", longest=20), "vocab_size": 259}
 
     def made(*overrides, models=(student, teacher), **other):
         recipe = parse(RECIPE, ["data.on_policy.max_new_tokens=8", *overrides])

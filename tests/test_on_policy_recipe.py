@@ -7,6 +7,7 @@ import pytest
 from test_on_policy import RECIPE
 from tiny import save_models, tiny_model, tiny_tokenizer
 
+from distill.data.chat import load_template
 from distill.data.report import DataReport
 from distill.generation.from_recipe import rollouts_from_recipe
 from distill.recipe import RecipeError, parse
@@ -80,13 +81,15 @@ def test_recipes_that_cannot_work_are_refused(override, message):
 
 def test_a_fraction_of_zero_is_the_plain_run():
     recipe = parse(RECIPE, ["data.on_policy.fraction=0", "loss.terms=[{type: cross_entropy}]"])
-    assert rollouts_from_recipe(recipe, None, None, report=DataReport(format="text"), vocab_size=1) is None
+    assert (
+        rollouts_from_recipe(recipe, None, None, template=None, report=DataReport(format="text"), vocab_size=1) is None
+    )
     assert parse(RECIPE, ["data.on_policy=null"]).data.on_policy is None
 
 
 def test_what_cannot_be_answered_is_refused():
     recipe, model, tokenizer = parse(RECIPE), tiny_model(), tiny_tokenizer()
-    more = {"vocab_size": 259}
+    more = {"vocab_size": 259, "template": load_template("tokenizer", tokenizer)}
     with pytest.raises(ValueError, match="expected data with prompts"):
         rollouts_from_recipe(recipe, model, tokenizer, report=DataReport(format="text (text)"), **more)
     with pytest.raises(ValueError, match="expected data with prompts"):

@@ -13,6 +13,7 @@ from distill.models.head import bare
 from distill.recipe import Recipe
 
 if TYPE_CHECKING:
+    from distill.data.chat import ChatTemplate
     from distill.data.report import DataReport
     from distill.generation.documents import Readers
     from distill.generation.on_policy import OnPolicyRollouts
@@ -31,24 +32,20 @@ def require_prompts(recipe: Recipe, tokenizer: Any, format: str) -> None:
         )
 
 
-def add_turn_end_tokens(recipe: Recipe, student: Any, tokenizer: Any, format: str) -> list[str]:
+def add_turn_end_tokens(student: Any, tokenizer: Any, template: ChatTemplate | None, format: str) -> list[str]:
     """Add the tokens that close a turn of the chat template to the student's end-of-sequence tokens.
 
     Args:
-        recipe: the run's recipe.
         student: bare or inside PEFT; its `generation_config` is changed, which is saved with it.
         tokenizer: the data's.
+        template: the data's.
         format: format that the data's rows were detected to have.
 
     Returns:
         A line that names the tokens that were added; none where all of them are there already.
     """
     config = getattr(bare(student), "generation_config", None)
-    if tokenizer is None or config is None or "chat" not in format:
-        return []
-    from distill.data.chat import load_template
-
-    if (template := load_template(recipe.data.chat_template, tokenizer)) is None:
+    if template is None or config is None or "chat" not in format:
         return []
     given = config.eos_token_id
     ends = list(given) if isinstance(given, list) else [] if given is None else [given]
@@ -68,6 +65,7 @@ def rollouts_from_recipe(
     student: Any,
     tokenizer: Any,
     *,
+    template: ChatTemplate | None,
     report: DataReport,
     vocab_size: int,
     autocast: torch.dtype | None = None,
@@ -83,6 +81,7 @@ def rollouts_from_recipe(
         recipe: The run's recipe.
         student: On its device, before any wrapping.
         tokenizer: The data's.
+        template: The data's chat template; None without one.
         report: The report on the data.
         vocab_size: Number of columns that the loss compares: the teacher has no other tokens.
         autocast: Compute dtype of the student where that is not its weights'.
@@ -98,7 +97,6 @@ def rollouts_from_recipe(
     """
     if (section := recipe.data.own_answers) is None:
         return None
-    from distill.data.chat import load_template
     from distill.generation.engines import engine_for, settings_for
     from distill.generation.on_policy import OnPolicyRollouts
     from distill.generation.sampling import sampling_of
@@ -107,7 +105,6 @@ def rollouts_from_recipe(
 
     require_prompts(recipe, tokenizer, report.format)
     snapshot = Snapshot(student) if sharded else None
-    template = load_template(recipe.data.chat_template, tokenizer)
     settings = settings_for(
         student,
         tokenizer,

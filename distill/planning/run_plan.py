@@ -9,7 +9,7 @@ import torch
 from distill.core.ranks import world_size
 from distill.models.sharding import SINGLE_PROCESS, Placement
 from distill.planning.placement import plan_placement
-from distill.planning.steps import accumulation_steps, total_steps
+from distill.planning.steps import accumulation_steps, data_rows_per_micro_batch, require_settings, total_steps
 from distill.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ class RunPlan(NamedTuple):
     Attributes:
         placement: Placement of student and teacher over the processes.
         world: Number of processes that train.
+        rows: Rows of the data in a micro-batch on one process.
         accumulation: Micro-batches of an optimizer step on one process.
         steps: Optimizer steps of the run.
         tokens_per_step: Positions per optimizer step, over all processes.
@@ -29,6 +30,7 @@ class RunPlan(NamedTuple):
 
     placement: Placement
     world: int
+    rows: int
     accumulation: int
     steps: int
     tokens_per_step: int
@@ -54,9 +56,11 @@ def plan_steps(recipe: Recipe, rows: int, placement: Placement = SINGLE_PROCESS)
     """Return the plan of a run over `rows` training rows, for a placement that is known.
 
     Raises:
-        ValueError: A step that is no whole number of micro-batches.
+        ValueError: Settings that no run can have, see `require_settings`.
     """
     train, data, world = recipe.train, recipe.data, world_size()
+    require_settings(train, data, world)
     accumulation = accumulation_steps(train, data, world)
-    steps = total_steps(train, data, rows, accumulation, world)
-    return RunPlan(placement, world, accumulation, steps, train.batch_size * data.max_length * accumulation * world)
+    tokens = train.batch_size * data.max_length * accumulation * world
+    micro_rows, steps = data_rows_per_micro_batch(train, data), total_steps(train, data, rows, accumulation, world)
+    return RunPlan(placement, world, micro_rows, accumulation, steps, tokens)

@@ -37,6 +37,18 @@ def accumulation_steps(train: Train, data: Data, world: int) -> int:
     return steps
 
 
+def require_settings(train: Train, data: Data, world: int) -> None:
+    """Refuse settings of `train` that no run on so many processes can have.
+
+    Raises:
+        ValueError: A step that is no whole number of micro-batches, unknown arguments, an absent package to report to.
+    """
+    accumulation_steps(train, data, world)
+    require_arguments(train.arguments)
+    if problem := report_to_problem(train.report_to):
+        raise ValueError(problem)
+
+
 def data_rows_per_micro_batch(train: Train, data: Data) -> int:
     """Return the data's rows in a micro-batch: each of several responses per prompt takes one of its rows."""
     return train.batch_size // data.samples

@@ -14,10 +14,12 @@ estimates less time, on GPUs of known rates, when `distill run` starts the train
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
+from distill.core.ranks import world_size
 from distill.core.units import GIB
 from distill.objectives.losses import is_soft
 from distill.planning.device_plan import DevicePlan
@@ -44,11 +46,14 @@ def training_gpus(recipe: Recipe, gpus: int) -> int:
     return gpus - teachers
 
 
-def server_shards_teacher(recipe: Recipe, device: torch.device, students: int) -> bool:
-    """Return whether the server's GPUs hold shards of one teacher; on CPUs only if the recipe asks for it."""
-    if device.type != "cuda":
-        return recipe.parallel.teacher_layout == "sharded"
-    return teacher_server_memory(DevicePlan.on_cuda(recipe, device, students)).sharded
+def teacher_servers(recipe: Recipe, device: torch.device) -> AbstractContextManager[None]:
+    """Return the context in which the run's teacher servers work, on CPUs with shards only if the recipe says so."""
+    from distill.teachers.backends.served.launched import launched_servers
+
+    sharded = recipe.parallel.teacher_layout == "sharded"
+    if device.type == "cuda":
+        sharded = teacher_server_memory(DevicePlan.on_cuda(recipe, device, world_size())).sharded
+    return launched_servers(recipe, device, sharded=sharded)
 
 
 def teacher_server_problem(plan: DevicePlan, side: TeacherServerMemory) -> str | None:

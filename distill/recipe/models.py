@@ -362,6 +362,8 @@ class Student(ModelSection):
                 f"dtype: {self.dtype} is for teachers; a student is trained in float32, bfloat16 or float16"
                 + ", and may compute in fp8 (student.compute)" * (self.dtype == "fp8")
             )
+        if self.dtype == "float16" and self.lora is None:
+            raise ValueError("dtype: float16 weights cannot be trained; use float32 with train.precision: float16")
         return self
 
     @model_validator(mode="after")

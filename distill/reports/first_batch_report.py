@@ -27,14 +27,13 @@ def first_batch_report(
     trainer: DistillationTrainer, batch: Batch, rows: Sequence[Mapping[str, Sequence[int]]], recipe: Recipe
 ) -> list[str]:
     """Return report lines on the first held-out batch and on the training rows."""
-    cost = []
+    fits, cost = room_for_rollouts_line(rows, trainer.data_collator, recipe.data), []  # type: ignore[arg-type]
     if recipe.student.compute == "fp8":
         from distill.teachers.fp8_student_cost import compute_and_measure
 
         checkpointed, sharded = recipe.train.gradient_checkpointing, trainer.is_fsdp_enabled
         autocast = trainer.accelerator.autocast
         cost = [compute_and_measure(trainer.objective, batch, autocast, checkpointed=checkpointed, sharded=sharded)]
-    fits = room_for_rollouts_line(rows, trainer.data_collator, recipe.data)  # type: ignore[arg-type]
     return cost + teacher_agreement_line(trainer.objective, batch) + fits
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distill.data.chat import load_template, with_template
+from distill.data.chat import ChatTemplate, load_template, with_template
 from distill.data.load import Splits, load_data
 from distill.data.rows import RowFault
 from distill.models.load.loading import load_config, load_tokenizer
@@ -71,6 +72,11 @@ class Vocabulary:
         sections += [] if student.is_cut else [(student, "student")]
         return min(load_config(section, field).get_text_config().vocab_size for section, field in sections)
 
+    @functools.cached_property
+    def template(self) -> ChatTemplate | None:
+        """Chat template of the data; None for random tokens, and where there is none."""
+        return None if self.tokenizer is None else load_template(self.recipe.data.chat_template, self.tokenizer)
+
     def tokenizers(self) -> list[Any] | None:
         """Return the tokenizers of every teacher and, last, of the student, as read; None for random tokens."""
         return None if self.tokenizer is None else [self.tokenizer, self.student_tokenizer]
@@ -117,10 +123,7 @@ class Vocabulary:
         does not. The student is trained, and generates, with the data's."""
         if self.tokenizer is None or self.student_tokenizer is self.tokenizer:
             return ""
-        templates = (
-            load_template(self.recipe.data.chat_template, self.tokenizer),
-            load_template("tokenizer", self.student_tokenizer),
-        )
+        templates = self.template, load_template("tokenizer", self.student_tokenizer)
         turns = [{"role": "user", "content": "Hello"}]
         try:
             texts = [template.render(turns, prompt=True) for template in templates if template is not None]

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 
 from distill.models.precision.dtypes import COMPUTE, Precision
 from distill.planning.run_plan import RunPlan
-from distill.planning.steps import FUSED, data_rows_per_micro_batch, report_to_problem, require_arguments
+from distill.planning.steps import FUSED
 from distill.recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -74,12 +74,10 @@ def training_arguments(
         ValueError: A field, `train.arguments` included, does not fit; the message names it.
     """
     train, steps = recipe.train, plan.steps
-    if problem := report_to_problem(train.report_to):
-        raise ValueError(problem)
     values: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": steps,
-        "per_device_train_batch_size": data_rows_per_micro_batch(train, recipe.data),
+        "per_device_train_batch_size": plan.rows,
         "per_device_eval_batch_size": train.batch_size,
         "gradient_accumulation_steps": plan.accumulation,
         "learning_rate": train.learning_rate,
@@ -122,7 +120,6 @@ def training_arguments(
         values |= {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
     if clash := sorted(set(values) & set(train.arguments) - {"save_total_limit", "logging_first_step"}):
         raise ValueError(f"train.arguments.{clash[0]}: already set by a field of the recipe; remove it here")
-    require_arguments(train.arguments)
     if train.arguments.get("ignore_data_skip"):
         raise ValueError(
             "train.arguments.ignore_data_skip: a resumed run would train on the epoch's first rows again instead of "

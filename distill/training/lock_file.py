@@ -31,6 +31,7 @@ from distill.models.patch.attention import BACKENDS
 from distill.recipe import Recipe, parse
 from distill.recipe.yaml_text import parse_yaml, to_yaml
 from distill.teachers.interface import Teacher
+from distill.teachers.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def build_lock(
     *,
     teacher: Teacher,
     student: nn.Module,
-    tokenizer: Any,
+    vocabulary: Vocabulary,
     rows: Iterable[Mapping[str, Any]],
     processes: int,
     source: str = "",
@@ -53,14 +54,14 @@ def build_lock(
 
     Args:
         teacher: Loaded teacher, its attention back end chosen; likewise `student`, before training.
-        tokenizer: Tokenizer of the data; None for random tokens.
+        vocabulary: Tokenizer and chat template of the data.
         rows: Tokenised training data.
         source: Hash of the data's source (a hub data set's fingerprint).
     """
     seed = recipe.train.seed
     return {
         "recipe": locked_recipe(recipe),
-        "data": {"source": source, "rows_sha256": hash_rows(rows), **_text_to_tokens(recipe, tokenizer)},
+        "data": {"source": source, "rows_sha256": hash_rows(rows), **_text_to_tokens(vocabulary)},
         "teacher": teacher.fingerprint(),
         "student": model_identity(student),
         "seeds": {
@@ -98,14 +99,12 @@ def _columns(rows: Any, names: tuple[str, ...]) -> Iterator[list[tuple[np.ndarra
         yield [(np.array([len(row[name])]), np.array(row[name], dtype=np.int32)) for name in names]
 
 
-def _text_to_tokens(recipe: Recipe, tokenizer: Any) -> Plain:
+def _text_to_tokens(vocabulary: Vocabulary) -> Plain:
     """Return hashes of the tokenizer and the chat template in use, with the fixed date that replaces today's."""
+    tokenizer, template = vocabulary.tokenizer, vocabulary.template
     if tokenizer is None:
         return {"tokenizer_sha256": None, "chat_template": None, "chat_template_date": None}
-    from distill.data.chat import load_template  # not where the data are random tokens
-
     words = "\n".join(f"{number} {token}" for token, number in sorted(tokenizer.get_vocab().items()))
-    template = load_template(recipe.data.chat_template, tokenizer)
     return {
         "tokenizer_sha256": hashlib.sha256(words.encode()).hexdigest(),
         "chat_template": template.source if template else None,

@@ -62,8 +62,6 @@ def resolve_precision(recipe: Recipe, device: torch.device) -> Precision:
     compute = (torch.bfloat16 if bf16 else torch.float32) if setting == "auto" else COMPUTE[setting]
     frozen = compute if recipe.student.lora is not None else torch.float32
     student = frozen if recipe.student.dtype == "auto" else COMPUTE[recipe.student.dtype]
-    if student == torch.float16 and recipe.student.lora is None:
-        raise ValueError("student.dtype: float16 weights cannot be trained; use float32 with train.precision: float16")
     named = "bfloat16" if recipe.teacher.dtype in EIGHT_BITS else recipe.teacher.dtype
     teacher = compute if named == "auto" else COMPUTE[named]
     return Precision(compute, student, teacher, lora=recipe.student.lora is not None)
