@@ -42,7 +42,7 @@ class Prepared(NamedTuple):
         context: Device, dtypes, placement and attention back ends that the models are loaded with.
         source: Source of the teacher.
         vocabulary: Tokenizers of teacher and student.
-        splits: Data.
+        splits: Training and held-out data.
         plan: Placement and number of steps.
         required: Contents of the lock file that the run must agree with; None without one.
         resumed: Changes since the start of a resumed run; None for a new one.

@@ -57,9 +57,9 @@ class Sample(NamedTuple):
 
     Attributes:
         teacher_hidden, student_hidden: [M, H] of each.
-        teacher_head, student_head: weights.
+        teacher_head, student_head: weights of the heads, [V, H].
         teacher_transform, student_transform: scales and soft caps.
-        labels: int64 [M].
+        labels: label of each position, int64 [M].
         columns: Number of vocabulary entries that are compared.
     """
 

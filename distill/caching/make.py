@@ -134,7 +134,7 @@ def make_cache(
     Args:
         loaded: Result of `load`, its models not yet patched.
         folder: Folder of the cache.
-        settings: checked.
+        settings: settings of the cache, checked.
         say: prints a line; called by the first process only.
         progress: makes a context manager for the number of positions; its value is called with those that are stored.
 

@@ -73,7 +73,7 @@ class AnswerSettings(NamedTuple):
         batch_size: Prompts at once.
         max_new_tokens: The most a response may have.
         sampling: Temperature and truncation of the distribution that is sampled.
-        seed: Of the sampled tokens.
+        seed: Seed of the sampled tokens.
         stop: Texts that end a response.
     """
 
@@ -99,7 +99,7 @@ def sample(
         prompts: See `read_prompts`.
         out: A .jsonl file; if it exists, its complete lines are kept and the rest is added.
         who: The model that generates.
-        settings: Of the generation.
+        settings: Settings of the generation.
 
     With several processes, which must all call this, the teacher is sharded.
 

@@ -32,12 +32,12 @@ class Setting(NamedTuple):
     """Field of a recipe.
 
     Attributes:
-        name: Its path, as in overrides; `[]` follows a list.
+        name: Path of the setting, as in overrides; `[]` follows a list.
         type: Accepted values.
         default: Default as YAML; `required` where there is none, empty for a section.
         meaning: Description.
         since: First version that has it.
-        elsewhere: Its name in other tools, by tool.
+        elsewhere: Name of the setting in other tools, by tool.
     """
 
     name: str

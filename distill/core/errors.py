@@ -150,7 +150,7 @@ class Alias(NamedTuple):
 
     Attributes:
         field: ours, with dots; empty where there is none.
-        cure: How to write the value here, where it differs too.
+        cure: Instruction for writing the value here, where it differs too.
     """
 
     field: str

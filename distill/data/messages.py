@@ -29,9 +29,9 @@ class MessageContent(NamedTuple):
     """Content of an assistant's message.
 
     Attributes:
-        answer: Its text.
-        thought: Its reasoning, from a field or from the text before the answer.
-        calls: Its tool calls, each a mapping with `name` and `arguments`.
+        answer: Text of the response.
+        thought: Reasoning, from a field or from the text before the answer.
+        calls: Tool calls, each a mapping with `name` and `arguments`.
     """
 
     answer: str

@@ -178,7 +178,7 @@ def shuffle_into_rows(
         chosen: int [C], numbers of documents.
         packing: Several documents share a row of at most `capacity` tokens; else each has its own.
         capacity: Tokens a row.
-        seed: Of the order; with the number of documents it decides all.
+        seed: Seed of the order, which depends only on it and on the number of documents.
         together: [D], neighbours among `chosen` with one value share a row, or have rows that follow each other; None
             where every document stands alone.
     """

@@ -25,8 +25,8 @@ class DataReport(Tally):
         format: Detected format of the rows.
         max_length: Maximum tokens in a row.
         documents: Number of pieces of text, chats and pairs to train on.
-        tokens: Their tokens.
-        teacher_tokens: Their tokens in the teacher's input, where that differs.
+        tokens: Number of tokens in the documents.
+        teacher_tokens: Number of tokens in the teacher's input, where that differs.
         trained_tokens: Trained tokens among `tokens`.
         longest: Tokens of the longest document in the student's input.
         copies: Number of rows whose text occurs in another row.

@@ -189,9 +189,7 @@ class CheckSetup:
     def token_losses(
         self, rows: Sequence[Row] | None = None, terms: Sequence[LossTerm] = (), **collator: Any
     ) -> list[torch.Tensor]:
-        """Return the loss of every trained token (or span), [N, metrics], without gradients, for the loss or each of
-        `terms`.
-        """
+        """Return the loss of every trained token (or span), [N, metrics], without gradients, for each of `terms`."""
         batch, objective, reference = self.batch(rows, **collator), self.objective(), self.reference
         losses = [reference.single(objective, term) for term in terms] or [objective.loss]
         objective.loss = losses[0]  # a loss of hard labels alone would not use the teacher

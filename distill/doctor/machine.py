@@ -119,7 +119,7 @@ def run_in_processes(
         jobs: Names and functions, which can be pickled.
         device: Device, as torch names it.
         limit_s: Seconds to wait for a result.
-        method: How multiprocessing starts a process.
+        method: Start method of multiprocessing.
 
     Yields:
         The result of each job; for one whose process ended or hung, why.

@@ -61,8 +61,7 @@ class Reference:
     # ------------------------------------------------------------------ loss
 
     def loss(self, student: Any, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None) -> torch.Tensor:
-        """Return the mean loss over the trained tokens, [], in `dtype` from the logits on, differentiable by the
-        student.
+        """Return the mean loss over the trained tokens, [], in `dtype` from the logits on, with the student's graph.
 
         Args:
             batch: The same rows, padded, on the student's device.
@@ -100,9 +99,7 @@ class Reference:
         )
 
     def teacher_logits(self, rows: Sequence[Row], batch: Batch, keep: torch.Tensor) -> Mixture:
-        """Return each model's weight and full logits [N, V] at the trained positions, by its own forward or from a
-        cache.
-        """
+        """Return each model's weight and full logits [N, V] at the trained positions, computed or from a cache."""
         inputs = {name: batch[name] for name in INPUTS}
         models = self.teacher.models.values()
         if not models:
@@ -183,8 +180,7 @@ class MixtureReference(Reference):
     """Reference of several teachers: the mixture of their probabilities by the recipe's weights."""
 
     def from_itself(self, batch: Batch, terms: Sequence[LossTerm]) -> tuple[str, float]:
-        """Compare the mixture with a student that equals it: hidden states are log-probabilities, the head is the
-        identity.
+        """Compare the mixture with a student that equals it, by log-probabilities as hidden states, identity as head.
 
         Only the first columns of the vocabulary are used, since such a head is a square matrix.
         """

@@ -44,9 +44,7 @@ class ContextReference(Reference):
         return [*calls, (student, {n: batch[n] for n in names})]
 
     def same_tokens(self, batch: Batch, columns: int, student_rows: int) -> Verdict:
-        """Return whether responses have the same tokens in both inputs and no context leaks into the student's
-        prompt.
-        """
+        """Compare the tokens of responses in both inputs, and find context that leaks into the student's prompt."""
         same, detail = super().same_tokens(batch, columns, student_rows)
         more = 0
         for row in range(len(batch["labels"])):

@@ -32,8 +32,8 @@ def layer_loss(
         student: Causal language model, which may have a projection (`layer_projections`).
         teacher: Causal language model.
         batch: `input_ids`, `labels`, `position_ids` [B, S].
-        loss: Of the recipe.
-        dtype: In which distances are computed.
+        loss: Loss section of the recipe.
+        dtype: Dtype in which distances are computed.
     """
     keep = shift_left(batch["labels"]) != IGNORE_INDEX
     own, other = _states(student, batch), _states(teacher, batch)

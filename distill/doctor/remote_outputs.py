@@ -34,10 +34,10 @@ class OutputReader(NamedTuple):
     """Functions that read one kind of stored or remote teacher.
 
     Attributes:
-        logits: From teacher, rows and batch: logits [N, V] of the trained positions, on the batch's device.
-        tokens: From the same: `ids`, `logprobs` and `tail` of the K tokens that are stored or sent.
-        place: From the teacher: plain values by which another process can open it.
-        found: From these values: the teacher.
+        logits: Function from teacher, rows and batch to logits [N, V] of the trained positions, on the batch's device.
+        tokens: Function of the same arguments to `ids`, `logprobs` and `tail` of the K tokens that are stored or sent.
+        place: Function from the teacher to plain values by which another process can open it.
+        found: Function from these values to the teacher.
     """
 
     logits: Callable[[Any, Sequence[Row], Batch], torch.Tensor]

@@ -26,7 +26,7 @@ def measure_acceptance(
         student, teacher: Causal language models over one vocabulary, on one device.
         prompts: Token ids; intervals are by resampling prompts.
         count: Number of tokens of a response.
-        seed: Of the sampling, at temperature 1.
+        seed: Seed of the sampling, at temperature 1.
 
     Returns:
         `drafts_accepted`, the share of drafts; `drafts_predicted`, 1 - TVD over the same responses; and

@@ -76,7 +76,7 @@ def run_tasks(
 
     Args:
         models: Causal language models by name, all with this tokenizer; set to eval mode.
-        tasks: From `check_tasks`.
+        tasks: Tasks from `check_tasks`.
         limit: Maximum number of examples per task.
         chat: Apply the tokenizer's chat template to prompts.
     """

@@ -73,9 +73,9 @@ class Document:
     """One document of a batch.
 
     Attributes:
-        ids: its tokens, up to the last one that is trained on; nothing depends on the tokens after it.
+        ids: token ids up to the last one that is trained on; nothing depends on the tokens after it.
         labels: Labels as in the batch, not shifted.
-        row: its row in the batch.
+        row: index of the document's row in the batch.
         teacher_ids: the teacher's input in their place, which ends with the same response; None for the same input.
         route: index of its teacher's route; None where there is one teacher.
         sample: index of its response, where several are generated for a document.

@@ -37,8 +37,8 @@ def add_turn_end_tokens(student: Any, tokenizer: Any, template: ChatTemplate | N
 
     Args:
         student: bare or inside PEFT; its `generation_config` is changed, which is saved with it.
-        tokenizer: the data's.
-        template: the data's.
+        tokenizer: tokenizer of the data.
+        template: chat template of the data; None without one.
         format: format that the data's rows were detected to have.
 
     Returns:
@@ -78,19 +78,18 @@ def rollouts_from_recipe(
     """Return the rollouts that the recipe's `data.on_policy` configures; None without it, or if its fraction is 0.
 
     Args:
-        recipe: The run's recipe.
-        student: On its device, before any wrapping.
-        tokenizer: The data's.
-        template: The data's chat template; None without one.
-        report: The report on the data.
+        recipe: Recipe of the run.
+        student: Student on its device, before any wrapping.
+        tokenizer: Tokenizer of the data.
+        template: chat template of the data; None without one.
+        report: Report on the data.
         vocab_size: Number of columns that the loss compares: the teacher has no other tokens.
         autocast: Compute dtype of the student where that is not its weights'.
         sharded: The student will be sharded over the processes.
-        models: All models that read the rows of rollouts: of packed data these become one row where attention allows
-            it.
-        readers: Of the vocabulary (`answer_readers`).
+        models: Models that read rollouts: packed data become one row where attention of all allows it.
+        readers: Readers of the vocabulary (`answer_readers`).
         code: Content of the file of reward and environment, which `--plugin` has allowed.
-        folder: The run's, to which an environment's replies are written.
+        folder: Folder of the run, to which an environment's replies are written.
 
     Raises:
         ValueError: data without prompts, vLLM absent.

@@ -148,12 +148,11 @@ class FusedDecoder:
     """The layers of `model` for the newest token of each of a cache's sequences.
 
     Args:
-        model: One for which `fused_unsupported_reason` gives None.
-        cache: Its keys and values get their memory here, in `dtype`; at most `MAX_ROWS` sequences.
-        dtype: What products are computed in: the weights', or autocast's.
-        calls: Scale of scores and window of each attention module: `RaggedCache.calls` after a call of the model's
-            own forward.
-        plan: For measurements.
+        model: Model for which `fused_unsupported_reason` is None.
+        cache: Cache of at most `MAX_ROWS` sequences; its keys and values are allocated here, in `dtype`.
+        dtype: Compute dtype: that of the weights, or autocast's.
+        calls: Scale of scores and window of each attention module, from `RaggedCache.calls` after a forward pass.
+        plan: Launch shapes, for measurements.
 
     Attributes:
         stream: The residual stream [B, H] after `layers`, for the norm that is the decoder's last.

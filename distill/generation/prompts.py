@@ -21,7 +21,7 @@ class Prompt:
     """One prompt.
 
     Attributes:
-        ids: its tokens, up to where the response begins.
+        ids: token ids, up to where the response begins.
         row: columns at the beginning of an output row: `prompt`, or `messages` (and `tools`).
     """
 
@@ -61,7 +61,7 @@ def read_prompts(
             `question`, `instruction`, `query`) or `messages`; responses in it are not used, and of a chat the last
             assistant turns are left out.
         tokenizer: Tokenizer of the model that generates.
-        template: Its chat template: a plain prompt becomes a user message; None to continue prompts as text.
+        template: Chat template: a plain prompt becomes a user message; None to continue prompts as text.
         fields: The recipe's `data.fields`.
         max_length: Prompts of more tokens are dropped and counted.
 

@@ -196,7 +196,7 @@ def prefill(
 
     Args:
         decoder: computes keys and values.
-        prompts: token ids.
+        prompts: token ids of each prompt.
         rows: Rows of the cache, one per prompt.
         cache: is written to.
         held: prompts that rows hold already, by row, their last tokens included; those of `rows` may be among them.

@@ -97,7 +97,7 @@ class GeneratedResponse(NamedTuple):
     Attributes:
         tokens, truncated, log_probs, replies, messages, last: See `Rollout`.
         step: Optimizer steps done when it was generated.
-        seconds: Its part of the time.
+        seconds: Share of the generation's time, in seconds.
     """
 
     tokens: list[int]

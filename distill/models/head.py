@@ -29,7 +29,7 @@ class Head(NamedTuple):
     """The modules of an LM head.
 
     Attributes:
-        module: What the model calls; calling it fires the hooks of every wrapper around the head.
+        module: Module that the model calls; calling it fires the hooks of every wrapper around the head.
         owner: The last module called on the way: PEFT's LoRA layer if there is one, else `linear`.
         linear: The `nn.Linear` that owns weight and bias.
     """
@@ -218,7 +218,7 @@ def call_head(head: Head, hidden: torch.Tensor, compute: Callable[[torch.Tensor,
 
     Args:
         hidden: [..., hidden]; goes through the head's hooks as in an ordinary call.
-        compute: What to do in place of the matrix product; receives the weights as they are inside the call.
+        compute: Function in place of the matrix product; receives the weights as they are inside the call.
     """
     return call_inside(head.module, lambda inside: compute(inside, read_head(head)), hidden, owner=head.owner)
 

@@ -16,7 +16,7 @@ class Shape(NamedTuple):
 
     Attributes:
         parameters: all of them, tied ones once.
-        trained: those with gradients.
+        trained: number of parameters with gradients.
         linear: parameters in the decoder's linear layers.
         head: vocabulary x hidden size; `tied` where the embedding is the same tensor.
         vocabulary, hidden, layers, heads: Sizes in the configuration.

@@ -97,7 +97,7 @@ def use_fsdp2(accelerator: Any, settings: dict[str, Any]) -> None:
     mixed precision would reduce gradients in bfloat16.
 
     Args:
-        accelerator: Of the trainer, before `prepare`.
+        accelerator: Accelerator of the trainer, before `prepare`.
         settings: `TrainingArguments.fsdp_plugin_args`.
     """
     from accelerate.state import PartialState

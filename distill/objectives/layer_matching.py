@@ -39,12 +39,12 @@ class MatchedTerm(NamedTuple):
     """A term of the recipe with what follows from the two models.
 
     Attributes:
-        term: Of the recipe, at weight 1.
-        name: Of its metric.
+        term: Term of the recipe, at weight 1.
+        name: Name of its metric.
         pairs: Numbers of the layers that are compared, [student, teacher].
-        widths: Of both models' hidden states, [student, teacher].
+        widths: Hidden sizes of both models, [student, teacher].
         heads: Number of relation heads; 0 for hidden states.
-        projection: Of the student's states to the teacher's width; None without one.
+        projection: Projection of the student's states to the teacher's width; None without one.
     """
 
     term: AnyTerm
@@ -64,11 +64,11 @@ class StepStates:
     """States of both models in one micro-batch, and the sums of the terms over its tokens.
 
     Attributes:
-        matching: What is compared.
+        matching: Terms that are compared.
         teacher: States of the teacher.
         student: States of the student, once its decoder has run.
         documents: int64 [B, S], a number for each document of a row; None for one document a row.
-        sums: By the term's name its sum over the trained tokens, without weight, and their number: fp32 [2].
+        sums: By name of the term: its sum over the trained tokens, without weight, and their number, fp32 [2].
     """
 
     def __init__(self, matching: LayerMatching, teacher: LayerStates) -> None:
@@ -198,7 +198,7 @@ def matched_terms(loss: Loss, student: PreTrainedConfig, teacher: PreTrainedConf
     """Return the terms of a loss that compare layers, without projections.
 
     Args:
-        loss: Of the recipe.
+        loss: Loss section of the recipe.
         student: Configuration of the student.
         teacher: Configuration of the teacher.
 
@@ -244,8 +244,8 @@ def relation_heads(
     """Return the number of relation heads of a term.
 
     Args:
-        term: Of the recipe.
-        student: Its number of key-value heads, and the width of each relation.
+        term: Term of the recipe.
+        student: Number of the student's key-value heads, and the width of each relation.
         teacher: The same of the teacher.
 
     Raises:

@@ -22,7 +22,7 @@ class PluginTermLoss:
 
     Args:
         functions: the plugin's, by name.
-        term: The term.
+        term: Plugin term of the recipe.
         section: the recipe's loss.
         pairing: Alignment of the two vocabularies.
         transform: scale and soft cap of the teacher.
@@ -53,7 +53,7 @@ class PluginFormat(HiddenFormat):
 
     Args:
         inner: the teacher's own format.
-        plugin: its functions.
+        plugin: Functions of the plugin.
 
     Raises:
         ValueError: a kind of teacher whose logits the functions cannot be given.

@@ -39,7 +39,7 @@ class SampledTail:
     """The weighted loss of a call in plain PyTorch, chunk by chunk, so that a batch's logits never exist together.
 
     Args:
-        term: its settings.
+        term: settings of the term.
         section: the recipe's loss.
         pairing: Alignment of the two vocabularies.
 

@@ -133,7 +133,7 @@ class Rest(NamedTuple):
 
     Attributes:
         ids: int64 [m, U + 2].
-        p: their probabilities, 0 where one of the last two does not count.
+        p: probabilities of the outcomes, 0 where one of the last two does not count.
         values: the same less what the span takes out of its first token.
         holds_span: bool, where it does.
     """

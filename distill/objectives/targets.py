@@ -120,7 +120,7 @@ class TargetProperties(NamedTuple):
         columns: Size of each teacher's distribution: the rows of its head, or the columns of what is stored.
         measure: name, unit and key of the reported divergences.
         caveat: limitation to report with them; None where they compare two whole distributions.
-        divergences: those that these targets can be compared by, as `loss.terms` names them.
+        divergences: divergences that these targets determine, by their names in `loss.terms`.
         routes: names of the routes; each route's sums, `PER_ROUTE` of objectives/losses.py, follow the statistics.
         reads_valid_rows: whether losses read hidden states at a batch's `valid_rows` only.
         needed_by_hard_labels: whether a loss of hard labels alone needs the targets too, which determine its tokens.

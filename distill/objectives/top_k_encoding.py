@@ -103,7 +103,7 @@ def encode(
         head: LM head that computes the logits, with `transform`.
         labels: int64 [M], the next tokens.
         encoding: Numbers stored per position.
-        generator: on the device, for `sampled`.
+        generator: random generator of the device, for `sampled`.
     """
     columns, k, tail, temperature = encoding
     rows, parts = rows_at_once(hidden.device, columns), []

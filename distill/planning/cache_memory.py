@@ -73,7 +73,7 @@ def plan_caching(recipe: Recipe, device: torch.device, world: int, batch_size: i
     A CPU has no memory limit here: replicas, unless the recipe asks for shards.
 
     Args:
-        recipe: its teacher is one to load.
+        recipe: recipe with a teacher to load.
         batch_size: rows at a time; None for the recipe's.
 
     Raises:

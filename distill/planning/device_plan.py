@@ -22,7 +22,7 @@ class DevicePlan(NamedTuple):
 
     Attributes:
         recipe: the run's recipe.
-        source: its teacher's.
+        source: source of the recipe's teacher.
         precision: dtypes of both models.
         memory_bytes: memory of one device.
         world: number of devices that train.

@@ -24,7 +24,7 @@ class Device(NamedTuple):
     Attributes:
         name: Display name.
         memory_bytes: Memory of one device (of the machine, for a CPU).
-        gpu_spec: its rates; None where they are not known.
+        gpu_spec: rates of the GPU; None where they are not known.
         family: Architecture family; None for a CPU and for a GPU of which only the size is known.
         cuda: False for a CPU.
     """

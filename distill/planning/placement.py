@@ -49,8 +49,8 @@ class TeacherServerMemory(NamedTuple):
 
     Attributes:
         sharded: shards of one teacher; else a copy each.
-        held: bytes.
-        fits: whether a device has them.
+        held: bytes on each device.
+        fits: True if a device has that much memory.
         footprint: Footprint of an unsharded copy.
     """
 
@@ -67,7 +67,7 @@ def plan_placement(recipe: Recipe, device: torch.device, world: int, longest: in
     replicated unless the recipe asks for shards.
 
     Args:
-        recipe: the run's.
+        recipe: recipe of the run.
         device: Device of this process.
         world: number of devices.
         longest: tokens of the data's longest document; 0 where they have not been read.

@@ -41,7 +41,7 @@ def plan_run(recipe: Recipe, splits: Splits, device: torch.device) -> RunPlan:
 
     Args:
         recipe: The run's recipe.
-        splits: Its data; the longest document bounds the memory of rollouts.
+        splits: Data of the run; the longest document bounds the memory of rollouts.
         device: Device of this process.
 
     Raises:

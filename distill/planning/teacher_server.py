@@ -71,7 +71,7 @@ def choose_teacher_server(plan: DevicePlan, device: Device) -> Recipe:
 
     Args:
         plan: Plan for all devices, with the recipe as given.
-        device: one of them.
+        device: properties of each device.
     """
     recipe, world = plan.recipe, plan.world
     by_itself = recipe.parallel.teacher == "auto" and is_soft(recipe.loss) and reads_student_rows(recipe)

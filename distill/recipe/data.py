@@ -111,7 +111,7 @@ class MixedSource(Section):
     """One of several data sources, with its mixing weight. Settings that are left out are those of `data`.
 
     Attributes:
-        source: as `data.source`.
+        source: file, folder or hub data set, as in `data.source`.
         weight: mixing weight: the source's fraction of an epoch's rows, relative to the sum of all weights.
         subset: configuration of a hub data set.
         split: split of a hub data set, or of a folder whose files are named by split.

@@ -20,8 +20,8 @@ class Importance(Section):
     Attributes:
         rows: number of training rows that the teacher reads for hidden channels, heads and MLP columns.
         layer_rows: number of these rows on which the loss without each layer is measured, again after each that goes.
-        metric: how activations are aggregated over tokens. `l2` is the root mean square, `mean` the mean magnitude,
-            `mean_l2` the mean magnitude over a row's tokens and the root mean square over rows.
+        metric: aggregate of activations over tokens. `l2` is the root mean square, `mean` the mean magnitude, `mean_l2`
+            the mean magnitude over a row's tokens and the root mean square over rows.
     """
 
     rows: Count = 64
@@ -45,7 +45,7 @@ class FromTeacher(Section):
         kv_heads: number of key and value heads to keep in each layer; each keeps `heads / kv_heads` of its heads,
             without `heads` all of them.
         intermediate: number of MLP columns (`intermediate_size`) to keep in each layer.
-        importance: how parts are chosen.
+        importance: selection of the parts that stay.
     """
 
     layers: Count | None = None

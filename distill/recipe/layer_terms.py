@@ -74,7 +74,7 @@ class AttentionRelationTerm(LayerTerm):
         type: `attention_relation`.
         weight: weight of this term in the sum.
         layers: pairs `[student, teacher]` of layer numbers from 0; `auto` for the last pair of `hidden_state`'s.
-        relations: of what, as attention gets them (queries and keys with their rotary embedding).
+        relations: states that are compared, as attention gets them (queries and keys with their rotary embedding).
         heads: number of relation heads, which divides the widths in both models; null for the greatest common divisor
             of both models' numbers of key-value heads.
     """
@@ -94,7 +94,7 @@ def pairs_of(layers: Layers, student: int, teacher: int, kept: Sequence[int] | N
     """Return the pairs of layers [student, teacher] that a term compares.
 
     Args:
-        layers: Of the term.
+        layers: Layers of the term.
         student: Number of the student's layers.
         teacher: Number of the teacher's layers.
         kept: Layers of the teacher that a student cut from it has; None for any other student.

@@ -174,7 +174,7 @@ def parse(
     """Parse and validate a recipe given as YAML text.
 
     Args:
-        text: the YAML.
+        text: recipe as YAML text.
         overrides: `key.sub=value` strings, applied in order; see `yaml_text.apply_overrides`.
         name: the run's name where the text gives none.
         origin: name of the text in error messages.

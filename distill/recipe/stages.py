@@ -43,7 +43,7 @@ class Stage(Section):
         """Return a recipe's tree with this stage's settings.
 
         Args:
-            tree: of the recipe, without its stages; not changed.
+            tree: recipe without its stages; not changed.
             start: folder of the student that the stage starts from; None for the first stage.
         """
         tree = copy.deepcopy(tree)

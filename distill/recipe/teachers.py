@@ -29,7 +29,7 @@ class TeacherDescription(NamedTuple):
     """The teachers of a recipe, with mixing weights and routes.
 
     Attributes:
-        members: their sections, by field of the recipe.
+        members: sections of the teachers, by field of the recipe.
         weights: mixing weights of the members' probabilities, summing to 1, with routes within each route.
         routes: route of each member; empty without routes.
     """

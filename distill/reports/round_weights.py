@@ -68,7 +68,7 @@ def quantise_model(
 
     Args:
         model: Causal language model in float32, which is changed.
-        tokenizer: Its tokenizer, written beside it; None for none.
+        tokenizer: Tokenizer to write with the model; None for none.
         destination: Folder that does not exist or is empty.
         rounding: Formats, method and rows to calibrate on.
         pack: Also write the GGUF file, or pack the folder's weights as compressed-tensors does.

@@ -60,7 +60,7 @@ class Options(NamedTuple):
     Attributes:
         top_k: tokens of each distribution; None for hidden states.
         columns: columns of the vocabulary that they are taken from; 0 for all.
-        tail: one of `TAILS`.
+        tail: selection of the K tokens and treatment of the others, one of `TAILS`.
         temperature: temperature of their probabilities.
         dtype: dtype of the numbers; `auto` for hidden states in their own dtype and K tokens in float16.
         deterministic: whether it is computed alone.
@@ -129,7 +129,7 @@ class Engine:
     """One teacher, queried by one thread at a time.
 
     Args:
-        teacher: on its device, patched and quantised.
+        teacher: teacher on its device, patched and quantised.
         section: section of the recipe, for the identity.
         tokenizer: the teacher's; None where there is none.
         template: hash of the chat template that its data are made with; None without one.

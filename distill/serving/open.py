@@ -77,7 +77,7 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Engin
     Where several processes call this, the teacher is sharded over them.
 
     Args:
-        recipe: the recipe.
+        recipe: recipe that names the teacher.
         most_tokens: maximum number of tokens in a request.
         budget: tokens of a forward pass of several requests.
 

@@ -16,7 +16,7 @@ class LayerTerms(StepListener):
     """Listener that logs each term's mean over the trained tokens, without weight, and saves projections.
 
     Args:
-        matching: Of the objective.
+        matching: Terms between layers, of the objective.
         trainer: Trainer of the student.
     """
 

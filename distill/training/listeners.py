@@ -101,7 +101,7 @@ class StepListener(TrainerCallback):
 
         Args:
             batch: Collated micro-batch, as it was taken.
-            loss: Its loss, detached.
+            loss: Loss of the micro-batch, detached.
             is_last: Whether it is the last one of its optimizer step.
         """
 

@@ -52,7 +52,7 @@ def quantise_for_training(
     """Quantise the student of a trainer, from now on and through training.
 
     Args:
-        trainer: Its student is in float32, on its device, not sharded.
+        trainer: Trainer with a float32 student on its device, not sharded.
         section: The recipe's `student.quantise`.
         rows: Tokenised training data, which GPTQ reads.
         resumed: A checkpoint will replace the weights: they are not rounded by GPTQ before.

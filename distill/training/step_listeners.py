@@ -55,7 +55,7 @@ def training_listeners(
 
     Args:
         trainer: Trainer of the student.
-        objective: Its objective.
+        objective: Objective of the trainer.
         loss: Loss that the objective was made with, which may have a schedule.
 
     Raises:
@@ -98,7 +98,7 @@ def run_listeners(
 
     Args:
         trainer: Trainer of the student.
-        objective: Its objective.
+        objective: Objective of the trainer.
         recipe: Recipe of the run.
         pair: Teacher and student, with our kernels in them.
         rollouts: Rollouts that training is on; None for the data's own responses.

@@ -29,8 +29,8 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, seed: int | None = None) -> 
         model: The student.
         lora: `targets` are last or full parts of module names, or `all-linear` for every linear layer but the head;
             `head: true` adds the head, also where it is tied to the embedding.
-        seed: What A is drawn from; with it the adapters are the same whatever was drawn before, as by one process of
-            several that plans more than one alone does. None for PyTorch's generator as it stands.
+        seed: Seed of the initial A, independent of earlier random numbers, so that every process draws the same; None
+            for PyTorch's generator in its present state.
 
     Returns:
         A `peft.PeftModel`.
@@ -161,9 +161,9 @@ def load_and_merge(model: PreTrainedModel, adapter: str, field: str = "teacher.a
     """Merge a saved LoRA into `model`.
 
     Args:
-        model: What the adapter was trained on; consumed.
+        model: Base model of the adapter; consumed.
         adapter: A folder with adapter_config.json and adapter_model.safetensors, or a hub id. Pickles are not read.
-        field: What errors name.
+        field: Field of the recipe, for errors.
 
     Raises:
         ValueError: no adapter there, one of another kind, or one made for another model.

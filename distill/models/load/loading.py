@@ -349,7 +349,7 @@ def save_student(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: 
 
     Args:
         model: The student, unwrapped from DDP or FSDP; not changed.
-        lora: By its `save: adapter` the adapter goes to `folder`, for PEFT to put on the base model that it names.
+        lora: LoRA section; with `save: adapter` only the adapter is written, for PEFT to add to its base model.
     """
     folder = Path(folder)
     is_lora = hasattr(model, "peft_config")

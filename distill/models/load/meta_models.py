@@ -32,7 +32,7 @@ class MetaModel:
 
     Attributes:
         config: Configuration of transformers.
-        model: on the device `meta`, with adapters where there are some; not to be changed.
+        model: model on the device `meta`, with its adapters; not to be changed.
     """
 
     def __init__(self, config: Any, field: str, lora: Lora | None = None, *, trains: bool) -> None:

@@ -94,8 +94,8 @@ def read_weights(
 
     Args:
         kind: A model class of transformers, or `AutoModelForCausalLM`.
-        location: As of `from_pretrained`.
-        field: What log lines begin with.
+        location: Location arguments of `from_pretrained`.
+        field: Field of the recipe, at the begin of log lines.
         file_config: The configuration in the files; where it is a multimodal one and the model is its text part, the
             other parts may stay unread.
         arguments: More of `from_pretrained`.
@@ -188,8 +188,8 @@ def weights_fault(folder: Path, model: PreTrainedModel, field: str, *, file_conf
 
     Args:
         folder: A model's folder; every safetensors file directly in it counts.
-        model: Of the architecture, such as one on the device `meta`; not changed.
-        field, file_config: As of `read_weights`.
+        model: Model of the architecture, such as one on the device `meta`; not changed.
+        field, file_config: See `read_weights`.
     """
     empty: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):

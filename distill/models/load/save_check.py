@@ -72,7 +72,7 @@ def check_saving(student: Any, tokenizer: PreTrainedTokenizerBase | None, field:
 
     Args:
         student: Bare or inside PEFT, whole on this process; not changed.
-        tokenizer: As it will be saved; None where there is none.
+        tokenizer: Tokenizer to save; None without one.
         field: Field that errors name.
 
     Returns:

@@ -52,7 +52,7 @@ class VocabularyComparison:
 
     Attributes:
         shared: rows that both models' heads have: the loss reads that many (`vocab_size`).
-        teacher_tokens: one more than the largest id the teacher's tokenizer knows; likewise `student_tokens`.
+        teacher_tokens: number of the teacher's token ids, one more than the largest; likewise `student_tokens`.
         teacher_rows: rows of the teacher's head; likewise `student_rows`.
         differing: ids that are different tokens, in order.
         teacher_only: ids that only the teacher's tokenizer knows; likewise `student_only`.
@@ -234,7 +234,7 @@ def extend_student(
 
     Args:
         student: the model, changed in place; its configuration follows.
-        teacher_tokenizer: the one to train and to save with.
+        teacher_tokenizer: tokenizer to train and to save with.
 
     Raises:
         ValueError: the two disagree on an id, or the student has tokens that the teacher lacks.
@@ -278,7 +278,7 @@ def shared_columns(
 
     Args:
         teacher, student: Tokenizers; no `teacher` where the data are random tokens.
-        rows: Of both heads, the teacher's first.
+        rows: Number of rows of both heads, the teacher's first.
 
     Raises:
         ValueError: the vocabularies do not match, naming the first token that differs.

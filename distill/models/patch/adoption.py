@@ -86,12 +86,12 @@ class AutoFusedModelForCausalLM:
         """Load with `AutoModelForCausalLM.from_pretrained`, then `patch(model, role, ...)`.
 
         Args:
-            args: As of `AutoModelForCausalLM.from_pretrained`.
-            role: As of `patch`, like `attention` and `keep_logits`.
+            args: Positional arguments of `AutoModelForCausalLM.from_pretrained`.
+            role: See `patch`, also for `attention` and `keep_logits`.
             attention: See there.
             keep_logits: See there.
-            kwargs: As of `AutoModelForCausalLM.from_pretrained`; with `output_loading_info=True` the result is the
-                model and a dictionary, as there.
+            kwargs: Keyword arguments of `AutoModelForCausalLM.from_pretrained`; with `output_loading_info=True` the
+                result is the model and a dictionary, as there.
 
         Raises:
             UnfitWeightsError: Files that lack tensors of the model, which transformers alone draws at random with a

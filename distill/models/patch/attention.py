@@ -66,8 +66,8 @@ def fused_attention(
         module: The attention module; its `distill_attention` names the back end.
         query: [B, H, T, D]; key and value [B, Hkv, T, D], not repeated.
         attention_mask: A mask transformers built (padding or a cache): PyTorch's attention takes the call.
-        scaling: Of the scores; 1/sqrt(D) if None.
-        dropout: Of the probabilities; PyTorch's attention takes the call if above 0.
+        scaling: Factor of the scores; 1/sqrt(D) if None.
+        dropout: Dropout of the probabilities; PyTorch's attention takes the call if above 0.
         sliding_window: Keys a query sees, itself included.
         softcap: Scores become cap * tanh(score / cap).
         is_causal: Overrides `module.is_causal`.
@@ -192,7 +192,7 @@ def use_fused_attention(model: nn.Module, decoder: nn.Module, backend: str = "tr
 
     Args:
         model: A causal language model of transformers.
-        decoder: Its body, the module that builds masks and calls the layers.
+        decoder: Body of the model, the module that builds masks and calls the layers.
         backend: "triton", "cudnn" or "flash"; packed batches, windows, soft caps, sinks and fp32 always take "triton".
     """
     if backend not in BACKENDS:
@@ -307,8 +307,8 @@ def autotune_attention(
 
     Args:
         batch: B. heads: H. kv_heads: Hkv. length: T. head_dim: D.
-        dtype: Of query, key and value.
-        backward: Whether the gradient counts too (a student) or not (a teacher).
+        dtype: Dtype of query, key and value.
+        backward: True to time the backward pass too (a student).
 
     Returns:
         The fastest back end's name, and milliseconds by name; a back end that refuses the shapes is left out.

@@ -34,7 +34,7 @@ class AttentionChoices:
 
     Args:
         recipe: `attention` of teacher and student; `auto` is timed, any other implementation stays the model's own.
-        recorded: What `read_choices` found of the same run; not timed again.
+        recorded: Choices of the same run from `read_choices`; not timed again.
     """
 
     def __init__(self, recipe: Recipe, recorded: Mapping[str, Any] | None = None) -> None:
@@ -45,7 +45,7 @@ class AttentionChoices:
         """The back end for `model`; None where it keeps its own attention. The same on every process.
 
         Args:
-            model: On its device; only its heads are looked at.
+            model: Model on its device; only its heads are read.
         """
         teachers = [self.recipe.teacher, *self.recipe.teachers[1:]]
         section = teachers[number] if role == "teacher" else self.recipe.student

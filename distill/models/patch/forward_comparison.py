@@ -45,7 +45,7 @@ def compare_forwards(
     """Compare two forwards of `module` on perturbed parameters.
 
     Args:
-        module: In eval mode; its parameters are perturbed inside, and restored.
+        module: Module in eval mode; its parameters are perturbed inside, and restored.
         own, ours: Called with `inputs`; each returns a tensor or several.
         gradients: Compare those of the inputs and of every parameter as well.
 

@@ -174,7 +174,7 @@ class FusedLoss:
     """The loss of one model, and what stands in for its head and its loss function while it is computed.
 
     Args:
-        transform: What the model does between its head's product and its logits.
+        transform: Scale and soft cap between the head's product and the model's logits.
     """
 
     def __init__(self, transform: LogitTransform) -> None:

@@ -107,8 +107,8 @@ def join_projections(model: nn.Module, *, trains: bool = False) -> int:
 
     Args:
         model: A causal language model of transformers, bare or inside PEFT, on its final device.
-        trains: For training steps: also skip wide layers, and attention with a norm between projection and rotation,
-            which would copy the columns first.
+        trains: True for training steps: wide layers are skipped too, and attention with a norm between projection and
+            rotation, which would copy the columns first.
 
     Returns:
         Number of groups of layers that were joined.

@@ -31,11 +31,11 @@ class PatchReport:
 
     Attributes:
         model_type: The configuration's model type.
-        swapped: How many modules of each kind run our kernels now.
+        swapped: Number of modules of each kind that use our kernels now.
         left: Class names that looked alike but compute something else, with the reason.
         attention: Back end in use, or None where the model kept its own attention.
         loss: Whether a call with labels computes the fused loss and no logits.
-        verdicts: What was found about each kind of module, for a model of the same parts without weights.
+        verdicts: Findings on each kind of module, for a model of the same parts without weights.
     """
 
     model_type: str
@@ -104,7 +104,7 @@ class RecognisedSwap(Swap):
 
     Args:
         model: Bare model that is patched.
-        role: What it is in training; gradients are compared of a student only.
+        role: Role of the model in training; gradients are compared of a student only.
         report: Report of `patch`, with its verdicts.
         kind: Kind of module.
     """

@@ -41,7 +41,8 @@ class _InterleavedMlps(Swap):
 
     Args:
         model: Patched model.
-        min_size: From how many inputs and rows on one product is taken; None where it was not measured on such a GPU.
+        min_size: Number of inputs and rows from which one product is faster; None where it was not measured on such a
+            GPU.
     """
 
     kind = "interleaved"

@@ -62,7 +62,7 @@ class _Fp8Linears(Swap):
     """Swap of linear layers for products in fp8, those that read the same input together.
 
     Args:
-        model: Student.
+        model: Student model.
     """
 
     kind = "fp8"

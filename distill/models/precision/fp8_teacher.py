@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
     Attributes:
         name: Name as in `teacher.fp8_skip`: `29.mlp`.
-        linears: their dotted names in the model.
+        linears: dotted names of the linear layers in the model.
         weights: elements of these layers' weights.
     """
 
@@ -100,7 +100,7 @@ def load_a_layer_at_a_time(section: Teacher, *, device: torch.device, dtype: tor
     since the teacher as it was is never there to compare with. Random weights are drawn on the device instead.
 
     Args:
-        dtype: Of what stays unquantised: embedding, norms, head, and what `fp8_skip` names.
+        dtype: Dtype of unquantised parts: embedding, norms, head, and what `fp8_skip` names.
 
     Raises:
         ValueError: as `load_teacher`; a teacher without linear layers whose sizes divide by 16.

@@ -69,7 +69,7 @@ def best_scale(weight: torch.Tensor, name: str, importance: torch.Tensor) -> tor
     """Choose each block's scale by the error that importance weighs, among multiples of the format's own.
 
     Args:
-        weight: [N, K].
+        weight: weight of the layer, [N, K].
         name: A key of `FORMATS`.
         importance: [K], the diagonal of H.
 
@@ -94,7 +94,7 @@ def compensate(weight: torch.Tensor, hessian: torch.Tensor, name: str, scale: to
     """Return a matrix whose nearest values are GPTQ's rounding of `weight`.
 
     Args:
-        weight: [N, K].
+        weight: weight of the layer, [N, K].
         hessian: fp32 [K, K].
         name: A key of `FORMATS`.
         scale: fp32 [N, K / block].

@@ -13,7 +13,7 @@ class HostCopy(dict[str, torch.Tensor]):
     """Contiguous CPU tensors by name, pinned where they come from a GPU: to be read after `wait`.
 
     Args:
-        tensors: on any one device; those of the CPU are copied at once, where they are not contiguous.
+        tensors: tensors of one device; those of the CPU are copied at once, where they are not contiguous.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -47,7 +47,7 @@ def offload_layers(model: Any, device: torch.device) -> Any:
     Args:
         model: A frozen causal language model of transformers, in host memory, with floating-point weights; changed in
             place. `model.to(device)` does nothing from then on, and any other `to` is refused.
-        device: Where it computes; a CPU is no use but in tests.
+        device: Compute device; a CPU is of use in tests only.
 
     Raises:
         ValueError: quantised weights, weights that are trained, or an architecture without a list of layers.
@@ -81,7 +81,7 @@ class LayerStreamer:
     Args:
         travelling: The parameters of each layer, in the order in which layers are called; their data is moved into
             one block of host memory a layer.
-        device: Where to.
+        device: Device that the layers are copied to.
     """
 
     def __init__(self, travelling: Sequence[Sequence[nn.Parameter]], device: torch.device) -> None:

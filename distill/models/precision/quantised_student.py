@@ -172,7 +172,7 @@ class QuantisedWeights:
         The scales are updated here; `after_step` rounds by them.
 
         Args:
-            learning_rate: That of the weights in this step.
+            learning_rate: Learning rate of the weights in this step.
         """
         if self._learned:
             for matrix, gradient in self._learned:

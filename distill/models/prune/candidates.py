@@ -154,7 +154,7 @@ class TeacherOutputs:
     """A teacher's last hidden states on rows, to compare students with.
 
     Args:
-        teacher: on its device.
+        teacher: teacher model on its device.
         rows: held out; trained positions count.
     """
 

@@ -79,8 +79,8 @@ def select_parts(model: nn.Module, cut: FromTeacher, rows: Sequence[Row]) -> Sel
 
     Args:
         model: The teacher, not patched, not sharded; not changed.
-        cut: What to keep, with `importance` or its defaults.
-        rows: Of the training data; the first `importance.rows` are read.
+        cut: Number of parts to keep on each axis, with `importance` or its defaults.
+        rows: Rows of the training data; the first `importance.rows` are read.
 
     Raises:
         ValueError: no rows, or a shape that the teacher cannot be cut to.

@@ -78,10 +78,10 @@ def cut_parts(
 
     Args:
         teacher: Not changed; must not be sharded.
-        selection: Of it.
-        widths: That `selection` has.
-        layout: Of the teacher's parameters, for the axes that are cut.
-        dtype: Of the copy; None for the teacher's.
+        selection: Indices of the parts that stay.
+        widths: Sizes of the axes that `selection` has.
+        layout: Layout of the teacher's parameters, for the axes that are cut.
+        dtype: Dtype of the copy; None for the teacher's.
 
     Raises:
         ValueError: an architecture that cannot be cut this way, with the module.

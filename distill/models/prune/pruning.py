@@ -48,8 +48,8 @@ def cut_layers(
 
     Args:
         teacher: Not changed; must not be sharded.
-        dtype: Of the copy; None for the teacher's.
-        widths: Of the copy; None for the teacher's.
+        dtype: Dtype of the copy; None for the teacher's.
+        widths: Sizes of the copy; None for the teacher's.
         narrow: Makes a parameter of these widths of the teacher's parameter of that name.
 
     Raises:
