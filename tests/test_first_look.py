@@ -9,7 +9,7 @@ from tiny import save_models
 
 from distill.core.labels import shift_labels
 from distill.data.collator import Collator
-from distill.doctor.reference_context import column_prefix
+from distill.doctor.remote_outputs import column_prefix
 from distill.recipe import Data, parse
 from distill.reports import first_batch_report
 from distill.reports.first_batch_report import room_for_rollouts_line, teacher_agreement_line

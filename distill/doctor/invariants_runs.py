@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
-import json
 import os
 import re
 import signal
@@ -25,17 +23,14 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForCausalLM, PrinterCallback, TrainingArguments
+from transformers import PrinterCallback, TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 
 from distill.core.ranks import exit_process
 from distill.doctor.check_result import CheckResult
 from distill.doctor.check_setup import CheckSetup
 from distill.doctor.invariants import difference, without_training_mode
-from distill.doctor.references import BY_NAME
-from distill.doctor.rollouts import StudentRollouts
-from distill.models.load.read_weights import read_weights
-from distill.recipe.loss import Loss
+from distill.doctor.setup_file import read_setup, without_adapters, write_setup
 from distill.training.checkpoints import checkpoints
 from distill.training.step_listeners import RolloutBatches
 from distill.training.trainer import DistillationTrainer
@@ -43,7 +38,6 @@ from distill.training.trainer import DistillationTrainer
 MINUTES = 10
 PROGRAM = ("-m", "distill.doctor.invariants_runs")
 TWO = "two.safetensors"  # weights after a step on two processes
-DESCRIPTION = "subject.json"
 
 Weights = dict[str, torch.Tensor]
 
@@ -133,7 +127,9 @@ def check_ranks_of_setups(subjects: Sequence[CheckSetup], *, program: Sequence[s
         folders = [Path(name) / f"{number:03}" for number in range(len(subjects))]
         for folder, subject in zip(folders, subjects, strict=True):
             folder.mkdir()
-            _write(subject, subject.uneven_rows()[: len(subject.rows) // 2 * 2], folder)
+            rows = subject.uneven_rows()[: len(subject.rows) // 2 * 2]
+            plain = [{key: list(map(int, row[key])) for key in row} for row in rows]
+            write_setup(replace(subject, rows=plain, tokenizers=None, readers={}, small=None), folder)
         code, errors = _two_processes(Path(name), program, gpus)
         if code != 0:
             return [CheckResult("ranks", False, f"two processes failed: {failure_reason(errors)}")] * len(subjects)
@@ -144,7 +140,8 @@ def check_ranks_of_setups(subjects: Sequence[CheckSetup], *, program: Sequence[s
 
 def _compared(subject: CheckSetup, two: Weights, alone: Weights, how: str) -> CheckResult:
     """Compare the steps of two processes and of one from the same start."""
-    start = {name: value.cpu() for name, value in _base(subject.student).float().state_dict().items() if name in alone}
+    before = without_adapters(subject.student).float().state_dict()
+    start = {name: before[name].cpu() for name in alone}
     off = difference(*({name: step[name] - start[name] for name in alone} for step in (two, alone)))
     allowed = subject.tolerance
     return CheckResult(
@@ -153,50 +150,6 @@ def _compared(subject: CheckSetup, two: Weights, alone: Weights, how: str) -> Ch
 
 
 RUN_CHECKS: tuple[Callable[[CheckSetup], CheckResult], ...] = (resume_is_exact, ranks_change_nothing)
-
-
-def _base(model: Any) -> Any:
-    """Return a model that `from_pretrained` can load: LoRA merged."""
-    return copy.deepcopy(model).merge_and_unload() if hasattr(model, "merge_and_unload") else model
-
-
-def _write(subject: CheckSetup, rows: Sequence[Any], folder: Path) -> None:
-    """Write everything that another process needs: models, rows, loss, description of the teacher."""
-    models = list(subject.teacher.models.values())
-    for name, model in [
-        *((f"teacher.{number}", model) for number, model in enumerate(models)),
-        ("student", subject.student),
-    ]:
-        _base(model).cpu().float().save_pretrained(folder / name)
-    description = {
-        "reference": type(subject.reference).__name__,
-        "teacher": subject.reference.description(),
-        "teachers": len(models),
-        "loss": subject.loss.model_dump(),
-        "vocab_size": subject.vocab_size,
-        "rows": [{key: list(map(int, row[key])) for key in row} for row in rows],
-        "weights": list(subject.weights),
-        "rollouts": None if subject.rollouts is None else dataclasses.asdict(subject.rollouts),
-    }
-    (folder / DESCRIPTION).write_text(json.dumps(description))
-
-
-def _read_subject(folder: Path) -> CheckSetup:
-    """Read what `_write` wrote, in float32."""
-    read = json.loads((folder / DESCRIPTION).read_text())
-    student, *models = (
-        read_weights(AutoModelForCausalLM, folder / name, name, dtype=torch.float32)
-        for name in ("student", *(f"teacher.{number}" for number in range(read["teachers"])))
-    )
-    return CheckSetup(
-        student,
-        BY_NAME[read["reference"]].rebuilt(models, read["weights"], read["teacher"]),
-        read["rows"],
-        Loss.model_validate(read["loss"]),
-        read["vocab_size"],
-        read["weights"],
-        rollouts=None if read["rollouts"] is None else StudentRollouts(**read["rollouts"]),
-    )
 
 
 def _trainer(
@@ -306,7 +259,7 @@ def _one_step(folder: Path, *, processes: int, cpu: bool) -> Weights:
 
     Without dropout, whose random numbers differ between processes.
     """
-    subject = _read_subject(folder)
+    subject = read_setup(folder)
     trainer = _trainer(
         subject,
         folder / "run",

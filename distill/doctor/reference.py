@@ -2,14 +2,14 @@
 `loss`.
 
 A reference that shared code with its format would share its faults. `Reference` is that of hidden states, of one
-teacher or several; other formats are subclasses (`reference_top_k`, `reference_spans`), listed in
-`distill.doctor.references`.
+teacher or several, each with the student's prompt or another; other formats are subclasses (`reference_top_k`,
+`reference_spans`, `reference_routed`), listed in `distill.doctor.references`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from distill_kernels import FusedDistillationLoss, LossTerm, TeacherHead
@@ -17,46 +17,55 @@ from torch.nn import functional as F
 
 from distill.core.labels import IGNORE_INDEX
 from distill.data.collator import Collator
+from distill.doctor.reference_context import context_verdict
 from distill.doctor.reference_layers import layer_loss
 from distill.doctor.reference_loss import Mixture, SampledTokens, mixed_log_probabilities, shift_left, token_loss
-from distill.doctor.remote_outputs import remote_logits, reopen_spec, reopen_teacher
+from distill.doctor.remote_outputs import column_prefix, logits_of
 from distill.doctor.rewards import advantage_of
-from distill.doctor.rows import Row, Rows
+from distill.doctor.rows import Row, Rows, TwoPromptRows
 from distill.models.load.vocabulary import compare
 from distill.objectives.losses import LogitTransforms, TargetLoss, build_loss
 from distill.objectives.targets import Batch
 from distill.recipe.loss import Loss
-from distill.teachers.backends.local import LoadedTeacher
-from distill.teachers.combination.mixture import MixtureTeacher
+from distill.teachers.combination.mixture import MixtureFormat
 from distill.teachers.interface import Teacher
 from distill.teachers.objective import DistillationObjective
 
 COLUMNS = 512  # columns of the vocabulary over which a mixture is compared with itself
 INPUTS = ("input_ids", "position_ids")
 
-Description = Mapping[str, Any]
 Verdict = tuple[bool, str]
 Reads = list[tuple[Any, dict[str, torch.Tensor]]]
 
 
 class Reference:
-    """Reference of hidden states: of one loaded teacher, or of a cache.
+    """Reference of hidden states: of one teacher, or of the mixture of several.
 
     Args:
         teacher: Teacher that is checked.
-        weights: Weights of its models, from the recipe, not from the teacher.
+        weights: Weights of its members, from the recipe, not from the teacher.
         tokenizers: Tokenizers of every teacher and, last, of the student; None for random tokens.
 
     Attributes:
         dtype: Dtype of the loss: float64 for the reference, float32 to measure PyTorch's rounding.
     """
 
-    rows: ClassVar[type[Rows]] = Rows
     dtype = torch.float64
 
     def __init__(self, teacher: Teacher, weights: Sequence[float] = (1.0,), tokenizers: Any = None) -> None:
         self.teacher: Any = teacher
         self.weights, self.tokenizers = tuple(weights), tokenizers
+
+    @property
+    def rows(self) -> type[Rows]:
+        """Return the row type that splits and joins rows."""
+        return TwoPromptRows if self.teacher.rows.reading == "context" else Rows
+
+    @property
+    def mixed(self) -> Sequence[Any]:
+        """Return the teachers whose distributions are mixed: the teacher itself, or those of a mixture."""
+        several = isinstance(self.teacher.format, MixtureFormat)
+        return [part.teacher for part in self.teacher.parts()] if several else [self.teacher]
 
     # ------------------------------------------------------------------ loss
 
@@ -71,7 +80,7 @@ class Reference:
         keep = labels != IGNORE_INDEX
         z_s = student(**{name: batch[name] for name in INPUTS}, use_cache=False).logits[keep]
         with torch.no_grad():
-            teachers = self.teacher_logits(rows, batch, keep)
+            teachers = self.teacher_logits(rows, keep.device)
         columns = columns or min(z.shape[-1] for z in (z_s, *(z for _, z in teachers)))
         cut = [(share, z[:, :columns]) for share, z in teachers]
         sampled = SampledTokens(keep.flatten().nonzero()[:, 0], self.advantages(rows) if loss.rewarded else None)
@@ -98,15 +107,12 @@ class Reference:
             [advantage_of(labels) for labels in documents for label in labels[1:] if label != IGNORE_INDEX]
         )
 
-    def teacher_logits(self, rows: Sequence[Row], batch: Batch, keep: torch.Tensor) -> Mixture:
-        """Return each model's weight and full logits [N, V] at the trained positions, computed or from a cache."""
-        inputs = {name: batch[name] for name in INPUTS}
-        models = self.teacher.models.values()
-        if not models:
-            return [(1.0, remote_logits(self.teacher, rows, batch))]
+    def teacher_logits(self, rows: Sequence[Row], device: torch.device) -> Mixture:
+        """Return each member's weight and full logits [N, V] at the trained positions, document by document."""
+        documents = [document for row in rows for document in self.rows.documents(row)]
         return [
-            (share, model(**inputs, use_cache=False).logits[keep])
-            for share, model in zip(self.weights, models, strict=True)
+            (share, torch.cat([logits_of(member, document, device) for document in documents]))
+            for share, member in zip(self.weights, self.mixed, strict=True)
         ]
 
     def at_temperature_2(self) -> Teacher:
@@ -132,6 +138,8 @@ class Reference:
 
     def from_itself(self, batch: Batch, terms: Sequence[LossTerm]) -> tuple[str, float]:
         """Return a description of the compared outputs and the largest mean divergence of them from themselves."""
+        if isinstance(self.teacher.format, MixtureFormat):
+            return self._mixture_from_itself(batch, terms)
         hidden, transform = self.teacher.targets(batch), self.teacher.format.transform
         with self.teacher.format.head.open() as head:
             both = (hidden.to(head.weight.dtype), head.weight) * 2
@@ -140,46 +148,7 @@ class Reference:
             values = [loss(*both, labels, student_bias=head.bias, teacher_bias=head.bias) for loss in losses]
         return "the teacher", largest_magnitude(values)
 
-    # -------------------------------------------------------- the same tokens
-
-    def reads(self, student: Any, batch: Batch) -> Reads:
-        """Return every model, the student last, with the ids and positions that it should get for a batch."""
-        inputs = {name: batch[name] for name in INPUTS}
-        return [(model, inputs) for model in (*self.teacher.models.values(), student)]
-
-    def same_tokens(self, batch: Batch, columns: int, student_rows: int) -> Verdict:
-        """Return whether each id means the same to all models, with a description."""
-        largest = int(batch["input_ids"].max())
-        if largest >= columns:
-            return False, f"id {largest} is outside of the {columns:,} columns"
-        if self.tokenizers is None:
-            return True, "same ids and positions; no tokenizer, the data are random tokens"
-        *teachers, own = self.tokenizers
-        own = getattr(own, "tokenizer", own)  # of a `Reader`, where teachers on routes have tokenizers of their own
-        verdicts = [
-            compare(tokenizer, own, rows, student_rows)
-            for tokenizer, rows in zip(teachers, self.teacher.format.properties.columns, strict=True)
-            if not hasattr(tokenizer, "tokenizer")
-        ]
-        verdict = next((verdict for verdict in verdicts if not verdict.compatible), verdicts[0])
-        return verdict.compatible, f"same ids and positions; {verdict}"
-
-    # ----------------------------------------------------------- to a process
-
-    def description(self) -> Description:
-        """Return plain values that another process needs, besides the models, to rebuild the teacher."""
-        return reopen_spec(self.teacher)
-
-    @staticmethod
-    def rebuilt(models: list[Any], weights: Sequence[float], description: Description) -> Teacher:
-        """Return the teacher from its models and description."""
-        return LoadedTeacher(models[0]) if models else reopen_teacher(description)
-
-
-class MixtureReference(Reference):
-    """Reference of several teachers: the mixture of their probabilities by the recipe's weights."""
-
-    def from_itself(self, batch: Batch, terms: Sequence[LossTerm]) -> tuple[str, float]:
+    def _mixture_from_itself(self, batch: Batch, terms: Sequence[LossTerm]) -> tuple[str, float]:
         """Compare the mixture with a student that equals it, by log-probabilities as hidden states, identity as head.
 
         Only the first columns of the vocabulary are used, since such a head is a square matrix.
@@ -200,10 +169,36 @@ class MixtureReference(Reference):
         values = [FusedDistillationLoss([term])(mixture, one, teachers=heads) for term in terms]
         return f"the mixture (over {mixture.shape[-1]} columns)", largest_magnitude(values)
 
-    @staticmethod
-    def rebuilt(models: list[Any], weights: Sequence[float], description: Description) -> Teacher:
-        """Return the teacher from its models and weights."""
-        return MixtureTeacher(models, weights)
+    # -------------------------------------------------------- the same tokens
+
+    def reads(self, student: Any, batch: Batch) -> Reads:
+        """Return every model, the student last, with the ids and positions that it should get for a batch."""
+        calls: Reads = []
+        for member in self.mixed:
+            own = {name: batch[f"{column_prefix(member)}{name}"] for name in INPUTS}
+            calls += [(model, own) for model in member.models.values()]
+        return [*calls, (student, {name: batch[name] for name in INPUTS})]
+
+    def same_tokens(self, batch: Batch, columns: int, student_rows: int) -> Verdict:
+        """Return whether each id means the same to all models, with a description."""
+        largest = int(batch["input_ids"].max())
+        if largest >= columns:
+            return False, f"id {largest} is outside of the {columns:,} columns"
+        if self.tokenizers is None:
+            return True, "same ids and positions; no tokenizer, the data are random tokens"
+        *teachers, own = self.tokenizers
+        own = getattr(own, "tokenizer", own)  # of a `Reader`, where teachers on routes have tokenizers of their own
+        verdicts = [
+            compare(tokenizer, own, rows, student_rows)
+            for tokenizer, rows in zip(teachers, self.teacher.format.properties.columns, strict=True)
+            if not hasattr(tokenizer, "tokenizer")
+        ]
+        verdict = next((verdict for verdict in verdicts if not verdict.compatible), verdicts[0])
+        same, detail = verdict.compatible, f"same ids and positions; {verdict}"
+        if self.teacher.rows.reading != "context":
+            return same, detail
+        fine, found = context_verdict(batch)
+        return (same, f"{detail}; {found}") if fine else (fine, found)
 
 
 def largest_magnitude(values: Sequence[torch.Tensor]) -> float:

@@ -11,32 +11,32 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from distill_kernels import LossTerm, TokenStats
 from torch import nn
 
 from distill.data.collator import valid_rows
-from distill.doctor.reference import INPUTS, Description, Reads, Reference, Verdict, largest_magnitude
+from distill.doctor.reference import INPUTS, Reference, Verdict, largest_magnitude
 from distill.doctor.reference_loss import OF_KLS, as_specified, divergence_from_kl
-from distill.doctor.remote_outputs import logits_of, reopen_spec, reopen_teacher
-from distill.doctor.rows import OTHERS, Row, SpanRows
+from distill.doctor.remote_outputs import logits_of
+from distill.doctor.rows import Row, Rows, SpanRows
 from distill.objectives.losses import LogitTransforms, build_loss, loss_terms
 from distill.objectives.span_loss import CrossTokenizerLoss, Spans, SpanTargets
 from distill.objectives.targets import Batch, StepInputs
 from distill.recipe.loss import Loss
-from distill.teachers.interface import Teacher
 from distill.teachers.rows.retokenised.alignment import Shared
 from distill.teachers.rows.retokenised.data import CrossCollator
 from distill.teachers.rows.retokenised.encode import Reader, end_pairs
-from distill.teachers.rows.retokenised.teacher import CrossTeacher
 from distill.teachers.rows.retokenised.vocabularies import compare_by_bytes
 
 
 class SpansReference(Reference):
     """Reference of aligned spans. `tokenizers` are `Reader`s, or None in a process that only trains."""
 
-    rows = SpanRows
+    @property
+    def rows(self) -> type[Rows]:
+        """Return the row type with both tokenisations."""
+        return SpanRows
 
     @functools.cached_property
     def shared(self) -> Shared:
@@ -67,7 +67,7 @@ class SpansReference(Reference):
         for document in self.rows.documents(row):
             own = CrossCollator.teacher_row(document)
             places = valid_rows(torch.as_tensor(own["labels"], device=device)[None])
-            logits = logits_of(self.teacher.inner, own, device)
+            logits = logits_of(self.teacher, document, device)
             whole = logits.new_zeros(len(own["input_ids"]), logits.shape[-1])
             found.append(whole.index_copy(0, places, logits))
         return torch.cat(found)
@@ -88,12 +88,6 @@ class SpansReference(Reference):
                     plain = build_loss([term], LogitTransforms(own.transform, own.transform))
                     values.append(CrossTokenizerLoss(plain, (shared, shared))(targets.hidden, head, head, itself))
         return "the teacher over its own spans", largest_magnitude(values)
-
-    def reads(self, student: nn.Module, batch: Batch) -> Reads:
-        """Return the teacher and the student with their own inputs."""
-        others = {name.removeprefix("teacher_"): batch[name] for name in OTHERS}
-        calls: Reads = [(model, others) for model in self.teacher.models.values()]
-        return [*calls, (student, {name: batch[name] for name in others})]
 
     def same_tokens(self, batch: Batch, columns: int, student_rows: int) -> Verdict:
         """Return whether spans and shared tokens have the same bytes in both inputs, and labels begin spans."""
@@ -123,19 +117,6 @@ class SpansReference(Reference):
         if any(a < stop or c < other_stop for (_, stop, _, other_stop), (a, _, c, _) in pairwise(spans)):
             return False, "spans overlap or are not in order"
         return True, f"own ids and positions each; {len(spans)} spans cover the same {count} bytes in both inputs"
-
-    def description(self) -> Description:
-        """Return the shared ids."""
-        return {
-            "shared": [ids.tolist() for ids in self.teacher.format.shared],
-            "place": reopen_spec(self.teacher.inner),
-        }
-
-    @staticmethod
-    def rebuilt(models: list[nn.Module], weights: Sequence[float], description: Description) -> Teacher:
-        """Return the teacher from its model and the shared ids."""
-        teacher = models[0] if models else reopen_teacher(description["place"])
-        return CrossTeacher(teacher, Shared(*map(np.array, description["shared"])))
 
 
 def figures_of(loss_of: Callable[..., tuple[object, Sequence[torch.Tensor]]], call: Sequence[object]) -> torch.Tensor:

@@ -11,15 +11,14 @@ from distill_kernels import FusedTopKKLLoss, LossTerm
 from torch import nn
 
 from distill.core.labels import IGNORE_INDEX
-from distill.doctor.reference import INPUTS, Description, Reference, Verdict, largest_magnitude
+from distill.doctor.reference import INPUTS, Reference, Verdict, largest_magnitude
 from distill.doctor.reference_loss import shift_left, top_k_loss, with_sampled_tail
-from distill.doctor.remote_outputs import remote_tokens, reopen_teacher
+from distill.doctor.remote_outputs import as_read, remote_tokens
 from distill.doctor.rows import Row
 from distill.objectives.targets import Batch
 from distill.objectives.top_k import TopKFormat
 from distill.objectives.top_k_encoding import LEAST_TAIL
 from distill.recipe.loss import Loss
-from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.backends.stored.store import Store
 from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.interface import Teacher
@@ -51,12 +50,8 @@ class TopKReference(Reference):
 
     def stored(self, rows: Sequence[Row], batch: Batch) -> Mapping[str, torch.Tensor]:
         """`ids`, `logprobs` and `tail` of the learned positions: of rows, or, without any, of what the batch holds."""
-        return self.stored_by(self.teacher, rows, batch)
-
-    @staticmethod
-    def stored_by(teacher: Any, rows: Sequence[Row], batch: Batch) -> Mapping[str, torch.Tensor]:
-        """The same of a teacher's own rows and batch."""
-        return remote_tokens(teacher, rows, batch)
+        inner, read = as_read(self.teacher, rows)
+        return remote_tokens(inner, read, batch if inner is self.teacher else self.teacher.inner_batch(batch))
 
     def loss(
         self, student: nn.Module, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None
@@ -87,17 +82,6 @@ class TopKReference(Reference):
             z_s = z_s.to(self.dtype)
             return term.weight * with_sampled_tail(z_s, z_s.log_softmax(-1), log_t, ids, labels[keep]).mean()
         return top_k_loss(z_s, (ids, probabilities), tail, labels[keep], loss, self.dtype)
-
-    def description(self) -> Description:
-        """Return how to open the teacher, or what is taken of a model's distribution."""
-        return {"manifest": dict(self.manifest)} if self.teacher.models else super().description()
-
-    @staticmethod
-    def rebuilt(models: list[nn.Module], weights: Sequence[float], description: Description) -> Teacher:
-        """Return the teacher from its model and description."""
-        if not models:
-            return reopen_teacher(description)
-        return StoredTeacher(LoadedTeacher(models[0]), Store(description["manifest"], None, {}))
 
     def from_itself(self, batch: Batch, terms: Sequence[LossTerm]) -> tuple[str, float]:
         """Compare the stored tokens with a student that equals them.

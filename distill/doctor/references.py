@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from distill.doctor.reference import MixtureReference, Reference
-from distill.doctor.reference_context import ContextMixtureReference, ContextReference, ContextTopKReference
+from distill.doctor.reference import Reference
 from distill.doctor.reference_routed import RoutedReference
 from distill.doctor.reference_spans import SpansReference
 from distill.doctor.reference_top_k import TopKReference
@@ -18,20 +17,15 @@ from distill.teachers.combination.routes import RoutedFormat
 from distill.teachers.interface import Teacher
 from distill.teachers.rows.retokenised.teacher import SpansFormat
 
-# by what targets are, and by the rows that the teacher reads
-REFERENCES: dict[tuple[type[TargetFormat], str], type[Reference]] = {
-    (HiddenFormat, "same"): Reference,
-    (HiddenFormat, "context"): ContextReference,
-    (TopKFormat, "same"): TopKReference,
-    (TopKFormat, "context"): ContextTopKReference,
-    (SpansFormat, "retokenised"): SpansReference,
-    (MixtureFormat, "same"): MixtureReference,
-    (MixtureFormat, "context"): ContextMixtureReference,
-    (RoutedFormat, "same"): RoutedReference,
+REFERENCES: dict[type[TargetFormat], type[Reference]] = {
+    HiddenFormat: Reference,
+    MixtureFormat: Reference,
+    TopKFormat: TopKReference,
+    SpansFormat: SpansReference,
+    RoutedFormat: RoutedReference,
 }
-BY_NAME = {reference.__name__: reference for reference in REFERENCES.values()}
 
 
 def reference_of(teacher: Teacher, weights: Sequence[float] = (1.0,), tokenizers: Any = None) -> Reference:
     """Return the reference for a teacher's format; arguments as of `Reference`."""
-    return REFERENCES[type(teacher.format), teacher.rows.reading](teacher, weights, tokenizers)
+    return REFERENCES[type(teacher.format)](teacher, weights, tokenizers)

@@ -6,7 +6,7 @@ computes by the model's own forward, a code path independent of the one that ser
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +19,16 @@ from distill.doctor.rows import Row
 from distill.objectives.targets import Batch
 from distill.teachers.backends.served.parity_check import own_logits
 from distill.teachers.backends.served.protocol import TargetRequest
-from distill.teachers.backends.served.source import reconnected
 from distill.teachers.backends.served.teacher import ServerTeacher
 from distill.teachers.backends.stored.archived import ArchivedTeacher
 from distill.teachers.backends.stored.format import HEAD
 from distill.teachers.backends.stored.read import PREFIX
 from distill.teachers.backends.stored.teacher import StoredTeacher, documents_in
 from distill.teachers.interface import Teacher
+from distill.teachers.rows.context.data import ContextCollator
+from distill.teachers.rows.reading import ReadingTeacher
+from distill.teachers.rows.retokenised.data import CrossCollator
+from distill.teachers.rows.retokenised.teacher import CrossTeacher
 
 Stored = dict[str, torch.Tensor]
 
@@ -36,14 +39,10 @@ class OutputReader(NamedTuple):
     Attributes:
         logits: Function from teacher, rows and batch to logits [N, V] of the trained positions, on the batch's device.
         tokens: Function of the same arguments to `ids`, `logprobs` and `tail` of the K tokens that are stored or sent.
-        place: Function from the teacher to plain values by which another process can open it.
-        found: Function from these values to the teacher.
     """
 
     logits: Callable[[Any, Sequence[Row], Batch], torch.Tensor]
     tokens: Callable[[Any, Sequence[Row], Batch], Stored]
-    place: Callable[[Any], Mapping[str, Any]]
-    found: Callable[[Any], Teacher]
 
 
 def stored_logits(teacher: ArchivedTeacher, rows: Sequence[Row], batch: Batch) -> torch.Tensor:
@@ -75,15 +74,9 @@ def _served_tokens(teacher: ServerTeacher, rows: Sequence[Row], batch: Batch) ->
 
 
 OUTPUT_READERS: dict[type[Teacher], OutputReader] = {
-    ArchivedTeacher: OutputReader(
-        stored_logits,
-        _stored_tokens,
-        lambda teacher: {"cache": str(teacher.cache.path.absolute())},
-        lambda place: StoredTeacher.of_cache(place["cache"]),
-    ),
-    ServerTeacher: OutputReader(_served_logits, _served_tokens, ServerTeacher.place, reconnected),
+    ArchivedTeacher: OutputReader(stored_logits, _stored_tokens),
+    ServerTeacher: OutputReader(_served_logits, _served_tokens),
 }
-BY_NAME = {kind.__name__: elsewhere for kind, elsewhere in OUTPUT_READERS.items()}
 
 
 def store_filler(teacher: Teacher) -> Teacher:
@@ -118,30 +111,32 @@ def _computed_tokens(teacher: Teacher, own: Teacher, batch: Batch) -> Stored:
     return {"ids": ids, "logprobs": logprobs, "tail": rest, "label_logprob": label}
 
 
-def logits_of(teacher: Teacher, row: Mapping[str, Any], device: torch.device) -> torch.Tensor:
-    """Return the full logits [N, V] of a teacher at the places of a row whose next token has a label.
+def column_prefix(member: Teacher) -> str:
+    """Return the prefix of the columns that one teacher reads of a batch."""
+    return member.prefix if isinstance(member, ReadingTeacher) else ""
+
+
+def as_read(teacher: Teacher, rows: Sequence[Row]) -> tuple[Teacher, Sequence[Row]]:
+    """Return the teacher that computes the outputs of one that reads other tokens, and rows as it reads them."""
+    if not isinstance(teacher, ReadingTeacher):
+        return teacher, rows
+    collator = CrossCollator if isinstance(teacher, CrossTeacher) else ContextCollator
+    return teacher.inner, [collator.teacher_row(row) for row in rows]
+
+
+def logits_of(teacher: Teacher, document: Row, device: torch.device) -> torch.Tensor:
+    """Return the full logits [N, V] of a teacher at the places of a document whose next token has a label.
 
     Args:
         teacher: Teacher of one model, or without a model in this process.
-        row: Row as the teacher reads it, with `input_ids` and `labels`; one document.
+        document: Row of one document, as the student reads it.
+        device: Of the logits, and of the model.
     """
+    inner, (row,) = as_read(teacher, [document])
     ids, labels = (torch.as_tensor(row[name], device=device)[None] for name in ("input_ids", "labels"))
     places = valid_rows(labels)
-    if not teacher.models:
-        batch = {"input_ids": ids, "labels": labels, "valid_rows": places}
-        return remote_logits(teacher, [row], batch)
-    (model,) = teacher.models.values()
-    return model(input_ids=ids, use_cache=False).logits[0, places]
-
-
-def reopen_spec(teacher: Teacher) -> dict[str, Any]:
-    """Return plain values by which another process can open a teacher; {} where its models are handed over."""
-    own = store_filler(teacher)
-    if type(own) not in OUTPUT_READERS:
-        return {}
-    return {"kind": type(own).__name__, **OUTPUT_READERS[type(own)].place(own)}
-
-
-def reopen_teacher(place: Mapping[str, Any]) -> Teacher:
-    """Return the teacher that `reopen_spec` describes."""
-    return BY_NAME[place["kind"]].found(place)
+    if not inner.models:
+        return remote_logits(inner, [row], {"input_ids": ids, "labels": labels, "valid_rows": places})
+    (model,) = inner.models.values()
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0, places]
+    return logits
