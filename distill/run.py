@@ -44,6 +44,7 @@ from distill.core.run_lock import RunLock
 from distill.evaluation.evaluate import relative_reduction
 from distill.generation.from_recipe import add_turn_end_tokens, require_prompts, rollouts_from_recipe
 from distill.models.gpu_specs import runs_our_kernels
+from distill.models.load.meta_models import warn_of_mismatch
 from distill.models.load.save_check import check_saving, fix_generation_config
 from distill.models.patch.attention_choice import AttentionChoices, read_choices
 from distill.models.precision.dtypes import resolve_device, resolve_precision
@@ -86,7 +87,6 @@ log = logging.getLogger(__name__)
 # imported by a run that has use for them
 ALLOWED_PLUGIN = "distill.objectives.plugin:allowed_plugin"
 TEACHER_SERVERS = "distill.planning.teacher_server:teacher_servers"
-WARN_OF_MISMATCH = "distill.models.load.meta_models:warn_of_mismatch"
 RESUME_POINT = "distill.training.resuming:resume_point"
 TRANSLATED = "distill.training.error_translation:translated"
 
@@ -172,15 +172,13 @@ class Run:
         recipe, folder, device = self.recipe, self.run_lock.folder, resolve_device(self.recipe.train)
         resumed, last = None, None
         if self.start.resume:
-            resumed, last = resolve_name(RESUME_POINT)(
-                recipe, self.run_lock, unverified=self.start.resume == "unverified"
-            )
+            unverified = self.start.resume == "unverified"
+            resumed, last = resolve_name(RESUME_POINT)(recipe, self.run_lock, unverified=unverified)
         if is_main_process():
             for line in unusual_settings(recipe):
                 log.warning(line)
             for field, section in (("teacher", recipe.teacher), ("student", recipe.student)):
-                if section.config is not None:
-                    resolve_name(WARN_OF_MISMATCH)(section, field)
+                warn_of_mismatch(section, field)
         require_settings(recipe.train, recipe.data, world_size())  # refused before the data are read
         if recipe.parallel.teacher == "served":
             self.resources.enter_context(resolve_name(TEACHER_SERVERS)(recipe, device))

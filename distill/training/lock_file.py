@@ -18,7 +18,7 @@ import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import nn
@@ -31,7 +31,9 @@ from distill.models.patch.attention import BACKENDS
 from distill.recipe import Recipe, parse
 from distill.recipe.yaml_text import parse_yaml, to_yaml
 from distill.teachers.interface import Teacher
-from distill.teachers.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from distill.teachers.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 
