@@ -182,9 +182,19 @@ from distill_kernels.layers.state_distance import state_distance
 rows = torch.ones(64, dtype=torch.int64)
 for width in (576, 4096, 5120):
     for metric in ("mse", "cosine"):
-        state_distance(t(64, width), t(64, width, grad=False), rows, metric).sum().backward()
+        own, other = [t(64, width), t(64, width)], [t(64, width, grad=False)] * 2
+        state_distance(own, other, rows, metric).sum().backward()
 """,
         {"_distance_kernel"},
+    ),
+    "relations of attention": (
+        """
+from distill_kernels.layers.attention_relation import relation_divergence
+documents = torch.ones(2, 256, dtype=torch.int64)
+for width, packed in ((64, None), (128, documents), (192, documents), (512, documents)):
+    relation_divergence(t(2, 3, 256, width), t(2, 3, 256, width, grad=False), packed).sum().backward()
+""",
+        {"_forward_kernel", "_backward_kernel"},
     ),
     "attention in parts": (
         """

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from distill_kernels.layers.attention_relation import relation_divergence
 from distill_kernels.layers.state_distance import state_distance
 
 from distill.core.labels import IGNORE_INDEX
-from distill.models.attention_relation import relation_divergence
 from distill.models.head import HeadWeights, LogitTransform
 from distill.models.patch.output_rows import pick
 from distill.objectives.layer_matching import StepStates
@@ -66,19 +66,15 @@ class HiddenStateLoss(LayerTermLoss):
     term: HiddenStateTerm
 
     def of_tokens(self, states: StepStates, rows: torch.Tensor) -> torch.Tensor:
-        matched, metric = states.matching.find(self.term), self.term.metric
-        total = None
-        for own, other in matched.pairs:
-            student, teacher, places = states.student.outputs[own], states.teacher.outputs[other].flatten(0, 1), rows
-            if matched.projection is None:
-                student = student.flatten(0, 1)
-            else:
-                student, teacher = matched.projection(pick(student, rows)[0]), teacher.index_select(0, rows)
-                places = torch.arange(len(rows), device=rows.device)
-            value = state_distance(student, teacher, places, metric)
-            total = value if total is None else total + value
-        assert total is not None
-        return total
+        matched = states.matching.find(self.term)
+        student = [states.student.outputs[own].flatten(0, 1) for own, _ in matched.pairs]
+        teacher = [states.teacher.outputs[other].flatten(0, 1) for _, other in matched.pairs]
+        picked = matched.projection is not None
+        if matched.projection is not None:  # one GEMM for all layers, of the rows that count
+            places = rows + len(student[0]) * torch.arange(len(student), device=rows.device)[:, None]
+            states_of_rows = pick(torch.stack(student), places.flatten())
+            student = list(matched.projection(states_of_rows).flatten(0, 1).chunk(len(student)))
+        return state_distance(student, teacher, rows, self.term.metric, picked=picked)
 
 
 class AttentionRelationLoss(LayerTermLoss):
@@ -91,10 +87,23 @@ class AttentionRelationLoss(LayerTermLoss):
         for own, other in matched.pairs:
             for name in self.term.relations:
                 student, teacher = (
-                    getattr(side.attention[number], name)
+                    split_heads(getattr(side.attention[number], name), matched.heads)
                     for side, number in ((states.student, own), (states.teacher, other))
                 )
-                value = relation_divergence(student, teacher, matched.heads, states.documents)
+                value = relation_divergence(student, teacher, states.documents)
                 total = value if total is None else total + value
         assert total is not None
         return total.flatten()[rows]
+
+
+def split_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return an attention call's states [B, its heads, S, width] as those of relation heads, [B, heads, S, width].
+
+    Under autocast their GEMMs take what all others do.
+    """
+    kind = states.device.type
+    if torch.is_autocast_enabled(kind):
+        states = states.to(torch.get_autocast_dtype(kind))
+    if states.shape[1] == heads:
+        return states
+    return states.transpose(1, 2).flatten(2).unflatten(-1, (heads, -1)).transpose(1, 2)

@@ -1,15 +1,17 @@
-"""Distance of hidden states of two models, a token at a time, with the gradient of the first.
+"""Distance of hidden states of two models, a token at a time, summed over pairs of layers, with student gradients.
 
-With s and t the states of a token in student and teacher, both of width H:
+With s and t the states of a token in a layer of student and teacher, both of width H:
 
     mse         ||s - t||^2 / H               gradient 2 (s - t) / H
     cosine      1 - s.t / (||s|| ||t||)       gradient (cos s / ||s|| - t / ||t||) / ||s||
 
-arXiv 1909.10351, 1910.01108. Forward reads both states of M tokens, backward again, and writes N H; not for compile.
+arXiv 1909.10351, 1910.01108. One launch visits all P pairs: forward reads both states of M tokens, backward again, and
+writes P N H. Not for compile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,18 +22,38 @@ from distill_kernels.launch_plans import launch
 from distill_kernels.operands import contiguous_rows, differentiable_once
 
 TILE = 4096  # elements that a program holds at a time
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def reference_state_distance(
-    student: torch.Tensor, teacher: torch.Tensor, rows: torch.Tensor, metric: str
+    student: Sequence[torch.Tensor],
+    teacher: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    metric: str,
+    picked: bool = False,
 ) -> torch.Tensor:
     """Return `state_distance` in plain PyTorch, in fp32 or fp64: the specification."""
-    wide = torch.promote_types(student.dtype, torch.float32)
-    s, t = (states.index_select(0, rows).to(wide) for states in (student, teacher))
-    if metric == "mse":
-        return (s - t).square().mean(-1)
-    s, t = (x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-12) for x in (s, t))
-    return 1 - (s * t).sum(-1)
+    total = torch.zeros((), device=rows.device)
+    for own, other in zip(student, teacher, strict=True):
+        wide = torch.promote_types(own.dtype, torch.float32)
+        s = (own if picked else own.index_select(0, rows)).to(wide)
+        t = other.index_select(0, rows).to(wide)
+        if metric == "mse":
+            total = total + (s - t).square().mean(-1)
+        else:
+            s, t = (x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(1e-12) for x in (s, t))
+            total = total + (1 - (s * t).sum(-1))
+    return total
+
+
+@triton.jit
+def _rows_of(table_ptr, place, row, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    # pointers to rows of the tensor whose address and row stride stand at `place` of the table
+    ptr = tl.load(table_ptr + place).to(tl.pointer_type(DTYPE))
+    stride = tl.load(table_ptr + place + 1)
+    if ALIGNED:
+        ptr, stride = tl.multiple_of(ptr, 16), tl.multiple_of(stride, 16)
+    return ptr + row * stride
 
 
 @triton.jit
@@ -42,16 +64,20 @@ def _load(s_ptr, t_ptr, cols, inside, WIDTH: tl.constexpr):
     return s, t, mask
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_pairs", "n_rows"])
 def _distance_kernel(
-    student,
-    teacher,
+    table_ptr,
     rows_ptr,
     out_ptr,
     upstream,
+    apart,
+    n_pairs,
     n_rows,
     COSINE: tl.constexpr,
     GRADIENT: tl.constexpr,
+    PICKED: tl.constexpr,
+    DTYPES: tl.constexpr,
+    ALIGNED: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -59,85 +85,137 @@ def _distance_kernel(
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     inside = number < n_rows
     row = tl.load(rows_ptr + number, mask=inside, other=0)
-    s_ptr = student[0] + row * student[1]
-    t_ptr = teacher[0] + row * teacher[1]
-    squares = tl.zeros([ROWS], tl.float32)  # ||s||^2, or ||s - t||^2
-    of_teacher = tl.zeros([ROWS], tl.float32)
-    product = tl.zeros([ROWS], tl.float32)
-    if COSINE or not GRADIENT:
-        for start in range(0, WIDTH, BLOCK):
-            s, t, _ = _load(s_ptr, t_ptr, start + tl.arange(0, BLOCK), inside, WIDTH)
-            s = s if COSINE else s - t
-            squares += tl.sum(s * s, 1)
-            of_teacher += tl.sum(t * t, 1)
-            product += tl.sum(s * t, 1)
-    norm_s = tl.maximum(tl.sqrt(squares), 1e-12)
-    norm_t = tl.maximum(tl.sqrt(of_teacher), 1e-12)
-    cosine = product / norm_s / norm_t
-    if not GRADIENT:
-        tl.store(out_ptr + number, 1 - cosine if COSINE else squares / WIDTH, mask=inside)
-    else:
+    own_row = number if PICKED else row
+    total = tl.zeros([ROWS], tl.float32)
+    if GRADIENT:
         u = tl.load(upstream[0] + number * upstream[1], mask=inside, other=0.0)
-        for start in range(0, WIDTH, BLOCK):
-            cols = start + tl.arange(0, BLOCK)
-            s, t, mask = _load(s_ptr, t_ptr, cols, inside, WIDTH)
-            if COSINE:
-                each = (s * (cosine / norm_s)[:, None] - t / norm_t[:, None]) * (u / norm_s)[:, None]
-            else:
-                each = (s - t) * (u * (2.0 / WIDTH))[:, None]
-            at = out_ptr + row[:, None] * WIDTH + cols[None, :]
-            tl.store(at, each.to(out_ptr.dtype.element_ty), mask=mask)
+    for pair in range(n_pairs):
+        s_ptr = _rows_of(table_ptr, 4 * pair, own_row, DTYPES[0], ALIGNED)
+        t_ptr = _rows_of(table_ptr, 4 * pair + 2, row, DTYPES[1], ALIGNED)
+        squares = tl.zeros([ROWS], tl.float32)  # ||s||^2, or ||s - t||^2
+        of_teacher = tl.zeros([ROWS], tl.float32)
+        product = tl.zeros([ROWS], tl.float32)
+        if COSINE or not GRADIENT:
+            for start in range(0, WIDTH, BLOCK):
+                s, t, _ = _load(s_ptr, t_ptr, start + tl.arange(0, BLOCK), inside, WIDTH)
+                s = s if COSINE else s - t
+                squares += tl.sum(s * s, 1)
+                of_teacher += tl.sum(t * t, 1)
+                product += tl.sum(s * t, 1)
+        norm_s = tl.maximum(tl.sqrt(squares), 1e-12)
+        norm_t = tl.maximum(tl.sqrt(of_teacher), 1e-12)
+        cosine = product / norm_s / norm_t
+        if not GRADIENT:
+            total += 1 - cosine if COSINE else squares / WIDTH
+        else:
+            for start in range(0, WIDTH, BLOCK):
+                cols = start + tl.arange(0, BLOCK)
+                s, t, mask = _load(s_ptr, t_ptr, cols, inside, WIDTH)
+                if COSINE:
+                    each = (s * (cosine / norm_s)[:, None] - t / norm_t[:, None]) * (u / norm_s)[:, None]
+                else:
+                    each = (s - t) * (u * (2.0 / WIDTH))[:, None]
+                at = out_ptr + own_row[:, None] * WIDTH + cols[None, :]
+                tl.store(at, each.to(out_ptr.dtype.element_ty), mask=mask)
+            out_ptr += apart
+    if not GRADIENT:
+        tl.store(out_ptr + number, total, mask=inside)
 
 
-def _launch(student, teacher, rows, cosine, upstream=None) -> torch.Tensor:  # distances; with upstream, the gradient
-    student, teacher, rows = contiguous_rows(student), contiguous_rows(teacher), contiguous_rows(rows)
-    shape, dtype = (rows.shape, torch.float32) if upstream is None else (student.shape, student.dtype)
-    make = torch.empty if upstream is None or len(rows) == len(student) else torch.zeros
-    out = make(shape, dtype=dtype, device=student.device)
-    given, block = out if upstream is None else upstream, min(next_power_of_2(student.shape[-1]), TILE)
-    constants = {"COSINE": cosine, "GRADIENT": upstream is not None, "WIDTH": student.shape[-1], "num_warps": 8}
-    constants |= {"ROWS": TILE // block, "BLOCK": block}
-    operands = [(states, states.stride(0)) for states in (student, teacher)]
-    if count := len(rows):
-        grid, upstream_rows = (cdiv(count, TILE // block),), (given, given.stride(0))
-        launch(_distance_kernel, grid, *operands, rows, out, upstream_rows, count, **constants)
+def _launch(
+    student: Sequence[torch.Tensor],
+    teacher: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    constants: dict[str, bool],
+    upstream: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the distances, fp32 [M]; with their upstream gradient, that of the student's states, [P, N, H]."""
+    student, teacher = [list(map(contiguous_rows, states)) for states in (student, teacher)]
+    rows, (first, other), width = contiguous_rows(rows), (student[0], teacher[0]), student[0].shape[1]
+    shape, dtype = (rows.shape, torch.float32) if upstream is None else ((len(student), *first.shape), first.dtype)
+    make = torch.empty if upstream is None or len(rows) == len(first) else torch.zeros
+    out = make(shape, dtype=dtype, device=first.device)
+    if not len(rows):
+        return out
+    table = [[s.data_ptr(), s.stride(0), t.data_ptr(), t.stride(0)] for s, t in zip(student, teacher, strict=True)]
+    aligned = not any(number % 16 for row in table for number in row)
+    addresses = torch.tensor(table)
+    if first.is_cuda:
+        addresses = addresses.pin_memory().to(first.device, non_blocking=True)  # without a host sync
+    given, block = out if upstream is None else upstream, min(next_power_of_2(width), TILE)
+    launch(
+        _distance_kernel,
+        (cdiv(len(rows), TILE // block),),
+        addresses,
+        rows,
+        out,
+        (given, given.stride(0)),
+        first.numel(),
+        len(student),
+        len(rows),
+        **constants,
+        GRADIENT=upstream is not None,
+        DTYPES=(_DTYPES[first.dtype], _DTYPES[other.dtype]),
+        ALIGNED=aligned,
+        WIDTH=width,
+        ROWS=TILE // block,
+        BLOCK=block,
+        num_warps=8,
+    )
     return out
 
 
 class _Distance(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, student, teacher, rows, cosine) -> torch.Tensor:
-        ctx.save_for_backward(student, rows)
-        ctx.teacher, ctx.cosine = teacher, cosine  # an inference tensor cannot be saved
-        return _launch(student, teacher, rows, cosine)
+    def forward(
+        ctx: Any, teacher: list[torch.Tensor], rows: torch.Tensor, constants: dict[str, bool], *student: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows, *student)
+        ctx.teacher, ctx.constants = teacher, constants  # inference tensors cannot be saved
+        return _launch(student, teacher, rows, constants)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        student, rows = ctx.saved_tensors
-        return _launch(student, ctx.teacher, rows, ctx.cosine, upstream), None, None, None
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, *student = ctx.saved_tensors
+        gradient = _launch(student, ctx.teacher, rows, ctx.constants, upstream)
+        return None, None, None, *gradient.unbind()
 
 
 def state_distance(
-    student: torch.Tensor, teacher: torch.Tensor, rows: torch.Tensor, metric: Literal["mse", "cosine"]
+    student: Sequence[torch.Tensor],
+    teacher: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    metric: Literal["mse", "cosine"],
+    *,
+    picked: bool = False,
 ) -> torch.Tensor:
-    """Return the distance of each of `rows` between states of two models, differentiable by the student's.
+    """Return the sum over pairs of layers of each row's distance, differentiable by the student's states.
 
     Args:
-        student: Floating point [N, H].
-        teacher: Floating point [N, H], without a gradient.
+        student: States of P layers, floating point [N, H], of one dtype.
+        teacher: States of the layers that they are compared with, [N, H], of one dtype, without a gradient.
         rows: int64 [M], each once.
         metric: `mse` or `cosine`.
+        picked: The student's states are those of `rows` alone, [M, H].
 
     Returns:
         fp32 [M] (fp64 for fp64).
 
     Raises:
-        ValueError: Shapes that differ, or an unsupported dtype.
+        ValueError: Shapes or dtypes that differ, or an unsupported dtype.
     """
-    check_floats(student=student, teacher=teacher)
-    if student.dim() != 2 or student.shape != teacher.shape:
-        raise ValueError(f"student: expected states as the teacher's {list(teacher.shape)}, got {list(student.shape)}")
-    if not runs_on_triton(student):
-        return forbid_double_backward(reference_state_distance(student, teacher, rows, metric))
-    return _Distance.apply(student, teacher, rows, metric == "cosine")
+    wanted = [len(rows) if picked else len(teacher[0]), teacher[0].shape[1]]
+    for name, states, shape in (("student", student, wanted), ("teacher", teacher, list(teacher[0].shape))):
+        check_floats(**{name: states[0]})
+        for each in states:
+            if list(each.shape) != shape or each.dtype != states[0].dtype:
+                raise ValueError(
+                    f"{name}: expected states {shape} of dtype {states[0].dtype}, got {list(each.shape)} of "
+                    f"{each.dtype}"
+                )
+    if not runs_on_triton(student[0]):
+        return forbid_double_backward(reference_state_distance(student, teacher, rows, metric, picked))
+    constants = {"COSINE": metric == "cosine", "PICKED": picked}
+    distances: torch.Tensor = _Distance.apply(list(teacher), rows, constants, *student)
+    return distances
