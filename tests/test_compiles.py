@@ -167,12 +167,18 @@ fp8_train.fp8_swiglu_mlp(x, t(18944, 2048), t(18944, 2048), t(2048, 18944)).sum(
     "fake quantisation": (
         """
 from distill_kernels.quantisation.fake_quantise import fake_quantise_into, learned_gradients
+from distill_kernels.quantisation.formats import FORMATS
+from distill_kernels.quantisation.number_format import Scales
 for dtype in (torch.float32, torch.bfloat16):
-    for name, columns in (("q4_0", 576), ("q8_0", 576), ("int4_g32", 576), ("int8", 576), ("int8", 18944)):
-        w, scale = t(64, columns, dtype=dtype, grad=False), torch.ones(64, 1 if name == "int8" else columns // 32)
-        fake_quantise_into(torch.empty_like(w), w, name)
-        fake_quantise_into(torch.empty_like(w), w, name, scale)
-        learned_gradients(w, scale, w, name)
+    for name, columns in (*((name, 768) for name in FORMATS), ("int8", 18944), ("fp8", 18944)):
+        w, form = t(64, columns, dtype=dtype, grad=False), FORMATS[name]
+        scale = torch.ones(64, columns // form.columns(w))
+        if form.in_kernel:
+            fake_quantise_into(torch.empty_like(w), w, name)
+        scales = Scales(scale, scale if form.has_minimum else None)
+        fake_quantise_into(torch.empty_like(w), w, name, scales)
+        if form.is_learned:
+            learned_gradients(w, scales, w, name)
 """,
         {"_forward_kernel", "_backward_kernel"},
     ),

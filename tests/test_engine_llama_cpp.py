@@ -222,11 +222,11 @@ def test_a_student_trained_in_q4_0_computes_the_same_in_its_file(tmp_path):
     folder = student(tmp_path / "m", layers=3)
     costs = write_gguf(folder, tmp_path / "plain.gguf", "q4_0").kl
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    weights = quantise_student(model, formats_of(model, Quantise(format="q4_0")).by_name, learned=True)
-    weights.scales.mul_(0.9)
+    weights = quantise_student(model, formats_of(model, Quantise(format="q4_0")), learned=True)
+    weights.scales.values.mul_(0.9)
     weights.after_start()
     model.save_pretrained(folder)
-    weights.write_formats(folder)
+    weights.saved().write(folder)
     written = write_gguf(folder, tmp_path / "m.gguf", "q4_0")
     ids = tokenizer(" ".join(texts(12, seed=6)), add_special_tokens=False).input_ids[:200]
     made = llama_cpp.judge(Path(written.path), sequences=[ids], top=448)

@@ -5,11 +5,11 @@ import itertools
 
 import pytest
 import torch
-from distill_kernels.quantisation.formats import FORMATS, reference_fake_quantise, reference_scale
+from distill_kernels.quantisation.formats import FORMATS, reference_fake_quantise
+from distill_kernels.quantisation.number_format import Scales
 from tiny import tiny_model
 
-from distill.models.precision.exact_blocks import exact_blocks
-from distill.models.precision.gptq import DAMPING, best_scale, calibration_batches, compensate, round_weights
+from distill.models.precision.gptq import DAMPING, calibration_batches, compensate, round_weights
 from distill.models.precision.quantised_student import formats_of
 from distill.recipe.quantise import Quantise
 
@@ -28,23 +28,24 @@ def cost(weight, rounded, hessian):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_method_costs_less_than_the_one_before(name):
-    weight, hessian = draw(24, 160, 400)
-    scale = best_scale(weight, name, hessian.diagonal())
+    weight, hessian = draw(24, 256, 400)
+    form = FORMATS[name]
+    scales = form.search(weight, hessian.diagonal())
     nearest = reference_fake_quantise(weight, name)
-    importance = reference_fake_quantise(weight, name, scale)
-    gptq = reference_fake_quantise(compensate(weight, hessian, name, scale), name, scale)
+    importance = reference_fake_quantise(weight, name, scales)
+    gptq = reference_fake_quantise(compensate(weight, hessian, name, scales), name, scales)
     costs = [cost(weight, rounded, hessian) for rounded in (nearest, importance, gptq)]
     weighed = [float(((weight - r).square() * hessian.diagonal()).sum()) for r in (nearest, importance)]
     assert weighed[1] < weighed[0], "scales are chosen by the diagonal alone"
     assert costs[2] < 0.8 * min(costs[:2])
     for values in (importance, gptq):
-        assert exact_blocks(values, name) is not None
+        assert torch.equal(reference_fake_quantise(values, name, scales), values), "the file's own scales give it back"
 
 
 def test_compensation_is_the_optimal_update_of_the_columns_left():
     """Column by column, in fp64, by the inverse of what is left of H (Frantar et al., 2022, equations 2 and 3)."""
     weight, hessian = draw(5, 32, 200, seed=3)
-    scale = reference_scale(weight, "q4_0")
+    scale = FORMATS["q4_0"].first(weight).scale
     exact, h = weight.double(), hessian.double()
     h = h + DAMPING * h.diagonal().mean() * torch.eye(32, dtype=torch.float64)
     step = scale.half().double().repeat_interleave(32, -1)
@@ -55,16 +56,16 @@ def test_compensation_is_the_optimal_update_of_the_columns_left():
         before[:, j] = exact[:, j]
         q = (exact[:, j] / step[:, j]).round().clamp(-8, 7) * step[:, j]
         exact[:, left] -= ((exact[:, j] - q) / inverse[0, 0])[:, None] * inverse[0]
-    moved = compensate(weight, hessian, "q4_0", scale)
+    moved = compensate(weight, hessian, "q4_0", Scales(scale))
     torch.testing.assert_close(moved, before.float(), rtol=1e-3, atol=1e-3)
 
 
 def test_columns_of_which_nothing_is_known_are_rounded_to_nearest():
     weight, hessian = draw(6, 64, 1)[0], torch.zeros(64, 64)
-    scale = reference_scale(weight, "int4_g32")
-    torch.testing.assert_close(compensate(weight, hessian, "int4_g32", scale), weight)
+    scales = FORMATS["int4_g32"].first(weight)
+    torch.testing.assert_close(compensate(weight, hessian, "int4_g32", scales), weight)
     diagonal = torch.diag(torch.rand(64, generator=torch.Generator().manual_seed(0)) + 0.1)
-    torch.testing.assert_close(compensate(weight, diagonal, "int4_g32", scale), weight, msg="nothing to make up by")
+    torch.testing.assert_close(compensate(weight, diagonal, "int4_g32", scales), weight, msg="nothing to make up by")
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text"])
@@ -89,7 +90,7 @@ def test_a_model_is_rounded_layer_by_layer(kind):
         assert set(rounded) == set(formats) and student.training
         for name, parameter in student.named_parameters():
             if name in formats:
-                assert torch.equal(parameter, rounded[name].values("q4_0")) and exact_blocks(parameter.detach(), "q4_0")
+                assert torch.equal(parameter, rounded[name].values("q4_0"))
             else:
                 assert torch.equal(parameter, dict(model.named_parameters())[name])
         found[method] = kl(student.eval())

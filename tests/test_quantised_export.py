@@ -7,6 +7,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from distill_kernels.quantisation.formats import FORMATS
+from distill_kernels.quantisation.packed_tensors import pack_codes, unpack_codes
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, GgufConfig
@@ -15,8 +17,7 @@ from distill.cli import run_command
 from distill.models.precision.dtypes import quantised_weights
 from distill.models.precision.quantised_student import formats_of, quantise_student
 from distill.recipe.quantise import Quantise
-from distill.reports.compressed_tensors import pack_codes, unpack_codes
-from distill.reports.gguf_file import write_gguf
+from distill.reports.gguf_file import FORMAT_OF, write_gguf
 
 TEXT = "The teacher explains and the student listens. "
 
@@ -24,19 +25,29 @@ TEXT = "The teacher explains and the student listens. "
 def save_quantised(folder, name, learned=True, scale=0.85, **more):
     """Write a student as a run does, with scales that no rule of the format would choose."""
     tokenizer = tiny_tokenizer(300)
-    model = tiny_model(tokenizer, seed=2, hidden=64, vocab_size=320, **more)
-    weights = quantise_student(model, formats_of(model, Quantise(format=name)).by_name, learned=learned)
-    weights.scales.mul_(scale)
+    model = tiny_model(tokenizer, seed=2, vocab_size=320, **{"hidden": 64, **more})
+    weights = quantise_student(model, formats_of(model, Quantise(format=name)), learned=learned)
+    weights.scales.values.mul_(scale)
     weights.after_start()
     save_tiny(folder, model, tokenizer)
-    quantised_weights(model).write_formats(folder)
+    quantised_weights(model).saved().write(folder)
     return model
 
 
-@pytest.mark.parametrize("name, kind", [("q4_0", "llama"), ("q8_0", "llama"), ("q4_0", "qwen2")])
-def test_a_gguf_file_holds_the_trained_blocks(tmp_path, name, kind):
-    model = save_quantised(tmp_path / "student", name, kind=kind)
-    summary = write_gguf(tmp_path / "student", tmp_path / "m.gguf", name)
+@pytest.mark.parametrize(
+    "name, kind, types",
+    [
+        ("q4_0", "llama", {"Q4_0", "Q8_0"}),
+        ("q8_0", "llama", {"Q8_0"}),
+        ("q4_0", "qwen2", {"Q4_0", "Q8_0"}),
+        ("q4_k", "llama", {"Q4_K", "Q6_K", "Q5_0", "Q8_0"}),  # rows of 128 and 256: whole blocks in one of them
+        ("q4_k", "qwen2", {"Q4_K", "Q6_K"}),
+    ],
+)
+def test_a_gguf_file_holds_the_trained_blocks(tmp_path, name, kind, types):
+    wide = {"hidden": 256 if kind == "qwen2" else 128, "layers": 3} if name == "q4_k" else {}
+    model = save_quantised(tmp_path / "student", name, kind=kind, **wide)
+    summary = write_gguf(tmp_path / "student", tmp_path / "m.gguf", {"q4_k": "q4_k_m"}.get(name, name))
     assert summary.exact and abs(summary.kl) < 1e-9, "nothing is rounded again"
     own = dict(model.named_parameters())
     again = AutoModelForCausalLM.from_pretrained(
@@ -46,9 +57,8 @@ def test_a_gguf_file_holds_the_trained_blocks(tmp_path, name, kind):
         assert torch.equal(parameter, own[key]), key
     # the package itself, without transformers: one matrix whose rows are not interleaved
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert {tensor.tensor_type.name for tensor in tensors.values()} == types | {"F32"}
     down = tensors["blk.1.ffn_down.weight"]
-    assert down.tensor_type == gguf.GGMLQuantizationType[name.upper()]
-    assert tensors["token_embd.weight"].tensor_type == gguf.GGMLQuantizationType.Q8_0
     values = gguf.quants.dequantize(down.data, down.tensor_type)
     assert np.array_equal(values, own["model.layers.1.mlp.down_proj.weight"].detach().numpy())
 
@@ -59,13 +69,14 @@ def test_other_types_of_a_quantised_student_are_rounded_and_say_so(tmp_path):
     assert not summary.exact and 0 < summary.kl < 1e-2
 
 
-def test_an_untrained_student_is_rounded_to_q4_0(tmp_path):
+@pytest.mark.parametrize("type, hidden", [("q4_0", 64), ("q4_k_m", 128)])
+def test_an_untrained_student_is_rounded_as_a_converter_does(tmp_path, type, hidden):
     tokenizer = tiny_tokenizer(300)
-    model = tiny_model(tokenizer, seed=2, hidden=64, vocab_size=320)
+    model = tiny_model(tokenizer, seed=2, hidden=hidden, vocab_size=320)
     save_tiny(tmp_path / "student", model, tokenizer)
-    summary = write_gguf(tmp_path / "student", tmp_path / "m.gguf", "q4_0")
-    assert not summary.exact and 1e-3 < summary.kl < 1
-    quantise_student(model, formats_of(model, Quantise(format="q4_0")).by_name)
+    summary = write_gguf(tmp_path / "student", tmp_path / "m.gguf", type)
+    assert not summary.exact and 1e-4 < summary.kl < 1
+    quantise_student(model, formats_of(model, Quantise(format=FORMAT_OF[type])))
     again = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="m.gguf", dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
@@ -124,7 +135,7 @@ def test_export_writes_what_was_trained(workplace, tmp_path, capsys):
         (["--dtype", "bfloat16"], "--dtype: a quantised student's weights are its file's in float32"),
         (
             ["--format", "compressed-tensors"],
-            "--format: compressed-tensors holds weights in int4_g32 or int8, and this",
+            "--format: compressed-tensors holds weights in int4_g32, int8, fp8, nvfp4, and this",
         ),
         (["--format", "zip"], "--format: expected safetensors or compressed-tensors, got 'zip'"),
         (
@@ -141,7 +152,15 @@ def test_export_writes_what_was_trained(workplace, tmp_path, capsys):
     assert "was trained in q4_0, and its weights are not" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("format", ["int4_g32", "int8"])
+LAYOUTS = {
+    "int4_g32": ("pack-quantized", 4, "int", "group", 32),
+    "int8": ("pack-quantized", 8, "int", "channel", None),
+    "fp8": ("float-quantized", 8, "float", "channel", None),
+    "nvfp4": ("nvfp4-pack-quantized", 4, "float", "tensor_group", 16),
+}
+
+
+@pytest.mark.parametrize("format", LAYOUTS)
 def test_packed_weights_are_those_that_were_trained(workplace, format, capsys):
     student = train(format)
     assert run_command(["export", format, "-o", "out", "--format", "compressed-tensors"]) == 0
@@ -151,17 +170,21 @@ def test_packed_weights_are_those_that_were_trained(workplace, format, capsys):
     with open("out/config.json") as file:
         config = json.load(file)["quantization_config"]
     (group,) = config["config_groups"].values()
-    bits = group["weights"]["num_bits"]
-    assert (config["format"], config["ignore"], group["targets"]) == ("pack-quantized", ["lm_head"], ["Linear"])
-    assert (bits, group["weights"]["group_size"]) == {"int4_g32": (4, 32), "int8": (8, None)}[format]
+    layout, bits, kind, strategy, size = LAYOUTS[format]
+    assert (config["format"], config["ignore"], group["targets"]) == (layout, ["lm_head"], ["Linear"])
+    weights = group["weights"]
+    assert [weights[key] for key in ("num_bits", "type", "strategy", "group_size")] == [bits, kind, strategy, size]
     layers = [key for key in own if "_proj" in key]
     assert len(layers) == 14
     for key in layers:
-        codes = unpack_codes(packed[f"{key}_packed"], bits, own[key].shape[1]).float()
-        scale = packed[f"{key}_scale"]
-        assert scale.dtype == torch.bfloat16 and packed[f"{key}_shape"].tolist() == list(own[key].shape)
-        values = codes.unflatten(-1, (scale.shape[1], -1)) * scale.float()[..., None]
-        assert torch.equal(values.flatten(-2), own[key]) and key not in packed
+        tensors = {name.removeprefix(key): tensor for name, tensor in packed.items() if name.startswith(key)}
+        assert torch.equal(FORMATS[format].unpack(tensors), own[key])
+        if layout == "pack-quantized":  # by the layout's own words
+            codes = unpack_codes(tensors["_packed"], bits, own[key].shape[1]).float()
+            scale = tensors["_scale"]
+            assert scale.dtype == torch.bfloat16 and tensors["_shape"].tolist() == list(own[key].shape)
+            values = codes.unflatten(-1, (scale.shape[1], -1)) * scale.float()[..., None]
+            assert torch.equal(values.flatten(-2), own[key]) and key not in packed
 
 
 def test_rounding_without_training_is_judged_like_a_student(workplace, tmp_path, capsys):
@@ -180,7 +203,7 @@ def test_rounding_without_training_is_judged_like_a_student(workplace, tmp_path,
     assert "packed as packed/packed-q4_0.gguf, read back and equal: a KL of" in capsys.readouterr().out
     assert (tmp_path / "packed" / "packed-q4_0.gguf").is_file()
     for arguments, message in (
-        (["-f", "q5_0"], "--format: expected one of q4_0, q8_0, int4_g32, int8, got 'q5_0'"),
+        (["-f", "q5_1"], "--format: expected one of q4_0, q5_0, q8_0, q4_k, q6_k, int4_g32, int8, fp8, nvfp4, got 'q"),
         (["--method", "awq"], "--method: expected one of nearest, importance, gptq, got 'awq'"),
         ([], "--data: required for a model with --method gptq; only a run has training rows"),
         (["--method", "nearest", "--data", "rows.jsonl"], "--data: nearest calibrates on nothing"),

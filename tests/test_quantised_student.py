@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distill_kernels.quantisation.formats import FORMATS, reference_fake_quantise
+from distill_kernels.quantisation.number_format import Scales
 from safetensors.torch import load_file
 from straight_through import fake_quantise
 from tiny import tiny_model
@@ -19,8 +20,7 @@ from two_ranks import run_as_two
 
 from distill.core.errors import RunError
 from distill.models.patch.patching import patch
-from distill.models.precision.exact_blocks import exact_blocks
-from distill.models.precision.quantised_student import formats_of, quantise_student, read_formats
+from distill.models.precision.quantised_student import formats_of, quantise_student, read_saved
 from distill.recipe import RecipeError, parse
 from distill.recipe.quantise import Quantise
 from distill.run import run
@@ -37,7 +37,7 @@ generate: {prompts: []}
 
 
 def all_formats(model, name, **more):
-    return formats_of(model, Quantise(format=name, **more)).by_name
+    return formats_of(model, Quantise(format=name, **more))
 
 
 def loss_of(model, ids, weights=None):
@@ -45,12 +45,12 @@ def loss_of(model, ids, weights=None):
     return call(input_ids=ids, labels=ids, use_cache=False).loss
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q8_0", "int4_g32", "int8"])
+@pytest.mark.parametrize("name", ["q4_0", "q8_0", "int4_g32", "int8", "fp8", "nvfp4"])
 def test_steps_are_those_of_rounding_in_the_forward(name):
     """Two micro-batches a step, AdamW, three steps: the bits of masters updated through a straight-through forward."""
     plain, ours = tiny_model(seed=1, hidden=64), tiny_model(seed=1, hidden=64)
-    formats = all_formats(plain, name)
-    weights = quantise_student(ours, formats)
+    found = all_formats(plain, name)
+    formats, weights = found.by_name, quantise_student(ours, found)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, ours)]
     for _ in range(3):
         for optimizer in optimizers:
@@ -79,16 +79,21 @@ def test_steps_are_those_of_rounding_in_the_forward(name):
             assert torch.equal(p, theirs[key])
 
 
-@pytest.mark.parametrize("name", ["q4_0", "int4_g32"])
-def test_learned_scales_get_the_gradients_of_autograd(name):
-    plain, ours = tiny_model(seed=1, hidden=64), tiny_model(seed=1, hidden=64)
-    formats = all_formats(plain, name)
-    weights = quantise_student(ours, formats, learned=True)
-    four = {key for key, form in formats.items() if FORMATS[form].bits == 4}
-    assert {key for key, matrix in weights.matrices.items() if matrix.scale is not None} == four
-    weights.scales.mul_(0.8)  # so that some weights are clamped
+@pytest.mark.parametrize("name, hidden", [("q4_0", 64), ("int4_g32", 64), ("nvfp4", 64), ("q4_k", 128)])
+def test_learned_scales_get_the_gradients_of_autograd(name, hidden):
+    plain, ours = tiny_model(seed=1, hidden=hidden), tiny_model(seed=1, hidden=hidden)
+    found = all_formats(plain, name)
+    formats, weights = found.by_name, quantise_student(ours, found, learned=True)
+    narrow = {key for key, form in formats.items() if FORMATS[form].is_learned}
+    assert {key for key, matrix in weights.matrices.items() if matrix.scales is not None} == narrow
+    weights.scales.values.mul_(0.8)  # so that some weights are clamped
     weights.after_start()
-    scales = {key: weights.matrices[key].scale.clone().requires_grad_() for key in four}
+
+    def parts(tensor):
+        return {key: [p for p in weights.scales.of(weights.matrices[key], tensor) if p is not None] for key in narrow}
+
+    before = {key: [part.clone() for part in own] for key, own in parts(weights.scales.values).items()}
+    scales = {key: Scales(*(part.clone().requires_grad_() for part in own)) for key, own in before.items()}
     for ids in IDS.split(1):
         rounded = {
             key: fake_quantise(p, formats[key], scales.get(key)) if key in formats else p
@@ -96,31 +101,32 @@ def test_learned_scales_get_the_gradients_of_autograd(name):
         }
         loss_of(plain, ids, rounded).backward()
         loss_of(ours, ids).backward()
-    before = {key: scale.detach().clone() for key, scale in scales.items()}
     weights.before_step(1e-3)
-    theirs = dict(plain.named_parameters())
-    for key in four:
+    theirs, after = dict(plain.named_parameters()), parts(weights.scales.values)
+    for key in narrow:
         torch.testing.assert_close(weights.matrices[key].parameter.grad, theirs[key].grad, rtol=1e-5, atol=1e-9)
         assert torch.equal(weights.matrices[key].parameter, weights.matrices[key].master), "the optimizer sees masters"
         # Adam's first step: every scale moves by the rate, against its gradient by log |scale|
-        moved = (weights.matrices[key].scale / before[key]).log()
-        against = -torch.sign(scales[key].grad * before[key])
-        live = (scales[key].grad * before[key]).abs() > 1e-9
-        torch.testing.assert_close(moved[live], 4e-3 * against[live], rtol=1e-3, atol=1e-6)
+        for old, new, own in zip(before[key], after[key], scales[key], strict=False):
+            by_log = own.grad * old
+            live = by_log.abs() > 1e-8
+            assert live.any()
+            torch.testing.assert_close((new / old).log()[live], -4e-3 * by_log.sign()[live], rtol=2e-3, atol=1e-6)
     weights.after_step()
-    for key in four:
+    for key in narrow:
         matrix = weights.matrices[key]
-        assert torch.equal(matrix.parameter, reference_fake_quantise(matrix.master, formats[key], matrix.scale))
+        own = Scales(*after[key])
+        assert torch.equal(matrix.parameter, reference_fake_quantise(matrix.master, formats[key], own))
 
 
 def test_kernels_and_copies_read_the_rounded_weights():
     model = tiny_model(seed=1, hidden=64)
-    formats = all_formats(model, "q4_0")
-    rounded = copy.deepcopy(model)
+    found = all_formats(model, "q4_0")
+    formats, rounded = found.by_name, copy.deepcopy(model)
     with torch.no_grad():
         for key, p in rounded.named_parameters():
             p.copy_(reference_fake_quantise(p, formats[key]) if key in formats else p)
-    quantise_student(model, formats)
+    quantise_student(model, found)
     patch(model, "student", attention=None, log_it=False)
     patch(rounded, "student", attention=None, log_it=False)
     assert torch.equal(model(input_ids=IDS).logits, rounded(input_ids=IDS).logits)
@@ -131,25 +137,27 @@ def test_a_step_without_gradients_changes_nothing():
     """The guard drops the gradients of a step that is not finite."""
     model = tiny_model(seed=1, hidden=64)
     weights = quantise_student(model, all_formats(model, "q4_0"), learned=True)
-    before, scales = copy.deepcopy(model.state_dict()), weights.scales.clone()
+    before, scales = copy.deepcopy(model.state_dict()), weights.scales.values.clone()
     weights.before_step(1e-2)
     weights.after_step()
     loss_of(model, IDS).backward()
     next(iter(weights.matrices.values())).parameter.grad[0, 0] = torch.nan
     weights.before_step(1e-2)
     weights.after_step()
-    assert torch.equal(weights.scales, scales)
+    assert torch.equal(weights.scales.values, scales)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 def test_formats_by_layer_part_and_name():
     model = tiny_model(seed=1, hidden=64)
-    found = all_formats(model, "q4_0", modules={"down_proj": "q8_0", "0.self_attn": "keep", "1.mlp.up_proj": "q8_0"})
+    found = all_formats(
+        model, "q4_0", modules={"down_proj": "q8_0", "0.self_attn": "keep", "1.mlp.up_proj": "q8_0"}
+    ).by_name
     last = len(model.model.layers) - 1
     assert found[f"model.layers.{last}.mlp.down_proj.weight"] == found["model.layers.1.mlp.up_proj.weight"] == "q8_0"
     assert found["model.layers.0.mlp.up_proj.weight"] == found["model.layers.1.self_attn.q_proj.weight"] == "q4_0"
     assert not [key for key in found if "layers.0.self_attn" in key] and found["model.embed_tokens.weight"] == "q8_0"
-    assert "model.embed_tokens.weight" not in all_formats(model, "int4_g32")
+    assert "model.embed_tokens.weight" not in all_formats(model, "int4_g32").by_name
     with pytest.raises(
         ValueError, match=r"student\.quantise\.modules: 'wide' matches no linear layer; there are layers 0"
     ):
@@ -157,6 +165,14 @@ def test_formats_by_layer_part_and_name():
     odd = formats_of(tiny_model(hidden=64, intermediate_size=72), Quantise(format="q4_0"))
     assert odd.unfit and all("down_proj" in name for name in odd.unfit), "rows of 72 are not whole blocks"
     assert not set(odd.unfit) & set(odd.by_name)
+    mixed = all_formats(tiny_model(hidden=256, layers=12), "q4_k").by_name
+    wide = {key.split(".")[2] for key, form in mixed.items() if "v_proj" in key and form == "q6_k"}
+    assert wide == {"0", "3", "6", "9", "10", "11"}, "llama.cpp's q4_k_m: the first and last eighth, and every third"
+    assert {form for key, form in mixed.items() if "down_proj" in key and key.split(".")[2] in wide} == {"q6_k"}
+    assert {form for key, form in mixed.items() if "q_proj" in key} == {"q4_k"} and mixed[
+        "model.embed_tokens.weight"
+    ] == "q6_k"
+    assert set(all_formats(tiny_model(hidden=64), "q4_k").by_name.values()) == {"q5_0", "q8_0"}, "narrow rows"
     with pytest.raises(ValueError, match=r"expected weights in float32, got torch\.bfloat16"):
         quantise_student(model.bfloat16(), all_formats(model, "q4_0"))
 
@@ -180,7 +196,11 @@ def workplace(tmp_path, monkeypatch):
             r"student\.quantise: requires a student that each process holds whole; got parallel",
         ),
         (["student.dtype=bfloat16"], "expected dtype: auto or float32, got bfloat16"),
-        (["student.quantise.format=q5_0"], "q4_0"),
+        (["student.quantise.format=q5_1"], "q4_0"),
+        (
+            ["student.quantise.format=q4_k", "student.quantise.scales=absmax"],
+            "scales: expected learned with q4_k, whose scales are searched, got absmax",
+        ),
         (
             ["student.quantise.embeddings=int8"],
             "embeddings: expected keep or a format of the same file as q4_0, got int8",
@@ -196,10 +216,10 @@ def test_settings_that_cannot_be_are_refused(settings, message):
 
 def check_student(folder):
     """Every weight of the folder is exactly in its file's format."""
-    formats, tensors = read_formats(folder), load_file(folder / "model.safetensors")
-    assert set(formats.values()) == {"q4_0", "q8_0"} and len(formats) == 15
-    for key, form in formats.items():
-        blocks = exact_blocks(tensors[key], form)
+    saved, tensors = read_saved(folder), load_file(folder / "model.safetensors")
+    assert set(saved.by_name.values()) == {"q4_0", "q8_0"} and len(saved.by_name) == 15
+    for key in saved.by_name:
+        blocks = saved.blocks(key, tensors[key])
         assert blocks is not None and torch.equal(blocks.values(), tensors[key]), key
     return tensors
 
@@ -259,7 +279,9 @@ def weights_on_ranks():
             weights.before_step(0.01)
             optimizer.step()
             weights.after_step()
-        found[kind] = {key: p.detach().clone() for key, p in model.named_parameters()} | {"scales": weights.scales}
+        found[kind] = {key: p.detach().clone() for key, p in model.named_parameters()} | {
+            "scales": weights.scales.values
+        }
     return found
 
 

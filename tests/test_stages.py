@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from distill.cli import run_command
 from distill.core.folders import RECIPE_FILE
-from distill.models.precision.quantised_student import read_formats
+from distill.models.precision.quantised_student import read_saved
 from distill.recipe import RecipeError, dump, load, parse
 from distill.run import run
 
@@ -68,7 +68,7 @@ def test_each_stage_starts_from_the_student_before(place):
     ]
     shapes = [AutoConfig.from_pretrained(folder / "student") for folder in folders]
     assert [(c.num_hidden_layers, c.intermediate_size) for c in shapes] == [(3, 96), (2, 64), (2, 64)]
-    assert set(read_formats(folders[2] / "student").values()) == {"q4_0", "q8_0"} and not read_formats(folders[1])
+    assert set(read_saved(folders[2] / "student").by_name.values()) == {"q4_0", "q8_0"} and not read_saved(folders[1])
     for folder in folders:
         own = load(folder / RECIPE_FILE)
         assert own.stages == [] and run(own, name=f"alone-{folder.name}").folder.is_dir()

@@ -18,11 +18,9 @@ def quantise(
     target: TargetArgument,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Output folder.")],
     format: Annotated[
-        str, typer.Option("--format", "-f", metavar="NAME", help="q4_0, q8_0, int4_g32 or int8.")
+        str, typer.Option("--format", "-f", metavar="NAME", help="A format of student.quantise, such as q4_k or fp8.")
     ] = "q4_0",
-    method: Annotated[
-        str, typer.Option(metavar="NAME", help="gptq, importance, or nearest, of weights in 4 bits.")
-    ] = "gptq",
+    method: Annotated[str, typer.Option(metavar="NAME", help="gptq, importance, or nearest.")] = "gptq",
     data: Annotated[
         str | None, typer.Option(metavar="SOURCE", help="Data to calibrate on; default: the run's training rows.")
     ] = None,

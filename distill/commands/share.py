@@ -78,7 +78,7 @@ def export(
     dtype: Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16.")] = None,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Maximum size of a file.")] = "5GB",
     gguf: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="Also write a GGUF file: f32, f16, bf16, q8_0 or q4_0.")
+        str | None, typer.Option(metavar="TYPE", help="Also write a GGUF file: f32, f16, bf16, q8_0, q4_0, q4_k_m.")
     ] = None,
     format: Annotated[
         str, typer.Option(metavar="NAME", help="safetensors, or compressed-tensors for a quantised student.")

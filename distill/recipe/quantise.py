@@ -8,8 +8,9 @@ from pydantic import Field, model_validator
 
 from distill.core.errors import Section
 
-WeightFormat = Literal["q4_0", "q8_0", "int4_g32", "int8"]
-FORMATS_OF_GGUF = ("q4_0", "q8_0")
+WeightFormat = Literal["q4_0", "q5_0", "q8_0", "q4_k", "q6_k", "int4_g32", "int8", "fp8", "nvfp4"]
+FORMATS_OF_GGUF = ("q4_0", "q5_0", "q8_0", "q4_k", "q6_k")
+SEARCHED = ("q4_k", "q6_k")  # formats whose scales a plain converter searches
 
 
 class Quantise(Section):
@@ -19,20 +20,22 @@ class Quantise(Section):
     values are what forward and backward passes use. Gradients pass through the rounding (straight-through estimator).
 
     Attributes:
-        format: format of the decoder's linear layers. `q4_0` and `q8_0` are blocks of 32 weights of GGUF files
-            (`distill export --gguf`); `int4_g32` (groups of 32 weights) and `int8` (rows) are those of
+        format: format of the decoder's linear layers. `q4_0`, `q5_0`, `q8_0` (blocks of 32 weights), `q4_k` and `q6_k`
+            (blocks of 256) are those of GGUF files (`distill export --gguf`); with `q4_k` the layers that llama.cpp's
+            `q4_k_m` holds in 6 bits are `q6_k`, and rows that are not whole blocks are `q5_0` and `q8_0` instead.
+            `int4_g32` (groups of 32 weights), `int8` and `fp8` (rows) and `nvfp4` (groups of 16) are those of
             compressed-tensors (`distill export --format compressed-tensors`), which vLLM reads.
         embeddings: format of the embedding, and of a head that shares its weights: a format or `keep`. `auto` is q8_0
-            for the formats of GGUF, and `keep` for the others.
+            for the formats of GGUF (q6_k for q4_k and q6_k), and `keep` for the others.
         head: format of a head with weights of its own, likewise.
         modules: other formats of some linear layers, or `keep`: by decoder layer counted from 0 (`29`), by a part of
             one (`29.mlp`), or by the last part of modules' names (`down_proj`).
-        scales: scales of the blocks in 4 bits: `learned` trains them with the weights (Esser et al., 2020); `absmax`
-            computes them from each block's largest weight, which is what a plain converter does.
-        start: 4-bit weights at the start: `gptq` is error-compensated rounding on rows of the training data (Frantar
-            et al., 2022), which chooses scales of its own; `nearest` is each weight's nearest value. `auto` is gptq
-            with learned scales, and nearest with absmax. The metrics before training are those of this start: what a
-            post-training quantiser achieves.
+        scales: scales of the blocks in less than 8 bits: `learned` trains them with the weights (Esser et al., 2020);
+            `absmax` computes them from each block's largest weight, which is what a plain converter does.
+        start: weights in less than 8 bits at the start: `gptq` is error-compensated rounding on rows of the training
+            data (Frantar et al., 2022), which chooses scales of its own; `nearest` is each weight's nearest value.
+            `auto` is gptq with learned scales, and nearest with absmax. The metrics before training are those of this
+            start: what a post-training quantiser achieves.
         calibration_tokens: number of tokens that `gptq` reads.
     """
 
@@ -47,7 +50,7 @@ class Quantise(Section):
     @property
     def outside(self) -> tuple[str, str]:
         """The formats of embedding and head, `auto` resolved."""
-        auto = "q8_0" if self.format in FORMATS_OF_GGUF else "keep"
+        auto = "q6_k" if self.format in SEARCHED else "q8_0" if self.format in FORMATS_OF_GGUF else "keep"
         return (
             auto if self.embeddings == "auto" else self.embeddings,
             auto if self.head == "auto" else self.head,
@@ -55,7 +58,7 @@ class Quantise(Section):
 
     @property
     def starts_from_gptq(self) -> bool:
-        """Return whether weights in 4 bits start from GPTQ's rounding."""
+        """Return whether weights in less than 8 bits start from GPTQ's rounding."""
         return self.start == "gptq" or (self.start == "auto" and self.scales == "learned")
 
     @model_validator(mode="after")
@@ -64,7 +67,13 @@ class Quantise(Section):
             raise ValueError(
                 "start: gptq chooses scales that absmax would replace; expected scales: learned, got absmax"
             )
+        if self.scales == "absmax" and (searched := next((f for f in self._every_format if f in SEARCHED), None)):
+            raise ValueError(f"scales: expected learned with {searched}, whose scales are searched, got absmax")
         return self
+
+    @property
+    def _every_format(self) -> tuple[str, ...]:
+        return (self.format, *self.outside, *self.modules.values())
 
     @model_validator(mode="after")
     def _is_one_file(self) -> Self:

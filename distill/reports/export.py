@@ -16,7 +16,7 @@ from distill.core.files import atomic_folder, write_text
 from distill.core.folders import RECIPE_FILE, check_folder
 from distill.evaluation.targets import CONFIGS, load_merged, target_from_model
 from distill.models.load.read_weights import read_weights
-from distill.models.precision.quantised_student import read_formats, write_formats
+from distill.models.precision.quantised_student import read_saved
 from distill.reports.compressed_tensors import pack_folder
 from distill.reports.gguf_file import write_gguf
 from distill.reports.model_card import merged_card
@@ -68,7 +68,7 @@ def export(
         raise RecipeError([f"--dtype: expected one of {', '.join(DTYPES)}; got {dtype!r}"])
     if not re.fullmatch(r"\d+(\.\d+)? ?[KMGT]B", shard_size, re.IGNORECASE):
         raise RecipeError([f"--shard-size: expected a size such as 5GB or 500MB, got {shard_size!r}"])
-    trained = read_formats(source)
+    trained = read_saved(source)
     if trained and dtype not in (None, "float32"):
         raise RecipeError(
             [f"--dtype: a quantised student's weights are its file's in float32; leave it out; got {dtype}"]
@@ -99,7 +99,7 @@ def export(
                 shutil.copy(run / RECIPE_FILE, unfinished / RECIPE_FILE)
             _check(model, unfinished)
             if trained:
-                write_formats(unfinished, trained)
+                trained.write(unfinished)
             if gguf is not None:
                 name = f"{destination.name}-{gguf}.gguf"
                 more["gguf"] = write_gguf(unfinished, unfinished / name, gguf)._replace(path=str(destination / name))

@@ -2,12 +2,12 @@
 
     written = write_gguf(folder, folder / "student-q8_0.gguf", "q8_0")
 
-A student trained in q4_0 or q8_0 (`student.quantise`) gets the very blocks that it trained with: they are found again
-from its weights, and the file reads back equal. Any other student is rounded to nearest.
+A student trained in the file's format (`student.quantise`) gets the very blocks that it trained with, by the scales
+beside its weights, and the file reads back equal. Any other student is rounded as llama.cpp's converter rounds.
 
 Supported are Llama-like decoders (llama, mistral, qwen2, qwen3) with a byte-level BPE tokenizer whose pre-tokenizer has
 a name in the format. Anything else is refused: a file that loads but computes wrong outputs is worse than none.
-Matrices get the requested type (embedding and head of q4_0: q8_0), vectors (norms, biases) stay float32. Llama's
+Matrices get the formats that `student.quantise` gives for the type, vectors (norms, biases) stay float32. Llama's
 query and key rows are stored with the two halves of each head interleaved, as the format requires; Llama 3's rope
 scaling becomes `rope_freqs.weight`, the divisor of each frequency.
 
@@ -18,28 +18,29 @@ with those of the student with the file's weights, so that shapes, rope and norm
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from distill_kernels.quantisation.formats import FORMATS, Blocks, reference_quantise
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from distill.core.errors import RecipeError
 from distill.core.files import atomic_path
 from distill.models.head import attention_sizes
 from distill.models.load.read_weights import read_weights
-from distill.models.precision.exact_blocks import exact_blocks
-from distill.models.precision.quantised_student import read_formats
+from distill.models.precision.quantised_student import SavedBlocks, formats_of, read_saved
+from distill.recipe.quantise import Quantise
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 INTERLEAVED = ("llama",)
-TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
-BLOCKS = ("q8_0", "q4_0")
+FORMAT_OF = {"q8_0": "q8_0", "q4_0": "q4_0", "q4_k_m": "q4_k"}  # type of a file -> format of student.quantise
+TYPES = ("f32", "f16", "bf16", *FORMAT_OF)
 # largest error of a tensor relative to its norm
-ROUNDING = {"f32": 0.0, "f16": 1e-3, "bf16": 4e-3, "q8_0": 1.2e-2, "q4_0": 0.16}
+ROUNDING = {"f32": 0.0, "f16": 1e-3, "bf16": 4e-3, "q8_0": 1.2e-2, "q6_k": 0.04, "q5_0": 0.08, "q4_0": 0.16}
+ROUNDING["q4_k"] = ROUNDING["q4_0"]
 AGREEING = 2e-3  # largest relative error of logits from the same weights
 TEXTS = (
     "The quick brown fox jumps over 13 lazy dogs; it's 4.5 kg, isn't it?\n\n\tdef f(x): return x**2  # café, 東京",
@@ -78,62 +79,43 @@ class Plan(NamedTuple):
 
     Attributes:
         type: The file's type.
-        trained: Formats that the student was trained with, by name; empty where its weights are rounded now.
-        outside: Names of embedding and head.
+        formats: Format of each quantised tensor, by name.
+        trained: Blocks that the student was trained with; None where its weights are rounded now.
     """
 
     type: str
-    trained: dict[str, str]
-    outside: set[str]
+    formats: Mapping[str, str]
+    trained: SavedBlocks | None
 
     def type_of(self, name: str, tensor: torch.Tensor) -> str:
         """Return the GGUF type of a tensor: f32 for vectors, f16 where blocks do not fit or were not trained."""
         if tensor.ndim < 2:
             return "f32"
-        if self.trained:
-            return self.trained.get(name, "f16")
-        chosen = "q8_0" if self.type == "q4_0" and name in self.outside else self.type
-        return "f16" if chosen in BLOCKS and tensor.shape[-1] % FORMATS[chosen].block else chosen
+        return self.formats.get(name, "f16" if self.type in FORMAT_OF else self.type)
 
-    def data_of(self, name: str, tensor: torch.Tensor) -> np.ndarray:
-        """Return a tensor as the file holds it: numbers, or the bytes of its blocks.
+    def data_of(self, name: str, tensor: torch.Tensor, order: torch.Tensor) -> np.ndarray:
+        """Return a tensor, its rows in `order`, as the file holds it: numbers, or the bytes of its blocks.
 
         Raises:
             RecipeError: A trained student's weights are not in its format.
         """
         kind, values = self.type_of(name, tensor), tensor.detach().float().contiguous()
-        if kind not in BLOCKS:
-            return values.numpy().astype("float16") if kind == "f16" else values.numpy()
-        blocks = exact_blocks(values, kind) if self.trained else reference_quantise(values, kind)
+        if kind not in FORMATS:
+            return values[order].numpy().astype("float16" if kind == "f16" else "float32")
+        blocks: Blocks | None = reference_quantise(values, kind)
+        if self.trained is not None:
+            blocks = self.trained.blocks(name, values)
         if blocks is None:
             raise RecipeError(
                 [f"--gguf: {name} was trained in {kind}, and its weights are not; they were changed since"]
             )
-        return packed_blocks(blocks, kind)
+        stored = {field: part[order] for field, part in blocks.stored.items()}
+        return blocks.form.pack(blocks.codes[order], stored)[""].numpy()
 
     def rounding_of(self, name: str, tensor: torch.Tensor) -> float:
         """Return the largest error of a tensor in the file, relative to its norm."""
         kind = self.type_of(name, tensor)
-        return 0.0 if self.trained and kind in BLOCKS else ROUNDING[kind]
-
-
-def packed_blocks(blocks: Blocks, kind: str) -> np.ndarray:
-    """Return blocks of a matrix as GGUF holds them: uint8 [N, bytes of a row].
-
-    A block is its scale in fp16, then the integers: in q4_0 plus 8, two in a byte, the first half of the block below.
-    """
-    scale = blocks.scale.contiguous().numpy().view(np.uint8).reshape(*blocks.scale.shape, 2)
-    codes = blocks.codes.numpy().reshape(*blocks.scale.shape, 32)
-    if kind == "q4_0":
-        nibbles = (codes + 8).astype(np.uint8)
-        codes = nibbles[..., :16] | (nibbles[..., 16:] << 4)
-    return np.concatenate([scale, codes.view(np.uint8)], axis=-1).reshape(*blocks.codes.shape[:-1], -1)
-
-
-def _outside(model: PreTrainedModel) -> list[str]:
-    """Return the names of a model's embedding and head."""
-    weights = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
-    return [name for name, parameter in model.named_parameters() if any(parameter is weight for weight in weights)]
+        return 0.0 if self.trained is not None and kind in FORMATS else ROUNDING[kind]
 
 
 def write_gguf(folder: Path, destination: Path, type: str = "q8_0") -> ExportSummary:
@@ -142,7 +124,8 @@ def write_gguf(folder: Path, destination: Path, type: str = "q8_0") -> ExportSum
     Args:
         folder: Folder of a saved student with its tokenizer.
         destination: Path of the file; replaced only by a verified file.
-        type: f32, f16, bf16, or q8_0 and q4_0 (8 and 4 bits per weight and a scale per 32 weights).
+        type: f32, f16, bf16, q8_0 and q4_0 (8 and 4 bits per weight and a scale per 32 weights), or q4_k_m (4 and 6
+            bits, scales of 6 and 8 bits).
 
     Raises:
         RecipeError: The architecture, tokenizer or type is not supported, or the file reads back differently.
@@ -153,9 +136,12 @@ def write_gguf(folder: Path, destination: Path, type: str = "q8_0") -> ExportSum
     model = read_weights(AutoModelForCausalLM, folder, "--gguf", dtype="auto").eval()
     scaled = _check_expressible(model.config)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    trained = read_formats(folder)
-    most = Counter(trained.values()).most_common(1)
-    plan = Plan(type, trained if [form for form, _ in most] == [type] else {}, set(_outside(model)))
+    trained = read_saved(folder)
+    trained = trained if trained is not None and trained.main == FORMAT_OF.get(type) else None
+    formats = {} if trained is None else trained.by_name
+    if trained is None and type in FORMAT_OF:
+        formats = formats_of(model, Quantise.model_validate({"format": FORMAT_OF[type]})).by_name
+    plan = Plan(type, formats, trained)
     with atomic_path(destination) as unfinished:
         _write(model, tokenizer, unfinished, plan, destination.stem)
         kl = _check(model, tokenizer, unfinished, plan)
@@ -163,11 +149,11 @@ def write_gguf(folder: Path, destination: Path, type: str = "q8_0") -> ExportSum
     notes = {
         "transformers ignores the file's rope scaling: load it with config=AutoConfig of the folder": scaled,
         # measured with SmolLM2: 2.0e-3 nats from the weights, 7.0e-3 as llama.cpp computes
-        "llama.cpp on CPUs also rounds activations to 8 bits, which adds to this": type in BLOCKS,
+        "llama.cpp on CPUs also rounds activations to 8 bits, which adds to this": type in FORMAT_OF,
         "llama.cpp does not normalise text to NFC, as this tokenizer does: decomposed characters get other tokens": nfc,
     }
     note = "; ".join(text for text, holds in notes.items() if holds)
-    return ExportSummary(str(destination), destination.stat().st_size, type, kl, note, bool(plan.trained))
+    return ExportSummary(str(destination), destination.stat().st_size, type, kl, note, trained is not None)
 
 
 def _normalises(tokenizer: Any) -> bool:
@@ -236,11 +222,11 @@ def _write(model: Any, tokenizer: Any, path: Path, plan: Plan, name: str) -> Non
         target = names.get_name(key, try_suffixes=(".weight", ".bias"))
         if target is None:
             raise RecipeError([f"--gguf: the format has no tensor for the weight {key} of {config.model_type}"])
+        order = torch.arange(len(tensor))
         if architecture in INTERLEAVED and (".q_proj." in key or ".k_proj." in key):
-            count = heads if ".q_proj." in key else pairs
-            tensor = tensor.view(count, 2, width // 2, -1).transpose(1, 2).reshape(tensor.shape)
+            order = order.view(-1, 2, width // 2).transpose(1, 2).flatten()
         stored = gguf.GGMLQuantizationType[plan.type_of(key, tensor).upper()]
-        data = plan.data_of(key, tensor)
+        data = plan.data_of(key, tensor, order)
         if stored == gguf.GGMLQuantizationType.BF16:
             data = gguf.quants.quantize(data, stored)
         writer.add_tensor(target, data, raw_dtype=stored)

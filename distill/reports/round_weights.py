@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from distill_kernels.quantisation.formats import reference_fake_quantise
+from distill_kernels.quantisation.formats import FORMATS, reference_quantise
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distill.core.errors import RecipeError
 from distill.core.files import atomic_folder
 from distill.core.folders import check_folder
+from distill.models.layers import find_layers
 from distill.models.precision.gptq import Method, calibration_batches, round_weights
-from distill.models.precision.quantised_student import formats_of, write_formats
+from distill.models.precision.quantised_student import SavedBlocks, formats_of
 from distill.recipe.quantise import FORMATS_OF_GGUF, Quantise
 from distill.reports.compressed_tensors import pack_folder
 from distill.reports.gguf_file import write_gguf
-
-FOUR_BITS = ("q4_0", "int4_g32")
 
 
 class RoundedModel(NamedTuple):
@@ -64,7 +63,7 @@ def quantise_model(
 ) -> RoundedModel:
     """Round a model's weights and write them to a folder that `distill eval` compares with the model.
 
-    The decoder's linear layers in 4 bits are rounded by `method`, everything else to nearest.
+    The decoder's linear layers in less than 8 bits are rounded by `method`, everything else to nearest.
 
     Args:
         model: Causal language model in float32, which is changed.
@@ -81,12 +80,18 @@ def quantise_model(
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise RecipeError([f"--output: {destination} exists and is not an empty folder; name another"])
     check_folder(destination, "--output")
-    formats = formats_of(model, section).by_name
-    by_method = {name for name, form in formats.items() if form in FOUR_BITS} if method != "nearest" else set()
-    parameters = dict(model.named_parameters())
+    found = formats_of(model, section)
+    formats, parameters = found.by_name, dict(model.named_parameters())
+    inside = f"{find_layers(model)[0]}." if method != "nearest" else None
+    by_method = {
+        name for name, form in formats.items() if inside and name.startswith(inside) and FORMATS[form].is_learned
+    }
+    scales: dict[str, dict[str, torch.Tensor]] = {}
     with torch.no_grad():
         for name in formats.keys() - by_method:
-            parameters[name].copy_(reference_fake_quantise(parameters[name], formats[name]))
+            blocks = reference_quantise(parameters[name], formats[name])
+            parameters[name].copy_(blocks.values())
+            scales[name] = dict(blocks.stored)
     if by_method:
         batches = calibration_batches(rows, section.calibration_tokens, parameters[next(iter(by_method))].device)
         rounded = round_weights(model, {name: formats[name] for name in by_method}, batches, method)
@@ -94,12 +99,13 @@ def quantise_model(
             raise ValueError(
                 f"--method: {missed[0]} is not called by its decoder layer, so that {method} has no inputs"
             )
+        scales |= {name: FORMATS[formats[name]].store(own.scales) for name, own in rounded.items()}
     kl, file = None, None
     with atomic_folder(destination) as unfinished:
         model.to("cpu").save_pretrained(unfinished)  # type: ignore[arg-type]
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
-        write_formats(unfinished, formats)
+        SavedBlocks(section.format, formats, scales).write(unfinished)
         if pack and section.format in FORMATS_OF_GGUF:
             name = f"{destination.name}-{section.format}.gguf"
             kl, file = write_gguf(unfinished, unfinished / name, section.format).kl, str(destination / name)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from distill_kernels.quantisation.formats import FORMATS
 from transformers import TrainingArguments
 
 from distill.core import console
@@ -69,14 +70,14 @@ def quantise_for_training(
             "student.quantise: expected a student that each process holds whole; set parallel.strategy: ddp"
         )
     found = formats_of(student, section)
-    four = {name: form for name, form in found.by_name.items() if form in ("q4_0", "int4_g32")}
+    narrow = {name: form for name, form in found.by_name.items() if FORMATS[form].is_learned}
     start, how = {}, "each to its nearest value"
-    if section.starts_from_gptq and four and not resumed:
+    if section.starts_from_gptq and narrow and not resumed:
         batches = calibration_batches(rows, section.calibration_tokens, trainer.args.device)
         with console.spinner("rounding by GPTQ"), _autocast(trainer):
-            start = round_weights(student, four, batches)
-        how = f"4-bit ones by GPTQ on {sum(batch['input_ids'].numel() for batch in batches):,} tokens"
-    weights = quantise_student(student, found.by_name, learned=section.scales == "learned")
+            start = round_weights(student, narrow, batches)
+        how = f"{len(start)} by GPTQ on {sum(batch['input_ids'].numel() for batch in batches):,} tokens"
+    weights = quantise_student(student, found, learned=section.scales == "learned")
     weights.start_from(start)
     trainer.add_callback(QuantiseCallback(weights, trainer.args))
     line = f"{'quantise':<12}student: {weights}; " + ("from the checkpoint" if resumed else f"rounded {how}")

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from distill.models.load.loading import load_teacher
-from distill.models.precision.quantised_student import read_formats
+from distill.models.precision.quantised_student import read_saved
 from distill.recipe import load
 from distill.reports.export import export
-from distill.reports.gguf_file import write_gguf
+from distill.reports.gguf_file import FORMAT_OF, write_gguf
 from distill.run import run
 from distill.teachers.registry import source_of
 from scripts.engines import llama_cpp
@@ -44,7 +44,8 @@ def measured(recipe: Any, folder: Path, tokens: int) -> list[tuple[str, llama_cp
     with torch.no_grad():
         logits = [teacher(input_ids=torch.tensor([row]), use_cache=False).logits[0] for row in rows]
     reference = torch.cat(logits).log_softmax(-1)
-    form = next((f for f in read_formats(folder / "student").values() if f != "q8_0"), "q8_0")
+    saved = read_saved(folder / "student")
+    form = "q8_0" if saved is None else next(type for type, form in FORMAT_OF.items() if form == saved.main)
     with tempfile.TemporaryDirectory() as place:
         written = export(folder, Path(place, "student"), gguf=form)["gguf"]
         whole = Path(place, "teacher")

@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from transformers import TrainingArguments
@@ -37,7 +37,7 @@ from distill.models.patch.patching import patch
 from distill.models.precision.gptq import calibration_batches, round_weights
 from distill.models.precision.quantised_student import formats_of, quantise_student
 from distill.recipe import Data, Student, Validation
-from distill.recipe.quantise import Quantise
+from distill.recipe.quantise import Quantise, WeightFormat
 from distill.training.quantise import quantise_for_training
 from distill.training.trainer import DistillationTrainer
 
@@ -131,14 +131,14 @@ def first_trained(setup: Setup, seed: int) -> Any:
 
 def controls(setup: Setup, teacher: Any) -> Iterator[tuple[str, Any]]:
     """Yield each control's name and student."""
-    names = formats_of(teacher, setup.section()).by_name
+    formats = formats_of(teacher, setup.section())
     batches = calibration_batches(setup.train, setup.options.calibration_tokens, setup.device)
     for method in CONTROLS:
         student = copy.deepcopy(teacher)
         if method == "nearest":
-            quantise_student(student, names)
+            quantise_student(student, formats)
         else:
-            round_weights(student, names, batches, method)
+            round_weights(student, formats.by_name, batches, method)
         yield method, student
 
 
@@ -192,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="GSM8K's training split, a JSONL file of question and answer")
     parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--format", default="q4_0", choices=("q4_0", "int4_g32"))
+    parser.add_argument("--format", default="q4_0", choices=get_args(WeightFormat))
     parser.add_argument("--tokens", type=int, default=2_000_000, help="tokens of training in 4 bits")
     parser.add_argument("--first-tokens", type=int, default=1_600_000, help="tokens of the first training")
     parser.add_argument("--calibration-tokens", type=int, default=65_536)

@@ -367,7 +367,7 @@ def save_student(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: 
         finally:
             plain.config.use_cache = used
         if (quantised := quantised_weights(model)) is not None:
-            quantised.write_formats(unfinished)
+            quantised.saved().write(unfinished)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
     if is_lora:

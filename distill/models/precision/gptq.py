@@ -12,16 +12,13 @@ the rounded layers before it compute.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
-from distill_kernels.quantisation.formats import (
-    FORMATS,
-    reference_fake_quantise,
-    reference_scale,
-    round_half_away,
-)
+from distill_kernels.quantisation.formats import FORMATS, reference_fake_quantise
+from distill_kernels.quantisation.number_format import Scales
 from torch import nn
 
 from distill.core.eval_mode import eval_mode
@@ -31,7 +28,6 @@ from distill.models.layers import find_layers
 Method = Literal["nearest", "importance", "gptq"]
 DAMPING = 0.01  # added to the diagonal of H, relative to its mean
 COLUMNS = 128  # rounded before the rest of the matrix is moved
-FACTORS = tuple(0.70 + 0.025 * step for step in range(17))  # of the format's own scale, tried for a block
 
 
 class Rounded(NamedTuple):
@@ -39,15 +35,15 @@ class Rounded(NamedTuple):
 
     Attributes:
         weight: fp32 [N, K]; its nearest values are the result.
-        scale: fp32 [N, K / block].
+        scales: fp32 [N, K / block].
     """
 
     weight: torch.Tensor
-    scale: torch.Tensor
+    scales: Scales
 
     def values(self, name: str) -> torch.Tensor:
         """Return the rounded weights in the format called `name`."""
-        return reference_fake_quantise(self.weight, name, self.scale)
+        return reference_fake_quantise(self.weight, name, self.scales)
 
 
 class _Group:
@@ -65,59 +61,40 @@ class _Group:
         self.tokens += len(rows)
 
 
-def best_scale(weight: torch.Tensor, name: str, importance: torch.Tensor) -> torch.Tensor:
-    """Choose each block's scale by the error that importance weighs, among multiples of the format's own.
-
-    Args:
-        weight: weight of the layer, [N, K].
-        name: A key of `FORMATS`.
-        importance: [K], the diagonal of H.
-
-    Returns:
-        fp32 [N, K / block], as it is stored.
-    """
-    form = FORMATS[name]
-    weight = weight.float()
-    first = reference_scale(weight, name)
-    best, least = first, torch.full_like(first, torch.inf)
-    signs = (1.0, -1.0) if form.low != -form.high else (1.0,)
-    for factor in (sign * factor for factor in FACTORS for sign in signs):
-        scale = (first * factor).to(form.scale_dtype).float()
-        error = (reference_fake_quantise(weight, name, scale) - weight).square() * importance
-        error = error.unflatten(-1, (first.shape[-1], -1)).sum(-1)
-        best = torch.where(error < least, scale, best)
-        least = torch.minimum(error, least)
-    return best
-
-
-def compensate(weight: torch.Tensor, hessian: torch.Tensor, name: str, scale: torch.Tensor) -> torch.Tensor:
+def compensate(weight: torch.Tensor, hessian: torch.Tensor, name: str, scales: Scales) -> torch.Tensor:
     """Return a matrix whose nearest values are GPTQ's rounding of `weight`.
 
     Args:
         weight: weight of the layer, [N, K].
         hessian: fp32 [K, K].
         name: A key of `FORMATS`.
-        scale: fp32 [N, K / block].
+        scales: fp32 [N, K / block].
     """
     form = FORMATS[name]
     importance = hessian.diagonal().clone()
     order = importance.argsort(descending=True, stable=True)
     w = weight.float()[:, order].clone()  # [N, K], columns by importance
-    steps = scale.to(form.scale_dtype).float().repeat_interleave(form.columns(weight), -1)[:, order]
-    inverse = torch.where(steps == 0, 0.0, 1.0 / steps)
+    steps, minima = (
+        None if part is None else part.repeat_interleave(form.columns(weight), -1)[:, order]
+        for part in form.snap(scales)
+    )
+    assert steps is not None
+    if minima is not None:
+        w += minima
+    dividers = torch.where(steps == 0, torch.inf, steps)
     upper = _inverse_factor(hessian[order][:, order])
     for start in range(0, w.shape[1], COLUMNS):
         end = min(start + COLUMNS, w.shape[1])
         errors = torch.empty_like(w[:, start:end])
         for j in range(start, end):
             column = w[:, j]
-            q = round_half_away(column * inverse[:, j]).clamp(form.low, form.high) * steps[:, j]
+            q = form.codes.clamped(column / dividers[:, j]) * steps[:, j]
             errors[:, j - start] = (column - q) / upper[j, j]
             if j + 1 < end:
                 w[:, j + 1 : end] -= errors[:, j - start, None] * upper[j, j + 1 : end]
         w[:, end:] -= errors @ upper[start:end, end:]
     back = torch.empty_like(w)
-    back[:, order] = w
+    back[:, order] = w if minima is None else w - minima
     return back
 
 
@@ -141,11 +118,12 @@ def _round_group(group: _Group, formats: Mapping[str, str], method: Method) -> d
         names = [name for name in group.linears if formats[name] == form]
         weights = [group.linears[name].weight.detach().float() for name in names]
         weight = torch.cat(weights)  # rows are independent: siblings are rounded as one matrix
-        scale = best_scale(weight, form, importance.clamp_min(1e-12))
-        moved = compensate(weight, group.hessian, form, scale) if method == "gptq" else weight
+        scales = FORMATS[form].search(weight, importance.clamp_min(1e-12))
+        moved = compensate(weight, group.hessian, form, scales) if method == "gptq" else weight
         sizes = [len(part) for part in weights]
-        for name, part, own in zip(names, moved.split(sizes), scale.split(sizes), strict=True):
-            found[name] = Rounded(part.contiguous(), own.contiguous())
+        parts = (() if part is None else part.split(sizes) for part in scales)
+        for name, part, *own in itertools.zip_longest(names, moved.split(sizes), *parts):
+            found[name] = Rounded(part.contiguous(), Scales(*own))
     return found
 
 

@@ -1,77 +1,41 @@
-"""Formats in which blocks of weights share a scale, as pure functions: the specification of files and kernels.
+"""All number formats by name, and quantisation as pure functions: the specification of files and kernels.
 
-A block of weights `w` is stored as integers `q` in [low, high] and one scale `d` in 16 bits; its values are `q d`.
-
-| format | block | q | d | scale of a block | q before it is clamped |
-|---|---|---|---|---|---|
-| `q4_0` | 32 of a row | [-8, 7] | fp16 | (number of largest magnitude) / -8 | floor(w / d + 8.5) - 8 |
-| `q8_0` | 32 of a row | [-127, 127] | fp16 | largest magnitude / 127 | w / d, halves away from zero |
-| `int4_g32` | 32 of a row | [-8, 7] | bf16 | (number of largest magnitude) / -8 | floor(w / d + 8.5) - 8 |
-| `int8` | a row | [-127, 127] | bf16 | largest magnitude / 127 | w / d, halves away from zero |
-
-The first two are GGUF's blocks, rounded as llama.cpp's `quantize_row_q4_0_ref` and `quantize_row_q8_0_ref` round: by
-the scale in fp32, stored in fp16. The others are groups and channels of compressed-tensors (pack-quantized), rounded by
-the stored scale; one with a sign leaves 0.78 of the squared error of magnitude / 7. All arithmetic is in fp32.
-
-Quantising the values of a block again gives the same block: that is how a trained student keeps its file.
+A block of weights is stored as codes `q` and a scale `d` (and a minimum `m` in some formats); its values are
+`q d - m`. Which codes and scales there are stands in `gguf_blocks.py` and `packed_tensors.py`. All arithmetic is in
+fp32. Scales that were chosen by other means than the format's own are given: codes are then the nearest, `w + m` over
+`d`; with the format's own, llama.cpp's `quantize_row_q4_0_ref` and its siblings say what is rounded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
+from distill_kernels.quantisation.gguf_blocks import GGUF_FORMATS
+from distill_kernels.quantisation.number_format import Format, Scales, quotient, reciprocal
+from distill_kernels.quantisation.packed_tensors import TENSOR_FORMATS
 
-class Format(NamedTuple):
-    """One number format.
-
-    Attributes:
-        bits: Bits of a weight, without its share of the scale.
-        block: Weights of a row that share a scale; 0 for the whole row.
-        low, high: Smallest and largest integer.
-        scale_dtype: Dtype that scales are stored in.
-        signed: The scale has the sign that makes the number of largest magnitude `low` times it.
-        rounds_by_stored: Integers are found with the stored scale rather than with the one in fp32.
-    """
-
-    bits: int
-    block: int
-    low: int
-    high: int
-    scale_dtype: torch.dtype
-    signed: bool = False
-    rounds_by_stored: bool = False
-
-    def columns(self, weight: torch.Tensor) -> int:
-        """Return the weights per block of a matrix."""
-        return self.block or weight.shape[-1]
-
-
-FORMATS: dict[str, Format] = {
-    "q4_0": Format(4, 32, -8, 7, torch.float16, signed=True),
-    "q8_0": Format(8, 32, -127, 127, torch.float16),
-    "int4_g32": Format(4, 32, -8, 7, torch.bfloat16, signed=True, rounds_by_stored=True),
-    "int8": Format(8, 0, -127, 127, torch.bfloat16, rounds_by_stored=True),
-}
+FORMATS: dict[str, Format] = {form.name: form for form in (*GGUF_FORMATS, *TENSOR_FORMATS)}
 
 
 class Blocks(NamedTuple):
     """A quantised matrix.
 
     Attributes:
-        codes: Integers, int8 [..., K].
-        scale: Scale of each block, [..., K / block], in the format's scale dtype.
+        form: Its format.
+        codes: fp32 [..., K].
+        stored: Scales as the file holds them, by field.
     """
 
+    form: Format
     codes: torch.Tensor
-    scale: torch.Tensor
+    stored: Mapping[str, torch.Tensor]
 
     def values(self) -> torch.Tensor:
-        """Return the weights that the blocks stand for, fp32 [..., K]: exact products."""
-        columns = self.codes.shape[-1] // self.scale.shape[-1]
-        blocks = self.codes.unflatten(-1, (-1, columns)).float() * self.scale.float()[..., None]
-        return blocks.flatten(-2)
+        """Return the weights that the blocks stand for, fp32 [..., K]."""
+        return self.form.values(self.codes, self.form.load(self.stored))
 
 
 def check_fits(weight: torch.Tensor, name: str) -> Format:
@@ -82,85 +46,68 @@ def check_fits(weight: torch.Tensor, name: str) -> Format:
     """
     if name not in FORMATS:
         raise ValueError(f"format: expected one of {', '.join(FORMATS)}, got {name!r}")
-    block = FORMATS[name].block or 1
+    form = FORMATS[name]
+    block = (form.block or 1) * form.unit
     if weight.dim() == 0 or weight.shape[-1] == 0 or weight.shape[-1] % block:
         raise ValueError(f"weight: expected [..., K] with K divisible by {block} for {name}, got {tuple(weight.shape)}")
-    return FORMATS[name]
+    return form
 
 
-def reciprocal(scale: torch.Tensor) -> torch.Tensor:
-    """Return 1 / scale, and 0 for 0."""
-    return torch.where(scale == 0, 0.0, 1.0 / scale)
+def fitting_format(name: str, columns: int) -> str | None:
+    """Return the format that holds rows of so many columns: `name`, or what llama.cpp takes instead; None for none."""
+    while name and columns % ((FORMATS[name].block or 1) * FORMATS[name].unit):
+        name = FORMATS[name].fallback or ""
+    return name or None
 
 
-def round_half_away(x: torch.Tensor) -> torch.Tensor:
-    """Round to the nearest integer, halves away from zero, as C's `roundf` does."""
-    whole = x.abs().floor()
-    return torch.copysign(whole + (x.abs() - whole >= 0.5), x)
-
-
-def reference_scale(weight: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the scale of each block in fp32, before it is stored: fp32 [..., K / block]."""
-    form = check_fits(weight, name)
-    blocks = weight.float().unflatten(-1, (-1, form.columns(weight)))
-    if not form.signed:
-        return divide(blocks.abs().amax(-1), form.high)
-    largest = blocks.abs().argmax(-1, keepdim=True)  # the first of equals
-    return divide(blocks.gather(-1, largest).squeeze(-1), form.low)
-
-
-def divide(x: torch.Tensor, number: float) -> torch.Tensor:
-    """Divide by a tensor: on a GPU PyTorch multiplies by the reciprocal of a plain number, which rounds otherwise."""
-    return x / x.new_full((), number)
-
-
-def reference_quantise(weight: torch.Tensor, name: str, scale: torch.Tensor | None = None) -> Blocks:
+def reference_quantise(weight: torch.Tensor, name: str, scales: Scales | None = None) -> Blocks:
     """Quantise a matrix.
 
     Args:
         weight: [..., K] floating, K divisible by the format's block.
         name: A key of `FORMATS`.
-        scale: [..., K / block], rounded to the format's scale dtype before use; None for that of the table above.
+        scales: Scales of the blocks, rounded to those that the file holds before use; None for the format's own.
 
     Raises:
         ValueError: For a shape that the format cannot hold.
     """
     form = check_fits(weight, name)
-    rounding = reference_scale(weight, name) if scale is None else scale
-    stored = rounding.to(form.scale_dtype)
-    if form.rounds_by_stored or scale is not None:
-        rounding = stored.float()
-    x = weight.float().unflatten(-1, (-1, form.columns(weight))) * reciprocal(rounding)[..., None]
-    if form.signed and scale is None:
-        codes = (x + 8.5).trunc() - 8  # never below -8: the number of largest magnitude is -8
-    else:
-        codes = round_half_away(x)
-    return Blocks(codes.clamp(form.low, form.high).to(torch.int8).flatten(-2), stored)
+    chosen = form.first(weight) if scales is None else scales
+    stored = form.store(chosen)
+    if scales is not None or not form.in_kernel:
+        return Blocks(form, form.encode(weight, form.load(stored)), stored)
+    rounding = form.load(stored).scale if form.rounds_by_stored else chosen.scale
+    x = form.blocks(weight) * reciprocal(rounding)[..., None]
+    # the weight of largest magnitude is the lowest code where scales have a sign
+    codes = (x + (0.5 - form.codes.low)).trunc() + form.codes.low if form.signed else form.codes.round(x)
+    return Blocks(form, codes.clamp(form.codes.low, form.codes.high).flatten(-2), stored)
 
 
-def reference_fake_quantise(weight: torch.Tensor, name: str, scale: torch.Tensor | None = None) -> torch.Tensor:
+def reference_fake_quantise(weight: torch.Tensor, name: str, scales: Scales | None = None) -> torch.Tensor:
     """Return the values that `weight` has after quantisation, in its own dtype: the specification of the kernel."""
-    return reference_quantise(weight, name, scale).values().to(weight.dtype)
+    return reference_quantise(weight, name, scales).values().to(weight.dtype)
 
 
 def reference_learned_gradients(
-    weight: torch.Tensor, scale: torch.Tensor, upstream: torch.Tensor, name: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+    weight: torch.Tensor, scales: Scales, upstream: torch.Tensor, name: str
+) -> tuple[torch.Tensor, Scales]:
     """Return gradients of weights and scales through rounding (Esser et al., 2020, arXiv 1902.08153).
 
-    With `x = w / d` and `q = round(x)`: inside [low, high] the value's derivative is 1 by w and `q - x` by d; where q
-    was clamped it is 0 by w and the bound by d.
+    With `x = (w + m) / d` and `q = round(x)`: inside the range of codes the value's derivative is 1 by w, `q - x` by d
+    and 0 by m; where q was clamped it is 0 by w, the bound by d and -1 by m.
 
     Returns:
-        The gradient of `weight` in the dtype of `upstream`, and that of `scale`, fp32 [..., K / block].
+        The gradient of `weight` in the dtype of `upstream`, and those of the scales.
     """
     form = check_fits(weight, name)
-    columns = form.columns(weight)
-    stored = scale.to(form.scale_dtype).float()
-    x = weight.float().unflatten(-1, (-1, columns)) * reciprocal(stored)[..., None]
-    rounded = round_half_away(x)
-    codes = rounded.clamp(form.low, form.high)
+    stored = form.snap(scales)
+    blocks, gradient = form.blocks(weight), form.blocks(upstream)
+    if stored.minimum is not None:
+        blocks = blocks + stored.minimum[..., None]
+    x = quotient(blocks, stored.scale)
+    rounded = form.codes.round(x)
+    codes = rounded.clamp(form.codes.low, form.codes.high)
     inside = rounded == codes
-    gradient = upstream.float().unflatten(-1, (-1, columns))
     of_scale = (gradient * (codes - torch.where(inside, x, 0.0))).sum(-1)
-    return (gradient * inside).flatten(-2).to(upstream.dtype), of_scale
+    of_minimum = None if stored.minimum is None else -(gradient * ~inside).sum(-1)
+    return (gradient * inside).flatten(-2).to(upstream.dtype), Scales(of_scale, of_minimum)
