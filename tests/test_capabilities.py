@@ -70,7 +70,7 @@ def test_a_teacher_without_capabilities_has_what_holds_without_them():
         quantise_layers(layered), flush(layered)
         assert size_text(layered) == "0 parameters"
         request = CutRequest(None, torch.device("cpu"), torch.float32, None)
-        with pytest.raises(ValueError, match="has no layers to cut a student from"):
+        with pytest.raises(ValueError, match="has no layers to cut from"):
             student_cut_from(layered, request)
     twin = truncated_copy(teacher, [0])
     assert twin is not teacher and twin.table is teacher.table

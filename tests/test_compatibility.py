@@ -195,7 +195,7 @@ def test_recipes_with_several_teachers():
         ("teachers: [{mode: a}]", "teachers.0.mode: unknown field; did you mean model"),
         ("teachers: {model: a}", "teachers: expected a list"),
         ("teachers: []", "teacher: required field is missing"),
-        ("teachers: [{model: a}]\nteacher: {model: b}", "give either teacher or teachers; got both"),
+        ("teachers: [{model: a}]\nteacher: {model: b}", "expected teacher or teachers, got both"),
         ("teachers: [{model: a, weight: 0}]", "every weight is 0"),
         ("teachers: [{model: a, weight: -1}]", "teachers.0.weight"),
     ):

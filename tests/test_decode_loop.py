@@ -201,7 +201,7 @@ def test_mistakes_are_named():
     model = tiny_model()
     with pytest.raises(ValueError, match="empty prompt"):
         ours(model, [[1], []], 3)
-    with pytest.raises(ValueError, match="prompts: 2"):
+    with pytest.raises(ValueError, match="max_new_tokens, seeds: expected 2 each, got 1 and 2"):
         ours(model, [[1], [2]], [3])
 
 

@@ -270,7 +270,7 @@ def test_an_offloaded_model_stays_where_it_is():
     assert model.to("cpu") is model and model.to(device=CPU) is model
     assert model.to(torch.device("cpu", 0)) is model  # what accelerate calls it where there are several processes
     for wrong in (torch.bfloat16, "meta"):
-        with pytest.raises(ValueError, match=r"teacher\.offload: an offloaded teacher stays as it is"):
+        with pytest.raises(ValueError, match=r"teacher\.offload: expected an offloaded teacher to stay on"):
             model.to(wrong)
     with pytest.raises(ValueError, match="cannot be copied"):
         copy.deepcopy(model)

@@ -25,7 +25,7 @@ def test_a_cache_of_k_tokens_is_refused(subject_of):
     """The recipe's text does not tell what a cache holds."""
     subject = subject_of("bucket")
     subject.loss = Loss.model_validate(OWN_TOP_K)
-    with pytest.raises(ValueError, match="need hidden states, got K tokens"):
+    with pytest.raises(ValueError, match="expect hidden states of the teacher, got its top K tokens"):
         subject.objective()
 
 

@@ -173,7 +173,7 @@ def test_a_run_with_a_plugin_equals_one_with_our_term(workplace, capsys):
 @pytest.mark.parametrize(
     "text, overrides, message",
     [
-        (PLUGIN, ["loss.terms.0.type=own_k"], "neither a type of ours nor in mine.py: 'own_k'; it defines own_cross_e"),
+        (PLUGIN, ["loss.terms.0.type=own_k"], "expected a built-in type or a function of mine.py (own_cross_e"),
         ("TERMS = {'own_kl': 3}", [], "expected TERMS, a dict of functions by name"),
         ("TERMS = {", [], "SyntaxError"),
         ("raise KeyError('x')", [], "KeyError"),

@@ -241,7 +241,7 @@ def test_a_narrow_student_takes_adapters_and_merges_them(tmp_path):
 def test_a_patched_teacher_is_refused():
     teacher = made()
     patch(teacher, "teacher", attention=None, log_it=False)
-    with pytest.raises(ValueError, match=r"from_teacher: expected a teacher that is not patched"):
+    with pytest.raises(ValueError, match=r"from_teacher: expected an unpatched teacher"):
         load_student(Student(from_teacher=FromTeacher(layers=2)), teacher=teacher)
     unpatch(teacher)
     assert load_student(Student(from_teacher=FromTeacher(layers=2)), teacher=teacher).config.num_hidden_layers == 2
@@ -286,7 +286,7 @@ def test_families_whose_modules_cannot_be_cut_name_them(kind, cut, said):
 
 def test_without_rows_nothing_is_chosen():
     teacher, section = made(), Student(from_teacher=FromTeacher(hidden=16))
-    with pytest.raises(ValueError, match="chosen by rows of the training data, and there are none"):
+    with pytest.raises(ValueError, match="expected rows of training data, by which parts are chosen"):
         select_parts(teacher, section.from_teacher, [])
     with pytest.raises(ValueError, match="chosen by rows of the training data, which are not read here"):
         load_student(section, teacher=teacher)

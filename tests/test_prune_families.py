@@ -36,7 +36,7 @@ def test_mixtures_of_experts_are_cut_outside_of_their_experts(family):
     [
         ("cohere", ("hidden",), "expected RMSNorms over what is cut, got model.layers.0.input_layernorm"),
         ("olmo", ("hidden",), "differs from the same with zeros there by"),
-        ("stablelm", ("heads",), "is no multiple of its hidden"),
+        ("stablelm", ("heads",), "is no multiple of hidden"),
         ("gpt2", ("heads",), "expected a configuration with one width of all layers to cut widths, got GPT2Config"),
         ("mamba2", ("hidden",), "student.from_teacher"),
     ],

@@ -207,7 +207,7 @@ def test_int8_asks_for_a_gpu_and_the_package(folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"teacher\.dtype: int8 needs a CUDA GPU, and this run is on a CPU"):
         load_teacher(Teacher(model=str(save_tiny(tmp_path / "plain")), dtype="int8"))
     monkeypatch.setattr(quantised.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="needs bitsandbytes, which is not installed; bring it by: pip install"):
+    with pytest.raises(ValueError, match="needs bitsandbytes, which is not installed; install it: pip install"):
         int8_arguments(FOLDER, torch.device("cuda"), "teacher")
     with pytest.raises(ValueError, match=r"for a \.gguf file use fp8"):
         int8_arguments(GGUF, torch.device("cuda"), "teacher")

@@ -139,7 +139,7 @@ def test_trade_off_knobs_are_refused_with_the_reason(name):
 
 
 def test_one_teacher_or_several():
-    assert "my.yaml: teachers: give either teacher or teachers; got both" in fault(MINIMAL + "teachers: [{model: a}]")
+    assert "my.yaml: teachers: expected teacher or teachers, got both" in fault(MINIMAL + "teachers: [{model: a}]")
     assert parse(MINIMAL, ["teachers=[{model: a}]", "teacher="]).teacher.model == "a"
 
 

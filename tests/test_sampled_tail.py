@@ -205,12 +205,12 @@ def test_over_the_teachers_tokens(told):
     "given, message",
     [
         ({"temperature": 2.0}, "loss.temperature: expected 1 with tail: sampled"),
-        ({"tail": "sampled"}, "needs the teacher's likeliest tokens"),
+        ({"tail": "sampled"}, "expects the teacher's top K tokens, got sampled ones"),
         (
             {"terms": [{"type": "top_k_reverse_kl", "tail": "sampled"}, {"type": "reverse_kl"}]},
             "alone, since the teacher",
         ),
-        ({"terms": [{"type": "top_k_reverse_kl"}]}, "can be had with tail: sampled"),
+        ({"terms": [{"type": "top_k_reverse_kl"}]}, "use top_k_reverse_kl with tail: sampled"),
     ],
 )
 def test_what_k_tokens_cannot_give_is_refused(given, message):

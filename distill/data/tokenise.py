@@ -143,7 +143,7 @@ class Encoder(RowEncoder):
     def end_text(self) -> str:
         """What stands in for the response to a prompt alone, until the student's takes its place."""
         if not self.tokenizer.eos_token:
-            raise ValueError("data.format: prompts need a tokenizer with an end-of-text token")
+            raise ValueError("data.format: prompts need a tokenizer with an end-of-text token, got one without")
         return self.tokenizer.eos_token
 
     def settings(self) -> list[object]:

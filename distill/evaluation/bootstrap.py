@@ -37,7 +37,7 @@ def mean_intervals(sums: np.ndarray, counts: np.ndarray, *, draws: int = DRAWS, 
         ValueError: There are no tokens.
     """
     if counts.sum() <= 0:
-        raise ValueError("counts: expected at least one token")
+        raise ValueError("counts: expected at least one token, got none")
     rows = np.flatnonzero(counts > 0)
     drawn = _resampled(np.column_stack([sums[rows], counts[rows]]), draws, seed)
     low, high = np.quantile(drawn[:, :-1] / drawn[:, -1:], EDGES, axis=0)

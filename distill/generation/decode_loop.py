@@ -147,9 +147,9 @@ class Engine(abc.ABC):
         limits = [max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens)
         own_seeds = list(range(count)) if seeds is None else list(seeds)
         if not len(limits) == len(own_seeds) == count:
-            raise ValueError(f"prompts: {count} with {len(limits)} max_new_tokens and {len(own_seeds)} seeds")
+            raise ValueError(f"max_new_tokens, seeds: expected {count} each, got {len(limits)} and {len(own_seeds)}")
         if not all(map(len, prompts)):
-            raise ValueError("prompts: an empty prompt has nothing to continue")
+            raise ValueError("prompts: expected at least one token in each, got an empty prompt")
         return self.run(Request(prompts, limits, own_seeds, sampling, batch_size, same_weights))
 
     @abc.abstractmethod

@@ -206,7 +206,7 @@ def _read_lora(layer: Any) -> tuple[torch.Tensor, torch.Tensor, float] | None:
         raise ValueError("student.lora: DoRA and other LoRA variants on the head are not supported; leave the head out")
     dropout = layer.lora_dropout[name]
     if isinstance(dropout, nn.Dropout) and dropout.p > 0:
-        raise ValueError(f"student.lora.dropout: must be 0 where the head has a LoRA, got {dropout.p}")
+        raise ValueError(f"student.lora.dropout: expected 0 where the head has a LoRA, got {dropout.p}")
     a, b = layer.lora_A[name], layer.lora_B[name]
     if b.bias is not None or not isinstance(a, nn.Linear):
         raise ValueError("student.lora: a LoRA with biases on the head is not supported")

@@ -61,7 +61,7 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == total and id(module) in inside:
             return name, module
-    raise ValueError(f"student.from_teacher: {type(model).__name__} has no list of {total} layers to cut from")
+    raise ValueError(f"student.from_teacher: {type(model).__name__} has no list of {total} layers; give student.model")
 
 
 def is_offloaded(model: nn.Module | None) -> bool:

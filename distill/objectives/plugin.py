@@ -146,8 +146,8 @@ def allowed_plugin(loss: Loss, path: Path | None, on_policy: OnPolicy | None = N
     for term in loss.terms:
         if isinstance(term, PluginTerm) and term.function not in plugin.terms:
             raise ValueError(
-                f"loss.terms: neither a type of ours nor in {path}: {term.function!r}; it defines "
-                f"{', '.join(sorted(plugin.terms))}"
+                f"loss.terms: expected a built-in type or a function of {path} ({', '.join(sorted(plugin.terms))}), "
+                f"got {term.function!r}"
             )
     return plugin
 

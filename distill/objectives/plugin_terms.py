@@ -61,9 +61,7 @@ class PluginFormat(HiddenFormat):
 
     def __init__(self, inner: TargetFormat, plugin: Plugin) -> None:
         if not isinstance(inner, HiddenFormat):
-            raise ValueError(
-                "--plugin: its functions take one teacher's logits; this recipe's teacher is of another kind"
-            )
+            raise ValueError("--plugin: expected one teacher with hidden states, got several, or top-k outputs")
         super().__init__(inner.head, inner.transform)
         self.separate = {**self.separate, "plugin": functools.partial(PluginTermLoss, plugin.terms)}
 

@@ -39,7 +39,7 @@ class StoredTailLoss(SampledTail):
             )
         if tail == "sampled":
             raise ValueError(
-                "loss.terms: top_k_reverse_kl needs the teacher's likeliest tokens, and its K are drawn (tail: sampled)"
+                "loss.terms: top_k_reverse_kl expects the teacher's top K tokens, got sampled ones; cache a bucket tail"
             )
         if section.temperature != 1.0 or temperature != 1.0:
             raise ValueError(

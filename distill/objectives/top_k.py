@@ -113,8 +113,8 @@ class TopKFormat(TargetFormat):
             return StoredTailLoss(section, pairing, self.tail, self.temperature)
         if isinstance(section, Loss) and section.has(*SEPARATE):
             raise ValueError(
-                f"loss.terms: {' and '.join(SEPARATE)} need hidden states, got K tokens of a teacher; "
-                "over these top_k_reverse_kl can be had with tail: sampled"
+                f"loss.terms: {' and '.join(SEPARATE)} expect hidden states of the teacher, got its "
+                "top K tokens; use top_k_reverse_kl with tail: sampled"
             )
         return top_k_loss(build_loss(section, LogitTransforms(pairing.student, self.transform)), self)
 

@@ -107,7 +107,7 @@ class PolicyGradientTerm(Section):
     @model_validator(mode="after")
     def _clips_a_ratio(self) -> Self:
         if self.clip is not None and not self.importance:
-            raise ValueError("clip is of the importance ratio, which is 1 without importance: true")
+            raise ValueError("clip: expected importance: true beside it, since the ratio that it clips is 1 without")
         if self.teacher_weight == 0 and self.reward is None:
             raise ValueError("teacher_weight: expected a number above 0 without a reward, got 0")
         return self
@@ -312,7 +312,7 @@ class Loss(Section):
                     f"as in terms.0.weight; got {line.setting!r}"
                 )
             if settings.count(line.setting) > 1:
-                raise ValueError(f"schedule: {line.setting} is there twice")
+                raise ValueError(f"schedule: expected each setting once, got {line.setting} twice")
             owner, field = (self, "temperature") if term is None else (term, name)
             try:
                 for value in line.values:

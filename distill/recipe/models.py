@@ -224,7 +224,7 @@ class Teacher(ModelSection):
         if itself and (self.model or self.config or self.adapter or self.revision):
             raise ValueError("type: student is the student's own checkpoint: leave model, config and adapter out")
         if itself and self.context is None:
-            raise ValueError("type: student needs context: a copy of the student that reads the same teaches nothing")
+            raise ValueError("type: student needs context: without it, teacher and student output the same")
         if self.ema is not None and (not itself or self.dtype in EIGHT_BITS or self.offload is not None):
             raise ValueError("ema: a running average needs type: student, weights of 16 or 32 bits and no offload")
         return self
@@ -245,7 +245,7 @@ class Teacher(ModelSection):
                 raise ValueError(f"{given}: belongs to type: server")
             return self
         if not self.urls:
-            raise ValueError("url is missing: of a distill serve, such as http://127.0.0.1:8765")
+            raise ValueError("url is missing: address of a teacher server, such as http://127.0.0.1:8765")
         for url in self.urls:
             scheme, _, place = url.partition("://")
             if scheme not in ("http", "https") or not place or "@" in place or any(c.isspace() for c in url):

@@ -102,7 +102,7 @@ class Recipe(Section):
             with contextlib.suppress(ValidationError):
                 first = WeightedTeacher.model_validate(given[0]).alone()
         if tree.get("teacher") not in (None, first, first.model_dump(mode="json")):
-            raise ValueError("teachers: give either teacher or teachers; got both (teacher= takes the one back)")
+            raise ValueError("teachers: expected teacher or teachers, got both (teacher= removes the first)")
         return {**tree, "teacher": first}
 
     @model_validator(mode="after")

@@ -280,14 +280,14 @@ class Service:
         kinds = {"top_k": int, "columns": int, "temperature": float, "tail": str, "dtype": str, "deterministic": int}
         for name, text in given.items():
             if logits or name not in kinds:
-                known = "none is taken" if logits else ", ".join(kinds)
-                raise ProtocolError(f"{name[:40]!r}: no such option; {known}")
+                known = "no option" if logits else f"one of {', '.join(kinds)}"
+                raise ProtocolError(f"options: expected {known}, got {name[:40]!r}")
             try:
                 values[name] = kinds[name](text)
             except ValueError:
                 raise ProtocolError(f"{name}: expected a number, got {text[:40]!r}") from None
         if not all(math.isfinite(value) for value in values.values() if isinstance(value, float)):
-            raise ProtocolError("temperature: expected a finite number")
+            raise ProtocolError(f"temperature: expected a finite number, got {values['temperature']}")
         values["deterministic"] = bool(values.get("deterministic", 0))
         return Options(**values, logits=logits).checked(self.engine.identity.rows)
 

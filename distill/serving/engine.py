@@ -92,11 +92,11 @@ class Options(NamedTuple):
         if self.top_k is not None and not 0 < self.top_k <= min(MAX_TOP_K, columns):
             raise ProtocolError(f"top_k: expected 1 to {min(MAX_TOP_K, columns)}, got {self.top_k}")
         if self.tail not in TAILS:
-            raise ProtocolError(f"tail: expected one of {', '.join(TAILS)}")
+            raise ProtocolError(f"tail: expected one of {', '.join(TAILS)}, got {self.tail[:40]!r}")
         if not 1e-3 <= self.temperature <= 1e3:
-            raise ProtocolError("temperature: expected 0.001 to 1000")
+            raise ProtocolError(f"temperature: expected 0.001 to 1000, got {self.temperature}")
         if self.dtype not in allowed:
-            raise ProtocolError(f"dtype: expected one of {', '.join(allowed)}")
+            raise ProtocolError(f"dtype: expected one of {', '.join(allowed)}, got {self.dtype[:40]!r}")
         return self._replace(columns=columns)
 
 

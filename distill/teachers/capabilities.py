@@ -144,7 +144,7 @@ def student_cut_from(teacher: Teacher, request: CutRequest) -> CutStudent:
         return teacher.cut_student(request)
     for part in parts_of(teacher):
         return student_cut_from(part.teacher, request)
-    raise ValueError("student.from_teacher: this kind of teacher has no layers to cut a student from")
+    raise ValueError("student.from_teacher: this kind of teacher has no layers to cut from; give student.model")
 
 
 @runtime_checkable

@@ -105,7 +105,7 @@ def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedT
         )
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
-            raise ValueError(f"{field}.model: the tokenizer of {spec} has neither a padding nor an end-of-text token")
+            raise ValueError(f"{field}.model: expected a padding or end-of-text token in {spec}'s tokenizer, got none")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
@@ -170,11 +170,11 @@ def load_student(
         student = _load(section, "student", device, dtype, STUDENT_SEED)
     else:
         if teacher is None:
-            raise ValueError("student.from_teacher: needs a loaded teacher to cut from")
+            raise ValueError("student.from_teacher: expected a loaded teacher to cut from, got none")
         from distill.models.patch.swaps import SWAPPED
 
         if SWAPPED in bare(teacher).__dict__:
-            raise ValueError("student.from_teacher: expected a teacher that is not patched; cut, then patch both")
+            raise ValueError("student.from_teacher: expected an unpatched teacher, got a patched one; cut first")
         if quantised_by_transformers(teacher):
             raise ValueError(
                 "student.from_teacher: layers cannot be cut out of a quantised teacher; give the teacher in bfloat16, "

@@ -97,7 +97,7 @@ def int8_arguments(source: ModelSource, device: torch.device, field: str) -> dic
             f"{field}.dtype: int8 needs a CUDA GPU, and this run is on a {device.type.upper()}; use bfloat16 or auto"
         )
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError(f"{field}.dtype: int8 needs bitsandbytes, which is not installed; bring it by: {INSTALL}")
+        raise ValueError(f"{field}.dtype: int8 needs bitsandbytes, which is not installed; install it: {INSTALL}")
     from transformers import BitsAndBytesConfig
 
     # llm_int8_skip_modules stays None: transformers then leaves out the head by what it is, whatever its name

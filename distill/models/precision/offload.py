@@ -60,7 +60,7 @@ def offload_layers(model: Any, device: torch.device) -> Any:
         _, layers = find_layers(model)
     except ValueError:
         raise ValueError(
-            f"teacher.offload: {type(model).__name__} has no list of decoder layers that could travel one by one"
+            f"teacher.offload: {type(model).__name__} has no list of decoder layers to stream one at a time"
         ) from None
     device = _with_index(device)
     travelling = _own_parameters(model, list(layers))
@@ -213,8 +213,8 @@ class _Resident:
             for each in arguments
         ):
             raise ValueError(
-                f"teacher.offload: an offloaded teacher stays as it is and computes on {self.device}; it was to go to "
-                f"{', '.join(map(str, arguments))}. Load it for the device of the student"
+                f"teacher.offload: expected an offloaded teacher to stay on {self.device}, got a move to "
+                f"{', '.join(map(str, arguments))}; load it for the student's device"
             )
         return self.model()
 

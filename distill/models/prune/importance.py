@@ -91,7 +91,7 @@ def select_parts(model: nn.Module, cut: FromTeacher, rows: Sequence[Row]) -> Sel
     shape = shape_for(cut, config)
     rows = list(rows)[: settings.rows]
     if not rows:
-        raise ValueError("student.from_teacher: parts are chosen by rows of the training data, and there are none")
+        raise ValueError("student.from_teacher: expected rows of training data, by which parts are chosen, got none")
     layers = layer_indices(cut, config.get_text_config().num_hidden_layers)
     with eval_mode(model), torch.no_grad(), LayerTrial(model) as trial:
         if cut.keep is None and cut.layers is not None:

@@ -77,7 +77,7 @@ class Layout(NamedTuple):
             owner, _, leaf = name.rpartition(".")
             layer, blocks = self.layer_of(name), self.dims[name][-1]
             if layer is None:
-                raise ValueError(f"student.from_teacher: {name} has {axis} outside of the layers, which cannot be cut")
+                raise ValueError(f"student.from_teacher: {name} outside of layers has {axis}; leave {axis} out")
             here = found.setdefault(layer, [])
             is_linear = leaf == "weight" and isinstance(model.get_submodule(owner), nn.Linear)
             if is_linear and [block.axis for block in blocks] == [axis]:
@@ -186,11 +186,12 @@ class _Slope:
             return ()
         if self.size != sum(getattr(full, axis) * slope for axis, slope in self.by.items()):
             raise ValueError(
-                f"student.from_teacher: {name} has entries beside its {' and '.join(self.by)}; it cannot be cut"
+                f"student.from_teacher: expected the size of {name} to follow from {' and '.join(self.by)} alone, got "
+                f"{self.size}; leave that out"
             )
         if "hidden" in self.by:
             if self.by != {"hidden": 1}:
-                raise ValueError(f"student.from_teacher: {name} has {self.by} entries for each; it cannot be cut")
+                raise ValueError(f"student.from_teacher.hidden: {name} has {self.by} entries for each; leave it out")
             return (Block("hidden", 1),)
         made: list[Block] = []
         unit = self.by.get("heads", head_width)
@@ -210,13 +211,13 @@ def _note(slopes: dict[str, list[_Slope]], axis: Axis, shapes: Sequence[dict[str
     before, after = shapes
     if before.keys() != after.keys():
         (name, *_) = sorted(before.keys() ^ after.keys())
-        raise ValueError(f"student.from_teacher: {name} is there for some numbers of {axis} only; they cannot be cut")
+        raise ValueError(f"student.from_teacher: {name} exists for some numbers of {axis} only; leave {axis} out")
     for name, dims in slopes.items():
         for slope, small, large in zip(dims, before[name], after[name], strict=True):
             if large != small:
                 if (large - small) % more:
                     raise ValueError(
-                        f"student.from_teacher: the size of {name} is no multiple of its {axis}; it cannot be cut"
+                        f"student.from_teacher: the size of {name} is no multiple of {axis}; leave {axis} out"
                     )
                 slope.by[axis] = (large - small) // more
 

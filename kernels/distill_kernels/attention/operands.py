@@ -82,9 +82,9 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: 
             f"k, v: expected both [{q.shape[0]}, kv heads, keys, {q.shape[3]}], got {tuple(k.shape)}, {tuple(v.shape)}"
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"q: heads must be a multiple of k's {k.shape[1]}, got {q.shape[1]}")
+        raise ValueError(f"q: expected a multiple of k's {k.shape[1]} heads, got {q.shape[1]}")
     if q.shape[3] > 256:
-        raise ValueError(f"q: head size up to 256 is supported, got {q.shape[3]}")
+        raise ValueError(f"q: expected a head size up to 256, got {q.shape[3]}")
     if not q.is_floating_point() or (q.is_cuda and q.dtype == torch.float64):
         raise ValueError(f"q: expected float16, bfloat16 or float32, got {q.dtype}")
     if not masking.scale > 0:
@@ -96,7 +96,7 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: 
     if masking.sinks is not None:
         _check_sinks(masking.sinks, q)
     if (masking.cu_seqlens_q is None) != (masking.cu_seqlens_k is None):
-        raise ValueError("cu_seqlens_k: given without cu_seqlens_q")
+        raise ValueError("cu_seqlens_q, cu_seqlens_k: expected both or none, got one")
     for name, lengths in (("cu_seqlens_q", masking.cu_seqlens_q), ("cu_seqlens_k", masking.cu_seqlens_k)):
         if lengths is None:
             continue
@@ -106,7 +106,7 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: 
         if lengths.device != q.device:
             raise ValueError(f"{name}: expected on {q.device}, got {lengths.device}")
     if masking.packed and masking.cu_seqlens_q.numel() != masking.cu_seqlens_k.numel():  # type: ignore[union-attr]
-        raise ValueError("cu_seqlens_k: as many documents as cu_seqlens_q expected")
+        raise ValueError("cu_seqlens_k: expected as many documents as cu_seqlens_q has, got another number")
 
 
 def _check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:

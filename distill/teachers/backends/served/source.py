@@ -268,6 +268,6 @@ def _head(servers: Servers, identity: Identity, device: torch.device) -> HeadWei
     if head_hash(tensors) != identity.head and found:  # damaged here: fetched again
         tensors = tensors_of(servers.ask("GET", "/v1/head"))
     if head_hash(tensors) != identity.head:
-        raise TeacherUnavailableError("teacher.url: the server's head is not the one that its identity names")
+        raise TeacherUnavailableError("teacher.url: expected the head of its identity, got another; restart the server")
     bias = tensors.get("bias")
     return HeadWeights(tensors["weight"].to(device), None if bias is None else bias.to(device), None)

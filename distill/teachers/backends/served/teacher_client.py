@@ -233,6 +233,10 @@ def require_sound(
             raise TeacherUnavailableError(
                 f"{field}: a response's {name} is NaN or infinite at {int((~fine).sum())} places"
             )
-    if k is not None and positions and not 0 <= int(values["ids"].min()) <= int(values["ids"].max()) < spec.columns:
-        raise TeacherUnavailableError(f"{field}: a response's ids: expected 0 to {spec.columns - 1}")
+    if k is not None and positions:
+        low, high = int(values["ids"].min()), int(values["ids"].max())
+        if low < 0 or high >= spec.columns:
+            raise TeacherUnavailableError(
+                f"{field}: a response's ids: expected 0 to {spec.columns - 1}, got {low} to {high}"
+            )
     return values

@@ -47,11 +47,11 @@ def served_model(servers: Servers) -> dict[str, object]:
             (model, *_) = json.loads(body)["data"]
             found[url] = {name: model.get(name) for name in ("id", "root", "max_model_len")}
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(f"teacher.url: {url}: expected vLLM's list of models") from None
+            raise ValueError(f"teacher.url: {url}: expected vLLM's list of models, got {body[:60]!r}") from None
     (first, identity), *others = found.items()
     for url, other in others:
         if other != identity:
-            raise ValueError(f"teacher.url: {url} serves {other['id']!r}, {first} {identity['id']!r}")
+            raise ValueError(f"teacher.url: expected {identity['id']!r} of {first} on {url} too, got {other['id']!r}")
     return identity
 
 

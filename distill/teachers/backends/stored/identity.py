@@ -57,7 +57,7 @@ def require_same_teacher(
     now = text_hashes(recipe, tokenizer)
     for name, field in (("tokenizer", "teacher.path"), ("template", "data.chat_template")):
         if now[name] != manifest["text"][name]:
-            raise ValueError(f"{field}: the {name} differs from the one that the cache {path} was made with")
+            raise ValueError(f"{field}: expected the {name} of the cache {path}, got another; cache again")
 
 
 def description(manifest: Plan) -> str:

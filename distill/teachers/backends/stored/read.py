@@ -216,7 +216,7 @@ class TeacherCache(Shards):
         manifest = manifest_of(self.path)
         if manifest.get("version") != VERSION:
             raise ValueError(
-                f"teacher.path: {self.path} is of cache version {manifest.get('version')}, this distill reads {VERSION}"
+                f"teacher.path: {self.path}: expected a cache of version {VERSION}, got {manifest.get('version')}"
             )
         self.manifest = manifest
         self.cure = KEPT_CURE if "weights" in manifest else self.cure  # a run that kept its teacher's outputs wrote it

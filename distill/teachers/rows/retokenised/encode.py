@@ -356,7 +356,7 @@ class PairEncoder(RowEncoder):
         starts = np.array([[len(ids) for ids in made]])
         both = [_joined(ids, ends) for ids, ends in zip(made, self.ends, strict=True)]
         if not self.ends[0]:
-            raise ValueError("data.format: prompts need tokenizers with an end-of-text token")
+            raise ValueError("data.format: prompts need two tokenizers with an end-of-text token, got one without")
         run = np.concatenate([starts, starts + 1])
         return self._partly(both, [run], sample.prompt or str(sample.messages), tally, [tuple(starts[0].tolist())])
 
