@@ -59,11 +59,6 @@ if not HAS_GPU:
 
         mend_interpreter()
 
-from distill_kernels.losses import plan as planning  # noqa: E402
-
-# Tests of the 16-bit kernels have a few hundred columns, at which a loss would take fp32: see the fixture few_columns.
-FEW_COLUMNS, planning.FEW_COLUMNS = planning.FEW_COLUMNS, 0
-
 
 def pytest_configure(config):
     """Interpreted sums of integers are held to their width, a third of the time, under `-m full`."""
@@ -230,12 +225,6 @@ def kernel_device(device):
 
     with interpreted():
         yield device
-
-
-@pytest.fixture
-def few_columns(monkeypatch):
-    """Losses over few columns take fp32, as they do in use."""
-    monkeypatch.setattr(planning, "FEW_COLUMNS", FEW_COLUMNS)
 
 
 @pytest.fixture(params=["specification", "kernel"])

@@ -1,7 +1,7 @@
 """Cases of policy-gradient losses: settings, inputs, and the definition over full logits, for autograd."""
 
 import torch
-from helpers import realistic_heads
+from helpers import realistic_heads, round_gradient
 from torch.nn import functional as F
 
 N, V, H = 23, 300, 32
@@ -49,8 +49,10 @@ def old_of(tensors, labels, **settings):
     return (log_p - ratios[torch.arange(len(labels), device=labels.device) % len(ratios)].log()).float()
 
 
-def logits_of(tensors, temperature=1.0, student_logit_scale=1.0, student_softcap=None, **_):
-    z = F.linear(*tensors) * student_logit_scale
+def logits_of(
+    tensors, temperature=1.0, student_logit_scale=1.0, student_softcap=None, gradient_dtype=torch.float64, **_
+):
+    z = round_gradient(F.linear(*tensors), gradient_dtype) * student_logit_scale
     z = z if student_softcap is None else student_softcap * torch.tanh(z / student_softcap)
     return z / temperature
 
@@ -88,7 +90,10 @@ def dense(
 
 
 def expected_of(tensors, labels, given, dtype, kept, upstream=2.0, **settings):
-    """Mean over `kept` rows and its gradients times `upstream`, from full logits in `dtype`."""
+    """Mean over `kept` rows and its gradients times `upstream`, from full logits in `dtype`.
+
+    With `gradient_dtype` among the settings, the gradient for the logits is rounded to it.
+    """
     leaves = [t.detach().to(dtype).clone().requires_grad_() for t in tensors]
     rows = dense(logits_of(leaves, **settings), labels.clamp_min(0), *given, **settings)
     rows = torch.where(kept, rows, 0.0) / kept.sum()

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from distill_kernels.launch import cdiv, device_facts
-from distill_kernels.losses import plan as planning
 from distill_kernels.losses.accumulate import WeightGradient
 from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.operands import Batch, Head, LossOutput, RequiredGrads, RowCall
@@ -101,8 +100,6 @@ def fused_linear_divergence(
     original, o, batch = student, objective, batch.contiguous()
     hidden, n = original.hidden, original.hidden.shape[0]
     device = hidden.device
-    if (vocab if shard is None else shard.vocab) <= planning.FEW_COLUMNS:
-        dtype = torch.float32
     student = student.cut(vocab, dtype)
     teacher = None if teacher is None else teacher.cut(vocab, dtype)
     count = n if batch.rows is None else batch.rows.numel()

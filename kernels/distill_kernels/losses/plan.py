@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from distill_kernels.launch import cdiv
 
-FEW_COLUMNS = 512  # up to which (bytes, proteins) all products are fp32: a bf16 `G` alone misses by up to 4e-3 there
 MAX_16_BIT_GROUPS = 8  # additions to a 16-bit dW, each of which rounds it
 ROW_MULTIPLE = 128
 CHUNK_ROWS = 2048
