@@ -27,7 +27,8 @@ def test_a_sample_counts_to_the_innermost_phase():
     assert made("load_teacher", made("check_packing", phase))() == "try packing"
     assert made("load_teacher", made("check_packing", phase, module="elsewhere"))() == "load teacher"
     with ThreadPoolExecutor(1) as executor:  # whose stack begins anew, where a test runner's holds imports
-        assert executor.submit(made("open", phase)).result() == "other"
+        assert executor.submit(made("open", phase)).result() == "other: open"
+        assert executor.submit(made("open", phase, module="elsewhere")).result() == "other"
     scope = {"__name__": "distill.something", "inner": phase}
     exec(compile("found = inner()", "something.py", "exec"), scope)  # as an import does
     assert scope["found"] == "imports"

@@ -4,9 +4,11 @@
     python -m scripts.bench first_step --only flagship          Llama-3.1-8B to 3.2-1B shapes, random weights, on a GPU
 
 Each command runs twice with caches of its own: the first run compiles, tunes and tokenises, the second finds the
-results on disk. A thread samples the stack of the main thread (`sampler.py`); a sample counts to the innermost function
-of its `PHASES`, or to `imports` while a module is executed. Both the wall time and the processor time of a phase are
-shown: on a busy machine only the latter can be compared.
+results on disk. The bytecode of Python's modules is cached beforehand, as an installation by pip leaves it; where it is
+missing and nothing may be written, every start compiles thousands of files, for 15 s or more. A thread samples the
+stack of the main thread (`sampler.py`); a sample counts to the innermost function of its `PHASES`, or to `imports`
+while a module is executed. Both the wall time and the processor time of a phase are shown: on a busy machine only the
+latter can be compared. Kernels are listed with when and how long Triton compiled them.
 """
 
 from __future__ import annotations
@@ -30,11 +32,41 @@ COMMANDS = {
     "quickstart": ["recipes/quickstart.yaml", "train.log_every=1"],
     "flagship": ["recipes/llama3-8b-to-1b.yaml", *DRY, "train.tokens_per_step=65536", "train.log_every=1"],
 }
+IMPORTED = (
+    "distill.cli",
+    "distill.run",
+    "distill.training.compile_kernels",
+    "distill.teachers.backends.local",
+    "distill.models.load.meta_models",
+    "transformers.models.llama.modeling_llama",
+    "triton.backends.nvidia.compiler",
+)
 LIMIT_S = 400.0
 
 
-def measure(arguments: list[str], folder: Path) -> tuple[list[list[Any]], list[tuple[float, str]]]:
-    """Run a command until its first step is logged; return its phases, and its lines with their times.
+def environment_of(folder: Path) -> dict[str, str]:
+    """Return the environment of a run whose caches are in `folder`."""
+    places = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(places),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "",
+        "PYTHONPYCACHEPREFIX": str(folder / "bytecode"),
+        "COLUMNS": "160",
+        "DISTILL_CACHE": str(folder / "tokens"),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+    }
+
+
+def cache_bytecode(folder: Path) -> None:
+    """Import what a run imports, so that its bytecode is cached."""
+    words = [sys.executable, "-c", f"import {', '.join(IMPORTED)}"]
+    subprocess.run(words, cwd=ROOT, env=environment_of(folder), check=True)
+
+
+def measure(arguments: list[str], folder: Path) -> tuple[dict[str, list[list[Any]]], list[tuple[float, str]]]:
+    """Run a command until its first step is logged; return what `Sampler` wrote, and its lines with their times.
 
     Args:
         arguments: Arguments of `distill run`.
@@ -44,21 +76,12 @@ def measure(arguments: list[str], folder: Path) -> tuple[list[list[Any]], list[t
         RuntimeError: It ended before its first step.
     """
     result = folder / "phases.json"
-    places = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(places),
-        "PYTHONUNBUFFERED": "1",
-        "COLUMNS": "160",
-        "DISTILL_CACHE": str(folder / "tokens"),
-        "XDG_CACHE_HOME": str(folder / "cache"),
-        "TRITON_CACHE_DIR": str(folder / "triton"),
-    }
     words = [sys.executable, "-m", "scripts.bench.sampler", str(result), "run", *arguments]
     words += ["--output-dir", str(folder / "runs")]
     lines: list[tuple[float, str]] = []
     start = time.perf_counter()
     process = subprocess.Popen(
-        words, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        words, cwd=ROOT, env=environment_of(folder), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     with ending(process, LIMIT_S):
         assert process.stdout is not None
@@ -78,11 +101,15 @@ def run(quick: bool, only: str) -> Iterator[Row]:
         if only not in name or (name == "flagship" and not torch.cuda.is_available()):
             continue
         with tempfile.TemporaryDirectory() as folder:
+            cache_bytecode(Path(folder))
             for turn in ("first run",) if quick else ("first run", "second run"):
-                phases, lines = measure(arguments, Path(folder))
+                found, lines = measure(arguments, Path(folder))
+                phases = found["phases"]
                 print(f"\n{name}, {turn}\n{'begins':>8}{'wall s':>8}{'cpu s':>8}", flush=True)
                 for phase, begun, wall, processor in phases:
                     print(f"{begun:8.1f}{wall:8.1f}{processor:8.1f}  {phase}", flush=True)
+                for kernel, ended, taken in found["kernels"]:
+                    print(f"{ended - taken:8.1f}{taken:8.1f}          {kernel}", flush=True)
                 for second, text in lines:
                     print(f"{second:8.1f}  | {text}", flush=True)
                 wall, processor = (sum(row[column] for row in phases) for column in (2, 3))

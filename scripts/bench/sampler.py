@@ -11,12 +11,12 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 INTERVAL_S, WRITTEN_S = 0.02, 0.5
 PHASES = {
     "load_recipe": "recipe",
     "visible_gpus": "count GPUs",
-    "resolve_device": "device",
     "run_folder": "folder",
     "load_tokenizer": "tokenizer",
     "read": "read data",
@@ -29,7 +29,10 @@ PHASES = {
     "build_lock": "hash for lock file",
     "training_arguments": "training arguments",
     "check_saving": "try saving",
+    "compile_kernels": "compile kernels",
     "patch_models": "patch models",
+    "choose_attention": "time attention",
+    "resolve_device": "device",
     "first_batch_lines": "first batch",
     "first_batch_report": "first batch",
     "join_models": "join projections",
@@ -41,26 +44,31 @@ PHASES = {
 
 
 def phase_of(frame: FrameType | None) -> str:
-    """Return the phase of a stack, by its innermost frame that has one."""
+    """Return the phase of a stack, by its innermost frame that has one; else `other` with its innermost function."""
+    innermost = ""
     while frame is not None:
         name = frame.f_code.co_name
         if name == "<module>" and frame.f_globals.get("__name__") != "__main__":
             return "imports"
         if name in PHASES and "distill" in str(frame.f_globals.get("__name__")):
             return PHASES[name]
+        if not innermost and str(frame.f_globals.get("__name__")).startswith("distill."):
+            innermost = f": {name}"
         frame = frame.f_back
-    return "other"
+    return f"other{innermost}"
 
 
 class Sampler:
     """Sampler of the main thread's phases, which it writes to a file every `WRITTEN_S` seconds.
 
-    The file holds [name, begun, wall, processor] for each phase, in the order in which they began, in seconds.
+    The file holds `phases`: [name, begun, wall, processor] for each, in the order in which they began, and `kernels`:
+    [name, ended, taken] for each that Triton compiled, all in seconds.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.start = path, time.perf_counter()
         self.phases: dict[str, list[float]] = {}
+        self.kernels: list[tuple[str, float, float]] = []
         self._main = threading.get_ident()
         threading.Thread(target=self._sample, daemon=True, name="sampler").start()
 
@@ -68,6 +76,8 @@ class Sampler:
         wall, processor = written, _ = self.start, time.process_time()
         while True:
             time.sleep(INTERVAL_S)
+            if (knobs := sys.modules.get("triton.knobs")) is not None and hasattr(knobs, "compilation"):
+                knobs.compilation.listener = self._compiled
             phase = phase_of(sys._current_frames().get(self._main))
             now, used = time.perf_counter(), time.process_time()
             times = self.phases.setdefault(phase, [wall - self.start, 0.0, 0.0])
@@ -78,10 +88,16 @@ class Sampler:
                 self.write()
                 written = now
 
+    def _compiled(self, *, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
+        taken = times.ir_initialization + sum(each for _, each in times.lowering_stages) + times.store_results
+        if not cache_hit:
+            self.kernels.append((src.name, time.perf_counter() - self.start, taken / 1e6))
+
     def write(self) -> None:
         """Write the file."""
         unfinished = self.path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps([[name, *times] for name, times in self.phases.items()]), encoding="utf-8")
+        found = {"phases": [[name, *times] for name, times in self.phases.items()], "kernels": self.kernels}
+        unfinished.write_text(json.dumps(found), encoding="utf-8")
         unfinished.replace(self.path)
 
 
