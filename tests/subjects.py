@@ -15,7 +15,7 @@ from distill.data.formats import Format
 from distill.doctor.check_setup import CheckSetup
 from distill.doctor.remote_outputs import OUTPUT_READERS
 from distill.doctor.rollouts import StudentRollouts, prompts_of
-from distill.doctor.rows import RoutedRows, Rows, SpanRows, nearest_in_length
+from distill.doctor.rows import join_rows, nearest_in_length, split_row
 from distill.generation.sampling import Sampling
 from distill.recipe import parse
 from distill.recipe.loss import Loss
@@ -95,7 +95,7 @@ def read_by_two(student="pieces", teacher="merged"):
                 "spans": spans.ravel().tolist(),
             }
         )
-    return both, [SpanRows.joined(documents[at : at + 2]) for at in range(0, min(len(documents), 8), 2)]
+    return both, [join_rows(documents[at : at + 2]) for at in range(0, min(len(documents), 8), 2)]
 
 
 def across(loss=None):
@@ -156,11 +156,11 @@ class Caches:
         }[kind]
         cache, train = self.store(1.0 if kind == "hidden" else loss["temperature"], **settings)
         # the last row holds one document: rows of equal counts would hide a mean of means
-        documents = nearest_in_length([part for row in train for part in Rows.documents(row)], 7, 64)
+        documents = nearest_in_length([part for row in train for part in split_row(row)], 7, 64)
         return CheckSetup(
             tiny_model(self.tokenizer, seed=2),
             StoredTeacher.of_cache(cache),
-            [Rows.joined(documents[at : at + 2]) for at in range(0, 7, 2)],
+            [join_rows(documents[at : at + 2]) for at in range(0, 7, 2)],
             Loss.model_validate(loss),
             tokenizers=(self.tokenizer, self.tokenizer),
         )
@@ -238,7 +238,7 @@ def with_answers(subject, prompts=False):
     for number, document in enumerate(documents if prompts else ()):
         document["labels"][: 1 + number % 3] = [-100] * (1 + number % 3)
     answers = rollouts.with_responses(subject.student, documents, len(documents))
-    made = [Rows.joined(answers[at : at + 2]) for at in range(0, len(answers), 2)]
+    made = [join_rows(answers[at : at + 2]) for at in range(0, len(answers), 2)]
     return replace(subject, rows=made, rollouts=rollouts, prompts=prompts_of(documents))
 
 
@@ -257,7 +257,7 @@ def informed(loss=None, ema=None):
         first = next(at for at, label in enumerate(labels) if label != -100)
         other = [*ids[: first // 2], *range(250, 251 + number % 5), *ids[first // 2 :]]
         made.append(document | {"teacher_input_ids": other, "teacher_position_ids": list(range(len(other)))})
-    joined = [Rows.joined(made[at : at + 2]) for at in range(0, len(made), 2)]
+    joined = [join_rows(made[at : at + 2]) for at in range(0, len(made), 2)]
     (teacher,) = subject.teacher.models.values()
     return replace(
         subject, teacher=ContextTeacher(teacher if ema is None else AveragedTeacher(teacher, ema)), rows=joined
@@ -293,7 +293,7 @@ def routed(loss=None):
         subject,
         teacher=RoutedTeacher(members, ["code", "talk"]),
         weights=(1.0, 0.75, 0.25),
-        rows=[Rows.joined(made[at : at + 2]) for at in range(0, len(made), 2)],
+        rows=[join_rows(made[at : at + 2]) for at in range(0, len(made), 2)],
         tokenizers=(tokenizer,) * 4,
     )
 
@@ -318,7 +318,7 @@ def routed_informed():
         subject,
         teacher=RoutedTeacher([code, own, talk], ["code", "own", "talk"]),
         weights=(1.0, 1.0, 0.75, 0.25),
-        rows=[Rows.joined(made[at : at + 2]) for at in range(0, len(made), 2)],
+        rows=[join_rows(made[at : at + 2]) for at in range(0, len(made), 2)],
         tokenizers=(plain.tokenizers[0],) * 5,
     )
 
@@ -328,7 +328,7 @@ def routed_across(loss=None):
     both, made = read_by_two("bytes", "merged")
     student, teacher = both
     documents = []
-    for number, part in enumerate(part for row in made for part in SpanRows.documents(row)):
+    for number, part in enumerate(part for row in made for part in split_row(row)):
         part["route"] = [number % 3]
         if number % 3:  # the student's tokens
             ids = part["input_ids"]
@@ -349,7 +349,7 @@ def routed_across(loss=None):
     return CheckSetup(
         tiny_model(student.tokenizer, 1, seed=3),
         RoutedTeacher(members, ["other", "same", "too"]),
-        [RoutedRows.joined(documents[at : at + 2]) for at in range(0, len(documents), 2)],
+        [join_rows(documents[at : at + 2]) for at in range(0, len(documents), 2)],
         Loss.model_validate(loss or TWO_TERMS),
         weights=(1.0, 1.0, 1.0),
         tokenizers=(teacher, student.tokenizer, student.tokenizer, student),

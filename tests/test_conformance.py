@@ -15,7 +15,7 @@ from distill.doctor.check_result import CheckResult
 from distill.doctor.invariants import CHECKS, models_read_the_same_tokens
 from distill.doctor.invariants_rollouts import ROLLOUT_CHECKS
 from distill.doctor.references import REFERENCES
-from distill.doctor.rows import SpanRows
+from distill.doctor.rows import join_rows, split_row
 from distill.objectives.hidden import HiddenFormat
 from distill.recipe import load
 from distill.teachers.backends.stored.read import TeacherCache
@@ -133,7 +133,7 @@ def test_small_copies_keep_two_layers_and_the_weights(place):
 
 def test_rows_of_two_readings_are_cut_after_a_span(place):
     subject = examine.prepare(load("across.yaml"))
-    assert subject.form is SpanRows and len(subject.rows) == examine.ROWS
+    assert len(subject.rows) == examine.ROWS
     for row in subject.rows:
         spans = [row["spans"][at : at + 4] for at in range(0, len(row["spans"]), 4)]
         assert all(0 < a < b <= len(row["input_ids"]) for a, b, _, _ in spans)
@@ -141,7 +141,7 @@ def test_rows_of_two_readings_are_cut_after_a_span(place):
         assert [at for at, label in enumerate(row["labels"]) if label != IGNORE_INDEX] == [a for a, *_ in spans]
         assert max(spans)[1] == len(row["input_ids"]) < 2 * examine.TOKENS
     apart = subject.documents()
-    assert SpanRows.documents(SpanRows.joined(apart[:2])) == apart[:2]
+    assert split_row(join_rows(apart[:2])) == apart[:2]
 
 
 def test_documents_of_a_cache_stay_whole(place):

@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 
 from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.data.collator import Collator
+from distill.doctor.rows import split_row
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.documents import Document, as_row, documents_of
 from distill.generation.on_policy import OnPolicyRollouts
@@ -199,12 +200,12 @@ def test_answers_that_are_others_are_refused():
 def test_documents_keep_the_teachers_reading():
     rows = [dict(row) for row in informed().rows]
     for omit in (False, True):
-        alone = [part for row in rows for part in informed().form.documents(row)]
+        alone = [part for row in rows for part in split_row(row)]
         for given in (rows, alone):
             batch = ContextCollator(Collator(2, omit_plain_positions=omit), 2)(given)
             documents = documents_of(batch)
             assert [d.teacher_ids for d in documents] == [
-                part["teacher_input_ids"] for row in given for part in informed().form.documents(row)
+                part["teacher_input_ids"] for row in given for part in split_row(row)
             ]
             again = ContextCollator(Collator(2, omit_plain_positions=omit), 2)(
                 [as_row([d for d in documents if d.row == number]) for number in range(len(given))]

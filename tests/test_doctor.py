@@ -13,7 +13,7 @@ from distill.cli import run_command
 from distill.data.packing import Documents
 from distill.doctor import examine, invariants_runs
 from distill.doctor.invariants import accumulation_changes_nothing, packing_changes_nothing
-from distill.doctor.rows import Rows, shortened_rows
+from distill.doctor.rows import shortened_rows
 from distill.recipe import load
 from distill.teachers.backends.local import LoadedTeacher
 
@@ -132,10 +132,10 @@ def test_rows_are_cut_around_what_is_learned():
         "position_ids": list(range(400)),
     }
     settings = {"whole": False, "count": 2, "tokens": examine.TOKENS}
-    (cut, _) = shortened_rows([row, row, row], Rows, **settings)
+    (cut, _) = shortened_rows([row, row, row], **settings)
     assert len(cut["input_ids"]) == 216 and cut["labels"][-1] == 215
     with pytest.raises(ValueError, match=r"data\.source: expected at least 2 rows"):
-        shortened_rows([row], Rows, **settings)
+        shortened_rows([row], **settings)
 
 
 @pytest.mark.full

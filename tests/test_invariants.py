@@ -16,7 +16,7 @@ from distill.data.collator import Collator
 from distill.doctor import invariants, reference_loss
 from distill.doctor.check_setup import CheckSetup
 from distill.doctor.invariants import CHECKS
-from distill.doctor.rows import Rows
+from distill.doctor.rows import join_rows, split_row
 from distill.models import head
 from distill.objectives import hidden
 from distill.recipe.loss import Loss
@@ -172,15 +172,13 @@ def padding_joins_the_text(patch):
 
 def masked_token_counts(patch):
     patch.setattr(
-        Rows,
+        invariants,
         "with_masked_end",
-        staticmethod(
-            lambda row, token: {
-                "input_ids": [token, *row["input_ids"]],
-                "labels": [-100, *row["labels"]],
-                "position_ids": [0, *(p + 1 for p in row["position_ids"])],
-            }
-        ),
+        lambda row, token: {
+            "input_ids": [token, *row["input_ids"]],
+            "labels": [-100, *row["labels"]],
+            "position_ids": [0, *(p + 1 for p in row["position_ids"])],
+        },
     )
 
 
@@ -263,7 +261,7 @@ def test_fails_where_its_fault_is_put_in(check, fault, kind, monkeypatch):
 def test_a_mean_of_means_shows_on_rows_that_learn_equally_many_tokens(documents, monkeypatch):
     made = subject()
     made.rows = [
-        Rows.joined([{n: v[:5] for n, v in d.items()} for d in Rows.documents(row)][:documents])
+        join_rows([{n: v[:5] for n, v in d.items()} for d in split_row(row)][:documents])
         for row in rows()
         if row["labels"][1] != -100
     ]
@@ -276,7 +274,7 @@ def test_a_mean_of_means_shows_on_rows_that_learn_equally_many_tokens(documents,
 def test_rows_of_one_document_need_not_keep_documents_apart():
     """OPT's attention is told of no positions: packed it is trained wrongly, with a document a row it is not."""
     checks = (invariants.packing_changes_nothing, invariants.padding_changes_nothing)
-    documents = [document for row in rows() for document in Rows.documents(row)]
+    documents = [document for row in rows() for document in split_row(row)]
     opt = replace(subject(kind="opt", ffn_dim=64, word_embed_proj_dim=32), rows=documents)
     for made, packed, alone in ((opt, [False, False], [None, True]), (subject(), [True, True], [True, True])):
         assert [check(made).passed for check in checks] == packed

@@ -84,7 +84,7 @@ def test_the_end_of_a_turn_that_is_not_learned():
 def test_an_answer_without_its_end(monkeypatch):
     """The fault where answers are made: what ends them is dropped."""
     subject = answering()
-    documents = [part for row in subject.rows for part in subject.form.documents(row)]
+    documents = subject.documents()
     plain = Document(documents[0]["input_ids"], documents[0]["labels"], 0)
     end, made = subject.rollouts.ends[0], []
     for keep in (True, False):

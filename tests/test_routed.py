@@ -9,6 +9,7 @@ from tiny import save_models, tiny_model
 
 from distill.data.collator import Collator, DefaultColumns
 from distill.doctor.invariants import fused_equals_reference, models_read_the_same_tokens
+from distill.doctor.rows import split_row
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.documents import as_row, documents_of
 from distill.generation.on_policy import OnPolicyRollouts
@@ -68,10 +69,7 @@ def test_each_teacher_reads_its_own_documents_only():
 
 def lengths(subject, route):
     """Tokens of a route in each row that has some."""
-    sums = [
-        sum(len(part["input_ids"]) for part in subject.form.documents(row) if part["route"] == [route])
-        for row in subject.rows
-    ]
+    sums = [sum(len(part["input_ids"]) for part in split_row(row) if part["route"] == [route]) for row in subject.rows]
     return [length for length in sums if length]
 
 

@@ -20,7 +20,7 @@ from distill.doctor.reference import Reference
 from distill.doctor.references import reference_of
 from distill.doctor.rewards import advantages_of
 from distill.doctor.rollouts import StudentRollouts
-from distill.doctor.rows import Row, Rows
+from distill.doctor.rows import Row, join_rows, split_row
 from distill.generation.documents import Readers
 from distill.models.patch.packed import keeps_apart
 from distill.objectives.losses import is_soft
@@ -155,20 +155,15 @@ class CheckSetup:
         more = {} if self.loss.rewarded is None else {"advantages": advantages_of(batch)}
         return {name: tensor.to(self.device) for name, tensor in {**batch, **more}.items()}
 
-    @property
-    def form(self) -> type[Rows]:
-        """Return the row type that splits and joins rows."""
-        return self.reference.rows
-
     def documents(self) -> list[dict[str, list[int]]]:
         """Return the documents of all rows."""
-        return [document for row in self.rows for document in self.form.documents(row)]
+        return [document for row in self.rows for document in split_row(row)]
 
     def packed_rows(self) -> list[Row]:
         """Return the rows if one holds several documents, else pairs of them joined, if documents are separated."""
-        if not self.separates_documents or any(len(self.form.documents(row)) > 1 for row in self.rows):
+        if not self.separates_documents or any(len(split_row(row)) > 1 for row in self.rows):
             return list(self.rows)
-        return [self.form.joined(self.rows[at : at + 2]) for at in range(0, len(self.rows), 2)]
+        return [join_rows(self.rows[at : at + 2]) for at in range(0, len(self.rows), 2)]
 
     def uneven_rows(self) -> list[Row]:
         """Return the rows; the first is extended by the second if all have equally many trained tokens.
@@ -177,7 +172,7 @@ class CheckSetup:
         """
         if len({sum(label != IGNORE_INDEX for label in row["labels"]) for row in self.rows}) > 1:
             return list(self.rows)
-        return [self.form.joined(self.rows[:2]), *self.rows[1:]]
+        return [join_rows(self.rows[:2]), *self.rows[1:]]
 
     # -------------------------------------------------------------- measures
 

@@ -31,7 +31,7 @@ from distill.doctor.invariants import CHECKS
 from distill.doctor.invariants_rollouts import ROLLOUT_CHECKS
 from distill.doctor.invariants_runs import RUN_CHECKS
 from distill.doctor.rollouts import StudentRollouts, prompts_of
-from distill.doctor.rows import first_trained, last_tokens, packing_fault, shortened_rows
+from distill.doctor.rows import first_trained, join_rows, last_tokens, packing_fault, shortened_rows
 from distill.generation.from_recipe import require_prompts
 from distill.models.load.adapters import add_lora
 from distill.models.load.quantised import quantised_by_transformers
@@ -196,11 +196,10 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
         copies,
         packs=recipe.data.packing,
     )
-    form, whole = subject.form, teacher.rows.whole_documents
-    subject.packing_fault = packing_fault(splits.train, alone.train, form)
+    subject.packing_fault = packing_fault(splits.train, alone.train)
     subject.data_fault = next(iter(data_problems(source, splits)), None)
-    subject.last_tokens = last_tokens(splits.train, form, recipe.data.max_length)
-    subject.rows = shortened_rows(splits.train, form, whole=whole, count=ROWS, tokens=TOKENS)
+    subject.last_tokens = last_tokens(splits.train, recipe.data.max_length)
+    subject.rows = shortened_rows(splits.train, whole=teacher.rows.whole_documents, count=ROWS, tokens=TOKENS)
     return _with_rollouts(subject, recipe, pair, splits.report.format)
 
 
@@ -238,8 +237,8 @@ def _with_rollouts(subject: CheckSetup, recipe: Recipe, pair: ModelPair, format:
     if len(learned) < 2:
         raise ValueError(f"data.on_policy: expected at least 2 rollouts to train on, got {len(learned)}")
     rows: list[Any] = [row for row, _ in learned]
-    packed = [subject.form.joined(rows[at : at + 2]) for at in range(0, len(rows) - 2, 2)]
-    packed.append(subject.form.joined(rows[2 * len(packed) :]))
+    packed = [join_rows(rows[at : at + 2]) for at in range(0, len(rows) - 2, 2)]
+    packed.append(join_rows(rows[2 * len(packed) :]))
     rows = packed if len(packed) > 1 and recipe.data.packing else rows
     return replace(subject, rows=rows, rollouts=rollouts, readers=readers, prompts=[prompt for _, prompt in learned])
 

@@ -27,6 +27,7 @@ from transformers import TrainingArguments
 from distill.doctor.check_result import CheckResult
 from distill.doctor.check_setup import TOLERANCE, CheckSetup, Gradients, take_gradients
 from distill.doctor.rollouts import prompts_of
+from distill.doctor.rows import join_rows, with_masked_end
 from distill.models.head import bare, decoder_of, find_head
 from distill.teachers.diagnose import diagnose_teacher
 from distill.training.trainer import DistillationTrainer
@@ -117,7 +118,7 @@ def packing_changes_nothing(subject: CheckSetup) -> CheckResult:
         return CheckResult("packing", None, "the models do not separate documents of a row, and data.packing is false")
     alone = [document for document in subject.documents() if len(document["input_ids"]) > 1]
     alone = (alone if len(alone) > 1 else alone * 2)[: 2 * len(subject.rows)]
-    packed = [subject.form.joined(alone[index : index + 2]) for index in range(0, len(alone), 2)]
+    packed = [join_rows(alone[index : index + 2]) for index in range(0, len(alone), 2)]
     apart = torch.cat([subject.token_losses([document])[0] for document in alone])
     together = torch.cat([subject.token_losses([row])[0] for row in packed])
     return _within_tolerance(
@@ -141,9 +142,7 @@ def padding_changes_nothing(subject: CheckSetup) -> CheckResult:
         subject.token_losses(pad_to_multiple_of=length + 7, pad_token_id=5),
     ]
     if not subject.teacher.rows.whole_documents:
-        results += [
-            subject.token_losses([subject.form.with_masked_end(row, token) for row in subject.rows]) for token in (1, 7)
-        ]
+        results += [subject.token_losses([with_masked_end(row, token) for row in subject.rows]) for token in (1, 7)]
     masked = "" if subject.teacher.rows.whole_documents else ", and after a masked token"
     if subject.separates_documents:
         results.append(subject.token_losses(padding_side="left"))

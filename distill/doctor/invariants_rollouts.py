@@ -59,7 +59,7 @@ def rollouts_end(subject: CheckSetup) -> CheckResult:
     if rollouts is None:
         return CheckResult("end of turn", None, NOT_ON_POLICY)
     missing = sum(token not in rollouts.ends for token in subject.last_tokens)
-    open_ended, documents = 0, [part for row in subject.rows for part in subject.form.documents(row)]
+    open_ended, documents = 0, subject.documents()
     for document in documents:
         learned = [label for label in document["labels"] if label != IGNORE_INDEX]
         if starts := document.get("answer_starts"):  # labels at the begins of spans alone

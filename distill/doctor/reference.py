@@ -22,7 +22,7 @@ from distill.doctor.reference_layers import layer_loss
 from distill.doctor.reference_loss import Mixture, SampledTokens, mixed_log_probabilities, shift_left, token_loss
 from distill.doctor.remote_outputs import column_prefix, logits_of
 from distill.doctor.rewards import advantage_of
-from distill.doctor.rows import Row, Rows, TwoPromptRows
+from distill.doctor.rows import Row, split_row
 from distill.models.load.vocabulary import compare
 from distill.objectives.losses import LogitTransforms, TargetLoss, build_loss
 from distill.objectives.targets import Batch
@@ -55,11 +55,6 @@ class Reference:
     def __init__(self, teacher: Teacher, weights: Sequence[float] = (1.0,), tokenizers: Any = None) -> None:
         self.teacher: Any = teacher
         self.weights, self.tokenizers = tuple(weights), tokenizers
-
-    @property
-    def rows(self) -> type[Rows]:
-        """Return the row type that splits and joins rows."""
-        return TwoPromptRows if self.teacher.rows.reading == "context" else Rows
 
     @property
     def mixed(self) -> Sequence[Any]:
@@ -102,14 +97,14 @@ class Reference:
 
     def advantages(self, rows: Sequence[Row]) -> torch.Tensor:
         """Return the advantage of each trained token [N] by the reward that doctor uses, document by document."""
-        documents = [document["labels"] for row in rows for document in self.rows.documents(row)]
+        documents = [document["labels"] for row in rows for document in split_row(row)]
         return torch.tensor(
             [advantage_of(labels) for labels in documents for label in labels[1:] if label != IGNORE_INDEX]
         )
 
     def teacher_logits(self, rows: Sequence[Row], device: torch.device) -> Mixture:
         """Return each member's weight and full logits [N, V] at the trained positions, document by document."""
-        documents = [document for row in rows for document in self.rows.documents(row)]
+        documents = [document for row in rows for document in split_row(row)]
         return [
             (share, torch.cat([logits_of(member, document, device) for document in documents]))
             for share, member in zip(self.weights, self.mixed, strict=True)

@@ -15,7 +15,7 @@ from distill.doctor.reference import Reads, Reference, Verdict
 from distill.doctor.reference_spans import SpansReference, figures_of
 from distill.doctor.reference_top_k import TopKReference
 from distill.doctor.remote_outputs import column_prefix
-from distill.doctor.rows import RoutedRows, Row, Rows, bounds
+from distill.doctor.rows import Row, bounds, split_row
 from distill.models.head import LogitTransform
 from distill.objectives.targets import Batch, TargetFormat
 from distill.objectives.top_k import TopKFormat
@@ -29,11 +29,6 @@ OTHERS: dict[type[TargetFormat], type[Reference]] = {SpansFormat: SpansReference
 
 class RoutedReference(Reference):
     """Reference of several teachers by route; `weights` has one per teacher, route after route."""
-
-    @property
-    def rows(self) -> type[Rows]:
-        """Return the row type with a route for each document."""
-        return RoutedRows
 
     @functools.cached_property
     def by_route(self) -> list[Reference]:
@@ -57,7 +52,7 @@ class RoutedReference(Reference):
         total, count = torch.zeros((), dtype=torch.float64, device=device), 0
         heads = self.teacher.format.pair(LogitTransform(), student.get_output_embeddings().weight.shape[0], columns)
         for row in rows:
-            for document in self.rows.documents(row):
+            for document in split_row(row):
                 own = self.by_route[document["route"][0]]
                 own.dtype = self.dtype
                 losses, learned = own.document_loss(student, document, device, loss, heads.columns)

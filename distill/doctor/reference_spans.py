@@ -19,7 +19,7 @@ from distill.data.collator import valid_rows
 from distill.doctor.reference import INPUTS, Reference, Verdict, largest_magnitude
 from distill.doctor.reference_loss import OF_KLS, as_specified, divergence_from_kl
 from distill.doctor.remote_outputs import logits_of
-from distill.doctor.rows import Row, Rows, SpanRows
+from distill.doctor.rows import Row, split_row
 from distill.objectives.losses import LogitTransforms, build_loss, loss_terms
 from distill.objectives.span_loss import CrossTokenizerLoss, Spans, SpanTargets
 from distill.objectives.targets import Batch, StepInputs
@@ -32,11 +32,6 @@ from distill.teachers.rows.retokenised.vocabularies import compare_by_bytes
 
 class SpansReference(Reference):
     """Reference of aligned spans. `tokenizers` are `Reader`s, or None in a process that only trains."""
-
-    @property
-    def rows(self) -> type[Rows]:
-        """Return the row type with both tokenisations."""
-        return SpanRows
 
     @functools.cached_property
     def shared(self) -> Shared:
@@ -64,7 +59,7 @@ class SpansReference(Reference):
     def _teacher_logits(self, row: Row, device: torch.device) -> torch.Tensor:
         """Full logits [S', V] over the teacher's reading, each document by itself; 0 where nothing is compared."""
         found: list[torch.Tensor] = []
-        for document in self.rows.documents(row):
+        for document in split_row(row):
             own = CrossCollator.teacher_row(document)
             places = valid_rows(torch.as_tensor(own["labels"], device=device)[None])
             logits = logits_of(self.teacher, document, device)

@@ -36,8 +36,7 @@ LAYERS = {
     "stored": "distill.teachers.backends.stored.source:StoredSource",
     "context": "distill.teachers.rows.context.teacher:ContextSource",
     "cross": "distill.teachers.rows.retokenised.teacher:CrossSource",
-    "mixture": "distill.teachers.combination.mixture:MixtureSource",
-    "routes": "distill.teachers.combination.routes:RoutedSource",
+    "several": "distill.teachers.combination.source:SeveralSource",
 }
 
 
@@ -47,10 +46,8 @@ def source_of(recipe: Recipe) -> TeacherSource:
     members = [source_for(recipe, section, field) for field, section in description.members.items()]
     if not recipe.teachers:
         return members[0]
-    together: TeacherSource = resolve_name(LAYERS["routes" if description.routes else "mixture"])(
-        recipe, description, members
-    )
-    return together
+    several: TeacherSource = resolve_name(LAYERS["several"])(recipe, description, members)
+    return several
 
 
 def source_for(recipe: Recipe, section: TeacherSection, field: str) -> TeacherSource:

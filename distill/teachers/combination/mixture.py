@@ -22,36 +22,19 @@ from distill_kernels import TeacherHead
 from torch import nn
 
 from distill.core.ranks import is_main_process
-from distill.data.load import Splits
 from distill.generation.greedy import generate
-from distill.models.flops import sum_flops
 from distill.models.head import LogitTransform
 from distill.models.load.fingerprint import model_identity
-from distill.models.load.loading import load_tokenizer
-from distill.models.load.vocabulary import compare
 from distill.objectives.hidden import FusedFormat, HiddenFormat, pairing_of
 from distill.objectives.losses import TargetLoss
-from distill.objectives.measure import KL
 from distill.objectives.targets import Batch, HeadForward, LossResult, TargetProperties, VocabularyAlignment
-from distill.recipe import Data, Generate, ModelSection, Recipe
-from distill.recipe.teachers import TeacherDescription
+from distill.recipe import Generate
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.capabilities import CopiesTruncated, Layer, Part, Prompt, Responds, truncated_copy
-from distill.teachers.combination.mixture_model import MixtureModel
-from distill.teachers.footprint import Footprint, FootprintContext
-from distill.teachers.interface import AcceptedRows, Collate, LoadContext, Teacher, TeacherSource
-from distill.teachers.rows.context.data import ContextCollator, load_context_data
+from distill.teachers.interface import AcceptedRows, Collate, Teacher
+from distill.teachers.rows.context.data import ContextCollator
 from distill.teachers.rows.context.teacher import ContextTeacher
 from distill.teachers.rows.reading import PREFIX
-from distill.teachers.source_capabilities import (
-    SourceLayer,
-    SourcePart,
-    files_of,
-    measure_of_source,
-    note_data,
-    of_member,
-)
-from distill.teachers.vocabulary import Vocabulary, is_synthetic
 
 log = logging.getLogger(__name__)
 MEMBER = re.compile(r"member\d+_")  # prefix of a member's own columns
@@ -228,124 +211,44 @@ class MixtureCollator:
         return batch | more
 
 
-class MixtureSource(TeacherSource, SourceLayer):
-    """Several teachers of a recipe.
+class MixtureModel(nn.Module):
+    """Several causal language models that generate together: each token is sampled from the mixture.
 
-    Args:
-        recipe: Recipe of the run.
-        description: Sections and weights of the teachers.
-        members: Sources of the teachers, in the order of the description.
+    The first one has a KV cache, the others read the whole text for every token: meant for samples, not bulk.
     """
 
-    def __init__(self, recipe: Recipe, description: TeacherDescription, members: Sequence[TeacherSource]) -> None:
-        self.recipe, self.weights, self.given = recipe, description.weights, list(members)
-        self.all_sections = description.members
-        self.sections = {field: section for field, section in description.members.items() if section.is_loaded}
+    def __init__(self, members: Sequence[nn.Module], weights: Sequence[float]) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(members)
+        self.weights = tuple(weights)
 
     @property
-    def members(self) -> list[TeacherSource]:
-        """Sources of the teachers."""
-        return self.given
+    def config(self) -> Any:
+        """Configuration of the first model, whose tokenizer makes the data."""
+        return self.members[0].config
 
-    def named(self) -> Iterator[tuple[str, TeacherSource]]:
-        """Yield the teachers' sources as they are given, by the recipe's field of each."""
-        return zip(self.all_sections, self.given, strict=True)
+    @property
+    def generation_config(self) -> Any:
+        """Generation configuration of the first model."""
+        return self.members[0].generation_config
 
-    def parts(self) -> list[SourcePart]:
-        """Return the members, each with the rows that it reads."""
-        return [
-            SourcePart(member, functools.partial(self.member_splits, number), number)
-            for number, member in enumerate(self.members)
-        ]
+    @generation_config.setter
+    def generation_config(self, value: Any) -> None:
+        self.members[0].generation_config = value
 
-    def member_splits(self, number: int, splits: Splits) -> Splits:
-        """Return the rows that a member reads."""
-        return splits
+    def generate(self, **arguments: Any) -> Any:
+        """Return what `generate` of transformers does, with tokens sampled from the mixture."""
+        from transformers import LogitsProcessorList
 
-    def mixed(self) -> list[int]:
-        """Return the numbers of the teachers that are mixed with others."""
-        return list(range(len(self.given)))
+        first: Any = self.members[0]
+        return first.generate(**arguments, logits_processor=LogitsProcessorList([self._mix_scores]))
 
-    def vocabulary(self) -> Vocabulary:
-        return MixtureVocabulary(self)
-
-    def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
-        settings: Any = {"cuda": cuda, "sharded": sharded, "family": family}
-        texts = [(n, text) for n, member in enumerate(self.members) for text in member.problems(**settings)]
-        for number in self.mixed():
-            if (measure := measure_of_source(self.members[number])) != KL:
-                needed = "expected the hidden states of each teacher of a mixture"
-                texts.append((number, f"teacher.path: {needed}, got {measure.name}; distill cache --hidden"))
-        return [*(of_member(*each) for each in texts), *[SHARDED] * sharded]
-
-    def footprint(self, context: FootprintContext) -> Footprint:
-        """All teachers are held, and run one after another; the loss reads hidden states one teacher at a time."""
-        parts = [member.footprint(context) for member in self.members]
-        spaces = [part.workspace for part in parts if part.workspace is not None]
-        return parts[0]._replace(
-            workspace=max(spaces, default=None),
-            wide_head_gradient=any(part.wide_head_gradient for part in parts),
-            weights=sum(part.weights for part in parts),
-            token_bytes=sum(part.token_bytes for part in parts),
-            flops=sum_flops(part.flops for part in parts),
-        )
-
-    def title(self) -> str:
-        return " + ".join(
-            f"{weight:.2f} x {member.title()}" + (f" with {section.adapter}" if section.adapter else "")
-            for weight, member, section in zip(self.weights, self.members, self.all_sections.values(), strict=True)
-        )
-
-    def open(self, context: LoadContext, vocabulary: Vocabulary) -> Teacher:
-        sections = list(self.all_sections.values())
-        for number, section in enumerate(sections):
-            same = [
-                other for other in sections[:number] if (other.model, other.config) == (section.model, section.config)
-            ]
-            if section.is_loaded and same:
-                log.info("teachers.%d: %s is loaded a second time", number, section.model or section.config)
-        return MixtureTeacher([member.open(context, vocabulary) for member in self.members], self.weights)
-
-
-class MixtureVocabulary(Vocabulary):
-    """One tokenizer for several teachers and a student."""
-
-    def __init__(self, source: MixtureSource, section: ModelSection | None = None) -> None:
-        """Read the tokenizer of the data: that of `section`, else the first teacher's."""
-        if section is None:
-            files = files_of(source)
-            section = files.config_section() if is_synthetic(source.recipe.data) else files.tokenizer_section()
-        super().__init__(source.recipe, section)
-        self.source = source
-
-    def read(self, data: Data, seed: int) -> Splits:
-        contexts = [own.context for own in self.source.all_sections.values() if own.context is not None]
-        if contexts:  # all the same
-            splits = load_context_data(data, self.tokenizer, contexts[0], seed=seed)
-        else:
-            splits = super().read(data, seed)
-        note_data(self.source, splits)
-        return splits
-
-    def tokenizers(self) -> list[Any] | None:
-        if self.tokenizer is None:
-            return None
-        return [self.tokenizer, *(other for _, other in self._others()), self.student_tokenizer]
-
-    def prepare(self) -> None:
-        """Compare every teacher's tokenizer, and the student's, with the first one's."""
-        if self.tokenizer is not None:
-            for field, other in self._others():
-                compare(self.tokenizer, other).require(field=f"{field}.model")
-        super().prepare()
-
-    def _others(self) -> Iterator[tuple[str, Any]]:
-        """Yield the tokenizers that have to be that of the data, by the recipe's field of each."""
-        for field, member in list(self.source.named())[1:]:
-            yield field, load_tokenizer(files_of(member).tokenizer_section(), field)
-
-
-SHARDED = (
-    "parallel.teacher: several teachers cannot be sharded over the devices, and do not fit as copies; name fewer or "
-    "smaller ones, or set it to copied"
-)
+    def _mix_scores(self, ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Return the mixture's log-probabilities [B, V] in place of the first model's scores."""
+        rows = [scores]
+        rows += [model(input_ids=ids, use_cache=False).logits[:, -1] for model in self.members[1:]]
+        columns = min(row.shape[-1] for row in rows)
+        mixed = torch.full_like(scores, -torch.inf)
+        parts = [weight * row[:, :columns].float().softmax(-1) for weight, row in zip(self.weights, rows, strict=True)]
+        mixed[:, :columns] = torch.stack(parts).sum(0).log().to(scores.dtype)
+        return mixed  # type: ignore[return-value]

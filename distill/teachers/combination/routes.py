@@ -7,29 +7,20 @@ routes, each over its own tokens and divided by the tokens of all, are added up.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 from distill_kernels import LossTerm, TokenStats
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from distill.core.labels import IGNORE_INDEX
-from distill.data.chat import ChatOptions, load_template
-from distill.data.formats import Format
-from distill.data.load import Splits, load_rows
-from distill.data.report import DataReport
-from distill.data.tokenise import Encoder, RowEncoder
-from distill.models.flops import sum_flops
+from distill.data.tokenise import Encoder
 from distill.models.head import LogitTransform
 from distill.models.load.fingerprint import model_identity
-from distill.models.load.loading import load_tokenizer
-from distill.models.load.vocabulary import compare
 from distill.objectives.hidden import pairing_of
 from distill.objectives.losses import PER_ROUTE, LossSpec, TargetLoss
-from distill.objectives.measure import Measure, together
+from distill.objectives.measure import together
 from distill.objectives.span_loss import SpanTargets
 from distill.objectives.targets import (
     Batch,
@@ -42,8 +33,6 @@ from distill.objectives.targets import (
 )
 from distill.objectives.token_comparison import ComparesTokens, token_comparison
 from distill.objectives.top_k import TopKFormat
-from distill.recipe import Data, Part, Recipe
-from distill.recipe.teachers import TeacherDescription
 from distill.teachers.capabilities import (
     ChecksFirstBatch,
     CopiesTruncated,
@@ -53,23 +42,14 @@ from distill.teachers.capabilities import (
     truncated_copy,
 )
 from distill.teachers.combination.mixture import (
-    MixtureSource,
     MixtureTeacher,
-    MixtureVocabulary,
     SeveralTeachers,
 )
-from distill.teachers.combination.route_data import POINTERS, RoutedCollator, RoutedEncoder, RouteRows
-from distill.teachers.footprint import Footprint, FootprintContext
-from distill.teachers.interface import Collate, LoadContext, TeacherSource
+from distill.teachers.combination.route_data import POINTERS, RoutedCollator
+from distill.teachers.interface import Collate
 from distill.teachers.interface import Teacher as AnyTeacher
-from distill.teachers.rows.context.data import ContextEncoder, ContextReport
 from distill.teachers.rows.reading import PREFIX, at_positions
-from distill.teachers.rows.retokenised.answers import TeacherReader
-from distill.teachers.rows.retokenised.data import CrossReport
-from distill.teachers.rows.retokenised.encode import PairEncoder, Reader
-from distill.teachers.rows.retokenised.teacher import CrossSource, CrossVocabulary, SpansFormat
-from distill.teachers.source_capabilities import Measures, files_of, measure_of_source, note_data
-from distill.teachers.vocabulary import Match, Vocabulary
+from distill.teachers.rows.retokenised.teacher import SpansFormat
 
 E = TypeVar("E", bound=Encoder)
 
@@ -284,135 +264,3 @@ class RoutedTeacher(SeveralTeachers, ChecksFirstBatch, CopiesTruncated, Describe
 
     def _named(self) -> Iterator[tuple[str, AnyTeacher]]:
         return zip(self.routes, self.members, strict=True)
-
-
-class RoutedSource(MixtureSource, Measures):
-    """Several teachers of a recipe, by route; arguments as of `MixtureSource`."""
-
-    def __init__(self, recipe: Recipe, description: TeacherDescription, members: Sequence[TeacherSource]) -> None:
-        super().__init__(recipe, description, members)
-        self.routes = description.routes
-        self.contexts = {
-            route: section.context
-            for route, section in zip(self.routes, self.all_sections.values(), strict=True)
-            if section.context is not None
-        }
-
-    @functools.cached_property
-    def members(self) -> list[TeacherSource]:
-        """Sources of the teachers; one whose tokenizer is another than the student's reads the text by its own."""
-        if self.recipe.student.vocabulary != "cross":
-            return self.given
-        own = load_tokenizer(self.recipe.student, "student")
-        others = [load_tokenizer(files_of(source).tokenizer_section(), field) for field, source in self.named()]
-        return [
-            source if compare(other, own).compatible else CrossSource(source)
-            for other, source in zip(others, self.given, strict=True)
-        ]
-
-    def mixed(self) -> list[int]:
-        return [number for number, route in enumerate(self.routes) if self.routes.count(route) > 1]
-
-    def measure(self) -> Measure:
-        return together([measure_of_source(member) for member in self.members])
-
-    def member_splits(self, number: int, splits: Splits) -> Splits:
-        """Return the documents of a member's route."""
-        route = list(dict.fromkeys(self.routes)).index(self.routes[number])
-        train, validation = (RouteRows(rows, route) for rows in splits[:2])
-        return splits._replace(train=train, validation=validation)
-
-    def vocabulary(self) -> RoutedVocabulary:
-        return RoutedVocabulary(self)
-
-    def footprint(self, context: FootprintContext) -> Footprint:
-        """All teachers are held; each token goes through the teachers of one route, at most the costliest."""
-        parts = [member.footprint(context) for member in self.members]
-        owned = list(zip(self.routes, parts, strict=True))
-        works = [[part.flops for own, part in owned if own == route] for route in set(self.routes)]
-        work = [total for own in works if (total := sum_flops(own)) is not None]
-        costliest = max(work, key=lambda each: each.total(1, 1, 1)) if len(work) == len(works) else None
-        token_bytes = 2 * sum(part.token_bytes for part in parts)
-        return super().footprint(context)._replace(flops=costliest, token_bytes=token_bytes)
-
-    def title(self) -> str:
-        named = zip(self.routes, self.members, strict=True)
-        return ", ".join(f"{route}: {member.title()}" for route, member in named)
-
-    def open(self, context: LoadContext, vocabulary: Vocabulary) -> RoutedTeacher:
-        assert isinstance(vocabulary, RoutedVocabulary)
-        opened = [
-            member.open(context, vocabulary.others.get(number, vocabulary))
-            for number, member in enumerate(self.members)
-        ]
-        groups = {route: [n for n, own in enumerate(self.routes) if own == route] for route in self.routes}
-        members = [
-            opened[own[0]]
-            if len(own) == 1
-            else MixtureTeacher([opened[n] for n in own], [self.weights[n] for n in own])
-            for own in groups.values()
-        ]
-        return RoutedTeacher(members, list(groups))
-
-
-class RoutedVocabulary(MixtureVocabulary):
-    """The student's tokenizer, and those of teachers who read the text by their own; each row has its route."""
-
-    def __init__(self, source: RoutedSource) -> None:
-        super().__init__(source, source.recipe.student if source.recipe.student.vocabulary == "cross" else None)
-        self.routes, self.contexts = list(dict.fromkeys(source.routes)), source.contexts
-
-    @functools.cached_property
-    def others(self) -> dict[int, CrossVocabulary]:
-        """Vocabularies of the routes, by number, whose teacher has a tokenizer of its own, alone on its route."""
-        members = enumerate(self.source.members)
-        return {number: member.vocabulary() for number, member in members if isinstance(member, CrossSource)}
-
-    def read(self, data: Data, seed: int) -> Splits:
-        template = load_template(data.chat_template, self.tokenizer)
-
-        def encoder(format: Format, part: Part) -> RoutedEncoder:
-            own, options = part.data, ChatOptions.of(part.data)
-
-            def made(kind: type[E]) -> E:
-                return kind(self.tokenizer, format, template, max_length=own.max_length, options=options)
-
-            here = [number for number, route in enumerate(self.routes) if part.teacher in (None, route)]
-            readers: dict[int, RowEncoder] = {}
-            for number in here:
-                if (context := self.contexts.get(self.routes[number])) is not None:
-                    readers[number] = made(ContextEncoder).after(context)
-                if (other := self.others.get(number)) is not None:
-                    readers[number] = PairEncoder(*other.readers, format, max_length=own.max_length, options=options)
-            kinds = [ContextEncoder] * bool(self.contexts) + [PairEncoder] * bool(self.others)
-            return made(RoutedEncoder).by(own.fields.teacher, self.routes, part.teacher).with_readers(readers, kinds)
-
-        report = CrossReport if self.others else ContextReport if self.contexts else DataReport
-        templates = [template, *(other.readers[1].template for other in self.others.values())]
-        splits = load_rows(data, encoder, templates, seed=seed, report_type=report)
-        note_data(self.source, splits)
-        return splits
-
-    def tokenizers(self) -> list[PreTrainedTokenizerBase | Reader] | None:
-        """Return the tokenizers of every teacher and, last, of the student; `Reader`s where they differ."""
-        if not self.others:
-            return super().tokenizers()
-        (student, _), *_ = (other.readers for other in self.others.values())
-        count = len(self.source.members)
-        return [self.others[n].readers[1] if n in self.others else self.tokenizer for n in range(count)] + [student]
-
-    def _others(self) -> Iterator[tuple[str, PreTrainedTokenizerBase]]:
-        return iter(()) if self.source.recipe.student.vocabulary == "cross" else super()._others()
-
-    def answer_readers(self) -> dict[int | None, TeacherReader]:
-        return {number: reader for number, other in self.others.items() for reader in other.answer_readers().values()}
-
-    def match(self, teacher_rows: list[int], student_rows: int) -> Match:
-        """Return the alignment of the teachers of the student's tokens; of others the shared tokens are in words."""
-        same = [rows for number, rows in enumerate(teacher_rows) if number not in self.others]
-        found = super().match(same, student_rows) if same else Match(None, "")
-        apart = [
-            f"{self.routes[n]}: {other.match([teacher_rows[n]], student_rows).verdict}"
-            for n, other in self.others.items()
-        ]
-        return found._replace(verdict="; ".join(filter(None, [found.verdict, *apart])))

@@ -1,0 +1,264 @@
+"""Source and tokenizers of a recipe's several teachers, on routes of their own or all on one (a mixture)."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from distill.data.chat import ChatOptions, load_template
+from distill.data.formats import Format
+from distill.data.load import Splits, load_rows
+from distill.data.report import DataReport
+from distill.data.tokenise import Encoder, RowEncoder
+from distill.models.flops import sum_flops
+from distill.models.load.loading import load_tokenizer
+from distill.models.load.vocabulary import compare
+from distill.objectives.measure import KL, Measure, together
+from distill.recipe import Data, ModelSection, Part, Recipe
+from distill.recipe.teachers import TeacherDescription
+from distill.teachers.combination.mixture import MixtureTeacher
+from distill.teachers.combination.route_data import RoutedEncoder, RouteRows
+from distill.teachers.combination.routes import RoutedTeacher
+from distill.teachers.footprint import Footprint, FootprintContext
+from distill.teachers.interface import LoadContext, Teacher, TeacherSource
+from distill.teachers.rows.context.data import ContextEncoder, ContextReport, load_context_data
+from distill.teachers.rows.retokenised.answers import TeacherReader
+from distill.teachers.rows.retokenised.data import CrossReport
+from distill.teachers.rows.retokenised.encode import PairEncoder, Reader
+from distill.teachers.rows.retokenised.teacher import CrossSource, CrossVocabulary
+from distill.teachers.source_capabilities import (
+    Measures,
+    SourceLayer,
+    SourcePart,
+    files_of,
+    measure_of_source,
+    note_data,
+    of_member,
+)
+from distill.teachers.vocabulary import Match, Vocabulary, is_synthetic
+
+E = TypeVar("E", bound=Encoder)
+SHARDED = (
+    "parallel.teacher: several teachers cannot be sharded over the devices, and do not fit as copies; name fewer or "
+    "smaller ones, or set it to copied"
+)
+log = logging.getLogger(__name__)
+
+
+class SeveralSource(TeacherSource, SourceLayer, Measures):
+    """Several teachers of a recipe.
+
+    Args:
+        recipe: Recipe of the run.
+        description: Description of its teachers.
+        members: Sources of the teachers, in that order.
+
+    Attributes:
+        groups: Numbers of the teachers by route; all on one of no name in a mixture.
+        is_routed: True where each row has its route.
+    """
+
+    def __init__(self, recipe: Recipe, description: TeacherDescription, members: Sequence[TeacherSource]) -> None:
+        self.recipe, self.weights, self.given = recipe, description.weights, list(members)
+        self.all_sections = description.members
+        self.sections = {field: section for field, section in description.members.items() if section.is_loaded}
+        self.is_routed = bool(description.routes)
+        routes = description.routes or ("",) * len(self.given)
+        self.groups = {route: [n for n, own in enumerate(routes) if own == route] for route in dict.fromkeys(routes)}
+
+    @functools.cached_property
+    def members(self) -> list[TeacherSource]:
+        """Sources of the teachers; one whose tokenizer is another than the student's reads the text by its own."""
+        if self.recipe.student.vocabulary != "cross":
+            return self.given
+        own = load_tokenizer(self.recipe.student, "student")
+        others = [load_tokenizer(files_of(source).tokenizer_section(), field) for field, source in self.named()]
+        return [
+            source if compare(other, own).compatible else CrossSource(source)
+            for other, source in zip(others, self.given, strict=True)
+        ]
+
+    def named(self) -> Iterator[tuple[str, TeacherSource]]:
+        """Yield the teachers' sources as they are given, by the recipe's field of each."""
+        return zip(self.all_sections, self.given, strict=True)
+
+    def parts(self) -> list[SourcePart]:
+        """Return the members, each with the rows that it reads: the documents of its route."""
+        return [
+            SourcePart(member, functools.partial(self._rows_of, self.route_of(number)), number)
+            for number, member in enumerate(self.members)
+        ]
+
+    def route_of(self, number: int) -> int:
+        """Return the number of a teacher's route."""
+        return next(route for route, group in enumerate(self.groups.values()) if number in group)
+
+    def _rows_of(self, route: int, splits: Splits) -> Splits:
+        if not self.is_routed:
+            return splits
+        train, validation = (RouteRows(rows, route) for rows in splits[:2])
+        return splits._replace(train=train, validation=validation)
+
+    def vocabulary(self) -> SeveralVocabulary:
+        return SeveralVocabulary(self)
+
+    def measure(self) -> Measure:
+        return together([measure_of_source(member) for member in self.members])
+
+    def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
+        settings: Any = {"cuda": cuda, "sharded": sharded, "family": family}
+        texts = [(n, text) for n, member in enumerate(self.members) for text in member.problems(**settings)]
+        for number in (number for group in self.groups.values() if len(group) > 1 for number in group):
+            if (measure := measure_of_source(self.members[number])) != KL:
+                needed = "expected the hidden states of each teacher of a mixture"
+                texts.append((number, f"teacher.path: {needed}, got {measure.name}; distill cache --hidden"))
+        return [*(of_member(*each) for each in texts), *[SHARDED] * sharded]
+
+    def footprint(self, context: FootprintContext) -> Footprint:
+        """Return the footprint of all teachers, which are held together; the loss reads one teacher's states at a time.
+
+        A token goes through the teachers of one route, at most the costliest.
+        """
+        parts = [member.footprint(context) for member in self.members]
+        spaces = [part.workspace for part in parts if part.workspace is not None]
+        works = [sum_flops(parts[number].flops for number in group) for group in self.groups.values()]
+        known = [work for work in works if work is not None]
+        return parts[0]._replace(
+            workspace=max(spaces, default=None),
+            wide_head_gradient=any(part.wide_head_gradient for part in parts),
+            weights=sum(part.weights for part in parts),
+            token_bytes=(2 if self.is_routed else 1) * sum(part.token_bytes for part in parts),
+            flops=max(known, key=lambda each: each.total(1, 1, 1)) if len(known) == len(works) else None,
+        )
+
+    def title(self) -> str:
+        if self.is_routed:
+            return ", ".join(
+                f"{route}: {self.members[n].title()}" for route, group in self.groups.items() for n in group
+            )
+        return " + ".join(
+            f"{weight:.2f} x {member.title()}" + (f" with {section.adapter}" if section.adapter else "")
+            for weight, member, section in zip(self.weights, self.members, self.all_sections.values(), strict=True)
+        )
+
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> Teacher:
+        assert isinstance(vocabulary, SeveralVocabulary)
+        sections = list(self.all_sections.values())
+        for number, section in enumerate(sections):
+            same = [
+                other for other in sections[:number] if (other.model, other.config) == (section.model, section.config)
+            ]
+            if section.is_loaded and same:
+                log.info("teachers.%d: %s is loaded a second time", number, section.model or section.config)
+        opened = [
+            member.open(context, vocabulary.others.get(number, vocabulary))
+            for number, member in enumerate(self.members)
+        ]
+        found: list[Teacher] = []
+        for group in self.groups.values():
+            several, shares = [opened[n] for n in group], [self.weights[n] for n in group]
+            found.append(several[0] if self.is_routed and len(group) == 1 else MixtureTeacher(several, shares))
+        return RoutedTeacher(found, list(self.groups)) if self.is_routed else found[0]
+
+
+class SeveralVocabulary(Vocabulary):
+    """Tokenizer of several teachers and a student, and those of teachers on routes that read the text by their own."""
+
+    def __init__(self, source: SeveralSource) -> None:
+        recipe, self.source = source.recipe, source
+        section: ModelSection = recipe.student
+        if recipe.student.vocabulary != "cross":
+            files = files_of(source)
+            section = files.config_section() if is_synthetic(recipe.data) else files.tokenizer_section()
+        super().__init__(recipe, section)
+
+    @functools.cached_property
+    def others(self) -> dict[int, CrossVocabulary]:
+        """Vocabularies of the routes, by number, whose teacher has a tokenizer of its own, alone on its route."""
+        members = enumerate(self.source.members)
+        return {number: member.vocabulary() for number, member in members if isinstance(member, CrossSource)}
+
+    def read(self, data: Data, seed: int) -> Splits:
+        sections = self.source.all_sections.values()
+        contexts = [section.context for section in sections if section.context is not None]
+        if self.source.is_routed:
+            splits = self._read_routes(data, seed)
+        elif contexts:  # all the same
+            splits = load_context_data(data, self.tokenizer, contexts[0], seed=seed)
+        else:
+            splits = super().read(data, seed)
+        note_data(self.source, splits)
+        return splits
+
+    def _read_routes(self, data: Data, seed: int) -> Splits:
+        source, template = self.source, load_template(data.chat_template, self.tokenizer)
+        routes = list(source.groups)
+        contexts = {
+            source.route_of(number): section.context
+            for number, section in enumerate(source.all_sections.values())
+            if section.context is not None
+        }
+        others = {source.route_of(number): other for number, other in self.others.items()}
+
+        def encoder(format: Format, part: Part) -> RoutedEncoder:
+            own, options = part.data, ChatOptions.of(part.data)
+
+            def made(kind: type[E]) -> E:
+                return kind(self.tokenizer, format, template, max_length=own.max_length, options=options)
+
+            readers: dict[int, RowEncoder] = {}
+            for number in (number for number, route in enumerate(routes) if part.teacher in (None, route)):
+                if (context := contexts.get(number)) is not None:
+                    readers[number] = made(ContextEncoder).after(context)
+                if (other := others.get(number)) is not None:
+                    readers[number] = PairEncoder(*other.readers, format, max_length=own.max_length, options=options)
+            kinds = [ContextEncoder] * bool(contexts) + [PairEncoder] * bool(others)
+            return made(RoutedEncoder).by(own.fields.teacher, routes, part.teacher).with_readers(readers, kinds)
+
+        report = CrossReport if others else ContextReport if contexts else DataReport
+        templates = [template, *(other.readers[1].template for other in others.values())]
+        return load_rows(data, encoder, templates, seed=seed, report_type=report)
+
+    def tokenizers(self) -> list[PreTrainedTokenizerBase | Reader] | None:
+        """Return the tokenizers of every teacher and, last, of the student; `Reader`s where they differ."""
+        if self.tokenizer is None:
+            return None
+        if not self.others:
+            return [self.tokenizer, *(other for _, other in self._same()), self.student_tokenizer]
+        (student, _), *_ = (other.readers for other in self.others.values())
+        count = len(self.source.members)
+        return [self.others[n].readers[1] if n in self.others else self.tokenizer for n in range(count)] + [student]
+
+    def prepare(self) -> None:
+        """Compare every teacher's tokenizer, and the student's, with the first one's."""
+        if self.tokenizer is not None:
+            for field, other in self._same():
+                compare(self.tokenizer, other).require(field=f"{field}.model")
+        super().prepare()
+
+    def _same(self) -> Iterator[tuple[str, PreTrainedTokenizerBase]]:
+        """Yield the tokenizers that have to be that of the data, by the recipe's field of each."""
+        for field, member in list(self.source.named())[1:] if self.recipe.student.vocabulary != "cross" else ():
+            yield field, load_tokenizer(files_of(member).tokenizer_section(), field)
+
+    def answer_readers(self) -> dict[int | None, TeacherReader]:
+        return {
+            self.source.route_of(number): reader
+            for number, other in self.others.items()
+            for reader in other.answer_readers().values()
+        }
+
+    def match(self, teacher_rows: list[int], student_rows: int) -> Match:
+        """Return the alignment of the teachers of the student's tokens; of others the shared tokens are in words."""
+        same = [rows for number, rows in enumerate(teacher_rows) if number not in self.others]
+        found = super().match(same, student_rows) if same else Match(None, "")
+        routes = list(self.source.groups)
+        apart = [
+            f"{routes[self.source.route_of(n)]}: {other.match([teacher_rows[n]], student_rows).verdict}"
+            for n, other in self.others.items()
+        ]
+        return found._replace(verdict="; ".join(filter(None, [found.verdict, *apart])))
