@@ -6,9 +6,10 @@ import math
 import multiprocessing
 import os
 import signal
+import subprocess
+import time
 from multiprocessing import resource_tracker
 
-import psutil
 import pytest
 import torch
 from datasets import Dataset
@@ -26,7 +27,7 @@ from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.objective import DistillationObjective
 from distill.training import error_translation
 from distill.training.checkpoints import checkpoints
-from distill.training.step_guard import StepGuard
+from distill.training.step_guard import StepGuard, ignore_signals_in_workers
 from distill.training.trainer import DistillationTrainer
 
 
@@ -257,11 +258,27 @@ class SignalToAll(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 2:
-            workers = [psutil.Process(each.pid) for each in multiprocessing.active_children()]
+            workers = multiprocessing.active_children()
             assert workers
-            for process in [*workers, psutil.Process()]:
-                process.send_signal(self.number)
-            assert not psutil.wait_procs(workers, timeout=0.5)[0]
+            # sent by another process: what their trainer sends ends them
+            subprocess.run(["kill", f"-{int(self.number)}", *(str(each.pid) for each in workers), str(os.getpid())])
+            time.sleep(0.5)
+            assert multiprocessing.active_children() == workers
+
+
+def test_data_workers_end_when_their_trainer_ends_them():
+    """A process waits for its children when it exits, so that a worker that ignored this would keep it for ever."""
+    before = set(multiprocessing.active_children())
+    loader = torch.utils.data.DataLoader(range(64), num_workers=1)
+    ignore_signals_in_workers(loader)
+    iterator = iter(loader)
+    assert next(iterator) == 0
+    (worker,) = set(multiprocessing.active_children()) - before
+    subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+    assert [int(next(iterator)) for _ in range(9)] == [*range(1, 10)]
+    worker.terminate()
+    worker.join(20)
+    assert worker.exitcode == 0
 
 
 @pytest.mark.few(1)

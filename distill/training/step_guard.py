@@ -255,10 +255,11 @@ class StepGuard(StepListener):
 
 
 class IgnoreSignalsWorkerInit:
-    """Initialiser of data workers that ignore SIGTERM, SIGHUP and Ctrl-C.
+    """Initialiser of data workers that ignore SIGTERM, SIGHUP and Ctrl-C, unless their trainer sends them.
 
     A terminal, a scheduler and torchrun send signals to all processes of a group; a worker that ended by one would
-    abort the step that is to be finished, and its checkpoint. Workers end when the trainer ends them, or with it.
+    abort the step that is to be finished, and its checkpoint. Workers end when the trainer ends them, or with it: one
+    that ignored its SIGTERM too would keep the trainer's process from ending, which waits for its children.
 
     Args:
         begin: Initialiser to call with the worker's number; None for none.
@@ -269,11 +270,22 @@ class IgnoreSignalsWorkerInit:
 
     def __call__(self, number: int) -> None:
         """Ignore the signals; called in the worker."""
-        for each in ("SIGTERM", "SIGINT", "SIGHUP"):
-            if hasattr(signal, each):
-                signal.signal(getattr(signal, each), signal.SIG_IGN)
+        ignored = {getattr(signal, each) for each in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, each)}
+        if hasattr(signal, "sigwaitinfo"):
+            signal.pthread_sigmask(signal.SIG_BLOCK, ignored)  # before the thread, which inherits it
+            threading.Thread(target=_exit_on_signal_of_parent, args=(ignored,), daemon=True).start()
+        else:
+            for each in ignored:
+                signal.signal(each, signal.SIG_IGN)
         if self.begin is not None:
             self.begin(number)
+
+
+def _exit_on_signal_of_parent(signals: set[signal.Signals]) -> None:
+    """Receive the signals, which every thread blocks, and end the process at the first that its parent sent."""
+    while signal.sigwaitinfo(signals).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def ignore_signals_in_workers(loader: Any) -> None:
