@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import subprocess
+import time
 
 import pytest
 import torch
@@ -110,3 +111,5 @@ def test_tls_handshakes_count_and_have_a_time_limit(engine, certificate, monkeyp
         )
         assert len(own_ends(url)) <= 130
         assert is_closed(crowd[-1], 8) and is_closed(crowd[-2], 8)
+        began = time.monotonic()
+    assert time.monotonic() - began < 20, "an idle client that keeps its connection was waited for"

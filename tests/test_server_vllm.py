@@ -27,6 +27,7 @@ from distill.planning.preflight import check
 from distill.recipe import Teacher as TeacherSection
 from distill.run import run
 from distill.serving.open import running
+from distill.teachers.backends.served import vllm as vllm_client
 from distill.teachers.backends.served import vllm_hidden
 from distill.teachers.backends.served.vllm_hidden import load_ends
 from distill.training.lock_file import read_lock
@@ -233,8 +234,11 @@ def test_a_server_that_dies_at_start_is_reported_at_once(place, engine, tmp_path
     assert time.monotonic() - began < 10 and "\n" not in str(gone.value)
 
 
-def test_top_k_servers_that_die_are_reported_long_before_the_wait_is_over(place, engine):
-    """The limit is 30 s, with the silence that is waited for; one of two servers that stays is enough."""
+def test_top_k_servers_that_die_are_reported_long_before_the_wait_is_over(place, engine, monkeypatch):
+    """After a silence of 15 s, here of 1; one of two servers that stays is enough."""
+    assert vllm_client.DEAD_SECONDS == 15.0
+    monkeypatch.setattr(vllm_client, "HEALTH_SECONDS", 0.1)
+    monkeypatch.setattr(vllm_client, "DEAD_SECONDS", 1.0)
     with running(vllm(engine)) as stays:
         with running(vllm(engine)) as dies:
             recipe = recipe_in(place, *from_server(dies, protocol="vllm", top_k=5, timeout=300.0))
@@ -245,7 +249,7 @@ def test_top_k_servers_that_die_are_reported_long_before_the_wait_is_over(place,
     began = time.monotonic()
     with pytest.raises(RunError, match=rf"teacher\.url: no vLLM server has answered at /health .*{dies}") as gone:
         alone.client.servers.fetch("GET", "/v1/models")
-    assert time.monotonic() - began < 30 and "\n" not in str(gone.value)
+    assert 1.0 <= time.monotonic() - began < 15 and "\n" not in str(gone.value)
 
 
 def test_a_model_whose_files_lack_its_norm_is_refused(place, tmp_path):

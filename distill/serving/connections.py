@@ -282,6 +282,14 @@ class Protocol(H11Protocol):
         self.connection.await_request(self.connection.connections.patience.idle)
         super().on_response_complete()
 
+    def shutdown(self) -> None:
+        """Close an idle connection at once: a client that waits for nothing lets the end of a TLS session take 30 s."""
+        answered = self.cycle is None or self.cycle.response_complete
+        if answered and not self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().shutdown()
+
     def pause_writing(self) -> None:
         """Start the timeout for the client to receive what was written."""
         self.connection.sent_by = time.monotonic() + self.connection.connections.patience.send
