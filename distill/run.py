@@ -42,10 +42,8 @@ from distill.core.launch import drop_accelerate_settings
 from distill.core.ranks import broadcast_from_rank0, is_main_process, restart_store, world_size
 from distill.core.run_lock import RunLock
 from distill.evaluation.evaluate import relative_reduction
-from distill.generation.from_recipe import add_turn_end_tokens, require_prompts, rollouts_from_recipe
 from distill.models.gpu_specs import runs_our_kernels
-from distill.models.load.meta_models import warn_of_mismatch
-from distill.models.load.save_check import check_saving, fix_generation_config
+from distill.models.load.save_check import add_turn_end_tokens, check_saving, fix_generation_config
 from distill.models.patch.attention_choice import AttentionChoices, read_choices
 from distill.models.precision.dtypes import resolve_device, resolve_precision
 from distill.planning.run_plan import plan_run
@@ -58,9 +56,8 @@ from distill.reports.run_manifest import record_start
 from distill.reports.run_summary import run_summary
 from distill.run_phases import Loaded, Opened, Prepared, Start
 from distill.run_results import RunResult, RunResults
-from distill.teachers.calibration import calibration_of
 from distill.teachers.capabilities import first_batch_lines, is_collective
-from distill.teachers.interface import LoadContext
+from distill.teachers.interface import LoadContext, calibration_of
 from distill.teachers.opening import ModelPair, opened_pair, use_plugin
 from distill.teachers.registry import source_of
 from distill.teachers.source_capabilities import data_problems
@@ -87,6 +84,10 @@ log = logging.getLogger(__name__)
 # imported by a run that has use for them
 ALLOWED_PLUGIN = "distill.objectives.plugin:allowed_plugin"
 TEACHER_SERVERS = "distill.planning.teacher_server:teacher_servers"
+WARN_OF_MISMATCH = "distill.models.load.meta_models:warn_of_mismatch"
+QUANTISE = "distill.training.quantise:quantise_for_training"
+REQUIRE_PROMPTS = "distill.generation.from_recipe:require_prompts"
+ROLLOUTS = "distill.generation.from_recipe:rollouts_from_recipe"
 RESUME_POINT = "distill.training.resuming:resume_point"
 TRANSLATED = "distill.training.error_translation:translated"
 
@@ -178,7 +179,8 @@ class Run:
             for line in unusual_settings(recipe):
                 log.warning(line)
             for field, section in (("teacher", recipe.teacher), ("student", recipe.student)):
-                warn_of_mismatch(section, field)
+                if section.config is not None:
+                    resolve_name(WARN_OF_MISMATCH)(section, field)
         require_settings(recipe.train, recipe.data, world_size())  # refused before the data are read
         if recipe.parallel.teacher == "served":
             self.resources.enter_context(resolve_name(TEACHER_SERVERS)(recipe, device))
@@ -197,7 +199,8 @@ class Run:
         if not plan.placement.student_sharded:  # a launcher or an earlier run may have set it; the recipe decides
             os.environ.pop("ACCELERATE_USE_FSDP", None)
         calibration = calibration_of(recipe, splits)
-        require_prompts(recipe, vocabulary.tokenizer, splits.report.format)
+        if recipe.data.own_answers is not None:
+            resolve_name(REQUIRE_PROMPTS)(recipe, vocabulary.tokenizer, splits.report.format)
         attention, precision = AttentionChoices(recipe, recorded), resolve_precision(recipe, device)
         context = LoadContext(device, precision, plan.placement, attention, calibration)
         return Prepared(context, source, vocabulary, splits, plan, required, resumed, last)
@@ -205,8 +208,7 @@ class Run:
     def open(self, prepared: Prepared) -> Opened:
         """Load the models, make the trainer and begin the run's folder."""
         recipe, splits, context = self.recipe, prepared.splits, prepared.context
-        loaded = self._load(prepared)
-        pair, arguments = loaded.pair, loaded.arguments
+        pair, arguments, locked, notes = self._load(prepared)
         trainer = DistillationTrainer(
             pair.student,
             pair.teacher,
@@ -220,36 +222,36 @@ class Run:
         )
         trainer.remove_callback(transformers.PrinterCallback)
         if recipe.student.quantise is not None:
-            from distill.training.quantise import quantise_for_training
-
             resumed = prepared.last is not None
-            loaded.notes.append(quantise_for_training(trainer, recipe.student.quantise, splits.train, resumed=resumed))
+            notes.append(resolve_name(QUANTISE)(trainer, recipe.student.quantise, splits.train, resumed=resumed))
         lines = self._prepare_models(prepared, pair, trainer)
-        rollouts = rollouts_from_recipe(
-            recipe,
-            pair.student,
-            pair.tokenizer,
-            template=pair.vocabulary.template,
-            report=splits.report,
-            vocab_size=trainer.objective.columns,
-            autocast=context.precision.autocast,
-            sharded=context.placement.student_sharded,
-            models=[model for _, model in pair.models()],
-            readers=pair.vocabulary.answer_readers(),
-            code=None if self.start.plugin is None else self.start.plugin.code,
-            folder=self.run_lock.folder,
-        )
+        rollouts = None
+        if recipe.data.own_answers is not None:
+            rollouts = resolve_name(ROLLOUTS)(
+                recipe,
+                pair.student,
+                pair.tokenizer,
+                template=pair.vocabulary.template,
+                report=splits.report,
+                vocab_size=trainer.objective.columns,
+                autocast=context.precision.autocast,
+                sharded=context.placement.student_sharded,
+                models=[model for _, model in pair.models()],
+                readers=pair.vocabulary.answer_readers(),
+                code=None if self.start.plugin is None else self.start.plugin.code,
+                folder=self.run_lock.folder,
+            )
         for listener in run_listeners(trainer, trainer.objective, recipe, pair, rollouts, self.run_lock):
             trainer.add_callback(listener)
         # --- the run's folder is written from here on
-        if loaded.locked is not None:
-            self._begin_folder(prepared, loaded.locked)
-            self._print_summary(prepared, pair, trainer, [*lines, *loaded.notes])
+        if locked is not None:
+            self._begin_folder(prepared, locked)
+            self._print_summary(prepared, pair, trainer, [*lines, *notes])
         self.run_lock.share(self.process.wait_for_everyone)
         tuning.record_choices(self.run_lock.folder / KERNELS_FILE)
         results = RunResults(prepared.source, pair, trainer, splits, context.precision.autocast, self.run_lock)
         untrained = results.untrained(resumed=prepared.last is not None)
-        if loaded.locked is not None:
+        if locked is not None:
             record_start(self.run_lock.folder)
         trainer.add_callback(untrained)
         return Opened(trainer, results, untrained, prepared.last)
@@ -302,7 +304,8 @@ class Run:
         )
         require_optimizer(arguments, pair.student)
         notes = fix_generation_config(pair.student, "student.model")
-        notes += add_turn_end_tokens(pair.student, pair.tokenizer, pair.vocabulary.template, splits.report.format)
+        if (template := pair.vocabulary.template) is not None and "chat" in splits.report.format:
+            notes += add_turn_end_tokens(pair.student, pair.tokenizer, template.closings())
         notes += broadcast_from_rank0(lambda: check_saving(pair.student, pair.tokenizer, "student.model"))
         if prepared.resumed is not None:
             notes += prepared.resumed.notes(arguments, pair.student, rows=len(splits.train))

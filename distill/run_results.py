@@ -19,7 +19,6 @@ from distill.core.manifest import file_checksums
 from distill.core.ranks import is_main_process
 from distill.core.run_lock import RunLock, now
 from distill.evaluation.evaluate import HeldOut, evaluate
-from distill.generation.greedy import generate
 from distill.models.load.loading import save_student
 from distill.models.sharding import is_sharded, whole_student
 from distill.recipe import Recipe, dump
@@ -168,6 +167,10 @@ class RunResults:
     def _answers_of(self, student: Any) -> list[str]:
         # greedy: no random numbers are used, so training is the same with and without samples
         settings = self.recipe.generate
+        if not settings.prompts:
+            return []
+        from distill.generation.greedy import generate
+
         return generate(student, self.pair.tokenizer, settings.prompts, settings.max_new_tokens)
 
     def _write_card(self, result: RunResult) -> None:

@@ -7,9 +7,8 @@ import torch
 from tiny import tiny_model
 
 from distill.data.collator import Collator
-from distill.objectives.token_comparison import token_comparison
+from distill.objectives.targets import token_comparison
 from distill.teachers.backends.local import LoadedTeacher
-from distill.teachers.calibration import CutRequest
 from distill.teachers.capabilities import (
     first_batch_lines,
     flops_per_token,
@@ -28,6 +27,7 @@ from distill.teachers.capabilities import (
 )
 from distill.teachers.combination.mixture import MixtureTeacher
 from distill.teachers.combination.routes import RoutedTeacher
+from distill.teachers.interface import CutRequest
 from distill.teachers.rows.context.teacher import ContextTeacher
 from distill.teachers.source_capabilities import (
     SourcePart,

@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from two_ranks import run_as_two
 
 from distill.core.ranks import exit_process
-from distill.training.rank_batches import EmptyBatchCollator, EmptyPaddedBatchSampler, without_repeated_rows
+from distill.training.rank_batches import EmptyPaddedBatchSampler, without_repeated_rows
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -330,7 +330,7 @@ def test_no_rows_have_no_document_to_answer():
 
 
 def test_a_custom_collator_is_never_called_with_no_rows():
-    from distill.data.collator import Collator
+    from distill.data.collator import Collator, EmptyBatchCollator
 
     collate = EmptyBatchCollator(lambda rows: {"rows": rows[0]}, Collator(7, omit_plain_positions=True))
     assert collate([3]) == {"rows": 3}

@@ -22,8 +22,8 @@ from distill.models.patch import recognition, residual_norms
 from distill.models.patch.patching import patch
 from distill.models.precision.fp8_teacher import load_a_layer_at_a_time, quantise
 from distill.recipe import RecipeError, Teacher, parse
+from distill.teachers.backends.fp8 import Before, Fp8Teacher, fp8_offers, quantise_and_measure
 from distill.teachers.backends.local import LoadedTeacher
-from distill.teachers.fp8_cost import Before, fp8_offers, quantise_and_measure
 from distill.teachers.objective import DistillationObjective
 
 
@@ -125,7 +125,7 @@ def test_at_most_one_module_of_a_teacher_is_held_twice(monkeypatch):
 
 def test_training_continues_with_the_quantised_teacher():
     teacher, student = tiny_model(seed=1, hidden=64), tiny_model(seed=2)
-    objective = DistillationObjective(LoadedTeacher(teacher, fp8=True), student)
+    objective = DistillationObjective(Fp8Teacher(teacher), student)
     batch = Collator(pad_token_id=2)([rows(4)[index] for index in range(4)])
     exact = student(**objective.compare(batch))["loss"].item()
     (line,) = objective.teacher.validate_first_batch(batch, student, objective.pairing)
@@ -185,14 +185,15 @@ def test_layerwise_loading_only_where_the_teacher_does_not_fit(monkeypatch, gib,
     from types import SimpleNamespace
 
     from distill.models.patch.attention_choice import AttentionChoices
+    from distill.models.precision import fp8_teacher
     from distill.models.precision.dtypes import resolve_precision
     from distill.models.sharding import SINGLE_PROCESS
     from distill.teachers.backends import local as model
     from distill.teachers.interface import LoadContext
 
     ways = []
-    for name in ("load_a_layer_at_a_time", "load_teacher"):
-        monkeypatch.setattr(model, name, lambda *given, name=name, **more: ways.append(name))
+    for module, name in ((fp8_teacher, "load_a_layer_at_a_time"), (model, "load_teacher")):
+        monkeypatch.setattr(module, name, lambda *given, name=name, **more: ways.append(name))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * 2**30))
     recipe = parse(
@@ -258,7 +259,7 @@ def test_suggested_settings_match_a_run_with_them():
         return before.moved(), sum(linear.weight.numel() for linear in left)
 
     loaded = LoadedTeacher(copy.deepcopy(teacher))
-    offers = loaded.fp8_offers(batch, lambda run: float(run() is not None))
+    offers = fp8_offers(loaded.model, loaded.hidden, batch, lambda run: float(run() is not None))
     assert [len(offer.skip) for offer in offers] == [0, 1, 2, 4, 6] and {offer.ms for offer in offers} == {1.0}
     for offer in offers[:-1]:
         assert moved(offer.skip) == (offer.kl, offer.weights)
@@ -267,7 +268,6 @@ def test_suggested_settings_match_a_run_with_them():
     alone = {part: moved([other for other in everything.skip if other != part]) for part in everything.skip}
     price = {part: kl / (everything.weights - left) for part, (kl, left) in alone.items()}
     assert offers[1].skip == (max(price, key=price.get),) and offers[1].kl < 0.6 * offers[0].kl
-    assert loaded.fp8_offers(batch) == []  # it is quantised now
 
 
 def test_the_search_evaluates_each_part_about_once():

@@ -6,6 +6,7 @@ import pickle
 from pathlib import Path
 
 import pytest
+from tiny import save_models
 
 from scripts import house
 
@@ -18,6 +19,21 @@ LAZY = {
 
 LOSSES = "from distill_kernels import FusedKLLoss, FusedAdamW, rms_norm"
 PRIMITIVE = "from distill_kernels import softmax"
+MOST_OF_A_RUN = 122
+RUN = """
+import contextlib
+os.chdir({folder!r})
+with contextlib.redirect_stdout(sys.stderr):
+    from distill import recipe, run
+    run.run(recipe.load("plain.yaml"))
+"""
+RECIPE = """
+teacher: {model: teacher}
+student: {model: student}
+data: {source: text.txt, max_length: 32, cache: false}
+train: {steps: 2, batch_size: 2, device: cpu}
+generate: {prompts: []}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +47,18 @@ def test_entry_points_load_few_files(loaded, module, package, most):
     found = house.of_package(loaded[f"import {module}"], package)
     assert module in found or not module.startswith(f"{package}.")
     assert len(found) <= most, "\n".join(found)
+
+
+def test_a_whole_run_with_a_local_teacher_loads_few_files(tmp_path):
+    text = "\n".join(f"The teacher explains line {number} and the student listens." for number in range(40))
+    save_models(tmp_path, text=text, teacher={"layers": 3}, student={"seed": 1})
+    (tmp_path / "plain.yaml").write_text(RECIPE)
+    (found,) = house.loaded_modules(RUN.format(folder=str(tmp_path))).values()
+    assert (tmp_path / "runs/plain/student/model.safetensors").is_file()
+    ours = house.of_package(found, "distill")
+    assert len(ours) <= MOST_OF_A_RUN, "\n".join(ours)
+    unused = ("sharded", "fp8", "served", "stored", "swaps", "prune", "generation", "resuming")
+    assert [name for name in ours if any(part in name for part in unused)] == []
 
 
 def test_the_default_import_of_the_kernels_loads_no_primitive(loaded):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from distill.core.labels import IGNORE_INDEX
 from distill.models.head import HeadWeights, LogitTransform
-from distill.objectives import auxiliary_losses
+from distill.objectives import hidden
 from distill.objectives.student_top_k import StudentTopKLoss
 from distill.objectives.targets import HeadForward, StepInputs, VocabularyAlignment
 from distill.recipe import RecipeError, dump, parse
@@ -328,7 +328,7 @@ def test_recipes_with_this_loss():
     parse(BASE + TERM, ["data.on_policy={fraction: 0.5, temperature: 0.7}"])
     parse(BASE + TERM, ["teacher={type: cache, path: there}"])  # which may hold hidden states
     parse(BASE + TERM, ["loss.plugin={file: p.py, sha256: " + "0" * 64 + "}"])
-    assert auxiliary_losses.LOSSES.keys() == {*SEPARATE, *LAYERED}
+    assert hidden.LOSSES.keys() == {*SEPARATE, *LAYERED}
     two = "teachers: [{model: t, route: a}, {model: u, route: a}]"
     for text, overrides, told in (
         (TERM.replace("_kl}", "_kl, k: 0}"), [], "k"),

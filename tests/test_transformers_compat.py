@@ -15,7 +15,7 @@ from tiny import tiny_model
 from transformers import Trainer, TrainingArguments
 
 from distill.core.errors import RunError
-from distill.data.mixing import BLOCK
+from distill.data.packing import BLOCK
 from distill.training.checkpoints import UNFINISHED
 from distill.training.module_cache import cache_modules
 from distill.training.trainer import DistillationTrainer

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from distill.data.chat import load_template
 from distill.data.collator import Collator
 from distill.data.load import load_data
-from distill.data.mixing import BLOCK, MixedRows, epoch_mix
-from distill.data.packing import shuffle_into_rows
+from distill.data.mixing import MixedRows, epoch_mix
+from distill.data.packing import BLOCK, shuffle_into_rows
 from distill.generation import shared_prefixes
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.documents import documents_of

@@ -29,9 +29,8 @@ from distill.teachers.backends.stored.settings import Settings
 from distill.teachers.backends.stored.source import StoredSource
 from distill.teachers.backends.stored.store import Store
 from distill.teachers.backends.stored.teacher import StoredTeacher
-from distill.teachers.calibration import calibration_of
 from distill.teachers.capabilities import quantise_layers, responses_of
-from distill.teachers.interface import LoadContext, Teacher
+from distill.teachers.interface import LoadContext, Teacher, calibration_of
 from distill.teachers.kernels import patch_models
 from distill.teachers.opening import ModelPair, open_pair
 from distill.teachers.registry import source_of

@@ -17,7 +17,7 @@ from distill.recipe.compatibility import require_command
 if TYPE_CHECKING:
     from distill.planning.inspect_batches import Token
     from distill.planning.preflight import Preflight
-    from distill.teachers.fp8_cost import Offer
+    from distill.teachers.backends.fp8 import Offer
 
 SHOWN = 8  # largest number of module names in a printed setting
 

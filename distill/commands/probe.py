@@ -16,13 +16,13 @@ from transformers import PrinterCallback
 from distill.core.console import spinner
 from distill.data.collator import Collator, padding_token
 from distill.models.gpu_specs import family_in, runs_our_kernels
+from distill.models.load.quantised import is_quantised
 from distill.models.patch.patching import patch
 from distill.models.precision.dtypes import resolve_device
 from distill.planning.run_plan import plan_steps
 from distill.recipe import Recipe
-from distill.teachers.backends.local import LoadedTeacher
+from distill.teachers.backends.fp8 import Fp8Teacher, Offer, fp8_offers
 from distill.teachers.capabilities import quantise_layers
-from distill.teachers.fp8_cost import Offer
 from distill.teachers.interface import load_context
 from distill.teachers.registry import source_of
 from distill.training.arguments import fused_optimizer, training_arguments
@@ -115,14 +115,14 @@ def probe_fp8(recipe: Recipe) -> list[Offer]:
         vocabulary = source.vocabulary()
         rows = vocabulary.read(recipe.data, recipe.train.seed).validation
         teacher = source.open(context, vocabulary)
-        if not isinstance(teacher, LoadedTeacher):
+        if not isinstance(teacher, Fp8Teacher) or is_quantised(teacher.model):
             return []
         if runs_our_kernels(device) and device.type == "cuda":
             patch(teacher.model, "teacher", attention=context.attention.of(teacher.model, "teacher"))
         collate = Collator(padding_token(vocabulary.tokenizer, teacher.model.config), omit_plain_positions=True)
         batch = collate([rows[index] for index in range(min(recipe.train.batch_size, len(rows)))])
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        return teacher.fp8_offers(batch, _milliseconds if device.type == "cuda" else None)
+        return fp8_offers(teacher.model, teacher.hidden, batch, _milliseconds if device.type == "cuda" else None)
 
 
 def _milliseconds(run: Callable[[], object]) -> float:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from distill.data import coverage
-from distill.data.coverage import Omission
 from distill.data.messages import Adapter, content_of, without_reasoning
 from distill.data.rendering import FROZEN_DAY, Message, Renderer, Span, TemplateError, Tools, freeze_date
 from distill.data.rows import RowFault
 from distill.data.turns import RenderedChat, Turns
+
+if TYPE_CHECKING:
+    from distill.data.coverage import Omission
 
 __all__ = [
     "FROZEN_DAY",
@@ -141,6 +142,8 @@ class ChatTemplate(Renderer):
                 content of them.
             TemplateError: The assistant's text cannot be located in the template's output.
         """
+        from distill.data import coverage
+
         roles = [message.get("role") for message in messages]
         turns = [turn for turn, role in enumerate(roles) if role == "assistant" and turn >= first_trained]
         if not turns:
@@ -152,7 +155,7 @@ class ChatTemplate(Renderer):
             made = self._examples(messages, tools, turns, options.train_on == "each", fits)
             if not made.examples:
                 return made
-            losses = self._losses(messages, tools, turns) or Omission()
+            losses = self._losses(messages, tools, turns) or coverage.Omission()
             if losses.fault is not None:
                 raise RowFault(coverage.omission_fault(losses.fault, self.name), self._example_of(messages, turns))
             taken = [turn for example in made.examples for turn in example.turns]
@@ -185,6 +188,8 @@ class ChatTemplate(Renderer):
 
     def _losses(self, messages: Sequence[Message], tools: Tools, turns: list[int]) -> Omission | None:
         """Return the content that the template omits from conversations of this shape; None where it refuses them."""
+        from distill.data import coverage
+
         shape, kept = coverage.chat_shape(messages[: turns[-1] + 1], tools, turns)
         if not kept:
             return None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -103,3 +103,14 @@ def padding_token(*owners: object) -> int:
             if isinstance(token, int):
                 return token
     return 0
+
+
+class EmptyBatchCollator:
+    """Wrapper of a custom collator that passes empty batches to the default collator."""
+
+    def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], padding: Collator) -> None:
+        self.collator, self.padding = collator, padding
+
+    def __call__(self, rows: list[Any]) -> dict[str, Any]:
+        """Collate rows; an empty list becomes a row of padding."""
+        return self.collator(rows) if rows else self.padding(rows)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from distill.data.messages import REASONING, MessageContent, content_of
-from distill.data.rendering import Message, TemplateError, Tools
+from distill.data.rendering import NOT_RENDERED, Message, TemplateError, Tools
 from distill.data.rows import RowFault
 from distill.data.turns import RenderedChat
 
@@ -26,7 +26,6 @@ CALLS, PARALLEL, BESIDE, TEXT, THOUGHT = (
 )
 TOOLS = "tools"
 MOST_KINDS = 256  # largest number of messages in a shape
-NOT_RENDERED = "not rendered by"
 CURES = {
     CALLS: "choose a template with tools",
     PARALLEL: "choose a template with parallel tool calls",

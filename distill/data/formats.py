@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from distill.data.messages import REASONING
 from distill.data.rows import Row, RowFault
-from distill.data.suggestions import field_settings
 
 if TYPE_CHECKING:
     from distill.data.chat import Message, Tools
@@ -226,6 +225,8 @@ def _cure(columns: Sequence[str], format: str, rows: Iterable[Row | RowFault]) -
     if known is not None and known[1] is not None:
         return f"they are {known[0]}: data.format={known[0]}"
     first: Row = next((row for row in islice(rows, 20) if isinstance(row, dict)), {})
+    from distill.data.suggestions import field_settings
+
     return f"map them, as in {field_settings(columns, format, first)}"
 
 

@@ -23,11 +23,10 @@ import numpy as np
 from distill.core.labels import IGNORE_INDEX
 from distill.core.units import plural
 from distill.data.chat import ChatOptions, ChatTemplate, load_template
-from distill.data.coverage import NOT_RENDERED
 from distill.data.documents import tokenise_documents
 from distill.data.formats import Format, detect
-from distill.data.mixing import BLOCK, Mix, MixedRows, epoch_mix
-from distill.data.packing import Documents, Ragged, shuffle_into_rows
+from distill.data.packing import BLOCK, Documents, Ragged, shuffle_into_rows
+from distill.data.rendering import NOT_RENDERED
 from distill.data.report import DataReport
 from distill.data.sources import Source, open_source, prompt_lines
 from distill.data.tally import Tally
@@ -37,6 +36,7 @@ from distill.data.tokenise import Encoder, RowEncoder
 if TYPE_CHECKING:
     import datasets
 
+    from distill.data.mixing import Mix, MixedRows
     from distill.recipe import Data, Part, Validation
 
 
@@ -63,7 +63,11 @@ class Splits(NamedTuple):
     @property
     def epochs(self) -> datasets.Dataset | MixedRows:
         """Return the rows that a trainer reads: as many as `train` has, for several sources by their weights."""
-        return self.train if self.mix is None else MixedRows(self.train, self.mix)
+        if self.mix is None:
+            return self.train
+        from distill.data.mixing import MixedRows
+
+        return MixedRows(self.train, self.mix)
 
 
 def load_data(data: Data, tokenizer: Any, *, seed: int, vocab_size: int | None = None) -> Splits:
@@ -173,6 +177,8 @@ def _share_of(section: Validation, part: Part) -> Validation:
 def _mixed_splits(parts: list[Splits], data: Data, own: bool) -> Splits:
     """Combine several sources; each has held out documents of its `own`, or all the same."""
     import datasets
+
+    from distill.data.mixing import epoch_mix
 
     reports = [splits.report for splits in parts]
     if not own:

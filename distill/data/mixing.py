@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-BLOCK = "block"  # column of rows: those of one number belong together
-
 
 class Mix(NamedTuple):
     """Number of rows of each source, and its number of rows in an epoch."""
@@ -57,6 +55,12 @@ class MixedRows:
     def __init__(self, rows: Any, mix: Mix) -> None:
         self.rows, self.mix = rows, mix
         self.set_epoch(0)
+
+    @property
+    def column_names(self) -> list[str]:
+        """Columns of the rows."""
+        names: list[str] = self.rows.column_names
+        return names
 
     def set_epoch(self, epoch: int) -> None:
         """Select the rows of this epoch, counted from 0."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from distill.core.labels import IGNORE_INDEX
 
+BLOCK = "block"  # column of rows: those of one number belong together
 IDS = "input_ids"  # what a column of token ids is called, after a prefix: such a column has positions
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from distill.data.rows import MOST_BYTES, TOO_LONG, Row, RowFault, Rows
-from distill.data.tables import read_arrow, read_parquet
 
 MOST_SKIPPED = 1 << 30  # characters of a too long line after which the rest of its file is not read
 CHUNK = 1 << 20
@@ -306,6 +305,12 @@ def _part_of_text(text: str, name: str) -> Row | RowFault:
     return {"text": text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") if bad else text}
 
 
+def _read_table(path: Path) -> Rows:
+    from distill.data.tables import read_arrow, read_parquet
+
+    return read_parquet(path) if kind_of_file(path) == ".parquet" else read_arrow(path)
+
+
 READERS: dict[str, Callable[[Path], Rows]] = {
     ".jsonl": _read_lines,
     ".ndjson": _read_lines,
@@ -313,6 +318,6 @@ READERS: dict[str, Callable[[Path], Rows]] = {
     ".csv": _read_csv,
     ".tsv": _read_csv,
     ".txt": _read_text,
-    ".parquet": read_parquet,
-    ".arrow": read_arrow,
+    ".parquet": _read_table,
+    ".arrow": _read_table,
 }

@@ -9,8 +9,8 @@ from typing import Any, Self
 import numpy as np
 
 from distill.core.units import plural
-from distill.data.coverage import NOT_RENDERED
 from distill.data.packing import IDS, Documents
+from distill.data.rendering import NOT_RENDERED
 from distill.data.tally import Tally
 from distill.data.token_cache import cache_key
 

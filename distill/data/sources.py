@@ -20,7 +20,6 @@ from distill.core.errors import first_line
 from distill.core.files import suggest_path
 from distill.data.readers import READERS, kind_of_file, read_file
 from distill.data.rows import Row, RowFault, Rows, drop_oversized_rows
-from distill.recipe.shipped import shipped_folder
 
 __all__ = ["STDLIB", "Row", "RowFault", "Rows", "Source", "local_path", "missing_file", "open_source", "prompt_lines"]
 
@@ -114,8 +113,12 @@ def prompt_lines(source: Source, name: str) -> Source:
 def local_path(source: str) -> Path:
     """Return the path of a local source; a shipped `recipes/data/FILE` is found from any folder."""
     path = Path(source).expanduser()
-    shipped = shipped_folder() / "data" / path.name
-    return shipped if path.parent == Path("recipes/data") and not path.exists() and shipped.exists() else path
+    if path.parent == Path("recipes/data") and not path.exists():
+        from distill.recipe.shipped import shipped_folder
+
+        shipped = shipped_folder() / "data" / path.name
+        return shipped if shipped.exists() else path
+    return path
 
 
 def missing_file(source: str, field: str) -> str | None:

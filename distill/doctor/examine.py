@@ -41,9 +41,8 @@ from distill.models.sharding import SINGLE_PROCESS
 from distill.recipe import Recipe
 from distill.recipe.teachers import describe_teacher
 from distill.teachers.backends.local import truncated
-from distill.teachers.calibration import calibration_of
 from distill.teachers.capabilities import truncated_copy
-from distill.teachers.interface import LoadContext, Teacher
+from distill.teachers.interface import LoadContext, Teacher, calibration_of
 from distill.teachers.opening import ModelPair, opened_pair
 from distill.teachers.registry import source_of
 from distill.teachers.source_capabilities import data_problems

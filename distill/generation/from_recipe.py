@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from distill.models.head import bare
 from distill.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -30,34 +29,6 @@ def require_prompts(recipe: Recipe, tokenizer: Any, format: str) -> None:
             f"data.on_policy: expected data with prompts, got {format or 'random tokens'}; give chats, or "
             "prompts with completions (whose completions are not used where fraction is 1)"
         )
-
-
-def add_turn_end_tokens(student: Any, tokenizer: Any, template: ChatTemplate | None, format: str) -> list[str]:
-    """Add the tokens that close a turn of the chat template to the student's end-of-sequence tokens.
-
-    Args:
-        student: bare or inside PEFT; its `generation_config` is changed, which is saved with it.
-        tokenizer: tokenizer of the data.
-        template: chat template of the data; None without one.
-        format: format that the data's rows were detected to have.
-
-    Returns:
-        A line that names the tokens that were added; none where all of them are there already.
-    """
-    config = getattr(bare(student), "generation_config", None)
-    if template is None or config is None or "chat" not in format:
-        return []
-    given = config.eos_token_id
-    ends = list(given) if isinstance(given, list) else [] if given is None else [given]
-    added = {tokenizer.convert_tokens_to_ids(token): token for token in sorted(template.closings())}
-    added = {number: token for number, token in added.items() if number not in ends}
-    if not added:
-        return []
-    config.eos_token_id = [*ends, *added]
-    return [
-        f"student.model: generation stops at {', '.join(added.values())} too, which ends the turns that it is trained "
-        "on; saved in its generation_config.json"
-    ]
 
 
 def rollouts_from_recipe(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
 from distill.models.head import attention_sizes, bare, decoder_of, find_head
 from distill.models.load.quantised import as_built
 from distill.models.patch.output_rows import MARK, row_parameters
-from distill.models.shape import Shape
+
+if TYPE_CHECKING:
+    from distill.models.shape import Shape
 
 
 class FlopCounts(NamedTuple):

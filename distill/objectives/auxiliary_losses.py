@@ -33,12 +33,6 @@ class TermLoss(Protocol):
 
 Maker = Callable[..., TermLoss]  # of the term, the section, the pairing, transform
 Makers = Mapping[str, Maker | str]  # by the term's type; a string names one that is imported where a recipe has it
-LOSSES: Makers = {
-    "attention_relation": "distill.objectives.layer_losses:AttentionRelationLoss",
-    "hidden_state": "distill.objectives.layer_losses:HiddenStateLoss",
-    "policy_gradient": "distill.objectives.policy_gradient:SampledTokenLoss",
-    "top_k_reverse_kl": "distill.objectives.student_top_k:own_top_k_loss",
-}
 
 
 class CompositeLoss:
@@ -51,11 +45,14 @@ class CompositeLoss:
         makers: Functions that make the losses of auxiliary terms.
 
     Attributes:
+        takes_call: True: it is called with a `HeadForward` and the teacher's head.
         fused: the loss of the other terms, if there are any; and, where that does not compare with the teacher, the
             forward KL, for metrics only. Each with whether it counts.
         measured: the last of them.
         reads_layers: whether a term compares layers of both models.
     """
+
+    takes_call = True
 
     def __init__(self, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform, makers: Makers) -> None:
         weighted = [term for term in section.terms if term.weight > 0]

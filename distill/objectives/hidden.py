@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Protocol
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from distill_kernels import FusedDistillationLoss
@@ -12,9 +13,10 @@ from distill_kernels.losses.divergence import unique_argmax
 from torch import nn
 
 from distill.models.head import HeadWeights, LogitTransform, aligned, find_head, whole
-from distill.objectives.auxiliary_losses import LOSSES, CompositeLoss
 from distill.objectives.losses import HeldOutLoss, LogitTransforms, LossSpec, TargetLoss, build_loss
 from distill.objectives.targets import (
+    TOP,
+    ComparesTokens,
     HeadForward,
     LossResult,
     TargetFormat,
@@ -22,8 +24,20 @@ from distill.objectives.targets import (
     Targets,
     VocabularyAlignment,
 )
-from distill.objectives.token_comparison import TOP, ComparesTokens
 from distill.recipe.loss import Loss
+
+if TYPE_CHECKING:
+    from distill.objectives.auxiliary_losses import Makers
+
+
+# makers of the losses of auxiliary terms by the term's type, imported where a recipe has one
+LOSSES: Makers = {
+    "attention_relation": "distill.objectives.layer_losses:AttentionRelationLoss",
+    "hidden_state": "distill.objectives.layer_losses:HiddenStateLoss",
+    "policy_gradient": "distill.objectives.policy_gradient:SampledTokenLoss",
+    "top_k_reverse_kl": "distill.objectives.student_top_k:own_top_k_loss",
+}
+COMPOSITE = "distill.objectives.auxiliary_losses:CompositeLoss"
 
 
 class TeacherHead(Protocol):
@@ -142,13 +156,14 @@ class HiddenFormat(FusedFormat):
 
     def loss(self, section: LossSpec, pairing: VocabularyAlignment) -> TargetLoss:
         if isinstance(section, Loss) and section.has(*self.separate):
-            return CompositeLoss(section, pairing, self.transform, self.separate)
+            composite: TargetLoss = resolve_name(COMPOSITE)(section, pairing, self.transform, self.separate)
+            return composite
         return super().loss(section, pairing)
 
     def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Return the loss; the teacher's head is not used where the loss has no divergence."""
         with self.head.open() as teacher:
-            if isinstance(loss, CompositeLoss):
+            if getattr(loss, "takes_call", False):
                 return loss(call, teacher)
             both = (call.hidden, call.head.weight, call.inputs.targets, teacher.weight)
             return loss(*both, call.labels, teacher_bias=teacher.bias, **pairing.arguments(call))

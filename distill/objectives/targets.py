@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from distill_kernels.losses import DIVERGENCES
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Batch = Mapping[str, torch.Tensor]
 # a teacher's outputs for a batch, opaque to all but its format; None where the loss needs none
 Targets = object
+TOP = 8  # most probable tokens of each model that `ComparesTokens.overlap` compares
 LossResult = torch.Tensor | tuple[torch.Tensor, Sequence[torch.Tensor]]
 
 
@@ -172,3 +173,28 @@ class TargetFormat(Protocol):
     def apply(self, loss: TargetLoss, pairing: VocabularyAlignment, call: HeadForward) -> LossResult:
         """Return the loss of a batch, a scalar; with `call.inputs.statistics`, it and the token statistics [N]."""
         ...
+
+
+@runtime_checkable
+class ComparesTokens(Protocol):
+    """A target format that gives the teacher's most probable tokens, as those of whole distributions do.
+
+    A line of the first batch's report and the metrics of rollouts need them beside the sums over tokens of a loss.
+    """
+
+    def likeliest(
+        self, targets: Targets, rows: torch.Tensor, most: int
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Return at most the first `most` of each route's flat `rows`, and the teacher's top-1 token after each (-1 in
+        a tie), both int64; by route, "" where there are none."""
+        ...
+
+    def overlap(self, pairing: VocabularyAlignment, call: HeadForward, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return for flat `rows` [n] the share of the student's `TOP` most probable tokens that are among the
+        teacher's, float32 [n], by route, NaN in the rows of others; "" where there are no routes."""
+        ...
+
+
+def token_comparison(format: TargetFormat) -> ComparesTokens | None:
+    """Return the format as one that compares tokens; None for targets that do not give these directly."""
+    return format if isinstance(format, ComparesTokens) else None

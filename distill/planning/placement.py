@@ -18,7 +18,7 @@ import torch
 
 from distill.core.units import GIB
 from distill.models.gpu_specs import family_in
-from distill.models.sharding import SINGLE_PROCESS, Placement, Strategy
+from distill.models.sharding import Placement, Strategy
 from distill.recipe import Parallel, Recipe
 from distill.teachers.footprint import Footprint
 from distill.teachers.registry import source_of
@@ -69,14 +69,12 @@ def plan_placement(recipe: Recipe, device: torch.device, world: int, longest: in
     Args:
         recipe: recipe of the run.
         device: Device of this process.
-        world: number of devices.
+        world: number of devices, more than one.
         longest: tokens of the data's longest document; 0 where they have not been read.
 
     Raises:
         ValueError: a teacher that would have to be sharded and cannot.
     """
-    if world == 1:
-        return SINGLE_PROCESS
     if device.type != "cuda":
         return requested_placement(recipe)
     from distill.planning.device_plan import DevicePlan

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
-from distill.objectives.token_comparison import token_comparison
+from distill.objectives.targets import token_comparison
 from distill.teachers.capabilities import prefetching_of
 
 if TYPE_CHECKING:

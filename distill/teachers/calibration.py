@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,73 +21,19 @@ from distill.core.ranks import broadcast_from_rank0
 from distill.models.layers import layer_indices, layers_of
 from distill.models.load.fingerprint import fingerprint
 from distill.models.load.loading import load_student
+from distill.teachers.interface import Calibration, CutRequest, CutStudent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from distill.data.load import Splits
     from distill.models.prune.importance import Row
     from distill.models.prune.narrow import Selection
-    from distill.recipe import FromTeacher, Recipe, Student
+    from distill.recipe import FromTeacher
 
 VERSION = 1  # increase when the same inputs would give another choice
 FILE = "parts.json"
 # imported by a student that is cut by rows of data
 CACHED_FOLDER, CACHE_KEY = "distill.data.token_cache:cached_folder", "distill.data.token_cache:cache_key"
-
-
-class Calibration(NamedTuple):
-    """Rows by which parts are chosen.
-
-    Attributes:
-        rows: First rows of the first epoch; empty where the recipe needs none, or where no data were read.
-        cache: True if choices are stored on disk.
-        shares: True if several processes cut the student, so that the first one chooses for all.
-    """
-
-    rows: Sequence[Row] = ()
-    cache: bool = False
-    shares: bool = True
-
-
-NO_ROWS = Calibration()
-
-
-class CutRequest(NamedTuple):
-    """A student to cut from its teacher.
-
-    Attributes:
-        section: Student section of the recipe, without adapters.
-        device, dtype: Device and weight dtype of the student.
-        calibration: Rows on which the importance of parts is measured.
-    """
-
-    section: Student
-    device: torch.device
-    dtype: torch.dtype
-    calibration: Calibration = NO_ROWS
-
-
-class CutStudent(NamedTuple):
-    """A student that was cut from its teacher.
-
-    Attributes:
-        model: The student, in train mode.
-        layer_indices: Indices of the teacher's layers in the student; None where they are no longer known.
-    """
-
-    model: PreTrainedModel
-    layer_indices: list[int] | None
-
-
-def calibration_of(recipe: Recipe, splits: Splits) -> Calibration:
-    """Return the rows by which a recipe's student is cut from its teacher; none where they are not needed."""
-    cut = recipe.student.cut
-    if cut is None or not cut.is_calibrated:
-        return NO_ROWS
-    epochs = splits.epochs
-    count = min(cut.chosen_by.rows, len(epochs))
-    return Calibration([dict(epochs[number]) for number in range(count)], recipe.data.cache)
 
 
 def cut_identity(cut: FromTeacher, total: int) -> list[int] | dict[str, object]:

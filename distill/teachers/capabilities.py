@@ -19,8 +19,7 @@ from distill.models.flops import FlopCounts, count_flops, count_text, parameters
 from distill.models.head import find_head
 from distill.models.sharding import is_sharded
 from distill.objectives.targets import Batch, VocabularyAlignment
-from distill.teachers.calibration import CutRequest, CutStudent
-from distill.teachers.interface import Teacher
+from distill.teachers.interface import CutRequest, CutStudent, Teacher
 
 if TYPE_CHECKING:
     from distill.objectives.hidden import StoredHead

@@ -31,8 +31,15 @@ from distill.models.head import HeadWeights, bare, call_head, decoder_of, find_h
 from distill.models.patch.output_rows import output_rows
 from distill.objectives.losses import KL, STATISTICS, LossSpec, TargetLoss, measured_terms, reads_layers, soft_terms
 from distill.objectives.measure import Measure
-from distill.objectives.targets import Batch, HeadForward, LossResult, StepInputs, Targets, VocabularyAlignment
-from distill.objectives.token_comparison import token_comparison
+from distill.objectives.targets import (
+    Batch,
+    HeadForward,
+    LossResult,
+    StepInputs,
+    Targets,
+    VocabularyAlignment,
+    token_comparison,
+)
 from distill.recipe.loss import Loss
 from distill.teachers.capabilities import prefetching_of
 from distill.teachers.interface import Collate, Teacher

@@ -13,8 +13,8 @@ from distill.models.gpu_specs import family_in, fp8_problem, runs_our_kernels
 from distill.models.head import bare, decoder_of, find_head
 from distill.models.load.loading import load_student
 from distill.models.patch.attention import stop_fused_attention, use_fused_attention
-from distill.teachers.calibration import CutRequest, cut_from
 from distill.teachers.capabilities import student_cut_from
+from distill.teachers.interface import CutRequest
 
 if TYPE_CHECKING:
     from distill.objectives.plugin import Plugin
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from distill.teachers.interface import LoadContext, Teacher, TeacherSource
     from distill.teachers.vocabulary import Vocabulary
 
-PACKING_PROBLEM = "distill.models.patch.packed:packing_problem"  # imported where data are packed
+# imported where a recipe needs them: a student cut from another model, packed data
+CUT_FROM = "distill.teachers.calibration:cut_from"
+PACKING_PROBLEM = "distill.models.patch.packed:packing_problem"
 
 
 class ModelPair(NamedTuple):
@@ -90,7 +92,7 @@ def open_pair(source: TeacherSource, vocabulary: Vocabulary, context: LoadContex
         student, layer_indices = student_cut_from(teacher, request)
     else:
         student = load_student(without_lora, device=device, dtype=dtype)
-        student = student if section.cut is None else cut_from(student, request).model
+        student = student if section.cut is None else resolve_name(CUT_FROM)(student, request).model
     vocabulary.fit(student)
     for field, model in (*teacher.models.items(), ("student", student)):
         check_length(recipe, model, field)

@@ -10,15 +10,14 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
-from distill.models.load.meta_models import meta_config, meta_model
-from distill.models.shape import Shape
 from distill.objectives.measure import KL, Measure
 from distill.recipe import ModelSection
-from distill.teachers.footprint import SmallerTeacher
 from distill.teachers.interface import TeacherSource
 
 if TYPE_CHECKING:
     from distill.data.load import Splits
+    from distill.models.shape import Shape
+    from distill.teachers.footprint import SmallerTeacher
 
 
 class SourcePart(NamedTuple):
@@ -107,6 +106,8 @@ def shapes_of(source: TeacherSource) -> list[Shape]:
     """Return the sizes of the teachers, the first one first; also of those whose weights are not loaded."""
     if parts := parts_of(source):
         return [shape for part in parts for shape in shapes_of(part.source)]
+    from distill.models.load.meta_models import meta_config, meta_model
+
     field = next(iter(source.sections), "teacher")
     return [meta_model(meta_config(files_of(source).config_section(), field), field).shape]
 

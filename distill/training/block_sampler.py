@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import Sampler
-from transformers import TrainingArguments
 
-from distill.data.mixing import BLOCK, MixedRows
+from distill.data.mixing import MixedRows
+from distill.data.packing import BLOCK
 
 
 class BlockSampler(Sampler[int]):
@@ -35,20 +35,6 @@ class BlockSampler(Sampler[int]):
 
     def __len__(self) -> int:
         return len(self.rows)
-
-
-def block_sampler(rows: Any, arguments: TrainingArguments) -> BlockSampler | None:
-    """Return a sampler of rows that tell which of them belong together; None for other rows."""
-    columns = getattr(rows.rows if isinstance(rows, MixedRows) else rows, "column_names", None) or ()
-    seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
-    return BlockSampler(rows, seed) if BLOCK in columns else None
-
-
-def begin_epoch(epoch: int, *ordered: Any) -> None:
-    """Let data sets and samplers whose order follows from the epoch take that of `epoch`, counted from 0."""
-    for each in ordered:
-        if isinstance(each, MixedRows | BlockSampler):
-            each.set_epoch(epoch)
 
 
 def blocks_of(rows: Any) -> np.ndarray:

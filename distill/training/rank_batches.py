@@ -15,13 +15,11 @@ run skips as many micro-batches as before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler
-
-from distill.data.collator import Collator
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +68,3 @@ def without_repeated_rows(loader: Any, processes: int) -> Any:
     # without a batch size accelerate hands out whole batches in turn, of any length, and pads none
     shard.batch_size, shard.split_batches = None, False
     return loader
-
-
-class EmptyBatchCollator:
-    """Wrapper of a custom collator that passes empty batches to the default collator."""
-
-    def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], padding: Collator) -> None:
-        self.collator, self.padding = collator, padding
-
-    def __call__(self, rows: list[Any]) -> dict[str, Any]:
-        """Collate rows; an empty list becomes a row of padding."""
-        return self.collator(rows) if rows else self.padding(rows)

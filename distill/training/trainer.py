@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from distill.core.labels import count_trained_tokens
-from distill.data.collator import Collator, DefaultColumns, padding_token
+from distill.data.collator import Collator, DefaultColumns, EmptyBatchCollator, padding_token
 from distill.models.patch.attention import keep_soft_cap
 from distill.models.patch.document_rope import follows_length, rope_by_document
 from distill.objectives.losses import LossSpec
@@ -34,7 +34,6 @@ from distill.training.arguments import overwrite_arguments
 from distill.training.listeners import Listeners
 from distill.training.metrics import count_sums, metrics_from_sums
 from distill.training.phases import PAUSED
-from distill.training.rank_batches import EmptyBatchCollator
 from distill.training.step_listeners import training_listeners
 from distill.training.transformers_compat import TransformersCompat
 

@@ -18,21 +18,24 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Sampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from distill.core.files import sync
 from distill.core.labels import count_trained_tokens
 from distill.core.manifest import write_manifest
+from distill.data.packing import BLOCK
 from distill.models.sharding import keeps_nothing, use_fsdp2
-from distill.training.block_sampler import BlockSampler, begin_epoch, block_sampler
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, lacks_evaluation, rotate_checkpoints, without_rotation
 from distill.training.module_cache import cached_parameters
-from distill.training.rank_batches import without_repeated_rows
 from distill.training.step_guard import clip_in_optimizer, ignore_signals_in_workers
 from distill.training.warmup import begin_above_zero, restore_warmup
 
-LOAD_WEIGHTS = "distill.training.checkpoint_weights:load_weights"  # imported by a run that resumes
+# imported by a run that resumes, by one of several processes, and for rows that belong together
+LOAD_WEIGHTS = "distill.training.checkpoint_weights:load_weights"
+NO_REPEATED_ROWS = "distill.training.rank_batches:without_repeated_rows"
+BLOCK_SAMPLER = "distill.training.block_sampler:BlockSampler"
 
 
 class TransformersCompat(Trainer):
@@ -45,7 +48,7 @@ class TransformersCompat(Trainer):
     model: nn.Module
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
-        self._blocks: BlockSampler | None = None
+        self._blocks: Sampler[int] | None = None  # sampler of rows that belong together; None for other rows
         self._checkpoint_folder: str | None = None
         super().__init__(*arguments, **settings)
         self.model_accepts_loss_kwargs = True  # 5.17 divides the losses of other models by the micro-batches once more
@@ -101,7 +104,8 @@ class TransformersCompat(Trainer):
 
     def _corrected(self, loader: Any) -> Any:
         ignore_signals_in_workers(getattr(loader, "base_dataloader", loader))  # accelerate wraps a torch DataLoader
-        return without_repeated_rows(loader, self.accelerator.num_processes)
+        processes = self.accelerator.num_processes
+        return loader if processes == 1 else resolve_name(NO_REPEATED_ROWS)(loader, processes)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Return `Trainer`'s schedule with a rate above 0 in the first step of a warm-up, where `Trainer` has 0."""
@@ -119,7 +123,10 @@ class TransformersCompat(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """Keep rows that belong together (turns of a chat) adjacent; `Trainer` shuffles them apart."""
-        self._blocks = block_sampler(self.train_dataset if train_dataset is None else train_dataset, self.args)
+        rows = self.train_dataset if train_dataset is None else train_dataset
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        has_blocks = BLOCK in (getattr(rows, "column_names", None) or ())
+        self._blocks = resolve_name(BLOCK_SAMPLER)(rows, seed) if has_blocks else None
         return self._blocks or super()._get_train_sampler(train_dataset)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | None:
@@ -238,7 +245,10 @@ class ResumedState(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Put the rows into the epoch's order, and make the evaluation in which the run ended."""
-        begin_epoch(int(state.epoch), self.trainer.train_dataset, self.trainer._blocks)
+        ordered: tuple[Any, ...] = (self.trainer.train_dataset, self.trainer._blocks)
+        for each in ordered:
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(int(state.epoch))
         if not self._is_over and lacks_evaluation(args, state):
             self.trainer.evaluate()
 

@@ -73,6 +73,7 @@ PARTS = {
     "cut_layers": "distill.models.prune.pruning:cut_layers",
     "cut_parts": "distill.models.prune.narrow:cut_parts",
     "shape_for": "distill.models.prune.importance:shape_for",
+    "meta_config": "distill.models.load.meta_models:meta_config",
     "find_architecture": "distill.recipe.shipped:find_architecture",
 }
 
@@ -227,6 +228,11 @@ def load_config(section: ModelSection, field: str) -> Any:
     check_config(values, field, spec, trusted=trusted)
     with loading(spec, source, field):
         return AutoConfig.from_pretrained(source.location, **arguments)
+
+
+def config_of(section: ModelSection, field: str) -> Any:
+    """Return the configuration of `model`, or of `config` where that is named and the model is not on this machine."""
+    return load_config(section, field) if section.config is None else _part("meta_config")(section, field)
 
 
 @functools.lru_cache(maxsize=32)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import re
 import tempfile
+from collections.abc import Collection
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -65,6 +66,33 @@ def _fault_of(config: Any) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def add_turn_end_tokens(student: Any, tokenizer: Any, closings: Collection[str]) -> list[str]:
+    """Add the tokens that close a turn of the chat template to the student's end-of-sequence tokens.
+
+    Args:
+        student: bare or inside PEFT; its `generation_config` is changed, which is saved with it.
+        tokenizer: tokenizer of the data.
+        closings: the tokens, of the data's chat template.
+
+    Returns:
+        A line that names the tokens that were added; none where all of them are there already.
+    """
+    config = getattr(bare(student), "generation_config", None)
+    if config is None:
+        return []
+    given = config.eos_token_id
+    ends = list(given) if isinstance(given, list) else [] if given is None else [given]
+    added = {tokenizer.convert_tokens_to_ids(token): token for token in sorted(closings)}
+    added = {number: token for number, token in added.items() if number not in ends}
+    if not added:
+        return []
+    config.eos_token_id = [*ends, *added]
+    return [
+        f"student.model: generation stops at {', '.join(added.values())} too, which ends the turns that it is trained "
+        "on; saved in its generation_config.json"
+    ]
 
 
 def check_saving(student: Any, tokenizer: PreTrainedTokenizerBase | None, field: str) -> list[str]:

@@ -31,7 +31,6 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from distill.models.head import attention_sizes, bare, decoder_of
-from distill.models.patch.padding import PaddingMasks, add_to_hidden
 
 log = logging.getLogger(__name__)
 
@@ -197,6 +196,8 @@ def use_fused_attention(model: nn.Module, decoder: nn.Module, backend: str = "tr
     """
     if backend not in BACKENDS:
         raise ValueError(f"attention: expected one of {', '.join(BACKENDS)}, got {backend!r}")
+    from distill.models.patch.padding import PaddingMasks, add_to_hidden
+
     configs = _configs(model)
     original = decoder.__dict__.get("forward")
     before = [config._attn_implementation for config in configs]

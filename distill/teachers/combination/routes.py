@@ -24,14 +24,15 @@ from distill.objectives.measure import together
 from distill.objectives.span_loss import SpanTargets
 from distill.objectives.targets import (
     Batch,
+    ComparesTokens,
     HeadForward,
     LossResult,
     TargetFormat,
     TargetProperties,
     Targets,
     VocabularyAlignment,
+    token_comparison,
 )
-from distill.objectives.token_comparison import ComparesTokens, token_comparison
 from distill.objectives.top_k import TopKFormat
 from distill.teachers.capabilities import (
     ChecksFirstBatch,

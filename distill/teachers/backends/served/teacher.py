@@ -23,7 +23,7 @@ from distill.recipe import Teacher as TeacherSection
 from distill.teachers.backends.served.parity_check import LogitReading, check_parity
 from distill.teachers.backends.served.protocol import TargetRequest
 from distill.teachers.backends.served.teacher_client import Answer, TargetTensors, TeacherClient
-from distill.teachers.calibration import CutRequest, CutStudent, cut_from
+from distill.teachers.calibration import cut_from
 from distill.teachers.capabilities import (
     ChecksFirstBatch,
     CutsStudents,
@@ -31,7 +31,7 @@ from distill.teachers.capabilities import (
     HoldsHead,
     Prefetches,
 )
-from distill.teachers.interface import Collate, Teacher
+from distill.teachers.interface import Collate, CutRequest, CutStudent, Teacher
 
 SERVED = "served"  # column of a batch: the query to the servers
 MOST_PENDING = 4096  # answers that were not collected

@@ -38,11 +38,11 @@ from distill.teachers.backends.stored.format import (
 from distill.teachers.backends.stored.identity import description, fingerprint_of, require_same_teacher
 from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.stored.settings import Settings
-from distill.teachers.calibration import CutRequest, CutStudent, cut_identity
+from distill.teachers.calibration import cut_identity
 from distill.teachers.capabilities import CutsStudents, DescribesSize, HoldsHead, Prompt, Responds, student_cut_from
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.identity import teacher_identity
-from distill.teachers.interface import AcceptedRows, LoadContext, Teacher, TeacherSource
+from distill.teachers.interface import AcceptedRows, CutRequest, CutStudent, LoadContext, Teacher, TeacherSource
 from distill.teachers.source_capabilities import (
     ChecksData,
     DescribesStored,

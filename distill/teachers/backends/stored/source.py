@@ -50,11 +50,11 @@ from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.stored.settings import Settings, default_tail
 from distill.teachers.backends.stored.store import Store
 from distill.teachers.backends.stored.teacher import StoredTeacher
-from distill.teachers.calibration import CutRequest, cut_identity
+from distill.teachers.calibration import cut_identity
 from distill.teachers.capabilities import is_collective, student_cut_from
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.identity import teacher_identity
-from distill.teachers.interface import LoadContext, Teacher, TeacherSource
+from distill.teachers.interface import CutRequest, LoadContext, Teacher, TeacherSource
 from distill.teachers.source_capabilities import (
     CachesState,
     ChecksData,

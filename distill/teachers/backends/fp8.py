@@ -1,4 +1,4 @@
-"""Cost of fp8 for a teacher: the divergence between it before and after quantisation, on one real batch.
+"""Local teacher whose linear layers are in fp8, and its cost: the divergence from before, on one real batch.
 
 `teacher.dtype: fp8` loads the teacher in bf16 and quantises its linear layers, but not its head, once the run's own
 batches exist to measure the damage on. The figure is printed beside the student's own divergence: a teacher that moves
@@ -9,7 +9,7 @@ measures which layers are worth leaving out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from distill_kernels import FusedKLLoss
@@ -18,11 +18,38 @@ from torch import nn
 from distill.core.eval_mode import eval_mode
 from distill.core.labels import shift_labels
 from distill.models.head import HeadWeights, LogitTransform, bare, decoder_of, find_head, last_hidden, read_head
+from distill.models.load.quantised import is_quantised
 from distill.models.precision.fp8_teacher import Part, in_fp8, parts_of, quantise, quantise_part
 from distill.objectives.hidden import HiddenFormat
 from distill.objectives.losses import LogitTransforms
 from distill.objectives.targets import Batch, VocabularyAlignment
 from distill.recipe.models import sort_parts
+from distill.teachers.backends.local import LoadedTeacher
+from distill.teachers.capabilities import ChecksFirstBatch, Quantises
+
+
+class Fp8Teacher(LoadedTeacher, ChecksFirstBatch, Quantises):
+    """A causal language model that was quantised while it was loaded, or is by its first batch or `quantise`.
+
+    Args:
+        model: Model of transformers; other arguments as of `LoadedTeacher`.
+        skip: Layers that stay in 16 bits, as `teacher.fp8_skip` names them.
+    """
+
+    def __init__(self, model: nn.Module, *, skip: Sequence[str] = (), **given: Any) -> None:
+        super().__init__(model, **given)
+        self.skip = skip
+
+    def quantise(self) -> None:
+        if not is_quantised(self.model):
+            quantise(self.model, self.skip)
+
+    def validate_first_batch(self, batch: Batch, student: nn.Module | None, pairing: VocabularyAlignment) -> list[str]:
+        if is_quantised(self.model):
+            cost = "quantised while it was loaded, since it does not fit whole: the cost is not measured"
+        else:
+            cost = str(quantise_and_measure(self.model, self.hidden, batch, student, pairing, self.skip))
+        return [f"{'fp8':<12}{cost}"]
 
 
 class Fp8Cost(NamedTuple):

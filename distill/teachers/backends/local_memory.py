@@ -1,0 +1,83 @@
+"""Memory of a local teacher, and ways of holding it that need less.
+
+Memory of the weights, in bytes: P parameters, D of them in the decoder's linear layers, b bytes per weight as loaded:
+
+    resident       P b
+    fp8, int8      D + (P - D) b                  linear layers except the LM head: one byte a weight
+    quantised      D bits / 8 + (P - D) b         bits of the checkpoint; P b where they are unknown
+    offloaded      (P - layers) b + 2 x (largest layer) b      on the device; the layers are in host memory
+
+An fp8 teacher is loaded in 16 bits and then quantised, or layer by layer where it does not fit in 16 bits.
+"""
+
+from __future__ import annotations
+
+from distill.models.gpu_specs import has_fp8
+from distill.models.load.meta_models import meta_student
+from distill.models.precision.dtypes import Precision
+from distill.models.precision.fp8_teacher import find_skipped
+from distill.models.shape import USABLE, Shape
+from distill.recipe import Teacher as TeacherSection
+from distill.recipe.models import EIGHT_BITS
+from distill.teachers.backends.local import ModelSource
+from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
+
+
+def model_footprint(source: ModelSource, context: FootprintContext) -> Footprint:
+    """Return the footprint by the formulas at the head of this file."""
+    precision, shape = context.precision, source.meta().shape
+    size = precision.teacher.itemsize
+    layers = float(shape.layered * size) if source.section.offload is not None else 0.0
+    in_16_bits = find_skipped(source.meta().model, source.section.fp8_skip).weights  # the others are in fp8
+    whole = loading_bytes(source, precision) if source.section.dtype == "fp8" else 0.0
+    return Footprint(
+        weights=placed_bytes(source.section, shape, precision) + in_16_bits * (size - 1),
+        gathered=max(2 * shape.linear / shape.layers, shape.head) * size if context.sharded else 0.0,
+        host=layers,
+        moved=layers,
+        loading=whole if whole <= USABLE * context.memory_bytes else 0.0,  # otherwise it is loaded layer by layer
+        token_bytes=size * shape.hidden,
+        flops=source.meta().flops,
+    )
+
+
+def smaller_variants(source: ModelSource, family: str | None = None) -> list[SmallerTeacher]:
+    """Return variants with less memory, in 8 bits and offloaded; empty where it is one of these already."""
+    recipe, section = source.recipe, source.section
+    if section.offload is not None or section.dtype in EIGHT_BITS:
+        return []
+    bits = "fp8" if has_fp8(family) else "int8"
+    in_8_bits = recipe.model_copy(update={"teacher": section.model_copy(update={"dtype": bits})})
+    effect = "changes the teacher's outputs slightly" + (": the run prints by how much" if bits == "fp8" else "")
+    copied = recipe.parallel.model_copy(update={"teacher": "copied"})
+    offloaded = section.model_copy(update={"offload": "cpu"})
+    offload = SmallerTeacher(
+        "teacher.offload=cpu",
+        recipe.model_copy(update={"teacher": offloaded, "parallel": copied}),
+        "teacher.offload to cpu, all but two of the teacher's layers, which cross the bus instead",
+        "its layers cross the bus in every micro-batch",
+        same_targets=True,
+    )
+    if bits == "int8" and section.init == "random":  # bitsandbytes quantises files as it reads them
+        return [offload]
+    saved = f"teacher.dtype to {bits}, half of the teacher's layers"
+    return [SmallerTeacher(f"teacher.dtype={bits}", in_8_bits, saved, effect), offload]
+
+
+def loading_bytes(source: ModelSource, precision: Precision) -> float:
+    """Return the bytes of teacher and student at loading, before the teacher is quantised."""
+    meta = source.meta()
+    student = meta_student(source.recipe.student, meta.config).shape
+    adapters = student.trained if student.rank else 0
+    weights = (student.parameters - adapters) * precision.student.itemsize + 4 * adapters
+    return float(meta.shape.parameters * precision.teacher.itemsize + weights)
+
+
+def placed_bytes(section: TeacherSection, shape: Shape, precision: Precision) -> float:
+    """Return the bytes of an unsharded teacher's weights on its device; offloaded layers are not counted."""
+    size = precision.teacher.itemsize
+    if section.offload is not None:
+        return float(shape.parameters - shape.layered + 2 * shape.largest_layer) * size
+    bits = 8.0 if section.dtype in EIGHT_BITS else shape.stored_bits
+    saved = 0.0 if bits is None else shape.linear * (size - bits / 8)
+    return shape.parameters * size - saved
