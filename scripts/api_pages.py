@@ -23,6 +23,7 @@ class Entry(NamedTuple):
 
 
 LOSS = ("linear variants", "8192 x 128256, H 2048 / 4096")
+H100 = "NVIDIA H100 80GB HBM3"
 _BY_CLAIM = {line.claim: line for line in HEADLINES}
 
 
@@ -88,11 +89,11 @@ GROUPS: dict[str, tuple[Entry, ...]] = {
                 "ms",
             ),
         ),
-        Entry("FusedSkewKLLoss", "DistiLLM's skewed KL", Headline("", LOSS, "skewed KL(0.1)", (_BARE,), "ms")),
+        Entry("FusedSkewKLLoss", "DistiLLM's skewed KL", Headline("", LOSS, "skewed KL(0.1)", (_BARE,), "ms", H100)),
         Entry(
             "FusedTVDLoss",
             "half the L1 distance of two softmaxes",
-            Headline("", LOSS, "total variation", (_BARE,), "ms"),
+            Headline("", LOSS, "total variation", (_BARE,), "ms", H100),
         ),
         Entry(
             "FusedTopKKLLoss",
@@ -103,7 +104,7 @@ GROUPS: dict[str, tuple[Entry, ...]] = {
         Entry(
             "FusedDistillationLoss",
             "a weighted sum of the above in one pass",
-            Headline("", LOSS, "forward KL + cross-entropy", (_BARE,), "ms"),
+            Headline("", LOSS, "forward KL + cross-entropy", (_BARE,), "ms", H100),
         ),
         Entry(
             "FusedStudentTopKKLLoss", "KL over the student's top-k tokens, from both models' hidden states and heads"
@@ -222,7 +223,7 @@ GROUPS: dict[str, tuple[Entry, ...]] = {
         Entry(
             "DistillationTrainer",
             "`transformers.Trainer` with a custom loss",
-            _BY_CLAIM["training step, 8B to 1B"],
+            _BY_CLAIM["training step, 8B to 1B (H100)"],
         ),
         Entry("AutoFusedModelForCausalLM", "`AutoModelForCausalLM`"),
         Entry("patch", "the layers, attention and loss of a loaded model"),
@@ -286,7 +287,7 @@ def _figure(entry: Entry, rows: list[dict[str, Any]]) -> str:
     line = entry.measured
     ours, best, ratio = compared(line, rows)
     unit = UNITS[line.figure]
-    where = f"{ours['case']}, {ours['shape']}, {ours['commit']}"
+    where = f"{ours['gpu'].split()[1]}, {ours['case']}, {ours['shape']}, {ours['commit']}"
     if best["candidate"] == _BARE:
         return f"{cell(ours, line.figure)} {unit}, {1 / ratio:.2f} x its GEMMs alone ({where})"
     return (

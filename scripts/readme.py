@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "bench" / "results"
 END = "<!-- end rows -->"
+# a figure within a sentence: the comment that says whose it is, the figure, the end
+FIGURE = re.compile(r"(<!-- figure: ([^>]*?) -->)[^<]*(<!-- end -->)")
 GPU = "NVIDIA H200"  # whose rows are shown where a comment names no other: gpu="NVIDIA H100 80GB HBM3"
 # by marker: the plan, and the line in front of its tables
 STUDIES = {
@@ -124,9 +127,11 @@ HEADLINES = (
     Headline("fused forward KL, forward and backward, time (H100)", _LOSS, "ours", _LOSS_RIVALS, "ms", _H100),
     Headline("the same, of losses whose gradients are as exact", _LOSS, "ours", _EXACT, "ms", _H100),
     Headline("the same, peak memory above the inputs", _LOSS, "ours", _LOSS_RIVALS, "peak_mib", _H100),
-    Headline("training step, 8B to 1B", ("step", _STEP), "ours", ("plain", "compile", "liger"), "tokens_per_s"),
     Headline(
-        "the same, both models in fp8",
+        "training step, 8B to 1B (H100)", ("step", _STEP), "ours", ("plain", "compile", "liger"), "tokens_per_s", _H100
+    ),
+    Headline(
+        "the same, both models in fp8 (H200)",
         ("fp8_step", _STEP.removesuffix(", bf16")),
         "ours, fp8 teacher and student",
         ("plain", "compile", "torchao fp8 + compile"),
@@ -344,7 +349,21 @@ def fill(text: str, rows: list[dict[str, Any]]) -> str:
         if line.startswith("<!-- rows: "):
             inside = True
             lines += [block(line.removeprefix("<!-- rows: ").removesuffix("-->").strip(), rows)]
-    return "\n".join(lines) + "\n"
+    return FIGURE.sub(lambda found: f"{found[1]}{figure(found[2], rows)}{found[3]}", "\n".join(lines) + "\n")
+
+
+def figure(settings: str, rows: list[dict[str, Any]]) -> str:
+    """Return the one value that a `figure:` comment within a sentence asks for, formatted as in the tables.
+
+    Raises:
+        ValueError: not exactly one row answers to the comment.
+    """
+    wanted = {"gpu": GPU} | dict(part.split("=", 1) for part in shlex.split(settings))
+    column = wanted.pop("column")
+    chosen = [row for row in rows if all(str(row.get(key)) == value for key, value in wanted.items())]
+    if len(chosen) != 1 or column not in chosen[0]:
+        raise ValueError(f"expected one benchmark row with {column} for {settings!r}, got {len(chosen)}")
+    return cell(chosen[0], column)
 
 
 def study(plan: str, title: str, folder: Path = STUDY_RESULTS) -> list[str]:

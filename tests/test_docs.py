@@ -51,6 +51,15 @@ def test_a_stale_table_is_noticed():
     assert readme.fill(text.replace("ours", "theirs"), readme.newest_rows()) != text.replace("ours", "theirs")
 
 
+def test_a_figure_within_a_sentence_is_its_rows():
+    settings = '<!-- figure: case=c shape="s, t" candidate=ours column=ms -->'
+    row = {"gpu": readme.GPU, "case": "c", "shape": "s, t", "candidate": "ours", "ms": 34.52, "commit": "x"}
+    assert readme.fill(f"takes {settings}9.9<!-- end --> ms", [row]) == f"takes {settings}34.5<!-- end --> ms\n"
+    for rows in ([], [row, row], [row | {"gpu": "another"}]):
+        with pytest.raises(ValueError, match="expected one benchmark row with ms"):
+            readme.fill(f"takes {settings}34.5<!-- end --> ms", rows)
+
+
 def test_every_row_names_the_commit_it_measured():
     nameless = [row for row in readme.all_rows() if row.get("commit") in (None, "", "unknown")]
     assert not nameless
