@@ -14,6 +14,7 @@ from distill_kernels.quantisation.formats import (
     reference_quantise,
 )
 from distill_kernels.quantisation.number_format import Scales
+from distill_kernels.quantisation.packed_tensors import pack_awq, unpack_awq
 from layer_checks import DTYPES, poisoned_memory
 
 from scripts.engines import llama_cpp
@@ -48,7 +49,7 @@ def changed(form, w, factor):
 def packed(w, name):
     """Return a matrix as ours, and its bytes in a GGUF file."""
     ours = reference_quantise(w, name)
-    return ours, ours.form.pack(ours.codes, ours.stored)[""].numpy()
+    return ours, ours.form.pack(ours.codes, ours.stored)["weight"].numpy()
 
 
 @pytest.mark.parametrize("name", GGUF)
@@ -84,9 +85,21 @@ def test_packed_tensors_are_unpacked_to_the_same_values(name):
         blocks = reference_quantise(draw(40, 128), name, scales)
         tensors = blocks.form.pack(blocks.codes, blocks.stored)
         assert torch.equal(blocks.form.unpack(tensors), blocks.values())
-        kept = sum(tensor.nbytes for suffix, tensor in tensors.items() if suffix != "_shape" and tensor.numel() > 1)
+        kept = sum(
+            tensor.nbytes for suffix, tensor in tensors.items() if suffix != "weight_shape" and tensor.numel() > 1
+        )
         form = blocks.form
         assert 8 * kept == 40 * (128 * form.bits + 128 // form.columns(draw(40, 128)) * form.scale_bits)
+
+
+def test_words_of_awq_hold_eight_columns_in_its_order():
+    blocks = reference_quantise(draw(24, 64), "int4_g32")
+    tensors = pack_awq(blocks.codes, blocks.stored)
+    assert [tuple(part.shape) for part in tensors.values()] == [(64, 3), (2, 3), (2, 24)]
+    assert torch.equal(unpack_awq(tensors), blocks.values())
+    word = int(tensors["qweight"][5, 1]) & 0xFFFFFFFF
+    fields = [(word >> 4 * at) % 16 - 8 for at in range(8)]
+    assert fields == [int(blocks.codes[8 + column, 5]) for column in (0, 2, 4, 6, 1, 3, 5, 7)]
 
 
 @pytest.mark.parametrize("codes, dtype", [("fp8", torch.float8_e4m3fn), ("nvfp4", None)])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from distill_kernels.quantisation.formats import FORMATS
-from distill_kernels.quantisation.packed_tensors import pack_codes, unpack_codes
+from distill_kernels.quantisation.packed_tensors import pack_codes, unpack_awq, unpack_codes
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, GgufConfig
@@ -137,7 +137,7 @@ def test_export_writes_what_was_trained(workplace, tmp_path, capsys):
             ["--format", "compressed-tensors"],
             "--format: compressed-tensors holds weights in int4_g32, int8, fp8, nvfp4, and this",
         ),
-        (["--format", "zip"], "--format: expected safetensors or compressed-tensors, got 'zip'"),
+        (["--format", "zip"], "--format: expected safetensors, compressed-tensors or awq, got 'zip'"),
         (
             ["--format", "compressed-tensors", "--gguf", "q4_0"],
             "--format: compressed-tensors and a GGUF file hold other",
@@ -177,14 +177,41 @@ def test_packed_weights_are_those_that_were_trained(workplace, format, capsys):
     layers = [key for key in own if "_proj" in key]
     assert len(layers) == 14
     for key in layers:
-        tensors = {name.removeprefix(key): tensor for name, tensor in packed.items() if name.startswith(key)}
+        module = key.removesuffix("weight")
+        tensors = {name.removeprefix(module): part for name, part in packed.items() if name.startswith(module)}
         assert torch.equal(FORMATS[format].unpack(tensors), own[key])
         if layout == "pack-quantized":  # by the layout's own words
-            codes = unpack_codes(tensors["_packed"], bits, own[key].shape[1]).float()
-            scale = tensors["_scale"]
-            assert scale.dtype == torch.bfloat16 and tensors["_shape"].tolist() == list(own[key].shape)
+            codes = unpack_codes(tensors["weight_packed"], bits, own[key].shape[1]).float()
+            scale = tensors["weight_scale"]
+            assert scale.dtype == torch.bfloat16 and tensors["weight_shape"].tolist() == list(own[key].shape)
             values = codes.unflatten(-1, (scale.shape[1], -1)) * scale.float()[..., None]
             assert torch.equal(values.flatten(-2), own[key]) and key not in packed
+
+
+def test_an_awq_folder_holds_what_was_trained(workplace, capsys):
+    student = train("int4_g32")
+    assert run_command(["export", "int4_g32", "-o", "out", "--format", "awq"]) == 0
+    assert 0 <= float(re.search(r"read back and compared: a KL of (\S+) nats", capsys.readouterr().out)[1]) < 1e-4
+    own, packed = load_file(f"{student}/model.safetensors"), load_file("out/model.safetensors")
+    with open("out/config.json") as file:
+        config = json.load(file)
+    assert config["dtype"] == "float16" and config["quantization_config"] == {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 32,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": ["lm_head"],
+    }
+    for key in (key for key in own if "_proj" in key):
+        module = key.removesuffix("weight")
+        assert key not in packed
+        tensors = {name.removeprefix(module): part for name, part in packed.items() if name.startswith(module)}
+        assert torch.equal(unpack_awq(tensors), own[key])
+    train("int8")
+    capsys.readouterr()
+    assert run_command(["export", "int8", "-o", "other", "--format", "awq"]) == 2
+    assert "--format: awq holds weights in int4_g32, and this student's are in int8" in capsys.readouterr().err
 
 
 def test_rounding_without_training_is_judged_like_a_student(workplace, tmp_path, capsys):

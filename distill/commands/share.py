@@ -81,7 +81,7 @@ def export(
         str | None, typer.Option(metavar="TYPE", help="Also write a GGUF file: f32, f16, bf16, q8_0, q4_0, q4_k_m.")
     ] = None,
     format: Annotated[
-        str, typer.Option(metavar="NAME", help="safetensors, or compressed-tensors for a quantised student.")
+        str, typer.Option(metavar="NAME", help="safetensors; of a quantised student compressed-tensors or awq.")
     ] = "safetensors",
     push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the hub, as private.")] = None,
     public: Annotated[bool, typer.Option("--public", help="Make a repository created by --push public.")] = False,
@@ -105,11 +105,11 @@ def export(
 
     if gguf is not None:
         check_type(gguf)
-    if format not in ("safetensors", "compressed-tensors"):
-        raise ValueError(f"--format: expected safetensors or compressed-tensors, got {format!r}")
-    packed = format == "compressed-tensors"
+    if format not in ("safetensors", "compressed-tensors", "awq"):
+        raise ValueError(f"--format: expected safetensors, compressed-tensors or awq, got {format!r}")
+    packed = None if format == "safetensors" else format
     if packed and gguf is not None:
-        raise ValueError(f"--format: compressed-tensors and a GGUF file hold other blocks; got --gguf {gguf} as well")
+        raise ValueError(f"--format: {packed} and a GGUF file hold other blocks; got --gguf {gguf} as well")
     if public and push is None:
         raise ValueError("--public: expected together with --push; got no --push")
     if push is not None:

@@ -17,9 +17,9 @@ from distill.core.folders import RECIPE_FILE, check_folder
 from distill.evaluation.targets import CONFIGS, load_merged, target_from_model
 from distill.models.load.read_weights import read_weights
 from distill.models.precision.quantised_student import read_saved
-from distill.reports.compressed_tensors import pack_folder
 from distill.reports.gguf_file import write_gguf
 from distill.reports.model_card import merged_card
+from distill.reports.packed_folder import pack_folder
 from distill.training.checkpoint_validation import fault_of
 from distill.training.checkpoints import STATE, checkpoints
 
@@ -33,7 +33,7 @@ def export(
     dtype: str | None = None,
     shard_size: str = "5GB",
     gguf: str | None = None,
-    packed: bool = False,
+    packed: str | None = None,
 ) -> dict[str, Any]:
     """Write the student of the run or checkpoint in `folder` to `destination`.
 
@@ -47,7 +47,7 @@ def export(
         dtype: float32, bfloat16 or float16; None for that of the training.
         shard_size: Maximum size of a file, as in transformers ("5GB").
         gguf: Also write a GGUF file of this type.
-        packed: Write a quantised student's weights packed, as compressed-tensors does.
+        packed: Layout that a quantised student's weights are packed in, compressed-tensors or awq.
 
     Returns:
         `folder`, `dtype`, `parameters`, `bytes` and `files` of the export; with `gguf` also the result of `write_gguf`,
@@ -103,8 +103,8 @@ def export(
             if gguf is not None:
                 name = f"{destination.name}-{gguf}.gguf"
                 more["gguf"] = write_gguf(unfinished, unfinished / name, gguf)._replace(path=str(destination / name))
-            if packed:
-                more["packed"] = pack_folder(unfinished, shard_size)
+            if packed is not None:
+                more["packed"] = pack_folder(unfinished, shard_size, packed)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise

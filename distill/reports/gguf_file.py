@@ -110,7 +110,7 @@ class Plan(NamedTuple):
                 [f"--gguf: {name} was trained in {kind}, and its weights are not; they were changed since"]
             )
         stored = {field: part[order] for field, part in blocks.stored.items()}
-        return blocks.form.pack(blocks.codes[order], stored)[""].numpy()
+        return blocks.form.pack(blocks.codes[order], stored)["weight"].numpy()
 
     def rounding_of(self, name: str, tensor: torch.Tensor) -> float:
         """Return the largest error of a tensor in the file, relative to its norm."""

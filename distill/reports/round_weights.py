@@ -17,8 +17,8 @@ from distill.models.layers import find_layers
 from distill.models.precision.gptq import Method, calibration_batches, round_weights
 from distill.models.precision.quantised_student import SavedBlocks, formats_of
 from distill.recipe.quantise import FORMATS_OF_GGUF, Quantise
-from distill.reports.compressed_tensors import pack_folder
 from distill.reports.gguf_file import write_gguf
+from distill.reports.packed_folder import pack_folder
 
 
 class RoundedModel(NamedTuple):

@@ -45,7 +45,7 @@ class _Gguf(Format):
         """Return the bytes of the rows, uint8 [N, bytes of a row]."""
         columns = (self.block or 1) * self.unit
         parts = self.fields(codes.to(torch.int16).unflatten(-1, (-1, columns)), stored)
-        return {"": torch.cat(parts, -1).flatten(-2)}
+        return {"weight": torch.cat(parts, -1).flatten(-2)}
 
     def fields(self, codes: torch.Tensor, stored: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the parts of a block in their order, each uint8 [N, blocks, bytes]."""

@@ -150,7 +150,7 @@ class Format:
         return (blocks if scales.minimum is None else blocks - scales.minimum[..., None]).flatten(-2)
 
     def pack(self, codes: torch.Tensor, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors of a file that hold a matrix, by what is added to the matrix's name."""
+        """Return the tensors of a file that hold a matrix, by their names in its module."""
         raise NotImplementedError
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

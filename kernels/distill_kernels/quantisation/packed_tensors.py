@@ -1,4 +1,4 @@
-"""Formats of compressed-tensors, which vLLM and transformers read.
+"""Formats of compressed-tensors, which vLLM and transformers read, and AutoAWQ's layout of one of them.
 
 | format | block | codes | scale | layout |
 |---|---|---|---|---|
@@ -26,6 +26,7 @@ from distill_kernels.quantisation.number_format import Codes, Format, Scales
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E4M3_MOST = 448.0
 GLOBAL_SCALE = 512.0
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight columns in a word, from the lowest bits up
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -44,6 +45,28 @@ def unpack_codes(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     return (fields.flatten(-2)[..., :columns] - (1 << (bits - 1))).to(torch.int8)
 
 
+def pack_awq(codes: torch.Tensor, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return integers of 4 bits [N, K] as AutoAWQ lays them out: words [K, N / 8], zero points of 8, scales in fp16."""
+    scale = stored["scale"].t()
+    words, zeros = (
+        pack_codes(part.unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2), 4)
+        for part in (codes.t(), torch.zeros_like(scale))
+    )
+    return {"qweight": words, "qzeros": zeros, "scales": scale.to(torch.float16).contiguous()}
+
+
+def unpack_awq(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the values that the tensors of `pack_awq` hold, fp32 [N, K]."""
+    columns, back = 8 * tensors["qweight"].shape[-1], torch.tensor(AWQ_ORDER).argsort()
+    codes, zeros = (
+        unpack_codes(tensors[name], 4, columns).unflatten(-1, (-1, 8))[..., back].flatten(-2).float()
+        for name in ("qweight", "qzeros")
+    )
+    scales = tensors["scales"].float()
+    groups = codes.unflatten(0, (len(scales), -1)) - zeros[:, None]
+    return (groups * scales[:, None]).flatten(0, 1).t()
+
+
 class PackedIntegers(Format):
     """Integers in words of 32 bits (pack-quantized)."""
 
@@ -53,15 +76,15 @@ class PackedIntegers(Format):
     def pack(self, codes: torch.Tensor, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return words, scales and the shape."""
         return {
-            "_packed": pack_codes(codes, self.bits),
-            "_scale": stored["scale"],
-            "_shape": torch.tensor(codes.shape),
+            "weight_packed": pack_codes(codes, self.bits),
+            "weight_scale": stored["scale"],
+            "weight_shape": torch.tensor(codes.shape),
         }
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the values."""
-        codes = unpack_codes(tensors["_packed"], self.bits, int(tensors["_shape"][-1]))
-        return self.values(codes.float(), Scales(tensors["_scale"].float()))
+        codes = unpack_codes(tensors["weight_packed"], self.bits, int(tensors["weight_shape"][-1]))
+        return self.values(codes.float(), Scales(tensors["weight_scale"].float()))
 
     def described(self) -> dict[str, Any]:
         """Return the weights' entry of a scheme."""
@@ -86,11 +109,11 @@ class Float8(PackedIntegers):
 
     def pack(self, codes: torch.Tensor, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the weights in e4m3 and their scales."""
-        return {"": codes.to(torch.float8_e4m3fn), "_scale": stored["scale"]}
+        return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale": stored["scale"]}
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the values."""
-        return self.values(tensors[""].float(), Scales(tensors["_scale"].float()))
+        return self.values(tensors["weight"].float(), Scales(tensors["weight_scale"].float()))
 
 
 class NvFp4(PackedIntegers):
@@ -112,16 +135,16 @@ class NvFp4(PackedIntegers):
         numbers = torch.searchsorted(torch.tensor(E2M1), codes.abs().contiguous()).to(torch.uint8)
         pairs = (numbers | (codes.signbit().to(torch.uint8) << 3)).unflatten(-1, (-1, 2))
         return {
-            "_packed": pairs[..., 0] | (pairs[..., 1] << 4),
-            "_scale": stored["scale"],
-            "_global_scale": torch.tensor([GLOBAL_SCALE]),
+            "weight_packed": pairs[..., 0] | (pairs[..., 1] << 4),
+            "weight_scale": stored["scale"],
+            "weight_global_scale": torch.tensor([GLOBAL_SCALE]),
         }
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the values."""
-        fields = torch.stack([tensors["_packed"] & 15, tensors["_packed"] >> 4], -1).flatten(-2).long()
+        fields = torch.stack([tensors["weight_packed"] & 15, tensors["weight_packed"] >> 4], -1).flatten(-2).long()
         codes = torch.tensor((*E2M1, *(-number for number in E2M1)))[fields]
-        return self.values(codes, Scales(tensors["_scale"].float() / tensors["_global_scale"]))
+        return self.values(codes, Scales(tensors["weight_scale"].float() / tensors["weight_global_scale"]))
 
     def described(self) -> dict[str, Any]:
         """Return the weights' entry of a scheme."""

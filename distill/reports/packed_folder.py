@@ -1,19 +1,20 @@
-"""A quantised student packed as compressed-tensors does, which vLLM and transformers read.
+"""A quantised student's folder packed for servers: compressed-tensors, or AutoAWQ's layout.
 
 Each quantised linear layer's weight becomes the tensors of its format's layout (`distill_kernels.quantisation`).
-Everything else is bfloat16. `quantization_config` in config.json names the formats; readers need not know us.
+Everything else is in 16 bits. `quantization_config` in config.json names the formats; readers need not know us.
 
 The folder is read back: packed weights must equal the student's, and its KL on two short texts is returned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from distill_kernels.quantisation.formats import FORMATS
-from distill_kernels.quantisation.packed_tensors import PackedIntegers
+from distill_kernels.quantisation.formats import FORMATS, Blocks
+from distill_kernels.quantisation.packed_tensors import PackedIntegers, pack_awq, unpack_awq
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -28,26 +29,45 @@ from distill.reports.gguf_file import TEXTS
 PACKED = {name: form for name, form in FORMATS.items() if isinstance(form, PackedIntegers)}
 
 
-def pack_folder(folder: Path, shard_size: str = "5GB") -> float:
+class Layout(NamedTuple):
+    """Layout of packed weights in a folder.
+
+    Attributes:
+        formats: Formats that it holds.
+        dtype: Dtype of everything else.
+        pack: Returns the tensors of a matrix, by their names in its module.
+        unpack: Returns the values of these, of a matrix in a format.
+        configuration: Returns `quantization_config` from the format of each layer and the layers without one.
+    """
+
+    formats: tuple[str, ...]
+    dtype: torch.dtype
+    pack: Callable[[Blocks], dict[str, torch.Tensor]]
+    unpack: Callable[[str, Mapping[str, torch.Tensor]], torch.Tensor]
+    configuration: Callable[[Mapping[str, str], list[str]], dict[str, object]]
+
+
+def pack_folder(folder: Path, shard_size: str = "5GB", layout: str = "compressed-tensors") -> float:
     """Replace the weights of a quantised student's folder by packed ones, and verify them.
 
     Args:
         folder: Folder of a student in float32 whose weights are exactly in their formats.
         shard_size: Maximum size of a file.
+        layout: A key of `LAYOUTS`.
 
     Returns:
-        KL(student || folder) on two short texts, nats per token: that of bfloat16 for the tensors that stay.
+        KL(student || folder) on two short texts, nats per token: that of 16 bits for the tensors that stay.
 
     Raises:
-        RecipeError: The student is not in the formats of compressed-tensors.
+        RecipeError: The student is not in a format of the layout.
     """
-    saved = read_saved(folder)
+    saved, own = read_saved(folder), LAYOUTS[layout]
     formats = {} if saved is None else saved.by_name
-    if saved is None or not set(formats.values()) <= set(PACKED):
+    if saved is None or not set(formats.values()) <= set(own.formats):
         came = " and ".join(sorted(set(formats.values()))) or "float32"
         raise RecipeError(
             [
-                f"--format: compressed-tensors holds weights in {', '.join(PACKED)}, and this student's are in "
+                f"--format: {layout} holds weights in {', '.join(own.formats)}, and this student's are in "
                 f"{came}; train it with student.quantise, or round it by distill quantise"
             ]
         )
@@ -56,28 +76,29 @@ def pack_folder(folder: Path, shard_size: str = "5GB") -> float:
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name not in formats:
-            tensors[name] = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+            tensors[name] = tensor.to(own.dtype) if tensor.is_floating_point() else tensor
             continue
         blocks = saved.blocks(name, tensor)
         if blocks is None:
             raise RecipeError([f"--format: {name} was trained in {formats[name]}, and its weights are not"])
-        tensors |= {name + suffix: part for suffix, part in blocks.form.pack(blocks.codes, blocks.stored).items()}
+        tensors |= {name.removesuffix("weight") + part: tensor for part, tensor in own.pack(blocks).items()}
     for path in folder.glob("model*.safetensors*"):
         path.unlink()
     if model.config.get_text_config().tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     save_torch_state_dict(tensors, folder, max_shard_size=shard_size)
     config = read_json(folder / "config.json", "--format")
-    config |= {"dtype": "bfloat16", "quantization_config": _configuration(formats, linears)}
+    by_layer = {name.removesuffix(".weight"): form for name, form in formats.items()}
+    config["dtype"] = str(own.dtype).removeprefix("torch.")
+    config["quantization_config"] = own.configuration(by_layer, sorted(linears - set(by_layer)))
     write_json(folder / "config.json", config)
     for file in (FORMAT_FILE, SCALES_FILE):
         (folder / file).unlink()
-    return _check(model, folder, formats)
+    return _check(model, folder, formats, own)
 
 
-def _configuration(formats: Mapping[str, str], linears: set[str]) -> dict[str, object]:
+def _compressed_tensors(by_layer: Mapping[str, str], others: list[str]) -> dict[str, object]:
     """Return `quantization_config`; the format of most layers is that of all linear layers without one of their own."""
-    by_layer = {name.removesuffix(".weight"): form for name, form in formats.items()}
     kinds = sorted(set(by_layer.values()), key=lambda form: -list(by_layer.values()).count(form))
     groups = {}
     for number, form in enumerate(kinds):
@@ -91,23 +112,48 @@ def _configuration(formats: Mapping[str, str], linears: set[str]) -> dict[str, o
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
-        "ignore": sorted(linears - set(by_layer)),
+        "ignore": others,
         "config_groups": groups,
     }
 
 
+def _awq(by_layer: Mapping[str, str], others: list[str]) -> dict[str, object]:
+    """Return `quantization_config` as AutoAWQ writes it."""
+    sizes = {"bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    return {"quant_method": "awq", **sizes, "modules_to_not_convert": others}
+
+
+LAYOUTS = {
+    "compressed-tensors": Layout(
+        tuple(PACKED),
+        torch.bfloat16,
+        lambda blocks: blocks.form.pack(blocks.codes, blocks.stored),
+        lambda form, tensors: PACKED[form].unpack(tensors),
+        _compressed_tensors,
+    ),
+    "awq": Layout(
+        ("int4_g32",),
+        torch.float16,
+        lambda blocks: pack_awq(blocks.codes, blocks.stored),
+        lambda form, tensors: unpack_awq(tensors),
+        _awq,
+    ),
+}
+
+
 @torch.no_grad()
-def _check(model: PreTrainedModel, folder: Path, formats: Mapping[str, str]) -> float:
+def _check(model: PreTrainedModel, folder: Path, formats: Mapping[str, str], layout: Layout) -> float:
     """Hold the folder's weights to the student's; returns KL(student || folder)."""
     written: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("model*.safetensors")):
         written |= load_file(path)
     values = dict(written)
     for name, form in formats.items():
-        tensors = {key.removeprefix(name): tensor for key, tensor in written.items() if key.startswith(name)}
-        values[name] = PACKED[form].unpack(tensors)
+        module = name.removesuffix("weight")
+        tensors = {key.removeprefix(module): tensor for key, tensor in written.items() if key.startswith(module)}
+        values[name] = layout.unpack(form, tensors)
     for name, parameter in model.named_parameters():
-        exact = parameter if name in formats else parameter.to(torch.bfloat16)
+        exact = parameter if name in formats else parameter.to(layout.dtype)
         if name not in values or not torch.equal(values[name].to(exact.dtype), exact):
             raise RecipeError([f"--format: {name} differs in the files; not written"])
     tokenizer = AutoTokenizer.from_pretrained(folder) if (folder / "tokenizer.json").is_file() else None
