@@ -46,7 +46,7 @@ def students(tmp_path_factory):
 
 
 def kl_of(students, reader, names):
-    """KL(student || folder as the reader computes it), nats per token, by folder."""
+    """Return KL(student || folder as the reader computes it), nats per token, by folder."""
     place, found = students
     command = [vllm.python(), Path(__file__).with_name("engine_packed.py"), reader, place / "ids.pt", place / "out.pt"]
     environment = vllm.environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -59,7 +59,7 @@ def kl_of(students, reader, names):
 
 
 def test_compressed_tensors_decodes_the_trained_weights(students):
-    """What is left is bfloat16 of the embedding and of norms."""
+    """The rest is bfloat16 of the embedding and of norms."""
     names = [f"compressed-tensors-{name}" for name in PACKED]
     for name, kl in kl_of(students, "transformers", names).items():
         print(f"{name}: KL {kl:.1e}")
@@ -68,7 +68,7 @@ def test_compressed_tensors_decodes_the_trained_weights(students):
 
 @pytest.mark.parametrize("name", ["compressed-tensors-int4_g32", "awq-int4_g32"])
 def test_vllm_computes_as_the_trained_student_does(students, name):
-    """With scales of both signs; int8, fp8 and nvfp4 have no kernel for CPUs there."""
+    """Scales have both signs; int8, fp8 and nvfp4 have no kernel for CPUs there."""
     (kl,) = kl_of(students, "vllm", [name]).values()
     print(f"{name}: KL {kl:.1e}")
     assert 0 <= kl < 5e-4
