@@ -62,6 +62,7 @@ def generated() -> dict[Path, str]:
             text = _block(text, "launched", launched_tables.tables(rows)) if path.name == "benchmarks.md" else text
             text = _block(text, "families", gpu_page.families()) if path.name == "gpus.md" else text
             text = _block(text, "cards", gpu_page.cards()) if path.name == "gpus.md" else text
+            text = _block(text, "loss times", gpu_page.loss_times()) if path.name == "gpus.md" else text
             text = chat_templates(text) if path.name == "chat-templates.md" else text
             text = _block(text, "models", family_page.table()) if path.name == "supported-models.md" else text
             files[path] = _block(text, "recipes", recipes_part()) if path.name == "recipes.md" else text
