@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from scripts import way
 from scripts.language import print_language
+from scripts.syntax import nodes_of
 from scripts.trainer_rules import print_trainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,7 +72,7 @@ LOADED = (
     ("distill.models.head", "distill", 30),
     ("distill.run", "distill", 110),
     ("distill_kernels", "distill_kernels", 2),
-    ("distill_kernels.losses.fused", "distill_kernels", 22),
+    ("distill_kernels.losses.fused", "distill_kernels", 23),
 )
 
 
@@ -104,7 +105,7 @@ def internal_imports(root: Path = ROOT) -> list[InternalImport]:
     found = []
     for path in paths:
         importer = module_name(path, root)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if not isinstance(node, ast.Import | ast.ImportFrom):
                 continue
             place = f"{path.relative_to(root)}:{node.lineno}"
@@ -213,6 +214,7 @@ def branches_on_kind(line: str) -> bool:
 
 _FORK_EACH = """
 import os, sys, torch
+import accelerate, datasets, peft, transformers.trainer, transformers.models.auto.modeling_auto  # once, not in each
 for statement in sys.argv[1:]:
     if os.fork() == 0:
         exec(statement)
@@ -225,7 +227,7 @@ for statement in sys.argv[1:]:
 
 
 def loaded_modules(*statements: str, root: Path = ROOT) -> dict[str, list[str]]:
-    """Return the modules of ours that each statement loads in a fresh interpreter that has torch, sorted."""
+    """Return the modules of ours that each statement loads in a fresh interpreter that has other packages, sorted."""
     command = [sys.executable, "-c", _FORK_EACH, *statements]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
     if done.returncode:
@@ -242,7 +244,7 @@ def code_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield number and text of a file's lines that are neither comment nor docstring."""
     text = path.read_text(encoding="utf-8")
     skipped: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             skipped.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     for number, line in enumerate(text.splitlines(), 1):
@@ -267,15 +269,14 @@ def count_any(folder: str, root: Path = ROOT) -> int:
     """Count the uses of `Any` in code, imports aside; uses of its aliases count as well."""
     count = 0
     for path in files(folder, root=root):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
         names = {"Any"} | {
             target.id
-            for node in ast.walk(tree)
+            for node in nodes_of(path)
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id == "Any"
             for target in node.targets
             if isinstance(target, ast.Name)
         }
-        count += sum(isinstance(node, ast.Name) and node.id in names for node in ast.walk(tree))
+        count += sum(isinstance(node, ast.Name) and node.id in names for node in nodes_of(path))
     return count
 
 
@@ -283,7 +284,7 @@ def long_signatures(root: Path = ROOT, most: int = 6) -> list[tuple[str, int]]:
     """Return functions of distill/ with more than `most` arguments (`self` and `cls` aside): place and count."""
     found = []
     for path in files("distill", root=root):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef):
                 given = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
                 count = len([name for name in given if name not in ("self", "cls")])
@@ -296,7 +297,7 @@ def protocol_members(root: Path = ROOT) -> dict[str, int]:
     """Count the public members of each Protocol of distill/: annotated attributes, properties and methods."""
     counts: dict[str, int] = {}
     for path in files("distill", root=root):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if not isinstance(node, ast.ClassDef) or "Protocol" not in map(ast.unparse, node.bases):
                 continue
             attributes = {
@@ -313,11 +314,9 @@ def capability_places(root: Path = ROOT) -> dict[str, list[str]]:
 
     A capability is a Protocol that is decorated with `runtime_checkable`; its name is unique.
     """
-    trees = {
-        path.relative_to(root).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-        for path in files("distill", root=root)
-    }
-    nodes = [(name, node) for name, tree in trees.items() for node in ast.walk(tree)]
+    nodes = [
+        (path.relative_to(root).as_posix(), node) for path in files("distill", root=root) for node in nodes_of(path)
+    ]
     found: dict[str, list[str]] = {
         node.name: []
         for _, node in nodes

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scripts.syntax import tree_of
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("distill", "kernels", "scripts", "tests")
 FRAGMENT_TARGET = 0.02
@@ -137,7 +139,7 @@ def count_language(root: Path = ROOT, folders: Iterable[str] = FOLDERS) -> dict[
     """Count the docstrings of every Python file of these folders, by package."""
     paths = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
     texts = {path: path.read_text(encoding="utf-8") for path in paths}
-    trees = {path: ast.parse(text) for path, text in texts.items()}
+    trees = {path: tree_of(path) for path in paths}
     inheritance = Inheritance(trees.values())
     counts: dict[str, LanguageCount] = {}
     for path in paths:

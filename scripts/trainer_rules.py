@@ -9,6 +9,8 @@ import ast
 import importlib.util
 from pathlib import Path
 
+from scripts.syntax import nodes_of
+
 ROOT = Path(__file__).resolve().parents[1]
 MOST_OVERRIDES = 8
 
@@ -24,7 +26,7 @@ def private_overrides(root: Path = ROOT) -> list[str]:
     classes = [
         (path.relative_to(root).as_posix(), node)
         for path in sorted((root / "distill").rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes_of(path)
         if isinstance(node, ast.ClassDef)
     ]
     trainers = {"Trainer"}
@@ -46,7 +48,7 @@ def trainer_attributes_set(root: Path = ROOT) -> list[str]:
     """
     found = []
     for path in sorted(path for folder in ("distill", "scripts") for path in (root / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             targets: list[ast.expr] = []
             if isinstance(node, ast.Assign):
                 targets = [part for each in node.targets for part in getattr(each, "elts", [each])]

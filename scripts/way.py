@@ -17,6 +17,8 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from scripts.syntax import nodes_of, tree_of
+
 ROOT = Path(__file__).resolve().parents[1]
 START = ("distill.run", "run")
 
@@ -45,9 +47,9 @@ def read(module: str) -> Module | None:
     path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
     if not path.is_file():
         return None
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     found = Module({}, {}, {}, {})
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("distill."):
             found.imports.update({each.asname or each.name: (str(node.module), each.name) for each in node.names})
     for top in tree.body:

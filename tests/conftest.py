@@ -11,6 +11,7 @@ import functools
 import gc
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import shutil
 import sys
@@ -50,6 +51,9 @@ IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
+    # a seed of devices is kept until there is one, with the caller's stack: longer than most tests take
+    for module in (torch.cuda.random, torch.xpu.random, torch.mtia):
+        module._lazy_call = lambda *args, **kwargs: None
 torch.set_num_threads(1 if IS_WORKER or not HAS_GPU else min(2, os.cpu_count() or 1))
 
 
@@ -138,6 +142,9 @@ def pytest_report_teststatus(report):
 
 def pytest_collection_finish():
     """Freeze collected objects, so that the garbage collections of `accelerate` do not traverse them again."""
+    for logger in list(logging.root.manager.loggerDict.values()):  # pytest adds itself six times a test to each that
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):  # does not pass its records on
+            logger.propagate = True
     gc.collect()
     gc.freeze()
 

@@ -1,5 +1,6 @@
 """Compatibility of settings is derived from what they require and what a recipe provides, without torch."""
 
+import functools
 import itertools
 import re
 
@@ -47,7 +48,12 @@ def overrides_of(backend, rows, combination):
 
 
 def faults_of(overrides):
-    """Return the refusals, one line each."""
+    """Return the refusals, one line each; several tests go over the same recipes."""
+    return _faults_of(tuple(overrides))
+
+
+@functools.cache
+def _faults_of(overrides):
     try:
         parse(ONE, overrides)
     except RecipeError as error:

@@ -11,6 +11,7 @@ import pytest
 from distill.models.patch import patching
 from distill.training.transformers_compat import TransformersCompat
 from scripts import house, language, trainer_rules, way
+from scripts.syntax import nodes_of
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "kernels" / "distill_kernels"
@@ -90,7 +91,7 @@ def _no_collections():
 
 def imported_packages(path: Path) -> set[str]:
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names.update(alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:

@@ -37,9 +37,20 @@ generate: {prompts: []}
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    """Modules that each statement loads."""
-    return house.loaded_modules(LOSSES, PRIMITIVE, *(f"import {module}" for module, _, _ in house.LOADED))
+def folder(tmp_path_factory):
+    """Models, text and a recipe."""
+    folder = tmp_path_factory.mktemp("plain")
+    text = "\n".join(f"The teacher explains line {number} and the student listens." for number in range(40))
+    save_models(folder, text=text, teacher={"layers": 3}, student={"seed": 1})
+    (folder / "plain.yaml").write_text(RECIPE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    """Modules that each statement loads, in processes that are forked from one."""
+    imports = (f"import {module}" for module, _, _ in house.LOADED)
+    return house.loaded_modules(LOSSES, PRIMITIVE, RUN.format(folder=str(folder)), *imports)
 
 
 @pytest.mark.parametrize("module, package, most", house.LOADED)
@@ -49,13 +60,9 @@ def test_entry_points_load_few_files(loaded, module, package, most):
     assert len(found) <= most, "\n".join(found)
 
 
-def test_a_whole_run_with_a_local_teacher_loads_few_files(tmp_path):
-    text = "\n".join(f"The teacher explains line {number} and the student listens." for number in range(40))
-    save_models(tmp_path, text=text, teacher={"layers": 3}, student={"seed": 1})
-    (tmp_path / "plain.yaml").write_text(RECIPE)
-    (found,) = house.loaded_modules(RUN.format(folder=str(tmp_path))).values()
-    assert (tmp_path / "runs/plain/student/model.safetensors").is_file()
-    ours = house.of_package(found, "distill")
+def test_a_whole_run_with_a_local_teacher_loads_few_files(loaded, folder):
+    assert (folder / "runs/plain/student/model.safetensors").is_file()
+    ours = house.of_package(loaded[RUN.format(folder=str(folder))], "distill")
     assert len(ours) <= MOST_OF_A_RUN, "\n".join(ours)
     unused = ("sharded", "fp8", "served", "stored", "swaps", "prune", "generation", "resuming")
     assert [name for name in ours if any(part in name for part in unused)] == []

@@ -1,5 +1,6 @@
 """The settings reference and the JSON schema: complete, true, committed as generated, quick."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -115,11 +116,16 @@ def test_new_fields_are_as_old_as_this_version(tmp_path, monkeypatch):
     assert (since["train.steps"], since["train.epochs"]) == ("0.0.1", __version__)
 
 
-def accepts(recipe: object) -> bool:
+@functools.cache
+def validator():
     jsonschema = pytest.importorskip("jsonschema")
     schema = json_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
-    return jsonschema.Draft202012Validator(schema).is_valid(recipe)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def accepts(recipe: object) -> bool:
+    return validator().is_valid(recipe)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

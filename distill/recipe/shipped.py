@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ class ShippedRecipe(NamedTuple):
     title: str
 
 
+@functools.cache
 def shipped_folder() -> Path:
     """Return the folder of recipes and architectures: a clone's `recipes/`, or the wheel's `distill_recipes`."""
     clone = Path(__file__).resolve().parents[2] / "recipes"
@@ -66,7 +68,7 @@ def find_architecture(config: str, field: str = "config") -> Path:
     """
     candidates = [Path(config), Path(config, "config.json")]
     name = config.removeprefix("architectures/")
-    if name in shipped_architectures():
+    if name == Path(name).name:
         candidates.append(shipped_folder() / "architectures" / name / "config.json")
     for candidate in candidates:
         if _is_file(candidate):
