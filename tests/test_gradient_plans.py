@@ -77,6 +77,26 @@ def test_a_gradient_goes_through_planned_launches(differentiable, native):
         torch.autograd.grad(op(x, None, "form"), x, dy, create_graph=True)
 
 
+def test_a_tensor_kept_outside_of_save_for_backward_is_refused():
+    """The context is made once for all calls of one description: they would all read the first call's tensor."""
+
+    def launcher(x: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        return x * teacher
+
+    def setup_context(ctx, inputs, output):
+        ctx.teacher = inputs[1]
+
+    op = KernelOp(
+        "test_gradient_of_a_kept_tensor",
+        launcher,
+        lambda x, teacher: torch.empty_like(x),
+        setup_context=setup_context,
+        backward=lambda ctx, dy: (dy * ctx.teacher, None),
+    )
+    with pytest.raises(TypeError, match=r"expected tensors in save_for_backward, got one as ctx\.teacher"):
+        op(torch.randn(8, requires_grad=True), torch.randn(8))
+
+
 def test_gradients_follow_which_inputs_require_them(differentiable):
     op, _, _, needed = differentiable
     generator = random.Random(2)

@@ -5,7 +5,7 @@ import torch
 from distill_kernels.layers.attention_relation import reference_relation_divergence, relation_divergence
 from distill_kernels.layers.state_distance import reference_state_distance, state_distance
 from grids import pairwise
-from layer_checks import DTYPES, check_compiles, check_layer, draw
+from layer_checks import DTYPES, check_layer, draw
 
 METRICS = ["mse", "cosine"]
 
@@ -121,8 +121,19 @@ def test_teachers_may_be_inference_tensors(kernel_device):
         frozen = other.clone()
     both = [torch.autograd.grad(relation_divergence(own, t).sum(), own)[0] for t in (other, frozen)]
     assert torch.equal(*both)
-    torch.library.opcheck(torch.ops.distill.attention_relation.default, (own, other, documents))
-    check_compiles(lambda s: relation_divergence(s, other, documents), (own,), (True,))
+    torch.library.opcheck(torch.ops.distill.attention_relation.default, (own.detach(), other, documents))
+
+
+def test_each_call_is_differentiated_with_its_own_teacher(kernel_device):
+    """Many layers have tensors of one description: what a call keeps for its backward is not another call's."""
+    student, teacher, documents = relation(kernel_device, 1, 2, 20, (16, 16), torch.float32)
+    own = [(student * (n + 1)).requires_grad_() for n in range(5)]
+    others = [teacher * (n + 2) for n in range(5)]
+    made, exact = (
+        torch.autograd.grad(sum(function(s, t, documents).sum() for s, t in zip(own, others, strict=True)), own)
+        for function in (relation_divergence, reference_relation_divergence)
+    )
+    torch.testing.assert_close(made, exact, rtol=1e-4, atol=1e-5)
 
 
 def test_mistakes_are_named():

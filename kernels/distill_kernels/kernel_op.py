@@ -123,6 +123,9 @@ class _Gradient:
         self.needs_input_grad = tuple(needs.get(place, False) for place in range(len(args)))
         self.materialize_grads = True
         op.setup_context(self, args, outputs)
+        for attribute, value in vars(self).items():
+            if isinstance(value, torch.Tensor):  # of this call, and read in the backward of all others
+                raise TypeError(f"setup_context: expected tensors in save_for_backward, got one as ctx.{attribute}")
         every = [*[args[place] for place in self._places], *_as_tuple(outputs)]
         at = {id(tensor): place for place, tensor in reversed(list(enumerate(every)))}
         self.pick_saved = picker([at[id(tensor)] for tensor in self.saved_tensors if tensor is not None])

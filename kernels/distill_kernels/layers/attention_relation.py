@@ -10,7 +10,8 @@ z is symmetric, so a token's gradient is one sum over all tokens j of its docume
     dA_i = sum_j w_ij A_j     w_ij = u_k (R^s_k. - R^t_k.) / sqrt(d),  k the later one of i and j; twice that for j = i
 
 Relations [S, S] are never in memory: tiles of keys are visited with running maxima and sums, as in attention. Work is
-2 B h S^2 d operations forward, 6 B h S^2 d backward; bytes: both models' A read, 20 a token and head written.
+2 B h S^2 d operations forward, 6 B h S^2 d backward; bytes: both models' A read, 20 a token and head written. Not for
+compile.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from distill_kernels.kernel_op import KernelOp, check_floats, forbid_double_backward
 from distill_kernels.launch import cdiv, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.launch_plans import launch
-from distill_kernels.operands import contiguous_rows
+from distill_kernels.operands import contiguous_rows, differentiable_once
 
 MOST = 64  # tokens of a program, and of a step of its loop
 OWN = 64  # columns of the gradient that a program makes
@@ -237,33 +238,30 @@ def _fake_backward(
     return torch.empty_strided(student.shape, strides, dtype=student.dtype, device=student.device)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    student, ctx.teacher, documents = inputs  # an inference tensor cannot be saved
-    ctx.save_for_backward(student, documents, output[1])
-
-
-def _backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    student, documents, sums = ctx.saved_tensors
-    return _backward_op(student, ctx.teacher, documents, sums, upstream), None, None
-
-
-def _check(student: torch.Tensor, teacher: torch.Tensor, documents: torch.Tensor | None) -> None:
+def _check(student: torch.Tensor, teacher: torch.Tensor) -> None:
     check_floats(student=student, teacher=teacher)
     if student.dim() != 4 or student.shape[:3] != teacher.shape[:3]:
         shapes = f"the teacher's {list(teacher.shape)}, got {list(student.shape)}"
         raise ValueError(f"student: expected [rows, heads, tokens, width] as {shapes}")
 
 
+_forward_op = KernelOp("attention_relation", _launch_forward, _fake_forward)
 _backward_op = KernelOp("attention_relation_backward", _launch_backward, _fake_backward)
-_forward_op = KernelOp(
-    "attention_relation",
-    _launch_forward,
-    _fake_forward,
-    setup_context=_setup_context,
-    backward=_backward,
-    check=_check,
-    results=1,
-)
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, student: torch.Tensor, teacher: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
+        divergence, sums = _forward_op.all_outputs(student, teacher, documents)
+        ctx.save_for_backward(student, documents, sums)
+        ctx.teacher = teacher  # an inference tensor cannot be saved
+        return divergence
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        student, documents, sums = ctx.saved_tensors
+        return _backward_op.all_outputs(student, ctx.teacher, documents, sums, upstream), None, None
 
 
 def relation_divergence(
@@ -282,8 +280,8 @@ def relation_divergence(
     Raises:
         ValueError: Shapes that do not match, or an unsupported dtype.
     """
+    _check(student, teacher)
     if not runs_on_triton(student):
-        _check(student, teacher, documents)
         return forbid_double_backward(reference_relation_divergence(student, teacher, documents))
-    divergence: torch.Tensor = _forward_op(student, teacher, documents)
+    divergence: torch.Tensor = _Divergence.apply(student, teacher, documents)
     return divergence.mean(1)
