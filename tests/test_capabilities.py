@@ -47,9 +47,9 @@ ROWS = [
 
 
 class Prefetching(BigramTeacher):
-    """A bigram that is asked ahead."""
+    """A bigram teacher that prefetches."""
 
-    ahead = 2
+    prefetch_depth = 2
 
     def __init__(self):
         super().__init__(40)
@@ -101,7 +101,7 @@ def test_only_what_prefetches_is_asked_ahead_each_for_its_own_rows():
     routed = RoutedTeacher([BigramTeacher(40), asked], ["a", "b"])
     batch = routed.collate(Collator(0))(ROWS)
     prefetching = prefetching_of(routed)
-    assert prefetching.ahead == 2 and prefetching.fault_of([batch]) is None
+    assert prefetching.prefetch_depth == 2 and prefetching.fault_of([batch]) is None
     prefetching.submit(batch)
     (own,) = asked.submitted
     assert own["rows"].tolist() == batch["route1_rows"].tolist() and "route1_rows" not in own

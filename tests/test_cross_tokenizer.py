@@ -118,7 +118,7 @@ def test_objective_follows_the_definition(folders):
     objective, student, teacher = pair_of_models(temperature=1.5)
     rows = rows_of(folders, 3)
     collate = objective.collator(Collator(0, pad_to_multiple_of=64))
-    output = student(**objective.compare(collate(rows)))
+    output = student(**objective.student_inputs(collate(rows)))
     losses = []
     for row in rows:
         spans = torch.tensor(row["spans"]).view(-1, 4)
@@ -163,7 +163,7 @@ def test_padding_and_accumulation_change_nothing(folders, kind):
         collate = objective.collator(plain)
         total = 0.0
         for start in range(0, len(rows), size):
-            loss = student(**objective.compare(collate(rows[start : start + size]), num_items=items))["loss"]
+            loss = student(**objective.student_inputs(collate(rows[start : start + size]), num_items=items))["loss"]
             loss.backward()
             total += loss.detach()
         return [total, *(p.grad.clone() for p in student.parameters())]
@@ -181,7 +181,7 @@ def test_equal_models_have_nothing_to_learn(folders):
     student.requires_grad_()
     rows = list(load_cross_data(data_section(folders), PIECES, PIECES, seed=1).train)[:3]
     batch = objective.collator(Collator(0))(rows)
-    output = student(**objective.compare(batch))
+    output = student(**objective.student_inputs(batch))
     output["loss"].backward()
     assert output["loss"] < 1e-6 and max(p.grad.abs().max() for p in student.parameters()) < 1e-6
     (line,) = objective.teacher.validate_first_batch(batch, student, objective.pairing)
@@ -194,7 +194,7 @@ def test_equal_models_have_nothing_to_learn(folders):
     for kind, inputs in ((CrossTeacher(teacher, same.shared), batch), (teacher, own)):
         made = DistillationObjective(kind, student, "reverse_kl")
         student.zero_grad()
-        loss = student(**made.compare(inputs))["loss"]
+        loss = student(**made.student_inputs(inputs))["loss"]
         loss.backward()
         figures.append([loss.detach(), *(p.grad.clone() for p in student.parameters())])
         made.detach()

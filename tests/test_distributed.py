@@ -110,7 +110,7 @@ def whole_gradient(kind):
     """Gradients of the mean over all rows, in one process and one batch."""
     student, teacher = models(kind)
     (batch,) = micro_batches(1)
-    student(**objective_for(student, teacher).compare(batch))["loss"].backward()
+    student(**objective_for(student, teacher).student_inputs(batch))["loss"].backward()
     return {name: p.grad for name, p in student.named_parameters() if p.grad is not None}
 
 
@@ -149,7 +149,7 @@ def sharded_gradient(kind, accumulation):
     count = torch.tensor(sum(batch["valid_rows"].numel() for batch in batches))
     for number, batch in enumerate(batches[rank::world]):
         student.set_requires_gradient_sync(number == accumulation - 1)
-        (student(**objective.compare(batch, num_items=count))["loss"] * world).backward()
+        (student(**objective.student_inputs(batch, num_items=count))["loss"] * world).backward()
     return {name: p.grad.full_tensor() for name, p in student.named_parameters() if p.grad is not None}
 
 
@@ -168,7 +168,7 @@ def what_reaches_the_loss():
 
     objective.loss.forward = spy
     (batch,) = micro_batches(1)
-    student(**objective.compare(batch, num_items=torch.tensor(BIG_COUNT)))
+    student(**objective.student_inputs(batch, num_items=torch.tensor(BIG_COUNT)))
     return seen
 
 

@@ -109,7 +109,7 @@ def test_a_student_in_training_is_measured_through_its_objective(rows):
     assert with_objective == pytest.approx(expected, rel=2e-5) and on_its_own == pytest.approx(expected, rel=2e-5)
     assert objective.loss is loss
     batch = Collator(0)(rows[:2])
-    assert "loss" in student(**objective.compare(batch)), "the objective must still be attached"
+    assert "loss" in student(**objective.student_inputs(batch)), "the objective must still be attached"
     assert all(parameter.grad is None for parameter in student.parameters())
 
 

@@ -306,7 +306,7 @@ def none_left(subject):
     batch = subject.batch([])
     assert batch["labels"].shape == (1, 2) and (batch["labels"] == -100).all() and len(batch["valid_rows"]) == 0
     subject.student.train()
-    output = subject.student(**objective.compare(batch, num_items=torch.tensor(5)))
+    output = subject.student(**objective.student_inputs(batch, num_items=torch.tensor(5)))
     assert output["loss"] == 0 and (output["statistics"] == 0).all()
     output["loss"].backward()
     for name, parameter in subject.student.named_parameters():

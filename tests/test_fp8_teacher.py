@@ -127,9 +127,9 @@ def test_training_continues_with_the_quantised_teacher():
     teacher, student = tiny_model(seed=1, hidden=64), tiny_model(seed=2)
     objective = DistillationObjective(Fp8Teacher(teacher), student)
     batch = Collator(pad_token_id=2)([rows(4)[index] for index in range(4)])
-    exact = student(**objective.compare(batch))["loss"].item()
+    exact = student(**objective.student_inputs(batch))["loss"].item()
     (line,) = objective.teacher.validate_first_batch(batch, student, objective.pairing)
-    loss = student(**objective.compare(batch))["loss"]
+    loss = student(**objective.student_inputs(batch))["loss"]
     loss.backward()
     assert loss.item() != exact and abs(loss.item() - exact) < 0.2 * exact
     assert student.model.layers[0].mlp.up_proj.weight.grad.abs().max() > 0

@@ -62,7 +62,7 @@ def computed(student, teacher, loss, inputs=None, num_items=None):
     """Loss and gradients through the objective; the projections' gradients by the name of the parameter."""
     objective = DistillationObjective(teacher, student, loss)
     student.zero_grad()
-    value = student(**objective.compare(batch() if inputs is None else inputs, num_items))["loss"]
+    value = student(**objective.student_inputs(batch() if inputs is None else inputs, num_items))["loss"]
     value.backward()
     found = {name: p.grad.clone() for name, p in student.named_parameters() if p.grad is not None}
     objective.detach()
@@ -188,7 +188,7 @@ def test_equal_models_are_at_distance_0_and_masked_tokens_do_not_count():
     teacher = copy.deepcopy(student)
     terms = [{"type": "hidden_state"}, {"type": "hidden_state", "metric": "cosine"}, {"type": "attention_relation"}]
     objective = DistillationObjective(teacher, student, loss_of(*terms))
-    inputs = objective.compare(batch())
+    inputs = objective.student_inputs(batch())
     student(**inputs)
     sums = inputs["step_inputs"].layers.sums
     assert list(sums) == ["hidden_state", "hidden_state-2", "attention_relation"]
@@ -198,7 +198,7 @@ def test_equal_models_are_at_distance_0_and_masked_tokens_do_not_count():
         for p in teacher.model.layers[0].parameters():
             p.add_(0.1)
     masked = batch([{**row, "labels": [-100] * len(row["labels"])} for row in ROWS])
-    output = student(**objective.compare(masked))
+    output = student(**objective.student_inputs(masked))
     assert output["loss"] == 0
     output["loss"].backward()
     assert all(p.grad is None or not p.grad.any() for p in student.parameters())
@@ -232,13 +232,13 @@ def test_adapters_and_recomputed_layers_change_nothing(kind):
 def test_only_chosen_layers_are_kept():
     student, teacher = models()
     objective = DistillationObjective(teacher, student, loss_of(HIDDEN, RELATION))
-    states = objective.compare(batch())["step_inputs"].layers
+    states = objective.student_inputs(batch())["step_inputs"].layers
     assert states.teacher.outputs.keys() == {0, 2} and states.teacher.attention.keys() == {1, 3}
     hooks = [module for model in (student, teacher) for module in model.modules() if module._forward_hooks]
     assert not hooks
     held_out = DistillationObjective(teacher, student, loss_of(HIDDEN))
     held_out.loss = held_out.held_out_loss()
-    assert held_out.compare(batch())["step_inputs"].layers is None
+    assert held_out.student_inputs(batch())["step_inputs"].layers is None
 
 
 def test_layers_map_evenly_or_as_given():
@@ -265,14 +265,14 @@ def test_a_pruned_student_is_compared_with_the_layers_that_it_was():
     kept, uniform = loss_of(term).with_kept_layers([0, 3]), loss_of(term)
     for loss, zero in ((kept, True), (uniform, False)):
         objective = DistillationObjective(teacher, student, loss)
-        states = objective.compare(batch())["step_inputs"]
+        states = objective.student_inputs(batch())["step_inputs"]
         with torch.no_grad():
-            student(**objective.compare(batch()))
+            student(**objective.student_inputs(batch()))
         assert (states.layers.teacher.outputs.keys() == {0, 3}) is zero
         objective.detach()
     # layer 0 is the same in both, so its distance is 0
     first = loss_of({**term, "layers": [[0, 0]]})
-    inputs = DistillationObjective(teacher, student, first).compare(batch())
+    inputs = DistillationObjective(teacher, student, first).student_inputs(batch())
     student(**inputs)
     assert inputs["step_inputs"].layers.sums["hidden_state"][0] == 0
 
@@ -316,7 +316,7 @@ def test_models_that_do_not_fit_are_refused():
     student.config._attn_implementation = "eager"
     objective = DistillationObjective(teacher, student, loss_of({"type": "attention_relation"}))
     with pytest.raises(ValueError, match="layer 2 of LlamaForCausalLM does not call attention through"):
-        student(**objective.compare(batch()))
+        student(**objective.student_inputs(batch()))
 
 
 def test_doctor_compares_with_a_reference_of_its_own():

@@ -33,10 +33,10 @@ class Record(StepListener):
         self.seen.append("end")
 
     @contextmanager
-    def within(self, phase):
-        self.seen.append(f"{phase} begins")
+    def phase(self, name):
+        self.seen.append(f"{name} begins")
         yield
-        self.seen.append(f"{phase} ends")
+        self.seen.append(f"{name} ends")
 
     def begin_step(self, step):
         self.seen.append(f"step {step}")

@@ -228,7 +228,7 @@ def test_one_row_holds_all_documents(shape, samples):
         lengths = [len(document.ids) - len(document.prompt) for document in documents]
         drawn = batch.pop("sampled_log_p").flatten()[batch["valid_rows"] + 1].split(lengths)
         student, teacher = tiny_model(dtype=torch.float64), tiny_model(seed=1, hidden=64, dtype=torch.float64)
-        loss = student(**DistillationObjective(teacher, student, "reverse_kl").compare(batch))["loss"]
+        loss = student(**DistillationObjective(teacher, student, "reverse_kl").student_inputs(batch))["loss"]
         loss.backward()
         said = sorted((document.ids, log_p.tolist()) for document, log_p in zip(documents, drawn, strict=True))
         found.append((batch["input_ids"].shape, said, [loss.detach(), *(p.grad for p in student.parameters())]))

@@ -54,7 +54,7 @@ def learn(teacher, student, batches):
     objective = DistillationObjective(teacher, student)
     items = sum(len(batch["valid_rows"]) for batch in batches)
     student.zero_grad()
-    outputs = [student(**objective.compare(batch, items)) for batch in batches]
+    outputs = [student(**objective.student_inputs(batch, items)) for batch in batches]
     for output in outputs:
         output["loss"].backward()
     objective.detach()

@@ -274,8 +274,8 @@ def test_term_adds_to_others_and_metrics_are_of_whole_distributions(others, call
     def outcome(terms):
         subject = one({"temperature": 2.0, "terms": terms})
         objective = subject.objective()
-        with_figures = subject.student(**objective.compare(subject.batch()))
-        without = subject.student(**objective.compare(subject.batch(), statistics=False))
+        with_figures = subject.student(**objective.student_inputs(subject.batch()))
+        without = subject.student(**objective.student_inputs(subject.batch(), statistics=False))
         assert torch.equal(with_figures["loss"], without["loss"]) and "statistics" not in without
         gradients = torch.autograd.grad(without["loss"], list(subject.student.parameters()))
         objective.detach()
@@ -306,7 +306,7 @@ def test_scheduled_weight_of_zero_queries_no_teacher():
     schedule, values = LossSchedule(objective, section), []
     for step in range(5):
         schedule.begin_step(step)
-        values.append(subject.student(**objective.compare(subject.batch(), statistics=False))["loss"].item())
+        values.append(subject.student(**objective.student_inputs(subject.batch(), statistics=False))["loss"].item())
         assert objective.needs_targets is (step < 4)
     objective.detach()
     steps = [a - b for a, b in itertools.pairwise(values)]

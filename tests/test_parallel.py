@@ -114,7 +114,7 @@ def gradients(kind, sharded):
     batch = Collator(2)([{"input_ids": row, "labels": row, "position_ids": list(range(9))} for row in ids])
     for _ in range(2):  # the second step gathers again what the first one let go
         student.zero_grad()
-        loss = student(**objective.compare(batch))["loss"]
+        loss = student(**objective.student_inputs(batch))["loss"]
         loss.backward()
     if sharded:
         assert all(isinstance(p, DTensor) for p in teacher.parameters()), "left whole after the step"

@@ -45,11 +45,11 @@ def clock(monkeypatch):
 def test_time_goes_to_the_phase_that_is_on(clock):
     phases = Phases(torch.device("cpu"))
     clock.sleep(1)
-    with phases.within("student"):
+    with phases.measure("student"):
         clock.sleep(2)
-        with phases.within("loss"):
+        with phases.measure("loss"):
             clock.sleep(4)
-    with phases.within(PAUSED), phases.within("loss"):
+    with phases.measure(PAUSED), phases.measure("loss"):
         clock.sleep(8)
     assert phases.seconds() == {"data": 1, "teacher": 0, "student": 2, "loss": 4, "optimizer": 0}
     phases.restart()
@@ -143,7 +143,7 @@ def test_phases_on_a_gpu_do_not_stop_it():
     torch.cuda.synchronize()
     with no_syncs():
         for _ in range(3):
-            with phases.within("teacher"):
+            with phases.measure("teacher"):
                 for _ in range(20):
                     x @ x
             phases.enter("data")

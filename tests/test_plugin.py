@@ -61,7 +61,7 @@ def outcome(make, kind="llama"):
         tiny_model(dtype=torch.float64, seed=1, hidden=64, kind=kind, vocab_size=270),
     )
     objective = make(teacher, student)
-    output = student(**objective.compare(batch(), num_items=torch.tensor(11)))
+    output = student(**objective.student_inputs(batch(), num_items=torch.tensor(11)))
     (3 * output["loss"]).backward()
     gradients = {name: p.grad for name, p in student.named_parameters() if p.grad is not None}
     return {"loss": output["loss"].detach(), **gradients}, output["statistics"], objective
@@ -239,7 +239,7 @@ def test_a_student_learns_by_the_pages_weights(selective, name):
     optimizer = torch.optim.Adam(student.parameters(), lr=3e-3)
     seen = []
     for _ in range(12):
-        output = student(**objective.compare(batch()))
+        output = student(**objective.student_inputs(batch()))
         seen.append(output["statistics"][0].item())
         output["loss"].backward()
         optimizer.step()

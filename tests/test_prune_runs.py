@@ -100,7 +100,7 @@ def test_a_run_is_the_same_again_and_its_student_loads(place, capsys, choices):
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(place, monkeypatch):
-    compare, calls = DistillationObjective.compare, []
+    compare, calls = DistillationObjective.student_inputs, []
 
     def dies(self, *args, **kwargs):
         calls.append(1)
@@ -108,10 +108,10 @@ def test_interrupted_and_resumed_equals_uninterrupted(place, monkeypatch):
             raise KeyboardInterrupt
         return compare(self, *args, **kwargs)
 
-    monkeypatch.setattr(DistillationObjective, "compare", dies)
+    monkeypatch.setattr(DistillationObjective, "student_inputs", dies)
     with pytest.raises(KeyboardInterrupt):
         run(recipe("train.save_every=2"), name="parts")
-    monkeypatch.setattr(DistillationObjective, "compare", compare)
+    monkeypatch.setattr(DistillationObjective, "student_inputs", compare)
     assert (place / "runs/parts/checkpoint-2").exists() and not (place / "runs/parts/student").exists()
     run(recipe("train.save_every=2"), name="parts", resume=True)
     assert_equal("parts", "whole")

@@ -60,7 +60,7 @@ def learns(made):
     def over_all():
         with torch.no_grad():
             batch = made._prepare_inputs(made.data_collator(list(made.train_dataset)))
-            return made.model(**made.objective.compare(batch))["loss"].item()
+            return made.model(**made.objective.student_inputs(batch))["loss"].item()
 
     before = over_all()
     made.train()
@@ -92,7 +92,7 @@ def test_loss_of_a_quantised_teacher_equals_that_of_its_logits(folder, tmp_path)
     teacher, student = load_teacher(Teacher(model=folder)), tiny_model(seed=2)
     made = DistillationTrainer(student, teacher, arguments(tmp_path), train_dataset=rows())
     batch = made.data_collator([rows(1, ragged=False)[0]])
-    ours = made.model(**made.objective.compare(batch))["loss"].item()
+    ours = made.model(**made.objective.student_inputs(batch))["loss"].item()
     inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
     with torch.no_grad():
         made.objective.detach()

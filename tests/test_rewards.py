@@ -142,7 +142,7 @@ def test_loss_and_gradients_are_those_of_full_logits(make, more):
     shape, learned = batch["labels"].shape, batch["labels"] != -100
     batch["sampled_log_p"] = (-4 - 2 * torch.rand(shape, generator=generator)).masked_fill(~learned, torch.nan)
     batch["advantages"] = torch.randn(shape, generator=generator).masked_fill(~learned, 0.0)
-    got = subject.student(**objective.compare(batch))["loss"]
+    got = subject.student(**objective.student_inputs(batch))["loss"]
     parameters = list(subject.student.parameters())
     gradients = torch.autograd.grad(got, parameters)
     objective.detach()

@@ -105,7 +105,7 @@ def test_the_recipes_ratio_is_that_of_the_models_that_drew():
     generator = torch.Generator().manual_seed(5)
     batch["sampled_log_p"] = -4 - 2 * torch.rand(batch["labels"].shape, generator=generator)
     batch["sampled_log_p"][batch["labels"] == IGNORE_INDEX] = torch.nan
-    got = subject.student(**objective.compare(batch))["loss"]
+    got = subject.student(**objective.student_inputs(batch))["loss"]
     gradients = torch.autograd.grad(got, list(subject.student.parameters()))
     objective.detach()
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
@@ -172,10 +172,10 @@ def test_log_probabilities_are_computed_where_they_are_needed(monkeypatch, more,
     monkeypatch.setattr("distill.objectives.policy_gradient.fused_log_probs", counted)
     objective, batch = subject.objective(), subject.batch()
     batch["sampled_log_p"], batch["advantages"] = (torch.full(batch["labels"].shape, v) for v in (-5.0, 0.5))
-    subject.student(**objective.compare(batch, statistics=False))["loss"].backward()
+    subject.student(**objective.student_inputs(batch, statistics=False))["loss"].backward()
     assert len(calls) == passes
     batch["advantages"] = None
-    loss = subject.student(**objective.compare(batch, statistics=False))["loss"]
+    loss = subject.student(**objective.student_inputs(batch, statistics=False))["loss"]
     objective.detach()
     assert loss.isfinite() and (loss == 0) == (more == {"teacher_weight": 0})
 

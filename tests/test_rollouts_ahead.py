@@ -144,7 +144,7 @@ def test_a_remote_teacher_is_queried_for_all_steps_of_a_group_at_once(tmp_path, 
         asked, order = [], []
         if asks:  # a trainer looks once, when it is made, whether its teacher prefetches
             for name, value in {
-                "ahead": 1,
+                "prefetch_depth": 1,
                 "submit": staticmethod(asked.append),
                 "fault_of": staticmethod(lambda batches: order.append((list(batches), len(asked)))),
             }.items():

@@ -151,7 +151,7 @@ def test_a_reward_is_held_to_its_definition(make, monkeypatch):
     for check in (fused_equals_reference, *others):
         finding = check(subject)
         assert finding.passed, finding
-    compare = DistillationObjective.compare
+    compare = DistillationObjective.student_inputs
     for fault in (lambda given: None, lambda given: -given, lambda given: given.roll(1, 1)):
 
         def faulty(self, *values, fault=fault, **more):
@@ -160,7 +160,7 @@ def test_a_reward_is_held_to_its_definition(make, monkeypatch):
             return made
 
         with monkeypatch.context() as patch:
-            patch.setattr(DistillationObjective, "compare", faulty)
+            patch.setattr(DistillationObjective, "student_inputs", faulty)
             assert fused_equals_reference(subject).passed is False
 
 

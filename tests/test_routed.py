@@ -79,7 +79,7 @@ def test_the_loss_is_the_sum_over_the_routes():
     batch = subject.batch()
     items = len(batch["valid_rows"])
     together = subject.objective()
-    output = subject.student(**together.compare(batch))
+    output = subject.student(**together.student_inputs(batch))
     output["loss"].backward()
     gradients = {name: p.grad.clone() for name, p in subject.student.named_parameters() if p.grad is not None}
     subject.student.zero_grad()
@@ -87,7 +87,7 @@ def test_the_loss_is_the_sum_over_the_routes():
     for route, member in enumerate(subject.teacher.members):
         objective = DistillationObjective(member, subject.student, subject.loss, vocab_size=together.columns)
         own = [part for part in subject.documents() if part["route"] == [route]]
-        alone = subject.student(**objective.compare(Collator(0)(own), num_items=items))
+        alone = subject.student(**objective.student_inputs(Collator(0)(own), num_items=items))
         alone["loss"].backward()
         total, statistics = total + alone["loss"].detach(), statistics + alone["statistics"].detach()
         begin = 7 + 3 * route
@@ -107,7 +107,7 @@ def test_a_batch_of_one_route_and_a_batch_of_none():
     objective = subject.objective()
     for rows in (only, []):
         batch = RoutedCollator(Collator(0), 0)(rows)
-        output = subject.student(**objective.compare(batch, num_items=10))
+        output = subject.student(**objective.student_inputs(batch, num_items=10))
         output["loss"].backward()
         assert output["statistics"].shape == (13,) and output["statistics"][7] == 0
         assert (output["loss"] > 0) == bool(rows)
@@ -119,7 +119,7 @@ def test_rows_need_a_route():
         RoutedCollator(Collator(0), 0)([{"input_ids": [1, 2], "labels": [-100, 2], "position_ids": [0, 1]}])
     subject = routed()
     with pytest.raises(ValueError, match="expected routes too"):
-        subject.objective().compare(Collator(0)(subject.rows))
+        subject.objective().student_inputs(Collator(0)(subject.rows))
     with pytest.raises(ValueError, match="a route of its own"):
         RoutedTeacher([tiny_model(), tiny_model()], ["same", "same"])
 
@@ -254,7 +254,7 @@ def test_responses_in_one_row_have_the_same_teachers(kind):
         (batch,) = own.replace(batches, 0, collate)
         assert (len(batch["input_ids"]) == 1) is one_row
         student.zero_grad()
-        loss = student(**objective.compare(batch))["loss"]
+        loss = student(**objective.student_inputs(batch))["loss"]
         loss.backward()
         said = sorted((document.ids, document.teacher_ids, document.route) for document in documents_of(batch))
         found.append((said, [loss.detach(), *(p.grad for p in student.parameters() if p.grad is not None)]))

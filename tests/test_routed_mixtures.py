@@ -163,7 +163,7 @@ def test_a_mixture_in_a_route_is_the_mixture_without_one(place, url):
         if ahead:
             prefetching_of(teacher).submit(batch)
             assert teacher.members[0].members[1]._pending and prefetching_of(teacher).fault_of([batch]) is None
-        output = student(**objective.compare(batch))
+        output = student(**objective.student_inputs(batch))
         output["loss"].backward()
         figures.append(
             (
@@ -252,7 +252,7 @@ def test_a_context_in_a_route_is_the_context_without_one():
         is_routed = isinstance(teacher, RoutedTeacher)
         rows = [row | {"route": [0] * 2} for row in subject.rows] if is_routed else subject.rows
         objective = DistillationObjective(teacher, student, subject.loss)
-        output = student(**objective.compare(objective.collator(Collator(0))(rows)))
+        output = student(**objective.student_inputs(objective.collator(Collator(0))(rows)))
         output["loss"].backward()
         figures.append((output["loss"].detach(), *(p.grad.clone() for p in student.parameters())))
         student.zero_grad()
@@ -405,4 +405,4 @@ def test_rows_need_the_teachers_reading():
         subject.teacher.collate(Collator(0))(rows)
     plain = RoutedCollator(Collator(0), 0)(rows)
     with pytest.raises(ValueError, match="expected teacher_input_ids"):
-        subject.objective().compare(plain)
+        subject.objective().student_inputs(plain)

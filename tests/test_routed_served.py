@@ -193,7 +193,7 @@ def test_a_served_route_is_prefetched_and_passes_the_parity_check(place, urls):
     counts = [member.client.servers.positions for member in teacher.members]
     prefetching = prefetching_of(teacher)
     prefetching.submit(batch)
-    assert prefetching.ahead == 2 and prefetching.fault_of([batch]) is None
+    assert prefetching.prefetch_depth == 2 and prefetching.fault_of([batch]) is None
     asked = [member.client.servers.positions for member in teacher.members]
     assert all(after > before for before, after in zip(counts, asked, strict=True))
     assert set(teacher.targets(batch)) == {0, 1}

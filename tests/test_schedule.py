@@ -106,7 +106,8 @@ def test_each_step_has_the_loss_of_its_number(here):
     other = tiny_model(seed=0)
     for step, batch in enumerate(seen):
         objective = DistillationObjective(teacher, other, section.at(step))
-        loss = other(**objective.compare({name: value for name, value in batch.items() if name != "loss"}))["loss"]
+        inputs = {name: value for name, value in batch.items() if name != "loss"}
+        loss = other(**objective.student_inputs(inputs))["loss"]
         objective.detach()
         assert torch.equal(loss.detach(), batch["loss"]), step
     assert len({batch["loss"].item() for batch in seen}) == 8
@@ -192,7 +193,7 @@ def test_a_prefetched_teacher_is_queried_in_every_step():
     ).loss
     objective = DistillationObjective(tiny_model(seed=1), tiny_model(), fading)
     LossSchedule(objective, fading)
-    vars(objective.teacher).update(ahead=2, submit=lambda batch: None, fault_of=lambda batches: None)
+    vars(objective.teacher).update(prefetch_depth=2, submit=lambda batch: None, fault_of=lambda batches: None)
     with pytest.raises(ValueError, match="outputs are prefetched"):
         LossSchedule(objective, fading)
 
@@ -202,12 +203,12 @@ def test_the_weight_of_a_step_stands_in_its_inputs():
     section = recipe_of("{setting: terms.0.weight, steps: [0, 4], values: [1, 0]}", terms).loss
     objective = DistillationObjective(tiny_model(seed=1), tiny_model(), section)
     batch = {"input_ids": torch.tensor([[3, 4, 5, 6]]), "labels": torch.tensor([[3, 4, 5, 6]])}
-    inputs = objective.compare(batch)["step_inputs"]
+    inputs = objective.student_inputs(batch)["step_inputs"]
     assert inputs.weight is None and inputs.batch is batch, "no schedule yet"
     schedule, found = LossSchedule(objective, section), []
     for step in (0, 1, 4):
         schedule.begin_step(step)
-        inputs = objective.compare(batch, 3)["step_inputs"]
+        inputs = objective.student_inputs(batch, 3)["step_inputs"]
         found.append((inputs.weight, inputs.num_items, inputs.targets is None))
     assert found == [(1.0, 3, False), (0.75, 3, False), (0.0, 3, True)]
 

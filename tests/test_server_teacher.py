@@ -128,7 +128,7 @@ def test_no_query_is_sent_where_the_loss_needs_none(place, url):
     before = _requests(url)
     recipe = recipe_in(place, *from_server(url), "loss.terms=[{type: cross_entropy}]")
     teacher, _ = opened(recipe)
-    assert _requests(url) == before and teacher.ahead == 2
+    assert _requests(url) == before and teacher.prefetch_depth == 2
 
 
 def test_check_asks_once_who_it_is_whatever_it_advises(place, url, monkeypatch):

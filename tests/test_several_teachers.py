@@ -285,7 +285,7 @@ def test_objective_equals_the_models_own_logits(tokenizer):
     objective, student = objective_of(tokenizer)
     batch = Collator(0)(batch_of())
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
-    loss = student(**objective.compare(batch))["loss"]
+    loss = student(**objective.student_inputs(batch))["loss"]
     parts = [
         share * model(**inputs, use_cache=False).logits.double().softmax(-1)
         for share, model in zip((0.75, 0.25), objective.teacher.models.values(), strict=True)
@@ -304,7 +304,7 @@ def test_zero_for_equals_and_padding_changes_nothing(tokenizer, loss):
     equal = DistillationObjective(twins, student, loss)
     student.requires_grad_()
     batch = Collator(0)(batch_of())
-    output = student(**equal.compare(batch))
+    output = student(**equal.student_inputs(batch))
     output["loss"].backward()
     assert output["loss"] < 1e-6
     assert max(p.grad.abs().max() for p in student.parameters()) < 1e-6
@@ -313,7 +313,7 @@ def test_zero_for_equals_and_padding_changes_nothing(tokenizer, loss):
 
     def gradients(collator):
         student.zero_grad()
-        loss = student(**objective.compare(collator(batch_of())))["loss"]
+        loss = student(**objective.student_inputs(collator(batch_of())))["loss"]
         loss.backward()
         return [loss.detach(), *(p.grad.clone() for p in student.parameters())]
 
@@ -333,7 +333,7 @@ def test_accumulation_over_a_mixture_changes_nothing(tokenizer):
         student.zero_grad()
         for start in range(0, 8, size):
             batch = Collator(0)(rows[start : start + size])
-            student(**objective.compare(batch, num_items=items))["loss"].backward()
+            student(**objective.student_inputs(batch, num_items=items))["loss"].backward()
         made.append([p.grad.clone() for p in student.parameters()])
     for one, other in zip(*made, strict=True):
         assert_as_good_as_torch(one, other, other, torch.float32)

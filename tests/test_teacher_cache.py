@@ -96,7 +96,7 @@ def differentiate(objective, rows, **collator):
     batch = objective.collator(Collator(0, **collator))(rows)
     student = objective.student.eval()
     student.zero_grad()
-    output = student(**objective.compare(batch, num_items=1))
+    output = student(**objective.student_inputs(batch, num_items=1))
     output["loss"].backward()
     return [output["loss"].detach(), *(p.grad.clone() for p in student.parameters())], output["statistics"]
 
@@ -168,7 +168,7 @@ def test_equal_models_have_no_loss(loaded, bucket, exact):
         objective = DistillationObjective(StoredTeacher.of_cache(cache), student, Loss(temperature=2.0))
         batch = objective.collator(Collator(0))(some(loaded))
         with torch.no_grad():
-            found = objective.student(**objective.compare(batch))["loss"]
+            found = objective.student(**objective.student_inputs(batch))["loss"]
         assert found.abs() < 1e-6
 
 
@@ -244,7 +244,7 @@ def test_what_is_not_learned_needs_no_teacher(loaded, bucket):
             assert (a - b).norm() <= 1e-5 * b.norm() + 1e-6
     objective = cached(loaded, bucket, MIXED)
     batch = objective.collator(Collator(0))([unknown])
-    assert objective.student(**objective.compare(batch, num_items=1))["loss"] == 0
+    assert objective.student(**objective.student_inputs(batch, num_items=1))["loss"] == 0
 
 
 def test_accumulation_over_a_cache_changes_nothing(loaded, bucket):
@@ -261,7 +261,7 @@ def test_a_document_that_is_not_there_is_named(loaded, bucket):
     objective = cached(loaded, bucket, MIXED)
 
     def read(rows):
-        return objective.compare(objective.collator(Collator(0))(rows))
+        return objective.student_inputs(objective.collator(Collator(0))(rows))
 
     for name, value in (("input_ids", 77), ("labels", -100)):
         other = {key: list(values) for key, values in row.items()}
@@ -278,7 +278,7 @@ def test_a_document_that_is_not_there_is_named(loaded, bucket):
 def test_a_batch_of_another_collator_is_refused(loaded, bucket):
     objective = cached(loaded, bucket, MIXED)
     with pytest.raises(ValueError, match=r"objective\.collator"):
-        objective.compare(Collator(0)(some(loaded, 1)))
+        objective.student_inputs(Collator(0)(some(loaded, 1)))
 
 
 # ------------------------------------------------------------------ writing
@@ -385,7 +385,7 @@ def test_damaged_caches_are_detected(bucket, tmp_path):
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest[SUM]
     (folder / "manifest.json").write_text(json.dumps(with_checksum(manifest | {"version": 99})))
-    with pytest.raises(ValueError, match="version 99"):
+    with pytest.raises(ValueError, match="expected a cache of version 1, got 99"):
         TeacherCache(folder)
 
 

@@ -146,7 +146,7 @@ def test_the_loss_is_the_mean_over_trained_tokens(tmp_path):
     made.train()
     trained = sum(label != -100 for row in data for label in row["labels"][1:])
     assert history(made, "trained_tokens") == [trained]
-    whole = made.objective.compare(made.data_collator(list(data)))
+    whole = made.objective.student_inputs(made.data_collator(list(data)))
     assert history(made, "loss")[0] == pytest.approx(made.model(**whole)["loss"].item(), rel=1e-5)
     assert history(made, "kl")[0] == pytest.approx(history(made, "loss")[0], rel=1e-5)
 

@@ -33,7 +33,7 @@ def test_tokens_and_pairs_are_those_that_its_models_got(kind):
     subject = MAKERS[kind]()
     batch, teacher = subject.batch(), subject.teacher
     calls = read_by(teacher.models)
-    output = subject.student(**(objective := subject.objective()).compare(batch))
+    output = subject.student(**(objective := subject.objective()).student_inputs(batch))
     works = {name: count_flops(model, trains=False) for name, model in teacher.models.items()}
     expected = sum(
         works[name].token * call["input_ids"].numel() + works[name].pair * pairs_of(call)

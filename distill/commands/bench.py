@@ -264,7 +264,7 @@ def our_step(
     items = torch.tensor(batch["valid_rows"].numel(), device=batch["valid_rows"].device)
 
     def step(clock: Clock) -> torch.Tensor:
-        inputs = objective.compare(batch, items)
+        inputs = objective.student_inputs(batch, items)
         clock.enter("student")
         loss = student(**inputs)["loss"]
         return _optimize(loss, optimizer, clock)

@@ -199,7 +199,7 @@ class CheckSetup:
 
         objective.loss_of = each
         with torch.no_grad(), self.in_eval_mode():
-            self.student(**objective.compare(batch, statistics=False))
+            self.student(**objective.student_inputs(batch, statistics=False))
         objective.detach()
         return results
 

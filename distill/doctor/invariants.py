@@ -215,7 +215,7 @@ def models_read_the_same_tokens(subject: CheckSetup) -> CheckResult:
     hooks = [decoder.register_forward_pre_hook(remember(place), with_kwargs=True) for place, decoder in decoders]
     try:
         with torch.no_grad(), subject.in_eval_mode():
-            subject.student(**objective.compare(batch))
+            subject.student(**objective.student_inputs(batch))
     finally:
         columns = objective.columns
         objective.detach()
@@ -254,7 +254,7 @@ def every_loss_has_a_gradient(subject: CheckSetup) -> CheckResult:
 
     objective.loss_of = remember
     with subject.in_eval_mode():
-        subject.student(**objective.compare(batch, statistics=False))["loss"].backward()
+        subject.student(**objective.student_inputs(batch, statistics=False))["loss"].backward()
     objective.detach()
     subject.student.zero_grad(set_to_none=True)
     if not seen or seen[0].grad is None:
@@ -326,7 +326,7 @@ def _fused(subject: CheckSetup, *, workspace: int | None = None) -> tuple[torch.
     objective, batch = subject.objective(), subject.batch()
     objective.loss.workspace = workspace
     with subject.in_eval_mode():
-        loss = subject.student(**objective.compare(batch, statistics=False))["loss"]
+        loss = subject.student(**objective.student_inputs(batch, statistics=False))["loss"]
         loss.backward()
     objective.detach()
     return loss.detach(), take_gradients(subject.student)

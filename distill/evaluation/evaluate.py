@@ -170,9 +170,9 @@ def _sums(
             start = starts[number] if number < len(starts) else 0
             yield collator([rows[row] for row in range(start, min(start + batch_size, len(rows)))])
 
-    for number, batch in zip(own, objective.ahead(batches()), strict=True):
+    for number, batch in zip(own, objective.prefetch(batches()), strict=True):
         inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-        output = student(**objective.compare(inputs, num_items=1))
+        output = student(**objective.student_inputs(inputs, num_items=1))
         counts = number < len(starts)
         sums += torch.cat([output["statistics"].double(), count_trained_tokens(inputs).double()[None]]) * counts
         console.advance(total=len(own))

@@ -55,7 +55,7 @@ def evaluate_spans(
                 batch = {name: tensor.to(device) for name, tensor in collate([row]).items()}
                 counts[number] = len(batch["spans"])
                 if counts[number]:
-                    statistics = student(**objective.compare(batch, num_items=1))["statistics"].double().tolist()
+                    statistics = student(**objective.student_inputs(batch, num_items=1))["statistics"].double().tolist()
                     of_row = metrics_from_statistics(statistics)
                     sums[number] = [of_row[name] for name in FIGURES]
                 console.advance(1)

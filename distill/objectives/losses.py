@@ -127,13 +127,13 @@ class HeldOutLoss(nn.Module):
 
     def __init__(self, of: Callable[[LossTerm], Any], reverse: bool = True) -> None:
         super().__init__()
-        self.ahead = of(LossTerm("forward_kl", 1.0))
+        self.forward_kl = of(LossTerm("forward_kl", 1.0))
         self.reverse = of(LossTerm("reverse_kl", 1.0)) if reverse else None
-        self.terms, self.objective = self.ahead.terms, self.ahead.objective
+        self.terms, self.objective = self.forward_kl.terms, self.forward_kl.objective
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the forward loss and its statistics, the reverse divergence last; arguments as of the losses."""
-        loss, statistics = self.ahead(*args, **kwargs)
+        loss, statistics = self.forward_kl(*args, **kwargs)
         if self.reverse is None:
             return loss, (*statistics, torch.full_like(statistics.divergence, torch.nan))
         return loss, (*statistics, self.reverse(*args, **kwargs)[1].divergence)

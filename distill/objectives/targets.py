@@ -29,7 +29,7 @@ LossResult = torch.Tensor | tuple[torch.Tensor, Sequence[torch.Tensor]]
 
 
 class StepInputs:
-    """Inputs of a micro-batch's loss: made by `DistillationObjective.compare`, read inside the student's forward.
+    """Inputs of a micro-batch's loss: made by `DistillationObjective`, read in the student's forward.
 
     A plain class: DDP and FSDP2 look for tensors in keyword arguments (FSDP2 casts them) and leave this one alone.
 

@@ -47,7 +47,7 @@ def teacher_agreement_line(objective: DistillationObjective, batch: Batch) -> li
     """
     teacher = objective.teacher
     prefetching, comparison = prefetching_of(teacher), token_comparison(teacher.format)
-    answers = teacher.models and teacher.rows.supports_new_rows and not (prefetching and prefetching.ahead)
+    answers = teacher.models and teacher.rows.supports_new_rows and not (prefetching and prefetching.prefetch_depth)
     if not (answers and objective.needs_targets) or comparison is None:
         return []
     labels = shift_labels(mask_document_starts(batch["labels"], batch.get("position_ids"))).flatten()

@@ -168,10 +168,10 @@ class Prefetches(Protocol):
     """A teacher that can begin to compute targets before they are needed.
 
     Attributes:
-        ahead: micro-batches that may be submitted before their targets are needed.
+        prefetch_depth: micro-batches that may be submitted before their targets are needed.
     """
 
-    ahead: int
+    prefetch_depth: int
 
     def submit(self, batch: Batch) -> None:
         """Begin to compute the targets of a batch, without waiting."""
@@ -191,7 +191,7 @@ class PrefetchingParts:
 
     def __init__(self, parts: Sequence[tuple[Part, Prefetches]]) -> None:
         self.parts = list(parts)
-        self.ahead = max(inner.ahead for _, inner in parts)
+        self.prefetch_depth = max(inner.prefetch_depth for _, inner in parts)
 
     def _batches(self, batch: Batch) -> Iterator[tuple[Prefetches, Batch]]:
         for part, inner in self.parts:

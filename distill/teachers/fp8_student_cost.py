@@ -41,7 +41,7 @@ def compute_and_measure(
     if sharded:
         layers = compute_in_fp8(student)
         return f"{'fp8':<12}student: {layers} linear layers compute in it; in shards, so that the cost is not measured"
-    inputs = objective.compare(batch)
+    inputs = objective.student_inputs(batch)
     weights = [p for p in student.parameters() if p.requires_grad]
     device, training = weights[0].device, student.training
 

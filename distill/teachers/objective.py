@@ -7,7 +7,7 @@ so `generate` and `save_pretrained` work as before. The teacher is no submodule 
 neither trained, saved, sharded nor broadcast with it.
 
     objective = DistillationObjective(teacher, student, loss={"terms": [{"type": "reverse_kl"}]})
-    output = student(**objective.compare(batch, num_items=n))     # {"loss": scalar, "statistics": [7]}
+    output = student(**objective.student_inputs(batch, num_items=n))     # {"loss": scalar, "statistics": [7]}
 
 The mean is over `num_items`, the valid tokens of the whole optimizer step. Labels are shifted here, once.
 """
@@ -64,8 +64,8 @@ def as_teacher(teacher: nn.Module | Teacher) -> Teacher:
 class LossWatcher(Protocol):
     """Observer of each loss as it is computed, inside the student's forward."""
 
-    def within(self, phase: str) -> AbstractContextManager[object]:
-        """Return the context that the loss is computed in, with `loss` as the phase."""
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        """Return the context that the loss is computed in, the phase `loss`."""
         ...
 
     def loss_computed(self, batch: Batch, result: LossResult) -> None:
@@ -164,15 +164,15 @@ class DistillationObjective:
         """Return the teacher's targets of a batch, for the student's forward; None where the loss needs none."""
         return self.teacher.targets(inputs) if self.needs_targets else None
 
-    def ahead(self, batches: Iterable[B], least: int = 0) -> Iterator[B]:
+    def prefetch(self, batches: Iterable[B], least: int = 0) -> Iterator[B]:
         """Yield the batches in their order, while those that follow are submitted to the teacher, where it prefetches.
 
         Args:
-            batches: collated; up to `Prefetches.ahead` of them are taken before they are yielded.
+            batches: collated; up to `Prefetches.prefetch_depth` of them are taken before they are yielded.
             least: batches to submit ahead at least, where the teacher prefetches.
         """
         prefetching, waiting = prefetching_of(self.teacher), collections.deque[B]()
-        count = max(prefetching.ahead, least) if prefetching is not None and prefetching.ahead else 0
+        count = max(prefetching.prefetch_depth, least) if prefetching is not None and prefetching.prefetch_depth else 0
         for batch in batches:
             if prefetching is not None and count and self.needs_targets:
                 prefetching.submit(batch)
@@ -181,7 +181,7 @@ class DistillationObjective:
                 yield waiting.popleft()
         yield from waiting
 
-    def compare(
+    def student_inputs(
         self, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None = None, *, statistics: bool = True
     ) -> dict[str, Any]:
         """Run the teacher and return the keyword arguments to call the student with.
@@ -288,7 +288,7 @@ class DistillationObjective:
         shifted = shift_labels(labels)
 
         def compute(hidden: torch.Tensor, head: HeadWeights) -> dict[str, torch.Tensor]:
-            with nullcontext() if self._watcher is None else self._watcher.within("loss"):
+            with nullcontext() if self._watcher is None else self._watcher.phase("loss"):
                 result = self.loss_of(hidden, head, step_inputs, shifted, valid_rows)
             if self._watcher is not None:
                 self._watcher.loss_computed(step_inputs.batch, result)

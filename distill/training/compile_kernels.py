@@ -83,7 +83,7 @@ def _micro_batch(trainer: DistillationTrainer, batch: Batch) -> None:
     trainer.model.train()
     try:
         with trainer.compute_loss_context_manager():
-            output = trainer.model(**trainer.objective.compare(copies, num_items=1))
+            output = trainer.model(**trainer.objective.student_inputs(copies, num_items=1))
         output["loss"].backward()
     finally:
         trainer.model.train(training)

@@ -45,7 +45,7 @@ class StepListener(TrainerCallback):
         """Return the context in which the whole of `train` runs."""
         return nullcontext()
 
-    def within(self, phase: str) -> AbstractContextManager[object]:
+    def phase(self, name: str) -> AbstractContextManager[object]:
         """Return the context of a phase of a step: `teacher`, `student`, `loss`, or `PAUSED` outside of steps."""
         return nullcontext()
 
@@ -152,11 +152,11 @@ class Listeners:
             yield
 
     @contextmanager
-    def within(self, phase: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
         """Enter the contexts of all listeners for a phase."""
         with ExitStack() as stack:
             for each in self:
-                stack.enter_context(each.within(phase))
+                stack.enter_context(each.phase(name))
             yield
 
     def loss_computed(self, batch: Batch, result: LossResult) -> None:

@@ -34,8 +34,8 @@ class LossSchedule(StepListener):
         teacher = objective.teacher
         prefetching = prefetching_of(teacher)
         # stored outputs may stay unread
-        asks_ahead = prefetching is not None and prefetching.ahead and teacher.rows.supports_new_rows
-        if asks_ahead and section.leaves_the_teacher_out:
+        prefetches = prefetching is not None and prefetching.prefetch_depth and teacher.rows.supports_new_rows
+        if prefetches and section.leaves_the_teacher_out:
             raise ValueError(
                 "loss.schedule: expected a divergence of weight above 0 in every step, since this teacher's outputs "
                 "are prefetched; got steps without one"

@@ -80,7 +80,7 @@ class Meter:
         """Exclude the time spent inside from the interval."""
         start = time.perf_counter()
         try:
-            with self.phases.within(PAUSED):
+            with self.phases.measure(PAUSED):
                 yield
         finally:
             self._pause += time.perf_counter() - start

@@ -3,7 +3,7 @@
 Runs and `distill bench` share this clock.
 
     phases = Phases(device)
-    with phases.within("teacher"):
+    with phases.measure("teacher"):
         hidden = teacher(...)
     phases.seconds()                # {"data": ..., "teacher": ..., ...}, seconds since the last restart
 
@@ -65,7 +65,7 @@ class Phases:
         self._marks.append((phase, self._now()))
 
     @contextmanager
-    def within(self, phase: str) -> Iterator[None]:
+    def measure(self, phase: str) -> Iterator[None]:
         """Enter `phase` in the block, then return to the previous one; a paused clock stays paused."""
         before = self.current
         phase = PAUSED if before == PAUSED else phase
@@ -79,11 +79,11 @@ class Phases:
         """Return `call` with its time counted as `phase`."""
 
         @functools.wraps(call)
-        def within(*args: Any, **kwargs: Any) -> Any:
-            with self.within(phase):
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            with self.measure(phase):
                 return call(*args, **kwargs)
 
-        return within
+        return measured
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each phase since the last restart, without pauses. Synchronises with the device."""

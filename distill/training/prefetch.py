@@ -54,7 +54,7 @@ class TeacherPrefetcher(StepListener):
         if not are_final or not self.depth:
             return batches
         if self._epoch[0] is not batches:
-            self._epoch = batches, self.objective.ahead(batches, count)
+            self._epoch = batches, self.objective.prefetch(batches, count)
         assert self._epoch[1] is not None
         return self._epoch[1]
 
@@ -62,7 +62,7 @@ class TeacherPrefetcher(StepListener):
     def depth(self) -> int:
         """Return how many micro-batches may be submitted before their targets are needed; 0 without prefetching."""
         prefetching = prefetching_of(self.objective.teacher)
-        return 0 if prefetching is None else prefetching.ahead
+        return 0 if prefetching is None else prefetching.prefetch_depth
 
     @property
     def prefetch_enabled(self) -> bool:

@@ -132,13 +132,13 @@ class ProgressReport(StepListener):
             self.stop()
 
     @contextmanager
-    def within(self, phase: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
         """Leave the time of evaluations and checkpoints out of the estimate of the time left."""
         begun = time.perf_counter()
         try:
             yield
         finally:
-            if phase == PAUSED:
+            if name == PAUSED:
                 self._start += time.perf_counter() - begun
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:

@@ -155,9 +155,9 @@ class TrainingMetrics(StepListener):
         """Begin the first interval."""
         self.meter.restart()
 
-    def within(self, phase: str) -> AbstractContextManager[object]:
-        """Count the time of the context as that of a phase; none of it where `phase` is `PAUSED`."""
-        return self.meter.paused() if phase == PAUSED else self.meter.phases.within(phase)
+    def phase(self, name: str) -> AbstractContextManager[object]:
+        """Count the time of the context as that of a phase; none of it of `PAUSED`."""
+        return self.meter.paused() if name == PAUSED else self.meter.phases.measure(name)
 
     def forward_done(self, batch: Batch, inputs: StepInputs, output: dict[str, torch.Tensor]) -> None:
         """Count a micro-batch."""

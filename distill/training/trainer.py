@@ -122,8 +122,8 @@ class DistillationTrainer(TransformersCompat):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """Return the micro-batch's summed loss, divided by the step's token count, times the number of ranks."""
-        with self.listeners.within("teacher"):
-            student_inputs = self.objective.compare(inputs, num_items_in_batch)
+        with self.listeners.phase("teacher"):
+            student_inputs = self.objective.student_inputs(inputs, num_items_in_batch)
         output = model(**student_inputs)
         if model.training:
             for each in self.listeners:
@@ -135,7 +135,7 @@ class DistillationTrainer(TransformersCompat):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Extend `Trainer`'s method: notify the listeners after each micro-batch."""
-        with self.listeners.within("student"):
+        with self.listeners.phase("student"):
             loss = super().training_step(model, inputs, *args, **kwargs)
         for each in self.listeners:
             each.micro_batch_done(inputs, loss, self.accelerator.sync_gradients)
@@ -200,7 +200,7 @@ class DistillationTrainer(TransformersCompat):
             sets = {name: name if eval_dataset is None else rows[name] for name in rows}
             each = [self.evaluate(own, ignore_keys, f"{metric_key_prefix}_{name}") for name, own in sets.items()]
             return {name: value for figures in each for name, value in figures.items()}
-        with self.listeners.within(PAUSED):
+        with self.listeners.phase(PAUSED):
             figures = self._held_out(self.get_eval_dataloader(eval_dataset))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         self.log(metrics)
@@ -213,9 +213,9 @@ class DistillationTrainer(TransformersCompat):
         model.eval()
         sums = torch.zeros(count_sums(objective.routes) + 2, dtype=torch.float64, device=self.args.device)
         with self.compute_loss_context_manager():
-            for batch in self.objective.ahead(batches):
+            for batch in self.objective.prefetch(batches):
                 inputs = self._prepare_inputs(batch)
-                output = model(**objective.compare(inputs, num_items=1))
+                output = model(**objective.student_inputs(inputs, num_items=1))
                 more = torch.stack([output["loss"].double(), count_trained_tokens(inputs).double()])
                 sums += torch.cat([output["statistics"].double(), more])
         model.train(training)
@@ -236,7 +236,7 @@ class DistillationTrainer(TransformersCompat):
 
     def writing_checkpoint(self) -> AbstractContextManager[object]:
         """Return the context of writing a checkpoint, whose time is not counted as step time."""
-        return self.listeners.within(PAUSED)
+        return self.listeners.phase(PAUSED)
 
     def save_listeners(self, checkpoint: Path) -> None:
         """Write the listeners' state into a checkpoint."""

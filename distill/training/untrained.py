@@ -51,7 +51,7 @@ class MeasureUntrained(StepListener, Generic[T]):
     def result(self) -> T:
         """Return what was measured; measures now if no step was logged."""
         if self._result is None:
-            with self.trainer.listeners.within(PAUSED), self._untrained_weights():
+            with self.trainer.listeners.phase(PAUSED), self._untrained_weights():
                 self._result = self.measure()
         return self._result
 

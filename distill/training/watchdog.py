@@ -45,9 +45,9 @@ class RankWatch(StepListener):
         """Watch the other ranks in the context."""
         return watch_ranks(self.folder, lambda: self._begun)
 
-    def within(self, phase: str) -> contextlib.AbstractContextManager[None]:
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Count a micro-batch that begins."""
-        self._begun += phase == "student"
+        self._begun += name == "student"
         return contextlib.nullcontext()
 
 

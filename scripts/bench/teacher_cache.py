@@ -93,7 +93,7 @@ def seconds_a_step(objective: Any, student: Any, rows: list[Any], batch_size: in
                 torch.cuda.synchronize()
             start = time.perf_counter()
         batch = next(source)
-        student(**objective.compare(batch, batch["valid_rows"].numel()))["loss"].backward()
+        student(**objective.student_inputs(batch, batch["valid_rows"].numel()))["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
     if cuda:

@@ -50,7 +50,7 @@ def main(steps: int = 30, graphed: bool = True) -> tuple[list[float], int]:
         if graphs is not None and step == 3:  # by then kernels are compiled and the optimizer has its states
             graphs.enabled = True
         ids = torch.randint(512, (4, 64), generator=draw).to(device)
-        loss = student(**objective.compare({"input_ids": ids, "labels": ids}))["loss"]
+        loss = student(**objective.student_inputs({"input_ids": ids, "labels": ids}))["loss"]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -156,7 +156,7 @@ def gradients(family: Family) -> None:
     terms = {"temperature": 1.0, "terms": [{"type": "forward_kl", "weight": 1.0}]}
     objective = DistillationObjective(teacher, student, terms)
     packed = isinstance(family.found.get("packed"), float)
-    student(**objective.compare(family.batch(packed=packed)))["loss"].backward()
+    student(**objective.student_inputs(family.batch(packed=packed)))["loss"].backward()
     ours = {name: p.grad for name, p in student.named_parameters()}
     wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     largest = max(gradient.norm() for gradient in wanted.values())

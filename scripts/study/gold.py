@@ -201,7 +201,7 @@ class Ours:
         """Return the loss, from the answers' tokens on."""
         rows = [as_row([document]) for document in self.case.documents()]
         batch = self.objective.collator(Collator(0, omit_plain_positions=True))(rows)
-        return self.case.student.model(**self.objective.compare(batch, statistics=False))["loss"]
+        return self.case.student.model(**self.objective.student_inputs(batch, statistics=False))["loss"]
 
 
 class Gold:

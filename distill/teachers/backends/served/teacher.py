@@ -74,7 +74,7 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
         dtype: torch.dtype,
     ) -> None:
         self.client, self.identity, self.section, self.dtype = client, identity, section, dtype
-        self.models, self.ahead = {}, section.prefetch
+        self.models, self.prefetch_depth = {}, section.prefetch
         self.stored_head = None if head is None else StoredHead(head, "the head of the served teacher")
         spec = client.spec
         self.format: TargetFormat = (

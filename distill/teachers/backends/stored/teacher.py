@@ -128,7 +128,7 @@ class StoredTeacher(WrappingTeacher, ChecksFirstBatch, CopiesTruncated, CountsWo
         self.store, self.filled = store, store if isinstance(store, Store) else None
         if self.filled is None or self.filled.folder is not None:
             self.rows = inner.rows._replace(supports_new_rows=False)
-        self.ahead = max(0 if (prefetching := prefetching_of(inner)) is None else prefetching.ahead, 1)  # read
+        self.prefetch_depth = max(getattr(prefetching_of(inner), "prefetch_depth", 0), 1)  # files are read early
         head = head or head_of(inner)
         self.head = None if self.filled is None else head  # the head of a complete cache is moved with its format
         self.dtype = torch.float32 if head is None else head.weights.weight.dtype
