@@ -22,6 +22,7 @@ from distill.recipe.loss import Loss
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.backends.served.launched import Child, LaunchedServers, LaunchedSource, LaunchedTeacher
 from distill.teachers.backends.served.teacher import ServerTeacher
+from distill.teachers.backends.stored.archived import teacher_of_cache
 from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.stored.settings import Settings
 from distill.teachers.backends.stored.store import Store
@@ -159,7 +160,7 @@ class Caches:
         documents = nearest_in_length([part for row in train for part in split_row(row)], 7, 64)
         return CheckSetup(
             tiny_model(self.tokenizer, seed=2),
-            StoredTeacher.of_cache(cache),
+            teacher_of_cache(cache),
             [join_rows(documents[at : at + 2]) for at in range(0, 7, 2)],
             Loss.model_validate(loss),
             tokenizers=(self.tokenizer, self.tokenizer),

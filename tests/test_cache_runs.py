@@ -211,7 +211,7 @@ def test_another_template_or_tokenizer_is_refused(here):
     Path("other.jinja").write_text("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}")
     chats = "data={source: chats.jsonl, max_length: 64, cache: false, validation: {fraction: 0.2}}"
     assert run_command(["cache", "tiny.yaml", chats, "--top-k", "8", "--out", "chats"]) == 0
-    with pytest.raises(ValueError, match=r"data\.chat_template: the template differs"):
+    with pytest.raises(ValueError, match=r"data\.chat_template: expected the template of the cache chats, got another"):
         run(cached("chats", chats, "data.chat_template=other.jinja"))
     with pytest.raises(ValueError, match=r"lacks .* data\.train_on was 'all'"):
         two = [{"messages": row["messages"] * 2} for row in rows]

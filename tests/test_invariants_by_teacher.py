@@ -13,9 +13,8 @@ from distill.objectives import top_k as cache_top_k
 from distill.recipe.loss import Loss
 from distill.teachers.backends import local as loaded
 from distill.teachers.backends.stored import teacher as cache_teacher
-from distill.teachers.backends.stored.archived import ArchivedTeacher
+from distill.teachers.backends.stored.archived import ArchivedTeacher, teacher_of_cache
 from distill.teachers.backends.stored.read import TeacherCache
-from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.combination.mixture import MixtureFormat, MixtureTeacher
 from distill.teachers.rows.retokenised.data import CrossCollator
 from distill.teachers.rows.retokenised.teacher import CrossTeacher, SpansFormat
@@ -302,7 +301,7 @@ def test_fails_where_its_fault_is_put_in(kind, check, fault, subject_of, monkeyp
     made = subject_of(kind)
     assert check(made).passed
     fault(monkeypatch)
-    made.teacher = REMADE.get(kind, lambda made: StoredTeacher.of_cache(made.teacher.store))(made)
+    made.teacher = REMADE.get(kind, lambda made: teacher_of_cache(made.teacher.store))(made)
     finding = check(made)
     assert not finding.passed and str(finding).startswith("FAIL  "), finding
 

@@ -22,9 +22,9 @@ from distill.data.collator import Collator
 from distill.evaluation.evaluate import evaluate
 from distill.recipe import Loss, parse
 from distill.teachers.backends.stored import format as layout
+from distill.teachers.backends.stored.archived import teacher_of_cache
 from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.stored.settings import Settings
-from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.objective import DistillationObjective
 from scripts.bench import teacher_cache as bench
 
@@ -88,7 +88,7 @@ def teacher_of(loaded):
 
 
 def cached(loaded, cache, loss, dtype=torch.float32):
-    return DistillationObjective(StoredTeacher.of_cache(cache), copy.deepcopy(loaded.pair.student).to(dtype), loss)
+    return DistillationObjective(teacher_of_cache(cache), copy.deepcopy(loaded.pair.student).to(dtype), loss)
 
 
 def differentiate(objective, rows, **collator):
@@ -165,7 +165,7 @@ def test_bucket_equals_the_loss_by_hand(loaded, bucket):
 def test_equal_models_have_no_loss(loaded, bucket, exact):
     for cache in (bucket, exact):
         student = copy.deepcopy(teacher_of(loaded)).requires_grad_()
-        objective = DistillationObjective(StoredTeacher.of_cache(cache), student, Loss(temperature=2.0))
+        objective = DistillationObjective(teacher_of_cache(cache), student, Loss(temperature=2.0))
         batch = objective.collator(Collator(0))(some(loaded))
         with torch.no_grad():
             found = objective.student(**objective.student_inputs(batch))["loss"]
@@ -179,7 +179,7 @@ def test_held_out_figures_from_sampled_tokens_are_those_of_the_loaded_teacher(lo
     wanted = evaluate(student, teacher_of(loaded), rows)
     found = {}
     for name, stored in (("sampled", cache), ("bucket", bucket)):
-        teacher = StoredTeacher.of_cache(stored)
+        teacher = teacher_of_cache(stored)
         objective = DistillationObjective(teacher, student, Loss(temperature=2.0))
         found[name] = evaluate(student, teacher, rows, objective=objective)
         same = ("tokens", "student_cross_entropy", "teacher_cross_entropy", "teacher_entropy", "student_entropy")

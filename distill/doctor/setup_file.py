@@ -21,6 +21,7 @@ from distill.models.load.read_weights import read_weights
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.backends.served.source import reconnected
 from distill.teachers.backends.served.teacher import ServerTeacher
+from distill.teachers.backends.stored.archived import teacher_of_cache
 from distill.teachers.backends.stored.store import Store
 from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.combination.mixture import MixtureTeacher
@@ -44,7 +45,7 @@ def stored_nowhere(inner: Teacher, manifest: dict[str, Any]) -> StoredTeacher:
 
 def _parts_of_stored(teacher: StoredTeacher) -> tuple[Callable[..., Teacher], tuple[Any, ...]]:
     if teacher.filled is None:
-        return StoredTeacher.of_cache, (str(teacher.store.path.absolute()),)
+        return teacher_of_cache, (str(teacher.store.path.absolute()),)
     return stored_nowhere, (teacher.inner, dict(teacher.store.manifest))
 
 

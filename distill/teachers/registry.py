@@ -60,7 +60,7 @@ def source_for(recipe: Recipe, section: TeacherSection, field: str) -> TeacherSo
     """
     alone = recipe.model_copy(update={"teacher": section, "teachers": []}) if recipe.teachers else recipe
     source = backend_maker(recipe, section, field)(alone, section, field)
-    if section.is_cached or section.online_cache is not None or (section.is_loaded and section.top_k is not None):
+    if section.online_cache is not None or (section.is_loaded and section.top_k is not None):
         source = resolve_name(LAYERS["stored"])(source, section, field)
     if section.context is not None:
         source = resolve_name(LAYERS["context"])(source, section.context)

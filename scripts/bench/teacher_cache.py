@@ -21,6 +21,7 @@ from distill.core.files import make_folder
 from distill.data.collator import Collator
 from distill.models.head import find_head, probe_logits, read_head
 from distill.teachers.backends.local import LoadedTeacher
+from distill.teachers.backends.stored.archived import teacher_of_cache
 from distill.teachers.backends.stored.format import HEAD, PLAN, bytes_a_token, documents_of, write_signed, write_tensors
 from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.stored.settings import SHARD_BYTES
@@ -119,7 +120,7 @@ def compare(
         seconds = write_cache(there, teacher, rows, hidden=hidden, batch_size=batch_size)
         yield row(f"write {name}", seconds * tokens / (len(rows) * length))
         cache = TeacherCache(there)
-        objective = DistillationObjective(StoredTeacher.of_cache(cache, student.device), student, "forward_kl")
+        objective = DistillationObjective(teacher_of_cache(cache, student.device), student, "forward_kl")
         spent = seconds_a_step(objective, student, rows, batch_size, steps)
         yield row(name, spent, f"{bytes_a_token(cache.manifest)} bytes a token, {online / spent:.2f} x online")
 

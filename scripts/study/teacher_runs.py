@@ -30,11 +30,11 @@ from distill.models.patch.attention_choice import AttentionChoices
 from distill.models.sharding import SINGLE_PROCESS
 from distill.recipe import Recipe
 from distill.teachers.backends.local import LoadedTeacher, ModelSource
+from distill.teachers.backends.stored.archived import teacher_of_cache
 from distill.teachers.backends.stored.plan import head_of
 from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.stored.settings import Settings
 from distill.teachers.backends.stored.source import StoredSource
-from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.interface import LoadContext
 from distill.teachers.opening import ModelPair
 from distill.teachers.vocabulary import Vocabulary
@@ -126,7 +126,7 @@ def run_one(setup: TeacherSetup, bench: TeacherBench) -> dict[str, Any]:
     kind: dict[str, Any] = {}
     if setup.tail is not None:
         cache = bench.cache(setup, recipe, student)
-        kind = {"teacher": StoredTeacher.of_cache(cache, bench.device)}
+        kind = {"teacher": teacher_of_cache(cache, bench.device)}
     if setup.first:
         bench.after_first_stage(setup, student)
         before = bench.judge(student, setup, recipe)

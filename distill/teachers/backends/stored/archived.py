@@ -17,7 +17,7 @@ from distill.models.head import HeadWeights, LogitTransform
 from distill.models.load.loading import load_student
 from distill.models.shape import Shape
 from distill.objectives.hidden import HiddenFormat, StoredHead
-from distill.objectives.measure import Measure
+from distill.objectives.measure import Measure, cache_measure
 from distill.objectives.targets import Batch, TargetFormat, Targets
 from distill.objectives.top_k import TopKFormat
 from distill.recipe import FromTeacher, Generate, ModelSection, Recipe
@@ -38,6 +38,7 @@ from distill.teachers.backends.stored.format import (
 from distill.teachers.backends.stored.identity import description, fingerprint_of, require_same_teacher
 from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.stored.settings import Settings
+from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.calibration import cut_identity
 from distill.teachers.capabilities import CutsStudents, DescribesSize, HoldsHead, Prompt, Responds, student_cut_from
 from distill.teachers.footprint import Footprint, FootprintContext
@@ -175,10 +176,12 @@ class ArchivedSource(TeacherSource, NamesFiles, MadeByCommand, Measures, ChecksD
 
     def vocabulary(self) -> Vocabulary:
         """Return the vocabulary of the cache's tokenizer, which makes the data; they must be the cached ones."""
-        return Vocabulary(self.recipe, self.section if is_synthetic(self.recipe.data) else self.tokenizer_section())
+        plan = self.manifest or {}
+        section = self.section if is_synthetic(self.recipe.data) else self.tokenizer_section()
+        return Vocabulary(self.recipe, section, plan.get("ids_below"), top_k=plan.get("kind") == "top_k")
 
     def measure(self) -> Measure:
-        return Measure("KL over what is cached")
+        return Measure("KL over what is cached") if (plan := self.manifest) is None else cache_measure(plan)
 
     def data_problems(self, splits: Splits) -> list[str]:
         try:
@@ -210,7 +213,7 @@ class ArchivedSource(TeacherSource, NamesFiles, MadeByCommand, Measures, ChecksD
             f"token (k = {Settings().k}), {each * 1e8 / GIB:.1f} GiB for each 100 M"
         )
 
-    def open(self, context: LoadContext, vocabulary: Vocabulary) -> ArchivedTeacher:
+    def open(self, context: LoadContext, vocabulary: Vocabulary) -> StoredTeacher:
         """Open the cache, and check that it fits the recipe.
 
         Raises:
@@ -219,7 +222,21 @@ class ArchivedSource(TeacherSource, NamesFiles, MadeByCommand, Measures, ChecksD
         cache = TeacherCache(self.folder)
         here = teacher_identity(self.section) if self.names_model else None
         require_same_teacher(here, self.recipe, vocabulary.tokenizer, cache.manifest, cache.path)
-        return ArchivedTeacher(cache, context.device)
+        return teacher_of_cache(cache, context.device)
+
+
+def teacher_of_cache(
+    cache: TeacherCache | str | Path, device: torch.device | str = "cpu", load: Callable[[], Teacher] | None = None
+) -> StoredTeacher:
+    """Return the teacher whose outputs are all in a cache, open or in a folder; no weights are loaded.
+
+    Args:
+        cache: Complete cache.
+        device: Device of the stored head, and of this process.
+        load: As of `ArchivedTeacher`.
+    """
+    cache = cache if isinstance(cache, TeacherCache) else TeacherCache(cache)
+    return StoredTeacher(ArchivedTeacher(cache, device, load), cache, torch.device(device))
 
 
 def section_to_load(recipe: Recipe) -> TeacherSection:

@@ -3,7 +3,7 @@
 Any source may be inside: of a loaded model, sharded or not, or of servers. It is opened where a document of the run's
 data is not stored, or a student is cut that is not. A folder may have been begun by another run, with other data,
 losses and students, by `distill cache`, or by a run that was killed: what is there is used. It must be of the same
-teacher, as it is computed here. Of `teacher.type: cache` the folder is complete, and nothing is opened.
+teacher, as it is computed here. The source of `teacher.type: cache`, whose folder is complete, is in `archived.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from distill.objectives.top_k import TopKFormat
 from distill.recipe import Data, Student
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.models import EIGHT_BITS
-from distill.teachers.backends.stored.archived import ArchivedSource, ArchivedTeacher, stored_footprint
+from distill.teachers.backends.stored.archived import stored_footprint, teacher_of_cache
 from distill.teachers.backends.stored.format import (
     HEAD,
     MANIFEST,
@@ -46,7 +46,6 @@ from distill.teachers.backends.stored.format import (
 )
 from distill.teachers.backends.stored.identity import require_same_teacher
 from distill.teachers.backends.stored.plan import LogitHead, Origin, head_of, hidden_content, plan_of, write_companions
-from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.backends.stored.settings import Settings, default_tail
 from distill.teachers.backends.stored.store import Store
 from distill.teachers.backends.stored.teacher import StoredTeacher
@@ -79,12 +78,12 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
     """The source of a teacher that is opened if anything is missing in its folder.
 
     Args:
-        inner: Source of the teacher; an `ArchivedSource` for a complete cache.
-        section: Section of the recipe whose `online_cache`, or `path` for a complete cache, names the folder.
+        inner: Source of the teacher.
+        section: Section of the recipe whose `online_cache` names the folder.
         field: Field of the recipe that holds the section, such as `teachers.1`.
 
     Attributes:
-        archived, remote: the inner source, where it is that of a complete cache, or of a model in other processes.
+        remote: the inner source, where it is that of a model in other processes.
         folder: where outputs are stored; None for nowhere: of `teacher.top_k` alone, and of `online_cache: /dev/null`,
             as doctor uses it.
         required: Number of positions to store of every document of the data, by its key; empty until the data are read.
@@ -96,10 +95,9 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
     def __init__(self, inner: TeacherSource, section: TeacherSection, field: str = "teacher") -> None:
         super().__init__(inner)
         self.section, self.field = section, field
-        self.archived = inner if isinstance(inner, ArchivedSource) else None
         self.remote = inner if isinstance(inner, KnowsMaker) else None
-        folder = section.path if section.online_cache is None else section.online_cache
-        self.folder = None if folder in (None, os.devnull) else Path(str(folder)).expanduser()
+        folder = section.online_cache
+        self.folder = None if folder is None or folder == os.devnull else Path(folder).expanduser()
         self.required: dict[bytes, int] = {}
         self.noted: Splits | None = None
         self.chosen: Settings | None = None
@@ -109,8 +107,6 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
     @property
     def plan(self) -> Plan | None:
         """Plan of what is stored; None where nothing is, or a cache is not complete that is only read."""
-        if self.archived is not None:
-            return self.archived.manifest
         return read_json(self.folder / PLAN) if self.folder else None
 
     def vocabulary(self) -> Vocabulary:
@@ -135,7 +131,7 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
     def measure(self) -> Measure:
         if (plan := self.plan) is not None:
             return cache_measure(plan)
-        if self.sent_top_k or self.archived is not None:
+        if self.sent_top_k:
             return measure_of_source(self.inner)
         settings = self.settings()
         kind, temperature = "hidden" if settings.hidden else "top_k", self.recipe.loss.temperature
@@ -149,9 +145,7 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
             self.required, self.noted = other.required, other.noted
 
     def note_data(self, splits: Splits) -> None:
-        """Note the documents that have to be stored; those of a complete cache are."""
-        if self.archived is not None:
-            return
+        """Note the documents that have to be stored."""
         rows = (row for split in (splits.train, splits.validation) for row in rows_of(split))
         self.required = {d.key: len(d.predicting) for row in rows for d in documents_of(row)}
         self.noted = splits
@@ -167,7 +161,7 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
 
     def room_problems(self) -> list[str]:
         """Return a message where the disk is too small for the data that were noted last."""
-        if self.folder is None or self.archived is not None:
+        if self.folder is None:
             return []
         left = sum(self.required[key] for key in self.missing()) * self._width()
         ancestor = next(place for place in (self.folder, *self.folder.absolute().parents) if place.exists())
@@ -188,8 +182,6 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
     def footprint(self, context: FootprintContext) -> Footprint:
         """Return the teacher's footprint and that of what is read; the head of a sharded one stays whole beside the
         shards. Where all outputs for these data are stored, it is a cache's: the teacher is not opened."""
-        if self.archived is not None:
-            return self.archived.footprint(context)
         shape = shapes_of(self)[0]
         if self.required and not self.missing() and (plan := self.plan) is not None:
             return stored_footprint(plan, shape)
@@ -199,8 +191,6 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
 
     def size_text(self) -> str:
         """Return the teacher's size and the bytes on disk, in words."""
-        if self.archived is not None:
-            return self.archived.size_text()
         if self.folder is None and not self.settings().hidden:
             return f"{source_size_text(self.inner)}; {self.settings().k} tokens of each distribution"
         width, count = self._width(), sum(self.required.values())
@@ -234,13 +224,8 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
             ValueError: the folder holds something else, or outputs of another teacher, with the first difference.
         """
         self._dtype = context.precision.teacher
-        if self.archived is not None:
-            archived = self.archived.open(context, vocabulary)
-            return StoredTeacher(archived, archived.cache, context.device)
         if self.folder is not None and broadcast_from_rank0(lambda: self._is_complete(vocabulary)):
-            cache = TeacherCache(self.folder)
-            archived = ArchivedTeacher(cache, context.device, lambda: self.inner.open(context, vocabulary))
-            return StoredTeacher(archived, cache, context.device)
+            return teacher_of_cache(self.folder, context.device, lambda: self.inner.open(context, vocabulary))
         inner = self.inner.open(context, vocabulary)
         return self.around(inner, context, vocabulary, head_of(inner))
 
@@ -386,9 +371,7 @@ class StoredVocabulary(WrappingVocabulary):
             return splits
 
         super().__init__(inner, read)
-        plan = source.plan or {}
-        hidden = plan.get("kind") != "top_k" if source.archived is not None else source.settings().hidden
-        self.top_k, self._stored_bound = not hidden, plan.get("ids_below")
+        self.top_k, self._stored_bound = not source.settings().hidden, (source.plan or {}).get("ids_below")
 
     @property
     def id_bound(self) -> int | None:

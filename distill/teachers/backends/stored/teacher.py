@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -28,7 +27,6 @@ from distill.objectives.targets import Batch, Targets, VocabularyAlignment
 from distill.objectives.top_k import TopKFormat, TopKTargets, spread, top_k_targets
 from distill.objectives.top_k_encoding import rounding_cost, unpack_hidden
 from distill.recipe import Generate
-from distill.teachers.backends.stored.archived import ArchivedTeacher
 from distill.teachers.backends.stored.format import (
     ANSWERS,
     DTYPES,
@@ -40,7 +38,7 @@ from distill.teachers.backends.stored.format import (
 )
 from distill.teachers.backends.stored.identity import fingerprint_of
 from distill.teachers.backends.stored.plan import LogitHead, head_of, stored_tensors, stored_top_k
-from distill.teachers.backends.stored.read import PREFIX, Shards, TeacherCache, prompt_text
+from distill.teachers.backends.stored.read import PREFIX, Shards, prompt_text
 from distill.teachers.backends.stored.store import Store
 from distill.teachers.capabilities import (
     ChecksFirstBatch,
@@ -138,17 +136,6 @@ class StoredTeacher(WrappingTeacher, ChecksFirstBatch, CopiesTruncated, CountsWo
         self._pool = ThreadPoolExecutor(1, "reading")
         self._reading: dict[RowDocuments, Future[dict[str, torch.Tensor]]] = {}
         self._asked: dict[RowDocuments, None] = {}  # submitted whole
-
-    @classmethod
-    def of_cache(cls, cache: TeacherCache | str | Path, device: torch.device | str = "cpu") -> StoredTeacher:
-        """Return the teacher whose outputs are all in a cache, open or in a folder; no weights are loaded.
-
-        Args:
-            cache: A complete cache, or its folder.
-            device: Device of this process, which also holds the stored head.
-        """
-        cache = cache if isinstance(cache, TeacherCache) else TeacherCache(cache)
-        return cls(ArchivedTeacher(cache, device), cache, torch.device(device))
 
     def collate(self, plain: Collate) -> Collate:
         return WithDocuments(self.inner.collate(plain))
