@@ -9,6 +9,8 @@ control (`nearest`, `importance`, `gptq`; see distill/models/precision/gptq.py) 
     straight-through   from the nearest values, with the scales that a plain converter computes
     learned            from GPTQ's values, with learned scales: the default of student.quantise
 
+With --step-times steps of the same student without and with quantisation in every format are timed in turn.
+
 All files have as many bytes. Judged is KL(teacher || student) on held-out rows, with 95 % intervals by resampling
 documents; the last column is the trained arm's KL relative to the best control's, paired by document. A line a seed and
 arm goes to --out as JSON.
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -154,6 +157,28 @@ def trained(setup: Setup, teacher: Any, arm: str, seed: int) -> Any:
     return student
 
 
+def step_times(setup: Setup) -> None:
+    """Print the median time of a step without quantisation and in each format, and the ratio to the first."""
+    names, steps = ("none", *get_args(WeightFormat)), setup.options.step_times
+    found: dict[str, list[float]] = {name: [] for name in names}
+    large = copy.deepcopy(setup.model).requires_grad_(False)
+    for _ in range(2):
+        for name in names:
+            arguments = setup.arguments(0, steps * setup.options.step_tokens, setup.options.learning_rate)
+            arguments.logging_steps = 1
+            trainer = trainer_of(setup, copy.deepcopy(setup.model), large, "forward_kl", arguments)
+            if name != "none":
+                section = Quantise.model_validate({"format": name, "start": "nearest"})
+                quantise_for_training(trainer, section, setup.train, resumed=False)
+            trainer.train()
+            seconds = [row["seconds"] for row in trainer.state.log_history if "seconds" in row]
+            found[name] += seconds[len(seconds) // 3 :]
+            trainer.objective.detach()
+    for name, seconds in found.items():
+        middle, plain = statistics.median(seconds), statistics.median(found["none"])
+        print(f"{name:<9} {1e3 * middle:8.2f} ms a step  {middle / plain:.3f} x  (of {len(seconds)} steps)", flush=True)
+
+
 def run_seed(setup: Setup, seed: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each control and arm of a seed."""
     began = time.perf_counter()
@@ -207,6 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--first-rate", type=float, default=1e-4)
     parser.add_argument("--held-out", type=int, default=600, help="held-out documents")
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--step-times", type=int, metavar="N", help="time N steps, twice a format, and train nothing")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     section = Student(model=options.model)
@@ -223,6 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         setup = Setup(options, model, tokenizer, splits.train, splits.validation, Path(folder))
+        if options.step_times:
+            return step_times(setup)
         told = {"format": options.format, "tokens": options.tokens, "learning_rate": options.learning_rate}
         told |= {"gpu": device_name(setup.device), "torch": torch.__version__}
         told |= {"date": time.strftime("%Y-%m-%d"), "commit": options.commit}

@@ -250,6 +250,8 @@ class QuantisedWeights:
         self.matrices = {
             name: QuantisedMatrix(name, parameters[name], FORMATS[form]) for name, form in formats.by_name.items()
         }
+        self._parameters: list[torch.Tensor] = [matrix.parameter for matrix in self.matrices.values()]
+        self._masters = [matrix.master for matrix in self.matrices.values()]
         self.scales = LearnedScales([m for m in self.matrices.values() if learned and m.form.is_learned])
         self.after_start()
 
@@ -287,26 +289,22 @@ class QuantisedWeights:
         Args:
             learning_rate: Learning rate of the weights in this step.
         """
-        stepped = False
-        for matrix, gradients, stored in self.scales.matrices:
-            given = matrix.parameter.grad
-            if given is not None:
-                of_weight, found = learned_gradients(matrix.master, stored, given, matrix.form.name)
-                given.copy_(of_weight)
-                stepped = True
-            for own, part in zip(gradients, (None, None) if given is None else found, strict=True):
-                if own is not None:
-                    own.zero_() if part is None else own.copy_(part)  # none in a step that the guard skips
-        if stepped:
-            self.scales.step(SCALE_RATE * learning_rate)
-        for matrix in self.matrices.values():
-            matrix.parameter.copy_(matrix.master)
+        scales = self.scales
+        given = [entry for entry in scales.matrices if entry[0].parameter.grad is not None]
+        if len(given) < len(scales.matrices):
+            scales.gradient.zero_()  # of a step that the guard skips
+        for matrix, gradients, stored in given:
+            gradient = matrix.parameter.grad
+            assert gradient is not None and gradient.is_contiguous()
+            learned_gradients(matrix.master, stored, gradient, matrix.form.name, out=(gradient, gradients))
+        if given:
+            scales.step(SCALE_RATE * learning_rate)
+        torch._foreach_copy_(self._parameters, self._masters)
 
     @torch.no_grad()
     def after_step(self) -> None:
         """Keep the updated weights as masters, and round them into the parameters."""
-        for matrix in self.matrices.values():
-            matrix.master.copy_(matrix.parameter)
+        torch._foreach_copy_(self._masters, self._parameters)
         self._round()
 
     def save(self, folder: Path) -> None:

@@ -204,9 +204,20 @@ def _pointers(weight: torch.Tensor, scales: Scales | None) -> tuple[torch.Tensor
 
 @torch.no_grad()
 def learned_gradients(
-    weight: torch.Tensor, scales: Scales, upstream: torch.Tensor, name: str
+    weight: torch.Tensor,
+    scales: Scales,
+    upstream: torch.Tensor,
+    name: str,
+    out: tuple[torch.Tensor, Scales] | None = None,
 ) -> tuple[torch.Tensor, Scales]:
     """Return the gradients of weights and scales from that of the quantised values, without a graph.
+
+    Args:
+        weight: weights, [..., K].
+        scales: scales of the blocks, as `fake_quantise_into` takes them.
+        upstream: gradient of the quantised values, [..., K].
+        name: key of `formats.FORMATS`.
+        out: contiguous tensors that get the results, of which the first may be `upstream`.
 
     Returns:
         That of `weight`, in the dtype of `upstream`, and those of the scales, fp32.
@@ -216,13 +227,19 @@ def learned_gradients(
     """
     form = _checked(weight, scales, name)
     if form is None:
-        return reference_learned_gradients(weight, scales, upstream, name)
+        found = reference_learned_gradients(weight, scales, upstream, name)
+        for own, part in zip((out[0], *out[1]), (found[0], *found[1]), strict=True) if out is not None else ():
+            if own is not None and part is not None:
+                own.copy_(part)
+        return found if out is None else out
     weight, upstream = weight.contiguous(), upstream.contiguous()
     scale, minimum = _pointers(weight, scales)
-    dw, dscale = torch.empty_like(upstream), torch.empty_like(scale)
-    dminimum = torch.empty_like(scale) if form.has_minimum else None
+    if out is None:
+        more = torch.empty_like(scale) if form.has_minimum else None
+        out = torch.empty_like(upstream), Scales(torch.empty_like(scale), more)
+    dw, (dscale, dminimum) = out
     grid, blocks, constants = _shape(weight, form)
     if blocks:
         outputs = (dw, dscale, dscale if dminimum is None else dminimum)
         launch(_backward_kernel, grid, (weight, scale, minimum, upstream, *outputs), blocks, **constants)
-    return dw, Scales(dscale, dminimum)
+    return out
