@@ -7,18 +7,44 @@ import contextlib
 import json
 import os
 import sys
+from pathlib import Path
+from unittest import mock
 
 import pytest
+
+FEW = ("local", "filled while read")
+MANY = (
+    "retokenised, on-policy",
+    "routed",
+    "routed with all",
+    "mixture",
+    "top k of the student",
+    "lora",
+    "policy gradient",
+    "running average",
+)
+
+
+def program(tmp_path, *arguments):
+    """Run this file; return what it prints at last."""
+    from forked import clean_environment, run
+
+    environment = clean_environment(TRITON_CACHE_DIR=str(tmp_path), DISTILL_TUNE="1")
+    made = run([__file__, *arguments], cwd=os.getcwd(), env=environment)
+    assert made.returncode == 0, made.stderr[-3000:]
+    return json.loads(made.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    from forked import clean_environment, run
+    return program(tmp_path_factory.mktemp("triton"))
 
-    cache = str(tmp_path_factory.mktemp("triton"))
-    made = run([__file__], cwd=os.getcwd(), env=clean_environment(TRITON_CACHE_DIR=cache, DISTILL_TUNE="1"))
-    assert made.returncode == 0, made.stderr[-3000:]
-    return json.loads(made.stdout.splitlines()[-1])
+
+@pytest.mark.parametrize("names", [FEW, pytest.param(MANY, marks=pytest.mark.full)])
+def test_whole_runs_have_the_figures_that_they_have_without(names, tmp_path):
+    """Memory that no kernel wrote holds NaN and the largest integers: as an index they would raise."""
+    for name, (same, kernels, failed) in program(tmp_path, *names).items():
+        assert same and kernels > 5 and not failed, (name, failed)
 
 
 def test_kernels_are_those_that_a_launch_would_have_compiled(found):
@@ -47,49 +73,68 @@ def test_a_second_run_finds_them_compiled(found):
     assert found["kernels of a second run"] == 0
 
 
-def main():
+@contextlib.contextmanager
+def taken_for_a_gpu():
+    """Inside, kernels are compiled for an H100, and the CPU's memory is taken for its."""
     import torch
     import triton
     from compile_for_gpu import Driver
-    from distill_kernels import compile_ahead, rms_norm, swiglu, tuning
     from distill_kernels.launch import FAMILIES, DeviceFacts, interpreted
-    from triton.runtime.jit import JITFunction
-    from triton.runtime.jit import _triton_jit_function_registry as functions
 
     facts = DeviceFacts(132, "sm_90", FAMILIES["sm_90"].shared_bytes, 50 << 20, 80 << 30)
     triton.runtime.driver.set_active(Driver("sm_90", 32))
+    stand_ins = [(torch.cuda, "reset_peak_memory_stats", lambda: None)]
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("distill_kernels.", "distill.")) and hasattr(module, "device_facts"):
+            stand_ins.append((module, "device_facts", lambda device: facts))
+    fork_rng = torch.random.fork_rng
+    stand_ins.append((torch.random, "fork_rng", lambda devices=(), **more: fork_rng([], **more)))
+    if kernels := sys.modules.get("distill.training.compile_kernels"):
+        stand_ins.append((kernels, "runs_our_kernels", lambda device: True))
+    with contextlib.ExitStack() as stack:
+        for module, name, stand_in in stand_ins:
+            stack.enter_context(mock.patch.object(module, name, stand_in))
+        stack.enter_context(interpreted())
+        yield facts
+
+
+def main():
+    import torch
+    import triton
+    from distill_kernels import compile_ahead, rms_norm, swiglu, tuning
+    from triton.runtime.jit import JITFunction
+
     found, counts = {}, []
 
-    def patch_facts():
-        for name, module in list(sys.modules.items()):
-            if name.startswith(("distill_kernels.", "distill.")) and hasattr(module, "device_facts"):
-                module.device_facts = lambda device: facts
+    def functions():
+        ours = [module for name, module in sys.modules.items() if name.startswith("distill_kernels.")]
+        return {value for module in ours for value in vars(module).values() if isinstance(value, JITFunction)}
 
     def layers():
         x, w = torch.ones(16, 128, requires_grad=True), torch.ones(128, requires_grad=True)
         (rms_norm(x, w) + swiglu(x, x * 1)).sum().backward()
 
     def hashes():
-        caches = [function.device_caches for function in functions.values()]
+        caches = [function.device_caches for function in functions()]
         return sorted(kernel.hash for cache in caches for kernel in (cache[0][0].values() if cache else ()))
 
-    patch_facts()
-    with interpreted(), compile_ahead.compiling_ahead(lambda *count: counts.append(count)):
+    with taken_for_a_gpu() as facts, compile_ahead.compiling_ahead(lambda *count: counts.append(count)):
         layers(), layers(), layers()
         found["planned"] = any(plan.replay for plan in rms_norm.__globals__["_forward_op"].planned.plans())
         tried, slow = [], facts._replace(family="sm_80")
-        tuning.device_facts = lambda device: slow
-        found["tuned"] = tuning.autotune("k", (1,), [("first",), ("second",)], lambda c: tried.append(c[0]), None)[0]
-        tuning.device_facts, found["tried"] = (lambda device: facts), tried
+        with mock.patch.object(tuning, "device_facts", lambda device: slow):
+            candidates = [("first",), ("second",)]
+            found["tuned"] = tuning.autotune("k", (1,), candidates, lambda c: tried.append(c[0]), None)[0]
+        found["tried"] = tried
     found["ahead"], found["counts"] = hashes(), counts
-    for function in functions.values():
+    for function in functions():
         function.device_caches.clear()
     os.environ["TRITON_CACHE_DIR"] += "-launched"
     run = JITFunction.run
     JITFunction.run = lambda self, *args, grid, warmup, **more: (
         run(self, *args, grid=grid, warmup=True, **more) and None
     )
-    with interpreted():
+    with taken_for_a_gpu():
         layers()
     found["launched"] = hashes()
 
@@ -104,14 +149,12 @@ def main():
     except Exception as error:
         found["failure"] = str(error)
     JITFunction.run = run
-    found |= pair_of_models(patch_facts)
-    print(json.dumps(found))
+    print(json.dumps(found | pair_of_models()))
 
 
-def pair_of_models(patch_facts):
+def pair_of_models():
     import torch
     from distill_kernels import compile_ahead
-    from distill_kernels.launch import interpreted
     from tiny import tiny_model
     from transformers import TrainingArguments
 
@@ -139,14 +182,10 @@ def pair_of_models(patch_facts):
         return compiled(function, form)
 
     compile_ahead._compile = noted
-    compile_kernels.runs_our_kernels = lambda device: True
-    fork_rng = torch.random.fork_rng
-    torch.random.fork_rng = lambda devices: fork_rng([])
-    patch_facts()
     found = {}
     for turn in ("kernels of a step", "kernels of a second run"):
         names.clear() if turn.endswith("run") else None
-        with interpreted(), contextlib.redirect_stdout(sys.stderr):
+        with taken_for_a_gpu(), contextlib.redirect_stdout(sys.stderr):
             compile_kernels.compile_kernels(trainer, pair, AttentionChoices(recipe), batch, "recipe")
         found[turn] = len(names)
         found.setdefault("names", list(names))
@@ -161,5 +200,50 @@ def pair_of_models(patch_facts):
     return found
 
 
+def golden_runs(names):
+    """Make golden runs, each after a pass over its kernels; print whether they are as recorded, and what failed."""
+    import tempfile
+
+    import test_golden_runs
+    import torch
+    from distill_kernels import compile_ahead
+
+    from distill.run import Run
+    from distill.training import compile_kernels
+
+    recorded, results = json.loads(test_golden_runs.RECORDED.read_text()), {}
+    equal_machine = recorded["machine"] == test_golden_runs.machine()
+    kernels, failed = set(), []
+    prepare_models = Run._prepare_models
+
+    def refuse(function, form):
+        kernels.add(function._fn_name)
+        raise RuntimeError("it is not compiled here")
+
+    def after_a_pass(run, prepared, pair, trainer):
+        rows = list(prepared.splits.validation)[: trainer.args.per_device_eval_batch_size]
+        batch = trainer._prepare_inputs(trainer.data_collator(rows))
+        torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is allocated
+        with taken_for_a_gpu():
+            recipe = os.getcwd()
+            compile_kernels.compile_kernels(trainer, pair, prepared.context.attention, batch, recipe)
+        torch.use_deterministic_algorithms(False)
+        return prepare_models(run, prepared, pair, trainer)
+
+    compile_ahead._compile = refuse
+    compile_kernels.log.info = lambda *message: failed.append(str(message))
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        place = test_golden_runs.write_place(Path(folder))
+        with test_golden_runs.teacher_served(place) as url:
+            for name in names:
+                Run._prepare_models = prepare_models
+                expected = recorded["runs"][name] if equal_machine else test_golden_runs.make(name, place, url)
+                kernels.clear(), failed.clear()
+                Run._prepare_models = after_a_pass
+                figures = test_golden_runs.make(name, place, url)
+                results[name] = figures == expected, len(kernels), list(failed)
+    print(json.dumps(results))
+
+
 if __name__ == "__main__":
-    main()
+    golden_runs(sys.argv[1:]) if sys.argv[1:] else main()

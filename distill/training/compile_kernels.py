@@ -23,6 +23,7 @@ from distill.models.patch.forward_comparison import FORWARD_ERRORS, first_line
 from distill.models.patch.patching import unpatch
 from distill.models.patch.swaps import Role
 from distill.models.sharding import is_sharded
+from distill.teachers.capabilities import storing
 from distill.teachers.kernels import patch_model
 from distill.teachers.opening import ModelPair
 
@@ -39,7 +40,7 @@ def compile_kernels(
 ) -> None:
     """Compile the kernels of patching and of a training step, unless Triton's cache holds those of this recipe.
 
-    Those of sharded models are left to their first launches.
+    Those of sharded models are left to their first launches, and those of a step whose teacher stores its outputs.
 
     Args:
         trainer: Trainer of the run.
@@ -68,12 +69,14 @@ def compile_kernels(
                 role: Role = "student" if field == "student" else "teacher"
                 ours = choices.is_ours(role, 0 if role == "student" else number)
                 patch_model(model, role, "triton" if ours else None)
-            undo.callback(trainer.model.zero_grad)
-            _micro_batch(trainer, batch)
+            if not storing(pair.teacher):
+                undo.callback(trainer.model.zero_grad)
+                _micro_batch(trainer, batch)
         done.touch()
     except FORWARD_ERRORS as error:
         log.info("kernels: the others are compiled at their first launch (%s)", first_line(error))
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
 def _micro_batch(trainer: DistillationTrainer, batch: Batch) -> None:
