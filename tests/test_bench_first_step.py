@@ -5,8 +5,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 import distill
 from scripts.bench.sampler import PHASES, phase_of
+
+pytestmark = pytest.mark.full  # of scripts that measure, which no run of ours imports
 
 
 def test_phases_are_named_after_functions_of_ours():

@@ -35,7 +35,7 @@ def url(place):
         yield address
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_reads_what_the_command_stored(place, url, tmp_path, monkeypatch, capsys, name):
     """The same losses to rounding, since rows share other batches; nobody is asked again."""

@@ -138,6 +138,7 @@ def figures_of_base(place):
     return figures
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_a_layer_changes_no_bit(name, place, addressed, figures_of_base):
     base, text = COMPOSITIONS[name]
@@ -171,7 +172,8 @@ def test_a_resumed_run_of_layers_is_bit_identical(place, addressed, figures_of_b
         assert hash_of(result.folder / "student") == figures_of_base("context")["weights"]
 
 
-@pytest.mark.parametrize("rows", [TOLD, OWN], ids=["data", "on-policy"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("rows", [OWN, TOLD], ids=["on-policy", "data"])
 def test_a_teacher_with_a_context_mixed_with_itself_is_that_teacher(rows, place):
     """And not the teacher without its context."""
     found = {}
@@ -237,9 +239,7 @@ DOCTORED["mixture, one with a context, on-policy"] = BASES["the same, on-policy"
 IN_PLAIN = (
     "mixture, one with a context",
     "served top k, context",
-    "served, retokenised",
     "served, retokenised, on-policy",
-    "routed, one retokenised",
     "local top k, on-policy",
     "routed, one of top k",
     "routed: served and retokenised, on-policy",

@@ -44,6 +44,7 @@ def test_every_registered_kind_and_format_is_here(subject_of):
     assert {format for format, reading in found if reading == "context"} == {HiddenFormat, MixtureFormat}
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("name", EVERY)
 def test_every_invariant_holds(name, subject_of):
     subject = subject_of(name)

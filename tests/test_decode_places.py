@@ -94,7 +94,8 @@ def test_finished_sequences_free_their_slots(way, steps_and_readings):
         assert steps_and_readings["steps"] < 0.8 * in_batches
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("fused", [True, False])
 def test_kernels_serve_sequences_in_reused_slots(kernel_device, fused, steps_and_readings):
     model = tiny_model(dtype=torch.bfloat16 if kernel_device.type == "cuda" else torch.float32).to(kernel_device)
     use_fused_attention(model, decoder_of(model))

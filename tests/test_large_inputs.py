@@ -93,7 +93,7 @@ def table(path, column, compression="zstd"):
         writer.write_table(made)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["dictionary", "list", "runs", "struct"])
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
 def test_a_value_that_a_table_holds_once_and_repeats(tmp_path, name, kind):

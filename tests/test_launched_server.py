@@ -251,6 +251,7 @@ def test_a_server_that_dies_ends_the_run_with_a_checkpoint(place, alone):
     assert_same(run_here("killed", *CASES["plain"], *served(), resume=True), alone("plain"))
 
 
+@pytest.mark.full
 def test_an_evaluation_that_a_dying_server_ended_is_made_on_resume(place, alone):
     with program("dies_evaluating", place) as process:
         _, written = process.communicate(timeout=140)

@@ -93,6 +93,7 @@ def test_gradients_come_without_a_row_kernel(kernel_device, dtype, settings, row
     check(made, given, dtype, **settings)
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("terms", [HARD, [LossTerm("forward_kl", 0.7), *HARD], [LossTerm("jsd", 1.0, 0.3)]], ids=len)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -224,6 +224,7 @@ def check_student(folder):
     return tensors
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scales", ["learned", "absmax"])
 def test_a_run_saves_the_file_it_trained_and_resumes_to_the_bit(workplace, scales, capsys):
     settings = [f"student.quantise.scales={scales}"]

@@ -75,6 +75,7 @@ def test_each_stage_starts_from_the_student_before(place):
         assert_same_student(place / f"runs/alone-{folder.name}", folder)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", ["1-prune", "2-again"])
 def test_a_run_that_ended_in_an_earlier_stage_resumes_to_the_same_bits(place, finished, stage, capsys):
     whole, ended = place / "runs/tiny", place / "runs/tiny/stages" / stage

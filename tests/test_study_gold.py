@@ -6,6 +6,8 @@ from scripts.study import gold
 
 pytest.importorskip("trl.experimental.gold", reason="needs pip install trl==1.16.0")
 
+pytestmark = pytest.mark.full  # of scripts that measure, which no run of ours imports
+
 
 @pytest.fixture(scope="module")
 def found():

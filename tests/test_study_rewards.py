@@ -1,5 +1,7 @@
 """The study of a reward beside the teacher: rows, the reward, recipes, the table from rows."""
 
+import pytest
+
 from distill.recipe import load
 from scripts.study.rewards import (
     ALONE,
@@ -13,6 +15,8 @@ from scripts.study.rewards import (
     right,
     rows_of,
 )
+
+pytestmark = pytest.mark.full  # of scripts that measure, which no run of ours imports
 
 
 def test_rows_are_sums_that_no_other_rows_show():

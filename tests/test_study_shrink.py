@@ -3,9 +3,12 @@
 import json
 import sys
 
+import pytest
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from scripts.study import shrink
+
+pytestmark = pytest.mark.full  # of scripts that measure, which no run of ours imports
 
 
 def test_shapes_are_trained_for_equal_tokens(tmp_path, monkeypatch, capsys):

@@ -184,7 +184,7 @@ def apply_cure(line):
         Path("kept", MANIFEST).unlink(missing_ok=True)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("complete", [True, False], ids=["complete", "filling"])
 @pytest.mark.parametrize(
     ("name", "at"),

@@ -71,6 +71,7 @@ def test_a_runs_lines_fit(finished):
     assert not too_wide(printed)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_a_commands_lines_fit(words, finished, monkeypatch, capsys):
     monkeypatch.chdir(finished[0])
