@@ -15,6 +15,7 @@ Mistakes of the user are found before the run's folder exists. Then `<output_dir
     student/            model, tokenizer and model card, for `from_pretrained`
     rollouts/           on-policy rollouts of some steps; only with data.on_policy.store_every
     stages/             the stages before the last, each a run; only with stages
+    export/             student and file to serve; only with export
     result.json, samples.md, curves.svg
 """
 
@@ -82,6 +83,7 @@ __all__ = ["Run", "RunResult", "run"]
 log = logging.getLogger(__name__)
 
 # imported by a run that has use for them
+EXPORT = "distill.reports.served_file:export_run"
 ALLOWED_PLUGIN = "distill.objectives.plugin:allowed_plugin"
 TEACHER_SERVERS = "distill.planning.teacher_server:teacher_servers"
 WARN_OF_MISMATCH = "distill.models.load.meta_models:warn_of_mismatch"
@@ -129,7 +131,10 @@ def run(
             console.print_lines(f"{'stage':<12}{own}{', finished' * finished}")
         if not finished:
             _run_one(stage, own, process, resume, None, plugin)
-    return _run_one(recipe, folder, process, resume, lock, plugin)
+    result = _run_one(recipe, folder, process, resume, lock, plugin)
+    if recipe.export is not None and is_main_process():
+        resolve_name(EXPORT)(folder)
+    return result
 
 
 def _run_one(

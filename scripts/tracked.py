@@ -17,11 +17,11 @@ LARGEST = 1 << 20  # bytes; rows of a benchmark and the recipe schema stay far b
 KINDS: dict[str, tuple[str, ...]] = {
     "": (".md", ".toml", ".gitignore", ".pre-commit-config.yaml", "LICENSE", "constraints.txt"),
     ".ci": ("run", ".py"),
-    "distill": (".py", ".css", "py.typed"),
+    "distill": (".py", ".css", ".mjs", "py.typed"),
     "docs": (".md", ".svg", ".css", ".jsonl", ".csv", ".parquet", ".txt"),
     "kernels": (".py", "py.typed", "pyproject.toml", "LICENSE"),
     "recipes": (".py", ".yaml", ".jsonl", "config.json", "recipe.schema.json"),
-    "scripts": (".py", ".jsonl", ".yaml", ".svg", ".md", ".mjs", ".txt", "package.json"),
+    "scripts": (".py", ".jsonl", ".yaml", ".svg", ".md", ".txt"),
     "tests": (".py", "golden_runs.json", "stored_by_0_1.tar.xz"),
 }
 PROGRAMS = {".ci/run"}

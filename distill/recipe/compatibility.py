@@ -309,6 +309,11 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         ("all weights trained", "whole student"),
     ),
     Requirement(
+        "export.tokens",
+        lambda recipe: recipe.export is not None and recipe.export.tokens > 0,
+        ("one teacher", "weights", "text", "student's tokens", "student's prompts"),
+    ),
+    Requirement(
         "teacher.type: server",
         lambda recipe: any(teacher.type == "server" for teacher in written_teachers(recipe)),
         ("a divergence in every step",),

@@ -30,7 +30,7 @@ from distill.recipe.fields import Text
 from distill.recipe.loss import Loss
 from distill.recipe.models import Student, Teacher, WeightedTeacher
 from distill.recipe.renamed import rename_overrides, rename_settings
-from distill.recipe.stages import Stage
+from distill.recipe.stages import Export, Stage
 from distill.recipe.train import Parallel, Train
 from distill.recipe.yaml_text import apply_overrides, parse_yaml, to_yaml
 
@@ -68,6 +68,7 @@ class Recipe(Section):
         train: length of the run, batch, optimizer, checkpoints.
         parallel: distribution of the models over several devices.
         generate: samples generated at the end of a run.
+        export: file of the student that is written and measured at the end of a run; none without it.
         stages: runs one after another, such as prune, train, quantise. Each has this recipe's settings but for those
             that it names, and starts from the student of the stage before. The last one's folder is that of the run.
     """
@@ -82,6 +83,7 @@ class Recipe(Section):
     train: Train
     parallel: Parallel = Parallel()
     generate: Generate = Generate()
+    export: Export | None = None
     stages: list[Stage] = Field(default_factory=list)
 
     @property

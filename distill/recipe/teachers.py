@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from distill.recipe.data import Data
 from distill.recipe.loss import Loss
 from distill.recipe.models import Student, Teacher, WeightedTeacher
+from distill.recipe.stages import Export
 from distill.recipe.train import Parallel, Train
 
 CHECKPOINT = ("model", "init", "config", "revision", "trust_remote_code")  # fields that identify the model
@@ -23,6 +24,7 @@ class Sections(Protocol):
     loss: Loss
     train: Train
     parallel: Parallel
+    export: Export | None
 
 
 class TeacherDescription(NamedTuple):

@@ -5,23 +5,14 @@ made = judge(path, texts=["Hello"], prompts=[[1, 2]], count=16, sequences=[[1, 2
 
 from __future__ import annotations
 
-import json
-import os
+import shlex
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-
-from scripts.engines.environments import HERE, folder_of, install_once, is_installed
-
-PINS = ("package.json",)
-PROGRAM = "judge.mjs"
-SECONDS = 600  # of one judgement
-GENERATED = 64  # tokens whose time is measured
+from distill.reports import llama_cpp
 
 
 class Judged(NamedTuple):
@@ -39,8 +30,8 @@ class Judged(NamedTuple):
 
 
 def installed() -> bool:
-    """Return whether llama.cpp is installed as this file says."""
-    return is_installed("llama_cpp", *PINS)
+    """Return whether llama.cpp is installed."""
+    return llama_cpp.is_installed()
 
 
 def install() -> Path:
@@ -52,15 +43,10 @@ def install() -> Path:
     """
     if shutil.which("npm") is None:
         raise SystemExit("llama.cpp: expected Node.js with npm on the PATH (apt-get install nodejs npm)")
-    return install_once("llama_cpp", _install, *PINS)
-
-
-def _install(folder: Path) -> None:
-    for name in PINS:
-        shutil.copy(HERE / name, folder / name)
-    # scripts would compile llama.cpp; the optional packages are builds for other systems and GPUs
-    command = ["npm", "install", "--ignore-scripts", "--omit=optional", "--no-audit", "--no-fund", "--silent"]
-    subprocess.run(command, cwd=folder, check=True)
+    if not installed():
+        llama_cpp.folder().mkdir(parents=True, exist_ok=True)
+        subprocess.run(shlex.split(llama_cpp.install_command()), check=True)
+    return llama_cpp.folder()
 
 
 def judge(
@@ -83,61 +69,12 @@ def judge(
     Raises:
         RuntimeError: llama.cpp cannot load the file, with its message.
     """
-    request = {
+    asked = {
         "texts": list(texts),
         "greedy": {"prompts": list(prompts), "count": count},
         "sequences": list(sequences),
         "top": top,
     }
-    made = _answer(model, request)
+    made = llama_cpp.request(model, asked)
     top_of = [[[(int(id), float(p)) for id, p in each] for each in positions] for positions in made["top"]]
     return Judged(made["tokens"], made["greedy"], top_of)
-
-
-def _answer(model: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer of judge.mjs to a request, whose fields that file names."""
-    folder = folder_of("llama_cpp")
-    shutil.copy(HERE / PROGRAM, folder / PROGRAM)  # Node.js looks for packages beside the program
-    given = json.dumps({"model": str(model.resolve()), **request})
-    command = ["node", PROGRAM]
-    done = subprocess.run(command, cwd=folder, input=given, capture_output=True, text=True, timeout=SECONDS)
-    if done.returncode:
-        raise RuntimeError(f"llama.cpp: {model}: {done.stderr.strip()[-500:]}")
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
-
-
-class FileMetrics(NamedTuple):
-    """A GGUF file as llama.cpp computes with it.
-
-    Attributes:
-        kl: KL(reference || file), nats per token.
-        bytes: Size of the file.
-        tokens_per_second: Speed of greedy generation of one sequence.
-    """
-
-    kl: float
-    bytes: int
-    tokens_per_second: float
-
-    def __str__(self) -> str:
-        return f"KL {self.kl:.4f}, {self.bytes / 1e6:,.1f} MB, {self.tokens_per_second:,.0f} tokens/s"
-
-
-def measure(file: Path, rows: Sequence[Sequence[int]], reference: torch.Tensor) -> FileMetrics:
-    """Measure a GGUF file on this machine's CPU.
-
-    Args:
-        file: The file.
-        rows: Token ids of at least one row.
-        reference: Log-probabilities of the next token at each position of all rows, [positions, V].
-    """
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place, "reference")
-        reference.float().contiguous().numpy().tofile(path)
-        request: dict[str, Any] = {"sequences": [list(row) for row in rows], "reference": str(path)}
-        request |= {"threads": os.cpu_count(), "greedy": {"prompts": [list(rows[0][:16])], "count": GENERATED}}
-        answer = _answer(file, request)
-    values = torch.tensor([value for row in answer["kl"] for value in row], dtype=torch.float64)
-    speed = (len(answer["greedy"][0]) - 1) / answer["seconds"][0]
-    return FileMetrics(float(values.mean()), file.stat().st_size, speed)
