@@ -28,7 +28,6 @@ from distill.recipe import Teacher as TeacherSection
 from distill.run import run
 from distill.serving.open import running
 from distill.teachers.backends.served import vllm as vllm_client
-from distill.teachers.backends.served import vllm_hidden
 from distill.teachers.backends.served.vllm_hidden import load_ends
 from distill.training.lock_file import read_lock
 
@@ -219,17 +218,16 @@ def test_errors_of_a_connectors_files_are_reported(place, engine, tmp_path, told
 
 def test_a_server_that_dies_at_start_is_reported_at_once(place, engine, tmp_path, monkeypatch):
     """Not after `teacher.timeout`, and not that a file is missing."""
-    monkeypatch.setattr(vllm_hidden, "HEALTH_S", 0.1)
-    monkeypatch.setattr(vllm_hidden, "DEAD_S", 0.5)
+    monkeypatch.setattr(vllm_client, "HEALTH_SECONDS", 0.1)
+    monkeypatch.setattr(vllm_client, "DEAD_SECONDS", 0.5)
     with running(vllm_with_folder(engine, tmp_path, lambda what, values: values)) as address:
         recipe = recipe_in(place, *from_server(address, protocol="vllm", folder=str(tmp_path), timeout=60.0))
         teacher, _ = opened(recipe)
         exchange = teacher.client
         assert exchange.servers.silence() is None
     began = time.monotonic()
-    with pytest.raises(
-        RunError, match=rf"teacher\.url: {address}: Connection.*, and .*cmpl-9.* was not written"
-    ) as gone:
+    told = rf"teacher\.url: a vLLM server has not answered .*{address}: Connection.*, and .*cmpl-9.* was not written"
+    with pytest.raises(RunError, match=told) as gone:
         exchange._loaded(tmp_path / "cmpl-9.safetensors")
     assert time.monotonic() - began < 10 and "\n" not in str(gone.value)
 

@@ -78,6 +78,13 @@ def valid_rows(labels: torch.Tensor) -> torch.Tensor:
     return (shift_labels(labels) != IGNORE_INDEX).flatten().nonzero().squeeze(1)
 
 
+def trained_rows(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the `valid_rows` of a batch, from its labels where the batch has none."""
+    if "valid_rows" in batch:
+        return batch["valid_rows"]
+    return valid_rows(mask_document_starts(batch["labels"], batch.get("position_ids")))
+
+
 class DefaultColumns:
     """Collator that adds default `position_ids` (one document per row) and `labels` (every token) to rows."""
 

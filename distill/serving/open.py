@@ -30,13 +30,12 @@ from distill.serving.engine import Engine
 from distill.serving.peers import Peers
 from distill.serving.sharded import ShardedEngine
 from distill.teachers.backends.local import LoadedTeacher
+from distill.teachers.backends.served.client import TOKEN_VARIABLE, token_of
 from distill.teachers.backends.stored.identity import text_hashes
 from distill.teachers.capabilities import quantise_layers, size_text
 from distill.teachers.interface import load_context
 from distill.teachers.kernels import patch_model
 from distill.teachers.registry import source_of
-
-TOKEN_VARIABLE = "DISTILL_SERVE_TOKEN"
 
 
 def recipe_of_model(model: str, overrides: list[str]) -> Recipe:
@@ -119,12 +118,7 @@ def read_token(path: Path | None) -> str | None:
     Raises:
         ValueError: the file cannot be read, or the token is invalid.
     """
-    token = os.environ.get(TOKEN_VARIABLE)
-    if path is not None:
-        try:
-            token = path.expanduser().read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--token-file: {path} cannot be read: {error}") from None
+    token = token_of(path, "--token-file")
     if token is not None and (len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token):
         raise ValueError("the token: expected at least 16 printable ASCII characters without spaces")
     return token

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distill.data.collator import trained_rows
 from distill.objectives.targets import Batch, Targets
 from distill.recipe import Data
 from distill.teachers.capabilities import Layer, Part
@@ -62,6 +63,27 @@ class WrappingTeacher(Teacher, Layer):
 
     def close(self) -> None:
         self.inner.close()
+
+
+class ColumnCollator:
+    """A collator that adds a column to another collator's batch, while its tensors are in host memory.
+
+    Args:
+        collate: The other collator.
+        name: Name of the column.
+        make: Function of the rows and their batch that returns the column's value.
+    """
+
+    def __init__(
+        self, collate: Collate, name: str, make: Callable[[Sequence[Mapping[str, Sequence[int]]], Batch], Any]
+    ) -> None:
+        self.collate, self.name, self.make = collate, name, make
+
+    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, Any]:
+        """Collate rows, and add the column, and `valid_rows` where the batch has none."""
+        batch = dict(self.collate(rows))
+        batch["valid_rows"] = trained_rows(batch)
+        return {**batch, self.name: self.make(rows, batch)}
 
 
 class WrappingSource(TeacherSource, SourceLayer):

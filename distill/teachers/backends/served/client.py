@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds of backoff
 CONNECT_SECONDS, HEALTH_SECONDS = 10.0, 5.0
 LARGE = 1 << 16  # bytes from which on an answer is read into pinned memory
+TOKEN_VARIABLE = "DISTILL_SERVE_TOKEN"
 RETRIED = (408, 425, 429, 500, 502, 503, 504)
 T = TypeVar("T")
 
@@ -59,18 +60,18 @@ class ServerConfig(NamedTuple):
     sums: bool = True
 
 
-def token_of(path: str | None) -> str | None:
-    """Return the bearer token in a file, else in DISTILL_SERVE_TOKEN.
+def token_of(path: str | Path | None, option: str = "teacher.token_file") -> str | None:
+    """Return the bearer token in a file, else in DISTILL_SERVE_TOKEN; None where there is neither.
 
     Raises:
         ValueError: the file cannot be read.
     """
     if path is None:
-        return os.environ.get("DISTILL_SERVE_TOKEN")
+        return os.environ.get(TOKEN_VARIABLE)
     try:
         return Path(path).expanduser().read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"teacher.token_file: {path} cannot be read: {error}") from None
+        raise ValueError(f"{option}: {path} cannot be read: {error}") from None
 
 
 class _Server:

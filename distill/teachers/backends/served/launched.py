@@ -36,7 +36,7 @@ from distill.recipe import Parallel, Recipe, dump
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.loss import Loss
 from distill.teachers.backends.local import ModelSource
-from distill.teachers.backends.served.client import ServerConfig, Servers
+from distill.teachers.backends.served.client import TOKEN_VARIABLE, ServerConfig, Servers
 from distill.teachers.backends.served.protocol import tensors_of
 from distill.teachers.backends.served.teacher import ServerTeacher
 from distill.teachers.backends.served.teacher_client import DistillClient, TargetSpec
@@ -169,7 +169,7 @@ def launched_servers(recipe: Recipe, device: torch.device, *, sharded: bool) -> 
                 stores.append(torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
             for number in range(count):
                 launch = _launch(number, count, stores[0].port) if stores else {}
-                child = _started(recipe, folder, number, launch | visible[number] | {"DISTILL_SERVE_TOKEN": token})
+                child = _started(recipe, folder, number, launch | visible[number] | {TOKEN_VARIABLE: token})
                 processes[child.pid] = child
                 leads = not sharded or number == 0
                 address = str(folder / f"address-{number}") if leads else None

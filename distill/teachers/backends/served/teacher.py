@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from distill.core.errors import TeacherUnavailableError
-from distill.core.labels import mask_document_starts
-from distill.data.collator import valid_rows
+from distill.data.collator import trained_rows
 from distill.models.head import HeadWeights, LogitTransform
 from distill.models.load.loading import load_teacher
 from distill.models.precision.host_copy import to_device
@@ -32,24 +31,15 @@ from distill.teachers.capabilities import (
     Prefetches,
 )
 from distill.teachers.interface import Collate, CutRequest, CutStudent, Teacher
+from distill.teachers.wrapping import ColumnCollator
 
 SERVED = "served"  # column of a batch: the query to the servers
 MOST_PENDING = 4096  # answers that were not collected
 
 
-class ServedRows:
-    """A collator that adds the query to the servers to a batch, while its tensors are in host memory."""
-
-    def __init__(self, collate: Collate) -> None:
-        self.collate = collate
-
-    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-        """Collate rows."""
-        batch: dict[str, Any] = dict(self.collate(rows))
-        if "valid_rows" not in batch:
-            batch["valid_rows"] = valid_rows(mask_document_starts(batch["labels"], batch.get("position_ids")))
-        batch[SERVED] = TargetRequest.of(batch, batch["valid_rows"])
-        return batch
+def query_of(_: object, batch: Batch) -> TargetRequest:
+    """Return the query to the servers for a collated batch."""
+    return TargetRequest.of(batch, trained_rows(batch))
 
 
 class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, HoldsHead, Prefetches):
@@ -90,7 +80,7 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
         return copy.copy(self)
 
     def collate(self, plain: Collate) -> Collate:
-        return ServedRows(plain)
+        return ColumnCollator(plain, SERVED, query_of)
 
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
         return {name: value for name, value in batch.items() if name != SERVED}
@@ -116,7 +106,7 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
         values, shape, device = self.sent(batch), batch["input_ids"].shape, batch["input_ids"].device
         if device.type != "cpu":
             values = {name: to_device(value, device) for name, value in values.items()}
-        rows = batch["valid_rows"] if "valid_rows" in batch else _rows(batch)
+        rows = trained_rows(batch)
         if self.stored_head is not None:
             return spread(values["hidden"], rows, shape)
         return top_k_targets(values, rows, shape, self.client.spec.tail)
@@ -139,7 +129,7 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
     @staticmethod
     def _asked(batch: Batch) -> TargetRequest:
         found: Any = batch.get(SERVED)
-        return found if found is not None else TargetRequest.of(batch, _rows(batch))
+        return found if found is not None else query_of((), batch)
 
     def size_text(self) -> str:
         spec = self.client.spec
@@ -171,7 +161,3 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
 
     def close(self) -> None:
         self.client.close()
-
-
-def _rows(batch: Batch) -> torch.Tensor:
-    return valid_rows(mask_document_starts(batch["labels"], batch.get("position_ids")))

@@ -78,12 +78,13 @@ class DeathWatch:
 
     Args:
         servers: queried at /health, while none of them takes a request.
+        of_all: Whether they count as dead only when none of them answers.
     """
 
-    def __init__(self, servers: Servers) -> None:
-        self.servers, self._lock = servers, threading.Lock()
+    def __init__(self, servers: Servers, *, of_all: bool = True) -> None:
+        self.servers, self.of_all, self._lock = servers, of_all, threading.Lock()
         self._silent_since: float | None = None
-        self._looked = 0.0
+        self._looked = time.monotonic()
 
     def __call__(self) -> str | None:
         """Return why no answer will come any more; None while one may."""
@@ -94,14 +95,15 @@ class DeathWatch:
             if now - self._looked > DEAD_SECONDS:  # a silence before the last answers is another one
                 self._silent_since = None
             self._looked = now
-            if (fault := self.servers.silence(of_all=True)) is None:
+            if (fault := self.servers.silence(of_all=self.of_all)) is None:
                 self._silent_since = None
                 return None
             self._silent_since = now if self._silent_since is None else self._silent_since
             silent = now - self._silent_since
             if silent < DEAD_SECONDS:
                 return None
-            return f"teacher.url: no vLLM server has answered at /health for {silent:.0f} s ({fault})"
+            who = "no vLLM server has" if self.of_all else "a vLLM server has not"
+            return f"teacher.url: {who} answered at /health for {silent:.0f} s ({fault})"
 
 
 class VllmClient(HttpTeacherClient):

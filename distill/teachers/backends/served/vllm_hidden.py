@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,13 +43,11 @@ from distill.models.load.source import loading, resolve_model_source
 from distill.models.prune.pruning import cut_config
 from distill.recipe import Teacher as TeacherSection
 from distill.teachers.backends.served.client import Servers
-from distill.teachers.backends.served.protocol import JSON, TargetRequest, documents
+from distill.teachers.backends.served.protocol import JSON, Piece, TargetRequest, documents
 from distill.teachers.backends.served.teacher_client import TargetSpec, TargetTensors, require_sound
-from distill.teachers.backends.served.vllm import VllmClient
+from distill.teachers.backends.served.vllm import DeathWatch, VllmClient
 
 LOOKS_S = 0.002
-HEALTH_S = 2.0  # seconds between two checks of the servers while a file is awaited
-DEAD_S = 15.0  # seconds without an answer after which a server counts as dead
 
 
 class Ends(NamedTuple):
@@ -148,16 +146,22 @@ class VllmHiddenClient(VllmClient):
         return {"hidden": self._hidden(body, query.ids[0])}
 
     def ask(self, query: TargetRequest) -> Parts:  # type: ignore[override]
-        def part(ids: np.ndarray, rows: np.ndarray) -> Future[torch.Tensor]:
-            one = TargetRequest(ids[None].astype(np.int32), None, rows.astype(np.int32))
-
-            def read(body: torch.Tensor) -> torch.Tensor:
-                return self._hidden(body.numpy().tobytes(), ids)[torch.from_numpy(rows)]
-
-            return self.servers.submit("/v1/completions", self._question(one), len(rows), read, JSON)
+        def read(answer: bytes, one: TargetRequest) -> torch.Tensor:
+            return self._hidden(answer, one.ids[0])[torch.from_numpy(one.rows)]
 
         pieces = documents(query)
-        return Parts([part(piece.ids, piece.query) for piece in pieces], len(query.rows), self.spec)
+        return Parts([self._submit(self, piece, read) for piece in pieces], len(query.rows), self.spec)
+
+    def _submit(
+        self, asker: VllmClient, piece: Piece, read: Callable[[bytes, TargetRequest], torch.Tensor]
+    ) -> Future[torch.Tensor]:
+        """Send one document as `asker` does: for each request the connector writes a file, which `read` deletes."""
+        one = TargetRequest(piece.ids[None].astype(np.int32), None, piece.query.astype(np.int32))
+
+        def parsed(body: torch.Tensor) -> torch.Tensor:
+            return read(body.numpy().tobytes(), one)
+
+        return self.servers.submit("/v1/completions", asker._question(one), len(one.rows), parsed, JSON)
 
     @torch.no_grad()
     def _hidden(self, body: bytes, ids: np.ndarray) -> torch.Tensor:
@@ -190,7 +194,7 @@ class VllmHiddenClient(VllmClient):
             TeacherUnavailableError: it does not come, or a server has died meanwhile.
         """
         lock, until = path.with_name(path.name + ".lock"), time.monotonic() + self.servers.config.wait
-        looks, silent_since = time.monotonic() + HEALTH_S, None
+        fault_of_servers = DeathWatch(self.servers, of_all=False)
         while True:
             try:
                 with _shared(lock):
@@ -199,11 +203,8 @@ class VllmHiddenClient(VllmClient):
             except (OSError, SafetensorError) as error:  # held by its writer; not there yet; without lock, in parts
                 if time.monotonic() > until:
                     raise TeacherUnavailableError(f"teacher.folder: {path} cannot be read: {error!s:.200}") from None
-                if (now := time.monotonic()) > looks:
-                    silence, looks = self.servers.silence(), now + HEALTH_S
-                    silent_since = (silent_since or now) if silence else None
-                    if silent_since is not None and now - silent_since > DEAD_S:
-                        raise TeacherUnavailableError(f"teacher.url: {silence}, and {path} was not written") from None
+                if (fault := fault_of_servers()) is not None:
+                    raise TeacherUnavailableError(f"{fault}, and {path} was not written") from None
                 time.sleep(LOOKS_S)
         self.read_bytes += path.stat().st_size
         for file in (path, lock):
@@ -238,24 +239,16 @@ class VllmHiddenClient(VllmClient):
         return f"log-probabilities of {len(own)} tokens are the server's own, to {off:.1g} nats"
 
     def _label_log_probs(self, query: TargetRequest) -> torch.Tensor:
-        """Return the server's own log-probabilities of the next tokens, float32 [rows].
-
-        A document is a request: for each the connector writes a file, which nothing else would delete.
-        """
+        """Return the server's own log-probabilities of the next tokens, float32 [rows]."""
         asker = VllmClient(self.servers, self.logprobs)
         asker.model = self.model
 
-        def part(piece: Any) -> Future[torch.Tensor]:
-            one = TargetRequest(piece.ids[None].astype(np.int32), None, piece.query.astype(np.int32))
+        def read(answer: bytes, one: TargetRequest) -> torch.Tensor:
+            self._loaded(self._file_of(answer))
+            return asker.read(answer, one)["label_logprob"]
 
-            def read(body: torch.Tensor) -> torch.Tensor:
-                answer = body.numpy().tobytes()
-                self._loaded(self._file_of(answer))
-                return asker.read(answer, one)["label_logprob"]
-
-            return self.servers.submit("/v1/completions", asker._question(one), len(one.rows), read, JSON)
-
-        return torch.cat([asked.result() for asked in [part(piece) for piece in documents(query, 0, beyond=1)]])
+        asked = [self._submit(asker, piece, read) for piece in documents(query, 0, beyond=1)]
+        return torch.cat([each.result() for each in asked])
 
 
 MOST_OFF = 0.1  # nats a token: half precision moves them by a tenth of that

@@ -18,9 +18,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from distill.core.labels import mask_document_starts, shift_labels
+from distill.core.labels import shift_labels
 from distill.core.ranks import is_main_process
-from distill.data.collator import valid_rows
+from distill.data.collator import trained_rows
 from distill.models.flops import FlopCounts
 from distill.models.precision.host_copy import for_transfer, to_device
 from distill.objectives.targets import Batch, Targets, VocabularyAlignment
@@ -56,7 +56,7 @@ from distill.teachers.capabilities import (
     truncated_copy,
 )
 from distill.teachers.interface import Collate, Teacher
-from distill.teachers.wrapping import WrappingTeacher
+from distill.teachers.wrapping import ColumnCollator, WrappingTeacher
 
 DOCUMENTS = f"{PREFIX}documents"
 MOST_READ = 64  # micro-batches that were not collected
@@ -84,19 +84,9 @@ def _without_documents(batch: Batch) -> dict[str, torch.Tensor]:
     return {name: value for name, value in batch.items() if not name.startswith(PREFIX)}
 
 
-class WithDocuments:
-    """A collator that adds the rows' documents to another collator's batch."""
-
-    def __init__(self, collate: Collate) -> None:
-        self.collate = collate
-
-    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-        """Collate rows, and add their documents."""
-        batch = self.collate(rows)
-        if "valid_rows" not in batch:
-            batch["valid_rows"] = valid_rows(mask_document_starts(batch["labels"], batch.get("position_ids")))
-        documents = RowDocuments([list(documents_of(row)) for row in rows])
-        return {**batch, DOCUMENTS: documents}  # type: ignore[dict-item]
+def documents_of_rows(rows: Sequence[Mapping[str, Sequence[int]]], _: Batch) -> RowDocuments:
+    """Return the documents of each row."""
+    return RowDocuments([list(documents_of(row)) for row in rows])
 
 
 @runtime_checkable
@@ -138,7 +128,7 @@ class StoredTeacher(WrappingTeacher, ChecksFirstBatch, CopiesTruncated, CountsWo
         self._asked: dict[RowDocuments, None] = {}  # submitted whole
 
     def collate(self, plain: Collate) -> Collate:
-        return WithDocuments(self.inner.collate(plain))
+        return ColumnCollator(self.inner.collate(plain), DOCUMENTS, documents_of_rows)
 
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
         if needs_targets and DOCUMENTS not in batch:
@@ -202,7 +192,7 @@ class StoredTeacher(WrappingTeacher, ChecksFirstBatch, CopiesTruncated, CountsWo
         indices = list(new_rows) or list(range(len(batch["input_ids"])))  # a process without new rows takes part
         if any(row and n not in set(indices) for n, row in enumerate(rows)):
             asked = {name: batch[name][indices] for name in ("input_ids", "position_ids", "labels") if name in batch}
-            asked["valid_rows"] = valid_rows(mask_document_starts(asked["labels"], asked.get("position_ids")))
+            asked["valid_rows"] = trained_rows(asked)
         else:
             indices, asked = list(range(len(batch["input_ids"]))), _without_documents(batch)
         documents = [document for n in indices if n < len(rows) for document in rows[n]]
