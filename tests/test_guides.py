@@ -29,7 +29,7 @@ def test_a_quoted_line_that_is_not_printed_is_noticed(lines):
 
 
 def test_a_command_that_fails_is_noticed(tmp_path):
-    with pytest.raises(ValueError, match="false: exit code 1"):
+    with pytest.raises(ValueError, match="exit code 1"):
         guide_outputs.run("true\nfalse\ntrue\n", tmp_path)
 
 
