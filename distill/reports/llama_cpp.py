@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -39,7 +39,17 @@ def install_command() -> str:
     return f"npm install --ignore-scripts --omit=optional --prefix {folder()} {packages}"
 
 
-def request(model: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
+class Answer(TypedDict):
+    """Answer of llama.cpp; `llama_cpp.mjs` describes its fields."""
+
+    tokens: list[list[int]]
+    greedy: list[list[int]]
+    seconds: list[float]
+    top: list[list[list[tuple[int, float]]]]
+    kl: list[list[float]]
+
+
+def request(model: Path, asked: Mapping[str, object]) -> Answer:
     """Return the answer of llama.cpp to a request, whose fields `llama_cpp.mjs` describes.
 
     Raises:
@@ -54,7 +64,7 @@ def request(model: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
     if done.returncode:
         message = (done.stderr.strip() or "ended without a message").splitlines()[0]
         raise RunError(f"llama.cpp cannot read {model}: {message}")
-    answer: dict[str, Any] = json.loads(done.stdout)
+    answer: Answer = json.loads(done.stdout)
     return answer
 
 
@@ -94,10 +104,9 @@ def measure(file: Path, held_out: HeldOutTokens) -> FileMetrics:
     with tempfile.TemporaryDirectory() as place:
         path = Path(place, "reference")
         held_out.log_probs.numpy().astype(np.float32).tofile(path)
-        asked: dict[str, Any] = {"sequences": held_out.documents, "positions": held_out.positions}
-        asked |= {"reference": str(path), "threads": os.cpu_count()}
-        asked["greedy"] = {"prompts": [held_out.documents[0][:16]], "count": GENERATED}
-        answer = request(file, asked)
+        tokens = {"sequences": held_out.documents, "positions": held_out.positions, "reference": str(path)}
+        greedy = {"prompts": [held_out.documents[0][:16]], "count": GENERATED}
+        answer = request(file, {**tokens, "greedy": greedy, "threads": os.cpu_count()})
     values = np.array([value for row in answer["kl"] for value in row])
     speed = (len(answer["greedy"][0]) - 1) / answer["seconds"][0]
     return FileMetrics(float(values.mean()), file.stat().st_size, speed)
