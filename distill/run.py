@@ -345,15 +345,12 @@ class Run:
     def _prepare_models(self, prepared: Prepared, pair: ModelPair, trainer: DistillationTrainer) -> list[str]:
         """Put our kernels into the models, try the first held-out batch and return lines on it."""
         recipe, device, splits = self.recipe, prepared.context.device, prepared.splits
-        first_rows = list(itertools.islice(splits.validation, trainer.args.per_device_eval_batch_size))
-        first = trainer._prepare_inputs(trainer.data_collator(first_rows))
         if device.type == "cuda":
             from distill.teachers.kernels import patch_models
-            from distill.training.compile_kernels import compile_kernels
 
-            if recipe.student.quantise is None:  # whose forward changes what it rounds by
-                compile_kernels(trainer, pair, prepared.context.attention, first, dump(recipe))
             patch_models(pair, prepared.context.attention)
+        first_rows = list(itertools.islice(splits.validation, trainer.args.per_device_eval_batch_size))
+        first = trainer._prepare_inputs(trainer.data_collator(first_rows))
         objective = trainer.objective
         lines = first_batch_lines(pair.teacher, first, objective.student, objective.pairing)
         lines += first_batch_report(trainer, first, splits.train, recipe)

@@ -297,15 +297,11 @@ class Flushes(Protocol):
         ...
 
 
-def storing(teacher: Teacher) -> list[Flushes]:
-    """Return the teachers, inside this one too, that store outputs."""
-    return [each for each in layers_of(teacher) if isinstance(each, Flushes)]
-
-
 def flush(teacher: Teacher) -> None:
     """Write pending outputs; called on all processes, at checkpoints and the ends of epochs and evaluations."""
-    for each in storing(teacher):
-        each.flush()
+    for each in layers_of(teacher):
+        if isinstance(each, Flushes):
+            each.flush()
 
 
 # ---------------------------------------------------------------- figures

@@ -25,7 +25,6 @@ import torch
 from torch._C._dynamo.guards import TensorGuards
 from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
-from distill_kernels.compile_ahead import is_compiling_ahead
 from distill_kernels.launch import HAS_TRITON, MAX_CACHED_LAUNCHES
 from distill_kernels.operands import PLAIN
 from distill_kernels.plan_source import PlanSource, Unplannable, storage_address
@@ -166,7 +165,7 @@ class PlannedFunction:
             outputs = plan.replay(*tensors)
             if outputs is not NotImplemented:
                 return outputs
-        if not plan.recordable or is_compiling_ahead():
+        if not plan.recordable:
             return self.function(*args)
         pointers = [tensor.data_ptr() for tensor in tensors]
         distinct = len({*pointers}) == len(pointers)  # else a recorder cannot tell which of them a kernel was given

@@ -26,7 +26,6 @@ from typing import TypeVar
 
 import torch
 
-from distill_kernels.compile_ahead import is_compiling_ahead
 from distill_kernels.launch import HAS_TRITON, LAUNCH_ERRORS, device_facts, forced_family, triton
 
 Candidate = TypeVar("Candidate", bound=tuple[object, ...])
@@ -57,11 +56,6 @@ def autotune(
     """
     facts = device_facts(device)
     if not facts.has_kernels or facts.measured or len(candidates) < 2:
-        return candidates[0]
-    if is_compiling_ahead():
-        for candidate in candidates:
-            with contextlib.suppress(*LAUNCH_ERRORS):
-                launch(candidate)
         return candidates[0]
     key, by_name = f"{kernel} {_name(shape)}", _by_name(tuple(candidates))
     off = os.environ.get("DISTILL_TUNE") == "0" or torch.are_deterministic_algorithms_enabled()

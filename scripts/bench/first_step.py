@@ -35,7 +35,6 @@ COMMANDS = {
 IMPORTED = (
     "distill.cli",
     "distill.run",
-    "distill.training.compile_kernels",
     "distill.teachers.backends.local",
     "distill.models.load.meta_models",
     "transformers.models.llama.modeling_llama",

@@ -29,7 +29,6 @@ PHASES = {
     "build_lock": "hash for lock file",
     "training_arguments": "training arguments",
     "check_saving": "try saving",
-    "compile_kernels": "compile kernels",
     "patch_models": "patch models",
     "choose_attention": "time attention",
     "resolve_device": "device",

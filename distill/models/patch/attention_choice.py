@@ -47,8 +47,10 @@ class AttentionChoices:
         Args:
             model: Model on its device; only its heads are read.
         """
+        teachers = [self.recipe.teacher, *self.recipe.teachers[1:]]
+        section = teachers[number] if role == "teacher" else self.recipe.student
         place = f"{role} {number + 1}" if number else role
-        if not self.is_ours(role, number):
+        if section.attention != "auto":
             return None
         if place not in self.found:
             choice = None
@@ -61,12 +63,6 @@ class AttentionChoices:
                 choice = {"backend": name, "milliseconds": {key: round(value, 4) for key, value in times.items()}}
             (self.found[place],) = broadcast_object_list([choice])
         return str(self.found[place]["backend"])
-
-    def is_ours(self, role: str, number: int = 0) -> bool:
-        """Return whether a model gets one of the back ends, not the attention that its recipe names."""
-        teachers = [self.recipe.teacher, *self.recipe.teachers[1:]]
-        section = teachers[number] if role == "teacher" else self.recipe.student
-        return section.attention == "auto"
 
     def write(self, folder: Path) -> None:
         """Put the choices into the run's folder; nothing where nothing was timed."""

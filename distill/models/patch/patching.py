@@ -20,7 +20,6 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from distill_kernels.compile_ahead import is_compiling_ahead
 from torch import nn
 
 from distill.core.eval_mode import eval_mode
@@ -220,8 +219,6 @@ def _attention_mismatch(model: nn.Module, decoder: nn.Module, backend: str) -> s
         raise
     except FORWARD_ERRORS as error:
         return f"the model does not run with another one ({first_line(error)})"
-    if is_compiling_ahead():
-        return None
     packs = keeps_apart(model)
     stop_fused_attention(model, decoder)
     try:
