@@ -20,6 +20,8 @@ SECTIONS = {
     "train": ("train.md", "steps, batch sizes, optimizer, precision, checkpoints"),
     "parallel": ("parallel.md", "how models are placed on several GPUs"),
     "generate": ("generate.md", "sample outputs before and after training"),
+    "export": ("export.md", "a GGUF file of the student, written and measured at the end of a run"),
+    "stages": ("stages.md", "runs one after another, such as prune, train, quantise"),
 }
 INTRODUCTION = """\
 # Settings

@@ -20,7 +20,7 @@ class Stage(Section):
     `from_teacher` it is cut from that student; the `from_teacher` of the recipe itself is for the first stage.
 
     Attributes:
-        name: name of the stage, in its folder's.
+        name: name of the stage, part of its folder's name.
         teacher: settings of `teacher` that this stage sets otherwise.
         student: settings of `student`.
         data: settings of `data`.

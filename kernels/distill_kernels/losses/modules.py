@@ -205,10 +205,10 @@ class FusedKLLoss(_OneDivergence):
 
 
 class FusedJSDLoss(_OneDivergence):
-    """Generalised Jensen-Shannon divergence (GKD): beta KL(p_t || m) + (1-beta) KL(p_s || m), m = beta p_t + ...
+    """Generalised Jensen-Shannon divergence of GKD: with m = b p_t + (1-b) p_s, b KL(p_t || m) + (1-b) KL(p_s || m).
 
     Args:
-        beta: the teacher's share of the mixture; 0 is defined as forward KL, 1 as reverse KL.
+        beta: b, the weight of the teacher in the mixture m; 0 is defined as forward KL, 1 as reverse KL.
         settings: see `FusedKLLoss`.
     """
 
