@@ -3,6 +3,8 @@
 import ast
 import importlib
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,15 @@ def test_the_default_import_of_the_kernels_loads_no_primitive(loaded):
     assert not [name for name in loaded[LOSSES] if name.startswith("distill_kernels.primitives")]
     primitives = [name for name in loaded[PRIMITIVE] if "primitives." in name]
     assert primitives == ["distill_kernels.primitives.row_softmax"]
+
+
+def test_kernels_are_imported_without_the_compiler():
+    """torch._dynamo and what it imports are 800 modules, more than a second."""
+    every = (
+        "import sys, distill_kernels as k; print([getattr(k, n) for n in k.__all__] and 'torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", every], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize("package", LAZY)

@@ -55,6 +55,7 @@ except ImportError:
 
 _log = logging.getLogger(__name__)
 _interpreting = False
+Function = typing.TypeVar("Function", bound=Callable[..., typing.Any])
 MAX_CACHED_LAUNCHES = 4096  # specializations that a `CachedLauncher` holds before it starts over
 
 
@@ -187,6 +188,12 @@ def forced_family() -> str | None:
     return name or None
 
 
+def constant_in_graphs(function: Function) -> Function:
+    """Decorate a function whose results torch.compile takes as constants, without the import of torch._dynamo."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # all that assume_constant_result does
+    return function
+
+
 @functools.cache
 def _cuda_facts(index: int) -> DeviceFacts:
     properties = torch.cuda.get_device_properties(index)
@@ -210,7 +217,7 @@ def device_facts(device: torch.device) -> DeviceFacts:
     return _cuda_facts(torch.cuda.current_device() if device.index is None else device.index)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _has_kernels(index: int) -> bool:
     return _cuda_facts(index).has_kernels
 

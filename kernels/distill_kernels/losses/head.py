@@ -16,7 +16,7 @@ from torch import nn
 Result = TypeVar("Result")
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # torch.compiler.disable, which is imported at the first call only
 def call_inside(
     module: nn.Module,
     compute: Callable[[torch.Tensor], Result],

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from distill_kernels.launch import constant_in_graphs
 from distill_kernels.losses.arguments import FLOATS, REDUCTIONS, check_tokens, checked_direction, expect
 from distill_kernels.losses.linear import row_scales
 from distill_kernels.losses.logit_row_kernel import logit_rows
@@ -100,7 +101,7 @@ def _objective(terms: tuple[LossTerm, ...], settings: tuple[tuple[str, Any], ...
 _cached_objective = functools.lru_cache(maxsize=256)(_objective)  # eager calls only: torch.compile warns of caches
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _encoded(terms: tuple[LossTerm, ...], settings: tuple[tuple[str, Any], ...]) -> str:
     return _objective(terms, settings).encode()
 

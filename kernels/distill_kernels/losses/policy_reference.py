@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 
+from distill_kernels.launch import constant_in_graphs
 from distill_kernels.losses.divergence import (
     RowRequest,
     RowResult,
@@ -57,7 +58,7 @@ class PolicySettings(NamedTuple):
     kl_estimator: str = "k3"
     entropy_weight: float = 0.0
 
-    @torch.compiler.assume_constant_result
+    @constant_in_graphs
     def encode(self) -> str:
         """Return the settings as text, for operators whose arguments must be plain."""
         return json.dumps(tuple(self))

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from distill_kernels.launch import constant_in_graphs
 from distill_kernels.losses.arguments import WHOLE_TENSOR
 from distill_kernels.losses.mixture import TeacherHead
 from distill_kernels.losses.shards import Ranks, VocabShard, process_group_by_name
@@ -181,7 +182,7 @@ def _spans(weight: Any, ranks: Ranks) -> Spans:
 _counts: Any = WeakTensorKeyDictionary()
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _row_counts(weight: torch.Tensor, group_name: str) -> list[int]:
     """Return every rank's number of rows of a plain head: exchanged once for each tensor object, with a host sync.
 

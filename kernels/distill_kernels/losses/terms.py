@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distill_kernels.launch import constant_in_graphs
 from distill_kernels.losses import DIVERGENCES, with_parameter
 
 
@@ -64,7 +65,7 @@ class TokenStats(NamedTuple):
     teacher_label_logprob: torch.Tensor
 
 
-@torch.compiler.assume_constant_result  # of numbers known while tracing; json itself cannot be traced
+@constant_in_graphs  # of numbers known while tracing; json itself cannot be traced
 def _as_text(values: tuple[Any, ...]) -> str:
     return json.dumps(values)
 
