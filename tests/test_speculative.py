@@ -40,7 +40,8 @@ def test_the_command_adds_them_to_its_table(tmp_path, monkeypatch, capsys):
     text = "\n".join(f"The teacher explains line {n} and the student listens to it once more." for n in range(12))
     save_models(tmp_path, text=text, teacher={"layers": 2, "seed": 1}, student={"layers": 1})
     command = ["eval", "student", "--teacher", "teacher", "--data", "text.txt", "--max-length", "32"]
-    assert run_command([*command, "--speculative", "--json"]) == 0
+    target = ["--target" if part == "--teacher" else part for part in command]  # the target of the drafts
+    assert run_command([*target, "--speculative", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)["figures"]
     assert {"drafts_accepted", "drafts_predicted", "tokens_per_forward"} <= figures.keys()
     assert run_command([*command, "--json"]) == 0

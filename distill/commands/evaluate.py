@@ -25,7 +25,9 @@ from distill.core.units import plural
 
 def evaluate(
     target: TargetArgument,
-    teacher: Annotated[str | None, typer.Option(metavar="MODEL", help="The teacher; default: the run's.")] = None,
+    teacher: Annotated[
+        str | None, typer.Option("--teacher", "--target", metavar="MODEL", help="The teacher; default: the run's.")
+    ] = None,
     data: Annotated[str | None, typer.Option(metavar="SOURCE", help="Data; default: the run's held-out rows.")] = None,
     before: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Student before training, for the KL reduction.")
@@ -59,6 +61,7 @@ def evaluate(
     distill eval support-bot --data other-chats.jsonl
     distill eval ./student --teacher meta-llama/Llama-3.1-8B-Instruct \\
       --data python-stdlib --json
+    distill eval support-bot --speculative --target meta-llama/Llama-3.1-8B-Instruct
     distill eval support-bot --tasks hellaswag,arc_easy --limit 500
     """
     if tasks is None and (limit is not None or chat or task_folder is not None):
