@@ -67,8 +67,8 @@ def load_recipe(argument: str, overrides: Sequence[str] | None) -> tuple[Path, R
         if spec.init == "random" and spec.config is not None:
             find_architecture(spec.config, field)
     for name, teacher in teacher_sections(recipe).items():
-        for field, folder in (("online_cache", teacher.online_cache), ("path", teacher.path)):
-            if folder is not None:
+        for field, folder in teacher.places.items():
+            if field != "adapter":
                 check_folder(Path(folder).expanduser(), f"{name}.{field}")
     return path, recipe
 

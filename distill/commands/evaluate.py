@@ -79,8 +79,7 @@ def evaluate(
 
     from distill.core.ranks import world_size
     from distill.evaluation import targets
-    from distill.evaluation.evaluate_documents import evaluate_documents
-    from distill.evaluation.evaluate_spans import evaluate_spans
+    from distill.evaluation.evaluate_documents import evaluate_documents, evaluate_spans
     from distill.models.load.loading import load_tokenizer
     from distill.models.load.vocabulary import compare as compare_vocabularies
     from distill.models.patch.packed import keeps_apart

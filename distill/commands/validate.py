@@ -59,11 +59,11 @@ def path_notes(recipe: Recipe) -> list[str]:
                 if not resolve_model_source(section.model, f"{name}.model").local:
                     notes.append(_hub_id_note(f"{name}.model", section.model))
     for name, teacher in teacher_sections(recipe).items():
-        if teacher.path is not None and not Path(teacher.path).expanduser().exists():
-            near = suggest_path(teacher.path)
-            notes.append(f"{name}.path: {teacher.path} does not exist yet{near}; distill cache makes it")
-        if teacher.adapter is not None and not Path(teacher.adapter).expanduser().exists():
-            notes.append(_hub_id_note(f"{name}.adapter", teacher.adapter))
+        absent = {field: place for field, place in teacher.places.items() if not Path(place).expanduser().exists()}
+        if (path := absent.get("path")) is not None:
+            notes.append(f"{name}.path: {path} does not exist yet{suggest_path(path)}; distill cache makes it")
+        if (adapter := absent.get("adapter")) is not None:
+            notes.append(_hub_id_note(f"{name}.adapter", adapter))
     notes += [_hub_id_note(field, place) for field, place in _sources(recipe) if not missing_file(place, field)]
     return [note for note in notes if note]
 

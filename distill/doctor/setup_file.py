@@ -22,6 +22,7 @@ from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.backends.served.source import reconnected
 from distill.teachers.backends.served.teacher import ServerTeacher
 from distill.teachers.backends.stored.archived import teacher_of_cache
+from distill.teachers.backends.stored.format import Plan
 from distill.teachers.backends.stored.store import Store
 from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.teachers.combination.mixture import MixtureTeacher
@@ -31,6 +32,7 @@ from distill.teachers.rows.context.teacher import ContextTeacher
 from distill.teachers.rows.retokenised.teacher import CrossTeacher
 
 FILE = "setup.pickle"
+Parts = tuple[Callable[..., Teacher], tuple[object, ...]]
 
 
 def without_adapters(model: Any) -> Any:
@@ -38,19 +40,19 @@ def without_adapters(model: Any) -> Any:
     return copy.deepcopy(model).merge_and_unload() if hasattr(model, "merge_and_unload") else model
 
 
-def stored_nowhere(inner: Teacher, manifest: dict[str, Any]) -> StoredTeacher:
+def stored_nowhere(inner: Teacher, manifest: Plan) -> StoredTeacher:
     """Return a teacher whose outputs are those of a store, and are not kept."""
     return StoredTeacher(inner, Store(manifest, None, {}))
 
 
-def _parts_of_stored(teacher: StoredTeacher) -> tuple[Callable[..., Teacher], tuple[Any, ...]]:
+def _parts_of_stored(teacher: StoredTeacher) -> Parts:
     if teacher.filled is None:
         return teacher_of_cache, (str(teacher.store.path.absolute()),)
     return stored_nowhere, (teacher.inner, dict(teacher.store.manifest))
 
 
 # by teacher: the function that makes it, and its arguments
-PARTS: dict[type[Teacher], Callable[[Any], tuple[Callable[..., Teacher], tuple[Any, ...]]]] = {
+PARTS: dict[type[Teacher], Callable[[Any], Parts]] = {
     LoadedTeacher: lambda teacher: (
         functools.partial(LoadedTeacher, field=next(iter(teacher.models))),
         (teacher.model,),
@@ -75,7 +77,7 @@ class _Writer(pickle.Pickler):
         """Return a model's name; None for anything else."""
         return self.names.get(id(obj))
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         """Return the parts of a teacher of this package."""
         parts = next((PARTS[kind] for kind in type(obj).__mro__ if kind in PARTS), None)
         return NotImplemented if parts is None else parts(obj)

@@ -6,6 +6,9 @@
 The means are those of `distill.evaluation.evaluate`; here sums are kept per document, for resampling. The calibration
 error (ECE, Naeini et al., 2015; Guo et al., 2017) compares confidence with accuracy: tokens are sorted into 15 equal
 bins by the probability of the top-1 token, and the bins' |accuracy - mean probability| are averaged over tokens.
+
+A student with a tokenizer of its own is compared over aligned spans, with the run's objective and sums per row; there
+is no calibration error, since a span is not a choice among tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +26,11 @@ from distill.core import console
 from distill.core.eval_mode import eval_mode
 from distill.data.collator import Collator
 from distill.evaluation.bootstrap import Interval, mean_intervals, reduction_interval
-from distill.evaluation.evaluate import NO_GAP, HeldOut, autocast_context, perplexity
+from distill.evaluation.evaluate import NO_GAP, HeldOut, autocast_context, metrics_from_statistics, perplexity
 from distill.models.head import HeadWeights, LogitTransform, call_head, decoder_of, find_head, probe_logits
+from distill.teachers.objective import DistillationObjective
+from distill.teachers.rows.retokenised.alignment import Shared
+from distill.teachers.rows.retokenised.teacher import CrossTeacher
 
 BINS = 15
 CHUNK = 512  # tokens per chunk of full logits
@@ -121,6 +127,48 @@ def evaluate_documents(
     figures = dict(zip(FIGURES, mean_intervals(sums, counts), strict=True))
     errors = _calibration_error(bins[0]), _calibration_error(bins[1])
     return EvaluationResult(int(counts.sum()), len(rows), figures, errors[0], errors[1], sums, counts)
+
+
+@torch.no_grad()
+def evaluate_spans(
+    student: nn.Module,
+    teacher: nn.Module,
+    rows: Sequence[Any],
+    shared: Shared,
+) -> EvaluationResult:
+    """Compare `student` with `teacher` on every aligned span of `rows`.
+
+    Args:
+        student, teacher: Causal language models on one device; their train or eval mode is restored.
+        rows: Rows from `load_cross_data`.
+
+    Returns:
+        Result whose `tokens` and `counts` count spans and whose calibration errors are NaN.
+
+    Raises:
+        ValueError: There are no aligned spans.
+    """
+    device = next(student.parameters()).device
+    objective = DistillationObjective(CrossTeacher(teacher, shared), student)
+    objective.loss = objective.held_out_loss()
+    collate = objective.collator(Collator(0))
+    sums, counts = np.zeros((len(rows), len(FIGURES))), np.zeros(len(rows))
+    try:
+        with eval_mode(student, teacher):
+            for number, row in enumerate(rows):
+                batch = {name: tensor.to(device) for name, tensor in collate([row]).items()}
+                counts[number] = len(batch["spans"])
+                if counts[number]:
+                    statistics = student(**objective.student_inputs(batch, num_items=1))["statistics"].double().tolist()
+                    of_row = metrics_from_statistics(statistics)
+                    sums[number] = [of_row[name] for name in FIGURES]
+                console.advance(1)
+    finally:
+        objective.detach()
+    if not counts.sum():
+        raise ValueError("data: no aligned spans in the held-out rows")
+    figures = dict(zip(FIGURES, mean_intervals(sums, counts), strict=True))
+    return EvaluationResult(int(counts.sum()), len(rows), figures, math.nan, math.nan, sums, counts)
 
 
 def _log_probabilities(model: nn.Module, hidden: torch.Tensor, transform: LogitTransform, columns: int) -> torch.Tensor:

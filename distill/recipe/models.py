@@ -186,6 +186,12 @@ class Teacher(ModelSection):
         return tuple(url.rstrip("/") for url in ([given] if isinstance(given, str) else given))
 
     @property
+    def places(self) -> dict[str, str]:
+        """Files and folders of this machine that the section names, by field."""
+        named = {"online_cache": self.online_cache, "path": self.path, "adapter": self.adapter}
+        return {field: place for field, place in named.items() if place is not None}
+
+    @property
     def by_itself(self) -> Teacher:
         """The same model without `context` and `online_cache`, which is what a server of it computes."""
         return self.model_copy(update={"context": None, "online_cache": None, "online_cache_format": "hidden"})

@@ -75,15 +75,15 @@ class ColumnCollator:
     """
 
     def __init__(
-        self, collate: Collate, name: str, make: Callable[[Sequence[Mapping[str, Sequence[int]]], Batch], Any]
+        self, collate: Collate, name: str, make: Callable[[Sequence[Mapping[str, Sequence[int]]], Batch], object]
     ) -> None:
         self.collate, self.name, self.make = collate, name, make
 
-    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
         """Collate rows, and add the column, and `valid_rows` where the batch has none."""
         batch = dict(self.collate(rows))
         batch["valid_rows"] = trained_rows(batch)
-        return {**batch, self.name: self.make(rows, batch)}
+        return {**batch, self.name: self.make(rows, batch)}  # type: ignore[dict-item]
 
 
 class WrappingSource(TeacherSource, SourceLayer):
