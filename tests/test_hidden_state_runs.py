@@ -73,10 +73,20 @@ def test_a_checkpoint_without_the_projection_is_refused(workplace, capsys):
     )
 
 
-def test_two_processes_train_the_projection_as_one_does(workplace, finished):
+@pytest.mark.parametrize("parallel", [[], ["strategy=fsdp", "teacher=sharded"]], ids=["ddp", "fsdp"])
+def test_two_processes_train_the_projection_as_one_does(workplace, finished, parallel):
     """Both start from one projection, average its gradients, and end with the weights of one process."""
-    run_as_two("-m", "distill", "run", "r.yaml", "--name", "two", "train.batch_size=1", cwd=workplace)
-    for file in ("checkpoint-4/layer_projections.safetensors", "student/model.safetensors"):
-        ours, theirs = (load_file(folder) for folder in (workplace / "runs/two" / file, finished / "runs/whole" / file))
-        for name, expected in theirs.items():
-            torch.testing.assert_close(ours[name], expected, rtol=1e-4, atol=1e-5)
+    settings = ["train.batch_size=1", *(f"parallel.{setting}" for setting in parallel)]
+    command, run = ["-m", "distill", "run", "r.yaml", "--name", "two", *settings], workplace / "runs/two"
+    files = ("checkpoint-4/layer_projections.safetensors", "student/model.safetensors")
+    run_as_two(*command, cwd=workplace)
+    made = [load_file(run / file) for file in files]
+    for weights, file in zip(made, files, strict=True):
+        for name, expected in load_file(finished / "runs/whole" / file).items():
+            torch.testing.assert_close(weights[name], expected, rtol=1e-4, atol=1e-5)
+    if parallel:  # a projection in shards is restored from the checkpoint's whole one
+        shutil.rmtree(run / "checkpoint-4")
+        (run / "result.json").unlink()
+        run_as_two(*command, "--resume", cwd=workplace)
+        for weights, file in zip(made, files, strict=True):
+            assert all(torch.equal(value, weights[name]) for name, value in load_file(run / file).items())
