@@ -80,19 +80,30 @@ def test_a_share_of_the_time_is_measured(place, capsys, monkeypatch):
     from distill.commands import prune
 
     monkeypatch.setattr(prune_candidates, "PROPORTIONS", {"depth": {"layers": 1.0}})
-    clock = [0.0]
+    monkeypatch.setenv("DISTILL_CACHE", str(place / "cache"))
+    clock, power = [0.0], 1
     called = nn.Module.__call__
 
     def call(self, *arguments, **named):
         if hasattr(self, "lm_head"):
-            clock[0] += self.config.num_hidden_layers
+            clock[0] += self.config.num_hidden_layers**power
         return called(self, *arguments, **named)
 
     monkeypatch.setattr(nn.Module, "__call__", call)
     monkeypatch.setattr(prune.time, "perf_counter", lambda: clock[0])
-    assert run_command(["prune", "tiny.yaml", "--to", "0.5", "--latency", "--json"]) == 0
+    command = ["prune", "tiny.yaml", "--to", "0.5", "--latency", "--json", "data.cache=true"]
+    assert run_command(command) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["from_teacher"]["layers"] == 4 and found["share"] == 0.5
+    power = 2  # a clock that differs, as real ones do: the costs and the parts are those of the first time
+    monkeypatch.setattr("distill.models.prune.importance.select_parts", None)
+    assert run_command(command) == 0
+    assert json.loads(capsys.readouterr().out) == [found]
+    power = 1
+    (place / "tiny.yaml").write_text(RECIPE.replace("max_length: 32", "max_length: 16"))
+    with pytest.raises(TypeError, match="NoneType"), monkeypatch.context() as patch:
+        patch.setenv("DISTILL_TRACE", "1")
+        run_command(command)  # other rows: chosen anew
 
 
 @pytest.mark.parametrize(

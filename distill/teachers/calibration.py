@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from distill.models.prune.narrow import Selection
     from distill.recipe import FromTeacher
 
-VERSION = 1  # increase when the same inputs would give another choice
-FILE = "parts.json"
+VERSION = 2  # increase when the same inputs would give another choice
+FILE = "found.json"
 # imported by a student that is cut by rows of data
 CACHED_FOLDER, CACHE_KEY = "distill.data.token_cache:cached_folder", "distill.data.token_cache:cache_key"
 
@@ -58,27 +58,39 @@ def cut_from(teacher: PreTrainedModel, request: CutRequest) -> CutStudent:
     calibration = request.calibration
 
     def choose() -> Selection:
-        return _stored(teacher, cut, calibration)
+        return stored_selection(teacher, cut, calibration)
 
     selection = broadcast_from_rank0(choose) if calibration.shares else choose()
     student = load_student(section, teacher=teacher, selection=selection, **to)  # type: ignore[arg-type]
     return CutStudent(student, list(selection.layers))
 
 
-def _stored(teacher: nn.Module, cut: FromTeacher, calibration: Calibration) -> Selection:
-    """Return the choice from the cache, or choose and store it."""
+def stored_selection(teacher: nn.Module, cut: FromTeacher, calibration: Calibration) -> Selection:
+    """Return the choice from the cache, or choose and store it.
+
+    Args:
+        teacher: Model to cut, not patched, not sharded.
+        cut: Shape of the student, whose parts are chosen by rows.
+        calibration: Rows.
+    """
     from distill.models.prune.importance import select_parts
     from distill.models.prune.narrow import Selection
 
-    made: list[Selection] = []
+    inputs = ["parts", VERSION, *_inputs(teacher, cut, calibration.rows)]
+    text = stored_text(inputs, lambda: select_parts(teacher, cut, calibration.rows).to_json(), calibration.cache)
+    return Selection.from_json(text)
+
+
+def stored_text(inputs: Sequence[object], compute: Callable[[], str], cache: bool) -> str:
+    """Return a text that follows from `inputs`, plain JSON values, from the cache; else compute and store it."""
+    made: list[str] = []
 
     def build(folder: Path) -> None:
-        made.append(select_parts(teacher, cut, calibration.rows))
-        (folder / FILE).write_text(made[0].to_json())
+        made.append(compute())
+        (folder / FILE).write_text(made[0])
 
-    key = resolve_name(CACHE_KEY)("parts", VERSION, *_inputs(teacher, cut, calibration.rows))
-    folder, _ = resolve_name(CACHED_FOLDER)(key, build, cache=calibration.cache)
-    return made[0] if made else Selection.from_json((folder / FILE).read_text())
+    folder, _ = resolve_name(CACHED_FOLDER)(resolve_name(CACHE_KEY)(*inputs), build, cache=cache)
+    return made[0] if made else (folder / FILE).read_text()
 
 
 def _inputs(teacher: nn.Module, cut: FromTeacher, rows: Sequence[Row]) -> list[object]:

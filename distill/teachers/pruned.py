@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+import torch
+
+from distill.core.environment import device_name
 from distill.models.load.loading import load_student, load_teacher
 from distill.models.precision.dtypes import resolve_device, resolve_precision
 from distill.models.prune.candidates import Candidate, Cost, TeacherOutputs, candidates, check_share, parameters_share
-from distill.models.prune.importance import select_parts
 from distill.recipe import FromTeacher, Importance, Student
+from distill.teachers.calibration import stored_selection, stored_text
 from distill.teachers.interface import Calibration, calibration_of
 from distill.teachers.registry import source_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from distill.recipe import Recipe
+    from distill.recipe import Data, Recipe
 
 HELD_OUT_ROWS = 16
 
@@ -27,6 +30,7 @@ def measure_candidates(
     """Yield shapes for a student of a recipe's teacher, and KL(teacher || student) before training, in nats a token.
 
     The teacher is held once, and one student at a time; the divergence is over at most `HELD_OUT_ROWS` held-out rows.
+    Parts and measured costs are cached (`data.cache`), so that the same command proposes the same shapes again.
 
     Args:
         recipe: Recipe with the calibration data; of its student only `from_teacher.importance` is used.
@@ -54,10 +58,24 @@ def measure_candidates(
     dtype = resolve_precision(recipe, device).teacher
     teacher = load_teacher(section, device=device, dtype=dtype)
     outputs = TeacherOutputs(teacher, held_out)
-    shares = parameters_share(teacher.config) if cost is None else cost(teacher, recipe.data.max_length)
+    shares = parameters_share(teacher.config)
+    if cost is not None:
+        shares = _cached(cost(teacher, recipe.data.max_length), teacher, recipe.data)
     for candidate in candidates(teacher.config, share, shares, importance):
         student = Student(from_teacher=candidate.cut)
-        chosen = select_parts(teacher, candidate.cut, calibration.rows)
+        chosen = stored_selection(teacher, candidate.cut, calibration)
         model = load_student(student, teacher=teacher, device=device, dtype=dtype, selection=chosen)
         yield candidate, outputs.divergence(model)
         del model
+
+
+def _cached(measured: Cost, teacher: PreTrainedModel, data: Data) -> Cost:
+    """Return a measured cost whose values are stored by what they depend on: times differ from call to call."""
+    machine = [device_name(teacher.device), torch.__version__, torch.get_num_threads()]
+    inputs = ["time of a forward", teacher.config.to_dict(), str(teacher.dtype), data.max_length, *machine]
+
+    def cost(cut: FromTeacher) -> float:
+        shape = cut.model_dump(exclude={"importance"})
+        return float(stored_text([*inputs, shape], lambda: str(measured(cut)), data.cache))
+
+    return cost
