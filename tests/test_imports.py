@@ -21,7 +21,7 @@ LAZY = {
 
 LOSSES = "from distill_kernels import FusedKLLoss, FusedAdamW, rms_norm"
 PRIMITIVE = "from distill_kernels import softmax"
-MOST_OF_A_RUN = 122
+MOST_OF_A_RUN = 123
 RUN = """
 import contextlib
 os.chdir({folder!r})
@@ -66,7 +66,7 @@ def test_a_whole_run_with_a_local_teacher_loads_few_files(loaded, folder):
     assert (folder / "runs/plain/student/model.safetensors").is_file()
     ours = house.of_package(loaded[RUN.format(folder=str(folder))], "distill")
     assert len(ours) <= MOST_OF_A_RUN, "\n".join(ours)
-    unused = ("sharded", "fp8", "served", "stored", "swaps", "prune", "generation", "resuming")
+    unused = ("sharded", "fp8", "served", "stored", "patching", "prune", "generation", "resuming")
     assert [name for name in ours if any(part in name for part in unused)] == []
 
 

@@ -13,8 +13,10 @@ from tiny import tiny_model
 from torch import nn
 from torch.nn import functional as F
 
+from distill import patch, unpatch
 from distill.data.collator import Collator
 from distill.models.head import LogitTransform, find_head, probe_logits, read_head
+from distill.models.patch.patching import patch as patch_parts
 from distill.objectives.losses import STATISTICS
 from distill.teachers.objective import DistillationObjective
 
@@ -239,6 +241,40 @@ def test_everything_else_works_as_before(tmp_path):
     assert copied(**objective.student_inputs(batch()))["loss"] != student(**objective.student_inputs(batch()))["loss"]
     objective.detach()
     assert "forward" not in student.__dict__
+
+
+ORDERS = [
+    ("attach", "patch", "unpatch", "detach"),
+    ("attach", "patch", "detach", "unpatch"),
+    ("patch", "attach", "unpatch", "detach"),
+    ("patch", "attach", "detach", "unpatch"),
+]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=" ".join)
+def test_kernels_and_objective_are_taken_back_in_any_order(order):
+    """A model that is patched for any training loop has a forward of ours that the objective's stands upon."""
+    student, teacher = tiny_model(), tiny_model(seed=1)
+    ids, own = torch.tensor([[5, 6, 7, 8]]), dict(student.__dict__)
+    expected = student(input_ids=ids, labels=ids).loss.item()
+    other = DistillationObjective(teacher, student)
+    divergence = student(**other.student_inputs(batch()))["loss"].item()
+    other.detach()
+    is_on = {"attach": False, "patch": False}
+    for step in order:
+        if step == "attach":
+            objective = DistillationObjective(teacher, student)
+        elif step == "detach":
+            objective.detach()
+        else:
+            (patch_parts if is_on["attach"] else patch)(student) if step == "patch" else unpatch(student)
+        is_on[{"detach": "attach", "unpatch": "patch"}.get(step, step)] = step in is_on
+        assert student(input_ids=ids, labels=ids).loss.item() == pytest.approx(expected, rel=1e-5)
+        if is_on["attach"]:
+            loss = student(**objective.student_inputs(batch()))["loss"]
+            assert loss.item() == pytest.approx(divergence, rel=1e-5)
+        assert ("forward" in student.model.norm.__dict__) is is_on["patch"]
+    assert student.__dict__.keys() == own.keys() and "forward" not in student.model.layers[0].mlp.__dict__
 
 
 def test_a_failing_loss_leaves_the_head_as_it_was():

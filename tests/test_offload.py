@@ -12,10 +12,10 @@ from test_trainer import arguments, history, rows, weights
 from tiny import save_tiny, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distill.models.layers import find_layers, is_offloaded, offloading_of
+from distill.models.layers import STREAMER, find_layers, is_offloaded, offloading_of
 from distill.models.load.fingerprint import fingerprint
 from distill.models.load.loading import load_student, load_teacher
-from distill.models.patch.patching import patch
+from distill.models.patch.patching import patch, unpatch
 from distill.models.precision.offload import offload_layers
 from distill.recipe import RecipeError, Student, Teacher
 from distill.run import run
@@ -86,6 +86,14 @@ def test_our_kernels_go_into_an_offloaded_model():
     plain = patch(resident, "teacher", attention=None)
     assert plain.swapped["residual_norm"] == 5
     torch.testing.assert_close(logits(offloaded), logits(resident), rtol=1e-5, atol=1e-5)
+    unpatch(offloaded)
+    streamer = offloaded.__dict__[STREAMER]
+    begun = streamer.bring
+    brought = []
+    streamer.bring = lambda number: (brought.append(number), begun(number))
+    torch.testing.assert_close(logits(offloaded), logits(resident), rtol=1e-5, atol=1e-5)
+    assert brought == list(range(5)), "without our kernels its layers are still in host memory"
+    assert "forward" not in offloaded.model.norm.__dict__
 
 
 def test_layers_are_sent_ahead_each_once_a_pass_and_never_into_the_block_in_use(monkeypatch):

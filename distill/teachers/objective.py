@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pkgutil import resolve_name
@@ -29,6 +28,7 @@ from torch import nn
 from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
 from distill.models.head import HeadWeights, bare, call_head, decoder_of, find_head, probe_logits
 from distill.models.patch.output_rows import output_rows
+from distill.models.patch.swaps import Swap, replace_forward, restore_swaps, swap_module
 from distill.objectives.losses import KL, STATISTICS, LossSpec, TargetLoss, measured_terms, reads_layers, soft_terms
 from distill.objectives.measure import Measure
 from distill.objectives.targets import (
@@ -73,6 +73,41 @@ class LossWatcher(Protocol):
         ...
 
 
+class StudentForward(Swap):
+    """Swap of a student's forward for one that computes the loss where a call carries `StepInputs`.
+
+    Args:
+        objective: Objective that computes the loss.
+    """
+
+    kind, survives_unpatch = "distillation", True
+
+    def __init__(self, objective: DistillationObjective) -> None:
+        self.objective = objective
+
+    def __deepcopy__(self, memo: object) -> StudentForward:
+        return self  # a copy of a student has the same objective
+
+    def applies(self, module: nn.Module) -> str | None:
+        """Return the adapter of a student, bare or inside PEFT, that adds positions."""
+        for name, config in (getattr(module, "peft_config", None) or {}).items():
+            if getattr(config, "is_prompt_learning", False):
+                return f"student: adapter {name!r} is prompt learning ({config.peft_type}), which adds positions"
+        return None
+
+    def swap(self, module: nn.Module) -> None:
+        """Put our forward around the model's."""
+        objective, before = self.objective, module.__dict__.get("forward")
+
+        @functools.wraps(type(module).forward)
+        def forward(model: Any, *args: Any, step_inputs: StepInputs | None = None, **kwargs: Any) -> Any:
+            if step_inputs is not None:
+                return objective.student_forward(model, step_inputs, **kwargs)
+            return before(*args, **kwargs) if before else type(model).forward(model, *args, **kwargs)
+
+        replace_forward(module, forward)
+
+
 class DistillationObjective:
     """Teacher, loss and the patched student.
 
@@ -106,27 +141,18 @@ class DistillationObjective:
         if isinstance(loss, Loss) and loss.reads_layers:
             self.layers = resolve_name(LAYER_MATCHING)(self.teacher.models, student, loss)
         self._student: nn.Module | None = None
+        self._forward = StudentForward(self)
         self.scheduled_weight: float | None = None  # of all divergences in the present step; None without a schedule
         self._watcher: LossWatcher | None = None
         self.attach(student)
 
     def attach(self, student: nn.Module) -> None:
         """Patch `student.forward`; the innermost transformers model is patched, whatever wraps it."""
-        _refuse_prompt_learning(student)
+        if (reason := self._forward.applies(student)) is not None:
+            raise ValueError(reason)
         self.detach()
-        inner = bare(student)
-        original = inner.__dict__.get("forward")
-        objective = self
-
-        @functools.wraps(type(inner).forward)
-        def forward(model: Any, *args: Any, step_inputs: StepInputs | None = None, **kwargs: Any) -> Any:
-            if step_inputs is not None:
-                return objective._student_forward(model, step_inputs, **kwargs)
-            return original(*args, **kwargs) if original else type(model).forward(model, *args, **kwargs)
-
-        inner._forward_before_distillation = original  # type: ignore[assignment]
-        inner.forward = types.MethodType(forward, inner)
-        self._student = inner
+        self._student = bare(student)
+        swap_module(student, self._forward, self._student)
 
     @property
     def student(self) -> Any:
@@ -138,10 +164,7 @@ class DistillationObjective:
         """Restore the student's own forward."""
         if self._student is None:
             return
-        original = self._student.__dict__.pop("_forward_before_distillation", None)
-        self._student.__dict__.pop("forward", None)
-        if original is not None:
-            self._student.forward = original
+        restore_swaps(self._student, self._forward)
         self._student = None
         if self.layers is not None:
             self.layers.detach()
@@ -260,7 +283,7 @@ class DistillationObjective:
         known = {term.type for term in soft} in KL
         return self.measure.key if known else "divergence", sum(term.weight for term in soft)
 
-    def _student_forward(
+    def student_forward(
         self,
         student: nn.Module,
         step_inputs: StepInputs,
@@ -318,9 +341,3 @@ class DistillationObjective:
             return output
 
         return call_head(find_head(student), hidden, compute)
-
-
-def _refuse_prompt_learning(student: nn.Module) -> None:
-    for name, config in (getattr(student, "peft_config", None) or {}).items():
-        if getattr(config, "is_prompt_learning", False):
-            raise ValueError(f"student: adapter {name!r} is prompt learning ({config.peft_type}), which adds positions")

@@ -33,7 +33,6 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from distill.core.files import atomic_folder
 from distill.core.tokenizer_limits import check_tokenizer_limits
-from distill.models.head import bare
 from distill.models.layers import layer_indices, layers_of
 from distill.models.load.config_validation import check_config, check_index, read_json
 from distill.models.load.quantised import (
@@ -172,9 +171,9 @@ def load_student(
     else:
         if teacher is None:
             raise ValueError("student.from_teacher: expected a loaded teacher to cut from, got none")
-        from distill.models.patch.swaps import SWAPPED
+        from distill.models.patch.swaps import is_patched
 
-        if SWAPPED in bare(teacher).__dict__:
+        if is_patched(teacher):
             raise ValueError("student.from_teacher: expected an unpatched teacher, got a patched one; cut first")
         if quantised_by_transformers(teacher):
             raise ValueError(

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from distill.models.patch.swaps import Mismatch
 
 Forward = Callable[..., object]
 # raised by a forward that was written for another kind of module
@@ -21,13 +22,6 @@ NOISE = 0.3  # of a perturbation, relative to the parameter's root mean square
 ROUNDINGS = 16  # an output's error, relative to its largest entry
 GRADIENT_ROUNDINGS, LEAST = 32, 1e-4  # a gradient's error, relative to its norm
 NEGLIGIBLE = 1e-3  # relative to the largest gradient's norm: below it a gradient is rounding error
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """Reason why a replacement is not used."""
-
-    reason: str
 
 
 def is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -32,10 +32,10 @@ from distill.models.patch.packed import distances, keeps_apart, lowered_limits
 from distill.models.patch.padding import hidden_of_padded
 from distill.models.patch.swaps import (
     OTHER,
-    SWAPPED,
     PatchReport,
     Role,
     Swap,
+    is_patched,
     restore_swaps,
     swap_module,
     trait_of,
@@ -87,10 +87,9 @@ def patch(
     if role not in ("teacher", "student"):
         raise ValueError(f"role: expected 'teacher' or 'student', got {role!r}")
     inner = bare(model)
-    if SWAPPED in inner.__dict__:
+    if is_patched(inner):
         raise ValueError("model: it is patched already; call unpatch first")
     report = PatchReport(getattr(inner.config, "model_type", type(inner).__name__), verdicts=dict(judged or {}))
-    inner.__dict__[SWAPPED] = []
     with eval_mode(inner):
         for number, names in enumerate(SWAPS if layers else ()):
             modules = list(inner.modules()) if number else _without_own_forward(inner, report)

@@ -23,9 +23,9 @@ from distill_kernels.matmul.fp8 import Fp8Linear, fp8_rms_norm
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from distill.models.patch.forward_comparison import Mismatch, compare_forwards, perturbed
+from distill.models.patch.forward_comparison import compare_forwards, perturbed
 from distill.models.patch.products import down_of_gated
-from distill.models.patch.swaps import Kind, epsilon_of
+from distill.models.patch.swaps import Kind, Mismatch, epsilon_of
 
 Names = tuple[str, str | None, str]
 GATED_NAMES: tuple[Names, ...] = (

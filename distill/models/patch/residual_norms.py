@@ -11,11 +11,11 @@ from distill_kernels.matmul.fp8 import Fp8Linear
 from torch import nn
 
 from distill.models.head import decoder_of
-from distill.models.patch.forward_comparison import Mismatch, compare_forwards
+from distill.models.patch.forward_comparison import compare_forwards
 from distill.models.patch.output_rows import pick, projecting, put_back, rows_of
 from distill.models.patch.products import takes_residual
 from distill.models.patch.shared_input import cast_dtype
-from distill.models.patch.swaps import Kind
+from distill.models.patch.swaps import Kind, Mismatch
 
 PRE_NORM = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
 SANDWICH = PRE_NORM | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}

@@ -1,8 +1,12 @@
 """Interface of what puts our forwards in the place of a model's: one kind each, none of which knows another.
 
-for swap in swaps:                      # in the order of `patching.SWAPS`
-    apply_swap(model, swap)
-restore_swaps(model)                    # all of them, the last one first
+    for swap in swaps:                  # layers that are offloaded, those of `patching.SWAPS`, fp8, the objective's
+        apply_swap(model, swap)
+    restore_swaps(model)                # those that `patch` made, the last one first
+    restore_swaps(model, swap)          # or one of them
+
+A model has its swaps in one list, in the order in which they were made. A later one on a module calls the forward that
+it found there; where an earlier one is taken back, those above it are put on again.
 """
 
 from __future__ import annotations
@@ -16,13 +20,19 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 
 from distill.models.head import bare
-from distill.models.patch.forward_comparison import Mismatch
 
 Role = Literal["teacher", "student"]
 SWAPPED = "_distill_swapped"  # of a bare model: its swaps, each with a module, in the order in which they were made
 FORWARDS = "_distill_forwards"  # of a module: the forwards that ours took the place of; None for its class's
 OTHER = ""  # reason of a swap for a module that is not of its kind
 EPSILONS = ("variance_epsilon", "eps", "epsilon")  # names of a norm's epsilon
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Reason why a replacement is not used."""
+
+    reason: str
 
 
 @dataclass
@@ -61,9 +71,11 @@ class Swap:
 
     Attributes:
         kind: Name in the report.
+        survives_unpatch: True for one that decides where or for what a module computes, not by which kernels.
     """
 
     kind: str
+    survives_unpatch = False
 
     def applies(self, module: nn.Module) -> str | None:
         """Return why a module is left as it is: `OTHER` for one of another kind; None where `swap` may be called."""
@@ -159,10 +171,29 @@ def swap_module(model: nn.Module, swap: Swap, module: nn.Module) -> None:
     bare(model).__dict__.setdefault(SWAPPED, []).append((swap, module))
 
 
-def restore_swaps(model: nn.Module) -> None:
-    """Take back all swaps of a model, the last one first; nothing where there are none."""
-    for swap, module in reversed(bare(model).__dict__.pop(SWAPPED, [])):
-        swap.restore(module)
+def is_patched(model: nn.Module) -> bool:
+    """Return whether a model has swaps that `unpatch` takes back."""
+    return any(not swap.survives_unpatch for swap, _ in bare(model).__dict__.get(SWAPPED, ()))
+
+
+def restore_swaps(model: nn.Module, only: Swap | None = None) -> None:
+    """Take back swaps of a model, the last one first; nothing where there are none.
+
+    Args:
+        model: Model, bare or inside PEFT.
+        only: The swap to take back; None for those that do not survive `unpatch`.
+    """
+    made: list[tuple[Swap, nn.Module]] = bare(model).__dict__.pop(SWAPPED, [])
+    kept = [(swap, module) for swap, module in made if (swap is not only if only else swap.survives_unpatch)]
+    touched = {module for swap, module in made if (swap, module) not in kept}
+    for swap, module in reversed(made):
+        if module in touched:
+            swap.restore(module)
+    for swap, module in kept:
+        if module in touched:
+            swap.swap(module)
+    if kept:
+        bare(model).__dict__[SWAPPED] = kept
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -174,6 +205,8 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 def restore_forward(module: nn.Module) -> None:
     """Give a module back the forward that the last `replace_forward` took the place of."""
     before = module.__dict__[FORWARDS].pop()
+    if not module.__dict__[FORWARDS]:
+        del module.__dict__[FORWARDS]
     del module.forward
     if before is not None:
         module.forward = before

@@ -19,11 +19,12 @@ from torch.nn import functional as F
 
 from distill.core.eval_mode import eval_mode
 from distill.models.layers import find_layers
-from distill.models.patch.forward_comparison import Mismatch, is_close
+from distill.models.patch.forward_comparison import is_close
 from distill.models.patch.shared_input import FP8_GROUP
 from distill.models.patch.swaps import (
     OTHER,
     Kind,
+    Mismatch,
     PatchReport,
     Swap,
     apply_swap,

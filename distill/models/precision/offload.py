@@ -13,15 +13,16 @@ so that tokens in a micro-batch are what makes it pay. Nothing waits on the host
 computing one before it overwrites a block, which was read by the layer before the present one, and the computing
 stream waits for the copying one before it reads.
 
-The hooks are accelerate's (`add_hook_to_module`), what they do is not: its `AlignDevicesHook` copies every tensor when
-it is needed, from pageable memory, and leaves tensors on the meta device between calls. Here parameters are ordinary
-ones at all times, in host memory between calls, so that whatever walks over them (fingerprints, cutting a student out
-of the teacher, counting) finds what it would find in a resident model.
+accelerate's `AlignDevicesHook` copies every tensor when it is needed, from pageable memory, and leaves tensors on the
+meta device between calls. Here parameters are ordinary ones at all times, in host memory between calls, so that
+whatever walks over them (fingerprints, cutting a student out of the teacher, counting) finds what it would find in a
+resident model.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections import Counter
@@ -29,11 +30,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 
 from distill.core.units import GIB
 from distill.models.layers import STREAMER, find_layers
+from distill.models.patch.swaps import OTHER, Swap, apply_swap, replace_forward
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +67,7 @@ def offload_layers(model: Any, device: torch.device) -> Any:
     travelling = _own_parameters(model, list(layers))
     _move_rest(model, {id(parameter) for group in travelling for parameter in group}, device)
     streamer = LayerStreamer(travelling, device)
-    for number, layer in enumerate(layers):
-        add_hook_to_module(layer, _Streamed(streamer, number))
+    apply_swap(model, _StreamedLayers(streamer, list(layers)))
     model.__dict__[STREAMER] = streamer
     model.to = _Resident(model, device)
     if device.type == "cpu":
@@ -185,19 +185,28 @@ def _unpin(device: torch.device, pointers: Sequence[int]) -> None:
         runtime.cudaHostUnregister(pointer)
 
 
-class _Streamed(ModelHook):  # type: ignore[misc]  # accelerate has no types
-    """accelerate's hook around a layer's forward."""
+class _StreamedLayers(Swap):
+    """Swap of decoder layers for ones that are on the device while they compute."""
 
-    def __init__(self, streamer: LayerStreamer, number: int) -> None:
-        self.streamer, self.number = streamer, number
+    kind, survives_unpatch = "offload", True
 
-    def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> tuple[object, object]:
-        self.streamer.bring(self.number)
-        return args, kwargs
+    def __init__(self, streamer: LayerStreamer, layers: Sequence[nn.Module]) -> None:
+        self.streamer, self.numbers = streamer, {layer: number for number, layer in enumerate(layers)}
 
-    def post_forward(self, module: nn.Module, output: object) -> object:
-        self.streamer.take_back(self.number)
-        return output
+    def applies(self, module: nn.Module) -> str | None:
+        return None if module in self.numbers else OTHER
+
+    def swap(self, module: nn.Module) -> None:
+        streamer, number, inner = self.streamer, self.numbers[module], module.forward
+
+        @functools.wraps(type(module).forward)
+        def forward(layer: nn.Module, *args: object, **kwargs: object) -> object:
+            streamer.bring(number)
+            output = inner(*args, **kwargs)
+            streamer.take_back(number)
+            return output
+
+        replace_forward(module, forward)
 
 
 class _Resident:
