@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.greedy import encode_prompt
-from distill.models.precision.quantised_student import formats_of, quantise_student
+from distill.models.precision.quantised_formats import formats_of
+from distill.models.precision.quantised_student import quantise_student
 from distill.recipe.quantise import Quantise
 from distill.reports.gguf_file import LLAMA_3, TYPES, write_gguf
 from scripts.engines import llama_cpp

@@ -10,7 +10,8 @@ import pytest
 import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
-from distill.models.precision.quantised_student import formats_of, quantise_student
+from distill.models.precision.quantised_formats import formats_of
+from distill.models.precision.quantised_student import quantise_student
 from distill.recipe.quantise import Quantise
 from distill.reports.packed_folder import PACKED, pack_folder
 from scripts.engines import vllm

@@ -10,7 +10,7 @@ from distill_kernels.quantisation.number_format import Scales
 from tiny import tiny_model
 
 from distill.models.precision.gptq import DAMPING, calibration_batches, compensate, round_weights
-from distill.models.precision.quantised_student import formats_of
+from distill.models.precision.quantised_formats import formats_of
 from distill.recipe.quantise import Quantise
 
 

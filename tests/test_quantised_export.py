@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, GgufConfig
 
 from distill.cli import run_command
 from distill.models.precision.dtypes import quantised_weights
-from distill.models.precision.quantised_student import formats_of, quantise_student
+from distill.models.precision.quantised_formats import formats_of
+from distill.models.precision.quantised_student import quantise_student
 from distill.recipe.quantise import Quantise
 from distill.reports.gguf_file import FORMAT_OF, write_gguf
 

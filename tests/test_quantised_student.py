@@ -19,9 +19,13 @@ from transformers import AutoModelForCausalLM
 from two_ranks import run_as_two
 
 from distill.core.errors import RunError
+from distill.models.head import bare
+from distill.models.load.adapters import add_lora, merged
 from distill.models.patch.patching import patch
-from distill.models.precision.quantised_student import formats_of, quantise_student, read_saved
-from distill.recipe import RecipeError, parse
+from distill.models.precision.quantised_adapters import AdaptedMatrix, use_merged
+from distill.models.precision.quantised_formats import formats_of, read_saved
+from distill.models.precision.quantised_student import quantise_student
+from distill.recipe import Lora, RecipeError, parse
 from distill.recipe.quantise import Quantise
 from distill.run import run
 
@@ -119,6 +123,67 @@ def test_learned_scales_get_the_gradients_of_autograd(name, hidden):
         assert torch.equal(matrix.parameter, reference_fake_quantise(matrix.master, formats[key], own))
 
 
+def adapted(seed=1):
+    """Return a model with LoRA on its linear layers but the one that goes down, quantised with learned scales."""
+    model = add_lora(tiny_model(seed=seed, hidden=64), Lora(r=4, targets=["q_proj", "v_proj", "up_proj"]), seed=3)
+    formats = formats_of(bare(model), Quantise(format="q4_0"))
+    return model, quantise_student(model, formats, learned=True, adapters=use_merged(bare(model), set(formats.by_name)))
+
+
+def test_adapters_get_the_gradients_of_the_rounded_merged_weights():
+    """Those of autograd through W + s B A, rounded straight-through, in two micro-batches of one step."""
+    plain, (model, weights) = tiny_model(seed=1, hidden=64), adapted()
+    assert weights.formats == all_formats(plain, "q4_0")
+    forms = weights.formats.by_name
+    matrices = {key: matrix for key, matrix in weights.matrices.items() if isinstance(matrix, AdaptedMatrix)}
+    assert len(matrices) == 6 and len(forms) == 15
+    with torch.no_grad():
+        for matrix in matrices.values():
+            matrix.b.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
+    weights.scales.values.mul_(0.9)
+    weights.after_start()
+    leaves = {key: [m.a.detach().clone(), m.b.detach().clone(), m.scales.scale.clone()] for key, m in matrices.items()}
+    for parts in leaves.values():
+        for part in parts:
+            part.requires_grad_()
+    theirs = dict(plain.named_parameters())
+    for ids in IDS.split(1):
+        rounded = {}
+        for key, p in theirs.items():
+            rounded[key] = p
+            if key in leaves:
+                a, b, scale = leaves[key]
+                rounded[key] = fake_quantise(p + 8.0 * b @ a, forms[key], Scales(scale))
+            elif key in forms:
+                rounded[key] = weights.matrices[key].parameter.detach()
+        expected, loss = loss_of(plain, ids, rounded), loss_of(model, ids)
+        torch.testing.assert_close(loss, expected)
+        expected.backward()
+        loss.backward()
+    for key, matrix in matrices.items():
+        found = (matrix.a.grad, matrix.b.grad, matrix.gradients.scale)
+        for ours, right in zip(found, leaves[key], strict=True):
+            torch.testing.assert_close(ours, right.grad, rtol=1e-4, atol=1e-7)
+            assert right.grad.abs().max() > 0
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    before = weights.scales.values.clone()
+    weights.before_step(1e-2)
+    optimizer.step()
+    weights.after_step()
+    assert not torch.equal(weights.scales.values, before) and not weights.scales.gradient.any()
+    for key, matrix in matrices.items():
+        merged_weight = matrix.base + 8.0 * matrix.b @ matrix.a
+        torch.testing.assert_close(matrix.master, merged_weight)
+        assert torch.equal(matrix.parameter, reference_fake_quantise(matrix.master, forms[key], matrix.scales))
+        assert not torch.equal(matrix.parameter, theirs[key])
+    whole = merged(model)
+    assert {key for key in whole.state_dict() if "lora" in key} == set()
+    for key, matrix in matrices.items():
+        assert torch.equal(whole.get_parameter(key), matrix.parameter), "merging adds nothing"
+    whole.eval(), model.eval()
+    torch.testing.assert_close(whole(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
 def test_kernels_and_copies_read_the_rounded_weights():
     model = tiny_model(seed=1, hidden=64)
     found = all_formats(model, "q4_0")
@@ -187,10 +252,8 @@ def workplace(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (
-            ["student.lora={r: 4}"],
-            r"student\.quantise: requires a student all of whose weights are trained; got student\.l",
-        ),
+        (["student.lora={r: 4, dropout: 0.1}"], "lora.dropout: .* expected 0.0 with quantise, got 0.1"),
+        (["student.lora={head: true}"], "lora.head: .* expected False with quantise, got True"),
         (
             ["parallel.strategy=fsdp"],
             r"student\.quantise: requires a student that each process holds whole; got parallel",
@@ -224,15 +287,19 @@ def check_student(folder):
     return tensors
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("scales", ["learned", "absmax"])
-def test_a_run_saves_the_file_it_trained_and_resumes_to_the_bit(workplace, scales, capsys):
-    settings = [f"student.quantise.scales={scales}"]
+LORA = "student.lora={r: 4, targets: all-linear}"
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("scales, more", [("learned", []), ("learned", [LORA, "data.packing=true"]), ("absmax", [])])
+def test_a_run_saves_the_file_it_trained_and_resumes_to_the_bit(workplace, scales, more, capsys):
+    settings = [f"student.quantise.scales={scales}", *more]
     whole = run(parse(RECIPE, settings, name="whole"))
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("quantise"))
     assert "student: 15 matrices of 0.1 M weights in q4_0, q8_0:" in line
     tensors = check_student(whole.folder / "student")
-    check_student(whole.folder / "checkpoint-3")  # an export of a checkpoint reads the same values
+    if not more:
+        check_student(whole.folder / "checkpoint-3")  # an export of a checkpoint reads the same values
     again = AutoModelForCausalLM.from_pretrained(whole.folder / "student")
     assert again.dtype == torch.float32 and whole.after.forward_kl < whole.before.forward_kl
     for name in ("checkpoint-6", "student"):
@@ -258,6 +325,27 @@ def test_a_checkpoint_of_an_unquantised_run_is_refused(tmp_path):
     other = quantise_student(tiny_model(hidden=64), all_formats(model, "q4_0", modules={"down_proj": "keep"}))
     with pytest.raises(RunError, match=r"down_proj\.weight exists in only one of checkpoint and student"):
         other.restore(tmp_path)
+
+
+def adapters_on_ranks():
+    """Return what `weights_on_ranks` does, of a LoRA student."""
+    rank, found = dist.get_rank(), {}
+    for kind in ("alone", "ddp"):
+        model, weights = adapted()
+        wrapped = DistributedDataParallel(model) if kind == "ddp" else model
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+        for _ in range(2):
+            optimizer.zero_grad()
+            rows = [rank] if kind == "ddp" else range(2)
+            for row in rows:
+                (loss_of(wrapped, IDS[row : row + 1]) / len(rows)).backward()
+            weights.before_step(0.01)
+            optimizer.step()
+            weights.after_step()
+        found[kind] = {key: p.detach().clone() for key, p in model.named_parameters()} | {
+            "scales": weights.scales.values
+        }
+    return found
 
 
 def weights_on_ranks():
@@ -289,12 +377,14 @@ def weights_on_ranks():
 @pytest.mark.full
 def test_two_ranks_train_as_one_process(tmp_path):
     run_as_two(__file__, tmp_path / "found.pt")
-    found = torch.load(tmp_path / "found.pt")
-    for key, tensor in found["alone"].items():
-        torch.testing.assert_close(found["ddp"][key], tensor, rtol=1e-5, atol=1e-6)
+    for found in torch.load(tmp_path / "found.pt"):
+        for key, tensor in found["alone"].items():
+            torch.testing.assert_close(found["ddp"][key], tensor, rtol=1e-5, atol=1e-6)
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    torch.save(weights_on_ranks(), sys.argv[1]) if dist.get_rank() == 0 else weights_on_ranks()
+    made = [weights_on_ranks(), adapters_on_ranks()]
+    if dist.get_rank() == 0:
+        torch.save(made, sys.argv[1])
     dist.destroy_process_group()

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from distill.cli import run_command
 from distill.core.folders import RECIPE_FILE
-from distill.models.precision.quantised_student import read_saved
+from distill.models.precision.quantised_formats import read_saved
 from distill.recipe import RecipeError, dump, load, parse
 from distill.run import run
 

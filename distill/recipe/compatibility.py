@@ -306,7 +306,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         "student.quantise",
         lambda recipe: recipe.student.quantise is not None,
-        ("all weights trained", "whole student"),
+        ("whole student",),
     ),
     Requirement(
         "export.tokens",

@@ -379,6 +379,18 @@ class Student(ModelSection):
                 f"quantise: needs weights in float32, which 16 bits would move off the file's values; expected dtype: "
                 f"auto or float32, got {self.dtype}"
             )
+        if self.quantise is not None and self.lora is not None:
+            wrong = {
+                "dropout": (0.0, self.lora.dropout),
+                "head": (False, self.lora.head),
+                "save": ("both", self.lora.save),
+            }
+            for field, (expected, got) in wrong.items():
+                if got != expected:
+                    raise ValueError(
+                        f"lora.{field}: the merged weights are trained as the file's; expected {expected} with "
+                        f"quantise, got {got}"
+                    )
         return self
 
     @model_validator(mode="after")

@@ -16,7 +16,7 @@ from distill.core.files import atomic_folder, write_text
 from distill.core.folders import RECIPE_FILE, check_folder
 from distill.evaluation.targets import CONFIGS, load_merged, target_from_model
 from distill.models.load.read_weights import read_weights
-from distill.models.precision.quantised_student import read_saved
+from distill.models.precision.quantised_formats import read_saved
 from distill.reports.gguf_file import write_gguf
 from distill.reports.model_card import merged_card
 from distill.reports.packed_folder import pack_folder

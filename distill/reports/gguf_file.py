@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from distill_kernels.quantisation.formats import FORMATS, Blocks, reference_quantise
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
 
 from distill.core.errors import RecipeError
 from distill.core.files import atomic_path
 from distill.models.head import attention_sizes
 from distill.models.load.read_weights import read_weights
-from distill.models.precision.quantised_student import SavedBlocks, formats_of, read_saved
+from distill.models.precision.quantised_formats import SavedBlocks, formats_of, read_saved
 from distill.recipe.quantise import Quantise
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -135,7 +135,7 @@ def write_gguf(folder: Path, destination: Path, type: str = "q8_0") -> ExportSum
         raise RecipeError([f"--gguf: expected a tokenizer.json in {folder}, which a GGUF file needs; got none"])
     model = read_weights(AutoModelForCausalLM, folder, "--gguf", dtype="auto").eval()
     scaled = _check_expressible(model.config)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     trained = read_saved(folder)
     trained = trained if trained is not None and trained.main == FORMAT_OF.get(type) else None
     formats = {} if trained is None else trained.by_name
@@ -156,7 +156,7 @@ def write_gguf(folder: Path, destination: Path, type: str = "q8_0") -> ExportSum
     return ExportSummary(str(destination), destination.stat().st_size, type, kl, note, trained is not None)
 
 
-def _normalises(tokenizer: Any) -> bool:
+def _normalises(tokenizer: PreTrainedTokenizerFast) -> bool:
     """Return whether a tokenizer normalises text before splitting it, as Qwen's do."""
     return bool(json.loads(tokenizer.backend_tokenizer.to_str()).get("normalizer"))
 
@@ -188,7 +188,7 @@ def _check_expressible(config: Any) -> bool:
     return rope == "llama3"
 
 
-def _write(model: Any, tokenizer: Any, path: Path, plan: Plan, name: str) -> None:
+def _write(model: Any, tokenizer: PreTrainedTokenizerFast, path: Path, plan: Plan, name: str) -> None:
     import gguf
 
     config = model.config
@@ -236,7 +236,7 @@ def _write(model: Any, tokenizer: Any, path: Path, plan: Plan, name: str) -> Non
     writer.close()
 
 
-def _add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
+def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerFast, rows: int) -> None:
     """Add tokens with their types, merges, special ids and the chat template."""
     from gguf import TokenType
 
@@ -296,7 +296,7 @@ def split_name(spec: dict[str, Any]) -> str:
 
 
 @torch.no_grad()
-def _check(model: Any, tokenizer: Any, path: Path, plan: Plan) -> float:
+def _check(model: Any, tokenizer: PreTrainedTokenizerFast, path: Path, plan: Plan) -> float:
     """Compare the file with the student; returns KL(student || file) on the texts, nats per token."""
     place: dict[str, Any] = {"gguf_file": path.name}
     again = AutoTokenizer.from_pretrained(path.parent, **place)

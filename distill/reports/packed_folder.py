@@ -23,7 +23,7 @@ from distill.core.errors import RecipeError
 from distill.core.files import write_json
 from distill.models.load.config_validation import read_json
 from distill.models.load.read_weights import read_weights
-from distill.models.precision.quantised_student import FORMAT_FILE, SCALES_FILE, read_saved
+from distill.models.precision.quantised_formats import FORMAT_FILE, SCALES_FILE, read_saved
 from distill.reports.gguf_file import TEXTS
 
 PACKED = {name: form for name, form in FORMATS.items() if isinstance(form, PackedIntegers)}

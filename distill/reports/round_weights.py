@@ -15,7 +15,7 @@ from distill.core.files import atomic_folder
 from distill.core.folders import check_folder
 from distill.models.layers import find_layers
 from distill.models.precision.gptq import Method, calibration_batches, round_weights
-from distill.models.precision.quantised_student import SavedBlocks, formats_of
+from distill.models.precision.quantised_formats import SavedBlocks, formats_of
 from distill.recipe.quantise import FORMATS_OF_GGUF, Quantise
 from distill.reports.gguf_file import write_gguf
 from distill.reports.packed_folder import pack_folder

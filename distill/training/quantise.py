@@ -11,8 +11,10 @@ from distill_kernels.quantisation.formats import FORMATS
 from transformers import TrainingArguments
 
 from distill.core import console
+from distill.models.head import bare
 from distill.models.precision.gptq import calibration_batches, round_weights
-from distill.models.precision.quantised_student import QuantisedWeights, formats_of, quantise_student
+from distill.models.precision.quantised_formats import formats_of
+from distill.models.precision.quantised_student import QuantisedWeights, quantise_student
 from distill.recipe.quantise import Quantise
 from distill.training.listeners import StepListener
 from distill.training.trainer import DistillationTrainer
@@ -70,6 +72,11 @@ def quantise_for_training(
             "student.quantise: expected a student that each process holds whole; set parallel.strategy: ddp"
         )
     found = formats_of(student, section)
+    adapters = None
+    if hasattr(student, "peft_config"):
+        from distill.models.precision.quantised_adapters import use_merged
+
+        adapters = use_merged(bare(student), set(found.by_name))
     narrow = {name: form for name, form in found.by_name.items() if FORMATS[form].is_learned}
     start, how = {}, "each to its nearest value"
     if section.starts_from_gptq and narrow and not resumed:
@@ -77,7 +84,7 @@ def quantise_for_training(
         with console.spinner("rounding by GPTQ"), _autocast(trainer):
             start = round_weights(student, narrow, batches)
         how = f"{len(start)} by GPTQ on {sum(batch['input_ids'].numel() for batch in batches):,} tokens"
-    weights = quantise_student(student, found, learned=section.scales == "learned")
+    weights = quantise_student(student, found, learned=section.scales == "learned", adapters=adapters)
     weights.start_from(start)
     trainer.add_callback(QuantiseCallback(weights, trainer.args))
     line = f"{'quantise':<12}student: {weights}; " + ("from the checkpoint" if resumed else f"rounded {how}")

@@ -38,7 +38,8 @@ from distill.models.gpu_specs import runs_our_kernels
 from distill.models.load.loading import load_student, load_tokenizer
 from distill.models.patch.patching import patch
 from distill.models.precision.gptq import calibration_batches, round_weights
-from distill.models.precision.quantised_student import formats_of, quantise_student
+from distill.models.precision.quantised_formats import formats_of
+from distill.models.precision.quantised_student import quantise_student
 from distill.recipe import Data, Student, Validation
 from distill.recipe.quantise import Quantise, WeightFormat
 from distill.training.quantise import quantise_for_training

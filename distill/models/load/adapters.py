@@ -117,7 +117,9 @@ def merge_in_place(model: Any) -> PreTrainedModel:
     )
     if adapted and head.weight is embedding.weight:
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        # those of a quantised student
+        warnings.filterwarnings("ignore", message="All adapters are already merged")
         plain = model.merge_and_unload(safe_merge=True)
     if adapted:
         tied = plain.get_output_embeddings().weight is plain.get_input_embeddings().weight

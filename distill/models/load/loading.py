@@ -375,7 +375,7 @@ def save_student(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: 
             quantised.saved().write(unfinished)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
-    if is_lora:
+    if is_lora and quantised_weights(model) is None:  # its adapters belong to base weights that are not the model's
         with atomic_folder(folder.parent / "adapter", over=True) as unfinished:
             _part("save_adapter")(model, unfinished)
     return folder

@@ -60,7 +60,8 @@ def resolve_precision(recipe: Recipe, device: torch.device) -> Precision:
     bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     setting = recipe.train.precision
     compute = (torch.bfloat16 if bf16 else torch.float32) if setting == "auto" else COMPUTE[setting]
-    frozen = compute if recipe.student.lora is not None else torch.float32
+    whole = recipe.student.lora is None or recipe.student.quantise is not None
+    frozen = torch.float32 if whole else compute
     student = frozen if recipe.student.dtype == "auto" else COMPUTE[recipe.student.dtype]
     named = "bfloat16" if recipe.teacher.dtype in EIGHT_BITS else recipe.teacher.dtype
     teacher = compute if named == "auto" else COMPUTE[named]

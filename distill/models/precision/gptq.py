@@ -24,6 +24,7 @@ from torch import nn
 from distill.core.eval_mode import eval_mode
 from distill.models.head import bare, decoder_of
 from distill.models.layers import find_layers
+from distill.models.precision.quantised_formats import plain_name
 
 Method = Literal["nearest", "importance", "gptq"]
 DAMPING = 0.01  # added to the diagonal of H, relative to its mean
@@ -81,14 +82,14 @@ def compensate(weight: torch.Tensor, hessian: torch.Tensor, name: str, scales: S
     assert steps is not None
     if minima is not None:
         w += minima
-    dividers = torch.where(steps == 0, torch.inf, steps)
+    inverse = torch.where(steps == 0, 0.0, 1.0 / steps)
     upper = _inverse_factor(hessian[order][:, order])
     for start in range(0, w.shape[1], COLUMNS):
         end = min(start + COLUMNS, w.shape[1])
         errors = torch.empty_like(w[:, start:end])
         for j in range(start, end):
             column = w[:, j]
-            q = form.codes.clamped(column / dividers[:, j]) * steps[:, j]
+            q = form.codes.clamped(column * inverse[:, j]) * steps[:, j]
             errors[:, j - start] = (column - q) / upper[j, j]
             if j + 1 < end:
                 w[:, j + 1 : end] -= errors[:, j - start, None] * upper[j, j + 1 : end]
@@ -197,7 +198,7 @@ def round_weights(
             wanted = {
                 name: module
                 for part, module in layer.named_modules()
-                if (name := f"{prefix}.{number}.{part}.weight") in formats and isinstance(module, nn.Linear)
+                if (name := f"{prefix}.{number}.{plain_name(part)}.weight") in formats and isinstance(module, nn.Linear)
             }
             for group in _groups_of(layer, wanted, calls, number):
                 with torch.autocast(group.hessian.device.type, enabled=False):

@@ -50,19 +50,23 @@ def _round(x, MANTISSA: tl.constexpr, EXPONENT: tl.constexpr, EVEN: tl.constexpr
     # to the nearest code, before it is clamped
     if MANTISSA > 0:
         exponent = ((x.to(tl.int32, bitcast=True) >> 23) & 255) - 127
-        step = ((tl.maximum(exponent, EXPONENT) - MANTISSA + 127) << 23).to(tl.float32, bitcast=True)
-        return _round_half_even(x / step) * step
+        power = tl.maximum(exponent, EXPONENT) - MANTISSA  # of the distance between codes
+        step = ((127 + power) << 23).to(tl.float32, bitcast=True)
+        return _round_half_even(x * ((127 - power) << 23).to(tl.float32, bitcast=True)) * step
     if EVEN:
         return _round_half_even(x)
     return _round_half_away(x)
 
 
 @triton.jit
-def _quotient(w, minimum_ptr, blocks, mask, scale, MINIMUM: tl.constexpr):
-    # weights over scales, 0 for a scale of 0
+def _relative(w, minimum_ptr, blocks, mask, scale, MINIMUM: tl.constexpr, EVEN: tl.constexpr):
+    # weights in units of their scales, 0 for a scale of 0
     if MINIMUM:
         w += tl.load(minimum_ptr + blocks, mask=mask, other=0.0)[:, None]
-    return tl.where(scale == 0, 0.0, tl.div_rn(w, tl.where(scale == 0, 1.0, scale) + tl.zeros_like(w)))
+    if EVEN:
+        divisor = tl.where(scale == 0, 1.0, scale)[:, None] + tl.zeros_like(w)
+        return tl.where(scale[:, None] == 0, 0.0, tl.div_rn(w, divisor))
+    return w * _reciprocal(scale)[:, None]
 
 
 @triton.jit(do_not_specialize=["n_blocks"])
@@ -91,7 +95,7 @@ def _forward_kernel(
     w = tl.load(w_ptr + at, mask=mask, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
     if GIVEN:
         scale = tl.load(scale_ptr + rows, mask=rows < n_blocks, other=0.0)
-        x = _quotient(w, minimum_ptr, rows, rows < n_blocks, scale[:, None], MINIMUM)
+        x = _relative(w, minimum_ptr, rows, rows < n_blocks, scale, MINIMUM, EVEN)
         codes = _round(x, MANTISSA, EXPONENT, EVEN)
     else:
         if SIGNED:
@@ -130,7 +134,7 @@ def _backward_kernel(
     w = tl.load(w_ptr + at, mask=mask, other=0.0).to(tl.float32)  # [ROWS, BLOCK]
     dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
     scale = tl.load(scale_ptr + rows, mask=rows < n_blocks, other=0.0)
-    x = _quotient(w, minimum_ptr, rows, rows < n_blocks, scale[:, None], MINIMUM)
+    x = _relative(w, minimum_ptr, rows, rows < n_blocks, scale, MINIMUM, EVEN)
     rounded = _round(x, MANTISSA, EXPONENT, EVEN)
     codes = tl.minimum(tl.maximum(rounded, LOW), HIGH)
     inside = rounded == codes

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from distill_kernels.quantisation.gguf_blocks import GGUF_FORMATS
-from distill_kernels.quantisation.number_format import Format, Scales, quotient, reciprocal
+from distill_kernels.quantisation.number_format import Format, Scales, reciprocal
 from distill_kernels.quantisation.packed_tensors import TENSOR_FORMATS
 
 FORMATS: dict[str, Format] = {form.name: form for form in (*GGUF_FORMATS, *TENSOR_FORMATS)}
@@ -104,7 +104,7 @@ def reference_learned_gradients(
     blocks, gradient = form.blocks(weight), form.blocks(upstream)
     if stored.minimum is not None:
         blocks = blocks + stored.minimum[..., None]
-    x = quotient(blocks, stored.scale)
+    x = form.relative(blocks, stored.scale)
     rounded = form.codes.round(x)
     codes = rounded.clamp(form.codes.low, form.codes.high)
     inside = rounded == codes

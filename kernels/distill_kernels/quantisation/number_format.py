@@ -23,7 +23,8 @@ class Codes(NamedTuple):
         low, high: Smallest and largest.
         mantissa: Bits of the fraction of floating-point codes; 0 for integers.
         exponent: Least exponent of floating-point codes, below which they are evenly spaced.
-        even: Halves round to the even neighbour, as floating-point codes always do, and not away from zero.
+        even: codes are those of a quotient, halves to the even neighbour, as llama.cpp rounds its larger blocks; others
+            are those of a product with the scale's reciprocal, integers with halves away from zero.
     """
 
     low: int
@@ -142,7 +143,13 @@ class Format:
         blocks = self.blocks(weight)
         if scales.minimum is not None:
             blocks = blocks + scales.minimum[..., None]
-        return self.codes.clamped(quotient(blocks, scales.scale)).flatten(-2)
+        return self.codes.clamped(self.relative(blocks, scales.scale)).flatten(-2)
+
+    def relative(self, blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return blocks [..., block] in units of their scales [...], and 0 for a scale of 0."""
+        if self.codes.even:
+            return torch.where(scale[..., None] == 0, 0.0, blocks / scale[..., None])
+        return blocks * reciprocal(scale)[..., None]
 
     def values(self, codes: torch.Tensor, scales: Scales) -> torch.Tensor:
         """Return the weights that codes stand for, fp32 [..., K]."""
@@ -160,12 +167,6 @@ class Format:
     def described(self) -> dict[str, Any]:
         """Return what a file's configuration says of the format."""
         return {}
-
-
-def quotient(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return blocks [..., block] divided by their scales [...], and 0 for a scale of 0."""
-    scale = scale[..., None]
-    return torch.where(scale == 0, 0.0, blocks / scale)
 
 
 def reciprocal(scale: torch.Tensor) -> torch.Tensor:

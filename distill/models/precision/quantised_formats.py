@@ -1,0 +1,144 @@
+"""Formats of a model's parameters, and the blocks that a folder of weights is saved with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from distill_kernels.quantisation.formats import FORMATS, Blocks, fitting_format
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from distill.core.files import write_json
+from distill.models.head import bare, find_head
+from distill.models.layers import find_layers
+from distill.models.load.config_validation import read_json
+from distill.recipe.quantise import Quantise
+
+FORMAT_FILE = "quantised.json"  # in a folder of weights: the format of each
+SCALES_FILE = "quantised_scales.safetensors"  # in a folder of weights: the scales of each, as the file holds them
+
+
+class Formats(NamedTuple):
+    """The format of every quantised parameter of a model.
+
+    Attributes:
+        main: Format of the recipe.
+        by_name: Format of each parameter that is quantised, by its name in the bare model.
+        unfit: Names of layers that stay as they are, since their rows are not whole blocks.
+    """
+
+    main: str
+    by_name: dict[str, str]
+    unfit: list[str]
+
+
+class SavedBlocks(NamedTuple):
+    """Formats and scales of a folder's weights, from which a file is written without rounding anything again.
+
+    Attributes:
+        main: Format of the recipe.
+        by_name: Format of each quantised weight.
+        scales: Scales of each as the file holds them, by field.
+    """
+
+    main: str
+    by_name: dict[str, str]
+    scales: dict[str, dict[str, torch.Tensor]]
+
+    def blocks(self, name: str, values: torch.Tensor) -> Blocks | None:
+        """Return the blocks of a weight; None where its values are not exactly those of its scales."""
+        form, stored = FORMATS[self.by_name[name]], self.scales[name]
+        found = Blocks(form, form.encode(values, form.load(stored)), stored)
+        return found if torch.equal(found.values(), values.float()) else None
+
+    def write(self, folder: Path) -> None:
+        """Write formats and scales into a folder of weights."""
+        write_json(folder / FORMAT_FILE, {"format": self.main, "tensors": self.by_name})
+        flat = {f"{name}:{field}": part for name, fields in self.scales.items() for field, part in fields.items()}
+        save_file({key: part.cpu().contiguous() for key, part in flat.items()}, folder / SCALES_FILE)
+
+
+def has_more_bits(layer: int, layers: int) -> bool:
+    """Return whether llama.cpp's `q4_k_m` holds values and down projections of a layer in 6 bits."""
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+
+
+def plain_name(name: str) -> str:
+    """Return a module's or parameter's name without the part that PEFT adds to those inside its layers."""
+    return name.replace(".base_layer", "")
+
+
+def plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a bare model by the names they have without adapters, which are left out."""
+    return {plain_name(name): p for name, p in model.named_parameters() if ".lora_" not in name}
+
+
+def formats_of(model: nn.Module, section: Quantise) -> Formats:
+    """Return the formats that a recipe's section gives the parameters of a model.
+
+    Raises:
+        ValueError: A key of `modules` that names no linear layer, two formats for one tied weight, or a model without
+            linear layers.
+    """
+    model = bare(model)
+    prefix, layers = find_layers(model)
+    linears = {
+        plain_name(name): module
+        for name, module in layers.named_modules()
+        if isinstance(module, nn.Linear) and ".lora_" not in name
+    }
+    wanted: dict[str, str] = {f"{prefix}.{name}.weight": section.format for name in linears}
+    if section.format == "q4_k":
+        wider = [name for name in linears if name.endswith(("v_proj", "down_proj"))]
+        wider = [name for name in wider if has_more_bits(int(name.partition(".")[0]), len(layers))]
+        wanted |= {f"{prefix}.{name}.weight": "q6_k" for name in wider}
+    for key, chosen in section.modules.items():
+        matched = [name for name in linears if f".{name}.".startswith(f".{key}.") or f".{name}".endswith(f".{key}")]
+        if not matched:
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
+            raise ValueError(
+                f"student.quantise.modules: {key!r} matches no linear layer; there are layers 0 to {len(layers) - 1}, "
+                f"and {known}"
+            )
+        wanted |= {f"{prefix}.{name}.weight": chosen for name in matched}
+    if not linears:
+        raise ValueError(f"student.quantise: {type(model).__name__} has no linear layers (torch.nn.Linear) to quantise")
+    parameters = plain_parameters(model)
+    names: dict[torch.Tensor | nn.Module, str] = {p: name for name, p in parameters.items()}  # one of tied weights
+    embedding, head = model.get_input_embeddings().weight, find_head(model).linear.weight  # type: ignore[operator]
+    for_embedding, for_head = section.outside
+    if embedding is head and section.head != "auto" and for_head != for_embedding:
+        raise ValueError(
+            f"student.quantise.head: expected that of embeddings ({for_embedding}), which share their weight, "
+            f"got {for_head}"
+        )
+    wanted |= {names[head]: for_head} | {names[embedding]: for_embedding}
+    kept = {name: form for name, form in wanted.items() if form != "keep"}
+    fitting = {name: fitting_format(form, parameters[name].shape[-1]) for name, form in kept.items()}
+    by_name = {name: form for name, form in fitting.items() if form is not None}
+    return Formats(section.format, by_name, [name for name in kept if name not in by_name])
+
+
+def read_saved(folder: Path) -> SavedBlocks | None:
+    """Return formats and scales of a folder's weights; None where they are not quantised.
+
+    Raises:
+        ValueError: The files are not ours.
+    """
+    path = folder / FORMAT_FILE
+    if not path.is_file():
+        return None
+    found = read_json(path, FORMAT_FILE)
+    tensors, main = found.get("tensors"), found.get("format")
+    if not isinstance(tensors, dict) or not all(form in FORMATS for form in (main, *tensors.values())):
+        raise ValueError(f"{path}: expected a format ({', '.join(FORMATS)}), and one for each weight")
+    if not (folder / SCALES_FILE).is_file():
+        raise ValueError(f"{folder / SCALES_FILE}: expected the scales of the weights; the file is missing")
+    scales: dict[str, dict[str, torch.Tensor]] = {name: {} for name in tensors}
+    for key, part in load_file(folder / SCALES_FILE).items():
+        name, _, field = key.rpartition(":")
+        scales[name][field] = part
+    return SavedBlocks(str(main), tensors, scales)

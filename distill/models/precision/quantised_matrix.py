@@ -1,0 +1,125 @@
+"""One quantised parameter, and the scales of many that are learned together.
+
+Learned scales (Esser et al., 2020, arXiv 1902.08153) follow from the gradients of the rounded weights: both are linear
+in them, so the sum over a step's micro-batches (and the mean over its processes) is all that is needed. Adam (Kingma
+and Ba, 2015) updates the logarithm of a scale's magnitude, since what a scale may change by in a step is proportional
+to it.
+"""
+
+from __future__ import annotations
+
+import torch
+from distill_kernels.quantisation.fake_quantise import fake_quantise_into, learned_gradients
+from distill_kernels.quantisation.number_format import Format, Scales
+
+BETAS, EPS = (0.9, 0.999), 1e-12
+
+
+class QuantisedMatrix:
+    """One quantised parameter: its format, its master weights and, where they are learned, its scales.
+
+    Attributes:
+        base: fp32 weights before rounding; those that the optimizer updates where no adapter is added to them.
+        scales: views of `LearnedScales.stored`; None where the format computes them.
+        gradients: views of `LearnedScales.gradient`, likewise.
+    """
+
+    def __init__(self, name: str, parameter: torch.Tensor, form: Format) -> None:
+        self.name, self.parameter, self.form = name, parameter, form
+        self.base = parameter.detach().clone()
+        self.scales: Scales | None = None
+        self.gradients: Scales | None = None
+
+    @property
+    def master(self) -> torch.Tensor:
+        """The weights before rounding, fp32."""
+        return self.base
+
+    def round(self) -> None:
+        """Write the file's values of the master weights into the parameter."""
+        fake_quantise_into(self.parameter.data, self.master, self.form.name, self.scales)
+
+    def fields(self) -> dict[str, torch.Tensor]:
+        """Return the scales as the file holds them."""
+        return self.form.store(self.form.first(self.master) if self.scales is None else self.scales)
+
+    def gradient_of(
+        self, upstream: torch.Tensor, out: tuple[torch.Tensor, Scales] | None = None
+    ) -> tuple[torch.Tensor, Scales]:
+        """Return the gradients of weights and scales from that of the rounded weights."""
+        assert self.scales is not None
+        return learned_gradients(self.master, self.scales, upstream, self.form.name, out)
+
+    def take_gradient(self) -> bool:
+        """Turn the parameter's gradient into that of weights and scales; returns whether there is one in this step."""
+        gradient = self.parameter.grad
+        if gradient is not None and self.gradients is not None:
+            self.gradient_of(gradient, out=(gradient, self.gradients))
+        return gradient is not None
+
+
+class LearnedScales:
+    """Learned scales of many matrices in one tensor, so that a step updates and rounds them together.
+
+    Args:
+        matrices: Quantised parameters whose scales are learned.
+
+    Attributes:
+        values: fp32 [all blocks], what Adam updates: by format all scales, then all minima.
+        stored: fp32 [all blocks], the values rounded to those of a file.
+        gradient: fp32 [all blocks], by the stored values.
+    """
+
+    def __init__(self, matrices: list[QuantisedMatrix]) -> None:
+        first = {id(matrix): matrix.form.first(matrix.master) for matrix in matrices}
+        self.forms: list[tuple[Format, list[slice]]] = []
+        self._places: list[tuple[QuantisedMatrix, int, slice]] = []
+        parts: list[torch.Tensor] = []
+        for form in dict.fromkeys(matrix.form for matrix in matrices):
+            own = [matrix for matrix in matrices if matrix.form is form]
+            slices = []
+            for part in range(1 + form.has_minimum):
+                begin = end = sum(map(len, parts))
+                for matrix in own:
+                    scales = first[id(matrix)][part]
+                    assert scales is not None
+                    parts.append(scales.flatten())
+                    self._places.append((matrix, part, slice(end, end + len(parts[-1]))))
+                    end += len(parts[-1])
+                slices.append(slice(begin, end))
+            self.forms.append((form, slices))
+        self.values = torch.cat(parts) if parts else torch.empty(0)
+        self.stored, self.gradient, self.mean, self.square = (torch.zeros_like(self.values) for _ in range(4))
+        self.steps = 0
+        self.matrices = matrices
+        for matrix in matrices:
+            matrix.scales, matrix.gradients = self.of(matrix, self.stored), self.of(matrix, self.gradient)
+
+    def of(self, matrix: QuantisedMatrix, tensor: torch.Tensor) -> Scales:
+        """Return the part of one of the tensors that belongs to a matrix."""
+        shape = (*matrix.base.shape[:-1], -1)
+        return Scales(*(tensor[place].view(shape) for own, _, place in self._places if own is matrix))
+
+    def store(self) -> None:
+        """Round the values to those of a file."""
+        for form, slices in self.forms:
+            snapped = form.snap(Scales(*(self.values[place] for place in slices)))
+            for place, part in zip(slices, snapped, strict=False):
+                if part is not None:
+                    self.stored[place] = part
+
+    def step(self, rate: float) -> None:
+        """Make one step of Adam; nothing changes where a gradient is not finite."""
+        self.steps += 1
+        gradient = self.gradient * self.values  # by log |scale|
+        finite = gradient.sum().isfinite()
+        gradient = torch.where(finite, gradient, 0.0)
+        self.mean.lerp_(gradient, 1 - BETAS[0])
+        self.square.lerp_(gradient * gradient, 1 - BETAS[1])
+        mean = self.mean / (1 - BETAS[0] ** self.steps)
+        square = self.square / (1 - BETAS[1] ** self.steps)
+        self.values.mul_(torch.exp(-rate * finite * mean / (square.sqrt() + EPS)))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return what a resumed run needs, by name."""
+        return {"scales": self.values, "mean": self.mean, "square": self.square}
