@@ -36,7 +36,9 @@ def cut(objective, teacher, top, stats=True):
 SNIPPETS = {
     "linear losses": (
         """
-for loss in (ours.FusedKLLoss(ce_weight=1.0, skip_ignored_rows=False), ours.FusedJSDLoss()):
+from distill_kernels.losses import DIVERGENCES
+all_terms = ours.FusedDistillationLoss([ours.LossTerm(kind, 1.0) for kind in DIVERGENCES])
+for loss in (ours.FusedKLLoss(ce_weight=1.0, skip_ignored_rows=False), ours.FusedJSDLoss(), all_terms):
     loss(x, w, x_t, w_t, y, return_stats=True)[0].backward()
 ours.FusedKLLoss(skip_ignored_rows=False)(x.float(), w.float(), x_t.float(), w_t.float(), student_bias=w[:, 0].float())
 own = {"bias": t(1000), "softcap": 30.0, "logit_scale": 0.5, "valid_rows": torch.arange(130)}
