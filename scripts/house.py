@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from scripts import way
 from scripts.language import print_language
+from scripts.patched import count_patched
 from scripts.syntax import nodes_of
 from scripts.trainer_rules import print_trainer
 
@@ -383,6 +384,8 @@ def print_structure() -> None:
     for name, places in sorted(capability_places().items()):
         print(f"{f'places that ask for {name}':<44}{len(places):>6}    {', '.join(places)}")
     print_trainer()
+    for kind, count in sorted(count_patched().items()):
+        print(f"{f'{kind} of ours that tests replace':<44}{count:>6}")
     print(f"{'functions over six arguments':<44}{len(long):>6}")
     for place, number in long:
         print(f"    {place:<64}{number:>4}")

@@ -14,6 +14,8 @@ ALL_TERMS = [
     LossTerm("tvd", 1.0),
     LossTerm("cross_entropy", 1.0),
 ]
+# inf where the student's probability is 0 and the teacher's is not; all others stay finite
+UNBOUNDED = {"forward_kl"}
 
 
 def kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
