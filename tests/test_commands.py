@@ -209,6 +209,11 @@ PROGRESS = (
     "        time.sleep(0.15)\n"
     "        console.advance(1, total=7)\n"
     "        time.sleep(0.3)\n"
+    "with console.spinner('loading'):\n"  # several things, one after another
+    "    for total in (2, 1):\n"
+    "        for _ in range(total):\n"
+    "            time.sleep(0.11)\n"
+    "            console.advance(total=total)\n"
     "with console.spinner('quick', 4):\n"
     "    console.advance()\n"
     "console.show_table(['a'], [['1']])\n"
@@ -222,7 +227,9 @@ def test_bars_and_colours_are_for_terminals_only(capsys):
     assert plain.returncode == 0 and plain.stdout == "a\n1\n"
     lines = [re.sub(r"\d+ s$", "T", line) for line in plain.stderr.splitlines()]
     counted = [f"comparing: {number} of 4 after T" for number in (1, 2, 3, 4)]
-    assert lines == [*counted, "answering: 1 of 7 after T"], "and nothing of what is quick"
+    counted.append("answering: 1 of 7 after T")
+    counted += [f"loading: {count} after T" for count in ("1 of 2", "2 of 2", "1 of 1")]
+    assert lines == counted, "and nothing of what is quick"
     for arguments in (["recipes"], ["validate", "quickstart"]):
         assert run_command(arguments) == 0
     captured = capsys.readouterr()
