@@ -262,6 +262,14 @@ def test_kernels_of_the_breakdown_find_their_class():
     )
 
 
+def test_heaviest_kernels_are_listed_by_their_time_in_a_step():
+    kernels = [("_small_kernel", 10.0)] * 8 + [("gemm", 400.0), ("gemm", 600.0)]
+    first, second, total = breakdown.heaviest(kernels, steps=2)
+    assert first.split() == ["0.500", "ms", "1", "x", "500.0", "us", "gemm"]
+    assert second.split() == ["0.040", "ms", "4", "x", "10.0", "us", "_small_kernel"]
+    assert total.split() == ["0.540", "ms", "5", "kernels,", "2", "names"]
+
+
 def test_on_policy_prompts_have_the_tokens_that_they_were_given_and_rows_name_the_best_rival():
     tokenizer = on_policy.tokenizer_of(300)
     made = on_policy.prompts(40, 300)

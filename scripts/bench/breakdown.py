@@ -1,4 +1,7 @@
-"""Breakdown of the flagship step's milliseconds and joules by class of kernel.
+"""Breakdown of a step's milliseconds and joules by class of kernel, and its heaviest kernels: flagship and small pair.
+
+    python -m scripts.bench breakdown --only flagship
+    python -m scripts.bench breakdown --only small
 
 Steps of ours are traced by torch's profiler and their kernels are put into classes by name. What one of the three
 heaviest classes draws in watts is read off NVML's energy counter while one operation of that class repeats for
@@ -9,6 +12,7 @@ each part of the measurement took is told on standard error.
 
 from __future__ import annotations
 
+import collections
 import re
 import sys
 import time
@@ -41,6 +45,12 @@ def class_of(kernel: str) -> str:
     return next(name for name, pattern in CLASSES.items() if re.search(pattern, kernel, re.IGNORECASE))
 
 
+PAIRS = {  # teacher, student, rows, tokens of each
+    "flagship": (TEACHER, STUDENT, BATCH, LENGTH),
+    "small": ("smollm2-135m", "smollm2-135m", 8, 1024),
+}
+HEAVIEST = 30  # kernels that are listed
+
 WATTS_OF = {"loss: logits and their rows": "products", "optimizer": "norms, gates, rotary, additions"}
 
 
@@ -50,6 +60,20 @@ def spent(kernels: Iterable[tuple[str, float]], steps: int) -> dict[str, float]:
     for name, microseconds in kernels:
         by_class[class_of(name)] += microseconds / 1e3 / steps
     return by_class
+
+
+def heaviest(kernels: Iterable[tuple[str, float]], steps: int) -> list[str]:
+    """Lines on the kernels that take the most time: milliseconds and launches a step, microseconds each."""
+    by_name: dict[str, list[float]] = collections.defaultdict(list)
+    for name, microseconds in kernels:
+        by_name[name].append(microseconds)
+    ordered = sorted(by_name.items(), key=lambda pair: -sum(pair[1]))
+    lines = [
+        f"{sum(each) / 1e3 / steps:8.3f} ms  {len(each) / steps:6.0f} x {sum(each) / len(each):8.1f} us  {name[:100]}"
+        for name, each in ordered[:HEAVIEST]
+    ]
+    total, launches = sum(map(sum, by_name.values())), sum(map(len, by_name.values()))
+    return [*lines, f"{total / 1e3 / steps:8.3f} ms  {launches / steps:6.0f} kernels, {len(by_name)} names"]
 
 
 class Stopwatch:
@@ -82,12 +106,18 @@ def repeat(run: Callable[[], object], least: int = 1) -> dict[str, float]:
 
 
 def run(quick: bool, only: str) -> Iterator[Row]:
-    """One breakdown; `quick` and `only` change nothing."""
+    """`only` names pairs; `quick` changes nothing."""
+    for name, pair in PAIRS.items():
+        if only in name:
+            yield from _breakdown(*pair)
+
+
+def _breakdown(teacher_name: str, student_name: str, rows: int, length: int) -> Iterator[Row]:
     watch = Stopwatch()
-    teacher, student = random_model(TEACHER, 0).requires_grad_(False), random_model(STUDENT, 1).train()
-    batch = make_batch(BATCH, LENGTH, student.config.vocab_size)
+    teacher, student = random_model(teacher_name, 0).requires_grad_(False), random_model(student_name, 1).train()
+    batch = make_batch(rows, length, student.config.vocab_size)
     watch.lap("models")
-    chosen = use_kernels(teacher, student)
+    chosen = use_kernels(teacher, student, rows=rows, length=length)
     optimizer = FusedAdamW(student.parameters(), lr=1e-5)
     step = our_step(DistillationObjective(teacher, student), student, batch, optimizer)
     watch.lap("choosing attention, patching")
@@ -106,13 +136,14 @@ def run(quick: bool, only: str) -> Iterator[Row]:
     kernels = [(e.name, e.time_range.elapsed_us()) for e in on_gpu if not getattr(e, "is_user_annotation", False)]
     by_class = spent(kernels, STEPS)
     watch.lap(f"trace of {len(kernels):,} kernels")
+    print("\n".join(heaviest(kernels, STEPS)), flush=True)
 
     mlp, attention = teacher.model.layers[0].mlp, teacher.config
-    x = torch.randn(BATCH * LENGTH, attention.hidden_size, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(rows * length, attention.hidden_size, device="cuda", dtype=torch.bfloat16)
     weight = mlp.gate_proj.weight.contiguous()
     gate = torch.nn.functional.linear(x, weight)
     heads = torch.randn(
-        BATCH, attention.num_attention_heads, LENGTH, attention.head_dim, device="cuda", dtype=torch.bfloat16
+        rows, attention.num_attention_heads, length, attention.head_dim, device="cuda", dtype=torch.bfloat16
     )
     operations: dict[str, Callable[[], object]] = {
         "products": lambda: torch.nn.functional.linear(x, weight),
@@ -127,7 +158,7 @@ def run(quick: bool, only: str) -> Iterator[Row]:
     watts |= {name: watts[other] for name, other in WATTS_OF.items()}
     watch.lap("joules of classes")
 
-    shape = f"{TEACHER} to {STUDENT}, {BATCH} x {LENGTH} tokens, bf16"
+    shape = f"{teacher_name} to {student_name}, {rows} x {length} tokens, bf16"
     joules = {name: ms * watts[name] / 1e3 for name, ms in by_class.items()}
     for name, ms in sorted(by_class.items(), key=lambda pair: -pair[1]):
         yield Row("breakdown", shape, name, ms, note=f"{joules[name]:.1f} J at {watts[name]:.0f} W")

@@ -54,8 +54,16 @@ def pair(teacher: str = TEACHER, student: str = STUDENT) -> tuple[Any, Any]:
     return random_model(teacher, 0).requires_grad_(False), random_model(student, 1)
 
 
-def use_kernels(teacher: Any, student: Any, *, fp8_teacher: bool = False, fp8_student: bool = False) -> list[str]:
-    """Prepare both for steps of `BATCH` rows as `distill run` does; the attention of teacher and student."""
+def use_kernels(
+    teacher: Any,
+    student: Any,
+    *,
+    rows: int = BATCH,
+    length: int = LENGTH,
+    fp8_teacher: bool = False,
+    fp8_student: bool = False,
+) -> list[str]:
+    """Prepare both for steps of `rows` of `length` tokens as `distill run` does; the attention of both."""
     from distill_kernels.matmul.fp8 import swap_linears_for_fp8
 
     from distill.models.gpu_specs import joins_on
@@ -66,7 +74,7 @@ def use_kernels(teacher: Any, student: Any, *, fp8_teacher: bool = False, fp8_st
     from distill.models.precision.fp8_student import compute_in_fp8
 
     models = (teacher, student)
-    chosen = [choose_attention(model, BATCH, LENGTH, backward=model is student)[0] for model in models]
+    chosen = [choose_attention(model, rows, length, backward=model is student)[0] for model in models]
     patch(teacher, "teacher", attention=chosen[0])
     patch(student, "student", attention=chosen[1])
     if fp8_teacher:
