@@ -37,7 +37,7 @@ from scripts import (  # noqa: E402
     template_page,
 )
 from scripts.families import page as family_page  # noqa: E402
-from scripts.study import shrink  # noqa: E402
+from scripts.study import shrink, shrink_quantise  # noqa: E402, shrink_quantise
 
 NOTE = settings_pages.NOTE
 
@@ -66,6 +66,7 @@ def generated() -> dict[Path, str]:
             text = _block(text, "loss times", gpu_page.loss_times()) if path.name == "gpus.md" else text
             text = chat_templates(text) if path.name == "chat-templates.md" else text
             text = _block(text, "pruned", pruned_table()) if path.name == "shrink.md" else text
+            text = _block(text, "quantised", quantised_table()) if path.name == "shrink.md" else text
             text = _block(text, "models", family_page.table()) if path.name == "supported-models.md" else text
             files[path] = _block(text, "recipes", recipes_part()) if path.name == "recipes.md" else text
     return files
@@ -75,6 +76,12 @@ def pruned_table() -> str:
     """Return the table of pruned students after equal tokens."""
     rows = (readme.STUDY_RESULTS / "cuda-shrink-trained.jsonl").read_text(encoding="utf-8").splitlines()
     return shrink.trained_table([json.loads(row) for row in rows]).rstrip()
+
+
+def quantised_table() -> str:
+    """Return the table of students trained in 4 bits."""
+    rows = (readme.STUDY_RESULTS / "h100-shrink-quantise.jsonl").read_text(encoding="utf-8").splitlines()
+    return shrink_quantise.table([json.loads(row) for row in rows])
 
 
 def chat_templates(text: str) -> str:

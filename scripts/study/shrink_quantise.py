@@ -213,6 +213,31 @@ def shown(row: dict[str, Any]) -> str:
     return text + (f"  {ratio[0]:.2f} of the best control ({ratio[1]:.2f} to {ratio[2]:.2f})" if ratio else "")
 
 
+TITLES = {
+    "nearest": "nearest, as a plain converter",
+    "importance": "importance",
+    "gptq": "GPTQ",
+    "straight-through": "trained, scales by `absmax`, from the nearest values",
+    "learned": "**trained, scales `learned`, from GPTQ** (the default)",
+}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return rows of the study as a table: KL by seed, and the ratio to the best control with its interval."""
+    seeds = sorted({row["seed"] for row in rows})
+    lines = ["| format | weights | " + " | ".join(f"seed {seed}" for seed in seeds) + " | of the best control |"]
+    lines.append("|---" * (len(seeds) + 3) + "|")
+    found = {(row["format"], row["arm"], row["seed"]): row for row in rows}
+    for form in dict.fromkeys(row["format"] for row in rows):
+        for arm, title in TITLES.items():
+            own = [found.get((form, arm, seed)) for seed in seeds]
+            cells = ["not run" if row is None else f"{row['kl'][0]:.4f}" for row in own]
+            ratios = [row["of_best_control"] for row in own if row is not None and "of_best_control" in row]
+            of_best = "; ".join(f"{middle:.2f} ({low:.2f} to {high:.2f})" for middle, low, high in ratios)
+            lines.append(f"| `{form}` | {title} | {' | '.join(cells)} | {of_best} |")
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the study."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
