@@ -7,6 +7,7 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
+from distill_kernels.quantisation.formats import reference_fake_quantise
 from tiny import save_models
 
 from distill.cli import run_command
@@ -14,6 +15,7 @@ from distill.data.packing import Documents
 from distill.doctor import examine, invariants_runs
 from distill.doctor.invariants import accumulation_changes_nothing, packing_changes_nothing
 from distill.doctor.rows import shortened_rows
+from distill.models.precision.dtypes import quantised_weights
 from distill.recipe import load
 from distill.teachers.backends.local import LoadedTeacher
 
@@ -61,6 +63,23 @@ def test_a_recipe_is_examined(workplace, no_second_process, capsys):
     assert all(re.search(r" \[\d+ s\]$", line) for line in lines if line.startswith(("pass", "FAIL")))
     assert lines[-1] == "10 invariants, all passed" and "shards" not in captured.err and "it/s" not in captured.err
     assert not (workplace / "runs").exists()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("lora", [["student.lora={r: 4}"], ["student.lora=null"]])
+def test_a_quantised_student_is_examined_as_the_run_trains_it(workplace, no_second_process, lora):
+    recipe = load("r.yaml", ["student.quantise={format: q4_0}", *lora])
+    subject = examine.prepare(recipe)
+    for student in (subject.student, subject.truncated().student):
+        weights = quantised_weights(student)
+        assert {type(matrix).__name__ for matrix in weights.matrices.values()} >= {
+            "QuantisedMatrix" if lora == ["student.lora=null"] else "AdaptedMatrix"
+        }
+        for matrix in weights.matrices.values():
+            rounded = reference_fake_quantise(matrix.master, matrix.form.name, matrix.scales)
+            assert torch.equal(matrix.parameter, rounded) and not torch.equal(rounded, matrix.master)
+    failed = [finding for finding in examine.examine(recipe) if not finding.passed]
+    assert failed == []
 
 
 @pytest.mark.full

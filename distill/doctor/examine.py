@@ -46,6 +46,7 @@ from distill.teachers.interface import LoadContext, Teacher, calibration_of
 from distill.teachers.opening import ModelPair, opened_pair
 from distill.teachers.registry import source_of
 from distill.teachers.source_capabilities import data_problems
+from distill.training.quantise import quantise_at_once
 
 ROWS, TOKENS = 6, 64
 LARGE = 3_000_000_000  # parameters of both models, above which truncated copies are checked
@@ -243,7 +244,11 @@ def _with_rollouts(subject: CheckSetup, recipe: Recipe, pair: ModelPair, format:
 
 
 def _adapted(student: Any, recipe: Recipe) -> nn.Module:
-    return student if recipe.student.lora is None else add_lora(student, recipe.student.lora)
+    """Return a student with the adapters and the rounded weights that the run's has."""
+    student = student if recipe.student.lora is None else add_lora(student, recipe.student.lora)
+    if recipe.student.quantise is not None:
+        quantise_at_once(student, recipe.student.quantise)
+    return student
 
 
 @contextlib.contextmanager

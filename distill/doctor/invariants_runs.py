@@ -32,6 +32,7 @@ from distill.doctor.check_setup import CheckSetup
 from distill.doctor.invariants import difference, without_training_mode
 from distill.doctor.setup_file import read_setup, without_adapters, write_setup
 from distill.training.checkpoints import checkpoints
+from distill.training.quantise import add_quantiser
 from distill.training.step_listeners import RolloutBatches
 from distill.training.trainer import DistillationTrainer
 
@@ -177,6 +178,7 @@ def _trainer(
     if subject.rollouts is not None and "spans" not in subject.rows[0]:  # their rows hold rollouts already
         trainer.add_callback(RolloutBatches(subject.rollouts.in_training(subject.student), trainer))
     trainer.remove_callback(PrinterCallback)
+    add_quantiser(trainer)
     return trainer
 
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from distill_kernels.quantisation.formats import FORMATS
+from torch import nn
 from transformers import TrainingArguments
 
 from distill.core import console
 from distill.models.head import bare
+from distill.models.precision.dtypes import quantised_weights
 from distill.models.precision.gptq import calibration_batches, round_weights
-from distill.models.precision.quantised_formats import formats_of
+from distill.models.precision.quantised_formats import Formats, formats_of
 from distill.models.precision.quantised_student import QuantisedWeights, quantise_student
 from distill.recipe.quantise import Quantise
 from distill.training.listeners import StepListener
 from distill.training.trainer import DistillationTrainer
+
+if TYPE_CHECKING:
+    from distill.models.precision.quantised_adapters import Adapter
 
 
 class QuantiseCallback(StepListener):
@@ -49,6 +54,26 @@ class QuantiseCallback(StepListener):
         self.weights.restore(checkpoint)
 
 
+def quantise_at_once(student: nn.Module, section: Quantise) -> None:
+    """Quantise a student by a recipe's section, each weight to its nearest value."""
+    found = formats_of(student, section)
+    quantise_student(student, found, learned=section.scales == "learned", adapters=_adapters(student, found))
+
+
+def add_quantiser(trainer: DistillationTrainer) -> None:
+    """Have a trainer round the weights of its student after every step, where the student is quantised."""
+    if (weights := quantised_weights(trainer.model)) is not None:
+        trainer.add_callback(QuantiseCallback(weights, trainer.args))
+
+
+def _adapters(student: nn.Module, found: Formats) -> Mapping[str, Adapter] | None:
+    if not hasattr(student, "peft_config"):
+        return None
+    from distill.models.precision.quantised_adapters import use_merged
+
+    return use_merged(bare(student), set(found.by_name))
+
+
 def quantise_for_training(
     trainer: DistillationTrainer, section: Quantise, rows: Sequence[Mapping[str, Sequence[int]]], *, resumed: bool
 ) -> str:
@@ -72,11 +97,7 @@ def quantise_for_training(
             "student.quantise: expected a student that each process holds whole; set parallel.strategy: ddp"
         )
     found = formats_of(student, section)
-    adapters = None
-    if hasattr(student, "peft_config"):
-        from distill.models.precision.quantised_adapters import use_merged
-
-        adapters = use_merged(bare(student), set(found.by_name))
+    adapters = _adapters(student, found)
     narrow = {name: form for name, form in found.by_name.items() if FORMATS[form].is_learned}
     start, how = {}, "each to its nearest value"
     if section.starts_from_gptq and narrow and not resumed:
@@ -86,7 +107,7 @@ def quantise_for_training(
         how = f"{len(start)} by GPTQ on {sum(batch['input_ids'].numel() for batch in batches):,} tokens"
     weights = quantise_student(student, found, learned=section.scales == "learned", adapters=adapters)
     weights.start_from(start)
-    trainer.add_callback(QuantiseCallback(weights, trainer.args))
+    add_quantiser(trainer)
     line = f"{'quantise':<12}student: {weights}; " + ("from the checkpoint" if resumed else f"rounded {how}")
     if found.unfit:
         line += f"; {len(found.unfit)} stay as they are, such as {found.unfit[0]}: rows that are not whole blocks"
