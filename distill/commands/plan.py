@@ -299,9 +299,7 @@ def bench(
     overrides: Overrides = None,
     variants: Annotated[
         str,
-        typer.Option(
-            metavar="LIST", help="plain, compile, liger, distill, distill-{graphs,all-rows,apart,compile,fp8}."
-        ),
+        typer.Option(metavar="LIST", help="plain, compile, liger, distill, distill-{graphs,all-rows,apart,fp8}."),
     ] = "plain,compile,liger,distill,distill-graphs",
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Timed steps per variant.")] = 8,
     as_json: AsJson = False,

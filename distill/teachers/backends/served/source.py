@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -213,7 +213,7 @@ class ServerSource(TeacherSource, NamesFiles, Measures, ChecksData, DescribesSto
         extends = self.recipe.student.vocabulary == "extend"
         columns = identity.rows if self.section.top_k is None or extends else min(identity.rows, student.vocabulary)
         spec = TargetSpec.by(self.recipe, columns, identity.hidden, dtype)
-        return _opened(self.section, self.servers, identity, spec, OpenedAt(context.device, context.precision.teacher))
+        return _opened(self.section, self.servers, identity, spec, context.device, context.precision.teacher)
 
 
 def reconnected(place: Mapping[str, Any]) -> ServerTeacher:
@@ -223,7 +223,7 @@ def reconnected(place: Mapping[str, Any]) -> ServerTeacher:
     identity = servers.identity()
     dtype = getattr(torch, place["wanted"]["dtype"])
     spec = TargetSpec(**{**place["wanted"], "dtype": dtype})
-    return _opened(section, servers, identity, spec, OpenedAt(torch.device("cpu"), dtype))
+    return _opened(section, servers, identity, spec, torch.device("cpu"), dtype)
 
 
 def connect(section: TeacherSection) -> Servers:
@@ -233,17 +233,16 @@ def connect(section: TeacherSection) -> Servers:
     return Servers(ServerConfig(section.urls, token, section.timeout, max(section.prefetch, 1), sums))
 
 
-class OpenedAt(NamedTuple):
-    """Device of the head, and dtype of a student that is cut."""
-
-    device: torch.device
-    cut: torch.dtype
-
-
 def _opened(
-    section: TeacherSection, servers: Servers, identity: Identity, spec: TargetSpec, at: OpenedAt
+    section: TeacherSection,
+    servers: Servers,
+    identity: Identity,
+    spec: TargetSpec,
+    device: torch.device,
+    cut: torch.dtype,
 ) -> ServerTeacher:
-    head = None if spec.top_k is not None else _head(servers, identity, at.device)
+    """Return the teacher of a `distill serve`, its head on `device`; `cut` is the dtype of a student that is cut."""
+    head = None if spec.top_k is not None else _head(servers, identity, device)
     named = {
         "model": identity.model,
         **identity.fingerprint,
@@ -254,7 +253,7 @@ def _opened(
         "server": identity.hash,
     }
     client = DistillClient(servers, spec, identity.limits["logits"] or 1)
-    return ServerTeacher(client, named, LogitTransform(identity.scale, identity.softcap), head, section, at.cut)
+    return ServerTeacher(client, named, LogitTransform(identity.scale, identity.softcap), head, section, cut)
 
 
 def _head(servers: Servers, identity: Identity, device: torch.device) -> HeadWeights:
