@@ -81,11 +81,13 @@ class RowRequest(NamedTuple):
             return None
         return torch.where(self.counted, self.labels.long(), 0 if self.shard is None else ON_ANOTHER_RANK)
 
-    def finish_gradient_(self, gradient: torch.Tensor, z: torch.Tensor, o: Objective, temperature: float = 1.0) -> None:
+    def finish_gradient_(
+        self, gradient: torch.Tensor, z: torch.Tensor, objective: Objective, temperature: float = 1.0
+    ) -> None:
         """Make the gradient for transformed logits `z` over `temperature` that for raw ones, 0 at skipped rows."""
-        gradient.mul_((self.row_scale * (o.student_scale / temperature))[:, None])
-        if o.student_softcap:
-            gradient.mul_((z / o.student_softcap).square_().neg_().add_(1.0))
+        gradient.mul_((self.row_scale * (objective.student_scale / temperature))[:, None])
+        if objective.student_softcap:
+            gradient.mul_((z / objective.student_softcap).square_().neg_().add_(1.0))
         gradient.masked_fill_(~self.counted[:, None], 0.0)
 
     def stats(self, *statistics: torch.Tensor) -> TokenStats:
@@ -141,14 +143,14 @@ def reference_terms(
     return share * p_t * (d - log_q) + g, g
 
 
-def logit_gradient(g: torch.Tensor, p_s: torch.Tensor, o: Objective, shard: VocabShard | None) -> torch.Tensor:
+def logit_gradient(g: torch.Tensor, p_s: torch.Tensor, objective: Objective, shard: VocabShard | None) -> torch.Tensor:
     """Return the gradient for the scaled logits, `g - p_s sum(g)` [n, V], with the sum over all ranks' columns.
 
     Where p_s of a token is near 1, `g` there is nearly the whole sum and the difference cancels. Written
     as `g sum'(p_s) - p_s sum'(g)`, sums over the other tokens, it is exact. No row has two tokens of p_s > 1/2.
     """
     plain = g - p_s * _sum_over_ranks(g.sum(-1, keepdim=True), shard)
-    if not o.stable_top:
+    if not objective.stable_top:
         return plain
     top = p_s > 0.5
     rest_g, rest_p = (_sum_over_ranks(x.masked_fill(top, 0.0).sum(-1, keepdim=True), shard) for x in (g, p_s))
@@ -224,54 +226,58 @@ def reference_rows(
         objective: terms of the loss and its settings.
         request: labels and scales of the rows, and the outputs to compute.
     """
-    o, shard, with_gradient = objective, request.shard, request.with_gradient
+    shard, with_gradient = request.shard, request.with_gradient
     n, vocab = student_raw.shape
-    z = transform_logits(student_raw, o.student_scale, o.student_softcap)
-    z_teacher = None if teacher_raw is None else transform_logits(teacher_raw, o.teacher_scale, o.teacher_softcap)
+    z = transform_logits(student_raw, objective.student_scale, objective.student_softcap)
+    z_teacher = None
+    if teacher_raw is not None:
+        z_teacher = transform_logits(teacher_raw, objective.teacher_scale, objective.teacher_softcap)
     columns = vocab if shard is None else shard.vocab
     targets = request.targets
     loss = z.new_zeros(n)
     gradient = None
     log_p1 = None  # the student at T = 1
-    if o.kinds:
+    if objective.kinds:
         assert z_teacher is not None
-        log_s = log_softmax(z / o.temperature if o.temperature != 1.0 else z, shard)
-        log_t = log_softmax(z_teacher / o.temperature if o.temperature != 1.0 else z_teacher, shard)
-        log_p1 = log_s if o.temperature == 1.0 else None
+        log_s = log_softmax(z / objective.temperature if objective.temperature != 1.0 else z, shard)
+        log_t = log_softmax(z_teacher / objective.temperature if objective.temperature != 1.0 else z_teacher, shard)
+        log_p1 = log_s if objective.temperature == 1.0 else None
         p_s, p_t = log_s.exp(), log_t.exp()
-        for kind, weight, parameter in zip(o.kinds, o.weights, o.parameters, strict=True):
+        for kind, weight, parameter in zip(objective.kinds, objective.weights, objective.parameters, strict=True):
             f, g = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)
             loss += weight * _sum_over_ranks(f.sum(-1), shard).clamp_min(0)
             if with_gradient:
                 if not DIVERGENCES[kind].g_sums_to_0:
-                    g = logit_gradient(g, p_s, o, shard)
-                g = g.mul_(weight / o.temperature)
+                    g = logit_gradient(g, p_s, objective, shard)
+                g = g.mul_(weight / objective.temperature)
                 gradient = g if gradient is None else gradient.add_(g)
-    if o.hard_weight:
+    if objective.hard_weight:
         assert targets is not None
         log_p1 = log_softmax(z, shard) if log_p1 is None else log_p1
-        hard = -(1 - o.label_smoothing) * _at_labels(log_p1, targets, shard)
-        if o.label_smoothing:
-            hard = hard - o.label_smoothing / columns * _sum_over_ranks(log_p1.sum(-1), shard)
+        hard = -(1 - objective.label_smoothing) * _at_labels(log_p1, targets, shard)
+        if objective.label_smoothing:
+            hard = hard - objective.label_smoothing / columns * _sum_over_ranks(log_p1.sum(-1), shard)
         lse = None
-        if o.z_loss:
+        if objective.z_loss:
             lse = _log_sum_exp(z, shard)
-            hard = hard + o.z_loss * lse.square()
-        loss += o.hard_weight * hard
+            hard = hard + objective.z_loss * lse.square()
+        loss += objective.hard_weight * hard
         if with_gradient:
-            factor = o.hard_weight * (1 + 2 * o.z_loss * lse[:, None] if lse is not None else 1.0)
+            factor = objective.hard_weight * (1 + 2 * objective.z_loss * lse[:, None] if lse is not None else 1.0)
             g = log_p1.exp().mul_(factor)
-            if o.label_smoothing:
-                g.sub_(o.hard_weight * o.label_smoothing / columns)
-            _add_at_labels_(g, targets, -o.hard_weight * (1 - o.label_smoothing))
+            if objective.label_smoothing:
+                g.sub_(objective.hard_weight * objective.label_smoothing / columns)
+            _add_at_labels_(g, targets, -objective.hard_weight * (1 - objective.label_smoothing))
             gradient = g if gradient is None else gradient.add_(g)
     loss = torch.where(request.counted, loss * request.row_scale, 0.0)
     if gradient is not None:
-        request.finish_gradient_(gradient, z, o)
-    return RowResult(loss, gradient, reference_stats(z, z_teacher, o, request) if request.with_stats else None)
+        request.finish_gradient_(gradient, z, objective)
+    return RowResult(loss, gradient, reference_stats(z, z_teacher, objective, request) if request.with_stats else None)
 
 
-def reference_stats(z: torch.Tensor, z_teacher: torch.Tensor | None, o: Objective, request: RowRequest) -> TokenStats:
+def reference_stats(
+    z: torch.Tensor, z_teacher: torch.Tensor | None, objective: Objective, request: RowRequest
+) -> TokenStats:
     """Return `TokenStats` of rows of transformed logits [n, V] at T = 1; zeros at skipped rows.
 
     Args:
@@ -290,7 +296,8 @@ def reference_stats(z: torch.Tensor, z_teacher: torch.Tensor | None, o: Objectiv
     if z_teacher is not None:
         log_t = log_softmax(z_teacher, shard)
         p_t = log_t.exp()
-        for kind, weight, parameter in zip(o.kinds, o.divergence_weights, o.parameters, strict=True):
+        terms = zip(objective.kinds, objective.divergence_weights, objective.parameters, strict=True)
+        for kind, weight, parameter in terms:
             f = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)[0]
             divergence = divergence + weight * _sum_over_ranks(f.sum(-1), shard).clamp_min(0)
         teacher_entropy = -_sum_over_ranks(torch.where(p_t > 0, p_t * log_t, 0.0).sum(-1), shard)

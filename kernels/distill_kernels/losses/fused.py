@@ -97,19 +97,19 @@ def fused_linear_divergence(
 
     `descriptors=False` uses cuBLAS GEMMs and the reduction kernel, as devices without TMA do.
     """
-    original, o, batch = student, objective, batch.contiguous()
-    hidden, n = original.hidden, original.hidden.shape[0]
+    head, batch = student, batch.contiguous()  # as the caller holds them; `student` becomes cut and cast
+    hidden, n, temperature = head.hidden, head.hidden.shape[0], objective.temperature
     device = hidden.device
     student = student.cut(vocab, dtype)
     teacher = None if teacher is None else teacher.cut(vocab, dtype)
     count = n if batch.rows is None else batch.rows.numel()
     logit_dtype = torch.float32 if dtype == torch.float32 else torch.float16
     models = 1 if teacher is None else 2
-    weight_16_bit = torch.float32 not in (original.weight.dtype, dtype)
+    weight_16_bit = torch.float32 not in (head.weight.dtype, dtype)
     if workspace is not None and isinstance(teacher, Mixture):  # the mixer allocates one or two more buffers of a chunk
-        workspace //= 3 if required.stats and o.temperature != 1.0 else 2
+        workspace //= 3 if required.stats and temperature != 1.0 else 2
     rank_sums = None if shard is None else _AsyncRankSums(shard.ranks)
-    weight_rows = original.weight.shape[0] if shard is None else shard.max_columns
+    weight_rows = head.weight.shape[0] if shard is None else shard.max_columns
     memory_bytes = device_facts(device).memory_bytes if shard is None else SHARED_MEMORY_BYTES
     shard = shard or VocabShard.whole(vocab)
     plan = plan_chunks(
@@ -117,15 +117,17 @@ def fused_linear_divergence(
         shard.max_columns,
         logit_bytes=logit_dtype.itemsize,
         models=models,
-        weight_bytes=weight_rows * original.weight.shape[1] * original.weight.element_size() if required.weight else 0,
+        weight_bytes=weight_rows * head.weight.shape[1] * head.weight.element_size() if required.weight else 0,
         memory_bytes=memory_bytes,
         workspace=workspace,
         weight_16_bit=weight_16_bit,
     )
-    both_temperatures = o.temperature != 1.0 and (o.hard_weight != 0.0 or required.stats) and batch.policy is None
+    needs_both = objective.hard_weight != 0.0 or required.stats
+    both_temperatures = temperature != 1.0 and needs_both and batch.policy is None
+    teacher_both = both_temperatures and required.stats
     transforms = (
-        Transform(o.student_scale, o.student_softcap, o.temperature, both_temperatures),
-        Transform(o.teacher_scale, o.teacher_softcap, o.temperature, both_temperatures and required.stats),
+        Transform(objective.student_scale, objective.student_softcap, temperature, both_temperatures),
+        Transform(objective.teacher_scale, objective.teacher_softcap, temperature, teacher_both),
     )
 
     allocate = torch.empty if batch.rows is None and vocab and batch.lse is None else torch.zeros  # skipped rows stay 0
@@ -135,18 +137,12 @@ def fused_linear_divergence(
     loss, stats = loss_and_stats[0], loss_and_stats[1:] if required.stats else None
     d_hidden = allocate(hidden.shape, dtype=hidden.dtype, device=device) if required.hidden else None
     d_bias = torch.zeros(vocab, dtype=torch.float32, device=device) if required.bias else None
-    d_a = (
-        torch.zeros_like(original.lora_a, dtype=torch.float32)
-        if required.lora_a and original.lora_a is not None
-        else None
-    )
-    d_b = (
-        torch.zeros_like(original.lora_b, dtype=torch.float32)
-        if required.lora_b and original.lora_b is not None
-        else None
+    d_a, d_b = (
+        torch.zeros_like(matrix, dtype=torch.float32) if wanted and matrix is not None else None
+        for matrix, wanted in ((head.lora_a, required.lora_a), (head.lora_b, required.lora_b))
     )
     fp32_sum = plan.accumulate_fp32 or dtype == torch.float32
-    weight_sum = WeightGradient(original.weight, vocab, len(plan.groups), fp32=fp32_sum)
+    weight_sum = WeightGradient(head.weight, vocab, len(plan.groups), fp32=fp32_sum)
     row_lse: list[torch.Tensor] = []
     buffers = _Workspace(plan, vocab, logit_dtype, device, both_temperatures=both_temperatures, models=models)
     selected = None
@@ -155,14 +151,13 @@ def fused_linear_divergence(
         selected = batch.student_top.allocate(n, device, with_rest=with_rest)
     mixer = None
     if isinstance(teacher, Mixture):
-        at_temperature_1 = both_temperatures and required.stats
         mixer = launcher("mixer")(
             teacher,
             plan.chunk_rows,
             vocab,
             logit_dtype,
-            o.temperature,
-            at_temperature_1=at_temperature_1,
+            temperature,
+            at_temperature_1=teacher_both,
             descriptors=descriptors,
             shard=shard,
         )
@@ -191,9 +186,9 @@ def fused_linear_divergence(
                 rows,
                 batch.lse[start:stop],
                 shard.vocab,
-                o.hard_weight,
-                o.label_smoothing,
-                o.z_loss,
+                objective.hard_weight,
+                objective.label_smoothing,
+                objective.z_loss,
             )
             student_logits = student_logits._replace(values=student_logits.values.view(dtype))
             project(
@@ -231,7 +226,7 @@ def fused_linear_divergence(
                 top,
                 row_scale=batch.row_scale[argument_rows],
                 rows=rows,
-                temperature=o.temperature,
+                temperature=temperature,
             )
             teacher_logits, row_loss = None, functools.partial(launcher("top_k"), top=top)
         elif batch.policy is not None:
@@ -248,7 +243,7 @@ def fused_linear_divergence(
             student_logits.values.view(dtype) if required.gradient else None,
             shard,
         )
-        lse = row_loss(student_logits, teacher_logits, o, call)
+        lse = row_loss(student_logits, teacher_logits, objective, call)
         if lse is not None and teacher is None and not required.gradient:
             row_lse.append(lse)
 
@@ -294,7 +289,7 @@ def fused_linear_divergence(
         group_start = start
     d_weight = weight_sum.total
     if required.weight and d_weight is None:
-        d_weight = torch.zeros_like(original.weight)
+        d_weight = torch.zeros_like(head.weight)
     if rank_sums is not None:
         rank_sums.finish()
         rank_sums.ranks.all_reduce_(loss_and_stats)
@@ -316,10 +311,10 @@ def fused_linear_divergence(
         loss,
         None if stats is None else TokenStats(*stats.unbind(0)),
         d_hidden,
-        in_parameter_dtype(d_weight, original.weight),
-        in_parameter_dtype(d_bias, original.bias),
-        in_parameter_dtype(d_a, original.lora_a),
-        in_parameter_dtype(d_b, original.lora_b),
+        in_parameter_dtype(d_weight, head.weight),
+        in_parameter_dtype(d_bias, head.bias),
+        in_parameter_dtype(d_a, head.lora_a),
+        in_parameter_dtype(d_b, head.lora_b),
         torch.cat(row_lse) if row_lse else None,
     )
 

@@ -272,10 +272,9 @@ def launch_logit_rows(
         objective: terms of the loss and its settings.
         gradient: filled with the gradient for `student`, of its shape; may be its memory. None: no gradient.
     """
-    o = objective
     batches, length, vocab = student.shape
     loss = torch.empty(batches * length, dtype=torch.float32, device=student.device)
-    soft = bool(o.kinds)
+    soft = bool(objective.kinds)
     other = student if teacher is None else teacher
     out = student if gradient is None else gradient
     facts = device_facts(student.device)
@@ -291,20 +290,20 @@ def launch_logit_rows(
         length,
         vocab,
         (*student.stride()[:2], *other.stride()[:2], *out.stride()[:2]),
-        1.0 / o.temperature,
-        o.weights,
-        o.parameters,
-        (o.hard_weight, o.label_smoothing, o.z_loss),
-        KINDS=o.codes,
-        TEMPERED=o.temperature != 1.0,
-        SUBTRACT_SUM=o.subtract_sum,
-        STABLE_TOP=o.stable_top,
+        1.0 / objective.temperature,
+        objective.weights,
+        objective.parameters,
+        (objective.hard_weight, objective.label_smoothing, objective.z_loss),
+        KINDS=objective.codes,
+        TEMPERED=objective.temperature != 1.0,
+        SUBTRACT_SUM=objective.subtract_sum,
+        STABLE_TOP=objective.stable_top,
         GRADIENT=gradient is not None,
         IN_REGISTERS=in_registers,
         STEPS=STEPS,
         LANES=lanes,
         num_warps=warps,
-        **o.hard_label_flags,
+        **objective.hard_label_flags,
     )
     return loss
 

@@ -265,15 +265,15 @@ def launch_policy_row_loss(
     `teacher` is None; `policy` holds all tokens, as the labels do; `head` has the hidden states of the n rows.
     """
     assert teacher is None and call.labels is not None
-    o, s, shard, gradient = objective, policy.settings, call.shard, call.gradient
+    settings, shard, gradient = policy.settings, call.shard, call.gradient
     n, vocab = student.values.shape
     if n == 0:
         return
     tempered = {"TEMPERED": False, "HARD": False, "HAS_TEACHER": False, "STATS": False}
-    norms = row_normalisers(student, student, o.temperature, **tempered)
+    norms = row_normalisers(student, student, objective.temperature, **tempered)
     lse = join_normalisers(shard.ranks.all_gather(norms))[1]
     parts = torch.zeros(2, n, dtype=torch.float32, device=call.loss.device)
-    tiles, entropy = cdiv(vocab, TILE), s.entropy_weight != 0.0
+    tiles, entropy = cdiv(vocab, TILE), settings.entropy_weight != 0.0
     out = student.values if gradient is None else gradient
     if vocab:
         low = None if head.lora_a is None else torch.mm(head.hidden, head.lora_a.t())
@@ -287,19 +287,19 @@ def launch_policy_row_loss(
             (vocab, shard.vocab, tiles, head.hidden.shape[1], 0 if low is None else low.shape[1]),
             (student.values.stride(0), parts.stride(0)),
             tuple((0, 0) if each is None else each.stride() for each in (head.hidden, head.weight, low, head.lora_b)),
-            1.0 / o.temperature,
-            (o.student_scale, o.student_softcap or 1.0, head.lora_scale),
+            1.0 / objective.temperature,
+            (objective.student_scale, objective.student_softcap or 1.0, head.lora_scale),
             ENTROPY=entropy,
             DEPTH=DEPTH,
             TILE=TILE,
             BLOCK=BLOCK,
             num_warps=8 if entropy else 4,
-            **o.transform_flags,
+            **objective.transform_flags,
         )
     shard.ranks.all_reduce_(parts)
     if vocab == 0:
         return
-    with_kl = policy.reference_logprobs is not None and s.kl_weight != 0.0
+    with_kl = policy.reference_logprobs is not None and settings.kl_weight != 0.0
     _policy_kernel[(n,)](
         tuple(student[:2]),
         out,
@@ -310,19 +310,19 @@ def launch_policy_row_loss(
         parts,
         (vocab, tiles),
         (student.values.stride(0), out.stride(0), call.stats_stride, parts.stride(0)),
-        1.0 / o.temperature,
-        (s.clip_low, s.clip_high, s.kl_weight),
-        s.entropy_weight,
-        o.transform,
-        CLIPPED=s.clip_low != NO_CLIP,
-        KL_IN_REWARD=with_kl and s.kl_estimator == "reward",
-        K2=with_kl and s.kl_estimator == "k2",
-        K3=with_kl and s.kl_estimator == "k3",
+        1.0 / objective.temperature,
+        (settings.clip_low, settings.clip_high, settings.kl_weight),
+        settings.entropy_weight,
+        objective.transform,
+        CLIPPED=settings.clip_low != NO_CLIP,
+        KL_IN_REWARD=with_kl and settings.kl_estimator == "reward",
+        K2=with_kl and settings.kl_estimator == "k2",
+        K3=with_kl and settings.kl_estimator == "k3",
         ENTROPY=entropy,
         GRADIENT=gradient is not None,
         OWNS_ROW_TERMS=shard.owns_row_terms,
         TILE=TILE,
         BLOCK=BLOCK,
         num_warps=8,
-        **o.transform_flags,
+        **objective.transform_flags,
     )

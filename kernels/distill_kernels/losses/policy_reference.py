@@ -102,23 +102,23 @@ def reference_policy_terms(log_p: torch.Tensor, policy: Policy) -> tuple[torch.T
         log_p: the tokens' log-probabilities, [n], fp32 or fp64.
         policy: arguments of the same n rows.
     """
-    s = policy.settings
+    settings = policy.settings
     advantages, old, reference = (None if each is None else each.to(log_p.dtype) for each in policy[:3])
     advantage = torch.zeros_like(log_p) if advantages is None else advantages
-    if reference is not None and s.kl_weight and s.kl_estimator == "reward":
-        advantage = advantage + s.kl_weight * (reference - log_p)
+    if reference is not None and settings.kl_weight and settings.kl_estimator == "reward":
+        advantage = advantage + settings.kl_weight * (reference - log_p)
     ratio = torch.ones_like(log_p) if old is None else (log_p - old).exp()
     loss = slope = -ratio * advantage
-    if s.clip_low != NO_CLIP:
-        clipped = -ratio.clamp(1 - s.clip_low, 1 + s.clip_high) * advantage
+    if settings.clip_low != NO_CLIP:
+        clipped = -ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantage
         slope = torch.where(clipped > loss, 0.0, slope)
         loss = torch.maximum(loss, clipped)
-    if reference is not None and s.kl_weight and s.kl_estimator != "reward":
+    if reference is not None and settings.kl_weight and settings.kl_estimator != "reward":
         d = reference - log_p
-        if s.kl_estimator == "k2":
-            loss, slope = loss + s.kl_weight * 0.5 * d.square(), slope - s.kl_weight * d
+        if settings.kl_estimator == "k2":
+            loss, slope = loss + settings.kl_weight * 0.5 * d.square(), slope - settings.kl_weight * d
         else:
-            loss, slope = loss + s.kl_weight * (d.expm1() - d), slope - s.kl_weight * d.expm1()
+            loss, slope = loss + settings.kl_weight * (d.expm1() - d), slope - settings.kl_weight * d.expm1()
     return loss, slope
 
 
@@ -137,24 +137,24 @@ def reference_policy_rows(
     """
     targets, shard = request.targets, request.shard
     assert teacher_raw is None and targets is not None
-    o, s = objective, policy.settings
-    z = transform_logits(student_raw, o.student_scale, o.student_softcap)
-    all_log_p = log_softmax(z / o.temperature if o.temperature != 1.0 else z, shard)
+    settings = policy.settings
+    z = transform_logits(student_raw, objective.student_scale, objective.student_softcap)
+    all_log_p = log_softmax(z / objective.temperature if objective.temperature != 1.0 else z, shard)
     log_p, p = _at_labels(all_log_p, targets, shard), all_log_p.exp()
     loss, slope = reference_policy_terms(log_p, policy)
     entropy = log_p.new_zeros(log_p.shape)
     products = None
-    if s.entropy_weight or request.with_stats:
+    if settings.entropy_weight or request.with_stats:
         products = torch.where(p > 0, p * all_log_p, 0.0)
         entropy = -_sum_over_ranks(products.sum(-1), shard)
-    loss = torch.where(request.counted, (loss - s.entropy_weight * entropy) * request.row_scale, 0.0)
+    loss = torch.where(request.counted, (loss - settings.entropy_weight * entropy) * request.row_scale, 0.0)
     gradient = None
     if request.with_gradient:
         gradient = p * -slope[:, None]
         _add_at_labels_(gradient, targets, slope)
-        if s.entropy_weight and products is not None:
-            gradient += s.entropy_weight * (products + p * entropy[:, None])
-        request.finish_gradient_(gradient, z, o, o.temperature)
+        if settings.entropy_weight and products is not None:
+            gradient += settings.entropy_weight * (products + p * entropy[:, None])
+        request.finish_gradient_(gradient, z, objective, objective.temperature)
     stats = None
     if request.with_stats:
         zeros, reference = torch.zeros_like(log_p), policy.reference_logprobs

@@ -327,20 +327,20 @@ def launch_row_loss(student: Logits, teacher: Logits | None, objective: Objectiv
         objective: terms of the loss and its settings.
         call: labels, scales and outputs.
     """
-    o, shard = objective, call.shard
+    shard = call.shard
     n, vocab = student.values.shape
     if n == 0:
         return call.loss.new_empty(0)
     other = student if teacher is None else teacher
     flags = {
-        "TEMPERED": o.temperature != 1.0,
-        "HARD": o.hard_weight != 0.0,
+        "TEMPERED": objective.temperature != 1.0,
+        "HARD": objective.hard_weight != 0.0,
         "HAS_TEACHER": teacher is not None,
         "STATS": call.stats is not None,
     }
-    norms = join_normalisers(shard.ranks.all_gather(row_normalisers(student, other, o.temperature, **flags)))
+    norms = join_normalisers(shard.ranks.all_gather(row_normalisers(student, other, objective.temperature, **flags)))
     out, sums = student.values if call.gradient is None else call.gradient, None
-    subtract_sum = call.gradient is not None and o.subtract_sum
+    subtract_sum = call.gradient is not None and objective.subtract_sum
 
     def launch(*, only_sums: bool = False) -> None:
         if vocab == 0:
@@ -362,22 +362,22 @@ def launch_row_loss(student: Logits, teacher: Logits | None, objective: Objectiv
                 call.stats_stride,
                 norms.stride(0),
             ),
-            1.0 / o.temperature,
-            o.weights,
-            o.parameters,
-            o.divergence_weights,
-            (o.hard_weight, o.label_smoothing, o.z_loss),
-            o.transform,
+            1.0 / objective.temperature,
+            objective.weights,
+            objective.parameters,
+            objective.divergence_weights,
+            (objective.hard_weight, objective.label_smoothing, objective.z_loss),
+            objective.transform,
             1.0 if shard.owns_row_terms else 0.0,
-            KINDS=o.codes,
-            STABLE_TOP=o.stable_top,
+            KINDS=objective.codes,
+            STABLE_TOP=objective.stable_top,
             GRADIENT=call.gradient is not None,
             SUBTRACT_SUM=subtract_sum,
             ONLY_SUMS=only_sums,
             TILE=TILE,
             BLOCK=block,
             num_warps=min(block, MOST_THREADS // device_facts(call.loss.device).warp_size),
-            **flags | o.hard_label_flags | o.transform_flags,
+            **flags | objective.hard_label_flags | objective.transform_flags,
         )
 
     if subtract_sum and shard.ranks.size > 1:

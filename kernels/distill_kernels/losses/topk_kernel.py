@@ -231,7 +231,7 @@ def launch_top_k_row_loss(
     `teacher` is None; `top` holds all tokens, as the labels do, with ids of the whole vocabulary. Overwrites
     `student.values` even without a gradient.
     """
-    o, shard, gradient = objective, call.shard, call.gradient
+    shard, gradient = call.shard, call.gradient
     n, vocab = student.values.shape
     if n == 0:
         return
@@ -240,15 +240,15 @@ def launch_top_k_row_loss(
     out = student.values if gradient is None else gradient
     ids, given, tail, rest = top
     bucket = tail == "bucket"
-    at_temperature_1 = o.temperature != 1.0 and (o.hard_weight != 0.0 or call.stats is not None)
+    at_temperature_1 = objective.temperature != 1.0 and (objective.hard_weight != 0.0 or call.stats is not None)
     joint = join_top_k(
         student,
         top,
         call.row_scale,
         call.rows,
         shard,
-        temperature=o.temperature,
-        bucket=bucket and bool(o.kinds),
+        temperature=objective.temperature,
+        bucket=bucket and bool(objective.kinds),
         at_temperature_1=at_temperature_1,
         block=BLOCK,
     )
@@ -270,24 +270,24 @@ def launch_top_k_row_loss(
             call.stats_stride,
             joint.norms.stride(0),
         ),
-        1.0 / o.temperature,
-        o.weights,
-        o.parameters,
-        o.divergence_weights[0] / o.weights[0] if o.kinds else 0.0,
-        (o.hard_weight, o.label_smoothing, o.z_loss),
-        o.transform,
+        1.0 / objective.temperature,
+        objective.weights,
+        objective.parameters,
+        objective.divergence_weights[0] / objective.weights[0] if objective.kinds else 0.0,
+        (objective.hard_weight, objective.label_smoothing, objective.z_loss),
+        objective.transform,
         shard.vocab,
         shard.start,
-        KINDS=o.codes,
+        KINDS=objective.codes,
         BUCKET=bucket,
         SAMPLED=tail == "sampled",
-        REVERSE="reverse_kl" in o.kinds,
-        TEMPERED=o.temperature != 1.0,
+        REVERSE="reverse_kl" in objective.kinds,
+        TEMPERED=objective.temperature != 1.0,
         GRADIENT=gradient is not None,
         OWNS_ROW_TERMS=shard.owns_row_terms,
         TILE=TILE,
         BLOCK=BLOCK,
         LANES=next_power_of_2(k + 1),
         num_warps=8,
-        **o.hard_label_flags | o.transform_flags,
+        **objective.hard_label_flags | objective.transform_flags,
     )

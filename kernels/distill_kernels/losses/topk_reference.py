@@ -163,17 +163,22 @@ def outcome_log_probs(
 
 
 def _over_outcomes(
-    scaled: torch.Tensor, columns_of_k: TopKColumns, given: torch.Tensor, o: Objective, top: TopK, with_gradient: bool
+    scaled: torch.Tensor,
+    columns_of_k: TopKColumns,
+    given: torch.Tensor,
+    objective: Objective,
+    top: TopK,
+    with_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return divergences over the outcomes, [n], and their gradient for the scaled logits, [n, V]."""
     log_s, log_t, rest = outcome_log_probs(scaled, columns_of_k, given, top)
     p_s, p_t = log_s.exp(), log_t.exp()
     loss, slope = scaled.new_zeros(scaled.shape[0]), torch.zeros_like(log_s)
-    for kind, weight, parameter in zip(o.kinds, o.weights, o.parameters, strict=True):
+    for kind, weight, parameter in zip(objective.kinds, objective.weights, objective.parameters, strict=True):
         f, g = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)
         loss += weight * f.sum(-1).clamp_min(0)
         slope += weight * (g - p_s * g.sum(-1, keepdim=True))
-    if "reverse_kl" in o.kinds:
+    if "reverse_kl" in objective.kinds:
         impossible = torch.cat([given, log_t[:, given.shape[1] :]], -1) == IMPOSSIBLE
         loss = torch.where(impossible.any(-1), torch.inf, loss)
     if not with_gradient:
@@ -184,10 +189,10 @@ def _over_outcomes(
 
 
 def _over_samples(
-    scaled: torch.Tensor, columns_of_k: TopKColumns, given: torch.Tensor, o: Objective, with_gradient: bool
+    scaled: torch.Tensor, columns_of_k: TopKColumns, given: torch.Tensor, objective: Objective, with_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the forward KL from sampled weights, [n], and its gradient for the scaled logits, [n, V]."""
-    (weight,) = o.weights
+    (weight,) = objective.weights
     log_p, w = log_softmax(scaled, columns_of_k.shard), given.exp()
     total = w.sum(-1, keepdim=True)
     f = torch.where(w > 0, w * (given - columns_of_k.gather(log_p)), 0.0)
@@ -214,27 +219,27 @@ def reference_top_k_rows(
     token; what K tokens cannot tell (teacher_entropy, teacher_label_logprob) is 0.
     """
     assert teacher_raw is None
-    o, shard, counted_rows = objective, request.shard, request.counted
-    hard = o._replace(kinds=(), weights=(), parameters=(), divergence_weights=())
+    shard, counted_rows = request.shard, request.counted
+    hard = objective._replace(kinds=(), weights=(), parameters=(), divergence_weights=())
     result = reference_rows(student_raw, None, hard, request)
-    if not o.kinds:
+    if not objective.kinds:
         return result
     given = top.logprobs.to(student_raw.dtype)
     columns_of_k = top_k_columns(top.ids, given, student_raw.shape[1], shard)
-    z = transform_logits(student_raw, o.student_scale, o.student_softcap)
-    scaled = z / o.temperature
+    z = transform_logits(student_raw, objective.student_scale, objective.student_softcap)
+    scaled = z / objective.temperature
     if top.tail == "sampled":
-        soft, gradient = _over_samples(scaled, columns_of_k, given, o, request.with_gradient)
+        soft, gradient = _over_samples(scaled, columns_of_k, given, objective, request.with_gradient)
     else:
-        soft, gradient = _over_outcomes(scaled, columns_of_k, given, o, top, request.with_gradient)
+        soft, gradient = _over_outcomes(scaled, columns_of_k, given, objective, top, request.with_gradient)
     loss = result.loss + torch.where(counted_rows, soft * request.row_scale, 0.0)
     if gradient is not None:
-        request.finish_gradient_(gradient, z, o, o.temperature)
+        request.finish_gradient_(gradient, z, objective, objective.temperature)
         if result.gradient is not None:
             gradient.add_(result.gradient)
     stats = result.stats
     if stats is not None:
-        divergence = torch.where(counted_rows, soft * (o.divergence_weights[0] / o.weights[0]), 0.0)
+        divergence = torch.where(counted_rows, soft * (objective.divergence_weights[0] / objective.weights[0]), 0.0)
         highest, likeliest = _row_maximum(z, shard), given == given.amax(-1, keepdim=True)
         both = (columns_of_k.gather(z) == highest) & likeliest
         alone = (_sum_over_ranks((z == highest).sum(-1).to(z.dtype), shard) == 1) & (likeliest.sum(-1) == 1)
@@ -256,9 +261,10 @@ def reference_student_top_k_rows(
     Arguments as of `divergence.reference_rows`; statistics as of `reference_top_k_rows`. A teacher's probability of 0
     makes the reverse KL inf.
     """
-    o = objective
-    ids = transform_logits(student_raw, o.student_scale, o.student_softcap).topk(student_top.k, sorted=False).indices
-    log_t = log_softmax(transform_logits(teacher_raw, o.teacher_scale, o.teacher_softcap) / o.temperature)
+    z = transform_logits(student_raw, objective.student_scale, objective.student_softcap)
+    z_teacher = transform_logits(teacher_raw, objective.teacher_scale, objective.teacher_softcap)
+    ids = z.topk(student_top.k, sorted=False).indices
+    log_t = log_softmax(z_teacher / objective.temperature)
     rest = log_t.scatter(-1, ids, -torch.inf).logsumexp(-1).clamp_min(IMPOSSIBLE)
     top = TopK(ids, log_t.gather(-1, ids).clamp_min(IMPOSSIBLE), student_top.tail, rest)
-    return reference_top_k_rows(student_raw, None, o, request, top=top)
+    return reference_top_k_rows(student_raw, None, objective, request, top=top)
