@@ -145,6 +145,7 @@ def test_a_run_that_is_killed_and_resumed_is_the_whole_one(place, url, here, mon
     assert run_command(["verify", "kept"]) == 0
 
 
+@pytest.mark.full  # ranks are held to one process in test_conformance.py, two fill a store in test_cache_sharded.py
 def test_two_processes_store_for_each_other(place, url, here, asked):
     Path("two.yaml").write_text(dump(recipe(place, url, "train.tokens_per_step=192", "teacher.online_cache=kept")))
     run_as_two("-m", "distill", "run", "two.yaml", "--name", "kept", cwd=here)
