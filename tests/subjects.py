@@ -396,14 +396,14 @@ SERVED = ("served", "served top k")
 SUBJECTS = {"one": one, "answering": answering, "several": several, "across": across}
 SUBJECTS["drawing"] = lambda: answering({"terms": [{"type": "policy_gradient"}, {"type": "jsd", "weight": 0.3}]})
 # off-policy, with hard labels and warm: what the policy gradient never is
-OWN_TOP_K = {
+STUDENT_TOP_K = {
     "temperature": 2.0,
     "terms": [{"type": "top_k_reverse_kl", "k": 8, "weight": 0.7}, {"type": "cross_entropy", "weight": 0.5}],
 }
-SUBJECTS["own top k"] = lambda: one(OWN_TOP_K)
+SUBJECTS["student top k"] = lambda: one(STUDENT_TOP_K)
 SUBJECTS |= {"kept": kept, "informed": informed, "informed answering": informed_answering}
 # by the kind of teacher
-KINDS = {"model": ["one", "answering", "drawing", "own top k"], "mixture": ["several"], "cross": ["across"]}
+KINDS = {"model": ["one", "answering", "drawing", "student top k"], "mixture": ["several"], "cross": ["across"]}
 SUBJECTS |= {"routed": routed, "routed answering": routed_answering, "several informed": several_informed}
 KINDS |= {"context": ["informed", "informed answering"], "routed": ["routed", "routed answering"]}
 SUBJECTS |= {"routed informed": routed_informed, "routed informed answering": routed_informed_answering}

@@ -122,7 +122,7 @@ def check(workplace, undisturbed, name, kills, seed, steps=STEPS, **more):
     assert not (folder / ".unfinished").exists()
 
 
-@pytest.mark.full  # a plain run kills and resumes in test_keep.py
+@pytest.mark.full  # a plain run kills and resumes in test_online_cache.py
 def test_run_killed_twice_ends_undisturbed(workplace, undisturbed):
     check(workplace, undisturbed, "two", int(os.environ.get("DISTILL_KILLS", "2")), seed=1)
 

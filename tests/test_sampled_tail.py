@@ -3,7 +3,7 @@
 import pytest
 import torch
 from subjects import answering
-from test_own_top_k import HT, H, V, assert_same, called, logits_of, loss_of, operands, valid
+from test_student_top_k_term import HT, H, V, assert_same, called, logits_of, loss_of, operands, valid
 
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor.invariants import CHECKS

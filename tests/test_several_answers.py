@@ -224,7 +224,7 @@ def test_all_answers_of_a_prompt_stay_in_one_micro_batch():
     assert why_batch_size_stays(parse(RECIPE, ["data.on_policy.samples=1"])) is None
 
 
-@pytest.mark.full  # a plain run kills and resumes in test_keep.py
+@pytest.mark.full  # a plain run kills and resumes in test_online_cache.py
 @pytest.mark.parametrize("ahead, packing", [(2, True), (0, False)])
 def test_a_killed_run_resumes_bit_identically(tmp_path, ahead, packing):
     """The run has cut-offs, stop strings and two responses a prompt."""

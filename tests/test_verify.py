@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_keep import here, losses, models, recipe  # noqa: F401  (fixtures, and a run with teacher.online_cache)
+from test_online_cache import here, losses, models, recipe  # noqa: F401  (fixtures, and a run with teacher.online_cache)
 from test_resume import RECIPE, figures, finished_run
 
 from distill.cli import run_command

@@ -35,7 +35,7 @@ LOSSES: Makers = {
     "attention_relation": "distill.objectives.layer_losses:AttentionRelationLoss",
     "hidden_state": "distill.objectives.layer_losses:HiddenStateLoss",
     "policy_gradient": "distill.objectives.policy_gradient:SampledTokenLoss",
-    "top_k_reverse_kl": "distill.objectives.student_top_k:own_top_k_loss",
+    "top_k_reverse_kl": "distill.objectives.student_top_k:student_top_k_loss",
 }
 COMPOSITE = "distill.objectives.auxiliary_losses:CompositeLoss"
 

@@ -84,7 +84,7 @@ class StudentTopKTailLoss(SampledTail):
         return self.of(call, TailTargets(*(spread(each, rows, call.labels.shape) for each in values)))
 
 
-def own_top_k_loss(
+def student_top_k_loss(
     term: TopKTerm, section: Loss, pairing: VocabularyAlignment, transform: LogitTransform
 ) -> StudentTopKLoss | StudentTopKTailLoss:
     """Return the loss of the term `top_k_reverse_kl`, by how it treats the tail."""

@@ -84,7 +84,7 @@ def policy_candidates(case: str, head: bool) -> tuple[Any, ...]:
     return case, inputs, losses, (STUDENT_FLOOR, floor(inputs, head=head, teacher=False)), exact
 
 
-def own_top_k(quick: bool) -> list[Row]:
+def student_top_k(quick: bool) -> list[Row]:
     """The recipe's `top_k_reverse_kl`, from both heads to gradients, beside the full reverse KL."""
     inputs = Inputs(MAIN)
     rows, losses = torch.arange(MAIN.rows, device="cuda"), {"full reverse KL": ours(REVERSE)}
@@ -111,4 +111,4 @@ def run(quick: bool = False, only: str = "") -> Iterator[Row]:
     if only in "linear policy gradient":
         yield from policy_gradient(quick)
     if only in "linear top_k_reverse_kl":
-        yield from own_top_k(quick)
+        yield from student_top_k(quick)

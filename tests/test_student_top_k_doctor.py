@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from distill_kernels.losses import linear
 from distill_kernels.losses.topk_reference import TopK, reference_top_k_rows
-from subjects import OWN_TOP_K, answering, informed_answering, one, routed_answering
+from subjects import STUDENT_TOP_K, answering, informed_answering, one, routed_answering
 
 from distill.doctor.invariants import CHECKS, fused_equals_reference, workspace_changes_nothing
 from distill.objectives.student_top_k import StudentTopKLoss
@@ -16,7 +16,7 @@ ALONE = {"terms": [{"type": "top_k_reverse_kl", "k": 8}]}
 
 @pytest.mark.parametrize("name", ["served", "hidden", "informed", "kept", "launched"])
 def test_every_hidden_state_teacher_supports_it(name, subject_of):
-    subject = replace(subject_of(name), loss=Loss.model_validate(OWN_TOP_K))
+    subject = replace(subject_of(name), loss=Loss.model_validate(STUDENT_TOP_K))
     finding = fused_equals_reference(subject)
     assert finding.passed, finding
 
@@ -24,7 +24,7 @@ def test_every_hidden_state_teacher_supports_it(name, subject_of):
 def test_a_cache_of_k_tokens_is_refused(subject_of):
     """The recipe's text does not tell what a cache holds."""
     subject = subject_of("bucket")
-    subject.loss = Loss.model_validate(OWN_TOP_K)
+    subject.loss = Loss.model_validate(STUDENT_TOP_K)
     with pytest.raises(ValueError, match="expect hidden states of the teacher, got its top K tokens"):
         subject.objective()
 

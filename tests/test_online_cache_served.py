@@ -1,4 +1,4 @@
-"""A teacher that is served and kept: its servers are asked once for a document, and what they sent is read."""
+"""Online caching of a served teacher: its servers are queried once for a document, and the store is read."""
 
 import json
 import re

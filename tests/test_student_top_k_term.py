@@ -1,4 +1,4 @@
-"""The reverse KL over the student's own K likeliest tokens: against logits in fp64, and in recipes."""
+"""The reverse KL over the student's top K tokens: against logits in fp64, and in recipes."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""A teacher whose words are kept: asked once for a document, read in later epochs, evaluations and runs."""
+"""Online caching: a teacher computes each document once; later epochs, evaluations and runs read its outputs."""
 
 import json
 import re

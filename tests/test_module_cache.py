@@ -1,4 +1,4 @@
-"""A model's lists: what `Trainer` does every step without a walk over all modules, with the same effect."""
+"""Cached lists of a model's modules: `Trainer` does the same every step without a walk over all of them."""
 
 import copy
 import gc
