@@ -214,7 +214,7 @@ def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
     own, others, found = _bounds(batch, ""), _bounds(batch, "teacher_"), []
     if others:
         teacher = batch["teacher_input_ids"].tolist()
-        reopen_spec = dict(zip(batch["valid_rows"].tolist(), batch["teacher_rows"].tolist(), strict=True))
+        teacher_row_of = dict(zip(batch["valid_rows"].tolist(), batch["teacher_rows"].tolist(), strict=True))
     for row, bounds in enumerate(own):
         for number, (start, end) in enumerate(bounds):
             # padding, or what follows a response in a template
@@ -223,7 +223,7 @@ def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
             if end > start:
                 other = None
                 if others:
-                    predicts_last = reopen_spec[row * len(ids[row]) + end - 2] % len(teacher[row])
+                    predicts_last = teacher_row_of[row * len(ids[row]) + end - 2] % len(teacher[row])
                     other = teacher[row][others[row][number][0] : predicts_last + 2]
                 route = int(batch["routes"][row, start]) if "routes" in batch else None
                 found.append(Document(ids[row][start:end], labels[row][start:end], row, other, route))
