@@ -229,7 +229,8 @@ class Run:
         if recipe.student.quantise is not None:
             resumed = prepared.last is not None
             notes.append(resolve_name(QUANTISE)(trainer, recipe.student.quantise, splits.train, resumed=resumed))
-        lines = self._prepare_models(prepared, pair, trainer)
+        with console.spinner("patching the models, trying the first batch"):
+            lines = self._prepare_models(prepared, pair, trainer)
         rollouts = None
         if recipe.data.own_answers is not None:
             rollouts = resolve_name(ROLLOUTS)(
