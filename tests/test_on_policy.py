@@ -13,7 +13,7 @@ from two_ranks import run_as_two
 
 from distill.core.ranks import exit_process
 from distill.data.chat import load_template
-from distill.data.collator import Collator, DefaultColumns
+from distill.data.collator import Collator
 from distill.data.report import DataReport
 from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated
 from distill.generation.documents import as_row, documents_of
@@ -28,7 +28,7 @@ from distill.training.progress import MetricsFile, read_metrics
 from distill.training.step_listeners import RolloutBatches
 from distill.training.trainer import DistillationTrainer
 
-COLLATE = DefaultColumns(Collator(2, omit_plain_positions=True))
+COLLATE = Collator(2, omit_plain_positions=True)
 
 
 def pairs(count=16, seed=0):

@@ -7,7 +7,7 @@ import torch
 from subjects import SUBJECTS, routed, routed_answering
 from tiny import save_models, tiny_model
 
-from distill.data.collator import Collator, DefaultColumns
+from distill.data.collator import Collator
 from distill.doctor.invariants import fused_equals_reference, models_read_the_same_tokens
 from distill.doctor.rows import split_row
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
@@ -236,7 +236,7 @@ def test_responses_in_one_row_have_the_same_teachers(kind):
     for model in subject.teacher.models.values():
         model.double()
     objective = DistillationObjective(subject.teacher, student, subject.loss)
-    collate = objective.collator(DefaultColumns(Collator(2)))
+    collate = objective.collator(Collator(2))
     batches, found = [collate(list(subject.rows[:3]))], []
     longest = max(document.length for document in documents_of(batches[0])) + 5
     for one_row in (False, True):

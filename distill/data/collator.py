@@ -37,7 +37,8 @@ class Collator:
     def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
         """Return a batch of `rows`, each with `input_ids`, `labels` (not shifted) and `position_ids`.
 
-        An empty list gives a row of padding, for a process that has no rows left.
+        A row without `labels` is trained on whole, and one without `position_ids` is one document. An empty list gives
+        a row of padding, for a process that has no rows left.
 
         Returns:
             `input_ids`, `labels`, `position_ids`: int64 [B, S]; `valid_rows`: int64 [M], the flat indices
@@ -45,6 +46,7 @@ class Collator:
         """
         # two tokens: models take a single token for a decoding step
         rows = rows or [{"input_ids": [self.pad_token_id] * 2, "labels": [IGNORE_INDEX] * 2, "position_ids": [0, 1]}]
+        rows = [{"position_ids": range(len(row["input_ids"])), "labels": row["input_ids"], **row} for row in rows]
         length = max(len(row["input_ids"]) for row in rows)
         multiple = self.pad_to_multiple_of or 1
         length = -(-length // multiple) * multiple
@@ -83,18 +85,6 @@ def trained_rows(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     if "valid_rows" in batch:
         return batch["valid_rows"]
     return valid_rows(mask_document_starts(batch["labels"], batch.get("position_ids")))
-
-
-class DefaultColumns:
-    """Collator that adds default `position_ids` (one document per row) and `labels` (every token) to rows."""
-
-    def __init__(self, collator: Collator) -> None:
-        self.collator = collator
-
-    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-        """Add missing columns to the rows and collate them."""
-        rows = [{"position_ids": range(len(row["input_ids"])), "labels": row["input_ids"], **row} for row in rows]
-        return self.collator(rows)
 
 
 def padding_token(*owners: object) -> int:

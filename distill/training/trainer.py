@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from distill.core.labels import count_trained_tokens
-from distill.data.collator import Collator, DefaultColumns, EmptyBatchCollator, padding_token
+from distill.data.collator import Collator, EmptyBatchCollator, padding_token
 from distill.models.patch.attention import keep_soft_cap
 from distill.models.patch.document_rope import follows_length, rope_by_document
 from distill.objectives.losses import LossSpec
@@ -87,7 +87,7 @@ class DistillationTrainer(TransformersCompat):
             rope_by_document(loaded_model)
         padding = padding_token(processing_class, getattr(model, "config", None))
         default = Collator(padding, omit_plain_positions=not any(map(follows_length, (model, *loaded.values()))))
-        data_collator = DefaultColumns(default) if data_collator is None else EmptyBatchCollator(data_collator, default)
+        data_collator = default if data_collator is None else EmptyBatchCollator(data_collator, default)
         super().__init__(
             model=model,
             args=args,
