@@ -55,7 +55,7 @@ from distill.training.progress import ProgressReport
         ("load_best_model_at_end=true", "not supported; the last weights are the student"),
         ("hub_model_id=me/it", "not supported; distill export RUN -o FOLDER"),
         ("stage=sft", "not supported; there is one task, distillation"),
-        ("student.pissa_init=true", "not supported; student.lora begins at the model itself"),
+        ("student.pissa_init=true", "not supported; student.lora starts at the model itself"),
     ],
 )
 def test_names_of_other_tools_get_their_cure(override, expected):

@@ -181,11 +181,11 @@ _CURES = {
     "data.name": "a configuration of a hub data set is data.subset",
     "datasets": "one source: a file, a hub id, or a folder of files",
     "data_files": "a file, or a folder of them",
-    "data.type": "left out, it is told by the columns",
+    "data.type": "left out, it is detected from the columns",
     "template": "tokenizer for its own, or a .jinja file",
-    "train_on_inputs completion_only_loss assistant_only_loss": "answers alone are learned: all of them, or the last",
-    "model": "teacher.model names the large one",
-    "teacher.weight": "several teachers stand under teachers:, each with its weight",
+    "train_on_inputs completion_only_loss assistant_only_loss": "only responses are trained on: all, or the last",
+    "model": "student.model names the student, teacher.model the teacher",
+    "teacher.weight": "several teachers are a list under teachers:, each with its weight",
     "load_in_8bit load_in_4bit quantization": (
         "a frozen model in 8 bits is teacher.dtype: int8 or fp8; a model in 4 bits is named by its checkpoint"
     ),
@@ -225,7 +225,7 @@ _UNSUPPORTED = {
     ),
     "group_by_length length_column_name sample_packing_eff_est pad_to_sequence_len pad_to_multiple_of padding "
     "padding_side padding_free": "data.packing fills rows with whole documents, so that nothing is padded",
-    "remove_unused_columns column_names columns": "data.fields says which columns are read; others are left out",
+    "remove_unused_columns column_names columns": "data.fields names the columns that are read; others are ignored",
     "streaming iterable_dataset": "data.max_rows reads the first rows; a source is read to its end",
     "shuffle shuffle_buffer_size shuffle_merged_datasets": "rows are always shuffled, by train.seed",
     "eval_batch_size eval_sample_packing": "held-out rows go by train.batch_size and data.packing, as those trained",
@@ -239,7 +239,7 @@ _UNSUPPORTED = {
     ),
     "loraplus_lr_ratio loraplus_lr_embedding embedding_learning_rate": "all weights share train.learning_rate",
     "init_lora_weights peft_init_lora_weights pissa_init use_pissa pissa_convert": (
-        "student.lora begins at the model itself, its B at zero"
+        "student.lora starts at the model itself, with B = 0"
     ),
     "relora relora_steps vera oft use_oft adalora prompt_tuning prefix_tuning ia3 qlora": "student.lora is plain LoRA",
     "lora_bias modules_to_save layers_to_transform lora_layers_to_transform": (
@@ -248,9 +248,9 @@ _UNSUPPORTED = {
     "load_in_2bit bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_use_double_quant bnb_config gptq": (
         "a frozen model in 8 bits is teacher.dtype: int8 or fp8"
     ),
-    "rope_scaling rope_theta overrides_of_model_config": "the model's own config.json says it",
+    "rope_scaling rope_theta overrides_of_model_config": "the model's own config.json determines it",
     "resize_token_embeddings resize_vocab special_tokens tokens added_tokens new_special_tokens tokenizer_type": (
-        "the student reads by the teacher's tokenizer, or by its own with student.vocabulary: cross"
+        "the student uses the teacher's tokenizer, or its own with student.vocabulary: cross"
     ),
     "ref_model ref_model_name_or_path sync_ref_model": "the teacher is the only other model: teacher.model",
     "reward_model reward_funcs reward_weights reward_fn scale_rewards": (
@@ -258,15 +258,15 @@ _UNSUPPORTED = {
         "reward_scale and weight"
     ),
     "dpo_beta pref_beta pref_loss simpo_gamma orpo_alpha kto_chosen_weight epsilon_high num_iterations": (
-        "there are no preference losses: loss.terms with data.on_policy learns from the teacher's probabilities of the "
-        "student's own answers"
+        "there are no preference losses: loss.terms with data.on_policy trains on the teacher's distribution over "
+        "student-generated responses"
     ),
     "attention_distillation hidden_loss feature_loss intermediate_layers layer_mapping hidden_state_loss cosine_loss": (
         "loss.terms compare output distributions; a loss of your own is a plugin (--plugin FILE.py)"
     ),
-    "seq_kd sequence_level sequence_kd": "distill sample writes the teacher's answers as data to train on",
+    "seq_kd sequence_level sequence_kd": "distill sample writes the teacher's responses as data to train on",
     "logits_top_k kd_top_k_before_softmax top_logits kd_zscore_base_temp kd_normalize": (
-        "teacher.top_k, of a server or a store, keeps the likeliest tokens; loss.temperature is the only transform"
+        "teacher.top_k, of a server or a cache, is the number of top tokens; loss.temperature is the only transform"
     ),
     "context_parallel_size sequence_parallel_degree tensor_parallel_size tensor_parallel pipeline_parallel_size "
     "expert_parallel_size": "parallel.strategy: fsdp shards the student, parallel.teacher: sharded the teacher",
@@ -277,11 +277,11 @@ _UNSUPPORTED = {
         "fused kernels are always on; student.attention names another attention"
     ),
     "mlflow_tracking_uri wandb_entity wandb_run_id wandb_watch swanlab_project trackio_space_id": (
-        "train.report_to: wandb (or another), whose own variables stand in the environment"
+        "train.report_to: wandb (or another), with its own environment variables"
     ),
     "use_chat_template add_generation_prompt chat_template_jinja default_system_message system_prompt train_on_eos "
     "train_on_eot message_field_role message_field_content roles message_property_mappings": (
-        "data.chat_template: tokenizer, none or a .jinja file; a turn's end is learned with it"
+        "data.chat_template: tokenizer, none or a .jinja file; the end of a turn is trained on too"
     ),
 }  # fmt: skip
 
