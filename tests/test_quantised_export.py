@@ -217,7 +217,7 @@ def test_an_awq_folder_holds_what_was_trained(workplace, capsys):
 
 def test_rounding_without_training_is_judged_like_a_student(workplace, tmp_path, capsys):
     found = {}
-    for method in ("nearest", "importance", "gptq"):
+    for method in ("nearest", "importance", "awq", "gptq"):
         data = [] if method == "nearest" else ["--data", "rows.jsonl", "--max-length", "64"]
         assert run_command(["quantise", "./student", "-o", method, "--method", method, *data]) == 0
         assert f"wrote {method}: 15 matrices rounded to q4_0, {15 if method == 'nearest' else 14} by {method}" in (
@@ -232,7 +232,7 @@ def test_rounding_without_training_is_judged_like_a_student(workplace, tmp_path,
     assert (tmp_path / "packed" / "packed-q4_0.gguf").is_file()
     for arguments, message in (
         (["-f", "q5_1"], "--format: expected one of q4_0, q5_0, q8_0, q4_k, q6_k, int4_g32, int8, fp8, nvfp4, got 'q"),
-        (["--method", "awq"], "--method: expected one of nearest, importance, gptq, got 'awq'"),
+        (["--method", "hqq"], "--method: expected one of nearest, importance, awq, gptq, got 'hqq'"),
         ([], "--data: required for a model with --method gptq; only a run has training rows"),
         (["--method", "nearest", "--data", "rows.jsonl"], "--data: nearest calibrates on nothing"),
         (["--max-length", "9"], "--max-length: expected together with --data"),

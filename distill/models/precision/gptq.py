@@ -1,4 +1,4 @@
-"""Rounding of weights without training: to nearest, by importance, and error-compensated (GPTQ).
+"""Rounding of weights without training: to nearest, by importance, activation-aware (AWQ), error-compensated (GPTQ).
 
 A linear layer with inputs `x` computes `W x`; rounding `W` to `Q` costs `tr((W - Q) H (W - Q)^T)` with `H = sum x x^T`
 over calibration tokens. `nearest` ignores `H`; `importance` chooses each block's scale by its diagonal; `gptq` (Frantar
@@ -12,6 +12,7 @@ the rounded layers before it compute.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -24,9 +25,10 @@ from torch import nn
 from distill.core.eval_mode import eval_mode
 from distill.models.head import bare, decoder_of
 from distill.models.layers import find_layers
+from distill.models.precision.linear_group import Group
 from distill.models.precision.quantised_formats import plain_name
 
-Method = Literal["nearest", "importance", "gptq"]
+Method = Literal["nearest", "importance", "awq", "gptq"]
 DAMPING = 0.01  # added to the diagonal of H, relative to its mean
 COLUMNS = 128  # rounded before the rest of the matrix is moved
 
@@ -45,21 +47,6 @@ class Rounded(NamedTuple):
     def values(self, name: str) -> torch.Tensor:
         """Return the rounded weights in the format called `name`."""
         return reference_fake_quantise(self.weight, name, self.scales)
-
-
-class _Group:
-    """Linear layers that read the same input, and the sum of its outer products."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.linears: dict[str, nn.Linear] = {}
-        self.hessian = torch.zeros(size, size, device=device)
-        self.tokens = 0
-
-    def add(self, x: torch.Tensor) -> None:
-        rows = x.detach().reshape(-1, x.shape[-1]).float()
-        with torch.autocast(rows.device.type, enabled=False):
-            self.hessian.addmm_(rows.t(), rows)
-        self.tokens += len(rows)
 
 
 def compensate(weight: torch.Tensor, hessian: torch.Tensor, name: str, scales: Scales) -> torch.Tensor:
@@ -112,7 +99,7 @@ def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
         damping *= 10
 
 
-def _round_group(group: _Group, formats: Mapping[str, str], method: Method) -> dict[str, Rounded]:
+def _round_group(group: Group, formats: Mapping[str, str], method: Method) -> dict[str, Rounded]:
     found = {}
     importance = group.hessian.diagonal() / max(group.tokens, 1)
     for form in {formats[name] for name in group.linears}:
@@ -143,6 +130,10 @@ class _Calls:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def output(self, layer: nn.Module, number: int) -> torch.Tensor:
+        """Return the output of a layer on the first batch."""
+        return _first(layer(self.hidden[0], **self.arguments[0][number]))
 
     def _before(self, number: int) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, object]) -> None:
@@ -179,7 +170,7 @@ def round_weights(
         model: A causal language model of transformers, on its device.
         formats: Format of each parameter, by name in the bare model; others than those of linear layers are left.
         batches: `input_ids` (and `position_ids`) of calibration rows, int64 [B, S] on the model's device.
-        method: `importance` or `gptq`.
+        method: `importance`, `awq` or `gptq`.
 
     Returns:
         The matrices before rounding and their scales, by name.
@@ -200,7 +191,12 @@ def round_weights(
                 for part, module in layer.named_modules()
                 if (name := f"{prefix}.{number}.{plain_name(part)}.weight") in formats and isinstance(module, nn.Linear)
             }
-            for group in _groups_of(layer, wanted, calls, number):
+            groups = _groups_of(layer, wanted, calls, number)
+            if method == "awq":
+                from distill.models.precision.awq import balance
+
+                balance(layer, groups, formats, functools.partial(calls.output, layer, number))
+            for group in groups:
                 with torch.autocast(group.hessian.device.type, enabled=False):
                     found |= _round_group(group, formats, method)
                 for name in group.linears:
@@ -210,9 +206,9 @@ def round_weights(
     return found
 
 
-def _groups_of(layer: nn.Module, wanted: Mapping[str, nn.Linear], calls: _Calls, number: int) -> list[_Group]:
+def _groups_of(layer: nn.Module, wanted: Mapping[str, nn.Linear], calls: _Calls, number: int) -> list[Group]:
     """Run a layer on all calibration rows; returns its linear layers by their inputs."""
-    groups: dict[str, _Group] = {}  # by the first name of a group
+    groups: dict[str, Group] = {}  # by the first name of a group
     leader: dict[str, str] = {}  # the first of the layers with this input, set by the first row
     last: list[tuple[torch.Tensor, str]] = []  # input of the call before, and the first layer that read it
 
@@ -224,7 +220,7 @@ def _groups_of(layer: nn.Module, wanted: Mapping[str, nn.Linear], calls: _Calls,
             if name not in leader:
                 leader[name] = last[0][1]
                 if leader[name] == name:
-                    groups[name] = _Group(linear.in_features, linear.weight.device)
+                    groups[name] = Group(linear.in_features, linear.weight.device)
                 groups[leader[name]].linears[name] = linear
             if leader[name] == name:
                 groups[name].add(args[0])
