@@ -20,6 +20,15 @@ FAMILIES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 SETUP = """
 def t(*shape, dtype=torch.bfloat16, grad=True): return torch.ones(*shape, dtype=dtype, requires_grad=grad)
 """
+FP8_TRAINING = """
+from distill_kernels.matmul import fp8_train
+if facts.fp8:
+    fp8_train._product = lambda a, s, b, t: torch.ones(a.shape[0], b.shape[0], dtype=torch.bfloat16)
+    x = t(64, 2048)
+    for y in fp8_train.fp8_linears(x, t(2048, 2048), t(512, 2048), t(512, 2048, dtype=torch.float32)):
+        y.sum().backward(retain_graph=True)
+    fp8_train.fp8_swiglu_mlp(x, t(18944, 2048), t(18944, 2048), t(2048, 18944)).sum().backward()
+"""
 # kernels' launches by part and case; {axes} are filled in
 PARTS = {
     "attention": (
@@ -38,6 +47,15 @@ ours.flash_attention(q, k, k, window=128, sinks=t(8, dtype=torch.{dtype})).sum()
 """,
         {"size": (64, 128, 256), "dtype": ("bfloat16", "float32")},
     ),
+    "attention in parts": (
+        """
+q, k = t(1, 1, 2048, 128), t(1, 1, 2048, 128)
+ours.flash_attention(q, k, k, causal=False, scale=1).sum().backward()
+q, k = t(1, 2, 64, 256, grad=False), t(1, 1, 4096, 256, grad=False)
+ours.flash_attention(q, k, k, window=3000, softcap=30.0)
+""",
+        {},
+    ),
     "layers": (
         """
 z, weight = t(64, {hidden}, dtype=torch.{dtype}), t({hidden}, dtype=torch.{dtype})
@@ -45,6 +63,8 @@ ours.layer_norm(z, weight, weight).sum().backward(), ours.bias_gelu(z, weight).s
 both = ours.add_rms_norm(z, z, weight, form="gemma")
 (both[0] + both[1]).sum().backward(), ours.swiglu(z, z).sum().backward(), ours.geglu(z, z).sum().backward()
 ours.softmax(z).sum().backward()
+wide = t(64, 16384, dtype=torch.float32)
+ours.layer_norm(wide, t(16384), t(16384)).sum().backward()
 q, c = t(1, 8, 128, 64, dtype=torch.{dtype}), torch.ones(1, 128, 64)
 ours.rope(q, q, c, c)[0].sum().backward()
 """,
@@ -89,14 +109,13 @@ sums = WeightGradient(w, 1000, 5, fp32=False)
 for _ in range(5):
     sums.add(t(130, 1000, grad=False), x)
 for way in projection.projection_candidates(facts):  # what is timed there is compiled too
-    if way != projection.CUBLAS:
-        out = projection.Logits(torch.empty(130, 1024, dtype=torch.float16)[:, :1000],
-                                *(torch.empty(130, 4) for _ in range(3)))
-        projection._project(Head(x, w), x, out, projection.Transform(1.0, 0.0, 1.0, False), None, way)
-        hard = projection.HardLabelRows(n.long(), n, None, n, 1000, 1.0, 0.0, 0.0)
-        out = out._replace(values=t(130, 1000))
-        if facts.tma:
-            projection._project(Head(x, w), x, out, projection.Transform(1.0, 0.0, 1.0, False), hard, way)
+    out = projection.Logits(torch.empty(130, 1024, dtype=torch.float16)[:, :1000],
+                            *(torch.empty(130, 4) for _ in range(3)))
+    projection._project(Head(x, w), x, out, projection.Transform(1.0, 0.0, 1.0, False), None, way)
+    hard = projection.HardLabelRows(n.long(), n, None, n, 1000, 1.0, 0.0, 0.0)
+    out = out._replace(values=t(130, 1000))
+    if facts.tma:
+        projection._project(Head(x, w), x, out, projection.Transform(1.0, 0.0, 1.0, False), hard, way)
 for rows, columns in ((128, 128 * 132), (1280, 2560), (640, 1280)):
     ours.triton_linear(t(rows, 64, grad=False), t(columns, 64, grad=False))
 for activation in ("silu", "gelu", "gelu_tanh"):
@@ -107,6 +126,67 @@ if facts.fp8:
     ours.Fp8Linear(t(64, 992, grad=False)).forward_gated(t(8, 992, grad=False), t(8, 992, grad=False), "gelu_tanh")
     for hidden in (992, 16384):
         fp8_rms_norm(t(8, hidden), t(hidden)), fp8_rms_norm(t(8, hidden), t(hidden), residual=t(8, hidden))
+"""
+        + FP8_TRAINING,
+        {},
+    ),
+    "fake quantisation": (
+        """
+from distill_kernels.quantisation.fake_quantise import fake_quantise_into, learned_gradients
+from distill_kernels.quantisation.formats import FORMATS
+from distill_kernels.quantisation.number_format import Scales
+for dtype in (torch.float32, torch.bfloat16):
+    for name, columns in (*((name, 768) for name in FORMATS), ("int8", 18944), ("fp8", 18944)):
+        w, form = t(64, columns, dtype=dtype, grad=False), FORMATS[name]
+        scale = torch.ones(64, columns // form.columns(w))
+        if form.in_kernel:
+            fake_quantise_into(torch.empty_like(w), w, name)
+        scales = Scales(scale, scale if form.has_minimum else None)
+        fake_quantise_into(torch.empty_like(w), w, name, scales)
+        if form.is_learned:
+            learned_gradients(w, scales, w, name)
+""",
+        {},
+    ),
+    "terms of layers": (
+        """
+from distill_kernels.layers.state_distance import state_distance
+rows = torch.ones(64, dtype=torch.int64)
+for width in (576, 4096, 5120):
+    for metric in ("mse", "cosine"):
+        own, other = [t(64, width), t(64, width)], [t(64, width, grad=False)] * 2
+        state_distance(own, other, rows, metric).sum().backward()
+from distill_kernels.layers.attention_relation import relation_divergence
+documents = torch.ones(2, 256, dtype=torch.int64)
+for width, packed in ((64, None), (128, documents), (192, documents), (512, documents)):
+    relation_divergence(t(2, 3, 256, width), t(2, 3, 256, width, grad=False), packed).sum().backward()
+""",
+        {},
+    ),
+    "optimizer": (
+        """
+from distill_kernels.optim import adamw_kernels
+for dtype in (torch.float32, torch.bfloat16):
+    for own_count in (adamw_kernels.OWN_COUNT_PROGRAMS, 1):
+        adamw_kernels.OWN_COUNT_PROGRAMS = own_count
+        parameters = [torch.nn.Parameter(t(4096, 64, dtype=dtype)), torch.nn.Parameter(t(64, dtype=dtype))]
+        for parameter in parameters:
+            parameter.grad = t(*parameter.shape, dtype=dtype, grad=False)
+        ours.FusedAdamW(parameters, max_grad_norm=1.0).step()
+        rounded = dtype == torch.bfloat16
+        ours.FusedAdamW(parameters, skip_nonfinite=True, state_dtype=dtype, stochastic_rounding=rounded).step()
+""",
+        {},
+    ),
+    "primitives": (
+        """
+for rows, columns in ((4, 151936), (256, 24576), (256, 151936)):
+    ours.softmax(t(rows, columns)).sum().backward()
+for reduction in ("none", "sum"):
+    for log_target in (False, True):
+        ours.kl_probabilities(t(64, 1000), t(64, 1000), reduction, log_target).sum().backward()
+newest = t(2, 2, 1, 128, grad=False)
+ours.KVCache(2, 64, 2, 128, device="cpu").append(newest, newest)
 """,
         {},
     ),

@@ -1,7 +1,9 @@
 """Kernels compile for every family of GPUs, which the interpreter cannot tell, fit into it and keep their registers."""
 
+import ast
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 from compile_for_gpu import compiled
@@ -9,6 +11,7 @@ from distill_kernels import launch
 
 from scripts import compiled as compiled_rows
 
+KERNELS = Path(launch.__file__).parent
 CASES = list(compiled_rows.cases())
 MOST_SPILLED = 64  # bytes a thread
 MOST_COLUMNS = 512  # of tensor memory: a kernel that wants more compiles to a trap
@@ -156,61 +159,23 @@ ours.decode_attention(q, k, k, torch.ones(1, dtype=torch.int32))
         {"_forward_kernel", "_backward_kernel", "_column_sums_kernel", "_chunk_kernel", "_combine_kernel"},
     ),
     "layers that train in fp8": (
-        """
-from distill_kernels.matmul import fp8_train
-fp8_train._product = lambda a, s, b, t: torch.ones(a.shape[0], b.shape[0], dtype=torch.bfloat16)
-x = t(64, 2048)
-for y in fp8_train.fp8_linears(x, t(2048, 2048), t(512, 2048), t(512, 2048, dtype=torch.float32)):
-    y.sum().backward(retain_graph=True)
-fp8_train.fp8_swiglu_mlp(x, t(18944, 2048), t(18944, 2048), t(2048, 18944)).sum().backward()
-""",
+        compiled_rows.FP8_TRAINING,
         {"_quantize_kernel", "_transpose_kernel", "_column_maxima_kernel"},
     ),
     "fake quantisation": (
-        """
-from distill_kernels.quantisation.fake_quantise import fake_quantise_into, learned_gradients
-from distill_kernels.quantisation.formats import FORMATS
-from distill_kernels.quantisation.number_format import Scales
-for dtype in (torch.float32, torch.bfloat16):
-    for name, columns in (*((name, 768) for name in FORMATS), ("int8", 18944), ("fp8", 18944)):
-        w, form = t(64, columns, dtype=dtype, grad=False), FORMATS[name]
-        scale = torch.ones(64, columns // form.columns(w))
-        if form.in_kernel:
-            fake_quantise_into(torch.empty_like(w), w, name)
-        scales = Scales(scale, scale if form.has_minimum else None)
-        fake_quantise_into(torch.empty_like(w), w, name, scales)
-        if form.is_learned:
-            learned_gradients(w, scales, w, name)
-""",
+        compiled_rows.PARTS["fake quantisation"][0].format(),
         {"_forward_kernel", "_backward_kernel"},
     ),
-    "distances of layers": (
-        """
-from distill_kernels.layers.state_distance import state_distance
-rows = torch.ones(64, dtype=torch.int64)
-for width in (576, 4096, 5120):
-    for metric in ("mse", "cosine"):
-        own, other = [t(64, width), t(64, width)], [t(64, width, grad=False)] * 2
-        state_distance(own, other, rows, metric).sum().backward()
-""",
-        {"_distance_kernel"},
+    "terms of layers": (
+        compiled_rows.PARTS["terms of layers"][0].format(),
+        {"_distance_kernel", "_forward_kernel", "_backward_kernel"},
     ),
-    "relations of attention": (
-        """
-from distill_kernels.layers.attention_relation import relation_divergence
-documents = torch.ones(2, 256, dtype=torch.int64)
-for width, packed in ((64, None), (128, documents), (192, documents), (512, documents)):
-    relation_divergence(t(2, 3, 256, width), t(2, 3, 256, width, grad=False), packed).sum().backward()
-""",
-        {"_forward_kernel", "_backward_kernel"},
+    "optimizer": (
+        compiled_rows.PARTS["optimizer"][0].format(),
+        {"adamw_kernel", "count_kernel", "sum_of_squares_kernel"},
     ),
     "attention in parts": (
-        """
-q, k = t(1, 1, 2048, 128), t(1, 1, 2048, 128)
-ours.flash_attention(q, k, k, causal=False, scale=1).sum().backward()
-q, k = t(1, 2, 64, 256, grad=False), t(1, 1, 4096, 256, grad=False)
-ours.flash_attention(q, k, k, window=3000, softcap=30.0)
-""",
+        compiled_rows.PARTS["attention in parts"][0].format(),
         {"_forward_kernel", "_merge_kernel", "_key_gradient_kernel", "_query_gradient_kernel", "_add_kernel"},
     ),
     "decoding step": (
@@ -281,11 +246,13 @@ def test_whole_steps_of_the_models_that_tests_run_on_a_gpu_compile():
 
 
 # where a kernel spills more than it may, and that is not mended: on sm_90 tables are changed with a GPU at hand only;
-# rows of 16,384 in float32 give RMSNorm's backward pass 128 registers a thread
+# rows of 16,384 in float32 give RMSNorm's backward pass 128 registers a thread; attention relations hold two tiles
+# of [64, 64] scores, which on gfx942 spill 1,460 bytes; windows and caps at heads of 256 spill 176 bytes on sm_100
 SPILLS = {
     ("sm_90", "_key_gradient_kernel"),
     ("sm_90", "_combine_kernel"),
-    *((family, "_backward_kernel") for family in ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")),
+    ("sm_100", "_forward_kernel"),
+    *((family, "_backward_kernel") for family in ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")),
 }
 PRODUCTS = {
     "_forward_kernel",
@@ -324,6 +291,36 @@ def test_committed_rows_keep_to_every_limit():
     for row in rows:
         assert row["shared"] <= launch.FAMILIES[row["family"]].shared_bytes and row["tensor"] <= MOST_COLUMNS, row
         assert row["spilled"] <= MOST_SPILLED or (row["family"], row["kernel"]) in SPILLS, row
+
+
+# kernels that only families with tensor maps, or with matrix instructions for e4m3, launch
+NEEDS_TMA = {"_accumulate_kernel", "_scaled_accumulate_kernel"}
+NEEDS_FP8 = {"quantize_rows_kernel", "_quantize_kernel", "_transpose_kernel", "_column_maxima_kernel"}
+
+
+def entry_points():
+    """Module and name of every kernel: functions for Triton that read their program's number and no other calls."""
+    kernels, called = set(), set()
+    for path in sorted(KERNELS.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
+                calls = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
+                called.update(each.id for each in calls if isinstance(each, ast.Name))
+                if any(isinstance(each, ast.Attribute) and each.attr == "program_id" for each in calls):
+                    kernels.add((".".join(path.relative_to(KERNELS).with_suffix("").parts), node.name))
+    return {(module, name) for module, name in kernels if name not in called}
+
+
+def test_every_kernel_has_a_row_of_every_family_that_launches_it():
+    rows = [json.loads(line) for line in compiled_rows.ROWS.read_text().splitlines()]
+    found = {(row["module"], row["kernel"], row["family"]) for row in rows}
+    kernels = entry_points()
+    assert len(kernels) > 50 and {(module, kernel) for module, kernel, _ in found} <= kernels
+    for family in compiled_rows.FAMILIES:
+        facts = launch.FAMILIES[family]
+        absent = (set() if facts.tma else NEEDS_TMA) | (set() if facts.fp8 else NEEDS_FP8)
+        missing = {each for each in kernels if (*each, family) not in found and each[1] not in absent}
+        assert not missing, (family, missing)
 
 
 def test_the_grid_meets_every_family():
