@@ -61,7 +61,7 @@ def evaluate(
     distill eval support-bot --data other-chats.jsonl
     distill eval ./student --teacher meta-llama/Llama-3.1-8B-Instruct \\
       --data python-stdlib --json
-    distill eval support-bot --speculative --target meta-llama/Llama-3.1-8B-Instruct
+    distill eval support-bot --speculative --target meta-llama/Llama-3.1-8B
     distill eval support-bot --tasks hellaswag,arc_easy --limit 500
     """
     if tasks is None and (limit is not None or chat or task_folder is not None):
