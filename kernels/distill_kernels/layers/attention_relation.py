@@ -28,7 +28,6 @@ from distill_kernels.operands import contiguous_rows, differentiable_once
 
 MOST = 64  # tokens of a program, and of a step of its loop
 OWN = 64  # columns of the gradient that a program makes
-_COLUMNS = tl.constexpr(64)  # of A, that scores are summed over at a time
 
 
 def reference_relation_divergence(
@@ -53,8 +52,8 @@ def _scores(model, row, head, i, j, length, WIDTH: tl.constexpr, TILE: tl.conste
     ptr, row_stride, head_stride, stride, scale = model
     ptr += row * row_stride + head * head_stride
     z = tl.zeros([TILE, TILE], tl.float32)
-    for start in range(0, WIDTH, _COLUMNS):
-        d = start + tl.arange(0, _COLUMNS)
+    for start in range(0, WIDTH, 64):
+        d = start + tl.arange(0, 64)
         own = tl.load(ptr + i[:, None] * stride + d[None, :], mask=(i < length)[:, None] & (d < WIDTH), other=0.0)
         other = tl.load(ptr + j[:, None] * stride + d[None, :], mask=(j < length)[:, None] & (d < WIDTH), other=0.0)
         z = tl.dot(own, other.T, z, input_precision="ieee")
