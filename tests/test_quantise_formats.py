@@ -17,6 +17,7 @@ from distill_kernels.quantisation.number_format import Scales
 from distill_kernels.quantisation.packed_tensors import pack_awq, unpack_awq
 from layer_checks import DTYPES, poisoned_memory
 
+from distill.reports.llama_cpp import folder as llama_cpp_folder
 from scripts.engines import llama_cpp
 
 GGUF = [name for name, form in FORMATS.items() if form.file == "gguf"]
@@ -65,7 +66,7 @@ def test_blocks_are_read_by_the_gguf_package_to_the_bit(name):
 @pytest.mark.skipif(not llama_cpp.installed(), reason="python -m scripts.engines install llama_cpp")
 @pytest.mark.parametrize("name", GGUF)
 def test_blocks_are_those_that_llama_cpp_writes_to_the_bit(name):
-    (path,) = llama_cpp.folder_of("llama_cpp").rglob("libggml-base.so")
+    (path,) = llama_cpp_folder().rglob("libggml-base.so")
     write = ctypes.CDLL(str(path)).ggml_quantize_chunk
     sizes, addresses = [ctypes.c_int64] * 3, [ctypes.c_void_p] * 2
     write.argtypes, write.restype = [ctypes.c_int, *addresses, *sizes, ctypes.c_void_p], ctypes.c_size_t
