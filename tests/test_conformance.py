@@ -4,10 +4,14 @@ Loss and gradients equal doctor's fp64 reference, accumulation, packing, padding
 a resumed run is the same to the bit, two processes make the step of one; and `distill doctor` says so of its recipe.
 """
 
+import importlib
+import pkgutil
+
 import pytest
 from subject_recipes import RECIPES
 from subjects import KINDS
 
+from distill import teachers
 from distill.cli import run_command
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor import examine, invariants_runs
@@ -18,8 +22,13 @@ from distill.doctor.references import REFERENCES
 from distill.doctor.rows import join_rows, split_row
 from distill.objectives.hidden import HiddenFormat
 from distill.recipe import load
+from distill.teachers.backends.fp8 import Fp8Teacher
+from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.backends.stored.read import TeacherCache
+from distill.teachers.backends.student import AveragedTeacher
+from distill.teachers.capabilities import layers_of
 from distill.teachers.combination.mixture import MixtureFormat, MixtureTeacher
+from distill.teachers.interface import Teacher
 
 SAYS = {
     "one": "same ids and positions",
@@ -36,8 +45,22 @@ SAYS = {
 EVERY = [subject for subjects in KINDS.values() for subject in subjects]
 
 
-def test_every_registered_kind_and_format_is_here(subject_of):
+def teacher_classes(base=Teacher):
+    """Yield the classes of this package that are teachers and no other teacher's base."""
+    below = [kind for kind in base.__subclasses__() if kind.__module__.startswith("distill.")]
+    for kind in below:
+        yield from teacher_classes(kind)
+    if not below or base is LoadedTeacher:
+        yield base
+
+
+def test_every_teacher_and_format_is_here(subject_of):
+    for module in pkgutil.walk_packages(teachers.__path__, "distill.teachers."):
+        importlib.import_module(module.name)
     assert set(RECIPES) >= {subjects[0] for subjects in KINDS.values()}
+    tested = {type(layer) for name in EVERY for layer in layers_of(subject_of(name).teacher)}
+    # tests/test_fp8_teacher.py: not exact; tests/test_golden_runs.py: changes in a step
+    assert set(teacher_classes()) - tested == {Fp8Teacher, AveragedTeacher}
     found = {(type(teacher.format), teacher.rows.reading) for teacher in (subject_of(name).teacher for name in EVERY)}
     assert {format for format, _ in found} == REFERENCES.keys()
     # K tokens after a context: tests/test_compositions.py

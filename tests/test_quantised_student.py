@@ -327,50 +327,41 @@ def test_a_checkpoint_of_an_unquantised_run_is_refused(tmp_path):
         other.restore(tmp_path)
 
 
+def trained_on_ranks(wrapped, model, weights, rate):
+    """Return parameters and scales after two steps: under DDP of a row a rank, else of both rows."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=rate)
+    rows = [dist.get_rank()] if isinstance(wrapped, DistributedDataParallel) else range(2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for row in rows:
+            (loss_of(wrapped, IDS[row : row + 1]) / len(rows)).backward()
+        weights.before_step(0.01)
+        optimizer.step()
+        weights.after_step()
+    return {key: p.detach().clone() for key, p in model.named_parameters()} | {"scales": weights.scales.values}
+
+
 def adapters_on_ranks():
     """Return what `weights_on_ranks` does, of a LoRA student."""
-    rank, found = dist.get_rank(), {}
+    found = {}
     for kind in ("alone", "ddp"):
         model, weights = adapted()
         wrapped = DistributedDataParallel(model) if kind == "ddp" else model
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
-        for _ in range(2):
-            optimizer.zero_grad()
-            rows = [rank] if kind == "ddp" else range(2)
-            for row in rows:
-                (loss_of(wrapped, IDS[row : row + 1]) / len(rows)).backward()
-            weights.before_step(0.01)
-            optimizer.step()
-            weights.after_step()
-        found[kind] = {key: p.detach().clone() for key, p in model.named_parameters()} | {
-            "scales": weights.scales.values
-        }
+        found[kind] = trained_on_ranks(wrapped, model, weights, 0.5)
     return found
 
 
 def weights_on_ranks():
     """Return what two ranks with a row each have after two steps under DDP, and one process with both rows."""
-    rank, found = dist.get_rank(), {}
+    found = {}
     for kind in ("alone", "ddp"):
         model = tiny_model(seed=1, hidden=64)
-        if kind == "ddp" and rank:  # the first rank's start counts
+        if kind == "ddp" and dist.get_rank():  # the first rank's start counts
             with torch.no_grad():
                 model.model.layers[0].mlp.up_proj.weight.mul_(1.01)
-        formats = all_formats(model, "q4_0")
         wrapped = DistributedDataParallel(model) if kind == "ddp" else model
-        weights = quantise_student(model, formats, learned=True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
-            optimizer.zero_grad()
-            rows = [rank] if kind == "ddp" else range(2)
-            for row in rows:
-                (loss_of(wrapped, IDS[row : row + 1]) / len(rows)).backward()
-            weights.before_step(0.01)
-            optimizer.step()
-            weights.after_step()
-        found[kind] = {key: p.detach().clone() for key, p in model.named_parameters()} | {
-            "scales": weights.scales.values
-        }
+        weights = quantise_student(model, all_formats(model, "q4_0"), learned=True)
+        found[kind] = trained_on_ranks(wrapped, model, weights, 0.1)
     return found
 
 

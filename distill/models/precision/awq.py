@@ -41,7 +41,8 @@ def balance(
         scale = _best(group, formats)
         linears = list(group.linears.values())
         before = run()
-        kept = [parameter.clone() for module in (producer, *linears) for parameter in module.parameters(recurse=False)]
+        changed = [parameter for module in (producer, *linears) for parameter in module.parameters(recurse=False)]
+        kept = [parameter.clone() for parameter in changed]
         for shift in (0.0, 1.0):  # of norms that multiply by 1 + weight
             for linear in linears:
                 linear.weight.mul_(scale)
@@ -52,7 +53,6 @@ def balance(
                 group.hessian /= scale[:, None] * scale
                 count += 1
                 break
-            changed = (parameter for module in (producer, *linears) for parameter in module.parameters(recurse=False))
             for parameter, value in zip(changed, kept, strict=True):
                 parameter.copy_(value)
     return count

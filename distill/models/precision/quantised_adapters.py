@@ -72,10 +72,9 @@ class _RoundedWeight(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         a, b = ctx.saved_tensors
-        matrix = ctx.matrix
-        merged = matrix.through_rounding(upstream.float())
+        merged, scaling = ctx.matrix.through_rounding(upstream.float()), ctx.matrix.scaling
         of_a, of_b = b.float().t() @ merged, merged @ a.float().t()
-        return of_a.mul_(matrix.scaling).to(a.dtype), of_b.mul_(matrix.scaling).to(b.dtype), None
+        return of_a.mul_(scaling).to(a.dtype), of_b.mul_(scaling).to(b.dtype), None
 
 
 def _forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ class QuantisedMatrix:
     def gradient_of(
         self, upstream: torch.Tensor, out: tuple[torch.Tensor, Scales] | None = None
     ) -> tuple[torch.Tensor, Scales]:
-        """Return the gradients of weights and scales from that of the rounded weights."""
+        """Return the gradients of weights and scales, in `out` if given, from that of rounded weights, fp32 [N, K]."""
         assert self.scales is not None
         return learned_gradients(self.master, self.scales, upstream, self.form.name, out)
 

@@ -45,6 +45,7 @@ class QuantisedWeights:
         model: The student, bare; its parameters hold the file's values from now on.
         formats: Format of each parameter.
         learned: Learn the scales of blocks in less than 8 bits.
+        adapters: Adapters by the name of the weight they are added to.
 
     Attributes:
         matrices: The quantised parameters, by name.
@@ -61,16 +62,15 @@ class QuantisedWeights:
                 "student.dtype to float32"
             )
         self.formats = formats
-        self.matrices = {
-            name: QuantisedMatrix(name, parameters[name], FORMATS[form]) for name, form in formats.by_name.items()
-        }
+        self.matrices: dict[str, QuantisedMatrix] = {}
         self.adapted = bool(adapters)
-        if adapters:
-            from distill.models.precision.quantised_adapters import AdaptedMatrix
+        for name, form in formats.by_name.items():
+            if adapters and name in adapters:
+                from distill.models.precision.quantised_adapters import AdaptedMatrix
 
-            self.matrices |= {
-                name: AdaptedMatrix(name, own, FORMATS[formats.by_name[name]]) for name, own in adapters.items()
-            }
+                self.matrices[name] = AdaptedMatrix(name, adapters[name], FORMATS[form])
+            else:
+                self.matrices[name] = QuantisedMatrix(name, parameters[name], FORMATS[form])
         trained = [matrix for matrix in self.matrices.values() if matrix.parameter.requires_grad]
         self._parameters: list[torch.Tensor] = [matrix.parameter for matrix in trained]
         self._masters = [matrix.base for matrix in trained]
