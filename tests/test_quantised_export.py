@@ -117,11 +117,11 @@ def workplace(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
 
 
-def train(format):
+def train(format, *settings):
     path = f"{format}.yaml"
     with open(path, "w") as file:
         file.write(RECIPE.format(format=format))
-    assert run_command(["run", path]) == 0
+    assert run_command(["run", path, *settings]) == 0
     return f"runs/{format}/student"
 
 
@@ -151,6 +151,56 @@ def test_export_writes_what_was_trained(workplace, tmp_path, capsys):
     save_file(changed, f"{student}/model.safetensors", metadata={"format": "pt"})
     assert run_command(["export", "q4_0", "-o", "other", "--gguf", "q4_0"]) == 2
     assert "was trained in q4_0, and its weights are not" in capsys.readouterr().err
+
+
+ADAPTER = (
+    "student.lora={r: 4, targets: [q_proj, v_proj, up_proj]}",
+    "student.quantise.modules={1.mlp.up_proj: keep}",  # an adapter on a weight that is not quantised
+    "train.save_every=2",
+)
+
+
+@pytest.mark.parametrize(
+    "format, arguments, reads",
+    [
+        ("q4_0", ["--gguf", "q4_0"], None),
+        pytest.param("int4_g32", ["--format", "awq"], lambda form, found: unpack_awq(found), marks=pytest.mark.full),
+        pytest.param(
+            "nvfp4",
+            ["--format", "compressed-tensors"],
+            lambda form, found: form.unpack(found),
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_a_checkpoint_of_an_adapter_exports_the_merged_weights_that_were_trained(
+    workplace, tmp_path, format, arguments, reads, capsys
+):
+    """Base and adapter alone do not give them: rounding moved the base at the start, and scales were trained."""
+    own = load_file(f"{train(format, *ADAPTER)}/model.safetensors")
+    formats = json.loads((tmp_path / "runs" / format / "student" / "quantised.json").read_text())["tensors"]
+    assert not (tmp_path / "runs" / format / "checkpoint-2" / "model.safetensors").exists()
+    capsys.readouterr()
+    assert run_command(["export", f"runs/{format}/checkpoint-2", "-o", "whole"]) == 0
+    assert all(torch.equal(value, own[key]) for key, value in load_file("whole/model.safetensors").items())
+    assert run_command(["export", f"runs/{format}/checkpoint-2", "-o", "out", *arguments]) == 0
+    kl = float(re.findall(r"a KL of (\S+) nats", capsys.readouterr().out)[0])
+    assert abs(kl) < (1e-6 if reads is None else 1e-3), "embedding and norms are in 16 bits outside of GGUF"
+    for key in (key for key in formats if "_proj" in key and key.endswith(("up_proj.weight", "o_proj.weight"))):
+        if reads is None:
+            name = key.replace("model.layers", "blk").replace("mlp.up_proj", "ffn_up")
+            name = name.replace("self_attn.o_proj", "attn_output")
+            tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "out" / "out-q4_0.gguf").tensors}
+            read = torch.from_numpy(gguf.quants.dequantize(tensors[name].data, tensors[name].tensor_type))
+        else:
+            module = key.removesuffix("weight")
+            packed = load_file("out/model.safetensors")
+            tensors = {name.removeprefix(module): part for name, part in packed.items() if name.startswith(module)}
+            read = reads(FORMATS[format], tensors)
+        assert torch.equal(read, own[key]), key
+    (tmp_path / "runs" / format / "checkpoint-2" / "quantised_codes.safetensors").unlink()
+    assert run_command(["eval", f"runs/{format}/checkpoint-2", "--teacher", "./teacher", "--data", "rows.jsonl"]) == 2
+    assert "expected quantised_codes.safetensors, the rounded weights" in capsys.readouterr().err
 
 
 LAYOUTS = {

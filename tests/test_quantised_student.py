@@ -184,6 +184,21 @@ def test_adapters_get_the_gradients_of_the_rounded_merged_weights():
     torch.testing.assert_close(whole(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
+@pytest.mark.parametrize("form", ["q4_0", "q8_0", "q4_k", "int4_g32", "int8", "fp8", "nvfp4"])
+def test_a_checkpoint_of_an_adapter_has_the_codes_of_all_weights(tmp_path, form):
+    """Also where no adapter is on a quantised weight: those of the base model are rounded all the same."""
+    model = add_lora(tiny_model(seed=1, hidden=128), Lora(r=4, targets=["q_proj"]), seed=3)
+    formats = formats_of(bare(model), Quantise(format=form, modules={"q_proj": "keep"}))
+    weights = quantise_student(model, formats, learned=True, adapters=use_merged(bare(model), set(formats.by_name)))
+    weights.scales.values.mul_(0.9)
+    weights.after_start()
+    weights.save(tmp_path)
+    again = tiny_model(seed=1, hidden=128)
+    read_saved(tmp_path).restore_values(again)
+    theirs = dict(again.named_parameters())
+    assert all(torch.equal(theirs[key], matrix.parameter) for key, matrix in weights.matrices.items())
+
+
 def test_kernels_and_copies_read_the_rounded_weights():
     model = tiny_model(seed=1, hidden=64)
     found = all_formats(model, "q4_0")

@@ -38,8 +38,9 @@ def export(
     """Write the student of the run or checkpoint in `folder` to `destination`.
 
     A run merges a LoRA student when it saves it; an adapter alone is merged here, in the dtype of its base model's
-    files. Weights are sharded safetensors; tokenizer, generation configuration, model card and recipe are copied. The
-    result is loaded again and must hold the same weights, rounded to `dtype`.
+    files, or of a quantised student as it was rounded in training. Weights are sharded safetensors; tokenizer,
+    generation configuration, model card and recipe are copied. The result is loaded again and must hold the same
+    weights, rounded to `dtype`.
 
     Args:
         folder: Folder of the run or checkpoint.
@@ -68,7 +69,10 @@ def export(
         raise RecipeError([f"--dtype: expected one of {', '.join(DTYPES)}; got {dtype!r}"])
     if not re.fullmatch(r"\d+(\.\d+)? ?[KMGT]B", shard_size, re.IGNORECASE):
         raise RecipeError([f"--shard-size: expected a size such as 5GB or 500MB, got {shard_size!r}"])
-    trained = read_saved(source)
+    try:
+        trained = read_saved(source)
+    except ValueError as error:
+        raise RecipeError([str(error)]) from error
     if trained and dtype not in (None, "float32"):
         raise RecipeError(
             [f"--dtype: a quantised student's weights are its file's in float32; leave it out; got {dtype}"]
@@ -78,7 +82,7 @@ def export(
         raise in_use
     check_folder(destination, "--output")
     try:
-        model: Any = load_merged(target_from_model(str(source)), "cpu", None).eval()
+        model: Any = load_merged(target_from_model(str(source)), "cpu", torch.float32 if trained else None).eval()
         model.config.use_cache = True
     except ValueError as error:
         raise RecipeError([str(error)]) from error
@@ -99,7 +103,7 @@ def export(
                 shutil.copy(run / RECIPE_FILE, unfinished / RECIPE_FILE)
             _check(model, unfinished)
             if trained:
-                trained.write(unfinished)
+                trained._replace(codes=None).write(unfinished)  # of whole weights
             if gguf is not None:
                 name = f"{destination.name}-{gguf}.gguf"
                 more["gguf"] = write_gguf(unfinished, unfinished / name, gguf)._replace(path=str(destination / name))

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from distill.models.head import find_head
 from distill.models.load.config_validation import read_json
+from distill.models.precision.quantised_formats import CODES_FILE, FORMAT_FILE, SCALES_FILE, read_saved
 from distill.recipe import Lora
 
 log = logging.getLogger(__name__)
@@ -160,7 +161,7 @@ def base_of(folder: Path) -> dict[str, str | None]:
 
 
 def load_and_merge(model: PreTrainedModel, adapter: str, field: str = "teacher.adapter") -> PreTrainedModel:
-    """Merge a saved LoRA into `model`.
+    """Merge a saved LoRA into `model`; one of a quantised student is merged as it was rounded in training.
 
     Args:
         model: Base model of the adapter; consumed.
@@ -174,6 +175,7 @@ def load_and_merge(model: PreTrainedModel, adapter: str, field: str = "teacher.a
     from safetensors import safe_open
 
     folder = _adapter_folder(adapter, field)
+    rounded = read_saved(folder)
     config = PeftConfig.from_pretrained(str(folder))
     if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
         raise ValueError(f"{field}: expected a LoRA adapter, got {config.peft_type}")
@@ -191,7 +193,10 @@ def load_and_merge(model: PreTrainedModel, adapter: str, field: str = "teacher.a
             f"such as {sorted(wrong)[0]}"
         )
     log.info("%s: merged %s (rank %s)", field, adapter, getattr(config, "r", "?"))
-    return merge_in_place(with_adapter)
+    plain = merge_in_place(with_adapter)
+    if rounded is not None:
+        rounded.restore_values(plain)
+    return plain
 
 
 def _adapter_folder(adapter: str, field: str) -> Path:
@@ -201,8 +206,9 @@ def _adapter_folder(adapter: str, field: str) -> Path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+        patterns = [*needed, FORMAT_FILE, SCALES_FILE, CODES_FILE]
         try:
-            folder = Path(snapshot_download(adapter, allow_patterns=list(needed)))
+            folder = Path(snapshot_download(adapter, allow_patterns=patterns))
         except (OSError, HfHubHTTPError, HFValidationError) as error:
             raise ValueError(
                 f"{field}: {adapter} is neither a folder nor a hub id that can be reached; give a local folder"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from distill.recipe.quantise import Quantise
 
 FORMAT_FILE = "quantised.json"  # in a folder of weights: the format of each
 SCALES_FILE = "quantised_scales.safetensors"  # in a folder of weights: the scales of each, as the file holds them
+CODES_FILE = "quantised_codes.safetensors"  # beside an adapter, whose folder has no weights: the codes of each weight
 
 
 class Formats(NamedTuple):
@@ -41,11 +43,14 @@ class SavedBlocks(NamedTuple):
         main: Format of the recipe.
         by_name: Format of each quantised weight.
         scales: Scales of each as the file holds them, by field.
+        codes: Codes of each where the folder holds an adapter, from which the rounding of the merged weights cannot be
+            told; None where the folder holds the rounded weights.
     """
 
     main: str
     by_name: dict[str, str]
     scales: dict[str, dict[str, torch.Tensor]]
+    codes: Mapping[str, torch.Tensor] | None = None
 
     def blocks(self, name: str, values: torch.Tensor) -> Blocks | None:
         """Return the blocks of a weight; None where its values are not exactly those of its scales."""
@@ -54,10 +59,20 @@ class SavedBlocks(NamedTuple):
         return found if torch.equal(found.values(), values.float()) else None
 
     def write(self, folder: Path) -> None:
-        """Write formats and scales into a folder of weights."""
+        """Write formats, scales and codes into a folder of weights."""
         write_json(folder / FORMAT_FILE, {"format": self.main, "tensors": self.by_name})
         flat = {f"{name}:{field}": part for name, fields in self.scales.items() for field, part in fields.items()}
         save_file({key: part.cpu().contiguous() for key, part in flat.items()}, folder / SCALES_FILE)
+        if self.codes is not None:
+            save_file({key: part.cpu().contiguous() for key, part in self.codes.items()}, folder / CODES_FILE)
+
+    @torch.no_grad()
+    def restore_values(self, model: nn.Module) -> None:
+        """Give a merged model the weights that were trained, where the codes are known."""
+        parameters = dict(model.named_parameters())
+        for name, codes in (self.codes or {}).items():
+            form = FORMATS[self.by_name[name]]
+            parameters[name].copy_(Blocks(form, codes.float(), self.scales[name]).values())
 
 
 def has_more_bits(layer: int, layers: int) -> bool:
@@ -126,7 +141,7 @@ def read_saved(folder: Path) -> SavedBlocks | None:
     """Return formats and scales of a folder's weights; None where they are not quantised.
 
     Raises:
-        ValueError: The files are not ours.
+        ValueError: The files are not ours, or those of an adapter without its codes.
     """
     path = folder / FORMAT_FILE
     if not path.is_file():
@@ -141,4 +156,10 @@ def read_saved(folder: Path) -> SavedBlocks | None:
     for key, part in load_file(folder / SCALES_FILE).items():
         name, _, field = key.rpartition(":")
         scales[name][field] = part
-    return SavedBlocks(str(main), tensors, scales)
+    codes = load_file(folder / CODES_FILE) if (folder / CODES_FILE).is_file() else None
+    if codes is None and (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{folder}: expected {CODES_FILE}, the rounded weights of a quantised student with an adapter; it is "
+            "missing, as in checkpoints of earlier versions: resume the run, and use what it saves"
+        )
+    return SavedBlocks(str(main), tensors, scales, codes)

@@ -43,6 +43,11 @@ class QuantisedMatrix:
         """Return the scales as the file holds them."""
         return self.form.store(self.form.first(self.master) if self.scales is None else self.scales)
 
+    def codes(self) -> torch.Tensor:
+        """Return the codes that the parameter's values stand for, [N, K] in one byte each."""
+        codes = self.form.encode(self.parameter, self.form.load(self.fields()))
+        return codes.to(torch.float8_e4m3fn if self.form.codes.mantissa else torch.int8)
+
     def gradient_of(
         self, upstream: torch.Tensor, out: tuple[torch.Tensor, Scales] | None = None
     ) -> tuple[torch.Tensor, Scales]:

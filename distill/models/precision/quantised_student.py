@@ -63,7 +63,7 @@ class QuantisedWeights:
             )
         self.formats = formats
         self.matrices: dict[str, QuantisedMatrix] = {}
-        self.adapted = bool(adapters)
+        self.adapted = adapters is not None
         for name, form in formats.by_name.items():
             if adapters and name in adapters:
                 from distill.models.precision.quantised_adapters import AdaptedMatrix
@@ -128,12 +128,17 @@ class QuantisedWeights:
             torch._foreach_copy_(self._masters, self._parameters)
         self._round()
 
+    @torch.no_grad()
     def save(self, folder: Path) -> None:
-        """Write what a resumed run needs to go on with the same bits; the weights' file holds the rounded values."""
+        """Write what a resumed run needs to go on with the same bits.
+
+        The file of weights beside it holds the rounded values; an adapter does not, and their codes are written here.
+        """
         tensors = {f"master.{name}": matrix.base for name, matrix in self.matrices.items()} | self.scales.state()
         tensors["steps"] = torch.tensor([self.scales.steps])
         save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / STATE_FILE)
-        self.saved().write(folder)
+        codes = {name: matrix.codes() for name, matrix in self.matrices.items()} if self.adapted else None
+        self.saved()._replace(codes=codes).write(folder)
 
     @torch.no_grad()
     def restore(self, folder: Path) -> None:
