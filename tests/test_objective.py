@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from distill_kernels import FusedJSDLoss, FusedKLLoss, LossTerm
 from helpers import relative_error
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tiny import tiny_model
 from torch import nn
 from torch.nn import functional as F
@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from distill import patch, unpatch
 from distill.data.collator import Collator
 from distill.models.head import LogitTransform, find_head, probe_logits, read_head
-from distill.models.patch.patching import patch as patch_parts
 from distill.objectives.losses import STATISTICS
 from distill.teachers.objective import DistillationObjective
 
@@ -248,6 +247,7 @@ ORDERS = [
     ("attach", "patch", "detach", "unpatch"),
     ("patch", "attach", "unpatch", "detach"),
     ("patch", "attach", "detach", "unpatch"),
+    ("attach", "patch", "unpatch", "patch", "detach", "attach", "detach", "unpatch"),
 ]
 
 
@@ -267,7 +267,7 @@ def test_kernels_and_objective_are_taken_back_in_any_order(order):
         elif step == "detach":
             objective.detach()
         else:
-            (patch_parts if is_on["attach"] else patch)(student) if step == "patch" else unpatch(student)
+            patch(student) if step == "patch" else unpatch(student)
         is_on[{"detach": "attach", "unpatch": "patch"}.get(step, step)] = step in is_on
         assert student(input_ids=ids, labels=ids).loss.item() == pytest.approx(expected, rel=1e-5)
         if is_on["attach"]:
@@ -371,7 +371,10 @@ def test_heads_that_would_be_read_wrongly_are_refused():
 
     student = tiny_model(tie=False)
     student.lm_head = Quantised(32, 259, bias=False)
-    with pytest.raises(ValueError, match=r"lm_head: expected a plain torch\.nn\.Linear, got Quantised"):
+    with pytest.raises(ValueError, match=r"lm_head: expected a plain torch\.nn\.Linear, got .*\.Quantised"):
+        read_head(find_head(student))
+    student = get_peft_model(tiny_model(tie=False), IA3Config(target_modules=["lm_head"], feedforward_modules=[]))
+    with pytest.raises(ValueError, match=r"got peft\.tuners\.ia3\.layer\.Linear; .* adapters other than LoRA"):
         read_head(find_head(student))
     student = tiny_model(tie=False)
     student.lm_head.weight = nn.Parameter(torch.zeros(259, 32, dtype=torch.int8), requires_grad=False)
@@ -385,6 +388,13 @@ def test_heads_that_would_be_read_wrongly_are_refused():
         student = get_peft_model(tiny_model(tie=False), LoraConfig(r=2, target_modules=["lm_head"], **settings))
         with pytest.raises(ValueError, match=message):
             read_head(find_head(student))
+
+
+@pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig])
+def test_adapters_that_add_positions_are_refused_before_the_student_runs(config):
+    student = get_peft_model(tiny_model(), config(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ValueError, match="student: adapter 'default' is prompt learning"):
+        DistillationObjective(tiny_model(seed=1), student)
 
 
 def test_a_batch_without_labels_is_refused():

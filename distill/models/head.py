@@ -163,9 +163,11 @@ def unfusable_reason(head: Head) -> str | None:
 def _expect_linear(linear: nn.Module) -> None:
     plain = isinstance(linear, nn.Linear) and type(linear).forward is nn.Linear.forward
     if not plain or getattr(linear, "weight", None) is None:
+        kind = type(linear)
         raise ValueError(
-            f"lm_head: expected a plain torch.nn.Linear, got {_name(linear)}; a quantised or custom head would be read "
-            "wrongly by the fused loss. Load the model with the head left out of quantisation"
+            f"lm_head: expected a plain torch.nn.Linear, got {kind.__module__}.{kind.__qualname__}; a quantised, adapted "
+            "or custom head would be read wrongly by the fused loss. Leave the head out of quantisation and out of the "
+            "modules that adapters other than LoRA change"
         )
 
 

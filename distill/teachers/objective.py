@@ -80,7 +80,7 @@ class StudentForward(Swap):
         objective: Objective that computes the loss.
     """
 
-    kind, survives_unpatch = "distillation", True
+    kind, survives_unpatch, outermost = "distillation", True, True
 
     def __init__(self, objective: DistillationObjective) -> None:
         self.objective = objective
@@ -132,6 +132,9 @@ class DistillationObjective:
         *,
         vocab_size: int | None = None,
     ) -> None:
+        self._forward = StudentForward(self)
+        if (reason := self._forward.applies(student)) is not None:
+            raise ValueError(reason)
         self.teacher = as_teacher(teacher)
         rows = len(find_head(student).linear.weight)  # type: ignore[arg-type]
         self.pairing: VocabularyAlignment = self.teacher.format.pair(probe_logits(student, "student"), rows, vocab_size)
@@ -141,7 +144,6 @@ class DistillationObjective:
         if isinstance(loss, Loss) and loss.reads_layers:
             self.layers = resolve_name(LAYER_MATCHING)(self.teacher.models, student, loss)
         self._student: nn.Module | None = None
-        self._forward = StudentForward(self)
         self.scheduled_weight: float | None = None  # of all divergences in the present step; None without a schedule
         self._watcher: LossWatcher | None = None
         self.attach(student)

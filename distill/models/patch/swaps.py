@@ -5,8 +5,9 @@
     restore_swaps(model)                # those that `patch` made, the last one first
     restore_swaps(model, swap)          # or one of them
 
-A model has its swaps in one list, in the order in which they were made. A later one on a module calls the forward that
-it found there; where an earlier one is taken back, those above it are put on again.
+A model has its swaps in one list. A later one on a module calls the forward that it found there, so that the list is in
+the order in which they were made, but for those that are `outermost`; where an earlier one is taken back or put in,
+those above it are put on again.
 """
 
 from __future__ import annotations
@@ -72,10 +73,12 @@ class Swap:
     Attributes:
         kind: Name in the report.
         survives_unpatch: True for one that decides where or for what a module computes, not by which kernels.
+        outermost: True for one that has to see a call before others of its module, in whatever order they are made.
     """
 
     kind: str
     survives_unpatch = False
+    outermost = False
 
     def applies(self, module: nn.Module) -> str | None:
         """Return why a module is left as it is: `OTHER` for one of another kind; None where `swap` may be called."""
@@ -166,9 +169,15 @@ def apply_swap(model: nn.Module, swap: Swap) -> int:
 
 
 def swap_module(model: nn.Module, swap: Swap, module: nn.Module) -> None:
-    """Swap a module that a swap applies to."""
+    """Swap a module that a swap applies to, beneath those that are outermost."""
+    made: list[tuple[Swap, nn.Module]] = bare(model).__dict__.setdefault(SWAPPED, [])
+    above = [] if swap.outermost else [other for other, of in made if of is module and other.outermost]
+    for other in reversed(above):
+        other.restore(module)
     swap.swap(module)
-    bare(model).__dict__.setdefault(SWAPPED, []).append((swap, module))
+    for other in above:
+        other.swap(module)
+    made.insert(made.index((above[0], module)) if above else len(made), (swap, module))
 
 
 def is_patched(model: nn.Module) -> bool:
