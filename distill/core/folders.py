@@ -49,7 +49,10 @@ def run_folder(recipe_name: str, *, name: str | None = None, resume: bool = Fals
     """
     if name is not None and not _NAME.fullmatch(name):
         raise RecipeError(
-            [f"--name: expected letters, digits, '.', '_' and '-' (first a letter or digit), got {quote(name)}"]
+            [
+                "--name: expected letters, digits, '.', '_' and '-' (at most 100, first a letter or digit), "
+                f"got {quote(name)}"
+            ]
         )
     _refuse_dangling_link(runs)
     check_folder(runs, "output_dir")

@@ -165,9 +165,9 @@ def _expect_linear(linear: nn.Module) -> None:
     if not plain or getattr(linear, "weight", None) is None:
         kind = type(linear)
         raise ValueError(
-            f"lm_head: expected a plain torch.nn.Linear, got {kind.__module__}.{kind.__qualname__}; a quantised, adapted "
-            "or custom head would be read wrongly by the fused loss. Leave the head out of quantisation and out of the "
-            "modules that adapters other than LoRA change"
+            f"lm_head: expected a plain torch.nn.Linear, got {kind.__module__}.{kind.__qualname__}; a head that is "
+            "quantised or of another make would be read wrongly by the fused loss. Leave the head out of quantisation "
+            "and of adapters other than LoRA"
         )
 
 
