@@ -374,7 +374,7 @@ def test_heads_that_would_be_read_wrongly_are_refused():
     with pytest.raises(ValueError, match=r"lm_head: expected a plain torch\.nn\.Linear, got .*\.Quantised"):
         read_head(find_head(student))
     student = get_peft_model(tiny_model(tie=False), IA3Config(target_modules=["lm_head"], feedforward_modules=[]))
-    with pytest.raises(ValueError, match=r"got peft\.tuners\.ia3\.layer\.Linear; .* of adapters other than LoRA"):
+    with pytest.raises(ValueError, match=r"got peft\.tuners\.ia3\.layer\.Linear; .* out of adapters other than LoRA"):
         read_head(find_head(student))
     student = tiny_model(tie=False)
     student.lm_head.weight = nn.Parameter(torch.zeros(259, 32, dtype=torch.int8), requires_grad=False)

@@ -49,10 +49,7 @@ def run_folder(recipe_name: str, *, name: str | None = None, resume: bool = Fals
     """
     if name is not None and not _NAME.fullmatch(name):
         raise RecipeError(
-            [
-                "--name: expected letters, digits, '.', '_' and '-' (at most 100, first a letter or digit), "
-                f"got {quote(name)}"
-            ]
+            [f"--name: expected 1 to 100 letters, digits, '.', '_', '-' (no sign first), got {quote(name)}"]
         )
     _refuse_dangling_link(runs)
     check_folder(runs, "output_dir")

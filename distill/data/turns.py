@@ -270,8 +270,7 @@ class Turns:
         """Yield each turn with a position in its own text up to which it was compared, and in the whole text.
 
         Turns of a long conversation are rendered after the messages before the first response and a few before the
-        turn: a
-        template's output for a turn may depend on those, and time stays linear.
+        turn: a template's output for a turn may depend on those, and time stays linear.
         """
         if len(messages) <= WHOLE:
             yield from ((number, self.turn(messages, tools, number), 0, 0) for number in turns)

@@ -163,11 +163,10 @@ def unfusable_reason(head: Head) -> str | None:
 def _expect_linear(linear: nn.Module) -> None:
     plain = isinstance(linear, nn.Linear) and type(linear).forward is nn.Linear.forward
     if not plain or getattr(linear, "weight", None) is None:
-        kind = type(linear)
         raise ValueError(
-            f"lm_head: expected a plain torch.nn.Linear, got {kind.__module__}.{kind.__qualname__}; a head that is "
-            "quantised or of another make would be read wrongly by the fused loss. Leave the head out of quantisation "
-            "and of adapters other than LoRA"
+            f"lm_head: expected a plain torch.nn.Linear, got {type(linear).__module__}.{_name(linear)}; a quantised "
+            "or custom head would be read wrongly by the fused loss. Leave the head out of quantisation and "
+            "out of adapters other than LoRA"
         )
 
 

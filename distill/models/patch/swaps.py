@@ -5,9 +5,8 @@
     restore_swaps(model)                # those that `patch` made, the last one first
     restore_swaps(model, swap)          # or one of them
 
-A model has its swaps in one list. A later one on a module calls the forward that it found there, so that the list is in
-the order in which they were made, but for those that are `outermost`; where an earlier one is taken back or put in,
-those above it are put on again.
+A model has its swaps in one list, in the order in which they were made, those last that are `outermost`. A later one on
+a module calls the forward that it found there; where one is taken back or put in, those above it are put on again.
 """
 
 from __future__ import annotations
