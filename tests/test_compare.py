@@ -8,7 +8,6 @@ from test_run import TEXT
 from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
-from distill.evaluation.targets import find_target
 from distill.objectives.measure import KL, SPANS
 from distill.recipe import parse
 from distill.recipe.resume_policy import FREE, settings_of_steps
@@ -95,16 +94,6 @@ def test_other_teachers_and_other_held_out_rows_are_refused_unless_asked_for(fol
     assert f"other was evaluated differently from slow-0: {told}\n" in capsys.readouterr().out
     assert run_command(["compare", "slow-0", "slow-1", "fast-0"]) == 0
     assert "judged" not in capsys.readouterr().out
-
-
-def test_a_run_of_an_earlier_version_was_split_by_its_seed(folder, capsys):
-    path = folder / "runs" / "slow-1" / "recipe.yaml"
-    path.write_text(path.read_text().replace(", validation: {seed: 0}", ""))
-    assert run_command(["compare", "slow-0", "slow-1"]) == 2
-    assert "slow-1 was evaluated differently from slow-0: data.validation.seed 1, not 0" in capsys.readouterr().err
-    (path.parent / "student").mkdir()
-    (path.parent / "student" / "config.json").write_text("{}")
-    assert find_target("slow-1").recipe.data.validation.seed == 1, "distill eval would judge on rows that were learned"
 
 
 def test_a_line_is_the_mean_over_seeds_in_a_band_of_their_range():

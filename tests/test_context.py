@@ -350,4 +350,4 @@ def test_a_run_learns_from_its_own_prompted_self(tmp_path, monkeypatch, own):
     assert result.before.reverse_kl > 0 and result.after.reverse_kl < result.before.reverse_kl
     answers = json.loads((result.folder / "result.json").read_text())["answers"]
     assert "teacher" not in answers or answers["teacher"], "no row, no hint: the teacher is not asked"
-    assert load(result.folder / "recipe.yaml", of_run=True).teacher.context.columns == ["hint"]
+    assert load(result.folder / "recipe.yaml").teacher.context.columns == ["hint"]

@@ -86,10 +86,6 @@ def test_both_names_of_a_setting_are_refused():
         recipe(overrides=["data.on_policy={ahead: 1, max_staleness: 1}"])
 
 
-def test_a_run_of_an_earlier_version_is_read_in_silence(lines):
-    assert recipe(", keep: k", of_run=True).teacher.online_cache == "k" and not lines()
-
-
 def tree_with(setting, value):
     """Return the tree of a recipe that sets nothing but `setting`, given as `section.name`."""
     for part in reversed(setting.split(".")):

@@ -19,7 +19,6 @@ from distill.data.packing import BLOCK
 from distill.training.checkpoints import UNFINISHED
 from distill.training.module_cache import cache_modules
 from distill.training.trainer import DistillationTrainer
-from distill.training.transformers_compat import TransformersCompat
 
 ROWS = [{"input_ids": [3 + n, 5, 7, 11, 13, 17], "labels": [3 + n, 5, 7, 11, 13, 17]} for n in range(6)]
 
@@ -155,24 +154,6 @@ def test_torch_cannot_load_an_optimizer_without_state_into_shards():
             set_optimizer_state_dict(model, optimizer, state, options=options)
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_trainer_keeps_the_warm_up_of_a_new_run(tmp_path):
-    """A schedule that was saved without our flag began at a rate of 0, and goes on so."""
-    settings = {"max_steps": 6, "warmup_steps": 4, "lr_scheduler_type": "linear", **SAVED}
-    ours(tmp_path, **settings).train()
-    path = tmp_path / "checkpoint-2/scheduler.pt"
-    state = torch.load(path, weights_only=True)
-    torch.save(state | {"lr_lambdas": [{} for _ in state["lr_lambdas"]]}, path)
-
-    def factor(load):
-        made = ours(tmp_path, **settings)
-        made.create_optimizer_and_scheduler(6)
-        load(made, str(tmp_path / "checkpoint-2"))
-        return made.lr_scheduler.lr_lambdas[0](2)
-
-    assert factor(Trainer._load_optimizer_and_scheduler) == 0.75, "upstream restores the flag"
-    assert factor(TransformersCompat._load_optimizer_and_scheduler) == 0.5
 
 
 @pytest.mark.parametrize("make, is_left", [(plain, True), (ours, False)])

@@ -263,7 +263,7 @@ def _stored_rollouts(name: str, rows: int) -> tuple[list[list[Token]], list[str]
             f"--rollouts: expected a run of a recipe with data.on_policy.store_every; {run} has no rollouts"
         )
     answers = read(stored[-1])
-    tokenizer = source_of(load(run / RECIPE_FILE, of_run=True)).vocabulary().tokenizer
+    tokenizer = source_of(load(run / RECIPE_FILE)).vocabulary().tokenizer
     made, titles = [], []
     for number, row in enumerate(answers[:rows], 1):
         prompt, answer = row["prompt_ids"], row["answer_ids"]

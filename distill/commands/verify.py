@@ -174,7 +174,7 @@ def _student(folder: Path) -> str:
     from distill.training.checkpoint_validation import not_finite, shapes_of
 
     result = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")) if (folder / RESULT_FILE).is_file() else {}
-    if "files" in result and (fault := first_damaged_file(folder / "student", result["files"])):
+    if result and (fault := first_damaged_file(folder / "student", result["files"])):
         raise ValueError(fault)
     there: dict[str, Any] = {}
     for path in sorted((folder / "student").glob("*.safetensors")):
@@ -192,7 +192,7 @@ def _student(folder: Path) -> str:
     for name, tensor in sorted(get_peft_model_state_dict(model).items()) if base else ():
         if there.get(name) != (expected := list(tensor.shape)):
             raise ValueError(f"{name}: expected the shape {expected} of its configuration, got {there.get(name)}")
-    return "as written" if "files" in result else "readable; this run wrote no checksums of it"
+    return "as written" if result else "readable; the run has not finished"
 
 
 def _cache(folder: Path) -> Iterator[Line]:
@@ -228,7 +228,7 @@ def _cache(folder: Path) -> Iterator[Line]:
             for name in ("logprobs", "hidden"):
                 if name in arrays and arrays[name].dtype.kind == "f" and np.isnan(arrays[name][start:stop]).any():
                     raise ValueError(f"{name} of document {document} contain NaN")
-        return f"{len(arrays['keys']):,} documents" + ("" if "sums" in arrays else ", written without checksums")
+        return plural(len(arrays["keys"]), "document")
 
     for number in range(len(cache.shards)):
         yield _line(cache.file_of(number).name, lambda number=number: shard(number))  # type: ignore[misc]

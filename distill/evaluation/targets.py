@@ -53,7 +53,7 @@ def find_target(argument: str) -> Target:
             at = next((place for place in places if any((place / name).is_file() for name in CONFIGS)), None)
             if at is None:
                 raise ValueError(f"{argument}: this run has no student yet; distill run ... --resume finishes it")
-            recipe = load(folder / RECIPE_FILE, of_run=True)
+            recipe = load(folder / RECIPE_FILE)
             return target_from_model(str(at))._replace(recipe=recipe, folder=folder)
     return target_from_model(argument)
 

@@ -97,7 +97,7 @@ def assign_gpus(recipe: Recipe, gpus: int, resumed_recipe: Path | None) -> tuple
         resumed_recipe: recipe.yaml of a run that is resumed, whose choice is kept; None for a new run.
     """
     if recipe.parallel.teacher == "auto" and resumed_recipe is not None and resumed_recipe.is_file():
-        before = load(resumed_recipe, of_run=True).parallel
+        before = load(resumed_recipe).parallel
         if before.teacher == "served":
             parallel = before.model_copy(update={"strategy": recipe.parallel.strategy})
             recipe = recipe.model_copy(update={"parallel": parallel})

@@ -27,12 +27,11 @@ REMOVED = {"train.compile": (False, "leave it out: train.cuda_graph, auto by its
 _logged: set[str] = set()
 
 
-def rename_settings(tree: dict[str, object], *, quiet: bool = False) -> None:
+def rename_settings(tree: dict[str, object]) -> None:
     """Move the values of former names in a recipe's tree, stages included, to the present names, in place.
 
     Args:
         tree: the parsed YAML.
-        quiet: log nothing: the file was written by a run.
 
     Raises:
         RecipeError: a setting is given under both names, or one that was removed is used.
@@ -46,16 +45,14 @@ def rename_settings(tree: dict[str, object], *, quiet: bool = False) -> None:
             if new in values:
                 raise RecipeError([f"{former}: is the former name of {present}, expected one of them, got both"])
             values[new] = values.pop(old)
-            if not quiet:
-                _log(former, present)
+            _log(former, present)
     for setting, present_values in RENAMED_VALUES.items():
         section, _, name = setting.rpartition(".")
         for values in _sections(tree, section.split(".")):
             value = values.get(name)
             if isinstance(value, str) and value in present_values:
                 values[name] = present_values[value]
-                if not quiet:
-                    _log(f"{setting}: {value}", f"{setting}: {present_values[value]}")
+                _log(f"{setting}: {value}", f"{setting}: {present_values[value]}")
     for removed, (unused, cure) in REMOVED.items():
         section, _, name = removed.rpartition(".")
         for values in _sections(tree, section.split(".")):

@@ -170,9 +170,7 @@ class Recipe(Section):
         return self
 
 
-def parse(
-    text: str, overrides: Sequence[str] = (), *, name: str = "recipe", origin: str = "recipe", of_run: bool = False
-) -> Recipe:
+def parse(text: str, overrides: Sequence[str] = (), *, name: str = "recipe", origin: str = "recipe") -> Recipe:
     """Parse and validate a recipe given as YAML text.
 
     Args:
@@ -180,15 +178,12 @@ def parse(
         overrides: `key.sub=value` strings, applied in order; see `yaml_text.apply_overrides`.
         name: the run's name where the text gives none.
         origin: name of the text in error messages.
-        of_run: the text was written by a run, possibly of an earlier version, which split the data by `train.seed`.
 
     Raises:
         RecipeError: one line per fault: field, what was expected, what came.
     """
     tree = parse_yaml(text, origin)
-    rename_settings(tree, quiet=of_run)
-    if of_run:
-        _split_by_the_runs_seed(tree)
+    rename_settings(tree)
     tree.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:100] or "recipe")
     terms: dict[tuple[str, ...], list[dict[str, object]]] = {("loss", "terms"): Loss().model_dump()["terms"]}
     apply_overrides(tree, rename_overrides(overrides), list_defaults=terms)
@@ -199,16 +194,8 @@ def parse(
         raise RecipeError([f"{origin}: {fault}" for fault in explain(error, Recipe, resolve_name(NAMES))]) from None
 
 
-def _split_by_the_runs_seed(tree: dict[str, object]) -> None:
-    train, data = tree.get("train"), tree.get("data")
-    if isinstance(train, dict) and isinstance(data, dict) and "seed" in train:
-        validation = data.setdefault("validation", {})
-        if isinstance(validation, dict):
-            validation.setdefault("seed", train["seed"])
-
-
-def load(path: str | Path, overrides: Sequence[str] = (), *, of_run: bool = False) -> Recipe:
-    """Load a recipe from a YAML file, with `key.sub=value` overrides; `of_run` as in `parse`.
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Load a recipe from a YAML file, with `key.sub=value` overrides.
 
     Raises:
         RecipeError: the file cannot be read, is not YAML, or a field is wrong.
@@ -222,7 +209,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, of_run: bool = Fals
         undecoded = isinstance(error, UnicodeDecodeError)
         reason = "not UTF-8 text" if undecoded else getattr(error, "strerror", None) or error
         raise RecipeError([f"{str(path)!r}: cannot be read as a recipe: {reason}"]) from None
-    return parse(text, overrides, name=path.stem, origin=str(path), of_run=of_run)
+    return parse(text, overrides, name=path.stem, origin=str(path))
 
 
 def dump(recipe: Recipe) -> str:

@@ -88,7 +88,7 @@ def evaluation_differences(runs: Sequence[Run]) -> list[str]:
     lines: list[str] = []
     first: dict[Measure, tuple[str, dict[str, object]]] = {}
     for run in runs:
-        recipe = parse(run.recipe, name=run.folder.name, of_run=True)
+        recipe = parse(run.recipe, name=run.folder.name)
         steps = settings_of_steps(recipe, 1)
         settings = {name: value for name, value in steps.items() if f"{name}.".startswith(JUDGED_BY)}
         if recipe.teacher.init != "random":

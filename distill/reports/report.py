@@ -70,7 +70,7 @@ class Run(NamedTuple):
     @property
     def settings(self) -> Recipe:
         """Return the parsed recipe."""
-        return parse(self.recipe, name=self.folder.name, origin=str(self.folder / RECIPE_FILE), of_run=True)
+        return parse(self.recipe, name=self.folder.name, origin=str(self.folder / RECIPE_FILE))
 
     @property
     def measure(self) -> Measure:

@@ -25,7 +25,7 @@ from distill.teachers.registry import source_of
 
 def export_run(folder: Path) -> None:
     """Write the file that a finished run's `export` names, and print its metrics in llama.cpp beside the teacher's."""
-    recipe = load(folder / RECIPE_FILE, of_run=True)
+    recipe = load(folder / RECIPE_FILE)
     settings = recipe.export
     assert settings is not None
     with console.announced("exporting", "the student's file"):

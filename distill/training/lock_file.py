@@ -128,7 +128,7 @@ def read_lock(path: Path) -> Plain:
     if not set(FIRST) <= lock.keys():
         raise RecipeError([f"--lock {path}: expected a lock.yaml written by a run"])
     with contextlib.suppress(RecipeError):  # settings added in later versions get their defaults
-        lock["recipe"] = locked_recipe(parse(to_yaml(lock["recipe"]), of_run=True))
+        lock["recipe"] = locked_recipe(parse(to_yaml(lock["recipe"])))
     return lock
 
 

@@ -104,7 +104,7 @@ def resume_plan(recipe: Recipe, folder: Path, *, processes: int) -> ResumePlan:
         ValueError: A setting changed that must not; the message names it, the old and the new value.
     """
     path = folder / RECIPE_FILE
-    old = load(path, of_run=True)
+    old = load(path)
     was, now = parse_yaml(dump(old), str(path)), parse_yaml(dump(recipe), "recipe")
     changed = tuple(differences(was, now))
     for setting, before, after in changed:

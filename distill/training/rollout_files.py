@@ -150,12 +150,8 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def divergences_of(row: Mapping[str, Any]) -> list[float | None]:
-    """Return the divergence at each token of a stored answer, in nats; None at tokens that are not trained on.
-
-    Files of earlier versions have no `positions`: the student sampled all of their tokens.
-    """
-    positions = row.get("positions") or range(len(row["answer_ids"]))
+    """Return the divergence at each token of a stored answer, in nats; None at tokens that are not trained on."""
     found: list[float | None] = [None] * len(row["answer_ids"])
-    for at, value in zip(positions, row["divergence"], strict=True):
+    for at, value in zip(row["positions"], row["divergence"], strict=True):
         found[at] = value
     return found

@@ -30,7 +30,7 @@ from distill.models.sharding import keeps_nothing, use_fsdp2
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, lacks_evaluation, rotate_checkpoints, without_rotation
 from distill.training.module_cache import cached_parameters
 from distill.training.step_guard import clip_in_optimizer, ignore_signals_in_workers
-from distill.training.warmup import begin_above_zero, restore_warmup
+from distill.training.warmup import begin_above_zero
 
 # imported by a run that resumes, by one of several processes, and for rows that belong together
 LOAD_WEIGHTS = "distill.training.checkpoint_weights:load_weights"
@@ -166,20 +166,15 @@ class TransformersCompat(Trainer):
             resolve_name(LOAD_WEIGHTS)(self.model, Path(str(self.state.best_model_checkpoint)))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Restore a sharded student without optimizer state, which `Trainer` cannot, and what else a checkpoint has.
-
-        `Trainer` also leaves the warm-up as a new run has it; one that began with transformers' keeps that.
-        """
+        """Restore a sharded student without optimizer state, which `Trainer` cannot, and what else a checkpoint has."""
         if checkpoint is None:
             return
         self.restore_listeners(Path(checkpoint))
         if not (self.is_fsdp_enabled and keeps_nothing(self.optimizer)):
             super()._load_optimizer_and_scheduler(checkpoint)
-            restore_warmup(self.lr_scheduler, Path(checkpoint))
             return
         assert self.optimizer is not None and self.lr_scheduler is not None
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
-        restore_warmup(self.lr_scheduler, Path(checkpoint))
         for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = rate  # a scheduler sets it after a step, for the next one
 

@@ -10,7 +10,6 @@ contiguous piece of a mapped file.
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
 
 PREFIX = "cached_"
 KEPT_CURE = f"delete the file, and {MANIFEST} where there is one, and the teacher computes again what it held"
-log = logging.getLogger(__name__)
 
 
 class Shards:
@@ -170,7 +168,7 @@ class Shards:
             ValueError: it does not.
         """
         arrays = self.shards[shard]
-        if "sums" in arrays and document_sums(arrays, [number]) != [int(arrays["sums"][number])]:
+        if document_sums(arrays, [number]) != [int(arrays["sums"][number])]:
             raise self._damaged(self.file_of(shard), f"document {number} of it is not as it was written")
         start, stop = arrays["offsets"][number : number + 2].tolist()
         if length is not None and stop - start != length:
@@ -221,19 +219,17 @@ class TeacherCache(Shards):
         self.manifest = manifest
         self.cure = KEPT_CURE if "weights" in manifest else self.cure  # a run that kept its teacher's outputs wrote it
         try:
-            self._open(manifest["shards"], manifest.get("sums"))
+            self._open(manifest["shards"], manifest["sums"])
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"teacher.path: the cache {self.path} is damaged: {error!r:.100}") from None
 
-    def _open(self, sizes: list[int], sums: list[str] | None) -> None:
+    def _open(self, sizes: list[int], sums: list[str]) -> None:
         for number, (size, expected) in enumerate(zip(sizes_of(self.path, len(sizes), self.cure), sizes, strict=True)):
             path = shard_path(self.path, number)
             if size != expected:
                 raise self._damaged(path, f"expected {expected:,} bytes, got {size:,}")
-            if sums is not None and sum_of_sums(path, self.cure) != sums[number]:
+            if sum_of_sums(path, self.cure) != sums[number]:
                 raise self._damaged(path, "its list of documents is not the one written")
-        if sums is None:
-            log.warning("%s was cached without checksums: what it holds is not checked", self.path)
         head = {name: entry for name, entry in self.manifest.get("files", {}).items() if name == HEAD}
         if fault := first_damaged_file(self.path, head):
             raise ValueError(f"teacher.path: {self.path}/{fault}; {self.cure}")
