@@ -26,15 +26,17 @@ if TYPE_CHECKING:
 
 
 class TeacherPrefetcher(StepListener):
-    """Listener that submits a step's micro-batches to the teacher ahead of use, where the teacher prefetches.
+    """Listener that submits a step's micro-batches to the teacher ahead of use.
 
     Args:
-        objective: Objective that holds the teacher.
+        objective: Objective that holds the teacher, which prefetches.
         trainer: Trainer of the student.
     """
 
     def __init__(self, objective: DistillationObjective, trainer: TransformersCompat) -> None:
-        self.objective, self.trainer = objective, trainer
+        prefetching = prefetching_of(objective.teacher)
+        assert prefetching is not None
+        self.objective, self.trainer, self.prefetching = objective, trainer, prefetching
         self._epoch: tuple[Iterator[Collated] | None, Iterator[Collated] | None] = (None, None)
 
     @contextmanager
@@ -51,7 +53,7 @@ class TeacherPrefetcher(StepListener):
 
     def epoch_batches(self, batches: Iterator[Collated], count: int, are_final: bool) -> Iterator[Collated]:
         """Return the micro-batches of an epoch in order, submitted to the teacher ahead of use if they are final."""
-        if not are_final or not self.depth:
+        if not are_final or not self.prefetching.prefetch_depth:
             return batches
         if self._epoch[0] is not batches:
             self._epoch = batches, self.objective.prefetch(batches, count)
@@ -59,15 +61,9 @@ class TeacherPrefetcher(StepListener):
         return self._epoch[1]
 
     @property
-    def depth(self) -> int:
-        """Return how many micro-batches may be submitted before their targets are needed; 0 without prefetching."""
-        prefetching = prefetching_of(self.objective.teacher)
-        return 0 if prefetching is None else prefetching.prefetch_depth
-
-    @property
     def prefetch_enabled(self) -> bool:
         """Return whether the next step's targets are computed before they are needed."""
-        return self.depth > 0 and self.objective.needs_targets
+        return self.prefetching.prefetch_depth > 0 and self.objective.needs_targets
 
     def batches_taken(self, batches: list[Collated], upcoming: Iterable[Collated]) -> None:
         """Wait for the teacher outputs of a step's micro-batches, and submit those of later steps.
@@ -81,15 +77,12 @@ class TeacherPrefetcher(StepListener):
 
     def _submit(self, batches: Iterable[Collated]) -> None:
         """Submit micro-batches to the teacher, those that were not submitted before, without waiting."""
-        prefetching = prefetching_of(self.objective.teacher)
-        if prefetching is not None:
-            for batch in batches:
-                prefetching.submit(batch)
+        for batch in batches:
+            self.prefetching.submit(batch)
 
     def _wait(self, batches: Sequence[Collated]) -> None:
         self._submit(batches)  # rollouts are submitted only now
-        prefetching = prefetching_of(self.objective.teacher)
-        fault = None if prefetching is None else prefetching.fault_of(batches)
+        fault = self.prefetching.fault_of(batches)
         anywhere = fault is not None
         if world_size() > 1:  # a single process need not wait for the GPU here
             here = torch.tensor(float(anywhere), device=self.trainer.args.device)

@@ -53,15 +53,12 @@ class RankWatch(StepListener):
 
 @contextlib.contextmanager
 def watch_ranks(folder: Path, progress: Callable[[], int]) -> Iterator[None]:
-    """Watch the other ranks in the block; a rank that hangs is named and ends the run. Does nothing for one process.
+    """Watch the other ranks in the block; a rank that hangs is named and ends the run.
 
     Args:
         folder: The run's folder; ranks of machines that do not share it are not watched.
         progress: Function that returns how many micro-batches this rank has begun.
     """
-    if world_size() == 1:
-        yield
-        return
     ends = threading.Event()
     launch = broadcast_from_rank0(lambda: secrets.token_hex(8))
     thread = threading.Thread(target=_watch, args=(folder, launch, progress, ends), daemon=True, name="watchdog")
