@@ -77,7 +77,7 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
     data = recipe.data
     named = [(part.field, part.data.source) for part in data.parts]
     for field, name in (*named, ("data.validation.source", data.validation.source)):
-        if name is not None and name != STDLIB and not name.startswith("synthetic"):
+        if name is not None and name != STDLIB and name.partition(":")[0] != "synthetic":
             yield field, name if local_path(name).exists() else name.rpartition(":")[0] or name
 
 

@@ -166,6 +166,11 @@ def nearest_existing(path: Path) -> Path:
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
+def free_bytes(path: Path) -> int:
+    """Return the free bytes of the disk that holds `path`, or would hold it."""
+    return shutil.disk_usage(nearest_existing(path)).free
+
+
 def mount_of(path: Path) -> Path:
     """Return the mount point of the file system that holds `path`, or would hold it."""
     place = nearest_existing(path)

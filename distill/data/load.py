@@ -86,7 +86,7 @@ def load_data(data: Data, tokenizer: Any, *, seed: int, vocab_size: int | None =
     Raises:
         ValueError: The source, its columns, template or rows cannot be used; the message names the field.
     """
-    if data.source.partition(":")[0] == "synthetic":
+    if data.is_synthetic:
         size = vocab_size or (len(tokenizer) if tokenizer is not None else 0)
         return _synthetic(data, size, seed)
     if tokenizer is None:

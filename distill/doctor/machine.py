@@ -14,7 +14,6 @@ import functools
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import tempfile
 import time
@@ -27,6 +26,7 @@ import torch
 from distill_kernels.launch import HAS_TRITON, device_facts
 
 from distill.core.environment import version_of
+from distill.core.files import free_bytes, nearest_existing
 from distill.core.folders import RUNS
 from distill.core.units import GIB
 from distill.doctor.check_result import CheckResult, Line
@@ -82,8 +82,7 @@ def _folders() -> list[Line]:
     }
     lines = []
     for name, place in places.items():
-        there = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.is_dir())
-        free, writable = shutil.disk_usage(there).free / GIB, os.access(there, os.W_OK)
+        free, writable = free_bytes(place) / GIB, os.access(nearest_existing(place), os.W_OK)
         detail = f"{place}, {free:.0f} GiB free" + ("" if writable else ", not writable")
         lines.append(Line(name, writable and free >= 1, detail))
     return lines

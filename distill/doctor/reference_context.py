@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from difflib import SequenceMatcher
 
-from distill.doctor.rows import bounds, first_trained
+from distill.core.labels import document_bounds
+from distill.doctor.rows import first_trained
 from distill.objectives.targets import Batch
 
 FEW = 4  # tokens; a shorter context may occur in a prompt by chance
@@ -18,7 +19,7 @@ def context_verdict(batch: Batch) -> tuple[bool, str]:
             batch[f"{who}{name}"][row].tolist() for who in ("", "teacher_") for name in ("input_ids", "position_ids")
         )
         labels = batch["labels"][row].tolist()
-        for (a, b), (c, d) in zip(bounds(positions), bounds(other_positions), strict=False):
+        for (a, b), (c, d) in zip(document_bounds(positions), document_bounds(other_positions), strict=False):
             document = {"labels": labels[a:b]}
             if (first := first_trained(document)) is None:
                 continue

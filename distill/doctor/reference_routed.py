@@ -11,11 +11,12 @@ import torch
 from distill_kernels import LossTerm
 from torch import nn
 
+from distill.core.labels import document_bounds
 from distill.doctor.reference import Reads, Reference, Verdict
 from distill.doctor.reference_spans import SpansReference, figures_of
 from distill.doctor.reference_top_k import TopKReference
 from distill.doctor.remote_outputs import column_prefix
-from distill.doctor.rows import Row, bounds, split_row
+from distill.doctor.rows import Row, split_row
 from distill.models.head import LogitTransform
 from distill.objectives.targets import Batch, TargetFormat
 from distill.objectives.top_k import TopKFormat
@@ -86,7 +87,8 @@ class RoutedReference(Reference):
             read = (batch[f"{reading}{name}"].tolist() for name in ("input_ids", "position_ids"))
             own = (batch[name].tolist() for name in ("position_ids", "routes"))
             for ids, positions, plain, routes in zip(*read, *own, strict=True):
-                both = zip(bounds(positions), bounds(plain), strict=False)  # padding is a document too
+                # padding is a document too
+                both = zip(document_bounds(positions), document_bounds(plain), strict=False)
                 parts = [place for place, (begin, _) in both if routes[begin] == number]
                 if parts:
                     lines.append([[values[i] for a, b in parts for i in range(a, b)] for values in (ids, positions)])

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from distill.core.labels import IGNORE_INDEX
-from distill.doctor.rows import bounds
+from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.generation.documents import Document
 from distill.generation.function_calls import FunctionInput
 from distill.generation.rewards import Rewards
@@ -24,7 +23,7 @@ def advantages_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     for row, (labels, positions) in enumerate(
         zip(batch["labels"].tolist(), batch["position_ids"].tolist(), strict=True)
     ):
-        for begin, end in bounds(positions):
+        for begin, end in document_bounds(positions):
             advantages[row, begin:end] = advantage_of(labels[begin:end])
     return advantages
 

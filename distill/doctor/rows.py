@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from distill.core.labels import IGNORE_INDEX
+from distill.core.labels import IGNORE_INDEX, document_bounds
 
 Row = Mapping[str, Sequence[int]]
 Document = dict[str, list[int]]
@@ -22,8 +22,8 @@ POINTERS = {"spans": (0, 0, 1, 1), "answer_starts": (0, 1)}
 def split_row(row: Row) -> list[Document]:
     """Return the documents of a packed row, split where the positions of both readings restart."""
     own = [name for name in row if name not in (*OTHERS, *POINTERS, "route")]
-    begins, found = bounds(row["position_ids"]), list[Document]()
-    others = bounds(row[OTHERS[1]]) if OTHERS[1] in row else begins
+    begins, found = document_bounds(row["position_ids"]), list[Document]()
+    others = document_bounds(row[OTHERS[1]]) if OTHERS[1] in row else begins
     for number, ((a, b), (c, d)) in enumerate(zip(begins, others, strict=True)):
         document = {name: list(row[name][a:b]) for name in own}
         document |= {name: list(row[name][c:d]) for name in OTHERS if name in row}
@@ -145,12 +145,6 @@ def packing_fault(rows: Iterable[Row], alone: Iterable[Row]) -> str | None:
                 "position_ids must restart at 0 with each document"
             )
     return None
-
-
-def bounds(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """Return begin and end of each document in a packed row."""
-    starts = [index for index, position in enumerate(positions) if position == 0]
-    return list(zip(starts, [*starts[1:], len(positions)], strict=True))
 
 
 def first_trained(document: Row) -> int | None:

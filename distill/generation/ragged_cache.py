@@ -33,6 +33,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from distill.generation.shared_prefixes import plan_prefixes
 from distill.models.patch.attention import RAGGED, implementations, refuse_other_scores
+from distill.models.precision.host_copy import to_device
 
 KEEPS_KEYS = ("full_attention", "sliding_attention")
 
@@ -237,11 +238,6 @@ def prefill(
 
 def _on(device: torch.device, values: np.ndarray) -> torch.Tensor:
     return to_device(torch.from_numpy(values), device)
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host's on `device`, by the current stream, without waiting for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def ragged_attention(

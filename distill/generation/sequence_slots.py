@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from distill.generation.ragged_cache import RaggedCache, to_device
+from distill.generation.ragged_cache import RaggedCache
 from distill.generation.sampling import Sampling, at_least_float32
+from distill.models.precision.host_copy import to_device
 
 
 class SequenceSlots:

@@ -11,13 +11,13 @@ fetched). Data and tokenizers are read where they are on this machine or in the 
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from distill_kernels.launch import OLDER
 
+from distill.core.files import free_bytes
 from distill.core.folders import runs_folder
 from distill.core.units import GIB
 from distill.data.report import DataReport
@@ -52,7 +52,7 @@ from distill.teachers.source_capabilities import (
     smaller_teachers,
     source_size_text,
 )
-from distill.teachers.vocabulary import Vocabulary, is_synthetic
+from distill.teachers.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -346,7 +346,7 @@ def missing_tokenizer_reason(section: ModelSection, name: str) -> str:
 def _check_data(source: TeacherSource, vocabulary: Vocabulary | None, report: Preflight) -> DataReport | None:
     """Read data that are on this machine, and report on them."""
     data, train = source.recipe.data, source.recipe.train
-    synthetic = is_synthetic(data)
+    synthetic = data.is_synthetic
     names = {part.data.source: part.field for part in data.parts}
     away = [name for name in names if name != STDLIB and not local_path(name).exists()]
     local = synthetic or not away
@@ -403,9 +403,7 @@ def _estimate_disk(recipe: Recipe, student: Shape, precision: Precision, report:
     if recipe.train.save_every and report.steps:
         count = min(count, report.steps // recipe.train.save_every)
     report.disk = final + (count * checkpoint if recipe.train.save_every else 0)
-    runs = runs_folder(recipe.output_dir).absolute()
-    there = next(folder for folder in (runs, *runs.parents) if folder.is_dir())
-    report.disk_free = float(shutil.disk_usage(there).free)
+    report.disk_free = float(free_bytes(runs_folder(recipe.output_dir)))
     if report.disk > report.disk_free:
         free = f"{report.disk_free / GIB:.1f} GiB"
         report.problems.append(f"disk: expected {report.disk / GIB:.1f} GiB free in {recipe.output_dir}, got {free}")

@@ -72,7 +72,7 @@ def small_data_warnings(recipe: Recipe, data: DataReport, accumulation: int, wor
         accumulation: micro-batches of a step on a device.
         world: number of devices.
     """
-    if data.source.startswith("synthetic"):
+    if recipe.data.is_synthetic:
         return []
     train, micro_rows = recipe.train, data_rows_per_micro_batch(recipe.train, recipe.data) * world
     micro = train.batch_size * world * data.max_length

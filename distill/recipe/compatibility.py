@@ -50,12 +50,8 @@ def _or_none(holds: Callable[[Sections], bool], text: str) -> Callable[[Sections
     return lambda recipe: text if holds(recipe) else None
 
 
-def _is_synthetic(recipe: Sections) -> bool:
-    return recipe.data.source.partition(":")[0] == "synthetic"
-
-
 def _without_prompts(recipe: Sections) -> str | None:
-    if _is_synthetic(recipe):
+    if recipe.data.is_synthetic:
         return f"data.source: {recipe.data.source} (random tokens)"
     if any(part.data.format == "text" for part in recipe.data.parts):
         return "data.format: text (running text)"
@@ -80,18 +76,9 @@ def _without_layers(recipe: Sections) -> str | None:
     return f"{field}.backend: {teacher.backend}" if teacher.backend else f"{field}.online_cache: {teacher.online_cache}"
 
 
-def _one_graph(recipe: Sections) -> str | None:
-    """Return the setting by which layers run inside a graph, where their states cannot be read."""
-    return "train.cuda_graph: true" if recipe.train.cuda_graph is True else None
-
-
-def _shares_a_route(recipe: Sections) -> str | None:
-    return "several teachers a token (a mixture)" if mixed_teachers(recipe) else None
-
-
 def _context_without_prompts(recipe: Sections) -> str | None:
     """Return the setting for which rows of a teacher with a context lack prompts; those of other routes need none."""
-    if _is_synthetic(recipe):
+    if recipe.data.is_synthetic:
         return _without_prompts(recipe)
     for teacher in written_teachers(recipe):
         route = getattr(teacher, "route", None)
@@ -144,19 +131,22 @@ PROPERTIES: dict[str, Property] = {
     ),
     "hidden states of layers": Property(
         "a teacher whose layers are computed in the run's own processes",
-        lambda recipe: _without_layers(recipe),
+        _without_layers,
         "set teacher.type to model, without keep, and parallel.teacher to auto, copied or sharded",
     ),
     "eager steps": Property(
         "layers that are called one by one",
-        lambda recipe: _one_graph(recipe),
+        # layers run inside a graph, where their states cannot be read
+        _or_none(lambda recipe: recipe.train.cuda_graph is True, "train.cuda_graph: true"),
         "leave train.cuda_graph at auto",
     ),
     "one teacher": Property(
         "one teacher", _or_none(lambda recipe: bool(recipe.teachers), "teachers"), "give teacher in its place"
     ),
     "one teacher a token": Property(
-        "one teacher a token", _shares_a_route, "give teacher, or each of the teachers a route of its own"
+        "one teacher a token",
+        _or_none(lambda recipe: bool(mixed_teachers(recipe)), "several teachers a token (a mixture)"),
+        "give teacher, or each of the teachers a route of its own",
     ),
     "one teacher for all rows": Property(
         "one teacher for all rows",
@@ -197,7 +187,9 @@ PROPERTIES: dict[str, Property] = {
         "set teacher.dtype to bfloat16, or fp8 with copies",
     ),
     "text": Property(
-        "text", _or_none(_is_synthetic, "data.source: random tokens"), "give a file or a data set of the hub"
+        "text",
+        _or_none(lambda recipe: recipe.data.is_synthetic, "data.source: random tokens"),
+        "give a file or a data set of the hub",
     ),
     "prompts": Property("prompts with answers", _without_prompts, "give chats, or prompts with completions"),
     "a divergence in every step": Property(

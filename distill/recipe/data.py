@@ -217,6 +217,11 @@ class Data(Section):
         return self
 
     @property
+    def is_synthetic(self) -> bool:
+        """Return whether the data are random tokens."""
+        return self.source.partition(":")[0] == "synthetic"
+
+    @property
     def samples(self) -> int:
         """Rows of a micro-batch per row that is loaded: the responses to one prompt."""
         return 1 if self.own_answers is None else self.own_answers.samples

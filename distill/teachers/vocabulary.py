@@ -28,11 +28,6 @@ class Match(NamedTuple):
     verdict: str
 
 
-def is_synthetic(data: Data) -> bool:
-    """Return whether the data are random tokens."""
-    return data.source.partition(":")[0] == "synthetic"
-
-
 class Vocabulary:
     """The vocabulary of two models that read the same ids.
 
@@ -55,7 +50,7 @@ class Vocabulary:
         self.top_k = top_k
         self.recipe, self._teacher, self._id_bound = recipe, teacher, id_bound
         self.tokenizer: Any = None
-        if not is_synthetic(recipe.data):
+        if not recipe.data.is_synthetic:
             self.tokenizer = with_template(load_tokenizer(teacher), recipe.data.chat_template)
         self.teacher_tokenizer = self.tokenizer
         self.student_tokenizer = self.tokenizer

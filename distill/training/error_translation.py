@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from distill.core.errors import DISK, disk_code
-from distill.core.files import mount_of, nearest_existing
+from distill.core.files import free_bytes, mount_of
 from distill.core.folders import RECIPE_FILE
 from distill.core.ranks import world_size
 from distill.core.units import GIB
@@ -133,11 +132,6 @@ def _fullest(recipe: Recipe, folder: Path) -> Path:
     """Return the place that a run writes to with the least free space, the run's folder in a tie."""
     kept = [Path(own.online_cache).expanduser() for own in teacher_sections(recipe).values() if own.online_cache]
     return min((folder, *kept, cache_root(), Path(tempfile.gettempdir())), key=free_bytes)
-
-
-def free_bytes(path: Path) -> int:
-    """Return the free bytes of the disk that holds `path`, or would hold it."""
-    return shutil.disk_usage(nearest_existing(path)).free
 
 
 def _continue(folder: Path) -> str:

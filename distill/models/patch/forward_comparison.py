@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import nn
 
+from distill.core.errors import first_line
 from distill.models.patch.swaps import Mismatch
 
 Forward = Callable[..., object]
@@ -55,7 +56,7 @@ def compare_forwards(
             except torch.OutOfMemoryError:
                 raise
             except FORWARD_ERRORS as error:
-                return Mismatch(f"{otherwise} ({first_line(error)})")
+                return Mismatch(f"{otherwise} ({first_line(error):.120})")
     (expected, wanted), (actual, given) = results
     if len(actual) != len(expected) or not all(map(is_close, actual, expected)):
         return Mismatch("its output differs")
@@ -134,8 +135,3 @@ def _differentiable(module: nn.Module, gradients: bool) -> Iterator[dict[str, nn
 def _noise(like: torch.Tensor, seed: int = 0) -> torch.Tensor:
     drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
     return drawn.to(like.device, like.dtype if like.dtype != torch.float64 else torch.float64)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:120]

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from distill.core.errors import first_line
 from distill.core.eval_mode import eval_mode
 from distill.models.head import bare, decoder_of
 from distill.models.layers import find_layers
 from distill.models.patch import output_rows
 from distill.models.patch.attention import leave_padded_batches, stop_fused_attention, use_fused_attention
-from distill.models.patch.forward_comparison import FORWARD_ERRORS, first_line
+from distill.models.patch.forward_comparison import FORWARD_ERRORS
 from distill.models.patch.packed import distances, keeps_apart, lowered_limits
 from distill.models.patch.padding import hidden_of_padded
 from distill.models.patch.swaps import (
@@ -217,7 +218,7 @@ def _attention_mismatch(model: nn.Module, decoder: nn.Module, backend: str) -> s
     except torch.OutOfMemoryError:
         raise
     except FORWARD_ERRORS as error:
-        return f"the model does not run with another one ({first_line(error)})"
+        return f"the model does not run with another one ({first_line(error):.120})"
     packs = keeps_apart(model)
     stop_fused_attention(model, decoder)
     try:

@@ -39,7 +39,7 @@ from distill.teachers.source_capabilities import (
     note_data,
     of_member,
 )
-from distill.teachers.vocabulary import Match, Vocabulary, is_synthetic
+from distill.teachers.vocabulary import Match, Vocabulary
 
 E = TypeVar("E", bound=Encoder)
 SHARDED = (
@@ -173,7 +173,7 @@ class SeveralVocabulary(Vocabulary):
         section: ModelSection = recipe.student
         if recipe.student.vocabulary != "cross":
             files = files_of(source)
-            section = files.config_section() if is_synthetic(recipe.data) else files.tokenizer_section()
+            section = files.config_section() if recipe.data.is_synthetic else files.tokenizer_section()
         super().__init__(recipe, section)
 
     @functools.cached_property

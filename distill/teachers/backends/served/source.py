@@ -42,7 +42,7 @@ from distill.teachers.source_capabilities import (
     NamesFiles,
     shapes_of,
 )
-from distill.teachers.vocabulary import Vocabulary, is_synthetic
+from distill.teachers.vocabulary import Vocabulary
 
 CONFIG = "config.json"
 
@@ -114,7 +114,7 @@ class ServerSource(TeacherSource, NamesFiles, Measures, ChecksData, DescribesSto
             }
 
     def vocabulary(self) -> Vocabulary:
-        section = self.config_section() if is_synthetic(self.recipe.data) else self.tokenizer_section()
+        section = self.config_section() if self.recipe.data.is_synthetic else self.tokenizer_section()
         return Vocabulary(self.recipe, section, top_k=self.section.top_k is not None)
 
     def measure(self) -> Measure:
@@ -159,7 +159,7 @@ class ServerSource(TeacherSource, NamesFiles, Measures, ChecksData, DescribesSto
 
     def data_problems(self, splits: Splits) -> list[str]:
         """Return a problem where the chat template is not the server's; running text has none."""
-        if self.is_vllm or splits.report.format.startswith("text") or is_synthetic(self.recipe.data):
+        if self.is_vllm or splits.report.format.startswith("text") or self.recipe.data.is_synthetic:
             return []
         here = text_hashes(self.recipe, self.vocabulary().tokenizer)["template"]
         if here == self.identity.template:

@@ -52,7 +52,7 @@ from distill.teachers.source_capabilities import (
     NamesFiles,
     shapes_of,
 )
-from distill.teachers.vocabulary import Vocabulary, is_synthetic
+from distill.teachers.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class ArchivedSource(TeacherSource, NamesFiles, MadeByCommand, Measures, ChecksD
     def vocabulary(self) -> Vocabulary:
         """Return the vocabulary of the cache's tokenizer, which makes the data; they must be the cached ones."""
         plan = self.manifest or {}
-        section = self.section if is_synthetic(self.recipe.data) else self.tokenizer_section()
+        section = self.section if self.recipe.data.is_synthetic else self.tokenizer_section()
         return Vocabulary(self.recipe, section, plan.get("ids_below"), top_k=plan.get("kind") == "top_k")
 
     def measure(self) -> Measure:

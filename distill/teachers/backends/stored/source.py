@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 
 from distill.core.errors import differences
-from distill.core.files import make_folder
+from distill.core.files import free_bytes, make_folder, nearest_existing
 from distill.core.ranks import broadcast_from_rank0, is_main_process, world_size
 from distill.core.units import GIB
 from distill.data.load import Splits, load_data
@@ -164,14 +163,13 @@ class StoredSource(WrappingSource, Measures, NotesData, ChecksData, DescribesSto
         if self.folder is None:
             return []
         left = sum(self.required[key] for key in self.missing()) * self._width()
-        ancestor = next(place for place in (self.folder, *self.folder.absolute().parents) if place.exists())
-        free = shutil.disk_usage(ancestor).free
+        free = free_bytes(self.folder)
         if left <= free:
             return []
         fewer = "fewer tokens (--top-k, data.max_rows)" if self.option else "online_cache_format: hidden_fp8 or top_k"
         return [
             f"{self.place}: {left / GIB:,.1f} GiB more are stored ({self._width():,} bytes per trained token), and "
-            f"{ancestor} has {free / GIB:,.1f} GiB free; use {fewer}, or another disk"
+            f"{nearest_existing(self.folder)} has {free / GIB:,.1f} GiB free; use {fewer}, or another disk"
         ]
 
     @property

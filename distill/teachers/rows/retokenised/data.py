@@ -77,7 +77,7 @@ def load_cross_data(
     Raises:
         ValueError: naming the field.
     """
-    if data.source.partition(":")[0] == "synthetic":
+    if data.is_synthetic:
         raise ValueError(
             f"data.source: {data.source} has no text, which student.vocabulary: cross needs to compare two tokenizers"
         )

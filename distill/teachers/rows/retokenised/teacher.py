@@ -43,7 +43,7 @@ from distill.teachers.rows.retokenised.data import CrossCollator, load_cross_dat
 from distill.teachers.rows.retokenised.encode import Reader
 from distill.teachers.rows.retokenised.vocabularies import Vocabularies, compare_by_bytes, readers_of, require_rows
 from distill.teachers.source_capabilities import Measures, note_data
-from distill.teachers.vocabulary import Match, Vocabulary, is_synthetic
+from distill.teachers.vocabulary import Match, Vocabulary
 from distill.teachers.wrapping import WrappingSource, readings_of
 
 
@@ -163,7 +163,7 @@ class CrossVocabulary(Vocabulary):
 
     def __init__(self, source: CrossSource) -> None:
         recipe = source.recipe
-        if is_synthetic(recipe.data):
+        if recipe.data.is_synthetic:
             raise ValueError(
                 f"data.source: {recipe.data.source} has no text, by which student.vocabulary: cross compares"
             )
