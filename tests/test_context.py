@@ -16,7 +16,6 @@ from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.documents import Document, as_row, documents_of
 from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.sampling import Sampling
-from distill.models.average import RunningAverage
 from distill.recipe import RecipeError, dump, load, parse
 from distill.recipe.models import Context
 from distill.run import run
@@ -252,22 +251,22 @@ def test_running_average_follows_the_student(tmp_path):
             name: p.detach().clone().to(max(dtype, torch.float32, key=lambda d: d.itemsize))
             for name, p in model.named_parameters()
         }
-        average = RunningAverage(model, 0.9)
+        average = AveragedTeacher(model, 0.9)
         for _ in range(3):
-            average.update(other)
+            average.update_ema(other)
             for name, p in other.named_parameters():
                 wide[name] = 0.9 * wide[name] + 0.1 * p.detach().to(wide[name].dtype)
         for name, p in model.named_parameters():
-            torch.testing.assert_close(average.weights[name], wide[name], rtol=1e-6, atol=1e-7)
-            assert torch.equal(p, average.weights[name].to(dtype))
+            torch.testing.assert_close(average.average[name], wide[name], rtol=1e-6, atol=1e-7)
+            assert torch.equal(p, average.average[name].to(dtype))
         average.save(tmp_path)
         fresh = tiny_model(seed=1, dtype=dtype)
-        restored = RunningAverage(fresh, 0.9)
+        restored = AveragedTeacher(fresh, 0.9)
         restored.restore(tmp_path)
-        average.update(other), restored.update(other)
+        average.update_ema(other), restored.update_ema(other)
         assert all(torch.equal(*pair) for pair in zip(model.parameters(), fresh.parameters(), strict=True))
     with pytest.raises(ValueError, match=r"teacher\.ema"):
-        RunningAverage(tiny_model(), 0.9).update(tiny_model(layers=3))
+        AveragedTeacher(tiny_model(), 0.9).update_ema(tiny_model(layers=3))
 
 
 def test_a_resumed_run_continues_the_moving_average(tmp_path):

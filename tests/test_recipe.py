@@ -242,7 +242,7 @@ def test_every_schedule_warms_up():
     from distill.models.precision.dtypes import resolve_precision
     from distill.planning.run_plan import plan_steps
     from distill.training.arguments import training_arguments
-    from distill.training.warmup import begin_above_zero
+    from distill.training.transformers_compat import begin_above_zero
 
     for schedule in ("cosine", "linear", "constant", "warmup_stable_decay"):
         recipe = parse(MINIMAL, [f"train.schedule={schedule}", "train.warmup=4", "train.learning_rate=1.0"])

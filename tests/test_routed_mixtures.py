@@ -13,7 +13,6 @@ from distill.caching.make import load, make_cache
 from distill.data.collator import Collator
 from distill.doctor.examine import examine
 from distill.doctor.invariants import fused_equals_reference, models_read_the_same_tokens
-from distill.models.average import FILE
 from distill.models.head import HeadWeights, LogitTransform
 from distill.objectives.hidden import HiddenFormat, StoredHead
 from distill.objectives.targets import HeadForward, StepInputs
@@ -24,6 +23,7 @@ from distill.run import run
 from distill.serving.open import open_engine
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.backends.stored.settings import Settings
+from distill.teachers.backends.student import FILE
 from distill.teachers.capabilities import first_batch_lines, flops_per_token, prefetching_of
 from distill.teachers.combination.mixture import MixtureFormat
 from distill.teachers.combination.route_data import RoutedCollator

@@ -9,20 +9,20 @@ teacher or several, each with the student's prompt or another; other formats are
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from difflib import SequenceMatcher
 from typing import Any
 
 import torch
 from distill_kernels import FusedDistillationLoss, LossTerm, TeacherHead
 from torch.nn import functional as F
 
-from distill.core.labels import IGNORE_INDEX
+from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.data.collator import Collator
-from distill.doctor.reference_context import context_verdict
 from distill.doctor.reference_layers import layer_loss
 from distill.doctor.reference_loss import Mixture, SampledTokens, mixed_log_probabilities, shift_left, token_loss
 from distill.doctor.remote_outputs import column_prefix, logits_of
 from distill.doctor.rewards import advantage_of
-from distill.doctor.rows import Row, split_row
+from distill.doctor.rows import Row, first_trained, split_row
 from distill.models.load.vocabulary import compare
 from distill.objectives.losses import LogitTransforms, TargetLoss, build_loss
 from distill.objectives.targets import Batch
@@ -31,6 +31,7 @@ from distill.teachers.combination.mixture import MixtureFormat
 from distill.teachers.interface import Teacher
 from distill.teachers.objective import DistillationObjective
 
+FEW = 4  # tokens; a shorter context may occur in a prompt by chance
 COLUMNS = 512  # columns of the vocabulary over which a mixture is compared with itself
 INPUTS = ("input_ids", "position_ids")
 
@@ -199,3 +200,37 @@ class Reference:
 def largest_magnitude(values: Sequence[torch.Tensor]) -> float:
     """Return the largest magnitude; NaN where there is one."""
     return torch.stack(list(values)).abs().max().item()
+
+
+def context_verdict(batch: Batch) -> tuple[bool, str]:
+    """Compare the tokens of responses in both inputs, and find context that leaks into the student's prompt."""
+    more = 0
+    for row in range(len(batch["labels"])):
+        own, positions, other, other_positions = (
+            batch[f"{who}{name}"][row].tolist() for who in ("", "teacher_") for name in ("input_ids", "position_ids")
+        )
+        labels = batch["labels"][row].tolist()
+        for (a, b), (c, d) in zip(document_bounds(positions), document_bounds(other_positions), strict=False):
+            document = {"labels": labels[a:b]}
+            if (first := first_trained(document)) is None:
+                continue
+            answer, prompt = own[a + first : b], own[a : a + first]
+            if other[d - len(answer) : d] != answer:
+                return False, "a response has other tokens in the teacher's input"
+            private = _only_in(other[c : d - len(answer)], prompt)
+            if not private:
+                return False, "the teacher has no context that the student lacks"
+            leaked = SequenceMatcher(None, prompt, private, autojunk=False).find_longest_match().size
+            if leaked >= max(FEW, len(private) / 2):
+                return False, f"{leaked} tokens of the teacher's context are in the student's prompt"
+            more += len(private)
+    return True, f"responses have the same tokens in both inputs; {more} tokens before them are context"
+
+
+def _only_in(longer: list[int], shorter: list[int]) -> list[int]:
+    """Return a prompt without the beginning and the end that it shares with another."""
+    start = next((at for at, pair in enumerate(zip(longer, shorter, strict=False)) if pair[0] != pair[1]), len(shorter))
+    most = len(shorter) - start
+    backwards = zip(longer[::-1], shorter[::-1], strict=False)
+    end = next((at for at, pair in enumerate(backwards) if pair[0] != pair[1]), len(shorter))
+    return longer[start : len(longer) - min(end, most)]

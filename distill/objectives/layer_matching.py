@@ -24,7 +24,6 @@ from transformers import PreTrainedConfig
 
 from distill.core.errors import RunError
 from distill.models.head import attention_sizes, bare
-from distill.models.layer_projection import LayerProjection
 from distill.models.layer_states import LayerStates, record_states
 from distill.models.layers import layers_of
 from distill.recipe.layer_terms import AttentionRelationTerm, HiddenStateTerm, pairs_of
@@ -33,6 +32,39 @@ from distill.recipe.loss import Loss
 FILE = "layer_projections.safetensors"  # in a checkpoint
 MODULE = "layer_projections"  # of the student, while it trains
 AnyTerm = HiddenStateTerm | AttentionRelationTerm
+
+
+class LayerProjection(nn.Module):
+    """Linear map of the student's hidden states to the teacher's width, trained with the student.
+
+    It has no entry in state dicts: a saved or exported student does not have it, and checkpoints hold it in a file of
+    its own.
+
+    Args:
+        teacher: Width of the teacher's hidden states.
+        student: Width of the student's; where both are equal the map begins as the identity.
+        like: Tensor whose device and dtype the weight gets.
+    """
+
+    def __init__(self, teacher: int, student: int, like: torch.Tensor) -> None:
+        super().__init__()
+        weight = torch.eye(student)
+        if teacher != student:
+            generator = torch.Generator().manual_seed(0)
+            weight = torch.randn(teacher, student, generator=generator) / math.sqrt(student)
+        self.weight = nn.Parameter(weight.to(like.device, like.dtype))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Return states [..., teacher's width] of states [..., student's width]."""
+        if not torch.is_autocast_enabled(states.device.type):
+            states = states.to(self.weight.dtype)
+        return nn.functional.linear(states, self.weight)
+
+    def _save_to_state_dict(self, *args: object, **kwargs: object) -> None:
+        return
+
+    def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
+        return
 
 
 class MatchedTerm(NamedTuple):

@@ -19,7 +19,7 @@ from distill.objectives.losses import (
     soft_terms,
 )
 from distill.objectives.measure import cache_measure
-from distill.objectives.stored_tail import StoredTailLoss
+from distill.objectives.sampled_tail import SampledTail, TailTargets
 from distill.objectives.targets import HeadForward, LossResult, TargetFormat, TargetProperties, VocabularyAlignment
 from distill.objectives.top_k_encoding import normalised, surplus_of
 from distill.recipe.loss import SEPARATE, Loss
@@ -205,3 +205,59 @@ def top_k_loss(loss: FusedDistillationLoss, format: TopKFormat) -> FusedDistilla
         student_logit_scale=settings.student_scale,
         student_softcap=settings.student_softcap or None,
     )
+
+
+class StoredTailLoss(SampledTail):
+    """The term `top_k_reverse_kl` with `tail: sampled` over a teacher's K tokens.
+
+    The other tokens are estimated from the sampled one, whose log-probability is stored.
+
+    Args:
+        section: The recipe's loss, which has no other term.
+        pairing: Alignment of the two vocabularies.
+        tail: Representation of the other tokens in the cache.
+        temperature: Temperature of the stored log-probabilities.
+
+    Attributes:
+        measured: the forward KL over the K tokens, for metrics only.
+
+    Raises:
+        ValueError: other terms, K tokens that were sampled, or a temperature other than 1, that of the stored label.
+    """
+
+    def __init__(self, section: Loss, pairing: VocabularyAlignment, tail: str, temperature: float) -> None:
+        term = section.tailed
+        assert term is not None
+        others = [other.type for other in section.terms if other.weight > 0 and other is not term]
+        if others:
+            raise ValueError(
+                "loss.terms: expected top_k_reverse_kl with tail: sampled alone, since the teacher gives K tokens; got "
+                f"also {', '.join(others)}"
+            )
+        if tail == "sampled":
+            raise ValueError(
+                "loss.terms: top_k_reverse_kl expects the teacher's top K tokens, got sampled ones; cache a bucket tail"
+            )
+        if section.temperature != 1.0 or temperature != 1.0:
+            raise ValueError(
+                "loss.temperature: expected 1 with tail: sampled over a teacher's K tokens, whose log-probability of "
+                f"the drawn token is at 1; got {section.temperature:g}"
+            )
+        super().__init__(term, section, pairing)
+        student = pairing.student
+        self.measured = FusedTopKKLLoss(
+            "forward", tail, student_logit_scale=student.scale, student_softcap=student.softcap
+        )
+        self.objective = self.measured.objective
+        self.terms = [LossTerm(term.type, term.weight)]
+
+    def __call__(self, call: HeadForward) -> LossResult:
+        """Return the loss inside the student head's own call, with the statistics if requested."""
+        targets: Any = call.inputs.targets
+        value = self.of(call, TailTargets(targets.ids, targets.logprobs, targets.label_logprob))
+        if not call.inputs.statistics:
+            return value
+        with torch.no_grad():
+            both = (call.hidden, call.head.weight, targets.ids, targets.logprobs, call.labels)
+            _, statistics = self.measured(*both, **self.pairing.arguments(call))
+        return value, statistics

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from pkgutil import resolve_name
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import Sampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -30,7 +31,6 @@ from distill.models.sharding import keeps_nothing, use_fsdp2
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, lacks_evaluation, rotate_checkpoints, without_rotation
 from distill.training.module_cache import cached_parameters
 from distill.training.step_guard import clip_in_optimizer, ignore_signals_in_workers
-from distill.training.warmup import begin_above_zero
 
 # imported by a run that resumes, by one of several processes, and for rows that belong together
 LOAD_WEIGHTS = "distill.training.checkpoint_weights:load_weights"
@@ -214,6 +214,24 @@ class TransformersCompat(Trainer):
                 rotate_checkpoints(folder, limit, self.state.best_model_checkpoint)
                 shutil.rmtree(unfinished, ignore_errors=True)
             self.accelerator.wait_for_everyone()
+
+
+def begin_above_zero(scheduler: LRScheduler, steps: int) -> None:
+    """Shift the warm-up of a new schedule by one step: step k of W has (k + 1) / W of the peak, not k / W.
+
+    With transformers' warm-up, the first step changes no weight. After the warm-up both have the same rates.
+    """
+    if not isinstance(scheduler, LambdaLR) or steps == 0:
+        return
+    scheduler.lr_lambdas = [_one_step_ahead(factor, steps) for factor in scheduler.lr_lambdas]
+    rates = [base * factor(0) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    scheduler._last_lr = rates
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _one_step_ahead(factor: Callable[[int], float], steps: int) -> Callable[[int], float]:
+    return lambda step: factor(step + (step < steps))
 
 
 class ResumedState(TrainerCallback):

@@ -1,4 +1,7 @@
-"""The student's own checkpoint as a teacher: frozen, or as an exponential moving average (EMA) of the weights."""
+"""The student's own checkpoint as a teacher: frozen, or as an exponential moving average (EMA) of the weights:
+
+w <- share w + (1 - share) w_student        added up in float32 or wider
+"""
 
 from __future__ import annotations
 
@@ -6,39 +9,72 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from distill.models.average import RunningAverage
+from distill.models.head import bare
 from distill.teachers.backends.local import LoadedTeacher, ModelSource, truncated
 from distill.teachers.capabilities import FollowsStudent
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.interface import LoadContext
 from distill.teachers.vocabulary import Vocabulary
 
+FILE = "teacher.safetensors"  # of a checkpoint
+
 
 class AveragedTeacher(LoadedTeacher, FollowsStudent):
     """An EMA of the student: after each step, `share` times itself plus (1 - `share`) times the student.
 
     Args:
-        model: the student's checkpoint; other arguments as of `LoadedTeacher`.
+        model: the student's checkpoint, whose weights are changed in place; other arguments as of `LoadedTeacher`.
         share: decay of the average, above 0 and below 1.
+
+    Attributes:
+        average: The averaged weights by name: the model's own where they are wide, float32 copies of narrow ones.
     """
 
     def __init__(self, model: nn.Module, share: float, *, field: str = "teacher", tokenizer: Any = None) -> None:
         super().__init__(model, field=field, tokenizer=tokenizer)
-        self.share, self.average = share, RunningAverage(self.model, share)
+        self.share = share
+        self.average: dict[str, torch.Tensor] = {}  # from the first step on: the model may be moved before
 
     def truncated_copy(self, layers: Sequence[int]) -> AveragedTeacher:
         return AveragedTeacher(truncated(self.model, layers), self.share, field=next(iter(self.models)))
 
+    @torch.no_grad()
     def update_ema(self, student: nn.Module) -> None:
-        self.average.update(student)
+        """Update the average by the weights of a student, bare or inside PEFT.
+
+        Raises:
+            ValueError: They are not the same weights by name.
+        """
+        own, theirs = dict(self.model.named_parameters()), dict(bare(student).named_parameters())
+        if own.keys() != theirs.keys():
+            raise ValueError(f"teacher.ema: expected the student's weights, got {min(own.keys() ^ theirs.keys())}")
+        self.average = self.average or {name: p.detach() if _is_wide(p) else p.float() for name, p in own.items()}
+        new = [theirs[name].to(weight.dtype) for name, weight in self.average.items()]
+        torch._foreach_lerp_(list(self.average.values()), new, 1 - self.share)
+        self._write_narrow()
 
     def save(self, checkpoint: Path) -> None:
-        self.average.save(checkpoint)
+        save_file(self.average, checkpoint / FILE)
 
+    @torch.no_grad()
     def restore(self, checkpoint: Path) -> None:
-        self.average.restore(checkpoint)
+        state, own = load_file(checkpoint / FILE), dict(self.model.named_parameters())
+        self.average = {n: p.detach().copy_(state[n]) if _is_wide(p) else state[n].to(p.device) for n, p in own.items()}
+        self._write_narrow()
+
+    def _write_narrow(self) -> None:
+        own = dict(self.model.named_parameters())
+        for name, weight in self.average.items():
+            if not _is_wide(own[name]):
+                own[name].copy_(weight)
+
+
+def _is_wide(parameter: torch.Tensor) -> bool:
+    return parameter.dtype.itemsize >= 4
 
 
 class AverageSource(ModelSource):
