@@ -57,6 +57,17 @@ def test_prompts_are_those_that_inference_would_have(workplace, source):
     assert sorted(map(tokenizer.decode, found)) == sorted(expected)
 
 
+def test_an_instruction_keeps_its_input_and_a_line_loses_its_end(workplace):
+    tokenizer = tiny_tokenizer(chat_template=None)
+    rows = [{"instruction": f"Add {number}.", "input": "1 and 2"} for number in range(4)]
+    Path("instructions.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("lines.txt").write_bytes("\r\n".join(QUESTIONS).encode())
+    found = prompts_of(parse(RECIPE, ["data.source=instructions.jsonl"]), tokenizer)
+    assert sorted(map(tokenizer.decode, found)) == [f"Add {number}.\n\n1 and 2\n" for number in range(4)]
+    found = prompts_of(parse(RECIPE, ["data.source=lines.txt"]), tokenizer)
+    assert sorted(map(tokenizer.decode, found)) == sorted(f"{text}\n" for text in QUESTIONS)
+
+
 def test_prompts_without_a_template_are_continued_as_text(workplace):
     tokenizer = tiny_tokenizer(chat_template=None)
     found = prompts_of(parse(RECIPE), tokenizer)

@@ -107,10 +107,7 @@ class Format:
                 )
             turns, reply = _messages(row, prompt), _messages(row, completion)
             return Sample(messages=turns + reply, tools=_tools(row), first_trained=len(turns))
-        question, answer = _text(row, prompt), _text(row, completion, keeps_empty=self.keeps_empty)
-        extra = row.get("input") if prompt == "instruction" else None
-        if isinstance(extra, str) and extra.strip():
-            question += "\n\n" + _text(row, "input")
+        question, answer = _question(row, prompt), _text(row, completion, keeps_empty=self.keeps_empty)
         if self.pairs_as_chat:
             turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             return Sample(messages=turns, tools=_tools(row))
@@ -121,7 +118,7 @@ class Format:
         (role, column), *_ = self.columns.items()
         if role == "messages" or isinstance(row.get(column), list):
             return Sample(messages=_without_last_answer(_messages(row, column)), tools=_tools(row))
-        text = _text(row, column)
+        text = _question(row, column)
         if role == "prompt" and self.pairs_as_chat:
             return Sample(messages=[{"role": "user", "content": text}], tools=_tools(row))
         return Sample(text="", prompt=text if role == "rendered" or text[-1:].isspace() else text + "\n")
@@ -228,6 +225,12 @@ def _cure(columns: Sequence[str], format: str, rows: Iterable[Row | RowFault]) -
     from distill.data.suggestions import field_settings
 
     return f"map them, as in {field_settings(columns, format, first)}"
+
+
+def _question(row: Row, column: str) -> str:
+    """Return the text of a prompt; an instruction is followed by its input, as in Alpaca's rows."""
+    text, extra = _text(row, column), row.get("input") if column == "instruction" else None
+    return f"{text}\n\n{extra}" if isinstance(extra, str) and extra.strip() else text
 
 
 def _text(row: Row, column: str, *, keeps_empty: bool = False) -> str:

@@ -105,9 +105,14 @@ def prompt_lines(source: Source, name: str) -> Source:
             if isinstance(row, RowFault):
                 yield row
             else:
-                yield from ({"prompt": line} for line in str(row["text"]).split("\n") if line.strip())
+                yield from ({"prompt": line} for line in _lines_of(str(row["text"])))
 
     return Source(source.name, f"{source.digest}-lines", rows, ("prompt",))
+
+
+def _lines_of(text: str) -> list[str]:
+    """Return the lines of a text that are not blank; `splitlines` would split at more characters."""
+    return [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
 
 
 def local_path(source: str) -> Path:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from distill.data.chat import ChatTemplate
-from distill.data.formats import CHAT_COLUMNS, PAIR_COLUMNS, FieldMap, Format
-from distill.data.sources import Row, RowFault, open_source
+from distill.data.formats import CHAT_COLUMNS, PAIR_COLUMNS, FieldMap, Format, Sample
+from distill.data.sources import Row, RowFault, open_source, prompt_lines
 from distill.data.tally import Tally
-from distill.data.tokenise import Encoder
-
-RESPONSE_COLUMN = "a response"  # name of a column that no file has
+from distill.data.tokenise import tokens_before_text
 
 
 @dataclass
@@ -68,17 +64,16 @@ def read_prompts(
     Raises:
         ValueError: the file cannot be read, has no column of prompts, or no usable row.
     """
-    found = Prompts()
+    found, beginning = Prompts(), tokens_before_text(tokenizer)
     reader: Format | None = None
-    beginning: list[int] = []
-    for number, row in enumerate(_rows(path)):
+    for number, row in enumerate(prompt_lines(open_source(path, field="--prompts"), path).rows()):
         with found.row(number):
             if isinstance(row, RowFault):
                 raise row
             if reader is None:
                 reader = _format(row, fields, path, template is not None)
-                beginning = Encoder(tokenizer, reader, template, max_length=2).beginning
-            prompt = _prompt(row, reader, tokenizer, template, beginning)
+            is_text = isinstance(row.get(reader.columns.get("prompt", "")), str)
+            prompt = _prompt(reader.sample(row), is_text, tokenizer, template, beginning)
             if not prompt.ids:
                 raise RowFault("empty")
             if len(prompt.ids) > max_length:
@@ -87,18 +82,6 @@ def read_prompts(
     if not found.prompts:
         raise ValueError(f"--prompts: {path} holds no usable prompt{found.reasons and f': {found.reasons}'}")
     return found
-
-
-def _rows(path: str) -> Iterator[Row | RowFault]:
-    file = Path(path).expanduser()
-    if file.suffix.lower() != ".txt" or not file.is_file():
-        yield from open_source(path, field="--prompts").rows()
-        return
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")  # splitlines splits at more characters
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--prompts: {path} cannot be read: {error}") from error
-    yield from ({"prompt": line} for line in lines if line.strip())
 
 
 def _format(row: Row, fields: FieldMap, path: str, has_template: bool) -> Format:
@@ -110,34 +93,23 @@ def _format(row: Row, fields: FieldMap, path: str, has_template: bool) -> Format
             raise ValueError(
                 "data.chat_template: the prompts are chats and the tokenizer has no chat template; give a .jinja file"
             )
-        return Format("chat", {"messages": chat})
+        return Format("prompts", {"messages": chat})
     if prompt is None:
         columns = ", ".join(map(repr, row)) or "none"
         raise ValueError(f"--prompts: expected a column prompt or messages in {path}; its columns are {columns}")
-    return Format("prompt_completion", {"prompt": prompt, "completion": RESPONSE_COLUMN}, pairs_as_chat=has_template)
+    return Format("prompts", {"prompt": prompt}, pairs_as_chat=has_template)
 
 
-def _prompt(row: Row, reader: Format, tokenizer: Any, template: ChatTemplate | None, beginning: list[int]) -> Prompt:
-    if reader.kind == "chat":
-        sample = reader.sample(row)
-        turns = list(sample.messages or [])
-    else:
-        as_messages = isinstance(row.get(reader.columns["prompt"]), list)
-        response: Any = [{"role": "assistant", "content": "?"}] if as_messages else "?"
-        sample = reader.sample(row | {RESPONSE_COLUMN: response})
-        turns = list(sample.messages or [])[:-1]
-    while turns and turns[-1]["role"] == "assistant":
-        turns.pop()
+def _prompt(
+    sample: Sample, is_text: bool, tokenizer: Any, template: ChatTemplate | None, beginning: list[int]
+) -> Prompt:
     if sample.messages is None:
         text = sample.prompt or ""
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         return Prompt(ids if ids[:1] == beginning else beginning + ids, {"prompt": text})
     if template is None:
         raise RowFault("a chat without a chat template")
-    if not turns:
-        raise RowFault("no question", "expected a user's message before the assistant's")
-    text = template.prompt(turns, sample.tools)
-    fields: dict[str, Any] = {"messages": turns} | ({"tools": sample.tools} if sample.tools else {})
-    if reader.pairs_as_chat and not as_messages:
-        fields = {"prompt": turns[0]["content"]}
-    return Prompt(tokenizer(text, add_special_tokens=False)["input_ids"], fields)
+    ids = tokenizer(template.prompt(sample.messages, sample.tools), add_special_tokens=False)["input_ids"]
+    if is_text:
+        return Prompt(ids, {"prompt": sample.messages[0]["content"]})
+    return Prompt(ids, {"messages": sample.messages} | ({"tools": sample.tools} if sample.tools else {}))

@@ -92,8 +92,7 @@ def _plain_hidden(teacher: LogitReading, query: TargetRequest) -> torch.Tensor:
 def _logits(teacher: LogitReading, hidden: torch.Tensor, transform: LogitTransform) -> torch.Tensor:
     """Return fp32 logits [M, V] on the CPU."""
     weight, bias, _ = _head(teacher)
-    z = torch.nn.functional.linear(hidden.to(weight), weight, bias).float().cpu() * transform.scale
-    return z if transform.softcap is None else transform.softcap * torch.tanh(z / transform.softcap)
+    return transform.applied(torch.nn.functional.linear(hidden.to(weight), weight, bias).float().cpu())
 
 
 def _distance(z: torch.Tensor, expected: torch.Tensor) -> float:
