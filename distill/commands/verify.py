@@ -11,6 +11,7 @@ import typer
 
 from distill.commands.arguments import AsJson, complete_run, print_json
 from distill.core import console
+from distill.core.errors import first_line
 from distill.core.folders import RECIPE_FILE, RESULT_FILE
 from distill.core.units import plural
 
@@ -51,7 +52,7 @@ def _line(what: str, read: Callable[[], str]) -> Line:
     try:
         return what, read(), True
     except (ValueError, OSError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        return what, f"{(str(error).splitlines() or [''])[0] or type(error).__name__}", False
+        return what, first_line(error), False
 
 
 def _run(folder: Path) -> Iterator[Line]:

@@ -80,6 +80,13 @@ def check_folder(folder: Path, field: str) -> None:
             raise RecipeError([f"{field}: expected a folder, got {quote(str(folder))}: {place} is {kind}"])
 
 
+def check_new_folder(folder: Path, field: str) -> None:
+    """Raise a RecipeError that names `field` for a folder that holds files, or cannot be made."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RecipeError([f"{field}: {folder} exists and is not an empty folder; name another"])
+    check_folder(folder, field)
+
+
 def check_folder_free(folder: Path) -> None:
     """Check that a folder, whose lock is held, still holds no run.
 

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import yaml
 
-from distill.core.errors import RecipeError, quote
+from distill.core.errors import RecipeError, first_line, quote
 
 MAX_CHARACTERS = 1 << 20
 MAX_DEPTH = 32
@@ -85,7 +85,7 @@ def _read(text: str, origin: str) -> object:
         hint = "; a key is followed by a colon and a space" if "mapping values" in str(error.problem) else ""
         raise RecipeError([f"{origin}: not valid YAML{place}: {error.problem or error.context}{hint}"]) from None
     except yaml.YAMLError as error:
-        raise RecipeError([f"{origin}: not valid YAML: {str(error).splitlines()[0]}"]) from None
+        raise RecipeError([f"{origin}: not valid YAML: {first_line(error)}"]) from None
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:  # from a tag such as !!int x
         raise RecipeError([f"{origin}: not valid YAML: {error}"]) from None
 

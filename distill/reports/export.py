@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 import shutil
 from pathlib import Path
@@ -13,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.core.errors import RecipeError, first_line
 from distill.core.files import atomic_folder, write_text
-from distill.core.folders import RECIPE_FILE, check_folder
+from distill.core.folders import RECIPE_FILE, check_new_folder
 from distill.evaluation.targets import CONFIGS, load_merged, target_from_model
 from distill.models.load.read_weights import read_weights
 from distill.models.precision.quantised_formats import read_saved
@@ -77,10 +76,7 @@ def export(
         raise RecipeError(
             [f"--dtype: a quantised student's weights are its file's in float32; leave it out; got {dtype}"]
         )
-    in_use = RecipeError([f"--output: {destination} exists and is not an empty folder; name another"])
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise in_use
-    check_folder(destination, "--output")
+    check_new_folder(destination, "--output")
     try:
         model: Any = load_merged(target_from_model(str(source)), "cpu", torch.float32 if trained else None).eval()
         model.config.use_cache = True
@@ -109,10 +105,9 @@ def export(
                 more["gguf"] = write_gguf(unfinished, unfinished / name, gguf)._replace(path=str(destination / name))
             if packed is not None:
                 more["packed"] = pack_folder(unfinished, shard_size, packed)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        raise in_use from None  # another export took the name
+    except OSError:
+        check_new_folder(destination, "--output")  # whether another export took the name
+        raise
     files = sorted(path.name for path in destination.iterdir())
     return more | {
         "folder": str(destination),

@@ -27,7 +27,7 @@ import torch
 from distill_kernels.quantisation.formats import FORMATS, Blocks, reference_quantise
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
 
-from distill.core.errors import RecipeError
+from distill.core.errors import RecipeError, first_line
 from distill.core.files import atomic_path
 from distill.models.head import attention_sizes
 from distill.models.load.read_weights import read_weights
@@ -316,7 +316,7 @@ def _check(model: Any, tokenizer: PreTrainedTokenizerFast, path: Path, plan: Pla
             **place,
         ).eval()
     except (RuntimeError, ValueError) as error:  # shapes that the format cannot express
-        raise RecipeError([f"--gguf: transformers cannot read it back: {str(error).splitlines()[0]}"]) from error
+        raise RecipeError([f"--gguf: transformers cannot read it back: {first_line(error)}"]) from error
     rows = [torch.tensor([tokenizer(text).input_ids]) for text in TEXTS]
     before = [model.float()(input_ids=row).logits[0].log_softmax(-1) for row in rows]
     theirs = dict(loaded.named_parameters())

@@ -10,9 +10,8 @@ import torch
 from distill_kernels.quantisation.formats import FORMATS, reference_quantise
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from distill.core.errors import RecipeError
 from distill.core.files import atomic_folder
-from distill.core.folders import check_folder
+from distill.core.folders import check_new_folder
 from distill.models.layers import find_layers
 from distill.models.precision.gptq import Method, calibration_batches, round_weights
 from distill.models.precision.quantised_formats import SavedBlocks, formats_of
@@ -77,9 +76,7 @@ def quantise_model(
         ValueError: The model cannot be rounded so.
     """
     section, method, rows = rounding
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise RecipeError([f"--output: {destination} exists and is not an empty folder; name another"])
-    check_folder(destination, "--output")
+    check_new_folder(destination, "--output")
     found = formats_of(model, section)
     formats, parameters = found.by_name, dict(model.named_parameters())
     inside = f"{find_layers(model)[0]}." if method != "nearest" else None

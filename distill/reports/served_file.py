@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 
 from distill.core import console
 from distill.core.folders import RECIPE_FILE
-from distill.core.labels import IGNORE_INDEX
+from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.core.units import plural
 from distill.models.load.loading import load_teacher
 from distill.models.precision.dtypes import resolve_device, resolve_precision
@@ -75,8 +74,7 @@ def _measured(recipe: Recipe, file: Path, least: int) -> tuple[int, FileMetrics,
 
 def _documents(row: Mapping[str, Sequence[int]]) -> Iterator[tuple[list[int], list[int]]]:
     """Yield token ids of each document of a row, and the positions in it whose next token counts."""
-    starts = [at for at, place in enumerate(row["position_ids"]) if place == 0]
-    for start, end in itertools.pairwise([*starts, len(row["input_ids"])]):
+    for start, end in document_bounds(row["position_ids"]):
         labels = row["labels"][start:end]
         if places := [at for at in range(len(labels) - 1) if labels[at + 1] != IGNORE_INDEX]:
             yield list(row["input_ids"][start:end]), places

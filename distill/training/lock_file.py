@@ -24,7 +24,7 @@ import numpy as np
 from torch import nn
 
 from distill.core.environment import environment
-from distill.core.errors import RecipeError, differences, quote
+from distill.core.errors import RecipeError, differences, first_line, quote
 from distill.models.load.fingerprint import model_identity
 from distill.models.load.loading import STUDENT_SEED, TEACHER_SEED
 from distill.models.patch.attention import BACKENDS
@@ -123,7 +123,7 @@ def read_lock(path: Path) -> Plain:
     try:
         lock = parse_yaml(path.read_text(encoding="utf-8"), f"--lock {path}")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise RecipeError([f"--lock {path}: cannot be read: {reason}"]) from None
     if not set(FIRST) <= lock.keys():
         raise RecipeError([f"--lock {path}: expected a lock.yaml written by a run"])
