@@ -105,6 +105,9 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     "student.from_teacher.intermediate": (
         "", "", "", "intermediate_size ffn_hidden_size target_ffn_hidden_size (NeMo)",
     ),
+    "student.from_teacher.experts": (
+        "", "", "", "num_experts n_routed_experts num_local_experts (transformers); num_moe_experts (NeMo)",
+    ),
     "data.source": (
         "dataset_name", "dataset.source", "datasets.path",
         "data.path datasets (axolotl); data.name data_files (datasets); dataset (LLaMA-Factory, torchtune, "

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from distill.core.errors import Section, expected_got
 from distill.recipe.fields import Count
 
-WIDTHS = ("hidden", "heads", "kv_heads", "intermediate")
+WIDTHS = ("hidden", "heads", "kv_heads", "intermediate", "experts")
 
 
 class Importance(Section):
@@ -18,10 +18,11 @@ class Importance(Section):
     The rows are the first of the first epoch. Minitron (Muralidharan et al., 2024, arXiv 2407.14679) has the metrics.
 
     Attributes:
-        rows: number of training rows that the teacher reads for hidden channels, heads and MLP columns.
+        rows: number of training rows that the teacher reads for hidden channels, heads, MLP columns and experts.
         layer_rows: number of these rows on which the loss without each layer is measured, again after each that goes.
         metric: aggregate of activations over tokens. `l2` is the root mean square, `mean` the mean magnitude, `mean_l2`
-            the mean magnitude over a row's tokens and the root mean square over rows.
+            the mean magnitude over a row's tokens and the root mean square over rows. Experts are chosen by the mean
+            weight that their router gives them, whatever the metric.
     """
 
     rows: Count = 64
@@ -33,8 +34,9 @@ class FromTeacher(Section):
     """A student made of parts of the teacher: of its layers, of each layer's width, or of both.
 
     With a width, or with `importance`, the parts are chosen by the training data: hidden channels, heads and columns of
-    the MLPs with the largest activations stay, and layers are removed one after another, each time the one without
-    which the divergence from the teacher is smallest. With `layers` alone the first and the last layers stay.
+    the MLPs with the largest activations and experts with the largest router weights stay, and layers are removed one
+    after another, each time the one without which the divergence from the teacher is smallest. With `layers` alone the
+    first and the last layers stay.
 
     Attributes:
         layers: number of the teacher's layers to keep.
@@ -45,6 +47,8 @@ class FromTeacher(Section):
         kv_heads: number of key and value heads to keep in each layer; each keeps `heads / kv_heads` of its heads,
             without `heads` all of them.
         intermediate: number of MLP columns (`intermediate_size`) to keep in each layer.
+        experts: number of routed experts to keep in each layer of a mixture of experts; shared experts and the number
+            of experts per token stay.
         importance: selection of the parts that stay.
     """
 
@@ -54,11 +58,12 @@ class FromTeacher(Section):
     heads: Count | None = None
     kv_heads: Count | None = None
     intermediate: Count | None = None
+    experts: Count | None = None
     importance: Importance | None = None
 
     @property
     def cuts_widths(self) -> bool:
-        """Return whether layers lose channels, heads or columns."""
+        """Return whether layers lose channels, heads, columns or experts."""
         return any(getattr(self, name) is not None for name in WIDTHS)
 
     @property

@@ -47,8 +47,9 @@ def run_summary(
         name += f", layers {_ranges(pair.layer_indices)}"
     if recipe.student.is_cut and recipe.student.from_teacher is not None and recipe.student.from_teacher.cuts_widths:
         widths = resolve_name("distill.models.prune.widths:widths_of")(bare(pair.student).config)
-        name += f", hidden {widths.hidden}, heads {widths.heads} ({widths.kv_heads} of keys and values), MLP columns "
-        name += f"{widths.intermediate}"
+        name += f", hidden {widths.hidden}, heads {widths.heads} ({widths.kv_heads} of keys and values)"
+        name += f", MLP columns {widths.intermediate}" if widths.intermediate else ""
+        name += f", experts {widths.experts}" if widths.experts else ""
     avoided = 2 * plan.tokens_per_step // plan.world // plan.accumulation * objective.columns * 4 / GIB
     terms = " + ".join(f"{term.weight:g} {term.type}" for term in objective.terms if term.weight > 0)
     # a step cannot hold more tokens than the data

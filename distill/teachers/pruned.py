@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -22,12 +23,15 @@ if TYPE_CHECKING:
     from distill.recipe import Data, Recipe
 
 HELD_OUT_ROWS = 16
+log = logging.getLogger(__name__)
 
 
 def measure_candidates(
     recipe: Recipe, share: float, *, cost: Callable[[PreTrainedModel, int], Cost] | None = None
 ) -> Iterator[tuple[Candidate, float]]:
     """Yield shapes for a student of a recipe's teacher, and KL(teacher || student) before training, in nats a token.
+
+    A shape that the teacher's family cannot be cut to is left out, with one line that says why.
 
     The teacher is held once, and one student at a time; the divergence is over at most `HELD_OUT_ROWS` held-out rows.
     Parts and measured costs are cached (`data.cache`), so that the same command proposes the same shapes again.
@@ -61,12 +65,24 @@ def measure_candidates(
     shares = parameters_share(teacher.config)
     if cost is not None:
         shares = _cached(cost(teacher, recipe.data.max_length), teacher, recipe.data)
+    refusals: list[ValueError] = []
+    measured = 0
     for candidate in candidates(teacher.config, share, shares, importance):
         student = Student(from_teacher=candidate.cut)
-        chosen = stored_selection(teacher, candidate.cut, calibration)
-        model = load_student(student, teacher=teacher, device=device, dtype=dtype, selection=chosen)
+        try:
+            chosen = stored_selection(teacher, candidate.cut, calibration)
+            model = load_student(student, teacher=teacher, device=device, dtype=dtype, selection=chosen)
+        except ValueError as error:
+            if not str(error).startswith("student.from_teacher"):
+                raise
+            refusals.append(error)
+            log.warning("shape %r is left out: %s", candidate.name, error)
+            continue
+        measured += 1
         yield candidate, outputs.divergence(model)
         del model
+    if not measured:
+        raise refusals[0]
 
 
 def _cached(measured: Cost, teacher: PreTrainedModel, data: Data) -> Cost:

@@ -4,7 +4,8 @@
         student = cut(candidate.cut)
         outputs.divergence(student)         # nats a token
 
-Layers and widths are cut in a few proportions: layers alone, MLP columns alone, widths alone, and both. In each the
+Layers and widths are cut in a few proportions: layers alone, MLP columns alone, widths alone, and both; experts alone
+and with layers where the teacher has some. In each the
 largest shape whose share of the cost is at most the one asked for is taken, by bisection over 32 steps from the whole
 model to a quarter of it. Sizes are rounded down to what fits GPUs and the family's configuration (`_multiple`).
 """
@@ -25,6 +26,7 @@ from distill.models.head import decoder_of, find_head, probe_logits, read_head
 from distill.models.load.meta_models import meta_student
 from distill.models.prune.importance import Row, positions_of
 from distill.models.prune.pruning import student_config
+from distill.models.prune.routing import routing_of
 from distill.models.prune.widths import Widths, widths_of
 from distill.recipe import FromTeacher, Importance, Student
 
@@ -37,6 +39,8 @@ PROPORTIONS: dict[str, dict[str, float]] = {
     "width and heads": {"hidden": 1.0, "heads": 1.0, "intermediate": 1.0},
     "depth and MLP columns": {"layers": 0.5, "intermediate": 1.0},
     "depth and width": {"layers": 1.0, "hidden": 0.5, "intermediate": 1.0},
+    "experts": {"experts": 1.0},
+    "depth and experts": {"layers": 0.5, "experts": 1.0},
 }
 Cost = Callable[[FromTeacher], float]  # share of the teacher's cost that a student of a shape has
 
@@ -90,7 +94,11 @@ def candidates(
     """
     check_share(share)
     seen: list[FromTeacher] = []
+    full = widths_of(config)
+    lacking = {axis for axis in ("intermediate", "experts") if not getattr(full, axis)}
     for name, parts in PROPORTIONS.items():
+        if lacking & parts.keys():
+            continue
         low, high = 0, STEPS  # steps that cost too much, and that may be within
         cut = shape_at(config, parts, 1.0, importance)
         if (reached := cost(cut)) > share:
@@ -121,7 +129,10 @@ def shape_at(
     kv_heads = max(1, round(full.kv_heads * kept.get("heads", 1.0)))
     heads = kv_heads * full.group
     columns = _multiple(full.intermediate, 64 if full.intermediate >= 4096 else 8, kept.get("intermediate", 1.0))
-    widths = Widths(full.hidden, heads, kv_heads, columns)
+    widths = full._replace(heads=heads, kv_heads=kv_heads, intermediate=columns)
+    if (routing := routing_of(config.get_text_config())) is not None:
+        experts = int(routing.experts * kept.get("experts", 1.0)) // routing.groups * routing.groups
+        widths = widths._replace(experts=max(routing.least, experts))
     widths = widths._replace(hidden=_hidden(config, widths, kept.get("hidden", 1.0)))
     fields = {name: size for name, size in widths._asdict().items() if size != getattr(full, name)}
     kept_layers = max(1, round(layers * kept.get("layers", 1.0)))

@@ -9,7 +9,8 @@ activation, aggregated over tokens by `metric`:
 
 On SmolLM2-135M-Instruct (GSM8K, KL before training by `l2`, `mean`): 468 of 576 channels 1.64, 1.68; 2 of 3 key and
 value heads 1.02, 1.37; 1024 of 1536 columns 0.47, 0.43. Scores times the norms of the weights that read them (columns
-0.44, heads 1.41 by `l2`) are no better overall.
+0.44, heads 1.41 by `l2`) are no better overall. Experts are scored by the weights that their
+router gives them (`experts.py`).
 
 Key and value heads count by the sum over the heads that share them. Layers: the forward KL from the full teacher
 without each layer, on the calibration rows; the layer without which it is smallest goes, and the rest is measured
@@ -35,7 +36,9 @@ from distill.core.eval_mode import eval_mode
 from distill.core.labels import IGNORE_INDEX
 from distill.models.head import LogitTransform, bare, decoder_of, find_head, probe_logits, read_head
 from distill.models.layers import find_layers, layer_indices
+from distill.models.prune.experts import largest_experts, router_weights
 from distill.models.prune.narrow import Selection
+from distill.models.prune.routing import routing_of
 from distill.models.prune.width_layout import Layout
 from distill.models.prune.width_trial import axes_of, proven_layout
 from distill.models.prune.widths import Widths, target_widths, widths_of
@@ -93,6 +96,11 @@ def select_parts(model: nn.Module, cut: FromTeacher, rows: Sequence[Row]) -> Sel
     if not rows:
         raise ValueError("student.from_teacher: expected rows of training data, by which parts are chosen, got none")
     layers = layer_indices(cut, config.get_text_config().num_hidden_layers)
+    if cut.keep is None and cut.layers is not None and getattr(config.get_text_config(), "num_kv_shared_layers", None):
+        raise ValueError(
+            f"student.from_teacher.layers: {type(config).__name__} has layers that take keys and values of others, so "
+            "that the loss without each of them cannot be measured; name the layers by keep"
+        )
     with eval_mode(model), torch.no_grad(), LayerTrial(model) as trial:
         if cut.keep is None and cut.layers is not None:
             layers = _choose_layers(trial, rows[: settings.layer_rows], shape.layers)
@@ -100,7 +108,9 @@ def select_parts(model: nn.Module, cut: FromTeacher, rows: Sequence[Row]) -> Sel
             return Selection(layers, None, {}, {})
         trial.dropped = set(range(trial.total)) - set(layers)
         scores = _measure(model, trial, shape.layout, rows, settings)
-    return _by_scores(layers, scores, shape.widths, shape.layout)
+    routing = routing_of(config.get_text_config())
+    groups = 1 if routing is None else routing.groups
+    return _by_scores(layers, scores, shape.widths, shape.layout, groups)
 
 
 class LayerTrial:
@@ -275,12 +285,14 @@ class Scores(NamedTuple):
         hidden: Scores of hidden channels, float64 [hidden], on the CPU; None where they are not cut.
         heads: Scores of heads, by layer.
         columns: Scores of MLP columns, by layer.
+        experts: Scores of experts, by layer.
         shares: Shares by the name of a norm over a cut axis: `_Score.share`, divided by the tokens.
     """
 
     hidden: torch.Tensor | None
     heads: dict[int, torch.Tensor]
     columns: dict[int, torch.Tensor]
+    experts: dict[int, torch.Tensor]
     shares: dict[str, torch.Tensor]
 
 
@@ -297,6 +309,7 @@ def _measure(model: nn.Module, trial: LayerTrial, layout: Layout, rows: Sequence
             for name, unit in layers.values():
                 module = model.get_submodule(name)
                 hooks.enter_context(_hooked(module, _reader_hook(found[name], unit, axis, settings.metric)))
+        routed = hooks.enter_context(router_weights(model, layout)) if any(layout.on("experts")) else {}
         for row in rows:
             trial.hidden(row)
     hidden = [
@@ -315,7 +328,9 @@ def _measure(model: nn.Module, trial: LayerTrial, layout: Layout, rows: Sequence
         for name, score in found.items()
         if name in norms and score.share is not None
     }
-    return Scores(torch.stack(hidden).sum(0) if hidden else None, by_layer["heads"], by_layer["intermediate"], shares)
+    channels = torch.stack(hidden).sum(0) if hidden else None
+    experts = {layer: weights.mean() for layer, weights in routed.items()}
+    return Scores(channels, by_layer["heads"], by_layer["intermediate"], experts, shares)
 
 
 @contextlib.contextmanager
@@ -345,8 +360,8 @@ def _reader_hook(score: _Score, unit: int, axis: str, metric: str) -> Callable[.
     return hook
 
 
-def _by_scores(layers: Sequence[int], scores: Scores, widths: Widths, layout: Layout) -> Selection:
-    """Return the parts with the largest scores."""
+def _by_scores(layers: Sequence[int], scores: Scores, widths: Widths, layout: Layout, groups: int) -> Selection:
+    """Return the parts with the largest scores; of experts as many in each of `groups`."""
     full = layout.full
     hidden = None if widths.hidden == full.hidden else _largest(scores.hidden, widths.hidden)
     parts: dict[str, dict[int, Sequence[int]]] = {}
@@ -354,6 +369,9 @@ def _by_scores(layers: Sequence[int], scores: Scores, widths: Widths, layout: La
         parts["intermediate"] = {
             n: _largest(scores.columns[n], widths.intermediate) for n in layers if n in scores.columns
         }
+    if widths.experts != full.experts:
+        found = {n: scores.experts[n] for n in layers if n in scores.experts}
+        parts["experts"] = {n: largest_experts(score, widths.experts, groups) for n, score in found.items()}
     if (widths.heads, widths.kv_heads) != (full.heads, full.kv_heads):
         parts |= {"heads": {}, "kv_heads": {}}
         for number in layers:

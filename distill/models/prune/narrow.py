@@ -1,7 +1,8 @@
-"""A student with the chosen parts of its teacher: layers, hidden channels, heads, MLP columns.
+"""A student with the chosen parts of its teacher: layers, hidden channels, heads, MLP columns, experts.
 
 Dropping heads or MLP columns is exact: the student computes what its teacher computes with the outputs of those heads
-or columns set to zero. Dropping hidden channels changes three things beside:
+or columns set to zero. So is dropping experts: routers give no token to them. Dropping hidden channels changes three
+things beside:
 
     RMSNorm     divides by the root mean square over the kept channels in place of all. With `norms` its weight is
                 multiplied by the ratio of the two, sqrt(mean over the kept of E[x_i^2 / mean(x^2)]), measured on the
@@ -39,8 +40,8 @@ class Selection(NamedTuple):
     Attributes:
         layers: indices, ascending.
         hidden: indices of hidden channels, ascending; None for all.
-        parts: for `heads`, `kv_heads` and `intermediate`, by the teacher's layer, the indices that stay, ascending; an
-            axis that is not cut is absent.
+        parts: for `heads`, `kv_heads`, `intermediate` and `experts`, by the teacher's layer, the indices that stay,
+            ascending; an axis that is not cut is absent.
         norms: factors of norms' weights, by the teacher's names.
     """
 

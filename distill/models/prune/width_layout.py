@@ -1,9 +1,9 @@
-"""Layout of a decoder's parameters: which dimension of which parameter holds hidden channels, heads or MLP columns.
+"""Layout of a decoder's parameters: the dimensions that hold hidden channels, heads, MLP columns or experts.
 
 No family is known by name. A dimension holds hidden channels if it is as many entries longer where the configuration
-has more of them, and likewise for heads, key and value heads and MLP columns: the model is built without memory from
-configurations that differ in one of these. A dimension that holds several parts (`[gate; up]`, `[q; k; v]`) is a
-sequence of blocks, in one of two orders that `width_trial.py` tells apart by running a small model.
+has more of them, and likewise for heads, key and value heads, MLP columns and experts: the model is built without
+memory from configurations that differ in one of these. A dimension that holds several parts (`[gate; up]`, `[q; k; v]`)
+is a sequence of blocks, in one of two orders that `width_trial.py` tells apart by running a small model.
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ from distill.models.layers import find_layers
 from distill.models.patch.swaps import epsilon_of
 from distill.models.prune.widths import Widths, widths_of, with_widths
 
-Axis = Literal["hidden", "heads", "kv_heads", "intermediate"]
+Axis = Literal["hidden", "heads", "kv_heads", "intermediate", "experts"]
 Order = Literal["blocks", "interleaved"]
-FIELDS = {"hidden": "hidden_size", "heads": "num_attention_heads", "intermediate": "intermediate_size"}
+FIELDS = {
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "intermediate": "intermediate_size",
+    "experts": "the number of experts",
+}
 
 
 class Block(NamedTuple):
@@ -136,7 +141,7 @@ def find_layout(config: PreTrainedConfig, axes: Collection[Axis], orders: Mappin
 
     Args:
         config: Configuration of transformers.
-        axes: Axes among hidden, heads and intermediate; heads includes `kv_heads`.
+        axes: Axes among hidden, heads, intermediate and experts; heads includes `kv_heads`.
         orders: by axis: of a dimension with several parts for each head or column, one part of all after the other, or
             all parts of each.
 
@@ -159,14 +164,19 @@ def find_layout(config: PreTrainedConfig, axes: Collection[Axis], orders: Mappin
         after = _shapes(without_memory(with_widths(config, widths)))
         _note(slopes, axis, (shapes, after), getattr(widths, axis) - getattr(before, axis))
         before, shapes = widths, after
-    if "intermediate" in axes:
-        after = _shapes(without_memory(with_widths(config, full._replace(intermediate=2 * full.intermediate))))
-        _note(slopes, "intermediate", (_shapes(model), after), full.intermediate)
+    apart: list[tuple[Axis, Widths]] = [
+        ("intermediate", full._replace(intermediate=2 * full.intermediate)),
+        ("experts", full._replace(experts=2 * full.experts)),
+    ]
+    for axis, widths in apart:
+        if axis in axes:
+            after = _shapes(without_memory(with_widths(config, widths)))
+            _note(slopes, axis, (_shapes(model), after), getattr(full, axis))
     head_width = attention_sizes(config.get_text_config())[2]
     cut = {*axes} | ({"kv_heads"} if "heads" in axes else set())
     dims: dict[str, Dims] = {}
     for name, found in slopes.items():
-        held = [slope.blocks(name, full, head_width, orders) for slope in found]
+        held = [slope.blocks(f"{name} of {type(model).__name__}", full, head_width, orders) for slope in found]
         dims[name] = tuple(tuple(block for block in blocks if block.axis in cut) for blocks in held)
     layout = Layout({name: found for name, found in dims.items() if any(found)}, find_layers(model)[0] + ".", full)
     _check(layout, model, axes)
@@ -196,14 +206,15 @@ class _Slope:
         made: list[Block] = []
         unit = self.by.get("heads", head_width)
         for axis, slope in self.by.items():
-            part = 1 if axis == "intermediate" else head_width if len(self.by) == 1 else unit
+            part = 1 if axis in ("intermediate", "experts") else head_width if len(self.by) == 1 else unit
             apart = orders.get("heads" if axis == "kv_heads" else axis) == "blocks" and slope % part == 0
             made += [Block(axis, part)] * (slope // part) if apart else [Block(axis, slope)]
         return tuple(made)
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    """Return the shapes of parameters and of buffers that are saved."""
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
 def _note(slopes: dict[str, list[_Slope]], axis: Axis, shapes: Sequence[dict[str, tuple[int, ...]]], more: int) -> None:

@@ -2,8 +2,9 @@
 
 The small model has the configuration's own parts, a few layers and narrow ones, and random weights. In it everything
 that belongs to some channels, heads and columns is set to zero: what is left computes nothing with them, and the model
-cut to the others must give the same logits. A family whose modules are made up in a way that nobody told us about is
-refused by that, in place of being cut into nonsense.
+cut to the others must give the same logits. Experts are not set to zero: the routers of what is compared give them the
+logit -inf. A family whose modules are made up in a way that nobody told us about is refused by that, in place of being
+cut into nonsense.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from distill.core.errors import first_line
 from distill.models.layers import layers_to_keep
 from distill.models.patch.swaps import EPSILONS
+from distill.models.prune.experts import MaskedRouters, expert_modules, largest_experts, router_weights
 from distill.models.prune.narrow import Selection, cut_parts, exact_factor
 from distill.models.prune.pruning import cut_config
+from distill.models.prune.routing import routing_of
 from distill.models.prune.width_layout import Axis, Layout, Order, entries, find_layout
 from distill.models.prune.widths import Widths, widths_of, with_widths
 
@@ -35,7 +38,7 @@ def proven_layout(config: PreTrainedConfig, axes: Collection[Axis]) -> Layout:
 
     Args:
         config: Configuration of the teacher.
-        axes: Axes to cut, among hidden, heads and intermediate.
+        axes: Axes to cut, among hidden, heads, intermediate and experts.
 
     Raises:
         ValueError: a model that cannot be cut, with the module or with the error of the small model.
@@ -56,7 +59,9 @@ def proven_layout(config: PreTrainedConfig, axes: Collection[Axis]) -> Layout:
 
 def axes_of(full: Widths, widths: Widths) -> list[Axis]:
     """Return the axes along which a cut makes a model narrower; heads stand for their keys and values as well."""
-    cut: list[Axis] = [axis for axis in ("hidden", "intermediate") if getattr(full, axis) != getattr(widths, axis)]
+    cut: list[Axis] = [
+        axis for axis in ("hidden", "intermediate", "experts") if getattr(full, axis) != getattr(widths, axis)
+    ]
     heads = (full.heads, full.kv_heads) != (widths.heads, widths.kv_heads)
     return [*cut, "heads"] if heads else cut
 
@@ -80,9 +85,10 @@ def _prove(config: PreTrainedConfig, axes: Collection[Axis]) -> Layout:
         if error <= TOLERANCE:
             return layout
         tried.append(f"{error:.2g}")
+    compared = "no token routed there" if list(axes) == ["experts"] else "zeros there"
     raise ValueError(
         f"student.from_teacher: a small {type(config).__name__} that is cut along {', '.join(axes)} differs from the "
-        f"same with zeros there by {' or '.join(tried)}, relative; its {', '.join(axes)} cannot be cut"
+        f"same with {compared} by {' or '.join(tried)}, relative; its {', '.join(axes)} cannot be cut"
     )
 
 
@@ -93,7 +99,16 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     pairs = 1 if full.kv_heads == 1 else 4
     group = min(full.group, 4)
     heads = pairs * group
-    return with_widths(short, Widths(hidden=16 * heads, heads=heads, kv_heads=pairs, intermediate=48))
+    routing = routing_of(config.get_text_config())
+    experts = 0 if routing is None else routing.of_small
+    columns = 48 if full.intermediate else 0
+    small = with_widths(short, Widths(16 * heads, heads, pairs, columns, experts))
+    before, text = config.get_text_config(), small.get_text_config()
+    if not hasattr(before, "head_dim"):
+        del text.head_dim  # of a family that may have no other than hidden_size / heads
+    elif before.head_dim is None:
+        text.head_dim = None
+    return small
 
 
 def _error_of_small(config: PreTrainedConfig, axes: Collection[Axis], orders: dict[str, Order]) -> float:
@@ -104,7 +119,7 @@ def _error_of_small(config: PreTrainedConfig, axes: Collection[Axis], orders: di
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").eval()
-        _draw(model)
+        _draw(model, layout)
         # of each group one head stays, of every second group where there are several
         kv = list(range(0, full.kv_heads, 2))
         heads = [n * full.group + m for n in kv for m in range(0, full.group, 2)]
@@ -121,6 +136,18 @@ def _error_of_small(config: PreTrainedConfig, axes: Collection[Axis], orders: di
         if "hidden" in axes:
             hidden = torch.randperm(full.hidden)[: full.hidden // 2].sort().values.tolist()
             widths = widths._replace(hidden=len(hidden))
+        dropped: dict[int, list[int]] = {}
+        if "experts" in axes:
+            routing = routing_of(small.get_text_config())
+            assert routing is not None
+            # the first of each group goes, since zeros in place of numbers of experts name it
+            scores = torch.rand(routing.experts).view(routing.groups, -1)
+            scores[:, 0] = -1
+            kept_experts = largest_experts(scores.flatten(), routing.least, routing.groups)
+            having = expert_modules(model, layout)
+            parts["experts"] = dict.fromkeys(having, kept_experts)
+            dropped = dict.fromkeys(having, sorted({*range(routing.experts)} - {*kept_experts}))
+            widths = widths._replace(experts=routing.least)
         selection = Selection(layers, hidden, parts, {})
         _zero_the_rest(model, selection, layout)
         norms = {name: exact_factor(block.axis, full, widths) for name, _, block in layout.norms(model)}
@@ -130,26 +157,35 @@ def _error_of_small(config: PreTrainedConfig, axes: Collection[Axis], orders: di
             for name in [name for name in EPSILONS if isinstance(getattr(module, name, None), float)]:
                 setattr(module, name, EPSILON)
         with torch.no_grad():
-            expected, got = (each(input_ids=ids, use_cache=False).logits.double() for each in (model, cut))
+            got = cut(input_ids=ids, use_cache=False).logits.double()
+            if not dropped:
+                expected = model(input_ids=ids, use_cache=False).logits.double()
+            else:
+                with MaskedRouters(model, layout, dropped), router_weights(model, layout):
+                    expected = model(input_ids=ids, use_cache=False).logits.double()
     return float((got - expected).norm() / expected.norm())
 
 
 @torch.no_grad()
-def _draw(model: nn.Module) -> None:
+def _draw(model: nn.Module, layout: Layout) -> None:
     """Draw weights so large that every part of the model counts, and norms of all sizes."""
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.normal_(0, parameter.shape[-1] ** -0.5 if parameter.shape[0] < 4096 else 1.0)
         else:
             parameter.uniform_(0.5, 1.5)
+    for name, buffer in model.named_buffers():
+        if name in layout.dims and buffer.is_floating_point():
+            buffer.uniform_(-0.5, 0.5)
 
 
 @torch.no_grad()
 def _zero_the_rest(model: nn.Module, selection: Selection, layout: Layout) -> None:
-    """Set everything that belongs to what is dropped to zero, norms aside, through which zeros pass."""
+    """Set what is dropped to zero, experts aside, and norms, through which zeros pass."""
     apart = {f"{name}.weight" for name, _, _ in layout.norms(model)}
     for name, parameter in model.named_parameters():
         kept = selection.kept(layout.layer_of(name))
+        kept.pop("experts", None)
         for dim, blocks in enumerate(layout.dims.get(name, ())):
             if name not in apart and any(block.axis in kept for block in blocks):
                 mask = torch.zeros(parameter.shape[dim], dtype=parameter.dtype)
