@@ -127,6 +127,10 @@ def train(format, *settings):
 
 def test_export_writes_what_was_trained(workplace, tmp_path, capsys):
     student = train("q4_0")
+    assert run_command(["verify", "q4_0"]) == 0
+    capsys.readouterr()
+    assert run_command(["check", "q4_0.yaml", f"student.model={student}"]) == 0, capsys.readouterr()
+    capsys.readouterr()
     assert run_command(["export", "q4_0", "-o", "out", "--gguf", "q4_0"]) == 0
     assert re.search(r"the blocks it trained with cost a KL of -?0\.0e\+00 nats per token", capsys.readouterr().out)
     own = load_file(f"{student}/model.safetensors")

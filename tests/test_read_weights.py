@@ -104,6 +104,18 @@ def test_a_tensor_in_a_file_of_several_is_missed_too(tmp_path):
     assert fault(folder).startswith(f"its files lack {LOST}, ")
 
 
+def test_files_beside_the_weights_are_not_held_against_the_model(tmp_path):
+    """Scales of a quantised student lie in such a file, and the original layout of some models."""
+    one, several = saved(tmp_path / "one"), tmp_path / "several"
+    tiny_model(seed=1).save_pretrained(several, max_shard_size="20KB")
+    for folder in (one, several):
+        save_file({f"{LOST}:scale": torch.ones(32)}, folder / "quantised_scales.safetensors")
+        save_file({"layers.0.attention.wq.weight": torch.ones(32)}, folder / "consolidated.safetensors")
+        assert weights_problem(Teacher(model=str(folder)), "teacher") is None
+    edit(one, drop(LOST))
+    assert LOST in (weights_problem(Teacher(model=str(one)), "teacher") or "")
+
+
 def test_what_the_model_does_not_have_is_named(tmp_path):
     foreign = "model.layers.1.self_attn.q_proj.bias"
     said = fault(edit(saved(tmp_path / "m"), put(foreign, 32)))

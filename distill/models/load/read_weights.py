@@ -13,6 +13,7 @@ that may be in the files and stay unread are listed in `UNREAD`, and a log line 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 
 from distill.core import console
@@ -187,12 +189,12 @@ def weights_fault(folder: Path, model: PreTrainedModel, field: str, *, file_conf
     """Return why the safetensors in `folder` do not match `model`, from their headers alone; None where they do.
 
     Args:
-        folder: A model's folder; every safetensors file directly in it counts.
+        folder: A model's folder; the files count that transformers reads, and nothing that lies beside them.
         model: Model of the architecture, such as one on the device `meta`; not changed.
         field, file_config: See `read_weights`.
     """
     empty: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in _files_read(folder):
         with safe_open(str(path), framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - no dictionary
                 empty[name] = torch.empty(file.get_slice(name).get_shape(), device="meta")
@@ -209,6 +211,16 @@ def weights_fault(folder: Path, model: PreTrainedModel, field: str, *, file_conf
     except ValueError as error:
         return str(error)
     return None
+
+
+def _files_read(folder: Path) -> list[Path]:
+    """Return the files that transformers reads weights from: one, else those of an index, else all that there are."""
+    if (single := folder / SAFE_WEIGHTS_NAME).is_file():
+        return [single]
+    if (index := folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return [folder / name for name in sorted(set(places.values()))]
+    return sorted(folder.glob("*.safetensors"))
 
 
 def _named(names: Collection[str]) -> str:
