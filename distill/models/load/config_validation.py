@@ -78,8 +78,8 @@ def check_folder(folder: Path, field: str) -> None:
             raise ValueError(f"{field}: expected a plain file of weights, got {path}")
 
 
-def check_index(path: Path, field: str, folder: Path | None = None) -> None:
-    """Hold that an index names safetensors files beside it and nothing else.
+def check_index(path: Path, field: str, folder: Path | None = None) -> list[str]:
+    """Hold that an index names safetensors files beside it and nothing else, and return their names.
 
     Args:
         folder: Folder of the files; None where they are still to be fetched.
@@ -90,7 +90,8 @@ def check_index(path: Path, field: str, folder: Path | None = None) -> None:
     places = read_json(path, field).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ValueError(f"{field}: expected a weight_map of tensors to files in {path}")
-    for name in sorted(set(map(str, places.values()))):
+    names = sorted(set(map(str, places.values())))
+    for name in names:
         if not PLAIN_NAME.fullmatch(name):
             raise ValueError(
                 f"{field}: {path} names {name!r}; expected safetensors files in the same folder: others may hold "
@@ -98,6 +99,7 @@ def check_index(path: Path, field: str, folder: Path | None = None) -> None:
             )
         if folder is not None and not (folder / name).is_file():
             raise ValueError(f"{field}: {path} names {name}, which is not in {folder}")
+    return names
 
 
 # GGUF

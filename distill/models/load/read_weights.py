@@ -13,7 +13,6 @@ that may be in the files and stay unread are listed in `UNREAD`, and a log line 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 
 from distill.core import console
-from distill.models.load.config_validation import gguf_tensors
+from distill.models.load.config_validation import check_index, gguf_tensors
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +193,7 @@ def weights_fault(folder: Path, model: PreTrainedModel, field: str, *, file_conf
         field, file_config: See `read_weights`.
     """
     empty: dict[str, torch.Tensor] = {}
-    for path in _files_read(folder):
+    for path in _files_read(folder, field):
         with safe_open(str(path), framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - no dictionary
                 empty[name] = torch.empty(file.get_slice(name).get_shape(), device="meta")
@@ -213,14 +212,12 @@ def weights_fault(folder: Path, model: PreTrainedModel, field: str, *, file_conf
     return None
 
 
-def _files_read(folder: Path) -> list[Path]:
+def _files_read(folder: Path, field: str) -> list[Path]:
     """Return the files that transformers reads weights from: one, else those of an index, else all that there are."""
     if (single := folder / SAFE_WEIGHTS_NAME).is_file():
         return [single]
-    if (index := folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return [folder / name for name in sorted(set(places.values()))]
-    return sorted(folder.glob("*.safetensors"))
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    return [folder / name for name in check_index(index, field)] if index.is_file() else [*folder.glob("*.safetensors")]
 
 
 def _named(names: Collection[str]) -> str:
