@@ -84,6 +84,7 @@ log = logging.getLogger(__name__)
 
 # imported by a run that has use for them
 EXPORT = "distill.reports.served_file:export_run"
+CHECK_EXPORT = "distill.reports.served_file:check_export"
 ALLOWED_PLUGIN = "distill.objectives.plugin:allowed_plugin"
 TEACHER_SERVERS = "distill.planning.teacher_server:teacher_servers"
 WARN_OF_MISMATCH = "distill.models.load.meta_models:warn_of_mismatch"
@@ -124,7 +125,9 @@ def run(
     process = PartialState(cpu=resolve_device(recipe.train).type == "cpu", **restart_store())
     runs = runs_folder(recipe.output_dir)
     folder = broadcast_from_rank0(lambda: run_folder(recipe.name, name=name, resume=bool(resume), runs=runs))
-    *earlier, (folder, recipe) = recipe.stage_runs(folder)
+    *earlier, (folder, recipe) = stages = list(recipe.stage_runs(folder))
+    if recipe.export is not None:
+        resolve_name(CHECK_EXPORT)(stages)
     for own, stage in earlier:
         finished = bool(resume) and broadcast_from_rank0((own / RESULT_FILE).is_file)
         if is_main_process():

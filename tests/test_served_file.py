@@ -4,7 +4,7 @@ import re
 
 import pytest
 from tiny import save_tiny, tiny_model, tiny_tokenizer
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
 from distill.cli import run_command
 from distill.recipe import RecipeError, parse
@@ -72,3 +72,22 @@ def test_a_recipe_without_a_teacher_to_write_is_refused(setting):
     with pytest.raises(RecipeError, match=r"export.tokens: requires"):
         parse(RECIPE, [setting, "student={model: x}", "stages=[]"])
     parse(RECIPE, [setting, "student={model: x}", "stages=[]", "export.tokens=0"])
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ("teacher.model=windowed", "sliding windows"),
+        ("teacher.model=other", "models of type 'gemma2'"),
+        ("teacher.model=unnamed", "has no name in the format"),
+    ],
+)
+def test_a_student_that_the_file_cannot_hold_is_refused_before_it_is_trained(place, capsys, setting, message):
+    tokenizer = tiny_tokenizer(420)
+    tokenizer.backend_tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    save_tiny(place / "windowed", tiny_model(tokenizer, kind="mistral", sliding_window=16), tokenizer)
+    save_tiny(place / "other", tiny_model(tokenizer, kind="gemma2"), tokenizer)
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(), Digits(), ByteLevel(add_prefix_space=False)])
+    save_tiny(place / "unnamed", tiny_model(tokenizer), tokenizer)
+    assert run_command(["run", "tiny.yaml", setting, "student.from_teacher.layers=1"]) == 2
+    assert message in capsys.readouterr().err and not (place / "runs").exists()

@@ -167,6 +167,13 @@ def check_type(type: str) -> None:
         raise RecipeError([f"--gguf: expected one of {', '.join(TYPES)}; got {type!r}"])
 
 
+def check_supported(config: Any, tokenizer: Any) -> None:
+    """Raise for a model or tokenizer that `write_gguf` would refuse, from its configuration."""
+    _check_expressible(config)
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        split_name(json.loads(backend.to_str()))
+
+
 def _check_expressible(config: Any) -> bool:
     """Raise for models that the format cannot express; returns whether rope is scaled as in Llama 3."""
     faults = []

@@ -13,13 +13,31 @@ from distill.core.folders import RECIPE_FILE
 from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.core.units import plural
 from distill.models.load.loading import load_teacher
+from distill.models.load.meta_models import meta_config
 from distill.models.precision.dtypes import resolve_device, resolve_precision
 from distill.recipe import Recipe, load
 from distill.reports import llama_cpp
 from distill.reports.export import export
-from distill.reports.gguf_file import write_gguf
+from distill.reports.gguf_file import check_supported, write_gguf
 from distill.reports.llama_cpp import FileMetrics, HeldOutTokens
 from distill.teachers.registry import source_of
+
+
+def check_export(stages: Sequence[tuple[Path, Recipe]]) -> None:
+    """Refuse an `export` of a student, or of a teacher to measure it beside, that a GGUF file cannot hold.
+
+    Args:
+        stages: Folder and recipe of each stage, of which none need have been trained.
+    """
+    settings = stages[-1][1].export
+    assert settings is not None
+    trained_here = {str(folder / "student") for folder, _ in stages}
+    recipe = [stage for _, stage in stages if stage.student.model not in trained_here][-1]
+    tokenizer = source_of(recipe).vocabulary().tokenizer
+    is_cut = recipe.student.model is None and recipe.student.init != "random"
+    check_supported(meta_config(recipe.teacher if is_cut else recipe.student, "student"), tokenizer)
+    if settings.tokens and llama_cpp.is_installed():
+        check_supported(meta_config(recipe.teacher, "teacher"), tokenizer)
 
 
 def export_run(folder: Path) -> None:
