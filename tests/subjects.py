@@ -238,9 +238,10 @@ def with_answers(subject, prompts=False):
     documents = subject.documents()
     for number, document in enumerate(documents if prompts else ()):
         document["labels"][: 1 + number % 3] = [-100] * (1 + number % 3)
-    answers = rollouts.with_responses(subject.student, documents, len(documents))
+    batch = subject.batch(documents)
+    answers = rollouts.with_responses(subject.student, [batch])
     made = [join_rows(answers[at : at + 2]) for at in range(0, len(answers), 2)]
-    return replace(subject, rows=made, rollouts=rollouts, prompts=prompts_of(documents))
+    return replace(subject, rows=made, rollouts=rollouts, prompts=prompts_of(batch))
 
 
 def answering(loss=None):

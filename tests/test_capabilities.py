@@ -99,17 +99,17 @@ def test_work_is_counted_by_the_columns_that_are_read():
 def test_only_what_prefetches_is_asked_ahead_each_for_its_own_rows():
     asked = Prefetching()
     routed = RoutedTeacher([BigramTeacher(40), asked], ["a", "b"])
-    batch = routed.collate(Collator(0))(ROWS)
+    batch = Collator(0, columns=routed.columns)(ROWS)
     prefetching = prefetching_of(routed)
     assert prefetching.prefetch_depth == 2 and prefetching.fault_of([batch]) is None
     prefetching.submit(batch)
     (own,) = asked.submitted
     assert own["rows"].tolist() == batch["route1_rows"].tolist() and "route1_rows" not in own
-    alone = routed.collate(Collator(0))([row | {"route": [0]} for row in ROWS])
+    alone = Collator(0, columns=routed.columns)([row | {"route": [0]} for row in ROWS])
     prefetching.submit(alone)
     assert len(asked.submitted) == 1, "none of its route is in the batch"
     mixture = MixtureTeacher([BigramTeacher(40), asked], [1, 1])
-    assert prefetching_of(mixture).fault_of([mixture.collate(Collator(0))(ROWS)]) == "gone"
+    assert prefetching_of(mixture).fault_of([Collator(0, columns=mixture.columns)(ROWS)]) == "gone"
 
 
 def test_formats_of_whole_distributions_compare_tokens():

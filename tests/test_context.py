@@ -1,6 +1,7 @@
 """A teacher that reads more than the student: the same answers after two prompts, and nothing of it leaks."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,12 +22,13 @@ from distill.recipe.models import Context
 from distill.run import run
 from distill.teachers.backends.student import AveragedTeacher
 from distill.teachers.registry import source_of
-from distill.teachers.rows.context.data import LEAK, ContextCollator
+from distill.teachers.rows.context.data import LEAK, ContextColumns
 from distill.teachers.rows.context.teacher import ContextTeacher
 from distill.training.checkpoints import checkpoints
 from distill.training.trainer import DistillationTrainer
 
 HINT = "The sum of four and five is nine, since five and four are nine."
+COLLATE = Collator(0, columns=[ContextColumns()])
 BASE = "student: {model: student}\ndata: {source: chat.jsonl, max_length: 192, cache: false}\ntrain: {steps: 2}\n"
 
 
@@ -191,9 +193,9 @@ def test_answers_that_are_others_are_refused():
     row = informed().rows[0]
     wrong = row | {"teacher_input_ids": [*row["teacher_input_ids"][:-1], 7]}
     with pytest.raises(ValueError, match="expected the same response tokens for teacher and student"):
-        ContextCollator(Collator(0), 0)([wrong])
+        COLLATE([wrong])
     with pytest.raises(ValueError, match="expected teacher_input_ids"):
-        ContextCollator(Collator(0), 0)([{name: row[name] for name in ("input_ids", "labels", "position_ids")}])
+        COLLATE([{name: row[name] for name in ("input_ids", "labels", "position_ids")}])
 
 
 def test_documents_keep_the_teachers_reading():
@@ -201,14 +203,13 @@ def test_documents_keep_the_teachers_reading():
     for omit in (False, True):
         alone = [part for row in rows for part in split_row(row)]
         for given in (rows, alone):
-            batch = ContextCollator(Collator(2, omit_plain_positions=omit), 2)(given)
+            collate = replace(COLLATE, omit_plain_positions=omit)
+            batch = collate(given)
             documents = documents_of(batch)
             assert [d.teacher_ids for d in documents] == [
                 part["teacher_input_ids"] for row in given for part in split_row(row)
             ]
-            again = ContextCollator(Collator(2, omit_plain_positions=omit), 2)(
-                [as_row([d for d in documents if d.row == number]) for number in range(len(given))]
-            )
+            again = collate([as_row([d for d in documents if d.row == number]) for number in range(len(given))])
             assert all(torch.equal(again[name], batch[name]) for name in batch)
 
 
@@ -234,7 +235,7 @@ def test_rows_hold_the_teachers_longer_answers():
         max_length=24,
     ).replace([batch], 0, lambda rows: rows)[0]
     assert rows and all(len(row["teacher_input_ids"]) <= 24 for row in rows)
-    ContextCollator(Collator(2), 2)(rows)
+    COLLATE(rows)
 
 
 # ------------------------------------------------------------------ doctor's mutations

@@ -76,6 +76,6 @@ def test_new_answers_after_another_prompt_are_found(monkeypatch):
         "with_response",
         lambda self, prompt, answer, *more: answered(self, self.teacher_ids[: len(prompt)], answer, *more),
     )
-    fresh = subject.rollouts.with_responses(subject.student, subject.documents(), 2)
+    fresh = subject.rollouts.with_responses(subject.student, [subject.batch(subject.documents())])
     subject.rows = [row for row in fresh if any(label != -100 for label in row["labels"])]
     assert not models_read_the_same_tokens(subject).passed

@@ -18,16 +18,18 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from two_tokenizers import WORDS, readers
 
+from distill.data.collator import Collator
 from distill.data.formats import Format
 from distill.generation.documents import Document, as_row, documents_of
 from distill.recipe import parse
 from distill.run import run
 from distill.teachers.rows.retokenised.answers import TeacherReader
-from distill.teachers.rows.retokenised.data import CrossCollator
+from distill.teachers.rows.retokenised.data import CrossColumns
 from distill.teachers.rows.retokenised.encode import PairEncoder, Reader
 from distill.training.progress import read_metrics
 
 SIDES = [("bytes", "merged"), ("merged", "bytes"), ("pieces", "bytes"), ("bytes", "pieces"), ("plain pieces", "pieces")]
+COLLATE = Collator(0, columns=[CrossColumns()])
 PIECES_CLOSED = CLOSED.replace("<eos>", "</s>").replace("<bos>", "<s>")
 TEMPLATES = {"bytes": CHAT_TEMPLATE, "merged": CLOSED, "pieces": PIECES_CLOSED, "plain pieces": PIECES_CLOSED}
 
@@ -39,14 +41,8 @@ def document_of(pair):
         "position_ids": list(range(len(pair.student))),
         "teacher_position_ids": list(range(len(pair.teacher))),
     }
-    (document,) = documents_of(CrossCollator(lambda rows: plain(rows), 0)([row]))
+    (document,) = documents_of(COLLATE([row]))
     return document
-
-
-def plain(rows):
-    from distill.data.collator import Collator
-
-    return Collator(0)(rows)
 
 
 def said(reader, ids):
@@ -114,7 +110,7 @@ def test_any_sampled_tokens_are_compared_at_common_bytes(student, teacher):
             assert ends or mine == theirs or mine.replace(b" ", b"") == theirs.replace(b" ", b"")
             place, aligned = (b, d), aligned + 1
         row = as_row([own, again, own])
-        found = documents_of(CrossCollator(plain, 0)([row]))
+        found = documents_of(COLLATE([row]))
         assert len(found) == 2 + bool(again.spans)
         assert found[-1] == Document(**{**vars_of(own), "spans": list(own.spans)})
     assert aligned > 300

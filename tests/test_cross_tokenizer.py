@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from distill.recipe import Data, parse
 from distill.recipe.loss import Loss, PlainTerm
 from distill.run import run
 from distill.teachers.objective import DistillationObjective
-from distill.teachers.rows.retokenised.data import NAMES, CrossCollator, load_cross_data
+from distill.teachers.rows.retokenised.data import NAMES, CrossColumns, load_cross_data
 from distill.teachers.rows.retokenised.teacher import CrossTeacher
 from distill.teachers.rows.retokenised.vocabularies import compare_by_bytes
 
@@ -65,7 +66,7 @@ def test_rows_hold_both_readings(folders, packing):
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_batches_name_the_spans(folders, side):
     rows = list(load_cross_data(data_section(folders), PIECES, MERGED, seed=1).train)[:3]
-    batch = CrossCollator(Collator(0, pad_to_multiple_of=32, padding_side=side), 0)(rows)
+    batch = Collator(0, 32, side, columns=[CrossColumns()])(rows)
     spans = batch["spans"].tolist()
     expected = [
         (row["input_ids"][a:b], row["teacher_input_ids"][c:d])
@@ -117,7 +118,7 @@ def test_objective_follows_the_definition(folders):
     """Both models' own logits, a document at a time: packing and padding mix nothing."""
     objective, student, teacher = pair_of_models(temperature=1.5)
     rows = rows_of(folders, 3)
-    collate = objective.collator(Collator(0, pad_to_multiple_of=64))
+    collate = Collator(0, pad_to_multiple_of=64, columns=objective.teacher.columns)
     output = student(**objective.student_inputs(collate(rows)))
     losses = []
     for row in rows:
@@ -160,7 +161,7 @@ def test_padding_and_accumulation_change_nothing(folders, kind):
 
     def gradients(size, plain):
         student.zero_grad()
-        collate = objective.collator(plain)
+        collate = replace(plain, columns=objective.teacher.columns)
         total = 0.0
         for start in range(0, len(rows), size):
             loss = student(**objective.student_inputs(collate(rows[start : start + size]), num_items=items))["loss"]
@@ -180,7 +181,7 @@ def test_equal_models_have_nothing_to_learn(folders):
     objective = DistillationObjective(CrossTeacher(student, same.shared), student, "forward_kl")
     student.requires_grad_()
     rows = list(load_cross_data(data_section(folders), PIECES, PIECES, seed=1).train)[:3]
-    batch = objective.collator(Collator(0))(rows)
+    batch = Collator(0, columns=objective.teacher.columns)(rows)
     output = student(**objective.student_inputs(batch))
     output["loss"].backward()
     assert output["loss"] < 1e-6 and max(p.grad.abs().max() for p in student.parameters()) < 1e-6

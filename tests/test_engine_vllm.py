@@ -146,7 +146,7 @@ def test_top_k_targets_are_the_loaded_teachers(place, tmp_path):
         recipe = recipe_in(place, *from_server(url, protocol="vllm", top_k=16, timeout=60.0))
         teacher, vocabulary = opened(recipe)
         rows = [vocabulary.read(recipe.data, 0).train[number] for number in range(3)]
-        batch = teacher.collate(Collator(2))(rows)
+        batch = Collator(2, columns=teacher.columns)(rows)
         targets = teacher.targets(batch)
         given = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
         hidden = engine.forward(given).flatten(0, 1)[batch["valid_rows"]]

@@ -330,9 +330,9 @@ def test_no_rows_have_no_document_to_answer():
 
 
 def test_a_custom_collator_is_never_called_with_no_rows():
-    from distill.data.collator import Collator, EmptyBatchCollator
+    from distill.data.collator import Collator
 
-    collate = EmptyBatchCollator(lambda rows: {"rows": rows[0]}, Collator(7, omit_plain_positions=True))
+    collate = Collator(7, omit_plain_positions=True, custom=lambda rows: {"rows": rows[0]})
     assert collate([3]) == {"rows": 3}
     batch = collate([])
     assert batch["input_ids"].tolist() == [[7, 7]] and "position_ids" not in batch

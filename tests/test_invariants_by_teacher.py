@@ -16,7 +16,7 @@ from distill.teachers.backends.stored import teacher as cache_teacher
 from distill.teachers.backends.stored.archived import ArchivedTeacher, teacher_of_cache
 from distill.teachers.backends.stored.read import TeacherCache
 from distill.teachers.combination.mixture import MixtureFormat, MixtureTeacher
-from distill.teachers.rows.retokenised.data import CrossCollator
+from distill.teachers.rows.retokenised.data import CrossColumns
 from distill.teachers.rows.retokenised.teacher import CrossTeacher, SpansFormat
 
 
@@ -117,14 +117,14 @@ def a_teacher_is_patched_wrongly(patch):
 
 
 def spans_one_token_late(patch):
-    collate = CrossCollator.__call__
+    collate = CrossColumns.__call__
 
-    def shifted(self, given):
-        batch = collate(self, given)
+    def shifted(self, *given):
+        batch = collate(self, *given)
         batch["spans"][:-1, 2:] += 1  # there is nothing after the last
         return batch
 
-    patch.setattr(CrossCollator, "__call__", shifted)
+    patch.setattr(CrossColumns, "__call__", shifted)
 
 
 def shared_tokens_are_off_by_one(patch):
@@ -161,31 +161,31 @@ def chunks_lose_a_span(patch):
 
 def padding_moves_the_teacher(patch):
     """Spans forget the padding on the teacher's left."""
-    collate = CrossCollator.__call__
+    collate = CrossColumns.__call__
 
-    def unmoved(self, given):
-        batch = collate(self, given)
-        if self.padding_side == "left":
+    def unmoved(self, rows, plain, collator):
+        batch = collate(self, rows, plain, collator)
+        if collator.padding_side == "left":
             width = batch["teacher_input_ids"].shape[1]
-            gaps = torch.tensor([width - len(row["teacher_input_ids"]) for row in given])
-            rows = batch["spans"][:, 2] // width
-            batch["spans"][:, 2:] -= gaps[rows, None]
+            gaps = torch.tensor([width - len(row["teacher_input_ids"]) for row in rows])
+            at = batch["spans"][:, 2] // width
+            batch["spans"][:, 2:] -= gaps[at, None]
         return batch
 
-    patch.setattr(CrossCollator, "__call__", unmoved)
+    patch.setattr(CrossColumns, "__call__", unmoved)
 
 
 def documents_of_the_teacher_leak(patch):
-    collate = CrossCollator.__call__
+    collate = CrossColumns.__call__
 
-    def one_text(self, given):
-        batch = collate(self, given)
+    def one_text(self, *given):
+        batch = collate(self, *given)
         batch["teacher_position_ids"] = torch.arange(batch["teacher_input_ids"].shape[1]).expand_as(
             batch["teacher_input_ids"]
         )
         return batch
 
-    patch.setattr(CrossCollator, "__call__", one_text)
+    patch.setattr(CrossColumns, "__call__", one_text)
 
 
 # ------------------------------------------------------------------ faults: a cache
@@ -342,18 +342,18 @@ import sys
 from pathlib import Path
 from distill.doctor import invariants_runs, reference
 from distill.teachers.backends.stored.read import TeacherCache
-from distill.teachers.rows.retokenised.data import CrossCollator
+from distill.teachers.rows.retokenised.data import CrossColumns
 from distill.training.trainer import DistillationTrainer
 
 # several: the weights are lost on the way to the processes
 mixture = reference.MixtureTeacher
 reference.MixtureTeacher = lambda models, weights: mixture(models, [1.0] * len(models))
 # across: only the first row's spans reach a process, counted as all
-collate = CrossCollator.__call__
-def fewer(self, rows):
-    batch = collate(self, rows)
+collate = CrossColumns.__call__
+def fewer(self, *given):
+    batch = collate(self, *given)
     return batch | {"spans": batch["spans"][: len(batch["spans"]) // 2]}
-CrossCollator.__call__ = fewer
+CrossColumns.__call__ = fewer
 # caches: what was stored of another place
 joined = TeacherCache.joined
 TeacherCache.joined = lambda self, pieces: {n: v.roll(1, 0) for n, v in joined(self, pieces).items()}

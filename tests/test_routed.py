@@ -17,7 +17,6 @@ from distill.generation.sampling import Sampling
 from distill.recipe import RecipeError, dump, parse
 from distill.run import run
 from distill.teachers.combination import route_data as routed_data
-from distill.teachers.combination.route_data import RoutedCollator
 from distill.teachers.combination.routes import RoutedTeacher
 from distill.teachers.objective import DistillationObjective
 from distill.training.progress import read_metrics
@@ -106,7 +105,7 @@ def test_a_batch_of_one_route_and_a_batch_of_none():
     only = [part for part in subject.documents() if part["route"] == [1]]
     objective = subject.objective()
     for rows in (only, []):
-        batch = RoutedCollator(Collator(0), 0)(rows)
+        batch = Collator(0, columns=subject.teacher.columns)(rows)
         output = subject.student(**objective.student_inputs(batch, num_items=10))
         output["loss"].backward()
         assert output["statistics"].shape == (13,) and output["statistics"][7] == 0
@@ -115,9 +114,9 @@ def test_a_batch_of_one_route_and_a_batch_of_none():
 
 
 def test_rows_need_a_route():
-    with pytest.raises(ValueError, match="expected route"):
-        RoutedCollator(Collator(0), 0)([{"input_ids": [1, 2], "labels": [-100, 2], "position_ids": [0, 1]}])
     subject = routed()
+    with pytest.raises(ValueError, match="expected route"):
+        subject.batch([{"input_ids": [1, 2], "labels": [-100, 2], "position_ids": [0, 1]}])
     with pytest.raises(ValueError, match="expected routes too"):
         subject.objective().student_inputs(Collator(0)(subject.rows))
     with pytest.raises(ValueError, match="a route of its own"):
@@ -236,7 +235,7 @@ def test_responses_in_one_row_have_the_same_teachers(kind):
     for model in subject.teacher.models.values():
         model.double()
     objective = DistillationObjective(subject.teacher, student, subject.loss)
-    collate = objective.collator(Collator(2))
+    collate = Collator(2, columns=objective.teacher.columns)
     batches, found = [collate(list(subject.rows[:3]))], []
     longest = max(document.length for document in documents_of(batches[0])) + 5
     for one_row in (False, True):

@@ -26,7 +26,7 @@ from distill.teachers.backends.stored.settings import Settings
 from distill.teachers.backends.student import FILE
 from distill.teachers.capabilities import first_batch_lines, flops_per_token, prefetching_of
 from distill.teachers.combination.mixture import MixtureFormat
-from distill.teachers.combination.route_data import RoutedCollator
+from distill.teachers.combination.route_data import RouteColumns
 from distill.teachers.combination.routes import RoutedFormat, RoutedTeacher, RouteTargets
 from distill.teachers.objective import DistillationObjective
 from distill.teachers.rows.context.teacher import ContextTeacher
@@ -159,7 +159,7 @@ def test_a_mixture_in_a_route_is_the_mixture_without_one(place, url):
     for teacher, ahead in ((plain, False), (served, False), (served, True)):
         own = [row | {"route": [0] * row["position_ids"].count(0)} for row in rows] if teacher is served else rows
         objective = DistillationObjective(teacher, student, {"terms": [{"type": "jsd"}], "temperature": 2.0})
-        batch = objective.collator(Collator(0))(own[:4])
+        batch = Collator(0, columns=objective.teacher.columns)(own[:4])
         if ahead:
             prefetching_of(teacher).submit(batch)
             assert teacher.members[0].members[1]._pending and prefetching_of(teacher).fault_of([batch]) is None
@@ -204,7 +204,7 @@ def test_only_its_route_reads_the_context(place):
     teacher, vocabulary = opened(recipe)
     splits = vocabulary.read(recipe.data, 0)
     assert "the teacher reads" in str(splits.report)
-    batch = teacher.collate(Collator(0))([splits.train[n] for n in range(len(splits.train))])
+    batch = Collator(0, columns=teacher.columns)([splits.train[n] for n in range(len(splits.train))])
     texts = {n: vocabulary.tokenizer.decode(batch[n].flatten().tolist()) for n in batch if n.endswith("input_ids")}
     counts = {name: text.count(HINT) for name, text in texts.items() if text.count(HINT)}
     asked = texts["route1_input_ids"].count("Say ")
@@ -252,7 +252,7 @@ def test_a_context_in_a_route_is_the_context_without_one():
         is_routed = isinstance(teacher, RoutedTeacher)
         rows = [row | {"route": [0] * 2} for row in subject.rows] if is_routed else subject.rows
         objective = DistillationObjective(teacher, student, subject.loss)
-        output = student(**objective.student_inputs(objective.collator(Collator(0))(rows)))
+        output = student(**objective.student_inputs(Collator(0, columns=objective.teacher.columns)(rows)))
         output["loss"].backward()
         figures.append((output["loss"].detach(), *(p.grad.clone() for p in student.parameters())))
         student.zero_grad()
@@ -402,7 +402,7 @@ def test_rows_need_the_teachers_reading():
     subject = routed_informed()
     rows = [{name: row[name] for name in ("input_ids", "labels", "position_ids", "route")} for row in subject.rows]
     with pytest.raises(ValueError, match="expected teacher_input_ids"):
-        subject.teacher.collate(Collator(0))(rows)
-    plain = RoutedCollator(Collator(0), 0)(rows)
+        Collator(0, columns=subject.teacher.columns)(rows)
+    plain = Collator(0, columns=[RouteColumns([()] * len(subject.teacher.routes))])(rows)
     with pytest.raises(ValueError, match="expected teacher_input_ids"):
         subject.objective().student_inputs(plain)

@@ -189,7 +189,7 @@ def test_a_served_route_is_prefetched_and_passes_the_parity_check(place, urls):
     recipe = recipe_of(place, urls)
     teacher, vocabulary = opened(recipe)
     rows = vocabulary.read(recipe.data, 0).train
-    batch = teacher.collate(Collator(0))([rows[number] for number in range(4)])
+    batch = Collator(0, columns=teacher.columns)([rows[number] for number in range(4)])
     counts = [member.client.servers.positions for member in teacher.members]
     prefetching = prefetching_of(teacher)
     prefetching.submit(batch)

@@ -109,7 +109,7 @@ def test_top_k_is_what_a_cache_would_hold(place, engine, url):
     recipe = recipe_in(place, *from_server(url, top_k=8), "loss.terms.0.type=reverse_kl", "loss.temperature=2")
     teacher, vocabulary = opened(recipe)
     rows = [vocabulary.read(recipe.data, 0).train[number] for number in range(3)]
-    batch = teacher.collate(Collator(2, omit_plain_positions=True))(rows)
+    batch = Collator(2, omit_plain_positions=True, columns=teacher.columns)(rows)
     targets = teacher.targets(batch)
     hidden = engine.forward({"input_ids": batch["input_ids"]}).flatten(0, 1)[batch["valid_rows"]]
     labels = batch["input_ids"].flatten()[batch["valid_rows"] + 1]
@@ -214,7 +214,7 @@ def test_another_teacher_is_named_and_refused(place, tmp_path, engine, url):
             trained(place, "named", *from_server(another))
         teacher, vocabulary = opened(recipe_in(place, *from_server(url)))
         teacher.client.servers._servers[0].url = another  # started anew with another model, under the run
-        batch = teacher.collate(Collator(2))([vocabulary.read(recipe_in(place).data, 0).train[0]])
+        batch = Collator(2, columns=teacher.columns)([vocabulary.read(recipe_in(place).data, 0).train[0]])
         with pytest.raises(TeacherUnavailableError, match="is another teacher now"):
             teacher.targets(batch)
 
@@ -343,7 +343,7 @@ def _subject(place, address):
 )
 def test_answers_are_looked_at(place, url, engine, monkeypatch, spoil, told):
     teacher, vocabulary = opened(recipe_in(place, *from_server(url)))
-    batch = teacher.collate(Collator(2))([vocabulary.read(recipe_in(place).data, 0).train[0]])
+    batch = Collator(2, columns=teacher.columns)([vocabulary.read(recipe_in(place).data, 0).train[0]])
     answer = engine.answer
     monkeypatch.setattr(
         engine, "answer", lambda jobs: [{"hidden": spoil(a["hidden"]).contiguous()} for a in answer(jobs)]

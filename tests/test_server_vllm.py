@@ -81,7 +81,7 @@ def test_vllm_is_read_as_its_documentation_has_it(place, engine):
         recipe = recipe_in(place, *from_server(address, protocol="vllm", top_k=8), "loss.terms.0.type=reverse_kl")
         teacher, vocabulary = opened(recipe)
         rows = [vocabulary.read(recipe.data, 0).train[number] for number in range(3)]
-        batch = teacher.collate(Collator(2))(rows)
+        batch = Collator(2, columns=teacher.columns)(rows)
         targets = teacher.targets(batch)
         hidden = engine.forward({"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}).flatten(0, 1)
         labels = batch["input_ids"].flatten()[batch["valid_rows"] + 1]
@@ -184,7 +184,7 @@ def test_hidden_states_are_read_from_the_folder_of_its_connector(place, engine, 
         recipe = recipe_in(place, *from_server(address, protocol="vllm", folder=str(tmp_path)), "loss.temperature=2")
         teacher, vocabulary = opened(recipe)
         rows = [vocabulary.read(recipe.data, 0).train[number] for number in range(3)]
-        batch = teacher.collate(Collator(2))(rows)
+        batch = Collator(2, columns=teacher.columns)(rows)
         hidden = engine.forward({"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]})
         at = batch["valid_rows"]
         targets = teacher.targets(batch).flatten(0, 1)

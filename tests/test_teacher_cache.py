@@ -93,7 +93,7 @@ def cached(loaded, cache, loss, dtype=torch.float32):
 
 def differentiate(objective, rows, **collator):
     """Loss and gradients of rows as one batch, the sum over its tokens."""
-    batch = objective.collator(Collator(0, **collator))(rows)
+    batch = Collator(0, columns=objective.teacher.columns, **collator)(rows)
     student = objective.student.eval()
     student.zero_grad()
     output = student(**objective.student_inputs(batch, num_items=1))
@@ -166,7 +166,7 @@ def test_equal_models_have_no_loss(loaded, bucket, exact):
     for cache in (bucket, exact):
         student = copy.deepcopy(teacher_of(loaded)).requires_grad_()
         objective = DistillationObjective(teacher_of_cache(cache), student, Loss(temperature=2.0))
-        batch = objective.collator(Collator(0))(some(loaded))
+        batch = Collator(0, columns=objective.teacher.columns)(some(loaded))
         with torch.no_grad():
             found = objective.student(**objective.student_inputs(batch))["loss"]
         assert found.abs() < 1e-6
@@ -243,7 +243,7 @@ def test_what_is_not_learned_needs_no_teacher(loaded, bucket):
         for a, b in zip(again, whole, strict=True):
             assert (a - b).norm() <= 1e-5 * b.norm() + 1e-6
     objective = cached(loaded, bucket, MIXED)
-    batch = objective.collator(Collator(0))([unknown])
+    batch = Collator(0, columns=objective.teacher.columns)([unknown])
     assert objective.student(**objective.student_inputs(batch, num_items=1))["loss"] == 0
 
 
@@ -261,7 +261,7 @@ def test_a_document_that_is_not_there_is_named(loaded, bucket):
     objective = cached(loaded, bucket, MIXED)
 
     def read(rows):
-        return objective.student_inputs(objective.collator(Collator(0))(rows))
+        return objective.student_inputs(Collator(0, columns=objective.teacher.columns)(rows))
 
     for name, value in (("input_ids", 77), ("labels", -100)):
         other = {key: list(values) for key, values in row.items()}
@@ -277,7 +277,7 @@ def test_a_document_that_is_not_there_is_named(loaded, bucket):
 
 def test_a_batch_of_another_collator_is_refused(loaded, bucket):
     objective = cached(loaded, bucket, MIXED)
-    with pytest.raises(ValueError, match=r"objective\.collator"):
+    with pytest.raises(ValueError, match=r"columns=teacher\.columns"):
         objective.student_inputs(Collator(0)(some(loaded, 1)))
 
 

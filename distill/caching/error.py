@@ -77,7 +77,7 @@ class Sample(NamedTuple):
 def take_sample(loaded: Loaded, positions: int = 512) -> Sample:
     """Run both models over held-out rows until there are that many positions."""
     teacher, student, device = loaded.pair.teacher, loaded.pair.student, loaded.context.device
-    head, collate = loaded.head, teacher.collate(Collator(0, omit_plain_positions=True))
+    head, collate = loaded.head, Collator(0, omit_plain_positions=True, columns=teacher.columns)
     assert head is not None
     parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     with eval_mode(student):

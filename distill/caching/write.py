@@ -74,7 +74,8 @@ def fill(
     least = LEAST_ROWS * width * max((row.tokens for row in rows), default=0)
     store.most_waiting = min(part_bytes, max(width * sum(row.positions for row in rows) // PARTS, least))
     tables = [rows.with_format("numpy") if hasattr(rows, "with_format") else rows for rows in splits]
-    collate = teacher.collate(Collator(0, omit_plain_positions=not any(map(follows_length, teacher.models.values()))))
+    omit_positions = not any(map(follows_length, teacher.models.values()))
+    collate = Collator(0, omit_plain_positions=omit_positions, columns=teacher.columns)
     for start in range(0, len(rows), batch_size * world):
         mine = rows[start + rank * batch_size : start + (rank + 1) * batch_size]
         if mine or is_collective(teacher):

@@ -4,17 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
 from distill.core.labels import IGNORE_INDEX, mask_document_starts, shift_labels
 
+Row = Mapping[str, Any]
+
+
+class BatchColumns(Protocol):
+    """Function that makes further columns of a batch, such as what a teacher reads.
+
+    It is pickled where worker processes load the data, and therefore holds no model and no connection.
+    """
+
+    def __call__(self, rows: Sequence[Row], batch: Mapping[str, Any], collator: Collator, /) -> Mapping[str, Any]:
+        """Return columns by name; tensors are in host memory.
+
+        Args:
+            rows: Rows of the batch; none for a batch of padding.
+            batch: Their batch, with `valid_rows` and the columns made before.
+            collator: Collator of the batch, whose padding a batch of other tokens of the same rows has too.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Collator:
-    """Collator that pads rows to one length and lists the trained positions.
+    """Collator that pads rows to one length, lists the trained positions and adds columns.
 
     Padding is a separate document: its positions restart at 0, so that attention over `position_ids` never mixes it
     with text, and its labels are -100. The tokenizer's padding side is ignored, and a padding token that equals the
@@ -27,14 +46,18 @@ class Collator:
         padding_side: Side of padding; the loss does not depend on it.
         omit_plain_positions: Omit `position_ids` where every row is one document and padding is on the right: causal
             attention then needs none, and attention kernels without support for packed documents can run.
+        columns: Functions that add columns, in their order; a teacher has those that it needs (`Teacher.columns`).
+        custom: Function that makes the batch of one or more rows in place of padding them here.
     """
 
     pad_token_id: int
     pad_to_multiple_of: int | None = None
     padding_side: Literal["right", "left"] = "right"
     omit_plain_positions: bool = False
+    columns: Sequence[BatchColumns] = ()
+    custom: Callable[[list[Any]], Mapping[str, Any]] | None = None
 
-    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         """Return a batch of `rows`, each with `input_ids`, `labels` (not shifted) and `position_ids`.
 
         A row without `labels` is trained on whole, and one without `position_ids` is one document. An empty list gives
@@ -42,8 +65,25 @@ class Collator:
 
         Returns:
             `input_ids`, `labels`, `position_ids`: int64 [B, S]; `valid_rows`: int64 [M], the flat indices
-            `b * S + i` whose next token is trained on (`labels[b, i + 1] != -100`). There is no attention mask.
+            `b * S + i` whose next token is trained on (`labels[b, i + 1] != -100`); and the further columns. There is
+            no attention mask.
         """
+        return self.extend(rows, self._padded(rows) if self.custom is None or not rows else self.custom(list(rows)))
+
+    def extend(self, rows: Sequence[Row], batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the batch of `rows` with the further columns."""
+        batch = dict(batch)
+        if self.columns:
+            batch["valid_rows"] = trained_rows(batch)
+        for columns in self.columns:
+            batch |= columns(rows, batch, self)
+        return batch
+
+    def begin(self, width: int, length: int) -> int:
+        """Return the column at which a row of `length` tokens begins in a batch of this width."""
+        return width - length if self.padding_side == "left" else 0
+
+    def _padded(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         # two tokens: models take a single token for a decoding step
         rows = rows or [{"input_ids": [self.pad_token_id] * 2, "labels": [IGNORE_INDEX] * 2, "position_ids": [0, 1]}]
         rows = [{"position_ids": range(len(row["input_ids"])), "labels": row["input_ids"], **row} for row in rows]
@@ -70,7 +110,7 @@ class Collator:
         return batch
 
 
-def _is_one_document(row: Mapping[str, Sequence[int]]) -> bool:
+def _is_one_document(row: Row) -> bool:
     """Return whether a row is one document: its positions end at its length less one."""
     return row["position_ids"][-1] == len(row["input_ids"]) - 1
 
@@ -100,14 +140,3 @@ def padding_token(*owners: object) -> int:
             if isinstance(token, int):
                 return token
     return 0
-
-
-class EmptyBatchCollator:
-    """Wrapper of a custom collator that passes empty batches to the default collator."""
-
-    def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], padding: Collator) -> None:
-        self.collator, self.padding = collator, padding
-
-    def __call__(self, rows: list[Any]) -> dict[str, Any]:
-        """Collate rows; an empty list becomes a row of padding."""
-        return self.collator(rows) if rows else self.padding(rows)

@@ -44,7 +44,7 @@ class CheckSetup:
     Attributes:
         student: Causal language model, bare or inside PEFT, on one device with the teacher.
         teacher: Teacher of any kind, or a causal language model.
-        rows: At least two rows of the training data, as its `collate` accepts them.
+        rows: At least two rows of the training data, as its `columns` accept them.
         loss: The recipe's loss.
         vocab_size: Number of logits that both heads are cut to; None for that of the teacher's targets.
         weights: Weights of the teacher's models in the recipe.
@@ -147,7 +147,7 @@ class CheckSetup:
 
     def batch(self, rows: Sequence[Row] | None = None, pad_token_id: int = 0, **collator: Any) -> dict[str, Any]:
         """Return `rows` (default: all) as one batch on the device."""
-        collate = self.teacher.collate(Collator(pad_token_id, **collator))
+        collate = Collator(pad_token_id, columns=self.teacher.columns, **collator)
         return self.on_device(collate(self.rows if rows is None else rows))
 
     def on_device(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:

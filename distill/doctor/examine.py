@@ -232,8 +232,9 @@ def _with_rollouts(subject: CheckSetup, recipe: Recipe, pair: ModelPair, format:
     rollouts = StudentRollouts.of_recipe(recipe, subject.student, pair.tokenizer, objective.columns)
     documents = subject.documents()
     readers = pair.vocabulary.answer_readers()
-    answers = rollouts.with_responses(subject.student, documents, len(documents), readers)
-    learned = [each for each in zip(answers, prompts_of(documents), strict=True) if first_trained(each[0]) is not None]
+    batch = subject.batch(documents)
+    answers = rollouts.with_responses(subject.student, [batch], readers)
+    learned = [each for each in zip(answers, prompts_of(batch), strict=True) if first_trained(each[0]) is not None]
     if len(learned) < 2:
         raise ValueError(f"data.on_policy: expected at least 2 rollouts to train on, got {len(learned)}")
     rows: list[Any] = [row for row, _ in learned]

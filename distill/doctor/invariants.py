@@ -99,7 +99,8 @@ def accumulation_changes_nothing(subject: CheckSetup) -> CheckResult:
         return finding
     alone = subject.documents()
     together, apart = (
-        subject.rollouts.with_responses(subject.student, alone, n, subject.readers) for n in (len(alone), 1)
+        subject.rollouts.with_responses(subject.student, batches, subject.readers)
+        for batches in ([subject.batch(alone)], [subject.batch([document]) for document in alone])
     )
     same = sum(one == other for one, other in zip(together, apart, strict=False))
     agreeing = f"{same} of {len(alone)} rollouts are the same together and one by one"
@@ -234,7 +235,7 @@ def models_read_the_same_tokens(subject: CheckSetup) -> CheckResult:
     rows = len(find_head(subject.student).linear.weight)  # type: ignore[arg-type]
     same, detail = reference.same_tokens(batch, columns, rows)
     if same and subject.prompts is not None:
-        same = prompts_of(subject.rows) == [list(prompt) for prompt in subject.prompts]
+        same = prompts_of(batch) == [list(prompt) for prompt in subject.prompts]
         prompts = "the data's prompts" if same else "other prompts"
         detail += f"; {len(subject.prompts)} rollouts after {prompts}"
     return CheckResult("same tokens", same, detail)

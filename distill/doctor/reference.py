@@ -90,7 +90,8 @@ class Reference:
         self, student: torch.nn.Module, document: Row, device: torch.device, loss: Loss, columns: int
     ) -> tuple[torch.Tensor, int]:
         """Return the sum of a document's losses, and their number, for a reference of several teachers."""
-        batch = {name: value.to(device) for name, value in self.teacher.collate(Collator(0))([document]).items()}
+        collate = Collator(0, columns=self.teacher.columns)
+        batch = {name: value.to(device) for name, value in collate([document]).items()}
         count = len(batch["valid_rows"])
         if count == 0:
             return torch.zeros((), device=device), 0

@@ -97,8 +97,7 @@ class RoutedReference(Reference):
             longest = max(len(ids) for ids, _ in lines)
             for _, positions in lines:
                 positions += range(longest - len(positions))
-            pad = group[0].pad_token_id if reading else 0
-            padded = [ids + [pad] * (longest - len(ids)) for ids, _ in lines]
+            padded = [ids + [0] * (longest - len(ids)) for ids, _ in lines]
             made = {"input_ids": torch.tensor(padded), "position_ids": torch.tensor([at for _, at in lines])}
             here = [model for member in group for model in member.models.values()]
             calls += [(model, {n: t.to(batch["labels"].device) for n, t in made.items()}) for model in here]

@@ -25,7 +25,7 @@ from distill.objectives.span_loss import CrossTokenizerLoss, Spans, SpanTargets
 from distill.objectives.targets import Batch, StepInputs
 from distill.recipe.loss import Loss
 from distill.teachers.rows.retokenised.alignment import Shared
-from distill.teachers.rows.retokenised.data import CrossCollator
+from distill.teachers.rows.retokenised.data import CrossColumns
 from distill.teachers.rows.retokenised.encode import Reader, end_pairs
 from distill.teachers.rows.retokenised.vocabularies import compare_by_bytes
 
@@ -60,7 +60,7 @@ class SpansReference(Reference):
         """Full logits [S', V] over the teacher's reading, each document by itself; 0 where nothing is compared."""
         found: list[torch.Tensor] = []
         for document in split_row(row):
-            own = CrossCollator.teacher_row(document)
+            own = CrossColumns.teacher_row(document)
             places = valid_rows(torch.as_tensor(own["labels"], device=device)[None])
             logits = logits_of(self.teacher, document, device)
             whole = logits.new_zeros(len(own["input_ids"]), logits.shape[-1])

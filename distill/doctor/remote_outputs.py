@@ -25,10 +25,7 @@ from distill.teachers.backends.stored.format import HEAD
 from distill.teachers.backends.stored.read import PREFIX
 from distill.teachers.backends.stored.teacher import StoredTeacher, documents_in
 from distill.teachers.interface import Teacher
-from distill.teachers.rows.context.data import ContextCollator
 from distill.teachers.rows.reading import ReadingTeacher
-from distill.teachers.rows.retokenised.data import CrossCollator
-from distill.teachers.rows.retokenised.teacher import CrossTeacher
 
 Stored = dict[str, torch.Tensor]
 
@@ -120,8 +117,7 @@ def as_read(teacher: Teacher, rows: Sequence[Row]) -> tuple[Teacher, Sequence[Ro
     """Return the teacher that computes the outputs of one that reads other tokens, and rows as it reads them."""
     if not isinstance(teacher, ReadingTeacher):
         return teacher, rows
-    collator = CrossCollator if isinstance(teacher, CrossTeacher) else ContextCollator
-    return teacher.inner, [collator.teacher_row(row) for row in rows]
+    return teacher.inner, list(map(teacher.reads.teacher_row, rows))
 
 
 def logits_of(teacher: Teacher, document: Row, device: torch.device) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,6 @@ from torch import nn
 
 from distill.core.eval_mode import eval_mode
 from distill.data.chat import load_template
-from distill.data.collator import Collator
 from distill.doctor.rewards import substitute_rewards
 from distill.generation.decode_loop import EngineSettings
 from distill.generation.documents import Readers, documents_of
@@ -18,9 +17,6 @@ from distill.generation.engines import engine_for, settings_for
 from distill.generation.on_policy import OnPolicyRollouts
 from distill.generation.sampling import Sampling, sampling_of
 from distill.recipe import Recipe
-from distill.teachers.combination.route_data import RoutedCollator
-from distill.teachers.rows.context.data import ContextCollator
-from distill.teachers.rows.retokenised.data import CrossCollator
 
 MOST_NEW_TOKENS = 16
 
@@ -99,33 +95,23 @@ class StudentRollouts:
         return own
 
     def with_responses(
-        self, student: nn.Module, rows: Sequence[Any], at_once: int, readers: Readers | None = None
+        self, student: nn.Module, batches: Sequence[Mapping[str, Any]], readers: Readers | None = None
     ) -> list[dict[str, list[int]]]:
-        """Return rows of one document each with the student's response, `at_once` rows per micro-batch.
+        """Return rows of one document each with the student's response.
 
-        Responses depend on weights, seed and document, not on `at_once`.
+        Responses depend on weights, seed and document, not on the batches.
 
         Args:
             student: Generates the responses.
-            rows: Rows of one document each.
-            at_once: Rows per micro-batch.
+            batches: Collated micro-batches of such rows, with the teacher's columns.
             readers: Read responses by the teachers' tokenizers, where these are others, by route.
         """
-        collate = _collator_of(rows[0], self.pad)
-        batches = [collate(rows[start : start + at_once]) for start in range(0, len(rows), at_once)]
         with eval_mode(student):
             own = replace(self.by(student, fraction=1.0), readers=readers or {})
-            batches = own.replace(batches, 0, lambda rows: {"rows": rows})
-        return [row for batch in batches for row in batch["rows"]]
+            made = own.replace([dict(batch) for batch in batches], 0, lambda rows: {"rows": rows})
+        return [row for batch in made for row in batch["rows"]]
 
 
-def prompts_of(rows: Sequence[Any]) -> list[list[int]]:
-    """Return the prompt of each document's last response."""
-    return [document.prompt for document in documents_of(_collator_of(rows[0], 0)(rows))]
-
-
-def _collator_of(row: Any, pad: int) -> Any:
-    """Return the collator of rows like this one."""
-    plain: Any = Collator(pad)
-    kinds = (("route", RoutedCollator), ("spans", CrossCollator), ("teacher_input_ids", ContextCollator))
-    return next((kind(plain, pad) for name, kind in kinds if name in row), plain)
+def prompts_of(batch: Mapping[str, Any]) -> list[list[int]]:
+    """Return the prompt of each document's last response in a collated batch with the teacher's columns."""
+    return [document.prompt for document in documents_of(batch)]

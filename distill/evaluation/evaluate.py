@@ -25,7 +25,7 @@ from distill.core.eval_mode import eval_mode
 from distill.core.labels import count_trained_tokens
 from distill.data.collator import Collator
 from distill.teachers.capabilities import flush
-from distill.teachers.interface import Collate, Teacher
+from distill.teachers.interface import Teacher
 from distill.teachers.objective import DistillationObjective
 
 NO_GAP = 1e-4  # nats; equal models in 16 bits differ by up to this much
@@ -119,7 +119,7 @@ def evaluate(
     device = next(student.parameters()).device
     borrowed = objective is not None
     objective = objective or DistillationObjective(teacher, student, "forward_kl")
-    collator = objective.collator(Collator(0))  # padding is masked, and a document of its own
+    collator = Collator(0, columns=objective.teacher.columns)  # padding is masked, and a document of its own
     loss, objective.loss = objective.loss, objective.held_out_loss()
     try:
         with torch.no_grad(), eval_mode(student), autocast_context(device, autocast):
@@ -153,7 +153,7 @@ def _sums(
     student: nn.Module,
     objective: DistillationObjective,
     rows: Sequence[Any],
-    collator: Collate,
+    collator: Collator,
     batch_size: int,
     device: torch.device,
 ) -> torch.Tensor:

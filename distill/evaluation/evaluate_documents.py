@@ -151,7 +151,7 @@ def evaluate_spans(
     device = next(student.parameters()).device
     objective = DistillationObjective(CrossTeacher(teacher, shared), student)
     objective.loss = objective.held_out_loss()
-    collate = objective.collator(Collator(0))
+    collate = Collator(0, columns=objective.teacher.columns)
     sums, counts = np.zeros((len(rows), len(FIGURES))), np.zeros(len(rows))
     try:
         with eval_mode(student, teacher):

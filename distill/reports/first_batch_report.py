@@ -13,9 +13,9 @@ from distill.objectives.targets import token_comparison
 from distill.teachers.capabilities import prefetching_of
 
 if TYPE_CHECKING:
+    from distill.data.collator import Collator
     from distill.objectives.targets import Batch
     from distill.recipe import Data, Recipe
-    from distill.teachers.interface import Collate
     from distill.teachers.objective import DistillationObjective
     from distill.training.trainer import DistillationTrainer
 
@@ -65,7 +65,7 @@ def teacher_agreement_line(objective: DistillationObjective, batch: Batch) -> li
     return [f"{'answers':<12}the teacher's top-1 token is the data's: {figures} held-out tokens{advice}"]
 
 
-def room_for_rollouts_line(rows: Sequence[Mapping[str, Sequence[int]]], collate: Collate, data: Data) -> list[str]:
+def room_for_rollouts_line(rows: Sequence[Mapping[str, Sequence[int]]], collate: Collator, data: Data) -> list[str]:
     """Return a line on how many prompts leave room for the longest rollout; none without on-policy data."""
     if (section := data.own_answers) is None:
         return []

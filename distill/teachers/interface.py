@@ -10,12 +10,13 @@ A new backend is one file with a source and a teacher, and a line in `registry.B
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from distill.data.collator import BatchColumns
 from distill.models.patch.attention_choice import AttentionChoices
 from distill.models.precision.dtypes import Precision, resolve_device, resolve_precision
 from distill.models.sharding import SINGLE_PROCESS, Placement
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from distill.recipe import Teacher as TeacherSection
     from distill.teachers.footprint import Footprint, FootprintContext
     from distill.teachers.vocabulary import Vocabulary
-
-Collate = Callable[[Sequence[Mapping[str, Sequence[int]]]], dict[str, torch.Tensor]]
 
 
 class AcceptedRows(NamedTuple):
@@ -59,22 +58,20 @@ class Teacher(Protocol):
         models: Loaded models by the field of the recipe that names each: to patch, compile, diagnose; empty for a
             cache.
         rows: Rows that the teacher has outputs for.
+        columns: Functions that make the columns of a batch that the teacher needs beside the student's.
     """
 
     format: TargetFormat
     models: Mapping[str, nn.Module]
     rows: AcceptedRows = AcceptedRows()
-
-    def collate(self, plain: Collate) -> Collate:
-        """Return the collator: `plain`, or one around it that adds the columns that the teacher needs."""
-        return plain
+    columns: Sequence[BatchColumns] = ()
 
     def targets(self, batch: Batch) -> Targets:
         """Return the teacher's outputs for a collated batch, without a graph; every rank calls this equally often."""
         ...
 
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
-        """Return the student's part of a batch; ValueError for a batch that `collate` has not made."""
+        """Return the student's part of a batch; ValueError for a batch without `columns`."""
         return dict(batch)
 
     def fingerprint(self) -> dict[str, object]:

@@ -42,7 +42,7 @@ from distill.objectives.targets import (
 )
 from distill.recipe.loss import Loss
 from distill.teachers.capabilities import prefetching_of
-from distill.teachers.interface import Collate, Teacher
+from distill.teachers.interface import Teacher
 
 if TYPE_CHECKING:
     from distill.objectives.layer_matching import LayerMatching
@@ -180,10 +180,6 @@ class DistillationObjective:
         self.loss = loss
         name, weight = self.divergence
         self.scheduled_weight = weight if name else 0.0
-
-    def collator(self, plain: Collate) -> Collate:
-        """Return the collator of this objective: `plain`, or one around it that adds columns."""
-        return self.teacher.collate(plain)
 
     def targets(self, inputs: Batch) -> Targets | None:
         """Return the teacher's targets of a batch, for the student's forward; None where the loss needs none."""

@@ -2,8 +2,8 @@
 
     routes  ->  rows (a context, another tokenizer)  ->  store  ->  backend (a model here, a server)
 
-Each layer is a `Teacher` whose inner teacher gets batches of its own, made by the inner teacher's own collator. So
-every kind of rows works with every backend, stored or not. Sources and vocabularies are nested in the same way.
+Each layer is a `Teacher` whose inner teacher gets batches of its own, with the inner teacher's own columns. So every
+kind of rows works with every backend, stored or not. Sources and vocabularies are nested in the same way.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distill.data.collator import trained_rows
 from distill.objectives.targets import Batch, Targets
 from distill.recipe import Data
 from distill.teachers.capabilities import Layer, Part
 from distill.teachers.footprint import Footprint, FootprintContext
-from distill.teachers.interface import Collate, Teacher, TeacherSource
+from distill.teachers.interface import Teacher, TeacherSource
 from distill.teachers.source_capabilities import SourceLayer, SourcePart
 from distill.teachers.vocabulary import Match, Vocabulary
 
@@ -39,7 +38,8 @@ class WrappingTeacher(Teacher, Layer):
     prefix = ""
 
     def __init__(self, inner: Teacher) -> None:
-        self.inner, self.format, self.models, self.rows = inner, inner.format, inner.models, inner.rows
+        self.inner, self.format, self.models = inner, inner.format, inner.models
+        self.rows, self.columns = inner.rows, inner.columns
 
     def parts(self) -> list[Part]:
         """Return the inner teacher, with its columns of a batch."""
@@ -48,9 +48,6 @@ class WrappingTeacher(Teacher, Layer):
     def inner_batch(self, batch: Batch) -> Batch:
         """Return the batch that the inner teacher reads."""
         return batch
-
-    def collate(self, plain: Collate) -> Collate:
-        return self.inner.collate(plain)
 
     def targets(self, batch: Batch) -> Targets:
         return self.inner.targets(self.inner_batch(batch))
@@ -63,27 +60,6 @@ class WrappingTeacher(Teacher, Layer):
 
     def close(self) -> None:
         self.inner.close()
-
-
-class ColumnCollator:
-    """A collator that adds a column to another collator's batch, while its tensors are in host memory.
-
-    Args:
-        collate: The other collator.
-        name: Name of the column.
-        make: Function of the rows and their batch that returns the column's value.
-    """
-
-    def __init__(
-        self, collate: Collate, name: str, make: Callable[[Sequence[Mapping[str, Sequence[int]]], Batch], object]
-    ) -> None:
-        self.collate, self.name, self.make = collate, name, make
-
-    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-        """Collate rows, and add the column, and `valid_rows` where the batch has none."""
-        batch = dict(self.collate(rows))
-        batch["valid_rows"] = trained_rows(batch)
-        return {**batch, self.name: self.make(rows, batch)}  # type: ignore[dict-item]
 
 
 class WrappingSource(TeacherSource, SourceLayer):

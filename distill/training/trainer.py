@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from distill.core.labels import count_trained_tokens
-from distill.data.collator import Collator, EmptyBatchCollator, padding_token
+from distill.data.collator import Collator, padding_token
 from distill.models.patch.attention import keep_soft_cap
 from distill.models.patch.document_rope import follows_length, rope_by_document
 from distill.objectives.losses import LossSpec
@@ -86,14 +87,16 @@ class DistillationTrainer(TransformersCompat):
             keep_soft_cap(loaded_model, field=f"{role}'s attention")
             rope_by_document(loaded_model)
         padding = padding_token(processing_class, getattr(model, "config", None))
-        default = Collator(padding, omit_plain_positions=not any(map(follows_length, (model, *loaded.values()))))
-        data_collator = default if data_collator is None else EmptyBatchCollator(data_collator, default)
+        omit_positions = not any(map(follows_length, (model, *loaded.values())))
+        collator = Collator(padding, omit_plain_positions=omit_positions, custom=data_collator)
+        if isinstance(data_collator, Collator):
+            collator = data_collator
         super().__init__(
             model=model,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            data_collator=data_collator,
+            data_collator=collator,  # type: ignore[arg-type]
             processing_class=processing_class,
             callbacks=callbacks,
             **more,
@@ -104,7 +107,7 @@ class DistillationTrainer(TransformersCompat):
         if device.type != "meta" and device != args.device:
             model.to(args.device)
         self.objective: DistillationObjective = DistillationObjective(teacher, model, loss, vocab_size=vocab_size)
-        self.data_collator = self.objective.collator(self.data_collator)  # type: ignore[arg-type]
+        self.data_collator = replace(collator, columns=self.objective.teacher.columns)  # type: ignore[assignment]
         section = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
         self._needs_rewards = isinstance(section, Loss) and section.rewarded is not None
         self.listeners = Listeners(self.callback_handler)

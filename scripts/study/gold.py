@@ -200,7 +200,7 @@ class Ours:
     def loss(self) -> torch.Tensor:
         """Return the loss, from the answers' tokens on."""
         rows = [as_row([document]) for document in self.case.documents()]
-        batch = self.objective.collator(Collator(0, omit_plain_positions=True))(rows)
+        batch = Collator(0, omit_plain_positions=True, columns=self.objective.teacher.columns)(rows)
         return self.case.student.model(**self.objective.student_inputs(batch, statistics=False))["loss"]
 
 

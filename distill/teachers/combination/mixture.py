@@ -14,7 +14,8 @@ import contextlib
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from distill_kernels import TeacherHead
 from torch import nn
 
 from distill.core.ranks import is_main_process
+from distill.data.collator import BatchColumns, Collator, Row
 from distill.generation.greedy import generate
 from distill.models.head import LogitTransform
 from distill.models.load.fingerprint import model_identity
@@ -31,9 +33,8 @@ from distill.objectives.targets import Batch, HeadForward, LossResult, TargetPro
 from distill.recipe import Generate
 from distill.teachers.backends.local import LoadedTeacher
 from distill.teachers.capabilities import CopiesTruncated, Layer, Part, Prompt, Responds, truncated_copy
-from distill.teachers.interface import AcceptedRows, Collate, Teacher
-from distill.teachers.rows.context.data import ContextCollator
-from distill.teachers.rows.context.teacher import ContextTeacher
+from distill.teachers.interface import AcceptedRows, Teacher
+from distill.teachers.rows.context.data import ContextColumns
 from distill.teachers.rows.reading import PREFIX
 
 log = logging.getLogger(__name__)
@@ -146,12 +147,9 @@ class MixtureTeacher(SeveralTeachers, CopiesTruncated, Responds):
         self.format = MixtureFormat([cast("HiddenFormat", member.format) for member in self.members], self.weights)
         if any(member.rows.reading == "context" for member in self.members):
             self.rows = self.rows._replace(reading="context")
-
-    def collate(self, plain: Collate) -> Collate:
-        # answers after the teachers' prompt are replaced with those after the student's (on-policy): columns of all
-        first = next((member for member in self.members if isinstance(member, ContextTeacher)), None)
-        plain = plain if first is None else ContextCollator(plain, first.pad_token_id)
-        return MixtureCollator(plain, [member.collate for member in self.members])
+            # once for all members, and for on-policy, which replaces responses after the teachers' prompt too
+            self.columns = (ContextColumns(),)
+        self.columns = (*self.columns, MixtureColumns([member.columns for member in self.members]))
 
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
         for _, member, own in self.batches(batch):
@@ -185,30 +183,24 @@ class MixtureTeacher(SeveralTeachers, CopiesTruncated, Responds):
         return here | self.elsewhere()
 
 
-class MixtureCollator:
-    """A collator that adds the columns of each member's own collator under `member{n}_`.
+@dataclass(frozen=True)
+class MixtureColumns:
+    """Columns of each member of a mixture under `member{n}_`, but those that the batch has already.
 
-    Args:
-        plain: Collator of the batch that all members read.
-        members: For each member, the function that wraps a collator.
+    Attributes:
+        members: Columns of each member.
     """
 
-    def __init__(self, plain: Collate, members: Sequence[Callable[[Collate], Collate]]) -> None:
-        self.plain, self.members = plain, list(members)
+    members: Sequence[Sequence[BatchColumns]]
 
-    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-        """Collate rows."""
-        batch = dict(self.plain(rows))
-        more: dict[str, torch.Tensor] = {}
-
-        def collated(_: object) -> dict[str, torch.Tensor]:
-            return dict(batch)
-
-        for number, member in enumerate(self.members):
-            made = member(collated)(rows)
-            batch |= {name: value for name, value in made.items() if name == "valid_rows"}
-            more |= {f"member{number}_{name}": value for name, value in made.items() if name not in batch}
-        return batch | more
+    def __call__(self, rows: Sequence[Row], batch: Mapping[str, Any], collator: Collator) -> dict[str, torch.Tensor]:
+        """Return the columns of all members."""
+        return {
+            f"member{number}_{name}": value
+            for number, columns in enumerate(self.members)
+            for name, value in replace(collator, columns=columns).extend(rows, batch).items()
+            if name not in batch
+        }
 
 
 class MixtureModel(nn.Module):

@@ -2,8 +2,8 @@
 
 A row holds one more number per document, `route`: the route's number, in the order in which the recipe first names the
 routes. A batch holds `routes` int64 [B, S], the number at each position (-1 in padding), and for each route r that
-occurs the batch of its teachers (`route{r}_input_ids` and all else that their collator makes; the documents of a row
-follow each other), the flat positions there that predict trained tokens (`route{r}_at`), and the student's flat
+occurs the batch of its teachers (`route{r}_input_ids` and all else that they read; the documents of a row follow each
+other), the flat positions there that predict trained tokens (`route{r}_at`), and the student's flat
 positions of the same tokens (`route{r}_rows`). A batch of padding alone has such a batch of route 0.
 
 Where the teacher of a route reads other tokens, every document has the teacher's reading beside its own, after a
@@ -13,27 +13,26 @@ other routes both readings are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from distill.core.labels import IGNORE_INDEX, document_bounds
-from distill.data.collator import Collator
+from distill.data.collator import BatchColumns, Collator, Row
 from distill.data.rows import RowFault
 from distill.data.tally import Tally
 from distill.data.tokenise import Batch, Document, Encoder, RowEncoder
-from distill.teachers.interface import Collate
-from distill.teachers.rows.context.data import ContextCollator
+from distill.teachers.rows.context.data import ContextColumns
 from distill.teachers.rows.reading import PREFIX
-from distill.teachers.rows.retokenised.data import CrossCollator
+from distill.teachers.rows.retokenised.data import CrossColumns
 
 OWN = ("input_ids", "labels", "position_ids")
 READ = {"": OWN, PREFIX: ("input_ids", "position_ids")}  # by reading
 POINTERS = {"spans": 2, "answer_starts": 1}  # columns of places in both readings, and how many of each
 Places = dict[str, list[int]]  # of a row, by reading
-Row = Mapping[str, Sequence[int]]
 
 
 class OfRoute(NamedTuple):
@@ -157,57 +156,48 @@ class RouteRows(Sequence[Mapping[str, np.ndarray]]):
         return row_at(row, places_by_route(row).get(self.route, {reading: [] for reading in readings}))
 
 
-class RoutedCollator:
-    """A collator that adds the batch of each route's teachers to a plain collator's batch.
+@dataclass(frozen=True)
+class RouteColumns:
+    """Columns of routed teachers: `routes`, and the batch of each route's teachers.
 
-    Args:
-        plain: Collator of the student's batch.
-        pad_token_id: Padding id of the teachers' batches; any id does, since padding is masked.
-        members: For each route the function that wraps its teachers' collator; empty for plain collators.
+    Attributes:
+        members: For each route its teachers' columns.
     """
 
-    def __init__(self, plain: Collate, pad_token_id: int, members: Sequence[Callable[[Collate], Collate]] = ()) -> None:
-        self.plain = plain
-        inner = getattr(plain, "collator", plain)
-        self.on_the_left = getattr(inner, "padding_side", "right") == "left"
-        self.teacher = Collator(pad_token_id, getattr(inner, "pad_to_multiple_of", None))
-        self.members = [member(self.teacher) for member in members]
+    members: Sequence[Sequence[BatchColumns]]
 
-    def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-        """Collate rows; see the head of this file.
+    def __call__(self, rows: Sequence[Row], batch: Mapping[str, Any], collator: Collator) -> dict[str, torch.Tensor]:
+        """Return the columns; see the head of this file.
 
         Raises:
             ValueError: rows without a route.
         """
         if any("route" not in row for row in rows):
             raise ValueError("rows: expected route, the number of each document's, which the recipe's data have")
-        plain = self.plain
-        if any(f"{PREFIX}input_ids" in row for row in rows):
-            kind = CrossCollator if any("spans" in row for row in rows) else ContextCollator
-            plain = kind(self.plain, self.teacher.pad_token_id)
-        batch = plain(rows)
+        columns: dict[str, torch.Tensor] = {}
+        if any(f"{PREFIX}input_ids" in row for row in rows):  # by which responses are replaced (on-policy)
+            kind = CrossColumns if any("spans" in row for row in rows) else ContextColumns
+            columns = kind()(rows, batch, collator)
         width = batch["input_ids"].shape[1]
-        routes = torch.full_like(batch["input_ids"], -1)
+        begins = [collator.begin(width, len(row["input_ids"])) for row in rows]
+        columns["routes"] = torch.full_like(batch["input_ids"], -1)
         by_route: dict[int, list[tuple[int, Places]]] = {}  # the teachers' rows: row in the batch, and places in it
         for number, row in enumerate(rows):
             for route, places in places_by_route(row).items():
-                routes[number, self._begin(width, row) + torch.tensor(places[""])] = route
+                columns["routes"][number, begins[number] + torch.tensor(places[""])] = route
                 by_route.setdefault(route, []).append((number, places))
         is_learned = torch.zeros(batch["labels"].numel(), dtype=torch.bool)
         is_learned[batch["valid_rows"]] = True
         for route, groups in sorted((by_route or {0: []}).items()):
-            own = [row_at(rows[number], places) for number, places in groups]
-            teacher_batch = (self.members[route] if self.members else self.teacher)(own)  # type: ignore[arg-type]  # arrays
+            collate = Collator(0, collator.pad_to_multiple_of, columns=self.members[route])
+            teacher_batch = collate([row_at(rows[number], places) for number, places in groups])
             longest = teacher_batch["input_ids"].shape[1]
             at_teacher = at_student = [torch.zeros(0, dtype=torch.int64)]
             for line, (number, places) in enumerate(groups):
-                flat = number * width + self._begin(width, rows[number]) + torch.tensor(places[""])
+                flat = number * width + begins[number] + torch.tensor(places[""])
                 positions = is_learned[flat].nonzero().squeeze(1)
                 at_teacher = [*at_teacher, line * longest + positions]
                 at_student = [*at_student, flat[positions]]
-            batch |= {f"route{route}_{name}": value for name, value in teacher_batch.items()}
-            batch |= {f"route{route}_at": torch.cat(at_teacher), f"route{route}_rows": torch.cat(at_student)}
-        return batch | {"routes": routes}
-
-    def _begin(self, width: int, row: Row) -> int:
-        return (width - len(row["input_ids"])) * self.on_the_left
+            columns |= {f"route{route}_{name}": value for name, value in teacher_batch.items()}
+            columns |= {f"route{route}_at": torch.cat(at_teacher), f"route{route}_rows": torch.cat(at_student)}
+        return columns

@@ -46,8 +46,7 @@ from distill.teachers.combination.mixture import (
     MixtureTeacher,
     SeveralTeachers,
 )
-from distill.teachers.combination.route_data import POINTERS, RoutedCollator
-from distill.teachers.interface import Collate
+from distill.teachers.combination.route_data import POINTERS, RouteColumns
 from distill.teachers.interface import Teacher as AnyTeacher
 from distill.teachers.rows.reading import PREFIX, at_positions
 from distill.teachers.rows.retokenised.teacher import SpansFormat
@@ -206,13 +205,13 @@ class RoutedTeacher(SeveralTeachers, ChecksFirstBatch, CopiesTruncated, Describe
         super().__init__(members)
         self.routes = tuple(routes)
         self.format = RoutedFormat([member.format for member in self.members], self.routes)
-
-    def collate(self, plain: Collate) -> Collate:
-        return RoutedCollator(plain, 0, [member.collate for member in self.members])
+        self.columns = (RouteColumns([member.columns for member in self.members]),)
 
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
         if "routes" not in batch:
-            raise ValueError(f"batch: expected routes too, as RoutedCollator gives them; got {sorted(batch)}")
+            raise ValueError(
+                f"batch: expected routes too, which Collator adds with columns=teacher.columns; got {sorted(batch)}"
+            )
         for _, member, own in self.batches(batch):
             member.student_batch(own, needs_targets)  # raises where a column is missing
         return {name: value for name, value in batch.items() if not name.startswith(("route", PREFIX, *POINTERS))}

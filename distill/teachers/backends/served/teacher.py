@@ -30,16 +30,20 @@ from distill.teachers.capabilities import (
     HoldsHead,
     Prefetches,
 )
-from distill.teachers.interface import Collate, CutRequest, CutStudent, Teacher
-from distill.teachers.wrapping import ColumnCollator
+from distill.teachers.interface import CutRequest, CutStudent, Teacher
 
 SERVED = "served"  # column of a batch: the query to the servers
 MOST_PENDING = 4096  # answers that were not collected
 
 
-def query_of(_: object, batch: Batch) -> TargetRequest:
+def query_of(batch: Batch) -> TargetRequest:
     """Return the query to the servers for a collated batch."""
     return TargetRequest.of(batch, trained_rows(batch))
+
+
+def query_column(rows: object, batch: Batch, collator: object) -> dict[str, TargetRequest]:
+    """Return the query to the servers as a column of the batch."""
+    return {SERVED: query_of(batch)}
 
 
 class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, HoldsHead, Prefetches):
@@ -53,6 +57,8 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
         section: Section of the recipe that describes the teacher.
         dtype: Weight dtype of a student that is cut from the model named there.
     """
+
+    columns = (query_column,)
 
     def __init__(
         self,
@@ -78,9 +84,6 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
     def __deepcopy__(self, memo: dict[int, object]) -> ServerTeacher:
         """Return a copy of the same servers' teacher, which shares the connections."""
         return copy.copy(self)
-
-    def collate(self, plain: Collate) -> Collate:
-        return ColumnCollator(plain, SERVED, query_of)
 
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
         return {name: value for name, value in batch.items() if name != SERVED}
@@ -129,7 +132,7 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
     @staticmethod
     def _asked(batch: Batch) -> TargetRequest:
         found: Any = batch.get(SERVED)
-        return found if found is not None else query_of((), batch)
+        return found if found is not None else query_of(batch)
 
     def size_text(self) -> str:
         spec = self.client.spec

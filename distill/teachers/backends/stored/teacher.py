@@ -20,7 +20,7 @@ from torch import nn
 
 from distill.core.labels import shift_labels
 from distill.core.ranks import is_main_process
-from distill.data.collator import trained_rows
+from distill.data.collator import Row, trained_rows
 from distill.models.flops import FlopCounts
 from distill.models.precision.host_copy import for_transfer, to_device
 from distill.objectives.targets import Batch, Targets, VocabularyAlignment
@@ -55,8 +55,8 @@ from distill.teachers.capabilities import (
     responses_of,
     truncated_copy,
 )
-from distill.teachers.interface import Collate, Teacher
-from distill.teachers.wrapping import ColumnCollator, WrappingTeacher
+from distill.teachers.interface import Teacher
+from distill.teachers.wrapping import WrappingTeacher
 
 DOCUMENTS = f"{PREFIX}documents"
 MOST_READ = 64  # micro-batches that were not collected
@@ -74,7 +74,7 @@ class RowDocuments:
 
 
 def documents_in(batch: Batch) -> RowDocuments:
-    """Return the documents of a batch that `StoredTeacher.collate` made."""
+    """Return the documents of a batch of `StoredTeacher`."""
     documents: object = batch[DOCUMENTS]
     assert isinstance(documents, RowDocuments)
     return documents
@@ -84,9 +84,9 @@ def _without_documents(batch: Batch) -> dict[str, torch.Tensor]:
     return {name: value for name, value in batch.items() if not name.startswith(PREFIX)}
 
 
-def documents_of_rows(rows: Sequence[Mapping[str, Sequence[int]]], _: Batch) -> RowDocuments:
-    """Return the documents of each row."""
-    return RowDocuments([list(documents_of(row)) for row in rows])
+def documents_column(rows: Sequence[Row], batch: object, collator: object) -> dict[str, RowDocuments]:
+    """Return the documents of each row as a column of their batch."""
+    return {DOCUMENTS: RowDocuments([list(documents_of(row)) for row in rows])}
 
 
 @runtime_checkable
@@ -113,6 +113,7 @@ class StoredTeacher(WrappingTeacher, ChecksFirstBatch, CopiesTruncated, CountsWo
         self, inner: Teacher, store: Shards, device: torch.device | None = None, head: LogitHead | None = None
     ) -> None:
         super().__init__(inner)
+        self.columns = (*inner.columns, documents_column)
         self.store, self.filled = store, store if isinstance(store, Store) else None
         if self.filled is None or self.filled.folder is not None:
             self.rows = inner.rows._replace(supports_new_rows=False)
@@ -127,12 +128,9 @@ class StoredTeacher(WrappingTeacher, ChecksFirstBatch, CopiesTruncated, CountsWo
         self._reading: dict[RowDocuments, Future[dict[str, torch.Tensor]]] = {}
         self._asked: dict[RowDocuments, None] = {}  # submitted whole
 
-    def collate(self, plain: Collate) -> Collate:
-        return ColumnCollator(self.inner.collate(plain), DOCUMENTS, documents_of_rows)
-
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
         if needs_targets and DOCUMENTS not in batch:
-            raise ValueError("batch: expected its documents in it; batches come from objective.collator(...)")
+            raise ValueError("batch: expected its documents in it, which Collator adds with columns=teacher.columns")
         return self.inner.student_batch(_without_documents(batch), needs_targets)
 
     def submit(self, batch: Batch) -> None:
@@ -174,7 +172,7 @@ class StoredTeacher(WrappingTeacher, ChecksFirstBatch, CopiesTruncated, CountsWo
         """Query the teacher for the rows of a batch that are not stored, and store its outputs.
 
         Args:
-            batch: Batch from the collator of `collate`.
+            batch: Batch with `columns`.
             store: Store of this teacher.
 
         Returns:

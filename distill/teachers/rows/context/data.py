@@ -16,6 +16,7 @@ import torch
 
 from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.data.chat import ChatOptions, load_template
+from distill.data.collator import Collator, Row
 from distill.data.formats import Format, Sample
 from distill.data.load import Splits, load_rows
 from distill.data.report import DataReport
@@ -25,7 +26,7 @@ from distill.data.tally import Tally
 from distill.data.tokenise import TOO_LONG, Batch, Document, Encoder, MaskedText, encodable
 from distill.recipe import Data, Part
 from distill.recipe.models import Context
-from distill.teachers.rows.reading import PREFIX, Row, SecondReading
+from distill.teachers.rows.reading import PREFIX, ReadingColumns
 
 SHORT = 16  # characters: a shorter text may stand in a prompt by chance
 LEAK = "the student's prompt holds what only the teacher reads"
@@ -197,18 +198,18 @@ class ContextReport(DataReport):
         return f"{super().__str__()}\ncontext: the teacher reads {more:,.1f} tokens more a document than the student"
 
 
-class ContextCollator(SecondReading):
-    """A collator that adds the teacher's reading to a plain batch; trained tokens have labels in it too."""
+class ContextColumns(ReadingColumns):
+    """Columns of a teacher that reads another prompt; trained tokens have labels in its reading too."""
 
-    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-        """Collate rows, with the teacher's columns; `teacher_rows` int64 [M] are the teacher's flat positions that
-        correspond to `valid_rows`.
+    def __call__(self, rows: Sequence[Row], batch: Mapping[str, Any], collator: Collator) -> dict[str, torch.Tensor]:
+        """Return the teacher's columns; `teacher_rows` int64 [M] are the teacher's flat positions that correspond to
+        `valid_rows`.
 
         Raises:
             ValueError: rows without the teacher's reading, or with another answer in it.
         """
-        batch, reading = self.both(rows)
-        return batch | reading | {"teacher_rows": reading[f"{PREFIX}valid_rows"]}
+        reading = super().__call__(rows, batch, collator)
+        return reading | {"teacher_rows": reading[f"{PREFIX}valid_rows"]}
 
     @staticmethod
     def teacher_row(row: Row) -> dict[str, Any]:

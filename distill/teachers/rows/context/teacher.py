@@ -25,8 +25,8 @@ from distill.teachers.capabilities import (
     truncated_copy,
 )
 from distill.teachers.footprint import Footprint, FootprintContext
-from distill.teachers.interface import Collate, LoadContext, Teacher, TeacherSource
-from distill.teachers.rows.context.data import ContextCollator, filled, load_context_data
+from distill.teachers.interface import LoadContext, Teacher, TeacherSource
+from distill.teachers.rows.context.data import ContextColumns, filled, load_context_data
 from distill.teachers.rows.reading import ReadingTeacher, at_positions
 from distill.teachers.source_capabilities import note_data
 from distill.teachers.vocabulary import Vocabulary
@@ -34,22 +34,19 @@ from distill.teachers.wrapping import WrappingSource, WrappingVocabulary, readin
 
 
 class ContextTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated, Responds):
-    """A teacher with a prompt of its own; its batches come from `ContextCollator`.
+    """A teacher with a prompt of its own.
 
     Args:
         teacher: the inner teacher, or a causal language model.
         context: Privileged context, for `respond`; None where that is not used.
     """
 
-    reading = "context"
+    reading, reads = "context", ContextColumns
     needed = ("teacher_input_ids", "teacher_rows")
 
     def __init__(self, teacher: Teacher | nn.Module, context: Context | None = None) -> None:
         super().__init__(teacher)
         self.context = context
-
-    def collate(self, plain: Collate) -> Collate:
-        return ContextCollator(plain, self.pad_token_id, self.inner.collate)
 
     def targets(self, batch: Batch) -> Targets:
         """Return the inner teacher's targets at the student's positions; 0 where no token is trained."""
@@ -104,7 +101,7 @@ class ContextSource(WrappingSource):
         return WrappingVocabulary(inner, read)
 
     def inner_splits(self, splits: Splits) -> Splits:
-        return readings_of(splits, ContextCollator.teacher_row)
+        return readings_of(splits, ContextColumns.teacher_row)
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """Return the inner teacher's footprint, with its outputs over both readings."""

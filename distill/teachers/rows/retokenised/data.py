@@ -18,12 +18,13 @@ from transformers import PreTrainedTokenizerBase
 
 from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import ChatOptions
+from distill.data.collator import Collator, Row
 from distill.data.formats import Format
 from distill.data.load import Splits, load_rows
 from distill.data.packing import Documents
 from distill.data.report import DataReport
 from distill.recipe import Data, Part
-from distill.teachers.rows.reading import SecondReading
+from distill.teachers.rows.reading import ReadingColumns
 from distill.teachers.rows.retokenised.encode import PairEncoder
 from distill.teachers.rows.retokenised.vocabularies import readers_of
 
@@ -90,17 +91,17 @@ def load_cross_data(
     return load_rows(data, encoder, [student.template, teacher.template], seed=seed, report_type=CrossReport)
 
 
-class CrossCollator(SecondReading):
-    """A collator that adds the teacher's reading, and in flat positions `spans` [M, 4] and `answer_starts` [D, 2]."""
+class CrossColumns(ReadingColumns):
+    """Columns of a teacher with another tokenizer, and what aligns its positions with the student's."""
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Collate rows, with the teacher's columns, whose labels are the tokens of spans.
+    def __call__(self, rows: Sequence[Row], batch: Mapping[str, Any], collator: Collator) -> dict[str, torch.Tensor]:
+        """Return the teacher's columns, whose labels are the tokens of spans, and the alignment.
 
         Returns:
-            The student's batch, the teacher's, and in flat positions `spans` int64 [M, 4] and `answer_starts` int64
-            [D, 2], of the documents that are prompts with answers.
+            The teacher's batch, and in flat positions `spans` int64 [M, 4] and `answer_starts` int64 [D, 2], of the
+            documents that are prompts with answers.
         """
-        batch, teacher = self.both(rows)
+        teacher = super().__call__(rows, batch, collator)
         widths = batch["input_ids"].shape[1], teacher["teacher_input_ids"].shape[1]
 
         def flat(column: str, each: int) -> torch.Tensor:
@@ -109,14 +110,14 @@ class CrossCollator(SecondReading):
             for number, row in enumerate(rows):
                 own = torch.as_tensor(row.get(column, ()), dtype=torch.int64).reshape(-1, 2, each).clone()
                 for side, name in enumerate(("input_ids", "teacher_input_ids")):
-                    own[:, side] += number * widths[side] + self.begin(widths[side], len(row[name]))
+                    own[:, side] += number * widths[side] + collator.begin(widths[side], len(row[name]))
                 found.append(own.reshape(-1, 2 * each))
             return torch.cat(found)
 
-        return batch | teacher | {"spans": flat("spans", 2), "answer_starts": flat("answer_starts", 1)}
+        return teacher | {"spans": flat("spans", 2), "answer_starts": flat("answer_starts", 1)}
 
     @staticmethod
-    def teacher_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    def teacher_row(row: Row) -> dict[str, Any]:
         """Return the teacher's row, with labels at the tokens of spans; none of documents that both read alike."""
         ids = np.asarray(row["teacher_input_ids"])
         labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)

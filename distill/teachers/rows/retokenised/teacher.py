@@ -35,11 +35,11 @@ from distill.objectives.targets import (
 from distill.recipe import Data
 from distill.teachers.capabilities import ChecksFirstBatch, CopiesTruncated, first_batch_lines, truncated_copy
 from distill.teachers.footprint import Footprint, FootprintContext
-from distill.teachers.interface import Collate, LoadContext, Teacher
+from distill.teachers.interface import LoadContext, Teacher
 from distill.teachers.rows.reading import ReadingTeacher
 from distill.teachers.rows.retokenised.alignment import Shared
 from distill.teachers.rows.retokenised.answers import TeacherReader
-from distill.teachers.rows.retokenised.data import CrossCollator, load_cross_data
+from distill.teachers.rows.retokenised.data import CrossColumns, load_cross_data
 from distill.teachers.rows.retokenised.encode import Reader
 from distill.teachers.rows.retokenised.vocabularies import Vocabularies, compare_by_bytes, readers_of, require_rows
 from distill.teachers.source_capabilities import Measures, note_data
@@ -88,7 +88,7 @@ class SpansFormat(TargetFormat):
 
 
 class CrossTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated):
-    """A teacher that reads by its own tokenizer; its batches come from `CrossCollator`.
+    """A teacher that reads by its own tokenizer.
 
     Args:
         teacher: the inner teacher, with hidden states and a head, or a causal language model.
@@ -98,7 +98,7 @@ class CrossTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated):
         ValueError: it gives K tokens of each distribution, which are of another vocabulary than the student's.
     """
 
-    reading = "retokenised"
+    reading, reads = "retokenised", CrossColumns
     needed = ("teacher_input_ids", "spans")
     only_for_rollouts = ("answer_starts",)
 
@@ -110,9 +110,6 @@ class CrossTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated):
             )
         self.hidden, self.shared = self.inner.format, shared
         self.format = self.spans = SpansFormat(self.hidden, shared)
-
-    def collate(self, plain: Collate) -> Collate:
-        return CrossCollator(plain, self.pad_token_id, self.inner.collate)
 
     def targets(self, batch: Batch) -> SpanTargets:
         spans, hidden = batch["spans"], self.inner.targets(self.inner_batch(batch))
@@ -146,7 +143,7 @@ class CrossSource(WrappingSource, Measures):
         return SPANS
 
     def inner_splits(self, splits: Splits) -> Splits:
-        return readings_of(splits, CrossCollator.teacher_row)
+        return readings_of(splits, CrossColumns.teacher_row)
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """Return the inner teacher's footprint; the loss's chunks depend on the device's memory."""
