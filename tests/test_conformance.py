@@ -5,6 +5,7 @@ a resumed run is the same to the bit, two processes make the step of one; and `d
 """
 
 import importlib
+import pickle
 import pkgutil
 
 import pytest
@@ -65,6 +66,11 @@ def test_every_teacher_and_format_is_here(subject_of):
     assert {format for format, _ in found} == REFERENCES.keys()
     # K tokens after a context: tests/test_compositions.py
     assert {format for format, reading in found if reading == "context"} == {HiddenFormat, MixtureFormat}
+
+
+def test_the_columns_that_data_loading_sends_to_its_workers_hold_no_model(subject_of):
+    for name in EVERY:
+        assert len(pickle.dumps(subject_of(name).teacher.columns)) < 1000, name
 
 
 @pytest.mark.few(16)

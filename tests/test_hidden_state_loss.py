@@ -190,7 +190,7 @@ def test_equal_models_are_at_distance_0_and_masked_tokens_do_not_count():
     objective = DistillationObjective(teacher, student, loss_of(*terms))
     inputs = objective.student_inputs(batch())
     student(**inputs)
-    sums = inputs["step_inputs"].layers.sums
+    sums = inputs["step_inputs"].value.layers.sums
     assert list(sums) == ["hidden_state", "hidden_state-2", "attention_relation"]
     for total, tokens in sums.values():
         assert abs(total) < 1e-9 and tokens == 10
@@ -232,13 +232,13 @@ def test_adapters_and_recomputed_layers_change_nothing(kind):
 def test_only_chosen_layers_are_kept():
     student, teacher = models()
     objective = DistillationObjective(teacher, student, loss_of(HIDDEN, RELATION))
-    states = objective.student_inputs(batch())["step_inputs"].layers
+    states = objective.student_inputs(batch())["step_inputs"].value.layers
     assert states.teacher.outputs.keys() == {0, 2} and states.teacher.attention.keys() == {1, 3}
     hooks = [module for model in (student, teacher) for module in model.modules() if module._forward_hooks]
     assert not hooks
     held_out = DistillationObjective(teacher, student, loss_of(HIDDEN))
     held_out.loss = held_out.held_out_loss()
-    assert held_out.student_inputs(batch())["step_inputs"].layers is None
+    assert held_out.student_inputs(batch())["step_inputs"].value.layers is None
 
 
 def test_layers_map_evenly_or_as_given():
@@ -265,7 +265,7 @@ def test_a_pruned_student_is_compared_with_the_layers_that_it_was():
     kept, uniform = loss_of(term).with_kept_layers([0, 3]), loss_of(term)
     for loss, zero in ((kept, True), (uniform, False)):
         objective = DistillationObjective(teacher, student, loss)
-        states = objective.student_inputs(batch())["step_inputs"]
+        states = objective.student_inputs(batch())["step_inputs"].value
         with torch.no_grad():
             student(**objective.student_inputs(batch()))
         assert (states.layers.teacher.outputs.keys() == {0, 3}) is zero
@@ -274,7 +274,7 @@ def test_a_pruned_student_is_compared_with_the_layers_that_it_was():
     first = loss_of({**term, "layers": [[0, 0]]})
     inputs = DistillationObjective(teacher, student, first).student_inputs(batch())
     student(**inputs)
-    assert inputs["step_inputs"].layers.sums["hidden_state"][0] == 0
+    assert inputs["step_inputs"].value.layers.sums["hidden_state"][0] == 0
 
 
 RECIPE = "teacher: {model: t}\nstudent: {model: s}\ndata: {source: x.jsonl}\ntrain: {steps: 3}\n"

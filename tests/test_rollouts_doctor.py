@@ -156,7 +156,8 @@ def test_a_reward_is_held_to_its_definition(make, monkeypatch):
 
         def faulty(self, *values, fault=fault, **more):
             made = compare(self, *values, **more)
-            made["step_inputs"].advantages = fault(made["step_inputs"].advantages)
+            step = made["step_inputs"]
+            step.value = replace(step.value, advantages=fault(step.value.advantages))
             return made
 
         with monkeypatch.context() as patch:

@@ -203,12 +203,12 @@ def test_the_weight_of_a_step_stands_in_its_inputs():
     section = recipe_of("{setting: terms.0.weight, steps: [0, 4], values: [1, 0]}", terms).loss
     objective = DistillationObjective(tiny_model(seed=1), tiny_model(), section)
     batch = {"input_ids": torch.tensor([[3, 4, 5, 6]]), "labels": torch.tensor([[3, 4, 5, 6]])}
-    inputs = objective.student_inputs(batch)["step_inputs"]
+    inputs = objective.student_inputs(batch)["step_inputs"].value
     assert inputs.weight is None and inputs.batch is batch, "no schedule yet"
     schedule, found = LossSchedule(objective, section), []
     for step in (0, 1, 4):
         schedule.begin_step(step)
-        inputs = objective.student_inputs(batch, 3)["step_inputs"]
+        inputs = objective.student_inputs(batch, 3)["step_inputs"].value
         found.append((inputs.weight, inputs.num_items, inputs.targets is None))
     assert found == [(1.0, 3, False), (0.75, 3, False), (0.0, 3, True)]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -118,9 +119,7 @@ def figures_of(loss_of: Callable[..., tuple[object, Sequence[torch.Tensor]]], ca
     """Return the divergence and both models' log-probability of the label from a loss's statistics, [N, 3]."""
     hidden, head, inputs, *rest = call
     assert isinstance(inputs, StepInputs)
-    inputs.statistics = True
-    _, statistics = loss_of(hidden, head, inputs, *rest)
-    inputs.statistics = False
+    _, statistics = loss_of(hidden, head, replace(inputs, statistics=True), *rest)
     found = TokenStats(*statistics[: len(TokenStats._fields)])
     return torch.stack([found.divergence, found.student_label_logprob, found.teacher_label_logprob], 1)
 

@@ -7,8 +7,8 @@ value = format.apply(loss, pairing, call)               # inside the call of the
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -28,10 +28,9 @@ TOP = 8  # most probable tokens of each model that `ComparesTokens.overlap` comp
 LossResult = torch.Tensor | tuple[torch.Tensor, Sequence[torch.Tensor]]
 
 
+@dataclass(frozen=True, eq=False)
 class StepInputs:
     """Inputs of a micro-batch's loss: made by `DistillationObjective`, read in the student's forward.
-
-    A plain class: DDP and FSDP2 look for tensors in keyword arguments (FSDP2 casts them) and leave this one alone.
 
     Attributes:
         targets: The teacher's targets for this batch, in its `TargetFormat`; None if the loss has no divergence.
@@ -46,29 +45,24 @@ class StepInputs:
             forward adds its own.
     """
 
-    def __init__(
-        self,
-        targets: Targets | None,
-        num_items: torch.Tensor | int | None,
-        statistics: bool,
-        sampled_log_p: torch.Tensor | None = None,
-        advantages: torch.Tensor | None = None,
-        weight: float | None = None,
-    ) -> None:
-        self.targets = targets
-        self.num_items = num_items
-        self.statistics = statistics
-        self.sampled_log_p = sampled_log_p
-        self.advantages = advantages
-        self.weight = weight
-        self.batch: Batch = {}
-        self.layers: StepStates | None = None
+    targets: Targets | None
+    num_items: torch.Tensor | int | None
+    statistics: bool
+    sampled_log_p: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    weight: float | None = None
+    batch: Batch = field(default_factory=dict)
+    layers: StepStates | None = None
 
-    def with_targets(self, targets: Targets, num_items: torch.Tensor | int | None) -> StepInputs:
-        """Return the same inputs with other targets and another divisor, as a route of several has them."""
-        inputs = copy.copy(self)
-        inputs.targets, inputs.num_items = targets, num_items
-        return inputs
+
+class OpaqueInputs:
+    """A `StepInputs` on its way through DDP and FSDP2, which cast or move the tensors that they find in arguments.
+
+    They look into mappings, sequences and dataclasses, and leave an object of any other class as it is.
+    """
+
+    def __init__(self, value: StepInputs) -> None:
+        self.value = value
 
 
 class HeadForward(NamedTuple):

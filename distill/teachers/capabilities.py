@@ -265,6 +265,22 @@ def responses_of(teacher: Teacher, prompts: Sequence[Prompt], settings: Generate
 
 # ---------------------------------------------------------------- state
 
+Constructor = tuple[Callable[..., Teacher], tuple[object, ...]]
+
+
+@runtime_checkable
+class Reconstructs(Protocol):
+    """A teacher that is not pickled whole: another process constructs it anew from models, teachers and settings."""
+
+    def constructor(self) -> Constructor:
+        """Return a function that makes this teacher, and its arguments, all of which can be pickled."""
+        ...
+
+
+def constructor_of(value: object) -> Constructor | None:
+    """Return the constructor of a teacher; None of any other value, and of a teacher that is pickled as it is."""
+    return value.constructor() if isinstance(value, Reconstructs) and not isinstance(value, type) else None
+
 
 @runtime_checkable
 class FollowsStudent(Protocol):

@@ -35,6 +35,7 @@ from distill.objectives.targets import (
     Batch,
     HeadForward,
     LossResult,
+    OpaqueInputs,
     StepInputs,
     Targets,
     VocabularyAlignment,
@@ -100,9 +101,9 @@ class StudentForward(Swap):
         objective, before = self.objective, module.__dict__.get("forward")
 
         @functools.wraps(type(module).forward)
-        def forward(model: Any, *args: Any, step_inputs: StepInputs | None = None, **kwargs: Any) -> Any:
+        def forward(model: Any, *args: Any, step_inputs: OpaqueInputs | None = None, **kwargs: Any) -> Any:
             if step_inputs is not None:
-                return objective.student_forward(model, step_inputs, **kwargs)
+                return objective.student_forward(model, step_inputs.value, **kwargs)
             return before(*args, **kwargs) if before else type(model).forward(model, *args, **kwargs)
 
         replace_forward(module, forward)
@@ -227,9 +228,9 @@ class DistillationObjective:
         recorded = self.layers is not None and reads_layers(self.loss)
         with self.layers.record_teacher() if recorded else nullcontext() as layers:  # type: ignore[union-attr]
             targets = self.targets(inputs)
-        step = StepInputs(targets, num_items, statistics, drawn, advantages, self.scheduled_weight)
-        step.batch, step.layers = batch, layers
-        return {**own, "step_inputs": step}
+        weight = self.scheduled_weight
+        step = StepInputs(targets, num_items, statistics, drawn, advantages, weight, batch, layers)
+        return {**own, "step_inputs": OpaqueInputs(step)}
 
     def loss_of(
         self,

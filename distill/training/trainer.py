@@ -130,7 +130,7 @@ class DistillationTrainer(TransformersCompat):
         output = model(**student_inputs)
         if model.training:
             for each in self.listeners:
-                each.forward_done(inputs, student_inputs["step_inputs"], output)
+                each.forward_done(inputs, student_inputs["step_inputs"].value, output)
         loss = output["loss"]
         if num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes

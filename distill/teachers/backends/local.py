@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,15 @@ from distill.objectives.hidden import HiddenFormat, ModelHead
 from distill.objectives.targets import Batch, TargetFormat, Targets
 from distill.recipe import Generate, Recipe
 from distill.recipe import Teacher as TeacherSection
-from distill.teachers.capabilities import CopiesTruncated, CutsStudents, Prompt, Responds, is_collective
+from distill.teachers.capabilities import (
+    Constructor,
+    CopiesTruncated,
+    CutsStudents,
+    Prompt,
+    Reconstructs,
+    Responds,
+    is_collective,
+)
 from distill.teachers.identity import model_name
 from distill.teachers.interface import CutRequest, CutStudent, LoadContext, Teacher, TeacherSource
 from distill.teachers.source_capabilities import OffersSmaller
@@ -38,7 +47,7 @@ FP8_TEACHER = "distill.teachers.backends.fp8:Fp8Teacher"
 SHARDED_FP8 = "an fp8 teacher cannot be sharded, and it does not fit whole"
 
 
-class LoadedTeacher(Teacher, CopiesTruncated, CutsStudents, Responds):
+class LoadedTeacher(Teacher, CopiesTruncated, CutsStudents, Reconstructs, Responds):
     """A causal language model, frozen and in eval mode.
 
     Args:
@@ -73,6 +82,9 @@ class LoadedTeacher(Teacher, CopiesTruncated, CutsStudents, Responds):
         from distill.generation.greedy import generate
 
         return generate(self.model, self.tokenizer, prompts, settings.max_new_tokens)
+
+    def constructor(self) -> Constructor:
+        return functools.partial(LoadedTeacher, field=next(iter(self.models))), (self.model,)
 
     def truncated_copy(self, layers: Sequence[int]) -> LoadedTeacher:
         return LoadedTeacher(truncated(self.model, layers), field=next(iter(self.models)))

@@ -32,7 +32,16 @@ from distill.objectives.losses import TargetLoss
 from distill.objectives.targets import Batch, HeadForward, LossResult, TargetProperties, VocabularyAlignment
 from distill.recipe import Generate
 from distill.teachers.backends.local import LoadedTeacher
-from distill.teachers.capabilities import CopiesTruncated, Layer, Part, Prompt, Responds, truncated_copy
+from distill.teachers.capabilities import (
+    Constructor,
+    CopiesTruncated,
+    Layer,
+    Part,
+    Prompt,
+    Reconstructs,
+    Responds,
+    truncated_copy,
+)
 from distill.teachers.interface import AcceptedRows, Teacher
 from distill.teachers.rows.context.data import ContextColumns
 from distill.teachers.rows.reading import PREFIX
@@ -127,7 +136,7 @@ class SeveralTeachers(Teacher, Layer):
             member.close()
 
 
-class MixtureTeacher(SeveralTeachers, CopiesTruncated, Responds):
+class MixtureTeacher(SeveralTeachers, CopiesTruncated, Reconstructs, Responds):
     """Several teachers of hidden states over one vocabulary.
 
     Args:
@@ -174,6 +183,9 @@ class MixtureTeacher(SeveralTeachers, CopiesTruncated, Responds):
         assert isinstance(first, LoadedTeacher)
         group = MixtureModel(list(self.models.values()), self.weights)
         return first.tokenizer and generate(group, first.tokenizer, prompts, settings.max_new_tokens)
+
+    def constructor(self) -> Constructor:
+        return MixtureTeacher, (self.members, self.weights)
 
     def truncated_copy(self, layers: Sequence[int]) -> MixtureTeacher:
         return MixtureTeacher([truncated_copy(member, layers) for member in self.members], self.weights)

@@ -8,6 +8,7 @@ routes, each over its own tokens and divided by the tokens of all, are added up.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -36,8 +37,10 @@ from distill.objectives.targets import (
 from distill.objectives.top_k import TopKFormat
 from distill.teachers.capabilities import (
     ChecksFirstBatch,
+    Constructor,
     CopiesTruncated,
     DescribesSize,
+    Reconstructs,
     first_batch_lines,
     size_text,
     truncated_copy,
@@ -146,7 +149,7 @@ class RoutedFormat(TargetFormat, ComparesTokens):
         for number, own in call.inputs.targets.items():
             if (comparison := token_comparison(self.members[number])) is None:
                 continue
-            mine = call._replace(inputs=call.inputs.with_targets(own.targets, None))
+            mine = call._replace(inputs=replace(call.inputs, targets=own.targets, num_items=None))
             (share,) = comparison.overlap(pairing, mine, rows).values()
             shares[self.routes[number]] = share.masked_fill(~torch.isin(rows, own.rows), torch.nan)
         return shares
@@ -166,7 +169,7 @@ class RoutedFormat(TargetFormat, ComparesTokens):
                 continue
             labels = torch.full_like(flat, IGNORE_INDEX)
             labels[targets.rows] = flat[targets.rows]
-            inputs = call.inputs.with_targets(targets.targets, items)
+            inputs = replace(call.inputs, targets=targets.targets, num_items=items)
             mine = call._replace(inputs=inputs, labels=labels.view_as(call.labels), valid_rows=targets.rows)
             found = member.apply(own, pairing, mine)
             if isinstance(targets.targets, SpanTargets) and isinstance(found, tuple):  # one number a span
@@ -191,7 +194,7 @@ class RoutedFormat(TargetFormat, ComparesTokens):
         return total, statistics
 
 
-class RoutedTeacher(SeveralTeachers, ChecksFirstBatch, CopiesTruncated, DescribesSize):
+class RoutedTeacher(SeveralTeachers, ChecksFirstBatch, CopiesTruncated, DescribesSize, Reconstructs):
     """Several teachers, by route.
 
     Args:
@@ -249,6 +252,9 @@ class RoutedTeacher(SeveralTeachers, ChecksFirstBatch, CopiesTruncated, Describe
         line = f"{'routes':<12}of the first held-out batch's trained tokens {shares}"
         inner = (first_batch_lines(member, own, student, pairing) for _, member, own in self.batches(batch))
         return [line, *(each for lines in inner for each in lines)]
+
+    def constructor(self) -> Constructor:
+        return RoutedTeacher, (self.members, self.routes)
 
     def truncated_copy(self, layers: Sequence[int]) -> RoutedTeacher:
         return RoutedTeacher([truncated_copy(member, layers) for member in self.members], self.routes)

@@ -216,13 +216,13 @@ class ServerSource(TeacherSource, NamesFiles, Measures, ChecksData, DescribesSto
         return _opened(self.section, self.servers, identity, spec, context.device, context.precision.teacher)
 
 
-def reconnected(place: Mapping[str, Any]) -> ServerTeacher:
-    """Return the teacher of a `distill serve` from the values of `ServerTeacher.place`."""
-    section = TeacherSection.model_validate(place["section"])
+def reconnected(section_values: Mapping[str, Any], spec_values: Mapping[str, Any]) -> ServerTeacher:
+    """Return the teacher of a `distill serve` from the values of `ServerTeacher.constructor`."""
+    section = TeacherSection.model_validate(section_values)
     servers = connect(section)
     identity = servers.identity()
-    dtype = getattr(torch, place["wanted"]["dtype"])
-    spec = TargetSpec(**{**place["wanted"], "dtype": dtype})
+    dtype = getattr(torch, spec_values["dtype"])
+    spec = TargetSpec(**{**spec_values, "dtype": dtype})
     return _opened(section, servers, identity, spec, torch.device("cpu"), dtype)
 
 

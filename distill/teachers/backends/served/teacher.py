@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -25,14 +26,17 @@ from distill.teachers.backends.served.teacher_client import Answer, TargetTensor
 from distill.teachers.calibration import cut_from
 from distill.teachers.capabilities import (
     ChecksFirstBatch,
+    Constructor,
     CutsStudents,
     DescribesSize,
     HoldsHead,
     Prefetches,
+    Reconstructs,
 )
 from distill.teachers.interface import CutRequest, CutStudent, Teacher
 
 SERVED = "served"  # column of a batch: the query to the servers
+RECONNECTED = "distill.teachers.backends.served.source:reconnected"
 MOST_PENDING = 4096  # answers that were not collected
 
 
@@ -46,7 +50,7 @@ def query_column(rows: object, batch: Batch, collator: object) -> dict[str, Targ
     return {SERVED: query_of(batch)}
 
 
-class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, HoldsHead, Prefetches):
+class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, HoldsHead, Prefetches, Reconstructs):
     """Outputs of servers for the rows of a batch, requested by `submit` and awaited by `targets`.
 
     Args:
@@ -157,10 +161,10 @@ class ServerTeacher(Teacher, ChecksFirstBatch, CutsStudents, DescribesSize, Hold
         query = {"top_k": spec.top_k, "tail": spec.tail} if self.stored_head is None else {"send": spec.send}
         return {**self.identity, **query}
 
-    def place(self) -> dict[str, object]:
-        """Return plain values from which `reconnected` makes the same teacher in another process."""
+    def constructor(self) -> Constructor:
+        """Return the function that connects to the servers, and plain values."""
         spec = self.client.spec._asdict() | {"dtype": str(self.client.spec.dtype).removeprefix("torch.")}
-        return {"section": self.section.model_dump(mode="json"), "wanted": spec}
+        return resolve_name(RECONNECTED), (self.section.model_dump(mode="json"), spec)
 
     def close(self) -> None:
         self.client.close()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pkgutil import resolve_name
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -42,11 +43,13 @@ from distill.teachers.backends.stored.read import PREFIX, Shards, prompt_text
 from distill.teachers.backends.stored.store import Store
 from distill.teachers.capabilities import (
     ChecksFirstBatch,
+    Constructor,
     CopiesTruncated,
     CountsWork,
     Flushes,
     Prefetches,
     Prompt,
+    Reconstructs,
     Responds,
     first_batch_lines,
     flops_per_token,
@@ -59,6 +62,7 @@ from distill.teachers.interface import Teacher
 from distill.teachers.wrapping import WrappingTeacher
 
 DOCUMENTS = f"{PREFIX}documents"
+OPEN_CACHE = "distill.teachers.backends.stored.archived:teacher_of_cache"
 MOST_READ = 64  # micro-batches that were not collected
 
 
@@ -98,7 +102,9 @@ class TopKSender(Protocol):
         ...
 
 
-class StoredTeacher(WrappingTeacher, ChecksFirstBatch, CopiesTruncated, CountsWork, Flushes, Prefetches, Responds):
+class StoredTeacher(
+    WrappingTeacher, ChecksFirstBatch, CopiesTruncated, CountsWork, Flushes, Prefetches, Reconstructs, Responds
+):
     """A teacher, and the store of its outputs.
 
     Args:
@@ -267,6 +273,12 @@ class StoredTeacher(WrappingTeacher, ChecksFirstBatch, CopiesTruncated, CountsWo
             write_signed(store.folder / ANSWERS, {"max_new_tokens": settings.max_new_tokens, "answers": paired})
         return answers
 
+    def constructor(self) -> Constructor:
+        """Return the function that opens a complete cache; of a store that is filled, one whose outputs are dropped."""
+        if self.filled is None:
+            return resolve_name(OPEN_CACHE), (str(self.store.path.absolute()),)
+        return unsaved, (self.inner, dict(self.store.manifest))
+
     def truncated_copy(self, layers: Sequence[int]) -> StoredTeacher:
         """Return a small teacher whose outputs are not stored."""
         return self._around(truncated_copy(self.inner, layers))
@@ -278,10 +290,15 @@ class StoredTeacher(WrappingTeacher, ChecksFirstBatch, CopiesTruncated, CountsWo
     def _around(self, inner: Teacher) -> StoredTeacher:
         if self.filled is None:
             return StoredTeacher(inner, self.store, self.device)
-        return StoredTeacher(inner, Store(self.store.manifest, None, {}))
+        return unsaved(inner, self.store.manifest)
 
     def fingerprint(self) -> dict[str, object]:
         return self.inner.fingerprint() if self.filled is None else fingerprint_of(self.store.manifest)
+
+
+def unsaved(inner: Teacher, plan: Plan) -> StoredTeacher:
+    """Return a teacher whose outputs are those of a store, and are dropped with their batch."""
+    return StoredTeacher(inner, Store(plan, None, {}))
 
 
 def targets_of(plan: Plan, batch: Batch, dtype: torch.dtype) -> torch.Tensor | TopKTargets:

@@ -17,8 +17,10 @@ from distill.recipe import Data, Generate
 from distill.recipe.models import Context
 from distill.teachers.capabilities import (
     ChecksFirstBatch,
+    Constructor,
     CopiesTruncated,
     Prompt,
+    Reconstructs,
     Responds,
     first_batch_lines,
     responses_of,
@@ -33,7 +35,7 @@ from distill.teachers.vocabulary import Vocabulary
 from distill.teachers.wrapping import WrappingSource, WrappingVocabulary, readings_of
 
 
-class ContextTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated, Responds):
+class ContextTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated, Reconstructs, Responds):
     """A teacher with a prompt of its own.
 
     Args:
@@ -73,6 +75,9 @@ class ContextTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated, Responds
         wrap = {"system": "{1}", "before": "{0}\n\n{1}", "after": "{1}\n\n{0}"}[place]
         turns = [[*system, {"role": "user", "content": wrap.format(text, prompt)}] for prompt in prompts]
         return responses_of(self.inner, turns, settings)
+
+    def constructor(self) -> Constructor:
+        return ContextTeacher, (self.inner, self.context)
 
     def truncated_copy(self, layers: Sequence[int]) -> ContextTeacher:
         return ContextTeacher(truncated_copy(self.inner, layers), self.context)

@@ -33,7 +33,14 @@ from distill.objectives.targets import (
     VocabularyAlignment,
 )
 from distill.recipe import Data
-from distill.teachers.capabilities import ChecksFirstBatch, CopiesTruncated, first_batch_lines, truncated_copy
+from distill.teachers.capabilities import (
+    ChecksFirstBatch,
+    Constructor,
+    CopiesTruncated,
+    Reconstructs,
+    first_batch_lines,
+    truncated_copy,
+)
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.interface import LoadContext, Teacher
 from distill.teachers.rows.reading import ReadingTeacher
@@ -87,7 +94,7 @@ class SpansFormat(TargetFormat):
             )
 
 
-class CrossTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated):
+class CrossTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated, Reconstructs):
     """A teacher that reads by its own tokenizer.
 
     Args:
@@ -128,6 +135,9 @@ class CrossTeacher(ReadingTeacher, ChecksFirstBatch, CopiesTruncated):
             "aligned places of held-out text; figures are means over such places"
         )
         return [*lines, f"{'matched':<12}{matched}"]
+
+    def constructor(self) -> Constructor:
+        return CrossTeacher, (self.inner, self.shared)
 
     def truncated_copy(self, layers: Sequence[int]) -> CrossTeacher:
         return CrossTeacher(truncated_copy(self.inner, layers), self.shared)
