@@ -96,7 +96,7 @@ class DistillationTrainer(TransformersCompat):
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            data_collator=collator,  # type: ignore[arg-type]
+            data_collator=collator,
             processing_class=processing_class,
             callbacks=callbacks,
             **more,
@@ -107,7 +107,7 @@ class DistillationTrainer(TransformersCompat):
         if device.type != "meta" and device != args.device:
             model.to(args.device)
         self.objective: DistillationObjective = DistillationObjective(teacher, model, loss, vocab_size=vocab_size)
-        self.data_collator = replace(collator, columns=self.objective.teacher.columns)  # type: ignore[assignment]
+        self.data_collator = replace(collator, columns=self.objective.teacher.columns)
         section = Loss.model_validate(loss) if isinstance(loss, Mapping) else loss
         self._needs_rewards = isinstance(section, Loss) and section.rewarded is not None
         self.listeners = Listeners(self.callback_handler)
