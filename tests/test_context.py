@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -20,7 +21,9 @@ from distill.generation.sampling import Sampling
 from distill.recipe import RecipeError, dump, load, parse
 from distill.recipe.models import Context
 from distill.run import run
+from distill.teachers.backends.served.teacher import query_column
 from distill.teachers.backends.student import AveragedTeacher
+from distill.teachers.combination.mixture import MixtureColumns
 from distill.teachers.registry import source_of
 from distill.teachers.rows.context.data import LEAK, ContextColumns
 from distill.teachers.rows.context.teacher import ContextTeacher
@@ -211,6 +214,21 @@ def test_documents_keep_the_teachers_reading():
             ]
             again = collate([as_row([d for d in documents if d.row == number]) for number in range(len(given))])
             assert all(torch.equal(again[name], batch[name]) for name in batch)
+
+
+def test_a_custom_collators_batch_gets_the_teachers_columns():
+    rows = informed().rows
+    plain = Collator(0)(rows)
+    del plain["valid_rows"]
+    batch, expected = replace(COLLATE, custom=lambda given: plain)(rows), COLLATE(rows)
+    assert batch.keys() == expected.keys() and all(torch.equal(batch[name], expected[name]) for name in batch)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_what_a_mixtures_member_is_queried_for_is_padded_as_its_batch(side):
+    columns = [ContextColumns(), MixtureColumns([[ContextColumns([query_column])]])]
+    batch = Collator(0, padding_side=side, columns=columns)(informed().rows)
+    assert np.array_equal(batch["member0_teacher_served"].ids, batch["teacher_input_ids"])
 
 
 def test_new_answers_follow_the_teachers_prompt():
