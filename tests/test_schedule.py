@@ -3,11 +3,13 @@
 import json
 import math
 import shutil
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
 from subjects import one
 from tiny import save_models, tiny_model
+from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 from transformers import TrainingArguments
 
 from distill.doctor.invariants import fused_equals_reference
@@ -196,6 +198,20 @@ def test_a_prefetched_teacher_is_queried_in_every_step():
     vars(objective.teacher).update(prefetch_depth=2, submit=lambda batch: None, fault_of=lambda batches: None)
     with pytest.raises(ValueError, match="outputs are prefetched"):
         LossSchedule(objective, fading)
+
+
+def test_inputs_of_a_step_are_frozen_and_reach_the_student_as_they_were_made():
+    """FSDP2 casts the tensors of a call's arguments to the parameters' dtype; those of the loss keep theirs."""
+    objective = DistillationObjective(tiny_model(seed=1), tiny_model())
+    ids = torch.tensor([[3, 4, 5, 6]])
+    inputs = objective.student_inputs({"input_ids": ids, "labels": ids, "sampled_log_p": torch.zeros(1, 4)})
+    step = inputs["step_inputs"].value
+    with pytest.raises(FrozenInstanceError):
+        step.num_items = 3
+    given = _apply_to_tensors(lambda tensor: tensor.bfloat16(), inputs)
+    assert given["labels"].dtype == torch.bfloat16 and given["step_inputs"].value is step
+    given = _to_kwargs((), inputs, torch.device("cpu"), use_side_stream_for_tensor_copies=False)[1][0]
+    assert given["step_inputs"].value is step and step.sampled_log_p.dtype == torch.float32
 
 
 def test_the_weight_of_a_step_stands_in_its_inputs():
