@@ -33,7 +33,7 @@ def test_each_method_costs_less_than_the_one_before(name):
     scales = form.search(weight, hessian.diagonal())
     nearest = reference_fake_quantise(weight, name)
     importance = reference_fake_quantise(weight, name, scales)
-    gptq = reference_fake_quantise(compensate(weight, hessian, name, scales), name, scales)
+    gptq = reference_fake_quantise(compensate(weight, hessian, form, scales), name, scales)
     costs = [cost(weight, rounded, hessian) for rounded in (nearest, importance, gptq)]
     weighed = [float(((weight - r).square() * hessian.diagonal()).sum()) for r in (nearest, importance)]
     assert weighed[1] < weighed[0], "scales are chosen by the diagonal alone"
@@ -56,16 +56,17 @@ def test_compensation_is_the_optimal_update_of_the_columns_left():
         before[:, j] = exact[:, j]
         q = (exact[:, j] / step[:, j]).round().clamp(-8, 7) * step[:, j]
         exact[:, left] -= ((exact[:, j] - q) / inverse[0, 0])[:, None] * inverse[0]
-    moved = compensate(weight, hessian, "q4_0", Scales(scale))
+    moved = compensate(weight, hessian, FORMATS["q4_0"], Scales(scale))
     torch.testing.assert_close(moved, before.float(), rtol=1e-3, atol=1e-3)
 
 
 def test_columns_of_which_nothing_is_known_are_rounded_to_nearest():
     weight, hessian = draw(6, 64, 1)[0], torch.zeros(64, 64)
-    scales = FORMATS["int4_g32"].first(weight)
-    torch.testing.assert_close(compensate(weight, hessian, "int4_g32", scales), weight)
+    form = FORMATS["int4_g32"]
+    scales = form.first(weight)
+    torch.testing.assert_close(compensate(weight, hessian, form, scales), weight)
     diagonal = torch.diag(torch.rand(64, generator=torch.Generator().manual_seed(0)) + 0.1)
-    torch.testing.assert_close(compensate(weight, diagonal, "int4_g32", scales), weight, msg="nothing to make up by")
+    torch.testing.assert_close(compensate(weight, diagonal, form, scales), weight, msg="nothing to make up by")
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text"])
@@ -90,7 +91,7 @@ def test_a_model_is_rounded_layer_by_layer(kind):
         assert set(rounded) == set(formats) and student.training
         for name, parameter in student.named_parameters():
             if name in formats:
-                assert torch.equal(parameter, rounded[name].values("q4_0"))
+                assert torch.equal(parameter, rounded[name].values())
             else:
                 assert torch.equal(parameter, dict(model.named_parameters())[name])
         found[method] = kl(student.eval())

@@ -128,12 +128,29 @@ def test_the_files_values_are_kept_by_the_files_scales(name):
         for scales in (None, changed(form, w, 0.6 + torch.rand(form.first(w).scale.shape))):
             once = reference_quantise(w, name, scales)
             assert torch.equal(form.encode(once.values(), form.load(once.stored)), once.codes)
-            again = form.store(form.load(once.stored))
+            again = once.form.store(once.form.load(once.stored))
             assert all(torch.equal(again[key].float(), once.stored[key].float()) for key in again)
         if form.in_kernel:  # and by the format's own rule
             assert torch.equal(reference_fake_quantise(once.values(), name), once.values()) or scales is not None
             own = reference_fake_quantise(w, name)
             assert torch.equal(reference_fake_quantise(own, name), own)
+
+
+@pytest.mark.parametrize("power", [-20, -3, 8, 14])
+def test_the_global_scale_of_nvfp4_follows_the_weights(kernel_device, power):
+    """Weights of any size are rounded alike: no block is clipped, and no scale loses bits."""
+    w = draw(24, 256)
+    w = w.clamp_min(0.1 * w.abs().amax())  # blocks within the 1/7168 of the largest
+    expected = fake_quantise(w.to(kernel_device), "nvfp4") * 2.0**power
+    assert torch.equal(fake_quantise((w * 2.0**power).to(kernel_device), "nvfp4"), expected)
+    form = FORMATS["nvfp4"].fitted((w * 2.0**power, w * 2.0 ** (power - 4)))
+    blocks = reference_quantise(w * 2.0**power, form)
+    assert torch.equal(blocks.values(), expected.cpu()), "one range for several matrices"
+    assert float(blocks.stored["scale"].float().max()) in range(448 // 4 - 8, 448 // 2 + 1)
+    tensors = form.pack(blocks.codes, blocks.stored)
+    assert tensors["weight_global_scale"].tolist() == [form.global_scale]
+    assert torch.equal(FORMATS["nvfp4"].unpack(tensors), blocks.values())
+    assert form.global_scale * w.abs().amax() * 2.0**power <= 448 * 6 / 2 and FORMATS["nvfp4"].fitted((w * 0,))
 
 
 def all_codes(form):
@@ -218,6 +235,41 @@ def test_gradients_are_those_of_the_straight_through_definition(kernel_device, n
         live = right.isfinite()
         assert live.double().mean() > 0.95
         torch.testing.assert_close(found.double().cpu()[live], right[live], rtol=2e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.7])
+@pytest.mark.parametrize("name, dtype", [("int4_g32", torch.int4), ("int8", torch.int8)])
+def test_integers_are_those_of_torchao_by_the_same_scales(name, dtype, factor):
+    """Values, and gradients of weights and scales; the lowest code of 8 bits is -128 there, and -127 here."""
+    qat = pytest.importorskip("torchao.quantization.qat")
+    form, w = FORMATS[name], torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * 0.05
+    scales = form.snap(Scales(form.first(w).scale.abs() * factor))
+    group = {"group_size": form.block} if form.block else {"granularity": "per_channel"}
+    theirs = qat.IntxFakeQuantizer(
+        qat.IntxFakeQuantizeConfig(dtype, is_symmetric=True, is_dynamic=False, range_learning=True, **group)
+    )
+    theirs._initialized = True  # by `initialize_fake_quantizers`, which takes scales of its own
+    theirs.scale = torch.nn.Parameter(scales.scale.clone())
+    theirs.zero_point = torch.zeros_like(scales.scale, dtype=torch.int32)
+    leaf, upstream = w.clone().requires_grad_(), torch.randn(w.shape, generator=torch.Generator().manual_seed(1))
+    values = theirs(leaf)
+    values.backward(upstream)
+    of_weight, of_scales = learned_gradients(w, scales, upstream, name)
+    inside = (w / scales.scale.repeat_interleave(form.columns(w), -1)).round() >= form.codes.low
+    assert inside.float().mean() > 0.9
+    torch.testing.assert_close(fake_quantise(w, name, scales)[inside], values[inside], rtol=1e-6, atol=0)
+    torch.testing.assert_close(of_weight[inside], leaf.grad[inside], rtol=1e-6, atol=0)
+    assert (of_weight == 0).any() == (factor < 1 or name == "int4_g32")
+    whole = (inside.unflatten(-1, (-1, form.columns(w)))).all(-1) | (form.codes.low == -8)
+    torch.testing.assert_close(of_scales.scale[whole], theirs.scale.grad.view_as(whole)[whole], rtol=1e-4, atol=1e-3)
+
+
+def test_groups_of_four_bits_err_less_by_the_scale_with_a_sign_than_by_torchaos():
+    qat = pytest.importorskip("torchao.quantization.qat")
+    w = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0)) * 0.05
+    theirs = qat.IntxFakeQuantizer(qat.IntxFakeQuantizeConfig(torch.int4, is_symmetric=True, group_size=32))(w)
+    ratio = (fake_quantise(w, "int4_g32") - w).square().mean() / (theirs - w).square().mean()
+    assert 0.75 < ratio < 0.9, "(largest magnitude) / 8 with its sign, there largest magnitude / 7.5"
 
 
 def test_errors_name_the_invalid_argument():

@@ -16,6 +16,8 @@ for PEFT's LoRA layers under autocast, each of which keeps its own (ours do not)
     loss            the workspace that `distill_kernels` plans, the head's copy, and dW
     cached teacher  no weights but, of stored hidden states, the head; of N tokens what was stored, as it comes from
                     the disk and at its positions; K stored tokens have no logits: the workspace is the student's alone
+    quantised       4 bytes a weight for its master, 20 a learned scale of the format's blocks; with adapters 12 a
+                    weight of the largest matrix while its gradients are computed
     optimizer       torch's AdamW keeps one temporary the size of the trained weights; fused ones none
 
 The peak is the largest of three moments: inside the loss, in the backward, in the optimizer; with an fp8 teacher also
@@ -25,6 +27,7 @@ in bfloat16). The CUDA context and the allocator's fragmentation come on top: a 
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 import torch
@@ -39,6 +42,7 @@ from distill.planning.steps import FUSED
 from distill.teachers.source_capabilities import shapes_of
 
 LOADING = "loading of the teacher"
+QUANTISED_BYTES = "distill.models.precision.quantised_student:quantised_bytes"
 # bytes of optimizer state per trained weight, in units of the weight's own bytes, by a part of the optimizer's name
 STATES = {"8bit": 0.5, "4bit": 0.25, "adafactor": 0.01, "sgd": 0.0, "lion": 1.0}
 
@@ -115,8 +119,10 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
         width = {"auto": trained_bytes, "float32": 4, "bfloat16": 2}[recipe.train.optimizer_states]
         masters = 4 if recipe.train.master_weights and trained_bytes < 4 else 0
         states = student.trained * (2 * width + masters) / share
-    if recipe.student.quantise is not None:  # master weights, and learned scales of 32 weights with their moments
-        states += 4 * (1 + 4 / 32) * (student.linear + student.head)
+    quantised = recipe.student.quantise
+    rounding = None if quantised is None else resolve_name(QUANTISED_BYTES)(plan.student.model, quantised)
+    if rounding is not None:
+        states += rounding.states
     temporary = gradients if optimizer == "adamw_torch" else 0.0
     buckets = gradients if world > 1 and not sharded else 0.0
     gathered = (student.linear / student.layers + student.head) * compute if sharded else 0.0
@@ -139,7 +145,10 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
     again = one_layer if checkpointed else 0.0
     # gradients inside one layer: of the MLP's three wide tensors, and of the stream
     inside = tokens * (compute * 3 * student.intermediate + 2 * weight * student.hidden)
-    copies = 0.0 if lora or fp8 or not autocast else student.linear * compute / share
+    if rounding is not None:
+        inside += rounding.temporary
+    is_narrow = lora and rounding is None  # base weights that autocast copies nothing of
+    copies = 0.0 if is_narrow or fp8 or not autocast else student.linear * compute / share
 
     head_trained = not lora
     columns = columns if soft else student.vocabulary

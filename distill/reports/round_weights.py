@@ -86,7 +86,7 @@ def quantise_model(
     scales: dict[str, dict[str, torch.Tensor]] = {}
     with torch.no_grad():
         for name in formats.keys() - by_method:
-            blocks = reference_quantise(parameters[name], formats[name])
+            blocks = reference_quantise(parameters[name], found.forms[name])
             parameters[name].copy_(blocks.values())
             scales[name] = dict(blocks.stored)
     if by_method:
@@ -96,7 +96,7 @@ def quantise_model(
             raise ValueError(
                 f"--method: {missed[0]} is not called by its decoder layer, so that {method} has no inputs"
             )
-        scales |= {name: FORMATS[formats[name]].store(own.scales) for name, own in rounded.items()}
+        scales |= {name: own.form.store(own.scales) for name, own in rounded.items()}
     kl, file = None, None
     with atomic_folder(destination) as unfinished:
         model.to("cpu").save_pretrained(unfinished)  # type: ignore[arg-type]

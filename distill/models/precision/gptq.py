@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from distill_kernels.quantisation.formats import FORMATS, reference_fake_quantise
-from distill_kernels.quantisation.number_format import Scales
+from distill_kernels.quantisation.number_format import Format, Scales
 from torch import nn
 
 from distill.core.eval_mode import eval_mode
@@ -39,26 +39,27 @@ class Rounded(NamedTuple):
     Attributes:
         weight: fp32 [N, K]; its nearest values are the result.
         scales: fp32 [N, K / block].
+        form: Format, with the range of the matrices that were rounded together.
     """
 
     weight: torch.Tensor
     scales: Scales
+    form: Format
 
-    def values(self, name: str) -> torch.Tensor:
-        """Return the rounded weights in the format called `name`."""
-        return reference_fake_quantise(self.weight, name, self.scales)
+    def values(self) -> torch.Tensor:
+        """Return the rounded weights."""
+        return reference_fake_quantise(self.weight, self.form, self.scales)
 
 
-def compensate(weight: torch.Tensor, hessian: torch.Tensor, name: str, scales: Scales) -> torch.Tensor:
+def compensate(weight: torch.Tensor, hessian: torch.Tensor, form: Format, scales: Scales) -> torch.Tensor:
     """Return a matrix whose nearest values are GPTQ's rounding of `weight`.
 
     Args:
         weight: weight of the layer, [N, K].
         hessian: fp32 [K, K].
-        name: A key of `FORMATS`.
+        form: Format to round to.
         scales: fp32 [N, K / block].
     """
-    form = FORMATS[name]
     importance = hessian.diagonal().clone()
     order = importance.argsort(descending=True, stable=True)
     w = weight.float()[:, order].clone()  # [N, K], columns by importance
@@ -102,16 +103,17 @@ def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
 def _round_group(group: Group, formats: Mapping[str, str], method: Method) -> dict[str, Rounded]:
     found = {}
     importance = group.hessian.diagonal() / max(group.tokens, 1)
-    for form in {formats[name] for name in group.linears}:
-        names = [name for name in group.linears if formats[name] == form]
+    for kind in {formats[name] for name in group.linears}:
+        names = [name for name in group.linears if formats[name] == kind]
         weights = [group.linears[name].weight.detach().float() for name in names]
         weight = torch.cat(weights)  # rows are independent: siblings are rounded as one matrix
-        scales = FORMATS[form].search(weight, importance.clamp_min(1e-12))
+        form = FORMATS[kind].fitted(weights)
+        scales = form.search(weight, importance.clamp_min(1e-12))
         moved = compensate(weight, group.hessian, form, scales) if method == "gptq" else weight
         sizes = [len(part) for part in weights]
         parts = (() if part is None else part.split(sizes) for part in scales)
         for name, part, *own in itertools.zip_longest(names, moved.split(sizes), *parts):
-            found[name] = Rounded(part.contiguous(), Scales(*own))
+            found[name] = Rounded(part.contiguous(), Scales(*own), form)
     return found
 
 
@@ -200,7 +202,7 @@ def round_weights(
                 with torch.autocast(group.hessian.device.type, enabled=False):
                     found |= _round_group(group, formats, method)
                 for name in group.linears:
-                    wanted[name].weight.copy_(found[name].values(formats[name]))
+                    wanted[name].weight.copy_(found[name].values())
             for row, hidden in enumerate(calls.hidden):
                 calls.hidden[row] = _first(layer(hidden, **calls.arguments[row][number]))
     return found

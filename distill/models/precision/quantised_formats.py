@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from distill_kernels.quantisation.formats import FORMATS, Blocks, fitting_format
+from distill_kernels.quantisation.number_format import Format
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -27,12 +28,14 @@ class Formats(NamedTuple):
 
     Attributes:
         main: Format of the recipe.
-        by_name: Format of each parameter that is quantised, by its name in the bare model.
+        by_name: Name of the format of each parameter that is quantised, by its own name in the bare model.
+        forms: The formats themselves, with the range that holds all weights of a module's layers, such as attention.
         unfit: Names of layers that stay as they are, since their rows are not whole blocks.
     """
 
     main: str
     by_name: dict[str, str]
+    forms: dict[str, Format]
     unfit: list[str]
 
 
@@ -134,7 +137,18 @@ def formats_of(model: nn.Module, section: Quantise) -> Formats:
     kept = {name: form for name, form in wanted.items() if form != "keep"}
     fitting = {name: fitting_format(form, parameters[name].shape[-1]) for name, form in kept.items()}
     by_name = {name: form for name, form in fitting.items() if form is not None}
-    return Formats(section.format, by_name, [name for name in kept if name not in by_name])
+    unfit = [name for name in kept if name not in by_name]
+    return Formats(section.format, by_name, _with_ranges(by_name, parameters), unfit)
+
+
+def _with_ranges(by_name: Mapping[str, str], parameters: Mapping[str, torch.Tensor]) -> dict[str, Format]:
+    """Return the format of each parameter, with one range for those of a module, which servers join."""
+    keys = {name: (name.rsplit(".", 2)[0], form) for name, form in by_name.items()}
+    together: dict[tuple[str, str], list[torch.Tensor]] = {}
+    for name, key in keys.items():
+        together.setdefault(key, []).append(parameters[name].detach())
+    fitted = {key: FORMATS[key[1]].fitted(weights) for key, weights in together.items()}
+    return {name: fitted[key] for name, key in keys.items()}
 
 
 def read_saved(folder: Path) -> SavedBlocks | None:

@@ -13,6 +13,19 @@ from distill_kernels.quantisation.fake_quantise import fake_quantise_into, learn
 from distill_kernels.quantisation.number_format import Format, Scales
 
 BETAS, EPS = (0.9, 0.999), 1e-12
+TENSORS_OF_SCALES = 5  # values, stored values, gradient and two moments
+
+
+def state_bytes(form: Format, weight: torch.Tensor, *, learned: bool) -> int:
+    """Return the bytes that training keeps for a matrix beside its parameter: master weights, and learned scales.
+
+    Args:
+        form: Format of the matrix.
+        weight: The parameter, which may lie on the meta device.
+        learned: Scales are learned where the format has some that can be.
+    """
+    scales = weight.numel() // form.columns(weight) * (1 + form.has_minimum) if learned and form.is_learned else 0
+    return 4 * (weight.numel() + TENSORS_OF_SCALES * scales)
 
 
 class QuantisedMatrix:
@@ -37,7 +50,7 @@ class QuantisedMatrix:
 
     def round(self) -> None:
         """Write the file's values of the master weights into the parameter."""
-        fake_quantise_into(self.parameter.data, self.master, self.form.name, self.scales)
+        fake_quantise_into(self.parameter.data, self.master, self.form, self.scales)
 
     def fields(self) -> dict[str, torch.Tensor]:
         """Return the scales as the file holds them."""
@@ -53,7 +66,7 @@ class QuantisedMatrix:
     ) -> tuple[torch.Tensor, Scales]:
         """Return the gradients of weights and scales, in `out` if given, from that of rounded weights, fp32 [N, K]."""
         assert self.scales is not None
-        return learned_gradients(self.master, self.scales, upstream, self.form.name, out)
+        return learned_gradients(self.master, self.scales, upstream, self.form, out)
 
     def take_gradient(self) -> bool:
         """Turn the parameter's gradient into that of weights and scales; returns whether there is one in this step."""
@@ -81,7 +94,7 @@ class LearnedScales:
         self._places: list[tuple[QuantisedMatrix, int, slice]] = []
         parts: list[torch.Tensor] = []
         for form in dict.fromkeys(matrix.form for matrix in matrices):
-            own = [matrix for matrix in matrices if matrix.form is form]
+            own = [matrix for matrix in matrices if matrix.form == form]
             slices = []
             for part in range(1 + form.has_minimum):
                 begin = end = sum(map(len, parts))

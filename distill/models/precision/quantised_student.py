@@ -16,10 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from distill_kernels.quantisation.formats import FORMATS
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -27,8 +26,9 @@ from torch import nn
 from distill.core.errors import RunError
 from distill.models.head import bare
 from distill.models.precision.dtypes import QUANTISED
-from distill.models.precision.quantised_formats import Formats, SavedBlocks, plain_parameters
-from distill.models.precision.quantised_matrix import LearnedScales, QuantisedMatrix
+from distill.models.precision.quantised_formats import Formats, SavedBlocks, formats_of, plain_name, plain_parameters
+from distill.models.precision.quantised_matrix import LearnedScales, QuantisedMatrix, state_bytes
+from distill.recipe.quantise import Quantise
 
 if TYPE_CHECKING:
     from distill.models.precision.gptq import Rounded
@@ -64,13 +64,13 @@ class QuantisedWeights:
         self.formats = formats
         self.matrices: dict[str, QuantisedMatrix] = {}
         self.adapted = adapters is not None
-        for name, form in formats.by_name.items():
+        for name, form in formats.forms.items():
             if adapters and name in adapters:
                 from distill.models.precision.quantised_adapters import AdaptedMatrix
 
-                self.matrices[name] = AdaptedMatrix(name, adapters[name], FORMATS[form])
+                self.matrices[name] = AdaptedMatrix(name, adapters[name], form)
             else:
-                self.matrices[name] = QuantisedMatrix(name, parameters[name], FORMATS[form])
+                self.matrices[name] = QuantisedMatrix(name, parameters[name], form)
         trained = [matrix for matrix in self.matrices.values() if matrix.parameter.requires_grad]
         self._parameters: list[torch.Tensor] = [matrix.parameter for matrix in trained]
         self._masters = [matrix.base for matrix in trained]
@@ -171,6 +171,33 @@ class QuantisedWeights:
         return (
             f"{len(self.matrices)} matrices of {count / 1e6:,.1f} M weights in {', '.join(kinds)}: {bits:.2f} bits each"
         )
+
+
+class QuantisedBytes(NamedTuple):
+    """Memory of a quantised student beside its parameters.
+
+    Attributes:
+        states: Master weights and learned scales.
+        temporary: Gradient of the largest matrix with an adapter, its merged weights, and their gradient.
+    """
+
+    states: int
+    temporary: int
+
+
+def quantised_bytes(model: nn.Module, section: Quantise) -> QuantisedBytes:
+    """Return the memory that a recipe's section takes in training.
+
+    Args:
+        model: The student with its adapters, which may lie on the meta device.
+        section: The recipe's `student.quantise`.
+    """
+    forms, parameters = formats_of(model, section).forms, plain_parameters(bare(model))
+    learned = section.scales == "learned"
+    adapted = {plain_name(path) for path, module in bare(model).named_modules() if hasattr(module, "lora_A")}
+    sizes = [parameters[name].numel() for name in forms if name.removesuffix(".weight") in adapted]
+    states = sum(state_bytes(form, parameters[name], learned=learned) for name, form in forms.items())
+    return QuantisedBytes(states, 3 * 4 * max(sizes, default=0))
 
 
 def quantise_student(

@@ -158,35 +158,37 @@ def _shape(weight: torch.Tensor, form: Format) -> tuple[tuple[int], int, dict[st
     return (cdiv(blocks, rows),), blocks, constants | {"enable_fp_fusion": False}
 
 
-def _checked(weight: torch.Tensor, scales: Scales | None, name: str) -> Format | None:
-    """Return the format where a kernel computes on `weight`; None where the reference does."""
+def _checked(weight: torch.Tensor, scales: Scales | None, name: str | Format) -> tuple[Format, bool]:
+    """Return the format, and whether a kernel computes on `weight`; otherwise the reference does."""
     check_floats(weight=weight)
-    form = check_fits(weight, name)
+    form = check_fits(weight, name, scales)
     expected = (*weight.shape[:-1], weight.shape[-1] // form.columns(weight))
     for part in () if scales is None else scales[: 1 + form.has_minimum]:
         if part is None or tuple(part.shape) != expected or part.dtype != torch.float32:
             came = None if part is None else (tuple(part.shape), part.dtype)
             raise ValueError(f"scales: expected float32 {expected}, one for each block, got {came}")
     fits = form.columns(weight) <= LONGEST and weight.dtype != torch.float64
-    return form if fits and runs_on_triton(weight) else None
+    return form, fits and runs_on_triton(weight)
 
 
 @torch.no_grad()
-def fake_quantise_into(out: torch.Tensor, weight: torch.Tensor, name: str, scales: Scales | None = None) -> None:
+def fake_quantise_into(
+    out: torch.Tensor, weight: torch.Tensor, name: str | Format, scales: Scales | None = None
+) -> None:
     """Round weights to a block format and back, without a graph.
 
     Args:
         out: Gets the values of the file, in its own dtype; of the shape of `weight`.
         weight: [..., K], fp32, bf16 or fp16, K divisible by the format's block.
-        name: A key of `formats.FORMATS`.
+        name: A key of `formats.FORMATS`, or a format.
         scales: The blocks' scales, as `Format.snap` rounds them to those of a file; None for the format's own.
 
     Raises:
         ValueError: For an unknown format, and for shapes and dtypes that are not listed.
     """
-    form = _checked(weight, scales, name)
-    if form is None or not out.is_contiguous():
-        out.copy_(reference_fake_quantise(weight.float(), name, scales))
+    form, in_kernel = _checked(weight, scales, name)
+    if not in_kernel or not out.is_contiguous():
+        out.copy_(reference_fake_quantise(weight.float(), form, scales))
         return
     if scales is None and not form.in_kernel:
         scales = form.snap(form.first(weight))
@@ -211,7 +213,7 @@ def learned_gradients(
     weight: torch.Tensor,
     scales: Scales,
     upstream: torch.Tensor,
-    name: str,
+    name: str | Format,
     out: tuple[torch.Tensor, Scales] | None = None,
 ) -> tuple[torch.Tensor, Scales]:
     """Return the gradients of weights and scales from that of the quantised values, without a graph.
@@ -220,7 +222,7 @@ def learned_gradients(
         weight: weights, [..., K].
         scales: scales of the blocks, as `fake_quantise_into` takes them.
         upstream: gradient of the quantised values, [..., K].
-        name: key of `formats.FORMATS`.
+        name: key of `formats.FORMATS`, or a format.
         out: contiguous tensors that get the results, of which the first may be `upstream`.
 
     Returns:
@@ -229,9 +231,9 @@ def learned_gradients(
     Raises:
         ValueError: As `fake_quantise_into`.
     """
-    form = _checked(weight, scales, name)
-    if form is None:
-        found = reference_learned_gradients(weight, scales, upstream, name)
+    form, in_kernel = _checked(weight, scales, name)
+    if not in_kernel:
+        found = reference_learned_gradients(weight, scales, upstream, form)
         for own, part in zip((out[0], *out[1]), (found[0], *found[1]), strict=True) if out is not None else ():
             if own is not None and part is not None:
                 own.copy_(part)

@@ -38,18 +38,28 @@ class Blocks(NamedTuple):
         return self.form.values(self.codes, self.form.load(self.stored))
 
 
-def check_fits(weight: torch.Tensor, name: str) -> Format:
-    """Return the format called `name`, if it holds matrices of the shape of `weight`.
+def check_fits(weight: torch.Tensor, name: str | Format, scales: Scales | None) -> Format:
+    """Return a format that holds matrices of the shape of `weight`.
+
+    Args:
+        weight: Matrix, [..., K].
+        name: A format, or its name for the one whose range fits `weight` where the scales are the format's own.
+        scales: Scales of the blocks; None for the format's own.
 
     Raises:
         ValueError: For an unknown format, or rows that are not whole blocks.
     """
-    if name not in FORMATS:
+    if isinstance(name, Format):
+        form = name
+    elif name not in FORMATS:
         raise ValueError(f"format: expected one of {', '.join(FORMATS)}, got {name!r}")
-    form = FORMATS[name]
+    else:
+        form = FORMATS[name] if scales is not None else FORMATS[name].fitted((weight,))
     block = (form.block or 1) * form.unit
     if weight.dim() == 0 or weight.shape[-1] == 0 or weight.shape[-1] % block:
-        raise ValueError(f"weight: expected [..., K] with K divisible by {block} for {name}, got {tuple(weight.shape)}")
+        raise ValueError(
+            f"weight: expected [..., K] with K divisible by {block} for {form.name}, got {tuple(weight.shape)}"
+        )
     return form
 
 
@@ -60,18 +70,18 @@ def fitting_format(name: str, columns: int) -> str | None:
     return name or None
 
 
-def reference_quantise(weight: torch.Tensor, name: str, scales: Scales | None = None) -> Blocks:
+def reference_quantise(weight: torch.Tensor, name: str | Format, scales: Scales | None = None) -> Blocks:
     """Quantise a matrix.
 
     Args:
         weight: [..., K] floating, K divisible by the format's block.
-        name: A key of `FORMATS`.
+        name: A key of `FORMATS`, or a format.
         scales: Scales of the blocks, rounded to those that the file holds before use; None for the format's own.
 
     Raises:
         ValueError: For a shape that the format cannot hold.
     """
-    form = check_fits(weight, name)
+    form = check_fits(weight, name, scales)
     chosen = form.first(weight) if scales is None else scales
     stored = form.store(chosen)
     if scales is not None or not form.in_kernel:
@@ -83,13 +93,13 @@ def reference_quantise(weight: torch.Tensor, name: str, scales: Scales | None = 
     return Blocks(form, codes.clamp(form.codes.low, form.codes.high).flatten(-2), stored)
 
 
-def reference_fake_quantise(weight: torch.Tensor, name: str, scales: Scales | None = None) -> torch.Tensor:
+def reference_fake_quantise(weight: torch.Tensor, name: str | Format, scales: Scales | None = None) -> torch.Tensor:
     """Return the values that `weight` has after quantisation, in its own dtype: the specification of the kernel."""
     return reference_quantise(weight, name, scales).values().to(weight.dtype)
 
 
 def reference_learned_gradients(
-    weight: torch.Tensor, scales: Scales, upstream: torch.Tensor, name: str
+    weight: torch.Tensor, scales: Scales, upstream: torch.Tensor, name: str | Format
 ) -> tuple[torch.Tensor, Scales]:
     """Return gradients of weights and scales through rounding (Esser et al., 2020, arXiv 1902.08153).
 
@@ -99,7 +109,7 @@ def reference_learned_gradients(
     Returns:
         The gradient of `weight` in the dtype of `upstream`, and those of the scales.
     """
-    form = check_fits(weight, name)
+    form = check_fits(weight, name, scales)
     stored = form.snap(scales)
     blocks, gradient = form.blocks(weight), form.blocks(upstream)
     if stored.minimum is not None:

@@ -7,7 +7,7 @@ needs are pure functions of PyTorch, so that one class serves the fake quantiser
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -92,6 +92,10 @@ class Format:
     def is_learned(self) -> bool:
         """Return whether scales can be trained; those of 8 bits follow from the largest weight."""
         return self.bits < 8
+
+    def fitted(self, weights: Sequence[torch.Tensor]) -> Format:
+        """Return the format with a range that holds all of these weights; most formats hold any."""
+        return self
 
     def bytes_of(self, weight: torch.Tensor) -> int:
         """Return the bytes of a matrix in a file."""

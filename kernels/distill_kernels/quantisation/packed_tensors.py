@@ -5,18 +5,21 @@
 | `int4_g32` | 32 of a row | [-8, 7] | bf16, (weight of largest magnitude) / -8 | pack-quantized |
 | `int8` | a row | [-127, 127] | bf16, largest magnitude / 127 | pack-quantized |
 | `fp8` | a row | e4m3, up to 448 | bf16, largest magnitude / 448 | float-quantized |
-| `nvfp4` | 16 of a row | e2m1, up to 6 | e4m3 over 512, largest magnitude / 6 | nvfp4-pack-quantized |
+| `nvfp4` | 16 of a row | e2m1, up to 6 | e4m3 over a global scale, largest magnitude / 6 | nvfp4-pack-quantized |
 
 All are rounded by the stored scale. One with a sign leaves 0.78 of the squared error of magnitude / 7.
 
-`nvfp4` has a global scale beside those of its blocks. Ours is 512 for every matrix, so that projections that a server
-joins have the same one, as it must be: blocks may reach a magnitude of 5.25, and have all three bits of their scale's
-fraction down to 1.8e-4.
+`nvfp4` has a global scale beside those of its blocks. It follows from the largest magnitude of the matrix: a quarter to
+a half of 448 * 6 / magnitude, so that weights and learned scales may double in training before one is clipped, and a
+power of two, so that no scale is rounded by it. Blocks down to 1/7168 of the largest keep all three bits of their
+scale's fraction. Projections that a server joins need the same one: `fitted` takes their matrices together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +28,7 @@ from distill_kernels.quantisation.number_format import Codes, Format, Scales
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E4M3_MOST = 448.0
-GLOBAL_SCALE = 512.0
+GLOBAL = "global_scale"  # field of stored scales
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight columns in a word, from the lowest bits up
 
 
@@ -116,19 +119,36 @@ class Float8(PackedIntegers):
         return self.values(tensors["weight"].float(), Scales(tensors["weight_scale"].float()))
 
 
+@dataclass(frozen=True)
 class NvFp4(PackedIntegers):
-    """Floating point in 4 bits with scales in e4m3 (nvfp4-pack-quantized)."""
+    """Floating point in 4 bits with scales in e4m3 (nvfp4-pack-quantized).
+
+    Attributes:
+        global_scale: What scales of blocks are multiplied by before they are stored.
+    """
+
+    global_scale: float = 512.0
 
     layout: ClassVar[str] = "nvfp4-pack-quantized"
     in_kernel: ClassVar[bool] = False
 
+    def fitted(self, weights: Sequence[torch.Tensor]) -> NvFp4:
+        """Return the format with the global scale of these weights, none of whose blocks is clipped by it."""
+        weights = [weight.detach() for weight in weights if weight.numel() and not weight.is_meta]
+        largest = max((float(weight.abs().amax()) for weight in weights), default=0.0)
+        if not 0.0 < largest < math.inf:
+            return self
+        power = math.floor(math.log2(E4M3_MOST * self.codes.high / largest)) - 1
+        return replace(self, global_scale=2.0 ** min(power, 100))
+
     def store(self, scales: Scales) -> dict[str, torch.Tensor]:
-        """Return the scales in e4m3, relative to the global one."""
-        return {"scale": (scales.scale * GLOBAL_SCALE).clamp(0, E4M3_MOST).to(torch.float8_e4m3fn)}
+        """Return the scales in e4m3, relative to the global one, and that."""
+        scale = (scales.scale * self.global_scale).clamp(0, E4M3_MOST).to(torch.float8_e4m3fn)
+        return {"scale": scale, GLOBAL: torch.tensor([self.global_scale])}
 
     def load(self, stored: Mapping[str, torch.Tensor]) -> Scales:
-        """Return the scales."""
-        return Scales(stored["scale"].float() / GLOBAL_SCALE)
+        """Return the scales; files of earlier versions hold no global one, which was 512."""
+        return Scales(stored["scale"].float() / float(stored.get(GLOBAL, self.global_scale)))
 
     def pack(self, codes: torch.Tensor, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return two codes a byte, the first below, their scales and the global one."""
@@ -137,7 +157,7 @@ class NvFp4(PackedIntegers):
         return {
             "weight_packed": pairs[..., 0] | (pairs[..., 1] << 4),
             "weight_scale": stored["scale"],
-            "weight_global_scale": torch.tensor([GLOBAL_SCALE]),
+            "weight_global_scale": stored.get(GLOBAL, torch.tensor([self.global_scale])),
         }
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
