@@ -288,6 +288,16 @@ def test_rounding_without_training_is_judged_like_a_student(workplace, tmp_path,
         (["-f", "q5_1"], "--format: expected one of q4_0, q5_0, q8_0, q4_k, q6_k, int4_g32, int8, fp8, nvfp4, got 'q"),
         (["--method", "hqq"], "--method: expected one of nearest, importance, awq, gptq, got 'hqq'"),
         ([], "--data: required for a model with --method gptq; only a run has training rows"),
+        (
+            ["-f", "q6_k", "--pack"],
+            "--pack: expected a format of whole files (q8_0, q4_0, q4_k, int4_g32, int8, fp8, n",
+        ),
+        (["-f", "q5_0", "--pack"], "nvfp4), got q5_0; leave --pack out"),
+        *(
+            (["-f", form, "--method", method], f"{method} rounds layers in less than 8 bits; expected nearest with")
+            for form in ("q8_0", "int8", "fp8")
+            for method in ("importance", "awq", "gptq")
+        ),
         (["--method", "nearest", "--data", "rows.jsonl"], "--data: nearest calibrates on nothing"),
         (["--max-length", "9"], "--max-length: expected together with --data"),
     ):
@@ -295,6 +305,35 @@ def test_rounding_without_training_is_judged_like_a_student(workplace, tmp_path,
         assert message in capsys.readouterr().err and not (tmp_path / "other").exists()
     assert run_command(["quantise", "./student", "-o", "gptq", "--method", "nearest"]) == 2
     assert "exists and is not an empty folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("methods", [[None], pytest.param(["importance", "awq", "nearest"], marks=pytest.mark.full)])
+def test_every_format_is_rounded_by_every_method_that_it_has(tmp_path, monkeypatch, methods, capsys):
+    """And packed where there is a file of it; what cannot be is refused in the test above."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+    tokenizer = tiny_tokenizer(300)
+    model = tiny_model(tokenizer, seed=2, hidden=64, layers=1, vocab_size=320)
+    save_tiny(tmp_path / "narrow", model, tokenizer)
+    shape = {"hidden": 256, "intermediate_size": 256, "layers": 1, "vocab_size": 320}
+    save_tiny(tmp_path / "wide", tiny_model(tokenizer, seed=2, **shape), tokenizer)
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": f"{TEXT * 3}{n}"}) for n in range(24)))
+    rows = ["--data", "rows.jsonl", "--max-length", "64", "--tokens", "128"]
+    for name, form in FORMATS.items():
+        folder = "wide" if name in ("q4_k", "q6_k") else "narrow"
+        for method in methods if form.is_learned else [None]:
+            if folder == "wide" and method == "awq":
+                continue  # twenty searches of scales a group, a minute
+            pack = ["--pack"] * (name not in ("q5_0", "q6_k"))
+            data = rows * (form.is_learned and method != "nearest")
+            output = f"{name}-{method}"
+            arguments = ["-f", name, *(["--method", method] if method else []), *data, *pack]
+            assert run_command(["quantise", folder, "-o", output, *arguments]) == 0, output
+            printed = capsys.readouterr().out
+            assert f"matrices rounded to {name}" in printed and f" 0 by {method}" not in printed, printed
+            if pack:
+                assert float(re.search(r"a KL of (\S+) nats", printed)[1]) < 1e-3, printed
+    assert list(tmp_path.glob("q4_k-*/*q4_k_m.gguf"))
 
 
 def test_a_run_is_rounded_on_its_own_rows(workplace, capsys):

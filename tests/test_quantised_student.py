@@ -1,7 +1,6 @@
 """A student that trains as a quantised file: steps against autograd's, saving, resuming, settings, two processes."""
 
 import copy
-import gc
 import json
 import shutil
 import sys
@@ -26,13 +25,9 @@ from distill.models.patch.patching import patch
 from distill.models.precision.quantised_adapters import AdaptedMatrix, use_merged
 from distill.models.precision.quantised_formats import formats_of, read_saved
 from distill.models.precision.quantised_student import quantise_student
-from distill.planning.devices import find_device
-from distill.planning.memory import step_memory
-from distill.planning.preflight import device_plan
 from distill.recipe import Lora, RecipeError, parse
 from distill.recipe.quantise import Quantise
 from distill.run import run
-from distill.training.quantise import quantise_at_once
 
 IDS = torch.arange(3, 67).view(2, 32)
 RECIPE = """
@@ -149,68 +144,6 @@ def test_large_weights_of_nvfp4_are_trained_and_saved_by_a_global_scale_of_their
     for key, matrix in weights.matrices.items():
         assert saved.scales[key]["global_scale"].tolist() == [scales[key]]
         assert torch.equal(saved.blocks(key, matrix.parameter.detach()).values(), matrix.parameter)
-
-
-def held_bytes():
-    """Return the bytes of all tensors that Python holds, views once."""
-    gc.collect()
-    storages = {}
-    for held in gc.get_objects():
-        if type(held) in (torch.Tensor, torch.nn.Parameter) and not held.is_meta:
-            storages[held.untyped_storage().data_ptr()] = held.untyped_storage().nbytes()
-    return sum(storages.values())
-
-
-PLANNED = """
-teacher: {config: student, init: random}
-student: {config: student, init: random, quantise: {format: q4_0}}
-data: {source: synthetic, max_length: 32}
-train: {steps: 3, batch_size: 1}
-"""
-
-
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("scales", ["learned", "absmax"])
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_plan_counts_the_bytes_that_training_holds(workplace, name, scales, lora):
-    if scales == "absmax" and name in ("q4_k", "q6_k"):
-        return  # whose scales are searched
-    config = tiny_model(seed=2, hidden=256).config
-    config.save_pretrained("student")
-    more = [f"student.quantise={{format: {name}, scales: {scales}}}"]
-    recipe = parse(PLANNED, [*more, *["student.lora={r: 4, targets: [up_proj]}"] * lora])
-
-    def planned(recipe):
-        return step_memory(device_plan(recipe, find_device("H100"), 1)).parts["optimizer states"]
-
-    plain = recipe.model_copy(update={"student": recipe.student.model_copy(update={"quantise": None})})
-    expected = planned(recipe) - planned(plain)
-    model = tiny_model(seed=2, hidden=256)
-    model = add_lora(model, recipe.student.lora) if lora else model
-    before = held_bytes()
-    quantise_at_once(model, recipe.student.quantise)
-    assert held_bytes() - before == pytest.approx(expected, rel=1e-3)
-    assert expected > 4 * model.get_parameter(next(n for n, _ in model.named_parameters() if "up_proj" in n)).numel()
-
-
-def test_autocast_copies_the_weights_of_a_quantised_student_with_adapters(workplace):
-    """Unlike those of base weights in 16 bits; the plan counts them, and the temporaries of the backward."""
-    recipe = parse(PLANNED, ["student.lora={r: 4, targets: all-linear}", "train.precision=bfloat16"])
-    found = step_memory(device_plan(recipe, find_device("H100"), 1))
-    model, saved = adapted()[0], {}
-    linears = {tuple(p.shape) for key, p in model.named_parameters() if "_proj" in key and "lora_" not in key}
-
-    def keep(tensor):
-        if tensor.dtype == torch.bfloat16 and {tuple(tensor.shape), tuple(tensor.shape[::-1])} & linears:
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept), torch.autocast("cpu", torch.bfloat16):
-        loss = loss_of(model, IDS[:1, :24])  # fewer rows than any weight has
-    assert loss.isfinite()
-    first = model.base_model.model.model.layers[0].self_attn
-    read_once = (first.q_proj, first.k_proj, first.v_proj)  # their input needs no gradient: the embedding is frozen
-    assert found.parts["weight copies"] == sum(saved.values()) + sum(2 * part.weight.numel() for part in read_once)
 
 
 def adapted(seed=1):

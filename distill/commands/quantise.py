@@ -21,7 +21,10 @@ def quantise(
     format: Annotated[
         str, typer.Option("--format", "-f", metavar="NAME", help="A format of student.quantise, such as q4_k or fp8.")
     ] = "q4_0",
-    method: Annotated[str, typer.Option(metavar="NAME", help="gptq, awq, importance, or nearest.")] = "gptq",
+    method: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="gptq, awq, importance, or nearest.", show_default="gptq; nearest in 8 bits"),
+    ] = None,
     data: Annotated[
         str | None, typer.Option(metavar="SOURCE", help="Data to calibrate on; default: the run's training rows.")
     ] = None,
@@ -46,13 +49,19 @@ def quantise(
     """
     from typing import get_args
 
-    from distill.recipe.quantise import Quantise, WeightFormat
+    from distill.recipe.quantise import EIGHT_BIT_FORMATS, Quantise, WeightFormat
 
     if format not in get_args(WeightFormat):
         raise ValueError(f"--format: expected one of {', '.join(get_args(WeightFormat))}, got {format!r}")
     methods = ("nearest", "importance", "awq", "gptq")
+    if method is None:
+        method = "nearest" if format in EIGHT_BIT_FORMATS else "gptq"
     if method not in methods:
         raise ValueError(f"--method: expected one of {', '.join(methods)}, got {method!r}")
+    if method != "nearest" and format in EIGHT_BIT_FORMATS:
+        raise ValueError(
+            f"--method: {method} rounds layers in less than 8 bits; expected nearest with {format}, got {method}"
+        )
     if data is None and max_length is not None:
         raise ValueError("--max-length: expected together with --data; got no --data")
     if data is not None and method == "nearest":
@@ -60,8 +69,10 @@ def quantise(
     import torch
 
     from distill.evaluation import targets
-    from distill.reports.round_weights import Rounding, quantise_model
+    from distill.reports.round_weights import Rounding, check_file, quantise_model
 
+    if pack:
+        check_file(format)
     chosen = cast("Method", method)
     found = targets.find_target(target)
     if chosen != "nearest" and data is None and found.recipe is None:

@@ -10,13 +10,14 @@ import torch
 from distill_kernels.quantisation.formats import FORMATS, reference_quantise
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from distill.core.errors import RecipeError
 from distill.core.files import atomic_folder
 from distill.core.folders import check_new_folder
 from distill.models.layers import find_layers
 from distill.models.precision.gptq import Method, calibration_batches, round_weights
 from distill.models.precision.quantised_formats import SavedBlocks, formats_of
 from distill.recipe.quantise import FORMATS_OF_GGUF, Quantise
-from distill.reports.gguf_file import write_gguf
+from distill.reports.gguf_file import FORMAT_OF, write_gguf
 from distill.reports.packed_folder import pack_folder
 
 
@@ -50,6 +51,20 @@ class Rounding(NamedTuple):
     section: Quantise
     method: Method
     rows: Sequence[Mapping[str, Sequence[int]]]
+
+
+TYPE_OF = {form: type for type, form in FORMAT_OF.items()}  # format of a recipe -> type of its GGUF file
+
+
+def check_file(form: str) -> None:
+    """Raise for a format that only some layers of a file are in.
+
+    Raises:
+        RecipeError: There is no file of this format.
+    """
+    if form in FORMATS_OF_GGUF and form not in TYPE_OF:
+        known = ", ".join([*TYPE_OF, *(name for name in FORMATS if name not in FORMATS_OF_GGUF)])
+        raise RecipeError([f"--pack: expected a format of whole files ({known}), got {form}; leave --pack out"])
 
 
 def quantise_model(
@@ -104,8 +119,9 @@ def quantise_model(
             tokenizer.save_pretrained(unfinished)
         SavedBlocks(section.format, formats, scales).write(unfinished)
         if pack and section.format in FORMATS_OF_GGUF:
-            name = f"{destination.name}-{section.format}.gguf"
-            kl, file = write_gguf(unfinished, unfinished / name, section.format).kl, str(destination / name)
+            type = TYPE_OF[section.format]
+            name = f"{destination.name}-{type}.gguf"
+            kl, file = write_gguf(unfinished, unfinished / name, type).kl, str(destination / name)
         elif pack:
             kl, file = pack_folder(unfinished), str(destination)
     count = len(formats) if method == "nearest" else len(by_method)
