@@ -9,8 +9,12 @@ signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 
 def main() -> None:
     """Run the command line."""
-    from distill import cli
-    from distill.core.interrupts import DeferredInterrupt
+    from distill.core.startup import keep_bytecode, paused_collection
+
+    keep_bytecode()
+    with paused_collection():
+        from distill import cli
+        from distill.core.interrupts import DeferredInterrupt
 
     signal.signal(signal.SIGINT, DeferredInterrupt())
     cli.main()

@@ -40,6 +40,7 @@ from distill.core.errors import RunError, disk_line
 from distill.core.folders import RECIPE_FILE, run_folder, runs_folder
 from distill.core.library_output import silence_libraries
 from distill.core.run_lock import RunLock
+from distill.core.startup import paused_collection
 from distill.recipe.shipped import copy_recipe, shipped_architectures, shipped_recipes
 
 UsageError: Any = typer.BadParameter.__base__  # click's own class; typer carries a copy of click in newer releases
@@ -198,7 +199,7 @@ def run(
         raise ValueError("--unverified: expected together with --resume; got no --resume")
     # rank 0 alone decides: another process may have made the folder already
     folder = run_folder(resolved.name, name=name, resume=resume, runs=runs) if ranks.is_main_process() else None
-    with console.spinner("importing torch"):
+    with console.spinner("importing torch"), paused_collection():
         gpus = launch.visible_gpus()
     processes = launch.processes_to_start(os.environ, gpus=gpus, device=resolved.train.device)
     if processes > 1:
@@ -212,7 +213,7 @@ def run(
             chosen = resolved.parallel
             more = [f"parallel.teacher={chosen.teacher}", f"parallel.teacher_gpus={chosen.teacher_gpus}"]
             raise typer.Exit(launch.restart(processes, more if resolved is not given else []))
-    with console.spinner("importing transformers"):
+    with console.spinner("importing transformers"), paused_collection():
         from distill.run import run as run_recipe
 
     try:

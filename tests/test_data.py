@@ -8,9 +8,10 @@ import pytest
 from tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 from distill.core.labels import IGNORE_INDEX
+from distill.core.startup import cache_root
 from distill.data import token_cache, tokenise
 from distill.data.load import load_data
-from distill.data.token_cache import cache_root, tokenizer_hash
+from distill.data.token_cache import tokenizer_hash
 from distill.recipe import Data
 
 END = 0  # tiny_tokenizer's end of text

@@ -9,6 +9,7 @@ import typer
 
 from distill.commands.arguments import AsJson, Overrides, complete_recipe, load_recipe, print_json
 from distill.core import console
+from distill.core.startup import paused_collection
 from distill.core.units import plural
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ def doctor(
     distill doctor my.yaml student.lora.head=true --small
     """
     resolved = None if recipe is None else load_recipe(recipe, overrides)[1]
-    from distill.doctor.examine import environment_lines, examine
+    with paused_collection():
+        from distill.doctor.examine import environment_lines, examine
 
     lines = environment_lines()
     if machine:

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import json
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -20,18 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from distill.core.errors import DISK, RunError
+from distill.core.startup import cache_root
 
 logger = logging.getLogger(__name__)
 
 VERSION = 8  # increase when the same data would be tokenised differently
 TOKENIZERS = 2  # version of `tokenizer_hash`, stored in teacher caches: a change invalidates all of them
-
-
-def cache_root() -> Path:
-    """Return the folder of the cache: `$DISTILL_CACHE`, else `distill` in the user's cache folder."""
-    if os.environ.get("DISTILL_CACHE"):
-        return Path(os.environ["DISTILL_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distill"
 
 
 def cache_key(*parts: object) -> str:

@@ -13,8 +13,8 @@ from distill.core.errors import DISK, disk_code
 from distill.core.files import free_bytes, mount_of
 from distill.core.folders import RECIPE_FILE
 from distill.core.ranks import world_size
+from distill.core.startup import cache_root
 from distill.core.units import GIB
-from distill.data.token_cache import cache_root
 from distill.models.gpu_specs import family_in
 from distill.models.precision.dtypes import resolve_device
 from distill.recipe.resume_policy import why_batch_size_stays
