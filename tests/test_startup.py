@@ -34,11 +34,18 @@ def thawed():
     gc.unfreeze()
 
 
-def test_collection_is_paused_and_what_was_imported_is_left_out_of_later_ones(thawed):
-    before = gc.get_freeze_count()
-    with paused_collection():
-        assert not gc.isenabled()
-    assert gc.isenabled() and gc.get_freeze_count() > before
+def test_collection_is_paused_and_what_was_imported_is_left_out_of_later_ones(thawed, tmp_path, monkeypatch):
+    (tmp_path / "imported_once.py").write_text("A = [[]]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    counts = []
+    for _ in range(2):
+        before = gc.get_freeze_count()
+        with paused_collection():
+            assert not gc.isenabled()
+            import imported_once  # noqa: F401
+        assert gc.isenabled()
+        counts.append(gc.get_freeze_count() - before)
+    assert counts[0] > 0 and counts[1] == 0, "the second import is none"
 
 
 def test_collection_goes_on_after_an_import_that_fails_and_stays_off_where_it_was_off(thawed):

@@ -24,14 +24,16 @@ PREFIX, UNWRITTEN = "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"
 def paused_collection() -> Iterator[None]:
     """Pause the garbage collector while the body imports; later collections leave out all that there is by then.
 
-    Only for the process of a command: in another program, objects of others would be left out, too.
+    Only for the process of a command: in another program, objects of others would be left out, too. A body that
+    imports nothing new leaves nothing out.
     """
-    enabled = gc.isenabled()
+    enabled, modules = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        if len(sys.modules) > modules:
+            gc.freeze()
         if enabled:
             gc.enable()
 
