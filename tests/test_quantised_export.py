@@ -136,6 +136,9 @@ def test_export_writes_what_was_trained(workplace, tmp_path, capsys):
     own = load_file(f"{student}/model.safetensors")
     assert all(torch.equal(value, own[key]) for key, value in load_file("out/model.safetensors").items())
     assert json.loads((tmp_path / "out" / "quantised.json").read_text())["tensors"]
+    for folder in (student, "out"):  # vLLM reads the files of an index, else all, and knows no scales
+        places = json.loads((tmp_path / folder / "model.safetensors.index.json").read_text())["weight_map"]
+        assert places == dict.fromkeys(own, "model.safetensors")
     for arguments, message in (
         (["--dtype", "bfloat16"], "--dtype: a quantised student's weights are its file's in float32"),
         (

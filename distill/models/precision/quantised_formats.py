@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 from distill_kernels.quantisation.formats import FORMATS, Blocks, fitting_format
 from distill_kernels.quantisation.number_format import Format
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from distill.core.files import write_json
 from distill.models.head import bare, find_head
@@ -62,12 +64,20 @@ class SavedBlocks(NamedTuple):
         return found if torch.equal(found.values(), values.float()) else None
 
     def write(self, folder: Path) -> None:
-        """Write formats, scales and codes into a folder of weights."""
+        """Write formats, scales and codes into a folder of weights.
+
+        Weights in a single file get an index: without one vLLM reads every safetensors file of a folder as weights.
+        """
         write_json(folder / FORMAT_FILE, {"format": self.main, "tensors": self.by_name})
         flat = {f"{name}:{field}": part for name, fields in self.scales.items() for field, part in fields.items()}
         save_file({key: part.cpu().contiguous() for key, part in flat.items()}, folder / SCALES_FILE)
         if self.codes is not None:
             save_file({key: part.cpu().contiguous() for key, part in self.codes.items()}, folder / CODES_FILE)
+        weights, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
+        if weights.is_file():
+            with safe_open(str(weights), framework="pt") as file:
+                places = dict.fromkeys(file.keys(), weights.name)
+            write_json(index, {"metadata": {"total_size": weights.stat().st_size}, "weight_map": places})
 
     @torch.no_grad()
     def restore_values(self, model: nn.Module) -> None:
