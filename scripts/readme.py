@@ -332,8 +332,8 @@ def block(settings: str, rows: list[dict[str, Any]]) -> str:
     return markdown(chosen, columns)
 
 
-def fill(text: str, rows: list[dict[str, Any]]) -> str:
-    """`text` with every block filled from `rows`, and the study's from its own."""
+def fill(text: str, rows: list[dict[str, Any]], studies: Path = STUDY_RESULTS) -> str:
+    """`text` with every block filled from `rows`, and the studies' from the rows in their folder."""
     lines, inside = [], False
     for line in text.splitlines():
         if line == END:
@@ -342,7 +342,7 @@ def fill(text: str, rows: list[dict[str, Any]]) -> str:
             lines.append(line)
         if line in STUDIES:
             inside = True
-            lines += study(*STUDIES[line])
+            lines += study(*STUDIES[line], studies)
         if line == "<!-- headlines -->":
             inside = True
             lines.append(headlines(rows))
@@ -366,7 +366,7 @@ def figure(settings: str, rows: list[dict[str, Any]]) -> str:
     return cell(chosen[0], column)
 
 
-def study(plan: str, title: str, folder: Path = STUDY_RESULTS) -> list[str]:
+def study(plan: str, title: str, folder: Path) -> list[str]:
     """A plan's tables and verdict, what they were made on, and its picture; nothing where there are no rows of it."""
     from scripts.study.__main__ import plan_of
     from scripts.study.runs import finished

@@ -9,7 +9,6 @@ import pytest
 from tiny import save_models
 
 from distill.recipe import load
-from distill.training.trainer import DistillationTrainer
 from scripts.study.__main__ import main
 from scripts.study.plan import BASELINE, OBJECTIVES, RECIPE, grid
 from scripts.study.plot import draw
@@ -126,14 +125,8 @@ def test_the_path_from_configurations_to_tables(tiny_study, tmp_path):
 
 
 @pytest.mark.full
-def test_a_training_that_a_signal_ends_makes_no_row(tiny_study, tmp_path, monkeypatch):
-    step = DistillationTrainer.training_step
-
-    def last_step(self, *args, **kwargs):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(DistillationTrainer, "training_step", last_step)
+def test_a_training_that_a_signal_ends_makes_no_row(tiny_study, tmp_path, at_step):
+    at_step(0, lambda arguments: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit, match=r"stopped by SIGTERM at step 1: no row is made"):
         tiny_study("--objectives", "forward KL", "--no-rates", "--seeds", "1")
     assert not finished(tmp_path / "out")
@@ -144,7 +137,7 @@ def test_a_picture_of_any_of_the_objectives(tmp_path):
     assert "fp8 teacher" in (tmp_path / "part.svg").read_text()
 
 
-def test_shares_are_disjoint_and_together_everything(tiny_study, tmp_path, monkeypatch):
+def test_shares_are_disjoint_and_together_everything(tiny_study, tmp_path, hardware):
     class NoBench:
         def __init__(self, setups, held_out):
             self.cuts = {}
@@ -152,8 +145,8 @@ def test_shares_are_disjoint_and_together_everything(tiny_study, tmp_path, monke
     def made(setup, bench):
         return row(setup.objective, setup.seed, 1.0 + setup.seed) | {"key": setup.key, "tokens_per_s": 1}
 
-    monkeypatch.setattr("scripts.study.runs.Bench", NoBench)
-    monkeypatch.setattr("scripts.study.runs.run_one", made)
+    hardware.setattr("scripts.study.runs.Bench", NoBench)
+    hardware.setattr("scripts.study.runs.run_one", made)
     wanted = ["--objectives", BASELINE, "forward KL", "JSD", "--seeds", "3", "--no-rates"]
     shares = []
     for number in range(4):  # of 9 configurations
@@ -239,16 +232,15 @@ def test_the_overview_has_a_column_a_setting_and_marks_the_best():
 FACTS = {"gpu": "H200", "torch": "2.11", "commit": "abc", "date": "2026-11-21"}
 
 
-def test_the_readmes_tables_come_from_the_rows(tmp_path, monkeypatch):
+def test_the_readmes_tables_come_from_the_rows(tmp_path):
     from scripts import readme
 
-    monkeypatch.setattr(readme.study, "__defaults__", (tmp_path,))
     text = "before\n<!-- study -->\nstale\n<!-- end rows -->\nafter\n"
-    assert readme.fill(text, []) == text.replace("stale\n", ""), "without rows nothing is said"
+    assert readme.fill(text, [], tmp_path) == text.replace("stale\n", ""), "without rows nothing is said"
     (tmp_path / "h200.jsonl").write_text(json.dumps({**row("forward KL", 0, 0.75), **FACTS}) + "\n")
-    filled = readme.fill(text, [])
+    filled = readme.fill(text, [], tmp_path)
     assert "stale" not in filled and "0.7500" in filled and "<sub>H200, torch 2.11" in filled
     assert filled.startswith("before\n<!-- study -->\nWhich loss ") and filled.endswith("-->\nafter\n")
-    assert "| objective | gsm8k, 10 layers |" in filled and readme.fill(filled, []) == filled
+    assert "| objective | gsm8k, 10 layers |" in filled and readme.fill(filled, [], tmp_path) == filled
     for path in re.findall(r"\]\((.+?)\)", filled):
         assert (readme.ROOT / "docs" / path).is_file(), f"{path} is pointed at"

@@ -72,11 +72,11 @@ def test_the_study_compares_cached_and_online_teachers(tiny_study, tmp_path):  #
 
 
 @pytest.mark.full
-def test_the_study_continues_on_policy(tiny_study, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("scripts.study.teacher_runs.LONGEST", 6)
+def test_the_study_continues_on_policy(tiny_study, tmp_path, limit):  # noqa: F811
+    limit.setattr("scripts.study.teacher_runs.LONGEST", 6)
     kept = {name: SECOND[name] for name in (OFF, "on-policy, reverse KL")}
     words = ("loss.terms=[{type: reverse_kl}]", "data.on_policy={fraction: 1.0, max_new_tokens: 6}")
-    monkeypatch.setattr("scripts.study.teachers.SECOND", kept | {"on-policy, reverse KL": words})
+    limit.setattr("scripts.study.teachers.SECOND", kept | {"on-policy, reverse KL": words})
     code, said = tiny_study(
         "--plan", "teachers", "--parts", OWN, "--seeds", "1", more=["train.steps=2", "train.log_every=1"]
     )
@@ -169,21 +169,20 @@ def test_the_studys_sentences_have_metrics_of_rollouts_too():
     assert "| off-policy, reverse KL | 3 |" in markdown(rows) and "9 of 900" in markdown(rows)
 
 
-def test_the_readmes_second_block_has_rows_of_its_own(tmp_path, monkeypatch):
+def test_the_readmes_second_block_has_rows_of_its_own(tmp_path):
     from scripts import readme
 
-    monkeypatch.setattr(readme.study, "__defaults__", (tmp_path,))
     text = "<!-- study -->\n<!-- end rows -->\n\n<!-- study teachers -->\nstale\n<!-- end rows -->\nafter\n"
     empty = text.replace("stale\n", "")
-    assert readme.fill(text, []) == empty
+    assert readme.fill(text, [], tmp_path) == empty
     rows = [row(CACHE, name, seed, 1.0 + 0.02 * seed) | FACTS for name in NAMES[CACHE] for seed in range(3)]
     (tmp_path / "h200-teachers.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    filled = readme.fill(text, [])
+    filled = readme.fill(text, [], tmp_path)
     assert filled.startswith("<!-- study -->\n<!-- end rows -->\n\n<!-- study teachers -->\nTraining from cached ")
     assert "| online | 3 | 1.0200 ± 0.0200 |" in filled and "stale" not in filled and filled.count("<sub>H200") == 1
-    assert readme.fill(filled, []) == filled
+    assert readme.fill(filled, [], tmp_path) == filled
     (tmp_path / "h200-teachers.jsonl").unlink()
-    assert readme.fill(filled, []) == empty, "tables do not outlive their rows"
+    assert readme.fill(filled, [], tmp_path) == empty, "tables do not outlive their rows"
 
 
 def test_the_docs_have_a_place_for_both_plans():

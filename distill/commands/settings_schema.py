@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -91,9 +92,9 @@ def find_settings(name: str) -> list[Setting]:
     raise ValueError(f"expected the name of a setting, got {name!r}; {hint}")
 
 
-def json_schema() -> Node:
-    """Return the recipe's JSON schema (draft 2020-12), for completion and validation in editors."""
-    schema, since = Recipe.model_json_schema(), _since()
+def json_schema(committed: Path | None = None) -> Node:
+    """Return the recipe's JSON schema (draft 2020-12), for editors; the `committed` one's fields keep their version."""
+    schema, since = Recipe.model_json_schema(), _since(committed or shipped_folder() / SCHEMA_FILE)
     sections = dict(_sections(Section))
     for name, part in _parts(schema):
         section, texts = sections[name], field_descriptions(sections[name])
@@ -135,9 +136,8 @@ def _sections(section: type[Section]) -> Iterator[tuple[str, type[Section]]]:
         yield from _sections(one)
 
 
-def _since() -> dict[str, str]:
-    """Return the version recorded in the shipped schema, by section and field."""
-    path = shipped_folder() / SCHEMA_FILE
+def _since(path: Path) -> dict[str, str]:
+    """Return the version recorded in a schema's file, by section and field."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     if not text:  # `distill schema > FILE` truncates the file before this reads it
         return {}
