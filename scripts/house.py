@@ -384,8 +384,11 @@ def print_structure() -> None:
     for name, places in sorted(capability_places().items()):
         print(f"{f'places that ask for {name}':<44}{len(places):>6}    {', '.join(places)}")
     print_trainer()
-    for kind, count in sorted(count_patched().items()):
-        print(f"{f'{kind} of ours that tests replace':<44}{count:>6}")
+    patched = count_patched()
+    for kind in ("constants", "functions"):
+        reasons = {reason: count for (each, reason), count in sorted(patched.items()) if each == kind}
+        listed = ", ".join(f"{reason} {count}" for reason, count in reasons.items())
+        print(f"{f'{kind} of ours that tests replace':<44}{sum(reasons.values()):>6}    {listed}")
     print(f"{'functions over six arguments':<44}{len(long):>6}")
     for place, number in long:
         print(f"    {place:<64}{number:>4}")

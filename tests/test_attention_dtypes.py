@@ -33,9 +33,7 @@ WAYS = {
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("patched, weights, autocast, lora", WAYS.values(), ids=WAYS)
-def test_generation_and_forward_take_every_mix_of_dtypes(
-    kernel_device, kind, patched, weights, autocast, lora, monkeypatch
-):
+def test_generation_and_forward_take_every_mix_of_dtypes(kernel_device, kind, patched, weights, autocast, lora, watch):
     plain = tiny_model(layers=1, **KINDS[kind]).to(kernel_device, weights)
     if lora:
         plain = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
@@ -44,7 +42,7 @@ def test_generation_and_forward_take_every_mix_of_dtypes(
     if patched:
         patch(model, "student")
     stored, allocate = [], ragged_cache.RaggedLayer.lazy_initialization
-    monkeypatch.setattr(
+    watch.setattr(
         ragged_cache.RaggedLayer,
         "lazy_initialization",
         lambda layer, *states: (allocate(layer, *states), stored.append({layer.keys.dtype, layer.values.dtype})),

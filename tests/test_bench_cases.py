@@ -122,8 +122,8 @@ def test_top_k_candidates_agree():
     assert relative_error(made, right) < 1e-5
 
 
-def test_gated_products_and_their_gradients_agree(monkeypatch):
-    monkeypatch.setattr(gated, "sustained", lambda run: (2.0, 1.0))
+def test_gated_products_and_their_gradients_agree(hardware):
+    hardware.setattr(gated, "sustained", lambda run: (2.0, 1.0))
     with interpreted():
         made = gated.candidates(70, 64, 40, [gated.Tile(64, 64, 4, 2, 2)], device="cpu")
         right, *_ = made.values()
@@ -153,12 +153,12 @@ def test_one_line_candidates_learn_the_same(tmp_path):
     assert notes == ["wrong, not timed", "out of memory"]
 
 
-def test_a_candidate_that_ends_early_keeps_what_it_has_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(adoption, "LIMIT", 5)
+def test_a_candidate_that_ends_early_keeps_what_it_has_measured(fault, limit, tmp_path):
+    limit.setattr(adoption, "LIMIT", 5)
     ends = {"raise SystemExit('no memory')": "no memory", "import time; time.sleep(60)": "not done after 5 s"}
     for end, why in ends.items():
         program = f"print('noise'); print('result {{\"batch\": 1, \"ms\": 2}}', flush=True); {end}"
-        monkeypatch.setattr(adoption, "PROGRAM", ["-c", program])
+        fault.setattr(adoption, "PROGRAM", ["-c", program])
         found = adoption._in_its_own_process("ours", str(tmp_path), (1, 2))
         assert found == [{"batch": 1, "ms": 2}, {"batch": 2, "failed": why}]
 
@@ -178,7 +178,7 @@ def test_a_failing_candidate_is_a_row_with_the_reason(monkeypatch):
     def of(code):
         begin = subprocess.Popen
         with monkeypatch.context() as inside:
-            inside.setattr(small.subprocess, "Popen", lambda _, **more: begin([sys.executable, "-c", code], **more))
+            inside.setattr(subprocess, "Popen", lambda _, **more: begin([sys.executable, "-c", code], **more))
             inside.setenv("BENCH_LIMIT", "2")
             return next(small.run(False, "flagship ours"))
 
@@ -198,7 +198,7 @@ def test_a_rival_in_fp8_ends_at_its_limit(monkeypatch, capsys):
 
     def rows(code):
         with monkeypatch.context() as inside:
-            inside.setattr(small.subprocess, "Popen", lambda _, **more: begin([sys.executable, "-c", code], **more))
+            inside.setattr(subprocess, "Popen", lambda _, **more: begin([sys.executable, "-c", code], **more))
             inside.setenv("BENCH_LIMIT", "1")
             return list(fp8_step.run(False, "torchao"))
 
@@ -282,13 +282,13 @@ def test_on_policy_prompts_have_the_tokens_that_they_were_given_and_rows_name_th
     assert "4.00 x, 1.00 of the memory of TRL, 16 x 4" in rows[2].note
 
 
-def test_steps_on_packed_chats_have_one_loss(device, monkeypatch):
+def test_steps_on_packed_chats_have_one_loss(device, hardware):
     teacher, student = tiny_model(seed=0).to(device), tiny_model(seed=1).to(device)
     batch = chat_step.chats(len(student.lm_head.weight), 2, 48, device)
     assert 0.2 < batch["valid_rows"].numel() / batch["input_ids"].numel() < 0.6
     assert (batch["position_ids"] == 0).sum() > 4
     clock, losses = SimpleNamespace(enter=lambda phase: None), {}
-    monkeypatch.setattr(packed_rivals, "_attend_by_varlen", lambda *models: None)  # sdpa sees positions that restart
+    hardware.setattr(packed_rivals, "_attend_by_varlen", lambda *models: None)  # sdpa sees positions that restart
     for name in ("plain", "plain-rows"):
         learner = copy.deepcopy(student)
         optimizer = torch.optim.SGD(learner.parameters(), lr=0.1)

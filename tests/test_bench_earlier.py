@@ -25,7 +25,7 @@ class OnCpu(TorchFunctionMode):
 
 
 @pytest.fixture
-def times(monkeypatch):
+def times(hardware):
     """Candidates take these milliseconds, by label: launched, and in a graph (whatever it repeats)."""
     found = {"launched": {}, "in a graph": {}}
     graphs = {}
@@ -43,9 +43,9 @@ def times(monkeypatch):
             return {n: found["in a graph"].get(n, 1.0) * c for n, c in zip(candidates, calls, strict=True)}
         return {n: found["launched"].get(n, 1.0) for n in candidates}
 
-    monkeypatch.setattr(earlier, "graphed", graphed)
-    monkeypatch.setattr(earlier, "time_in_turn", time_in_turn)
-    monkeypatch.setattr(earlier, "host_microseconds", lambda run, calls: 5.0)
+    hardware.setattr(earlier, "graphed", graphed)
+    hardware.setattr(earlier, "time_in_turn", time_in_turn)
+    hardware.setattr(earlier, "host_microseconds", lambda run, calls: 5.0)
     return found
 
 
@@ -89,11 +89,11 @@ def test_wrong_results_are_not_timed(times, error):
     assert rows[1].note == "reported 2.00 x" and rows[1].ms == 1.0
 
 
-def test_kernels_without_a_graph_are_timed_as_launched(times, monkeypatch):
+def test_kernels_without_a_graph_are_timed_as_launched(times, hardware):
     def refuse(run, calls):
         raise RuntimeError("capture failed\nand more")
 
-    monkeypatch.setattr(earlier, "graphed", refuse)
+    hardware.setattr(earlier, "graphed", refuse)
     rows = measure(Line("name", 2.0, lambda: Comparison({OURS: form(8), "naive": form(8)})), copy=4.0)
     assert [math.isnan(row.ms) for row in rows] == [False, False, True, True]
     assert rows[1].note == "reported 2.00 x; ours 1.00 x launched"
@@ -101,18 +101,18 @@ def test_kernels_without_a_graph_are_timed_as_launched(times, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward", "bias_gelu", "adamw", "decode"])
-def test_forms_agree(times, monkeypatch, kind):
+def test_forms_agree(times, monkeypatch, hardware, limit, kind):
     """Each kind's forms, small and on the CPU, pass the gate and can be called again and again."""
 
     def draw(shape, dtype):
         batch, heads, kv_heads, positions, size = shape
         return [torch.randn(batch, positions, n, size, dtype=dtype).transpose(1, 2) for n in (heads, kv_heads) * 2]
 
-    monkeypatch.setattr(attention, "draw", draw)
+    hardware.setattr(attention, "draw", draw)
     adam = importlib.import_module("torch.optim.adam")  # torch.optim hides it
     monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda: ["cpu"])
-    monkeypatch.setattr(layers, "ROTATE_BYTES", 1 << 14)
-    monkeypatch.setattr(earlier, "ROTATE_BYTES", 1 << 14)
+    limit.setattr(layers, "ROTATE_BYTES", 1 << 14)
+    limit.setattr(earlier, "ROTATE_BYTES", 1 << 14)
     build = {
         "forward": lambda: earlier._attention((2, 2, 2, 17, 16), False),
         "backward": lambda: earlier._attention((1, 2, 2, 17, 16), True),
@@ -130,11 +130,11 @@ def test_forms_agree(times, monkeypatch, kind):
         assert row.candidate == OURS or "ours 1.00 x launched; ours 1.00 x in a graph" in row.note
 
 
-def test_a_wrong_form_fails_the_gate(times, monkeypatch):
-    monkeypatch.setattr(layers, "ROTATE_BYTES", 1 << 14)
+def test_a_wrong_form_fails_the_gate(times, hardware, limit):
+    limit.setattr(layers, "ROTATE_BYTES", 1 << 14)
     right = layers.layers()["bias_gelu"]
     wrong = right._replace(ours=lambda x, bias: torch.nn.functional.relu(x + bias))
-    monkeypatch.setattr(layers, "layers", lambda: {"bias_gelu": wrong})
+    hardware.setattr(layers, "layers", lambda: {"bias_gelu": wrong})
     with OnCpu():
         rows = measure(Line("gelu", 1.0, lambda: earlier._bias_gelu((2, 3, 256))), copy=4.0)
     assert [math.isnan(row.ms) for row in rows] == [True, False, False] * 2

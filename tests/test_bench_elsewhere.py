@@ -73,7 +73,7 @@ def test_plan_prefers_served_teachers_to_shards_and_copies_in_fp8_to_served():
 
 
 @pytest.fixture
-def tiny(tmp_path, monkeypatch):
+def tiny(tmp_path, limit):
     base = json.loads((ROOT / "recipes/architectures/llama-3.2-1b/config.json").read_text())
     for name, layers in (("teacher", 3), ("student", 2)):
         small = {"num_hidden_layers": layers, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
@@ -83,7 +83,7 @@ def tiny(tmp_path, monkeypatch):
         (tmp_path / name / "config.json").write_text(json.dumps(base | small))
     shapes = [f"{name}.config={tmp_path / name}" for name in ("teacher", "student")]
     small = [*shapes, "train.device=cpu", "train.precision=float32", "student.dtype=float32", "data.max_length=64"]
-    monkeypatch.setattr(elsewhere, "SMALLER", small)
+    limit.setattr(elsewhere, "SMALLER", small)
 
 
 @pytest.mark.parametrize("case", ["served", "keep", "large"])

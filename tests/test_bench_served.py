@@ -18,8 +18,8 @@ def engine(tmp_path_factory):
 
 
 @pytest.mark.full
-def test_rates_latencies_and_bytes(engine, monkeypatch):
-    monkeypatch.setattr(served, "CLIENTS", (1, 8))
+def test_rates_latencies_and_bytes(engine, limit):
+    limit.setattr(served, "CLIENTS", (1, 8))
     own, *rows = served.compare(engine, length=32, requests=24, limits=Limits(4096, 256, 1 << 16), shape="tiny")
     assert own.tokens_per_s == pytest.approx(8 * 32 / own.ms * 1e3)
     assert [row.candidate for row in rows] == ["1 client", "8 clients"]

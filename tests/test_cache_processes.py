@@ -42,7 +42,7 @@ def start(workplace, code, *arguments):
     return Forked([*code, *arguments], cwd=workplace, env=clean_environment(), stdout=PIPE, stderr=PIPE)
 
 
-def test_a_process_that_is_early_waits_until_the_first_has_begun(tmp_path, monkeypatch):
+def test_a_process_that_is_early_waits_until_the_first_has_begun(tmp_path, monkeypatch, limit):
     recipe = parse(RECIPE, [f"teacher.online_cache={tmp_path / 'cache'}"])
     source, plan = StoredSource(ModelSource(recipe), recipe.teacher), {"kind": "top_k", "k": 8}
 
@@ -62,7 +62,7 @@ def test_a_process_that_is_early_waits_until_the_first_has_begun(tmp_path, monke
         assert early.result(timeout=20) == plan
     with pytest.raises(ValueError, match="k was 8, now 9"):
         source._begin_apart(begin, plan | {"k": 9})
-    monkeypatch.setattr("distill.teachers.backends.stored.source.BEGINS_WITHIN_S", 0.2)
+    limit.setattr("distill.teachers.backends.stored.source.BEGINS_WITHIN_S", 0.2)
     source.folder = tmp_path / "of another machine"
     with pytest.raises(ValueError, match="a folder that all machines share"):
         source._begin_apart(begin, plan)

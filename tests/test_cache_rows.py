@@ -7,8 +7,6 @@ from test_golden_runs import INFORMED, PAIRS, REVERSE, STUDENT, TEXT, TWO_TERMS,
 from distill.cli import run_command
 from distill.recipe import parse
 from distill.run import run
-from distill.serving.engine import Engine
-from distill.teachers.backends.local import ModelSource
 from distill.training.progress import read_metrics
 
 SERVED = "teacher: {type: server, url: '%s'%s}\n"
@@ -37,7 +35,7 @@ def url(place):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_reads_what_the_command_stored(place, url, tmp_path, monkeypatch, capsys, name):
+def test_a_run_reads_what_the_command_stored(place, url, tmp_path, monkeypatch, capsys, name, teacher_batches):
     """The same losses to rounding, since rows share other batches; nobody is asked again."""
     for each in place.iterdir():
         (tmp_path / each.name).symlink_to(each)
@@ -51,16 +49,13 @@ def test_a_run_reads_what_the_command_stored(place, url, tmp_path, monkeypatch, 
     assert run_command(f"cache r.yaml {kind} {dtype} --out stored".split()) == 0
     assert "complete already" in capsys.readouterr().out
 
-    def refuse(*_):
-        raise AssertionError("the teacher was asked")
-
-    monkeypatch.setattr(ModelSource, "load", refuse)
-    monkeypatch.setattr(Engine, "hidden", refuse)
+    teacher_batches.clear()
     kept = run(parse(text, ["teacher.online_cache=stored"], name="r"), name="kept")
     first, second = (
         [row["loss"] for row in read_metrics(result.folder / "metrics.jsonl") if "loss" in row]
         for result in (plain, kept)
     )
+    assert not teacher_batches, "the teacher was asked, or the server's"
     assert second == pytest.approx(first, rel=2e-3 if name == "served top k" else 2e-5)
     assert run_command(["verify", "stored"]) == 0
 

@@ -18,7 +18,6 @@ from distill.run import run
 from distill.teachers.backends.stored import format as layout
 from distill.teachers.backends.stored.archived import maker_section
 from distill.teachers.backends.stored.read import TeacherCache
-from distill.teachers.backends.stored.teacher import StoredTeacher
 from distill.training.progress import read_metrics
 
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(40))
@@ -238,20 +237,9 @@ def test_features_that_need_weights_take_the_model_that_made_the_cache(here, cap
 
 
 @pytest.mark.full
-def test_interrupted_and_resumed_equals_uninterrupted(here, monkeypatch):
+def test_interrupted_and_resumed_equals_uninterrupted(here, interrupted):
     whole = run(cached("exact", "train.save_every=2"), name="whole")
-    targets, calls = StoredTeacher.targets, []
-
-    def dies(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) > 2 * 3 + 4:
-            raise KeyboardInterrupt
-        return targets(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(StoredTeacher, "targets", dies)
-        with pytest.raises(KeyboardInterrupt):
-            run(cached("exact", "train.save_every=2"), name="parts")
+    interrupted(lambda: run(cached("exact", "train.save_every=2"), name="parts"), step=3, micro_batches=1)
     parts = run(cached("exact", "train.save_every=2"), name="parts", resume=True)
     assert parts.after == whole.after
     a, b = (AutoModelForCausalLM.from_pretrained(r.folder / "student").state_dict() for r in (parts, whole))

@@ -22,7 +22,7 @@ from two_ranks import run_as_two
 from distill.caching import write
 from distill.caching.make import load, make_cache
 from distill.cli import run_command
-from distill.core import launch, ranks
+from distill.core import ranks
 from distill.planning.cache_memory import plan_caching, shards_for_queries
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
@@ -121,12 +121,12 @@ def made_by_two(folder, device, cases):
     (folder / "text.txt").write_text("\n".join(f"The teacher explains line {i} once more." for i in range(80)))
     (folder / "tiny.yaml").write_text(RECIPE)
     threads = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(write, "LEAST_ROWS", FEW_ROWS)
-        patch.setattr(launch, "visible_gpus", lambda: 1)
+    with pytest.MonkeyPatch.context() as limit:
+        limit.chdir(folder)
+        limit.setattr(write, "LEAST_ROWS", FEW_ROWS)
+        limit.setattr(torch.cuda, "device_count", lambda: 1)
         if device == "cuda":
-            patch.delenv("TRITON_INTERPRET", raising=False)
+            limit.delenv("TRITON_INTERPRET", raising=False)
         torch.set_num_threads(1)
         try:
             alone = {case: said_by(command(case, device, "--out", f"one-{case}")) for case in cases}
@@ -328,13 +328,11 @@ def test_check_prints_the_cost_of_caching():
 
 
 @pytest.mark.parametrize("how, started", [("sharded", 4), ("copied", 1)])
-def test_measuring_alone_takes_several_gpus_only_in_shards(made, monkeypatch, capsys, how, started):
+def test_measuring_alone_takes_several_gpus_only_in_shards(made, monkeypatch, torchrun, how, started):
     folder, _, _ = made
     monkeypatch.chdir(folder)
     gpu_of(monkeypatch, 80)
-    starts = []
-    monkeypatch.setattr(launch, "visible_gpus", lambda: 4)
-    monkeypatch.setattr(launch, "start", lambda *given: starts.append(given) or 0)
+    starts = torchrun(gpus=4)
     arguments = ["cache", "tiny.yaml", f"parallel.teacher={how}", "--report", "--batch-size", "1"]
     assert run_command(arguments) == 0
     assert len(starts) == (started == 4)

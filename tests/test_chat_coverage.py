@@ -360,8 +360,8 @@ def characters_of(source, chat, monkeypatch):
         spent.append(len(rendered.text))
         return rendered
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Renderer, "raw", counted)
+    with monkeypatch.context() as watch:
+        watch.setattr(Renderer, "raw", counted)
         texts(source, chat)
     return sum(spent)
 
@@ -373,17 +373,17 @@ def test_a_long_conversation_is_rendered_in_linear_time_and_to_the_same_spans(mo
         chat = [{"role": "system", "content": "Be brief."}, *long_chat(150)]
         template = ChatTemplate(source, tiny_tokenizer())
         windows = template.for_training(chat)
-        with monkeypatch.context() as patched:
-            patched.setattr(turns, "WHOLE", 1000)
+        with monkeypatch.context() as limit:
+            limit.setattr(turns, "WHOLE", 1000)
             assert ChatTemplate(source, tiny_tokenizer()).for_training(chat) == windows
         assert len(windows.examples[0].spans) == 75
 
 
-def test_a_conversation_beyond_its_budget_is_a_row_fault(monkeypatch, tokenizer):
-    monkeypatch.setattr(rendering, "CONVERSATION_CHARACTERS", 100_000)
+def test_a_conversation_beyond_its_budget_is_a_row_fault(limit, tokenizer):
+    limit.setattr(rendering, "CONVERSATION_CHARACTERS", 100_000)
     with pytest.raises(RowFault, match="conversation too long: more than 100,000 characters"):
         texts(CHAT_TEMPLATE, long_chat(400))
-    monkeypatch.setattr(rendering, "CONVERSATION_MESSAGES", 300)
+    limit.setattr(rendering, "CONVERSATION_MESSAGES", 300)
     with pytest.raises(RowFault, match="conversation too long: 400 messages"):
         texts(CHAT_TEMPLATE, long_chat(400))
     assert texts(CHAT_TEMPLATE, long_chat(20)), "the next conversation has a budget of its own"

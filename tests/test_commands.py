@@ -85,37 +85,35 @@ def test_ctrl_c_is_130_without_a_trace(name, capsys, monkeypatch):
     assert "Traceback" not in captured.err and captured.out == ""
 
 
-@pytest.mark.parametrize(
-    "name, error, code",
-    [("report", ValueError("data.source: gone"), 2), ("report", RuntimeError("a bug\nof two lines"), None)],
-)
-def test_a_users_mistake_is_2_and_a_bug_keeps_its_trace(name, error, code, capsys, monkeypatch, tmp_path):
-    def fails(*args, **kwargs):
-        raise error
+def test_a_users_mistake_is_2(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["report", "x"]) == 2
+    assert capsys.readouterr().err.startswith("distill: 'x': no such run") and not list(tmp_path.iterdir())
 
-    monkeypatch.setattr("distill.reports.report.find_run", fails)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("distill.core.run_lock.RunLock.latest", None)
-    if code is None:
-        assert run_command([name, "x"]) == 1
-        (kept,) = tmp_path.iterdir()
-        line = f"distill: unexpected error: RuntimeError: a bug; traceback in {kept} (DISTILL_TRACE=1 prints it)\n"
-        assert capsys.readouterr().err == line
-        text = kept.read_text()
-        assert text.startswith(f"distill {name} x\n") and "of two lines" in text and "\ntorch " in text
-        monkeypatch.setenv("DISTILL_TRACE", "1")
-        with pytest.raises(RuntimeError, match="a bug"):
-            run_command([name, "x"])
-    else:
-        assert run_command([name, "x"]) == code
-        assert capsys.readouterr().err == "distill: data.source: gone\n"
+
+def test_a_bug_keeps_its_trace(capsys, fault, tmp_path):
+    def fails(*args, **kwargs):
+        raise RuntimeError("a bug\nof two lines")
+
+    fault.setattr("distill.reports.report.find_run", fails)
+    fault.setattr("tempfile.tempdir", str(tmp_path))
+    fault.setattr("distill.core.run_lock.RunLock.latest", None)
+    assert run_command(["report", "x"]) == 1
+    (kept,) = tmp_path.iterdir()
+    line = f"distill: unexpected error: RuntimeError: a bug; traceback in {kept} (DISTILL_TRACE=1 prints it)\n"
+    assert capsys.readouterr().err == line
+    text = kept.read_text()
+    assert text.startswith("distill report x\n") and "of two lines" in text and "\ntorch " in text
+    fault.setenv("DISTILL_TRACE", "1")
+    with pytest.raises(RuntimeError, match="a bug"):
+        run_command(["report", "x"])
 
 
 def test_a_file_that_cannot_be_written_is_one_line(capsys, monkeypatch):
     def fails(*args, **kwargs):
         raise OSError(errno.EROFS, "Read-only file system", "runs/x/report.html.unfinished")
 
-    monkeypatch.setattr("distill.reports.report.find_run", fails)
+    monkeypatch.setattr(Path, "is_file", fails)
     assert run_command(["report", "x"]) == 1
     assert capsys.readouterr().err == "distill: runs/x/report.html.unfinished: the disk is read-only\n"
     monkeypatch.setenv("DISTILL_TRACE", "1")

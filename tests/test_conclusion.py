@@ -108,7 +108,7 @@ def test_a_tokenizer_that_decodes_differently_is_reported():
 @pytest.mark.few(2)
 @pytest.mark.parametrize("stage", ["held_out", "save_student"])
 @pytest.mark.parametrize("lora", [False, True])
-def test_weights_outlive_what_fails_after_the_last_step(place, monkeypatch, capsys, stage, lora):
+def test_weights_outlive_what_fails_after_the_last_step(place, fault, capsys, stage, lora):
     owner = RunResults if stage == "held_out" else run_results
     kept, calls = getattr(owner, stage), []
 
@@ -119,8 +119,8 @@ def test_weights_outlive_what_fails_after_the_last_step(place, monkeypatch, caps
         return kept(*args)
 
     arguments = ["run", "r.yaml", *(["student.lora={r: 2}"] if lora else [])]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, stage, fails)
+    with fault.context() as fault:
+        fault.setattr(owner, stage, fails)
         assert run_command(arguments) == 1
     said = capsys.readouterr().err
     assert (
@@ -141,9 +141,9 @@ def test_weights_outlive_what_fails_after_the_last_step(place, monkeypatch, caps
     assert all(torch.equal(ours[name], value) for name, value in whole.items())
 
 
-def test_an_adapter_to_a_cut_student_is_only_resumed(place, monkeypatch, capsys):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_results, "save_student", lambda *args: 1 / 0)
+def test_an_adapter_to_a_cut_student_is_only_resumed(place, fault, capsys):
+    with fault.context() as fault:
+        fault.setattr(run_results, "save_student", lambda *args: 1 / 0)
         assert run_command(["run", "r.yaml", "student={from_teacher: {layers: 1}}", "student.lora={r: 2}"]) == 1
     said = capsys.readouterr().err
     assert "runs/r/checkpoint-2: --resume continues from there" in said and "export" not in said

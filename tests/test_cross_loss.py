@@ -130,11 +130,11 @@ def test_scale_cap_bias_and_lora():
         assert_as_good_as_torch(mine, right, right, torch.float64)
 
 
-def test_chunks_change_neither_loss_nor_counts(monkeypatch):
+def test_chunks_change_neither_loss_nor_counts(limit):
     """A span at a time, and the whole step's number of spans: the same sums."""
     inputs = case()
     (loss, stats), *gradients = cross(*inputs, return_stats=True)
-    monkeypatch.setattr(cross_loss, "CHUNK_ELEMENTS", 1)
+    limit.setattr(cross_loss, "CHUNK_ELEMENTS", 1)
     (tight, tight_stats), *tight_gradients = cross(*inputs, return_stats=True, num_items=torch.tensor(16))
     for mine, right in zip((tight, *tight_gradients), (loss, *gradients), strict=True):
         assert_as_good_as_torch(mine * 2, right, right, torch.float64)

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from distill_kernels.sampling import sample_tokens
+from helpers import ops_called
 from tiny import save_models, tiny_model, tiny_tokenizer
 from transformers import (
     LogitsProcessorList,
@@ -98,7 +99,7 @@ def test_samples_follow_the_restricted_distribution(engine, sampling):
     torch.testing.assert_close(torch.tensor(made.log_probs, dtype=torch.float64)[:, 0], exact, rtol=0, atol=1e-5)
 
 
-def test_without_cut_offs_nothing_is_cut(monkeypatch):
+def test_without_cut_offs_nothing_is_cut():
     """The tokens are those of the sampling kernel on the logits themselves; cut-offs that leave all draw them too."""
     model, seeds = tiny_model(dtype=torch.float64), torch.tensor([7, -3, 2**62, 99])
     expected = []
@@ -109,15 +110,17 @@ def test_without_cut_offs_nothing_is_cut(monkeypatch):
             ids = torch.cat([ids, token[None]], 1)
         expected.append(ids[0, len(prompt) :].tolist())
 
-    def tokens(sampling):
+    def tokens(sampling, cuts):
         loop = DecodeLoop(model, EngineSettings(2, []))
-        return loop.generate(PROMPTS, max_new_tokens=6, sampling=sampling, seeds=seeds.tolist()).tokens
+        with ops_called("aten::sort", "aten::topk", "aten::cumsum", "aten::masked_fill") as calls:
+            found = loop.generate(PROMPTS, max_new_tokens=6, sampling=sampling, seeds=seeds.tolist()).tokens
+        assert any(call.args[0].shape[-1] in (259, 3) for call in calls) == cuts
+        return found
 
-    assert tokens(Sampling(0.8, 259, 1 - 1e-12, 1e-12)) == expected
-    assert tokens(Sampling(0.8, top_k=3)) != expected
-    monkeypatch.setattr(Sampling, "restrict", lambda *_: pytest.fail("logits are cut"))
-    assert tokens(Sampling(0.8)) == expected
-    assert tokens(Sampling(0.0, 5, 0.5, 0.5)) == tokens(Sampling(0.0)) != expected
+    assert tokens(Sampling(0.8, 259, 1 - 1e-12, 1e-12), True) == expected
+    assert tokens(Sampling(0.8, top_k=3), True) != expected
+    assert tokens(Sampling(0.8), False) == expected
+    assert tokens(Sampling(0.0, 5, 0.5, 0.5), False) == tokens(Sampling(0.0), False) != expected
 
 
 def test_a_step_is_captured_for_one_sampling():

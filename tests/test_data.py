@@ -255,14 +255,14 @@ def test_the_cache_is_exact_and_notices_every_change(tmp_path, tokenizer):
     assert not load(path, tokenizer, cache=False).report.from_cache
 
 
-def test_the_tokenizer_hash_sees_the_vocabulary_and_not_leftover_padding(monkeypatch):
+def test_the_tokenizer_hash_sees_the_vocabulary_and_not_leftover_padding(fault):
     tokenizer = tiny_tokenizer()
     before = tokenizer_hash(tokenizer)
     tokenizer.backend_tokenizer.enable_padding(length=20)
     tokenizer.backend_tokenizer.enable_truncation(20)
     assert tokenizer_hash(tokenizer) == before
     assert tokenizer_hash(tiny_tokenizer(300)) != before
-    monkeypatch.setattr(token_cache, "VERSION", token_cache.VERSION + 1)
+    fault.setattr(token_cache, "VERSION", token_cache.VERSION + 1)
     assert tokenizer_hash(tokenizer) == before, "caches of teachers hold it, and are not read again for another mask"
 
 
@@ -287,8 +287,8 @@ def test_no_half_written_cache_is_left_by_an_error(tmp_path, tokenizer):
     assert list(cache_root().iterdir()) == []
 
 
-def test_worker_processes_give_the_same_rows(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr("distill.data.documents.BATCH_ROWS", 7)
+def test_worker_processes_give_the_same_rows(tmp_path, tokenizer, limit):
+    limit.setattr("distill.data.documents.BATCH_ROWS", 7)
     path = tmp_path / "a.jsonl"
     texts(path)
     with path.open("a") as file:
@@ -312,10 +312,10 @@ def test_a_gzip_file_that_is_cut_short_is_counted(tmp_path, tokenizer):
 
 
 @pytest.mark.full
-def test_a_long_text_is_read_once_and_in_parts(tmp_path, plain, monkeypatch):
+def test_a_long_text_is_read_once_and_in_parts(tmp_path, plain, watch):
     (tmp_path / "long.txt").write_text(text := "The teacher explains, and the student listens.\n" * 40_000)
     hashed, calls, original, encode = [], [], tokenise.text_hash, tokenise.Encoder.ids_of
-    monkeypatch.setattr(tokenise, "text_hash", lambda text: hashed.append(len(text)) or original(text))
+    watch.setattr(tokenise, "text_hash", lambda text: hashed.append(len(text)) or original(text))
 
     def call(self, parts):
         calls.append(sum(map(len, parts)))
@@ -324,7 +324,7 @@ def test_a_long_text_is_read_once_and_in_parts(tmp_path, plain, monkeypatch):
         assert ids == plain(parts, add_special_tokens=False)["input_ids"]
         return ids
 
-    monkeypatch.setattr(tokenise.Encoder, "ids_of", call)
+    watch.setattr(tokenise.Encoder, "ids_of", call)
     splits = load(str(tmp_path / "long.txt"), plain, cache=False)
     assert splits.report.documents > 1000 and sum(hashed) == len(text)
     assert max(calls) < tokenise.CALL + tokenise.BLOCK < len(text) == sum(calls)

@@ -67,8 +67,8 @@ def test_options_give_the_reference(kernel_device, dtype, options):
 
 
 @pytest.mark.parametrize("config", [DecodeConfig(256, 1, 4, 3), DecodeConfig(64, 4, 2, 3)], ids=str)
-def test_other_launch_configs_give_the_same(kernel_device, monkeypatch, config):
-    monkeypatch.setattr(decode, "choose_decode_config", lambda *_: config)
+def test_other_launch_configs_give_the_same(kernel_device, hardware, config):
+    hardware.setattr(decode, "choose_decode_config", lambda *_: config)
     for options in ({}, {"window": 30}):
         check((2, 4, 2, 1, 600, 64), torch.bfloat16, kernel_device, [600, 70], **options)
 

@@ -171,9 +171,9 @@ def test_tokens_and_sequence_state(kernel_device, temperature, columns, dtype):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_plans_fit_every_family(family, monkeypatch):
+def test_plans_fit_every_family(family, hardware):
     facts = DeviceFacts(132, family, FAMILIES[family].shared_bytes, 50 << 20, 80 << 30)
-    monkeypatch.setattr(plan_module, "device_facts", lambda device: facts)
+    hardware.setattr(plan_module, "device_facts", lambda device: facts)
     shapes = itertools.product((1, 32, 128), (torch.bfloat16, torch.float32), ((576, 1536, 9, 3), (2048, 8192, 32, 8)))
     for rows, dtype, (hidden, middle, heads, kv_heads) in shapes:
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from test_decode_loop import KINDS, PROMPTS, theirs
 from tiny import tiny_model
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from distill.generation.decode_loop import STEPS_PER_REPLAY, DecodeLoop, EngineSettings
 from distill.generation.sampling import GREEDY, Sampling
-from distill.generation.sequence_slots import SequenceSlots
 from distill.models.head import decoder_of
 from distill.models.patch.attention import use_fused_attention
 
@@ -50,21 +50,23 @@ def test_replays_of_several_tokens_end_where_single_ones_do(limit):
 
 
 @pytest.fixture
-def steps_and_readings(monkeypatch):
-    """Count tokens generated over all sequences, and prompts read while others continued."""
-    counts, step, take = {"steps": 0, "read": 0}, DecodeLoop._step, SequenceSlots.assign
+def steps():
+    """Widths of the batches of one token a sequence that models compute."""
+    widths = []
 
-    def counted_step(self, *args):
-        counts["steps"] += 1
-        step(self, *args)
+    def note(module, args):
+        if isinstance(module, torch.nn.Embedding) and args[0].shape[0] > 1 == args[0].shape[1]:
+            widths.append(len(args[0]))
 
-    def counted_take(self, slots, *args):
-        counts["read"] += 0 if self.done.all() else len(slots)
-        take(self, slots, *args)
+    watched = register_module_forward_pre_hook(note)
+    yield widths
+    watched.remove()
 
-    monkeypatch.setattr(DecodeLoop, "_step", counted_step)
-    monkeypatch.setattr(SequenceSlots, "assign", counted_take)
-    return counts
+
+def in_batches(prompts, tokens, size):
+    """Return the steps that it takes to end batch after batch, prompts of similar lengths together."""
+    lengths = [len(tokens) for _, tokens in sorted(zip(map(len, prompts), tokens, strict=True)) if tokens]
+    return sum(max(lengths[at : at + size]) for at in range(0, len(lengths), size))
 
 
 MANY = [[(7 * n + k) % 259 for k in range(1 + 5 * n % 11)] for n in range(13)]
@@ -72,7 +74,7 @@ LIMITS = [3, 20, 1, 6, 17, 0, 9, 2, 4, 11, 1, 5, 8]
 
 
 @pytest.mark.parametrize("way", [DecodeLoop, "replayed"])
-def test_finished_sequences_free_their_slots(way, steps_and_readings):
+def test_finished_sequences_free_their_slots(way, steps):
     """Answers and their log-probabilities are those of each prompt alone, by fewer steps than batch after batch."""
     model = tiny_model(dtype=torch.float64)
     loop = (Replayed if way == "replayed" else way)(model, EngineSettings(2, [*range(0, 259, 13)], log_probs=True))
@@ -81,28 +83,26 @@ def test_finished_sequences_free_their_slots(way, steps_and_readings):
         loop.generate([prompt], max_new_tokens=[limit], sampling=Sampling(1.0), seeds=[seed])
         for prompt, limit, seed in zip(MANY, LIMITS, seeds, strict=True)
     ]
-    steps_and_readings.update(steps=0, read=0)
+    steps.clear()
     found = loop.generate(MANY, max_new_tokens=LIMITS, sampling=Sampling(1.0), seeds=seeds, batch_size=4)
     assert found.tokens == [each.tokens[0] for each in alone]
     assert found.truncated == [each.truncated[0] for each in alone] and len({*found.truncated}) == 2
     for ours, each in zip(found.log_probs, alone, strict=True):
         assert ours == pytest.approx(each.log_probs[0], abs=1e-9)
-    lengths = [len(tokens) for _, tokens in sorted(zip(map(len, MANY), found.tokens, strict=True)) if tokens]
-    in_batches = sum(max(lengths[at : at + 4]) for at in range(0, len(lengths), 4))
-    assert steps_and_readings["read"] >= 4
     if way is DecodeLoop:
-        assert steps_and_readings["steps"] < 0.8 * in_batches
+        assert 0 < len(steps) < 0.8 * in_batches(MANY, found.tokens, 4)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("fused", [True, False])
-def test_kernels_serve_sequences_in_reused_slots(kernel_device, fused, steps_and_readings):
+def test_kernels_serve_sequences_in_reused_slots(kernel_device, fused, steps):
     model = tiny_model(dtype=torch.bfloat16 if kernel_device.type == "cuda" else torch.float32).to(kernel_device)
     use_fused_attention(model, decoder_of(model))
     loop = DecodeLoop(model, EngineSettings(2, [], log_probs=True, fused=fused))
     prompts, limits = MANY[1:6], [3, 1, 2, 1, 2]
     found = loop.generate(prompts, max_new_tokens=limits, batch_size=2)
-    assert steps_and_readings["read"] > 0
+    if not fused:  # whose steps call no module
+        assert 0 < len(steps) < in_batches(prompts, found.tokens, 2)
     for prompt, limit, tokens, ours in zip(prompts, limits, found.tokens, found.log_probs, strict=True):
         alone = loop.generate([prompt, prompt], max_new_tokens=limit, batch_size=2)  # on as many slots
         assert tokens == alone.tokens[0]

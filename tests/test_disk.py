@@ -21,10 +21,8 @@ from tiny import save_models
 
 from distill import run_results
 from distill.cli import run_command
-from distill.teachers.backends.stored.source import StoredSource
 from distill.training.checkpoints import checkpoints
 from distill.training.progress import read_metrics
-from distill.training.trainer import DistillationTrainer
 
 RECIPE = """
 teacher: {model: TEACHER}
@@ -126,7 +124,7 @@ def test_a_disk_that_is_full_from_the_start(disk, given, whole, kib, capsys):
 
 
 @pytest.mark.full
-def test_a_disk_that_fills_up_at_the_very_end(disk, given, whole, capsys):
+def test_a_disk_that_fills_up_at_the_very_end(disk, given, whole, capsys, fault):
     place = disk(20 * size_of(whole))
     save, disk_left = run_results.save_student, size_of(whole / "checkpoint-6") // 3
 
@@ -135,8 +133,8 @@ def test_a_disk_that_fills_up_at_the_very_end(disk, given, whole, capsys):
             filler.write(b"\0" * (shutil.disk_usage(place).free - disk_left * KIB))
         return save(*arguments, **more)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_results, "save_student", fill_then_save)
+    with fault.context() as fault:
+        fault.setattr(run_results, "save_student", fill_then_save)
         ends_in_one_line(capsys, given, says=["the disk is full", "checkpoint-6 with --resume"])
     assert not (place / "runs/x/student").exists()
     (place / "filler").unlink()
@@ -152,23 +150,12 @@ def test_a_disk_too_small_for_the_tokens(disk, given, tmp_path, monkeypatch, cap
     assert list(cache.iterdir()) == [] and not (tmp_path / "runs").exists()
 
 
-def test_the_disk_that_is_full_is_named(disk, given, tmp_path, monkeypatch, capsys):
+def test_the_disk_that_is_full_is_named(disk, given, tmp_path, monkeypatch, capsys, at_step):
     """The teacher's outputs go to another disk than the run: that one is full, and its library names no file."""
-    small = disk(80)
+    small = disk(1000)
     monkeypatch.chdir(tmp_path)
     says = [f"{small}/kept: the disk is full ({small} has 0.0 GiB free); make room there"]
-    monkeypatch.setattr(
-        "distill.teachers.backends.stored.source.StoredSource.room_problems", lambda *_: []
-    )  # filled up since
-    filler = small / "filler"
-    begin = StoredSource._begin
-
-    def begin_then_fill(self, *arguments):
-        begun = begin(self, *arguments)
-        filler.write_bytes(b"\0" * shutil.disk_usage(small).free)
-        return begun
-
-    monkeypatch.setattr(StoredSource, "_begin", begin_then_fill)
+    at_step(0, lambda arguments: (small / "filler").write_bytes(b"\0" * shutil.disk_usage(small).free))
     ends_in_one_line(capsys, given, f"teacher.online_cache={small}/kept", "train.steps=2", says=says)
 
 
@@ -227,25 +214,18 @@ def kill_children():
     return len(children)
 
 
-def test_a_data_worker_that_dies(given, whole, tmp_path, monkeypatch, capsys):
+def test_a_data_worker_that_dies(given, whole, tmp_path, monkeypatch, capsys, at_step):
     monkeypatch.chdir(tmp_path)
-    step, killed = DistillationTrainer.training_step, []
-
-    def kill_once(self, *arguments, **more):
-        if self.state.global_step == 3 and not killed:
-            killed.append(kill_children())
-        return step(self, *arguments, **more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DistillationTrainer, "training_step", kill_once)
-        # so little is prefetched that the worker is missed
-        more = ("data.workers=1", "train.arguments={dataloader_prefetch_factor: 1}", "train.steps=40")
-        says = ["a data worker died", "lower data.workers (now 1)", "then continue from runs/x/checkpoint-"]
-        ends_in_one_line(capsys, given, *more, says=says)
+    killed = []
+    at_step(3, lambda arguments: killed.append(kill_children()))
+    # so little is prefetched that the worker is missed
+    more = ("data.workers=1", "train.arguments={dataloader_prefetch_factor: 1}", "train.steps=40")
+    says = ["a data worker died", "lower data.workers (now 1)", "then continue from runs/x/checkpoint-"]
+    ends_in_one_line(capsys, given, *more, says=says)
     assert killed[0] >= 1
 
 
-def test_a_tokenising_process_that_dies(given, tmp_path, monkeypatch, capsys):
+def test_a_tokenising_process_that_dies(given, tmp_path, monkeypatch, capsys, fault):
     from distill.data import documents
 
     monkeypatch.chdir(tmp_path)
@@ -256,7 +236,7 @@ def test_a_tokenising_process_that_dies(given, tmp_path, monkeypatch, capsys):
             yield batch
             assert kill_children() == 1  # it has the batch by now
 
-    monkeypatch.setattr(documents, "_batches", killing)
+    fault.setattr(documents, "_batches", killing)
     ends_in_one_line(
         capsys,
         given,

@@ -49,9 +49,9 @@ def workplace(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def no_second_process(monkeypatch):
+def no_second_process(without):
     """Starting two processes takes 15 s; tests/test_invariants.py does it."""
-    monkeypatch.setattr(examine, "RUN_CHECKS", examine.RUN_CHECKS[:1])
+    without.setattr(examine, "RUN_CHECKS", examine.RUN_CHECKS[:1])
 
 
 def test_a_recipe_is_examined(workplace, no_second_process, capsys):
@@ -83,9 +83,9 @@ def test_a_quantised_student_is_examined_as_the_run_trains_it(workplace, no_seco
 
 
 @pytest.mark.full
-def test_a_fault_is_code_1_with_the_figure(workplace, monkeypatch, no_second_process, capsys):
+def test_a_fault_is_code_1_with_the_figure(workplace, fault, no_second_process, capsys):
     targets = LoadedTeacher.targets
-    monkeypatch.setattr(
+    fault.setattr(
         LoadedTeacher,
         "targets",
         lambda self, batch: targets(self, {**batch, "input_ids": batch["input_ids"].roll(1, dims=1)}),
@@ -98,18 +98,18 @@ def test_a_fault_is_code_1_with_the_figure(workplace, monkeypatch, no_second_pro
 
 
 @pytest.mark.full
-def test_a_check_that_breaks_is_a_finding(workplace, monkeypatch, no_second_process, capsys):
+def test_a_check_that_breaks_is_a_finding(workplace, fault, no_second_process, capsys):
     def broken(self, inputs):
         raise RuntimeError("no such kernel\nmore")
 
-    monkeypatch.setattr(LoadedTeacher, "targets", broken)
+    fault.setattr(LoadedTeacher, "targets", broken)
     assert run_command(["doctor", "r.yaml"]) == 1
     out = capsys.readouterr().out
     assert "RuntimeError: no such kernel" in out and "10 invariants" in out
 
 
-def test_two_layers_of_large_models(workplace, monkeypatch, no_second_process):
-    monkeypatch.setattr(examine, "LARGE", 1000)
+def test_two_layers_of_large_models(workplace, limit, no_second_process):
+    limit.setattr(examine, "LARGE", 1000)
     subject = examine.prepare(load("r.yaml", ["student.lora=null"]))
     assert [model.config.num_hidden_layers for model in subject.models] == [2, 2]
     assert len(subject.rows) == examine.ROWS
@@ -158,7 +158,7 @@ def test_rows_are_cut_around_what_is_learned():
 
 
 @pytest.mark.full
-def test_positions_that_do_not_restart_in_packed_rows_are_seen(workplace, monkeypatch):
+def test_positions_that_do_not_restart_in_packed_rows_are_seen(workplace, fault):
     (workplace / "lines.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in TEXT.splitlines()))
     recipe = load("r.yaml", ["student.lora=null", "data.source=lines.jsonl", "data.max_length=200"])
     assert packing_changes_nothing(examine.prepare(recipe)).passed
@@ -170,16 +170,16 @@ def test_positions_that_do_not_restart_in_packed_rows_are_seen(workplace, monkey
             values = np.concatenate([np.arange(n, dtype=np.int32) for n in positions.lengths])
             yield batch | {"position_ids": positions._replace(values=values)}
 
-    monkeypatch.setattr(Documents, "rows", counted_on)
+    fault.setattr(Documents, "rows", counted_on)
     finding = packing_changes_nothing(examine.prepare(recipe))
     assert not finding.passed and "position_ids must restart at 0" in finding.detail, finding
 
 
-def test_lines_about_the_machine(tmp_path, monkeypatch):
+def test_lines_about_the_machine(tmp_path, fault, without):
     lines = {line.name: line for line in examine.environment_lines(tmp_path)}
     assert {"torch", "transformers", "triton", "memory", "disk", "hub"} <= lines.keys()
     usage = namedtuple("usage", "free")
-    monkeypatch.setattr(examine.shutil, "disk_usage", lambda folder: usage(2**30))
-    monkeypatch.setattr(examine, "environment", dict)
+    fault.setattr("shutil.disk_usage", lambda folder: usage(2**30))
+    without.setattr(examine, "environment", dict)
     line = next(line for line in examine.environment_lines(tmp_path) if line.name == "disk")
     assert not line.fine and "make room" in str(line)

@@ -98,12 +98,12 @@ def test_checks_that_cannot_begin_are_one_finding():
     assert finding.detail.startswith("the process ended with code 1")
 
 
-def test_every_gpu_is_rated_and_one_of_each_name_is_checked(monkeypatch):
+def test_every_gpu_is_rated_and_one_of_each_name_is_checked(monkeypatch, hardware):
     names = ["NVIDIA A", "NVIDIA A", "NVIDIA B"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: names[index])
-    monkeypatch.setattr(machine, "run_in_processes", lambda jobs, device: [CheckResult(device, True, str(len(jobs)))])
+    hardware.setattr(machine, "run_in_processes", lambda jobs, device: [CheckResult(device, True, str(len(jobs)))])
     every = str(len(CHECKS) + 2)
     assert [(result.name, result.detail) for result in machine.check_machine()] == [
         ("GPU 0 cuda:0", every),

@@ -39,8 +39,8 @@ def test_a_family_holds(name, tmp_path):
     assert checks.examine(name, tmp_path)["failed"] == []
 
 
-def test_a_failure_of_a_family_is_a_row_and_not_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "MOST_KL", -1.0)
+def test_a_failure_of_a_family_is_a_row_and_not_the_end(tmp_path, fault):
+    fault.setattr(checks, "MOST_KL", -1.0)
     found = checks.examine("llama", tmp_path)
     assert [line.partition(":")[0] for line in found["failed"]] == ["divergences"]
     assert found["resume"] == "to the bit"

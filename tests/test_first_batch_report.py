@@ -17,9 +17,9 @@ from distill.run import run
 
 
 @pytest.mark.parametrize("make", [one, informed], ids=["one", "context"])
-def test_the_share_is_that_of_the_teachers_own_logits(make, monkeypatch):
+def test_the_share_is_that_of_the_teachers_own_logits(make, limit):
     """The share equals that of dense logits, document by document, over the first tokens."""
-    monkeypatch.setattr(first_batch_report, "TOKENS", 7)
+    limit.setattr(first_batch_report, "TOKENS", 7)
     subject = make()
     (model,) = subject.teacher.models.values()
     prefix, hits = column_prefix(subject.teacher), []

@@ -203,16 +203,16 @@ def test_other_families_run_as_they_are(kernel_device, kind):
     assert step_of(tiny_model(kind=kind, **more.get(kind, {}))) is None
 
 
-def test_fused_decoding_is_used_on_measured_families(kernel_device, monkeypatch):
+def test_fused_decoding_is_used_on_measured_families(kernel_device, hardware, limit):
     """One line of a table turns them on; more rows than kernels take, and `fused=False`, leave them out."""
     if kernel_device.type == "cuda":
         pytest.skip("of the host alone")
     assert {INTERPRETER, "sm_90"} == FASTER_ON
     model = lively(kernel_device)
     assert step_of(model, None) is not None and step_of(model, False) is None
-    monkeypatch.setattr("distill.generation.fused_decoder.FASTER_ON", frozenset())
+    hardware.setattr("distill.generation.fused_decoder.FASTER_ON", frozenset())
     assert step_of(model, None) is None and step_of(model, True) is not None
-    monkeypatch.setattr("distill.generation.fused_step.MAX_ROWS", 2)
+    limit.setattr("distill.generation.fused_step.MAX_ROWS", 2)
     assert step_of(model, True) is None
 
 

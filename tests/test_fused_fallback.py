@@ -33,8 +33,8 @@ def warnings(caplog):
     return lambda: [record.message for record in caplog.records if WORDS in record.message]
 
 
-def test_decoding_falls_back_with_one_warning_where_layers_fail(kernel_device, monkeypatch, warnings):
-    monkeypatch.setattr(fused_step, "check_layers", fail)
+def test_decoding_falls_back_with_one_warning_where_layers_fail(kernel_device, fault, warnings):
+    fault.setattr(fused_step, "check_layers", fail)
     model = model_on(kernel_device)
     loop = loop_of(model)
     for _ in range(2):
@@ -42,11 +42,11 @@ def test_decoding_falls_back_with_one_warning_where_layers_fail(kernel_device, m
     assert len(warnings()) == 1
 
 
-def test_failures_after_the_layers_are_handled(kernel_device, monkeypatch, warnings):
+def test_failures_after_the_layers_are_handled(kernel_device, fault, warnings):
     """The head's kernel, which fails at the first step: slots are as they were, and no other slots try it."""
     loop = loop_of(model_on(kernel_device))
     request = Request(PROMPTS, [2, 2, 2], [1, 2, 3], GREEDY, 3)
-    monkeypatch.setattr(fused_step, "score_tokens", fail)
+    fault.setattr(fused_step, "score_tokens", fail)
     with loop._decoding_mode():
         slots = loop._slots_for(request)
         if kernel_device.type == "cpu":  # no graph is captured here, which begins so

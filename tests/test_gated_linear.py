@@ -8,7 +8,6 @@ from distill_kernels.launch import DeviceFacts
 from distill_kernels.layers.glu import reference_glu
 from distill_kernels.matmul import gated
 from distill_kernels.matmul.gated import choose_gated_tile, gated_linear, interleave_rows, joined_weight
-from distill_kernels.primitives import tiled
 from distill_kernels.primitives.tiled import DEPTH, Tile
 from grids import pairwise
 from helpers import assert_as_good_as_torch
@@ -92,7 +91,7 @@ def test_leading_dimensions_strides_and_no_rows(kernel_device):
 def test_results_do_not_depend_on_earlier_memory_contents(kernel_device, monkeypatch):
     x, gate, up, _ = draw(70, 72, 80, torch.bfloat16, kernel_device)
     weight, empty = joined(gate, up), torch.empty
-    monkeypatch.setattr(tiled.torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
     check(gated._launch(x, weight, None, "silu", SMALL), x, gate, up)
 
 

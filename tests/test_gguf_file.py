@@ -195,7 +195,7 @@ def test_a_shape_that_readers_do_not_take_is_found(tmp_path):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    "fault, message",
+    "told, message",
     [
         ("order", "differs in the file"),
         ("epsilon", "computes other logits"),
@@ -203,7 +203,7 @@ def test_a_shape_that_readers_do_not_take_is_found(tmp_path):
         ("merges", "encodes"),
     ],
 )
-def test_a_file_that_tells_it_wrong_is_not_kept(fault, message, tmp_path, monkeypatch):
+def test_a_file_that_tells_it_wrong_is_not_kept(told, message, tmp_path, monkeypatch, fault):
     from gguf import GGUFWriter
 
     folder = saved(tmp_path / "m", rope_theta=1e4)
@@ -212,10 +212,10 @@ def test_a_file_that_tells_it_wrong_is_not_kept(fault, message, tmp_path, monkey
         "theta": ("add_rope_freq_base", lambda value: 100.0),
         "merges": ("add_token_merges", lambda value: value[:5]),
     }
-    if fault == "order":
-        monkeypatch.setattr(gguf_file, "INTERLEAVED", ())
+    if told == "order":
+        fault.setattr(gguf_file, "INTERLEAVED", ())
     else:
-        name, change = wrong[fault]
+        name, change = wrong[told]
         right = getattr(GGUFWriter, name)
         monkeypatch.setattr(GGUFWriter, name, lambda self, value: right(self, change(value)))
     with pytest.raises(ValueError, match=message):

@@ -182,11 +182,11 @@ def test_check_agrees_with_two_measured_steps(there, capsys):
 
 
 @pytest.mark.gpu
-def test_attention_that_does_not_fit_is_not_taken_for_one_that_refuses(monkeypatch):
+def test_attention_that_does_not_fit_is_not_taken_for_one_that_refuses(fault):
     def full(*tensors, **settings):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(attention, "flash_attention", full)
+    fault.setattr(attention, "flash_attention", full)
     with pytest.raises(torch.OutOfMemoryError):
         attention.autotune_attention(1, 2, 2, 64, 64, torch.bfloat16, backward=False)
 
@@ -241,7 +241,7 @@ def examined(check, subject):
         return check(subject[0])
 
 
-def test_hidden_states_in_bf16_before_the_heads_are_seen(subject, monkeypatch):
+def test_hidden_states_in_bf16_before_the_heads_are_seen(subject, fault):
     from distill_kernels.losses import fused
 
     assert examined(invariants.fused_equals_reference, subject).passed
@@ -250,15 +250,15 @@ def test_hidden_states_in_bf16_before_the_heads_are_seen(subject, monkeypatch):
     def rounded(head, hidden, *more, **settings):
         return project(head, hidden.bfloat16().to(hidden.dtype), *more, **settings)
 
-    monkeypatch.setattr(fused, "project", rounded)
+    fault.setattr(fused, "project", rounded)
     finding = examined(invariants.fused_equals_reference, subject)
     assert not finding.passed, finding
 
 
-def test_attention_across_documents_is_seen(subject, machine, monkeypatch):
+def test_attention_across_documents_is_seen(subject, machine, fault):
     if machine == "cpu":  # where the examination leaves the models' own attention in place
         patch = patching.patch
-        monkeypatch.setattr(patching, "patch", lambda model, role, attention: patch(model, role, attention="triton"))
+        fault.setattr(patching, "patch", lambda model, role, attention: patch(model, role, attention="triton"))
     assert examined(invariants.patching_changes_nothing, subject).passed
     flash = attention.flash_attention
     bounds = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -266,8 +266,8 @@ def test_attention_across_documents_is_seen(subject, machine, monkeypatch):
     def leaking(*tensors, **settings):
         return flash(*tensors, **{name: value for name, value in settings.items() if name not in bounds})
 
-    monkeypatch.setattr(attention, "flash_attention", leaking)
+    fault.setattr(attention, "flash_attention", leaking)
     # a patch tries it out, and would leave the model's own attention in place, which has no fault
-    monkeypatch.setattr(patching, "keeps_apart", lambda model: True)
+    fault.setattr(patching, "keeps_apart", lambda model: True)
     finding = examined(invariants.patching_changes_nothing, subject)
     assert not finding.passed and re.search(r"differ by \d", finding.detail), finding

@@ -166,7 +166,7 @@ def same(folder, **more):
         "fp8-autocast",
     ],
 )
-def test_the_bits_of_launched_steps(tmp_path, more, monkeypatch):
+def test_the_bits_of_launched_steps(tmp_path, more, limit, watch):
     calls, trials, perturbed, problem = [], [], forward_comparison.perturbed, packed.packing_problem
 
     def noted(*args):
@@ -187,10 +187,10 @@ def test_the_bits_of_launched_steps(tmp_path, more, monkeypatch):
         trials.pop()
         return found
 
-    monkeypatch.setattr(forward_comparison, "perturbed", within)
-    monkeypatch.setattr(packed, "packing_problem", asked)
-    monkeypatch.setattr(shared_input, "shared_linear", noted)
-    monkeypatch.setattr(fp8_student, "GAINS_FROM", 1)  # so small are these
+    watch.setattr(forward_comparison, "perturbed", within)
+    watch.setattr(packed, "packing_problem", asked)
+    watch.setattr(shared_input, "shared_linear", noted)
+    limit.setattr(fp8_student, "GAINS_FROM", 1)  # so small are these
     _, said, _ = same(tmp_path, **more)
     assert "launched:" not in said[0]
     assert set(calls) == (
@@ -373,7 +373,7 @@ class Clock:
 
 
 @pytest.mark.parametrize(("replayed", "kept"), [(0.02, True), (0.05, False)])
-def test_the_faster_way_is_kept(monkeypatch, replayed, kept):
+def test_the_faster_way_is_kept(monkeypatch, hardware, replayed, kept):
     """A clock of our own: launched steps take 50 ms."""
     now = [0.0]
 
@@ -387,8 +387,8 @@ def test_the_faster_way_is_kept(monkeypatch, replayed, kept):
         def release(self):
             self.released = True
 
-    monkeypatch.setattr("distill.training.cuda_graphs.DecoderGraphs", Stand)
-    monkeypatch.setattr("distill.training.cuda_graphs.time.perf_counter", lambda: now[0])
+    hardware.setattr("distill.training.cuda_graphs.DecoderGraphs", Stand)
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     said = []
     steps, state = CudaGraphCallback([("student", tiny_model())], say=said.append), Clock(100)

@@ -19,7 +19,6 @@ from test_trainer import arguments, rows, trainer, weights
 from tiny import tiny_model
 from transformers import TrainerCallback
 
-from distill.cli import run_command
 from distill.core.errors import RunError
 from distill.recipe import dump, parse
 from distill.run import translate_errors
@@ -403,12 +402,3 @@ def test_advice_leaves_out_what_is_set_already():
     recipe = RECIPE.model_copy(update={"train": RECIPE.train.model_copy(update={"batch_size": 1})})
     text = error_translation.out_of_memory(recipe, torch.OutOfMemoryError("full"))
     assert "train.batch_size" not in text and "data.max_length from 512 to 256" in text
-
-
-def test_the_command_ends_with_one_line_and_code_1(monkeypatch, capsys):
-    def broken(*args, **kwargs):
-        raise RunError("the disk is full; make room there")
-
-    monkeypatch.setattr("distill.cli.app", broken)
-    assert run_command(["run", "x"]) == 1
-    assert capsys.readouterr().err == "distill: the disk is full; make room there\n"

@@ -53,8 +53,8 @@ def test_a_normalizer_that_makes_endless_text_is_refused_before_it_is_used_here(
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < max(before, 5 << 20), "KiB"
 
 
-def test_a_tokenizer_that_takes_too_long_is_ended(saved, monkeypatch):
-    monkeypatch.setattr(tokenizer_limits, "MOST_SECONDS", 0.01)
+def test_a_tokenizer_that_takes_too_long_is_ended(saved, limit):
+    limit.setattr(tokenizer_limits, "MOST_SECONDS", 0.01)
     search = {"type": "Split", "pattern": {"Regex": "(a|aa)+"}, "behavior": "Isolated", "invert": False}
     with_normalizer(saved, None, {"type": "Sequence", "pretokenizers": [search, BYTES]})
     with pytest.raises(ValueError, match=r"^teacher\.model: the tokenizer of .* takes more than 0.01 s"):

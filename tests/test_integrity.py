@@ -16,9 +16,9 @@ from forked import clean_environment
 from forked import run as run_forked
 from safetensors.torch import load_file, save_file
 from test_resume import RECIPE, figures, finished_run
+from transformers import PreTrainedModel
 
 from distill.cli import run_command
-from distill.core import files
 from distill.core.files import atomic_folder, atomic_path, write_text
 from distill.core.manifest import MANIFEST
 from distill.models.precision.dtypes import resolve_precision
@@ -249,8 +249,7 @@ def test_names_as_long_as_names_can_be(tmp_path):
 def test_everything_of_a_run_is_written_so(workplace, monkeypatch):
     """student/, lock.yaml, recipe.yaml and result.json, and the folders above them."""
     synced = set()
-    sync = files.sync
-    monkeypatch.setattr(files, "sync", lambda path, **more: (synced.add(Path(path).absolute()), sync(path, **more)))
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.add(Path(os.readlink(f"/proc/self/fd/{handle}"))))
     assert run_command(["run", "r.yaml", "--name", "safe", "train.save_every=null"]) == 0
     run = workplace / "runs/safe"
     names = {path.name.split(".")[1] for path in synced if path.parent == run and path.name[0] == "."}
@@ -269,16 +268,14 @@ def test_an_export_deletes_nothing_of_a_persons(workplace):
 
 
 def test_two_exports_into_one_folder_are_a_line(workplace, monkeypatch, capsys):
-    from distill.reports import export
+    save = PreTrainedModel.save_pretrained
 
-    check = export._check
-
-    def another_is_first(model, folder):
-        Path("out").mkdir(exist_ok=True)
+    def another_is_first(model, folder, **settings):
+        Path("out").mkdir()
         (Path("out") / "config.json").write_text("{}")
-        return check(model, folder)
+        return save(model, folder, **settings)
 
-    monkeypatch.setattr(export, "_check", another_is_first)
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", another_is_first)
     assert run_command(["export", "whole", "-o", "out"]) == 2
     err = capsys.readouterr().err
     assert "--output: out exists and is not an empty folder" in err and err.count("\n") == 1
@@ -307,7 +304,7 @@ def test_a_full_disk_is_a_line_whatever_writes(workplace, monkeypatch, capsys):
     def full(*args, **kwargs):
         raise RuntimeError(f"Error while serializing: I/O error: {os.strerror(errno.ENOSPC)} (os error 28)")
 
-    monkeypatch.setattr("distill.reports.export.atomic_folder", full)
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
     assert run_command(["export", "whole", "-o", "out"]) == 1
     assert capsys.readouterr().err == "distill: the disk is full\n"
 

@@ -37,7 +37,7 @@ SUM = {
 }
 
 
-def mean_of_means(patch):
+def mean_of_means(fault):
     """A fault: each micro-batch is divided by its own tokens and by the number of micro-batches."""
     compute = DistillationTrainer.compute_loss
 
@@ -45,7 +45,7 @@ def mean_of_means(patch):
         own = (inputs["labels"][:, 1:] != -100).sum()
         return compute(self, model, inputs, return_outputs, own * self.args.gradient_accumulation_steps)
 
-    patch.setattr(DistillationTrainer, "compute_loss", each_by_its_own)
+    fault.setattr(DistillationTrainer, "compute_loss", each_by_its_own)
 
 
 def subject(loss=None, *, student=None, dtype=torch.float32, tokenizers=True, **model):
@@ -103,38 +103,38 @@ def test_a_check_leaves_the_models_as_they_were():
 # ------------------------------------------------------------------ faults
 
 
-def head_without_lora(patch):
+def head_without_lora(fault):
     call = objective.call_head
-    patch.setattr(
+    fault.setattr(
         objective, "call_head", lambda h, x, compute: call(h, x, lambda x, w: compute(x, w._replace(lora=None)))
     )
 
 
-def shift_by_two(patch):
-    patch.setattr(objective, "shift_labels", lambda labels: F.pad(labels[..., 2:], (0, 2), value=-100))
+def shift_by_two(fault):
+    fault.setattr(objective, "shift_labels", lambda labels: F.pad(labels[..., 2:], (0, 2), value=-100))
 
 
-def cap_forgotten(patch):
+def cap_forgotten(fault):
     build = hidden.build_loss
-    patch.setattr(hidden, "build_loss", lambda loss, transforms: build(loss, {**transforms, "student_softcap": None}))
+    fault.setattr(hidden, "build_loss", lambda loss, transforms: build(loss, {**transforms, "student_softcap": None}))
 
 
-def temperature_for_its_square(patch):
+def temperature_for_its_square(fault):
     """The loss times T where it should be T squared: the same at T = 1."""
     forward = FusedDistillationLoss.forward
-    patch.setattr(
+    fault.setattr(
         FusedDistillationLoss,
         "forward",
         lambda self, *args, **kwargs: forward(self, *args, **kwargs) / self.objective.temperature,
     )
 
 
-def positions_are_dropped(patch):
+def positions_are_dropped(fault):
     """Every row of the trainer's batches passes for one document."""
-    patch.setattr(collator, "_is_one_document", lambda row: True)
+    fault.setattr(collator, "_is_one_document", lambda row: True)
 
 
-def cross_entropy_for_kl(patch):
+def cross_entropy_for_kl(fault):
     forward = FusedDistillationLoss.forward
 
     def with_entropy(self, student_hidden, student_weight, teacher_hidden, teacher_weight, *args, **kwargs):
@@ -143,10 +143,10 @@ def cross_entropy_for_kl(patch):
         entropy = -(p * p.clamp_min(1e-30).log()).sum(-1)
         return found + (entropy.sum() if self.reduction != "none" else entropy)
 
-    patch.setattr(FusedDistillationLoss, "forward", with_entropy)
+    fault.setattr(FusedDistillationLoss, "forward", with_entropy)
 
 
-def cache_in_the_teacher(patch):
+def cache_in_the_teacher(fault):
     """Call the teacher with a cache, by which packed documents see each other."""
 
     def targets(self, batch):
@@ -156,10 +156,10 @@ def cache_in_the_teacher(patch):
                 input_ids=batch["input_ids"], position_ids=batch["position_ids"], attention_mask=ones, use_cache=False
             ).last_hidden_state
 
-    patch.setattr(LoadedTeacher, "targets", targets)
+    fault.setattr(LoadedTeacher, "targets", targets)
 
 
-def padding_joins_the_text(patch):
+def padding_joins_the_text(fault):
     collate = Collator.__call__
 
     def without_positions(self, given):
@@ -167,11 +167,11 @@ def padding_joins_the_text(patch):
         batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"]).clone()
         return batch
 
-    patch.setattr(Collator, "__call__", without_positions)
+    fault.setattr(Collator, "__call__", without_positions)
 
 
-def masked_token_counts(patch):
-    patch.setattr(
+def masked_token_counts(fault):
+    fault.setattr(
         invariants,
         "with_masked_end",
         lambda row, token: {
@@ -182,7 +182,7 @@ def masked_token_counts(patch):
     )
 
 
-def a_norm_that_is_off(patch):
+def a_norm_that_is_off(fault):
     from distill.models.patch import patching
 
     put = patching.patch
@@ -194,32 +194,32 @@ def a_norm_that_is_off(patch):
         norm.forward = lambda *args, **kwargs: 1.01 * forward(*args, **kwargs)
         return report
 
-    patch.setattr(patching, "patch", wrong)
+    fault.setattr(patching, "patch", wrong)
 
 
-def kl_without_a_gradient(patch):
+def kl_without_a_gradient(fault):
     """The figure is right, and nothing is learned from it."""
     loss_of = objective.DistillationObjective.loss_of
-    patch.setattr(
+    fault.setattr(
         objective.DistillationObjective,
         "loss_of",
         lambda self, hidden, *more: loss_of(self, hidden, *more).detach() + 0 * hidden.sum(),
     )
 
 
-def last_chunk_lost(patch):
+def last_chunk_lost(fault):
     forward = FusedDistillationLoss.forward
 
     def lossy(self, hidden, *args, **kwargs):
         found = forward(self, hidden, *args, **kwargs)
         return found * 0.99 if self.workspace else found
 
-    patch.setattr(FusedDistillationLoss, "forward", lossy)
+    fault.setattr(FusedDistillationLoss, "forward", lossy)
 
 
-def teacher_reads_ids_shifted(patch):
+def teacher_reads_ids_shifted(fault):
     targets = LoadedTeacher.targets
-    patch.setattr(
+    fault.setattr(
         LoadedTeacher,
         "targets",
         lambda self, batch: targets(self, {**batch, "input_ids": batch["input_ids"].roll(1, dims=1)}),
@@ -227,7 +227,7 @@ def teacher_reads_ids_shifted(patch):
 
 
 @pytest.mark.parametrize(
-    "check, fault, kind",
+    "check, put_in, kind",
     [
         (invariants.fused_equals_reference, head_without_lora, "lora on the head"),
         (invariants.fused_equals_reference, shift_by_two, "forward kl"),
@@ -246,13 +246,13 @@ def teacher_reads_ids_shifted(patch):
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_fails_where_its_fault_is_put_in(check, fault, kind, monkeypatch):
+def test_fails_where_its_fault_is_put_in(check, put_in, kind, monkeypatch, hardware):
     made = SUBJECTS[kind]()
     assert check(made).passed
     made.rounding = 1.0  # the widest bounds that a machine's own rounding may ask for
     if check is invariants.fused_equals_reference:  # which measures it
-        monkeypatch.setattr(reference_loss, "F", Coarse())
-    fault(monkeypatch)
+        hardware.setattr(reference_loss, "F", Coarse())
+    put_in(monkeypatch)
     finding = check(made)
     assert not finding.passed and str(finding).startswith("FAIL  "), finding
 
@@ -293,12 +293,12 @@ def test_a_vocabulary_that_means_something_else_fails():
 # ------------------------------------------------------------------ whole runs
 
 
-def test_bounds_follow_what_pytorchs_own_loss_is_off_by(monkeypatch):
+def test_bounds_follow_what_pytorchs_own_loss_is_off_by(hardware):
     made = subject()
     finding = invariants.fused_equals_reference(made)
     assert finding.passed and 0 < made.rounding < 1e-5 and made.tolerance == 2e-4
     assert f"the error of PyTorch's loss on them is {made.rounding:.1e}" in finding.detail
-    monkeypatch.setattr(reference_loss, "F", Coarse())
+    hardware.setattr(reference_loss, "F", Coarse())
     finding = invariants.fused_equals_reference(made)
     assert finding.passed and 1e-4 < made.rounding < 1e-2 and made.tolerance == 2 * made.rounding > 2e-4
     assert f"(bound {made.tolerance:.0e})" in finding.detail

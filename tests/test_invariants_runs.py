@@ -21,15 +21,15 @@ def test_resume_is_exact():
     assert finding.passed, finding
 
 
-def forget_optimizer(patch):
-    patch.setattr(DistillationTrainer, "_load_optimizer_and_scheduler", lambda *_: None)
+def forget_optimizer(fault):
+    fault.setattr(DistillationTrainer, "_load_optimizer_and_scheduler", lambda *_: None)
 
 
-def forget_random_state(patch):
-    patch.setattr(DistillationTrainer, "_load_rng_state", lambda *_: None)
+def forget_random_state(fault):
+    fault.setattr(DistillationTrainer, "_load_rng_state", lambda *_: None)
 
 
-def teacher_is_another_one(patch):
+def teacher_is_another_one(fault):
     load = DistillationTrainer._load_optimizer_and_scheduler
 
     def changed(self, checkpoint):
@@ -37,7 +37,7 @@ def teacher_is_another_one(patch):
         if checkpoint is not None:
             self.objective.teacher.models["teacher"].lm_head.weight.data.mul_(1.5)
 
-    patch.setattr(DistillationTrainer, "_load_optimizer_and_scheduler", changed)
+    fault.setattr(DistillationTrainer, "_load_optimizer_and_scheduler", changed)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +78,10 @@ def test_the_reason_of_failed_processes_is_in_the_result(tmp_path, fault, says):
 
 
 @pytest.mark.slow  # it waits for the time to be up
-def test_ranks_that_never_end_are_ended(tmp_path, monkeypatch):
+def test_ranks_that_never_end_are_ended(tmp_path, limit):
     program, alive = tmp_path / "sleeps.py", tmp_path / "alive"
     program.write_text(f"import os, time; open({str(alive)!r}, 'a').write(f'{{os.getpid()}} '); time.sleep(600)")
-    monkeypatch.setattr(invariants_runs, "MINUTES", 1)
+    limit.setattr(invariants_runs, "MINUTES", 1)
     finding = invariants_runs.ranks_change_nothing(subject(), program=[str(program)])
     assert not finding.passed and "did not end" in finding.detail, finding
     for process in alive.read_text().split():
@@ -116,9 +116,9 @@ def test_the_reason_is_found_in_the_output(said, reason):
     assert invariants_runs.failure_reason(said) == reason
 
 
-def forget_data_order(patch):
+def forget_data_order(fault):
     make = invariants_runs.TrainingArguments
-    patch.setattr(invariants_runs, "TrainingArguments", lambda *a, **k: make(*a, **k, ignore_data_skip=True))
+    fault.setattr(invariants_runs, "TrainingArguments", lambda *a, **k: make(*a, **k, ignore_data_skip=True))
 
 
 def test_resume_fails_where_the_data_begin_anew(monkeypatch):
@@ -127,14 +127,14 @@ def test_resume_fails_where_the_data_begin_anew(monkeypatch):
     assert not finding.passed and "logged losses" in finding.detail, finding
 
 
-def test_a_negative_divergence_fails(monkeypatch):
+def test_a_negative_divergence_fails(fault):
     forward = FusedDistillationLoss.forward
 
     def lowered(self, *args, **kwargs):
         found = forward(self, *args, **kwargs)
         return found - 10 if self.reduction == "none" else found
 
-    monkeypatch.setattr(FusedDistillationLoss, "forward", lowered)
+    fault.setattr(FusedDistillationLoss, "forward", lowered)
     finding = invariants.divergence_of_equal_models_is_zero(subject())
     assert not finding.passed and "smallest of any token -" in finding.detail, finding
 

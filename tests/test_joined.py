@@ -203,8 +203,8 @@ def test_an_optimizers_steps_and_files_are_those_of_separate_weights(tmp_path):
     assert torch.equal(mlp.up_proj.weight, models[1].model.layers[0].mlp.up_proj.weight)
 
 
-def test_a_copy_of_a_joined_student_has_its_own_joined_weights(monkeypatch):
-    monkeypatch.setattr("distill.models.patch.snapshot.runs_our_kernels", lambda device: True)
+def test_a_copy_of_a_joined_student_has_its_own_joined_weights(hardware):
+    hardware.setattr("distill.models.patch.snapshot.runs_our_kernels", lambda device: True)
     model, _ = ready()
     snapshot = Snapshot(model)
 
@@ -280,8 +280,8 @@ def run_frozen(model, off=False):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_runs_join_layers_on_measured_families(monkeypatch, family):
-    monkeypatch.setattr(gpu_specs, "device_facts", lambda device: types.SimpleNamespace(family=family))
+def test_runs_join_layers_on_measured_families(hardware, family):
+    hardware.setattr(gpu_specs, "device_facts", lambda device: types.SimpleNamespace(family=family))
     assert gpu_specs.joins_on(torch.device("cuda")) == (family == "sm_90")
     assert not gpu_specs.joins_on(torch.device("cpu"))
 

@@ -128,13 +128,13 @@ def test_a_cell_that_is_too_large_is_one_row_of_its_table(tmp_path):
     assert [row["text"] for row in open_source(str(tmp_path / "b.arrow")).rows()] == words
 
 
-def test_a_list_of_json_is_read_item_by_item(tmp_path, monkeypatch):
+def test_a_list_of_json_is_read_item_by_item(tmp_path, limit):
     """Whatever the chunks that are read: as json.loads has it."""
     items = [{"text": "a ] , [ \\" * n, "n": n, "more": [{}, [n, -n / 7, True, None]]} for n in range(12)]
     whole = json.dumps(items, indent=1)
     path = tmp_path / "a.json"
     for chunk in (1, 2, 7, 64, 1 << 20):
-        monkeypatch.setattr(readers, "CHUNK", chunk)
+        limit.setattr(readers, "CHUNK", chunk)
         path.write_text(f" \n{whole}\n ")
         assert list(open_source(str(path)).rows()) == items
         for cut in range(1, len(whole), 97):
@@ -149,8 +149,8 @@ def test_a_list_of_json_is_read_item_by_item(tmp_path, monkeypatch):
         assert [row.detail for row in open_source(str(path)).rows()] == ["a.json, item 1: 12345", "a.json, item 2: 678"]
 
 
-def test_a_text_in_parts_loses_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "TEXT_PART", 100)
+def test_a_text_in_parts_loses_nothing(tmp_path, limit):
+    limit.setattr(readers, "TEXT_PART", 100)
     text = "".join(f"Line {number} of a text.\r\n" for number in range(60)) + "x" * 250 + " and an end"
     (tmp_path / "a.txt").write_bytes(text.encode())
     parts = [row["text"] for row in open_source(str(tmp_path / "a.txt")).rows()]

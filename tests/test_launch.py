@@ -60,15 +60,13 @@ def workplace(tmp_path):
     return tmp_path
 
 
-def test_the_command_starts_itself(workplace, monkeypatch):
+def test_the_command_starts_itself(workplace, monkeypatch, torchrun):
     monkeypatch.chdir(workplace)
     for name in ranks.LAUNCHED:
         monkeypatch.delenv(name, raising=False)
-    started = []
-    monkeypatch.setattr(launch, "visible_gpus", lambda: 4)
-    monkeypatch.setattr(launch, "start", lambda *given: started.append(given) or 7)
+    started = torchrun(gpus=4)
     again = ["run", "tiny.yaml", "train.device=auto", "--name", "mine"]
-    assert cli.run_command(again) == 7
+    assert cli.run_command(again) == 0
     assert started == [(4, again)]
     # what four processes cannot do is refused before any starts
     assert cli.run_command(["run", "tiny.yaml", "train.device=auto", "train.tokens_per_step=128"]) == 2

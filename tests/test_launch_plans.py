@@ -120,12 +120,12 @@ def test_a_view_with_an_offset_is_addressed_where_it_begins(ops, native):
 
 
 @pytest.mark.parametrize("other", ["device", "stream"])
-def test_another_device_or_stream_is_taken_up(ops, native, other, monkeypatch):
+def test_another_device_or_stream_is_taken_up(ops, native, other, hardware):
     op, (kernel, _), _ = ops
     x = torch.randn(3, 8)
     now = {"device": -1, "stream": 7}
-    monkeypatch.setattr(launch_plans, "current_device", lambda: now["device"])
-    monkeypatch.setattr(launch_plans, "current_stream", lambda device: now["stream"])
+    hardware.setattr(launch_plans, "current_device", lambda: now["device"])
+    hardware.setattr(launch_plans, "current_stream", lambda device: now["stream"])
     for _ in range(3):
         op(x, None, 1.0, "wide")
     started = len(native.started)

@@ -61,8 +61,8 @@ def test_reference_is_torchs(device):
     torch.testing.assert_close(reference_layer_norm(*inputs), torch_layer_norm(*inputs), rtol=1e-12, atol=1e-12)
 
 
-def test_several_rows_a_program_and_determinism(kernel_device, monkeypatch):
-    monkeypatch.setattr(module, "two_sums_rows", lambda *_: RowConfig(2, 1, programs=1, stages=1))
+def test_several_rows_a_program_and_determinism(kernel_device, hardware):
+    hardware.setattr(module, "two_sums_rows", lambda *_: RowConfig(2, 1, programs=1, stages=1))
     inputs = make(kernel_device, 45, 33, torch.float32)
     check_layer(layer_norm, torch_layer_norm, inputs, torch.float32)
     first, second = (outputs_and_gradients(layer_norm, inputs, (True, True, True)) for _ in range(2))
@@ -73,9 +73,9 @@ def test_several_rows_a_program_and_determinism(kernel_device, monkeypatch):
 @pytest.mark.parametrize(
     "config", [RowConfig(4, 1, programs=1, stages=2), RowConfig(1, 4, programs=1, stages=3)], ids=["4 rows", "1 row"]
 )
-def test_looping_programs_and_inputs_converted_twice(kernel_device, monkeypatch, config):
-    monkeypatch.setattr(module, "affine_forward_rows", lambda *_: config)
-    monkeypatch.setattr(module, "two_sums_rows", lambda *_: config._replace(twice=True))
+def test_looping_programs_and_inputs_converted_twice(kernel_device, hardware, config):
+    hardware.setattr(module, "affine_forward_rows", lambda *_: config)
+    hardware.setattr(module, "two_sums_rows", lambda *_: config._replace(twice=True))
     for hidden in (300, 1024):  # of 1,024 columns all four rows lie in the same threads
         for dtype in (torch.float32, torch.bfloat16):
             check_layer(layer_norm, torch_layer_norm, make(kernel_device, 9, hidden, dtype), dtype)
@@ -89,8 +89,8 @@ def test_statistics_are_kept_for_a_gradient_only(kernel_device):
     torch.library.opcheck(torch.ops.distill.layer_norm_forward.default, (*inputs, 1e-5, False))
 
 
-def test_column_sums_of_a_kernel_of_their_own_agree(kernel_device, monkeypatch):
-    monkeypatch.setattr(module, "SEPARATE_SUMS_FROM", 20)
+def test_column_sums_of_a_kernel_of_their_own_agree(kernel_device, limit):
+    limit.setattr(module, "SEPARATE_SUMS_FROM", 20)
     for rows, hidden in ((45, 33), (1, 300), (70, 256)):
         check_layer(layer_norm, torch_layer_norm, make(kernel_device, rows, hidden, torch.float32), torch.float32)
 

@@ -246,7 +246,7 @@ def test_lora_on_the_head_equals_merged_weights(kernel_device, path):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("relative", [True, False])
-def test_logits_kept_in_bf16_would_be_noticed(kernel_device, monkeypatch, relative):
+def test_logits_kept_in_bf16_would_be_noticed(kernel_device, fault, relative):
     """A tolerance of 1.5 times eager's error would allow errors ten times ours."""
     heads, labels, scale = setup(kernel_device, 70, 600, torch.bfloat16, ignored=(3, 69))
     check(fused(heads, MIXED, labels, scale, 600), heads, MIXED, labels, scale, 600, torch.bfloat16)
@@ -257,7 +257,7 @@ def test_logits_kept_in_bf16_would_be_noticed(kernel_device, monkeypatch, relati
         shift = 0.0 if relative else out.shift.repeat_interleave(TILE, 1)[:, : out.values.shape[1]]
         out.values.copy_((out.values + shift).bfloat16() - shift)
 
-    monkeypatch.setattr(fused_path, "project", project)
+    fault.setattr(fused_path, "project", project)
     with pytest.raises(AssertionError, match="exceeds"):
         check(fused(heads, MIXED, labels, scale, 600), heads, MIXED, labels, scale, 600, torch.bfloat16)
 
@@ -272,17 +272,17 @@ def test_one_wrong_row_of_8192_would_be_noticed():
 
 
 @pytest.mark.full
-def test_several_groups_of_chunks_and_summing_in_fp32(kernel_device, monkeypatch):
+def test_several_groups_of_chunks_and_summing_in_fp32(kernel_device, limit):
     from distill_kernels.losses import plan as planning
 
-    monkeypatch.setattr(planning, "ROW_MULTIPLE", 16)
+    limit.setattr(planning, "ROW_MULTIPLE", 16)
     heads, labels, scale = setup(kernel_device, 90, 64, torch.bfloat16, hidden=(16, 16))
     one = fused(heads, [KL], labels, scale, 64)
     many = fused(heads, [KL], labels, scale, 64, workspace=3 * 16 * 64 * 2)
     assert relative_error(many.loss, one.loss) < 1e-6 and relative_error(many.hidden, one.hidden) < 1e-5
     check(many, heads, [KL], labels, scale, 64, torch.bfloat16)
-    monkeypatch.setattr(planning, "MAX_16_BIT_GROUPS", 0)
-    monkeypatch.setattr(planning, "CHUNK_ROWS", 16)
+    limit.setattr(planning, "MAX_16_BIT_GROUPS", 0)
+    limit.setattr(planning, "CHUNK_ROWS", 16)
     wide = fused(heads, [KL], labels, scale, 64)
     exact = dense(heads, [KL], None, scale.double(), 64, torch.float64)[2]
     assert relative_error(wide.weight, exact) <= relative_error(many.weight, exact)

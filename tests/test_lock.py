@@ -174,7 +174,7 @@ def test_the_template_in_use_and_its_day_are_locked(workplace):
     assert made[0]["chat_template"] == tiny_tokenizer().chat_template and made[2]["chat_template"] is None
 
 
-def test_attention_is_taken_from_the_lock_and_not_timed_again(workplace, monkeypatch):
+def test_attention_is_taken_from_the_lock_and_not_timed_again(workplace, hardware):
     from distill import run as run_module
 
     seen = []
@@ -186,7 +186,7 @@ def test_attention_is_taken_from_the_lock_and_not_timed_again(workplace, monkeyp
         choices.found.setdefault("student", {"backend": "triton"})  # as timing on a GPU would
         return choices
 
-    monkeypatch.setattr(run_module, "AttentionChoices", watched)
+    hardware.setattr(run_module, "AttentionChoices", watched)
     path = run(recipe()).folder / "lock.yaml"
     assert read_lock(path)["attention"] == {"student": "triton"}
     run(recipe(), lock=path)

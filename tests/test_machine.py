@@ -216,12 +216,10 @@ def workplace(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("capability, family", [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((7, 5), OLDER)])
-def test_an_fp8_teacher_is_refused_before_it_is_read(gpu, workplace, monkeypatch, capability, family):
+def test_an_fp8_teacher_is_refused_before_it_is_read(gpu, workplace, monkeypatch, unread, capability, family):
     device, recipe = gpu(capability), parse(RECIPE)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
-    monkeypatch.setattr(
-        "distill.teachers.backends.local.load_teacher", lambda *_, **__: pytest.fail("its weights are read")
-    )
+    unread(workplace / "teacher")
     source, context = source_of(recipe), load_context(recipe)
     assert context.device == device
     with pytest.raises(ValueError, match=rf"^teacher\.dtype: fp8 needs a GPU .*; this one is {family}: {ADVICE}$"):
@@ -237,9 +235,9 @@ def test_fp8_is_taken_where_it_is_known_or_emulated(gpu, workplace):
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5), (13, 0)])
-def test_a_gpu_without_kernels_is_named_in_a_line_and_models_stay(gpu, monkeypatch, capsys, capability):
+def test_a_gpu_without_kernels_is_named_in_a_line_and_models_stay(gpu, hardware, capsys, capability):
     device, model = gpu(capability, "Tesla T4"), tiny_model()
-    monkeypatch.setattr("distill.teachers.kernels.next", lambda _: SimpleNamespace(device=device), raising=False)
+    hardware.setattr("distill.teachers.kernels.next", lambda _: SimpleNamespace(device=device), raising=False)
     before = {name: module.forward for name, module in model.named_modules()}
     kernels.patch_models(SimpleNamespace(student=model, models=lambda: [("student", model)]), None)
     assert capsys.readouterr().out.splitlines() == [f"kernels     Tesla T4: {path_of(gpu_specs.family_in(device))}"]

@@ -12,11 +12,13 @@ import sys
 import types
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
 from rich.console import Console
 from test_data import load, own_cache, texts  # noqa: F401
 from test_recipe import MINIMAL
 from tiny import save_tiny, tiny_model, tiny_tokenizer
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from distill.cli import run_command
 from distill.core import console
@@ -326,26 +328,31 @@ def test_inspect_shows_what_check_shows_of_the_data_and_equal_rows_are_counted(f
 
 
 def test_chat_remembers_its_turns_and_ends_with_the_pipe(folder, monkeypatch, capsys):
-    asked = []
+    tokenizer, prompts = tiny_tokenizer(), []
 
-    def answer(model, tokenizer, prompt, write, **_):
-        asked.append([turn["content"] for turn in prompt])
-        write(text := f"reply {len(asked)}")
-        return text
+    def note(module, args):
+        if isinstance(module, torch.nn.Embedding) and args[0].shape[1] > 1:
+            prompts.append(tokenizer.decode(args[0][0]))
 
-    monkeypatch.setattr("distill.evaluation.generate.stream", answer)
+    def rendered(*contents):
+        turns = [{"role": role, "content": text} for role, text in zip(("system", "user"), contents, strict=True)]
+        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\nWho?\n/new\nAgain\n"))
-    assert run_command(["chat", "small", "--teacher", "big", "--system", "Be brief", "--max-new-tokens", "4"]) == 0
-    assert asked == [
-        ["Be brief", "Hello"],
-        ["Be brief", "Hello"],
-        ["Be brief", "Hello", "reply 1", "Who?"],
-        ["Be brief", "Hello", "reply 2", "Who?"],
-        ["Be brief", "Again"],
-        ["Be brief", "Again"],
-    ]
+    watched = register_module_forward_pre_hook(note)
+    try:
+        command = ["chat", "small", "--teacher", "big", "--system", "Be brief", "--max-new-tokens", "4"]
+        assert run_command([*command, "--temperature", "0"]) == 0
+    finally:
+        watched.remove()
     said = capsys.readouterr().out
-    assert said.splitlines()[:4] == ["--- teacher", "reply 1", "--- student", "reply 2"]
+    assert [said.count(line) for line in ("--- teacher\n", "--- student\n")] == [3, 3]
+    hello, again = rendered("Be brief", "Hello"), rendered("Be brief", "Again")
+    assert prompts[:2] == [hello] * 2 and prompts[4:] == [again] * 2
+    question = "<|end|>\n<|start|>user\nWho?<|end|>\n<|start|>assistant\n"
+    replies = [prompt.removeprefix(hello).removesuffix(question) for prompt in prompts[2:4]]
+    assert [hello + reply + question for reply in replies] == prompts[2:4] and all(reply in said for reply in replies)
+    assert replies[0] != replies[1]
 
 
 def test_chat_streams_the_response_of_generate_and_drops_old_turns(folder, monkeypatch, capsys):

@@ -60,11 +60,11 @@ def on_policy(model, **settings):
     return OnPolicyRollouts(loop(model), **(defaults | settings))
 
 
-def trainer(folder, *, student=None, data=None, own=None, callbacks=None, loss="reverse_kl", **settings):
+def trainer(folder, *, student=None, teacher=None, data=None, own=None, callbacks=None, loss="reverse_kl", **settings):
     student = student or tiny_model(dtype=torch.float64)
     made = DistillationTrainer(
         student,
-        tiny_model(seed=1, hidden=64, dtype=torch.float64),
+        teacher or tiny_model(seed=1, hidden=64, dtype=torch.float64),
         arguments(folder, **{"max_steps": 3} | settings),
         loss=loss,
         train_dataset=Dataset.from_list(pairs() if data is None else data),

@@ -32,13 +32,13 @@ def test_a_run_with_the_recipes_section(workplace):
     assert (folder / "student" / "config.json").exists()
 
 
-def test_data_without_prompts_are_refused_before_weights_are_read(workplace, monkeypatch):
-    import distill.run
+def test_data_without_prompts_are_refused_before_weights_are_read(workplace, unread):
+    from distill.run import run
 
     Path("plain.txt").write_text("Running text, line by line.\n" * 60)
-    monkeypatch.setattr(distill.run, "opened_pair", lambda *args, **kwargs: pytest.fail("the models are read"))
+    unread("teacher"), unread("student")
     with pytest.raises(ValueError, match=r"data\.on_policy: expected data with prompts"):
-        distill.run.run(parse(RECIPE, ["data.source=plain.txt"]))
+        run(parse(RECIPE, ["data.source=plain.txt"]))
 
 
 def test_check_counts_the_kv_cache_of_rollouts(workplace):

@@ -74,8 +74,8 @@ def test_an_unavailable_optimizer_is_reported_before_the_run(workplace):  # noqa
     assert not (workplace / "runs").exists()
 
 
-def test_unavailable_report_targets_are_refused_before_the_run(workplace, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(steps, "get_available_reporting_integrations", lambda: ["tensorboard"])
+def test_unavailable_report_targets_are_refused_before_the_run(workplace, library):  # noqa: F811
+    library.setattr(steps, "get_available_reporting_integrations", lambda: ["tensorboard"])
     assert steps.report_to_problem(["tensorboard", "all"]) is None
     for name, expected in (("wandb", "wandb is not installed here"), ("wandbb", "expected some of .*; got wandbb")):
         with pytest.raises(ValueError, match=rf"^train\.report_to: {expected}"):
@@ -104,12 +104,12 @@ def test_arguments_of_the_right_kind_pass(tmp_path: Path):
     assert made.adam_beta2 == 0.95 and made.dataloader_drop_last and made.lr_scheduler_kwargs == {"num_cycles": 1}
 
 
-def test_clipping_within_the_optimizers_step_is_clipping(tmp_path, monkeypatch):
+def test_clipping_within_the_optimizers_step_is_clipping(tmp_path, hardware):
     """Gradients stay as they are; the optimizer divides them by what would have clipped them."""
     ends = []
     for within in (True, False):
         norms = []
-        monkeypatch.setattr("distill.training.step_guard.joins_on", lambda device, within=within: within)
+        hardware.setattr("distill.training.step_guard.joins_on", lambda device, within=within: within)
         arguments = TrainingArguments(
             str(tmp_path),
             max_steps=3,

@@ -17,8 +17,8 @@ KINDS = ("llama", "qwen2", "qwen3", "gemma2")
 
 
 @pytest.fixture(autouse=True)
-def narrow_layers_too(monkeypatch):
-    monkeypatch.setattr(output_rows, "WIDE", 0)
+def narrow_layers_too(without):
+    without.setattr(output_rows, "WIDE", 0)
 
 
 def batch_of(packed, device, learned=0.4):
@@ -77,7 +77,7 @@ def rows_seen(model):
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("change", ["", "checkpointing", "reentrant", "lora", "accumulation"])
-def test_loss_and_gradients_are_exact(change, packed, monkeypatch):
+def test_loss_and_gradients_are_exact(change, packed, without):
     teacher, student = (model.double() for model in models("llama", "cpu"))
     if change in ("checkpointing", "reentrant"):
         student.train().gradient_checkpointing_enable({"use_reentrant": change == "reentrant"})
@@ -88,7 +88,7 @@ def test_loss_and_gradients_are_exact(change, packed, monkeypatch):
     loss, figures, gradients = learn(teacher, student, batches)
     counts = [len(batch["valid_rows"]) for batch in batches]
     assert seen[0] == counts and set(seen[1]) == set(counts)
-    monkeypatch.setattr(output_rows, "MOST", 0)
+    without.setattr(output_rows, "MOST", 0)
     whole, others, expected = learn(teacher, student, batches)
     assert seen[0][-1] == batches[-1]["input_ids"].numel()
     assert loss.dtype == torch.float64 and abs(loss - whole) <= 1e-12 * whole
@@ -110,7 +110,7 @@ def test_every_known_form_gives_what_is_read(kind, device):
     assert not some[rest.to(device)].any()
 
 
-def test_where_all_rows_are_computed(monkeypatch):
+def test_where_all_rows_are_computed(without):
     teacher, student = models("llama", "cpu")
     decoder, batch = decoder_of(teacher), batch_of(True, "cpu")
     rows, tokens = batch["valid_rows"], batch["input_ids"].numel()
@@ -122,7 +122,7 @@ def test_where_all_rows_are_computed(monkeypatch):
     unpatch(teacher)
     assert output_rows.output_rows(decoder, rows, tokens) == {}
     narrow = tiny_model()
-    monkeypatch.setattr(output_rows, "WIDE", 40e6)
+    without.setattr(output_rows, "WIDE", 40e6)
     patch(narrow, log_it=False)
     assert output_rows.output_rows(decoder_of(narrow), rows, tokens) == {}
 
@@ -146,7 +146,7 @@ def test_work_is_counted_where_it_is_done():
 
 
 @pytest.mark.gpu
-def test_in_bf16_the_loss_differs_by_rounding(monkeypatch):
+def test_in_bf16_the_loss_differs_by_rounding(without):
     """Two layers of an 8B teacher's and a 1B student's width, each twice: with some rows and with all."""
     from scripts.bench.chat_step import chats
 
@@ -170,7 +170,7 @@ def test_in_bf16_the_loss_differs_by_rounding(monkeypatch):
         patch(model, role)
     seen = rows_seen(student)
     loss, _, gradients = learn(teacher, student, [batch])
-    monkeypatch.setattr(output_rows, "MOST", 0)
+    without.setattr(output_rows, "MOST", 0)
     whole, _, expected = learn(teacher, student, [batch])
     assert seen == [len(batch["valid_rows"]), batch["input_ids"].numel()]
     assert abs(loss - whole) <= 2e-3 * abs(whole)

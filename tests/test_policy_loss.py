@@ -3,11 +3,9 @@
 import pytest
 import torch
 from distill_kernels import FusedPolicyGradientLoss, fused_log_probs, fused_policy_gradient_loss
-from distill_kernels.losses import fused as fused_path
 from distill_kernels.losses import plan as planning
-from distill_kernels.losses import policy_kernel
 from grids import pairwise
-from helpers import assert_as_good_as_torch, assert_rounded_once, relative_error
+from helpers import assert_as_good_as_torch, assert_rounded_once, kernels_launched, relative_error
 from policy_cases import EVERYTHING, PENALTY, SETTINGS, H, N, V, dense, draw, expected_of, given_of, logits_of, old_of
 from torch.nn import functional as F
 
@@ -23,8 +21,8 @@ from torch.nn import functional as F
         }
     )
 )
-def test_values_and_gradients_equal_fp64(where, monkeypatch, name, dtype, rows, vocab):
-    monkeypatch.setattr("distill_kernels.losses.linear.REFERENCE_CHUNK_ELEMENTS", 5 * V)
+def test_values_and_gradients_equal_fp64(where, limit, name, dtype, rows, vocab):
+    limit.setattr("distill_kernels.losses.linear.REFERENCE_CHUNK_ELEMENTS", 5 * V)
     settings = SETTINGS[name]
     tensors, labels, advantages, reference = draw(where, dtype, vocab=vocab)
     given = given_of(tensors, labels, advantages, reference, settings)
@@ -102,24 +100,16 @@ def test_log_probabilities_are_exact(where, dtype, name):
     assert min(errors) < 2e-5 * (1 + z.abs().max())
 
 
-def test_three_products_and_one_row_kernel(kernel_device, monkeypatch):
+def test_three_products_and_one_row_kernel(kernel_device):
     """Projections, and row losses: one of each a chunk, none in backward."""
     tensors, labels, advantages, _ = draw(kernel_device, torch.bfloat16)
-    calls = []
-    for module, name in (
-        (fused_path, "project"),
-        (policy_kernel, "launch_policy_row_loss"),
-        (fused_path, "launch_row_loss"),
-    ):
-        inner = getattr(module, name)
-        counted = lambda *a, name=name, inner=inner, **k: calls.append(name) or inner(*a, **k)  # noqa: E731
-        monkeypatch.setattr(module, name, counted)
-    monkeypatch.setattr(fused_path, "launcher", fused_path.launcher.__wrapped__)  # looks the launcher up in each call
     leaves = [t.requires_grad_() for t in tensors]
-    loss = fused_policy_gradient_loss(*leaves[:2], labels, advantages, student_bias=leaves[2])
-    assert calls == ["project", "launch_policy_row_loss"]
-    loss.backward()
-    assert len(calls) == 2
+    with kernels_launched() as forward:
+        loss = fused_policy_gradient_loss(*leaves[:2], labels, advantages, student_bias=leaves[2])
+    with kernels_launched() as backward:
+        loss.backward()
+    assert [forward.count(name) for name in ("_project_kernel", "_policy_kernel", "_row_kernel")] == [1, 1, 0]
+    assert not {"_project_kernel", "_policy_kernel", "_row_kernel"} & set(backward)
 
 
 def test_gradient_is_that_of_the_log_probabilities(where):
@@ -221,8 +211,8 @@ def test_small_advantages_do_not_underflow_in_float16(where):
     assert relative_error(made, exact) < 1e-3
 
 
-def test_chunks_give_the_loss_of_one_pass(kernel_device, monkeypatch):
-    monkeypatch.setattr(planning, "ROW_MULTIPLE", 16)
+def test_chunks_give_the_loss_of_one_pass(kernel_device, limit):
+    limit.setattr(planning, "ROW_MULTIPLE", 16)
     tensors, labels, advantages, reference = draw(kernel_device, torch.bfloat16, rows=90)
     given = given_of(tensors, labels, advantages, reference, EVERYTHING)
     labels[[1, 40]] = -100

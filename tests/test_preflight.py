@@ -276,7 +276,7 @@ def test_precision_is_that_of_the_planned_device():
 @pytest.mark.few(1)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("stored", [True, False], ids=["K tokens", "a head"])
-def test_the_workspace_is_what_the_loss_takes(stored, frozen, kernel_device, monkeypatch):
+def test_the_workspace_is_what_the_loss_takes(stored, frozen, kernel_device, watch):
     """Stored top-K needs no teacher logits: one set of buffers, where a head needs two."""
     rows, columns, hidden, made = 200, 300, 32, []
 
@@ -287,7 +287,7 @@ def test_the_workspace_is_what_the_loss_takes(stored, frozen, kernel_device, mon
             self.bytes = sum(t.nbytes for t in (self.buffer, *extra)) + self.tile_sums[0][0]._base.nbytes
             made.append(self.bytes)
 
-    monkeypatch.setattr(fused, "_Workspace", Watched)
+    watch.setattr(fused, "_Workspace", Watched)
     x, w, t, v = realistic_heads(rows, columns, hidden, hidden, dtype=torch.bfloat16, device=kernel_device)
     x.requires_grad_(True), w.requires_grad_(not frozen)
     if stored:

@@ -75,11 +75,9 @@ def test_the_best_shape_is_written_and_runs(place, capsys):
     assert "--output: small.yaml exists" in capsys.readouterr().err
 
 
-def test_a_share_of_the_time_is_measured(place, capsys, monkeypatch):
+def test_a_share_of_the_time_is_measured(place, capsys, monkeypatch, limit, watch):
     """The clock is the machine's; here a forward takes as many seconds as there are layers."""
-    from distill.commands import prune
-
-    monkeypatch.setattr(prune_candidates, "PROPORTIONS", {"depth": {"layers": 1.0}})
+    limit.setattr(prune_candidates, "PROPORTIONS", {"depth": {"layers": 1.0}})
     monkeypatch.setenv("DISTILL_CACHE", str(place / "cache"))
     clock, power = [0.0], 1
     called = nn.Module.__call__
@@ -90,13 +88,13 @@ def test_a_share_of_the_time_is_measured(place, capsys, monkeypatch):
         return called(self, *arguments, **named)
 
     monkeypatch.setattr(nn.Module, "__call__", call)
-    monkeypatch.setattr(prune.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     command = ["prune", "tiny.yaml", "--to", "0.5", "--latency", "--json", "data.cache=true"]
     assert run_command(command) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["from_teacher"]["layers"] == 4 and found["share"] == 0.5
     power = 2  # a clock that differs, as real ones do: the costs and the parts are those of the first time
-    monkeypatch.setattr("distill.models.prune.importance.select_parts", None)
+    watch.setattr("distill.models.prune.importance.select_parts", None)
     assert run_command(command) == 0
     assert json.loads(capsys.readouterr().out) == [found]
     power = 1

@@ -15,7 +15,6 @@ from distill.doctor.invariants import CHECKS
 from distill.models.prune import importance
 from distill.recipe import load, parse
 from distill.run import run
-from distill.teachers.objective import DistillationObjective
 
 LINES = (f"The teacher explains line {n} {'so ' * (n % 4)}and hears {n * 31337 % 997}." for n in range(80))
 TEXT = "\n".join(LINES)
@@ -66,7 +65,7 @@ def assert_equal(one, other):
 
 
 @pytest.fixture
-def choices(monkeypatch):
+def choices(watch):
     """Numbers of rows by which parts were chosen, once for each time."""
     calls, choose = [], importance.select_parts
 
@@ -74,7 +73,7 @@ def choices(monkeypatch):
         calls.append(len(rows))
         return choose(model, cut, rows)
 
-    monkeypatch.setattr(importance, "select_parts", counted)
+    watch.setattr(importance, "select_parts", counted)
     return calls
 
 
@@ -99,19 +98,8 @@ def test_a_run_is_the_same_again_and_its_student_loads(place, capsys, choices):
     assert (config.hidden_size, config.head_dim, config.num_hidden_layers) == (24, 8, 3)
 
 
-def test_interrupted_and_resumed_equals_uninterrupted(place, monkeypatch):
-    compare, calls = DistillationObjective.student_inputs, []
-
-    def dies(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) > 12:
-            raise KeyboardInterrupt
-        return compare(self, *args, **kwargs)
-
-    monkeypatch.setattr(DistillationObjective, "student_inputs", dies)
-    with pytest.raises(KeyboardInterrupt):
-        run(recipe("train.save_every=2"), name="parts")
-    monkeypatch.setattr(DistillationObjective, "student_inputs", compare)
+def test_interrupted_and_resumed_equals_uninterrupted(place, interrupted):
+    interrupted(lambda: run(recipe("train.save_every=2"), name="parts"), step=3)
     assert (place / "runs/parts/checkpoint-2").exists() and not (place / "runs/parts/student").exists()
     run(recipe("train.save_every=2"), name="parts", resume=True)
     assert_equal("parts", "whole")
@@ -154,9 +142,9 @@ def test_two_processes_train_one_student(place):
     assert two["before"]["forward_kl"] == pytest.approx(alone["before"]["forward_kl"], rel=1e-4)
 
 
-def test_invariants_hold_on_a_narrow_student(place, monkeypatch):
+def test_invariants_hold_on_a_narrow_student(place, without):
     """Those of whole runs are in the tests above."""
-    monkeypatch.setattr(examine, "RUN_CHECKS", ())
+    without.setattr(examine, "RUN_CHECKS", ())
     checks = list(examine.examine(load("tiny.yaml")))
     assert len(checks) == len(CHECKS) and all(check.passed for check in checks), checks
 

@@ -185,12 +185,12 @@ def wrong_cells(texts, conversations):
     return wrong, trained
 
 
-def test_the_docs_keep_their_table_where_the_templates_cannot_be_had(monkeypatch, capsys):
+def test_the_docs_keep_their_table_where_the_templates_cannot_be_had(library, capsys):
     def unreachable(requirement):
         raise OSError(f"{requirement} cannot be downloaded: no network")
 
     page = (docs.ROOT / "docs" / "guides" / "chat-templates.md").read_text(encoding="utf-8")
-    monkeypatch.setattr(public_templates, "wheel", unreachable)
+    library.setattr(public_templates, "wheel", unreachable)
     public_templates.templates.cache_clear()
     assert docs.template_table(page) == page
     assert "left as it is: trl==1.16.0 cannot be downloaded" in capsys.readouterr().err

@@ -20,7 +20,6 @@ from transformers.integrations.bitnet import AutoBitLinear
 
 from distill.doctor.examine import prepare
 from distill.models.flops import count_flops, parameters_of
-from distill.models.load import quantised
 from distill.models.load.fingerprint import fingerprint
 from distill.models.load.loading import load_student, load_teacher
 from distill.models.load.quantised import NF4, int8_arguments, quantised_by_transformers, stored_bits
@@ -206,7 +205,7 @@ def test_the_doctor_refuses_it(workplace):  # noqa: F811
 def test_int8_asks_for_a_gpu_and_the_package(folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"teacher\.dtype: int8 needs a CUDA GPU, and this run is on a CPU"):
         load_teacher(Teacher(model=str(save_tiny(tmp_path / "plain")), dtype="int8"))
-    monkeypatch.setattr(quantised.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs bitsandbytes, which is not installed; install it: pip install"):
         int8_arguments(FOLDER, torch.device("cuda"), "teacher")
     with pytest.raises(ValueError, match=r"for a \.gguf file use fp8"):
@@ -220,7 +219,7 @@ def test_int8_leaves_out_the_head_by_what_it_is(monkeypatch):
         from transformers.quantizers.base import get_keys_to_not_convert
     except ImportError:
         from transformers.quantizers.quantizers_utils import get_keys_to_not_convert
-    monkeypatch.setattr(quantised.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     settings = int8_arguments(FOLDER, torch.device("cuda"), "teacher")["quantization_config"]
     assert settings.load_in_8bit and settings.llm_int8_skip_modules is None
     for tie in (True, False):

@@ -27,8 +27,8 @@ def recipe(teacher="", data="", overrides=(), **options):
 
 
 @pytest.fixture(autouse=True)
-def lines(caplog, monkeypatch):
-    monkeypatch.setattr(names, "_logged", set())
+def lines(caplog):
+    names._logged.clear()
     with caplog.at_level(logging.WARNING, logger="distill.recipe.renamed"):
         yield lambda: [record.getMessage() for record in caplog.records]
 

@@ -77,14 +77,14 @@ def test_a_finished_run_without_checkpoints_is_not_made_again(workplace, finishe
         assert path.read_bytes() == there.read_bytes() and path.stat().st_mtime == there.stat().st_mtime, path
 
 
-def test_runs_that_load_at_the_same_time_do_not_share_a_folder(workplace, monkeypatch, capsys):
+def test_runs_that_load_at_the_same_time_do_not_share_a_folder(workplace, fault, capsys):
     described = run_module.first_batch_report
 
     def another_begins(*args):
         shutil.copytree("runs/whole", "runs/r", dirs_exist_ok=True)
         return described(*args)
 
-    monkeypatch.setattr(run_module, "first_batch_report", another_begins)
+    fault.setattr(run_module, "first_batch_report", another_begins)
     assert run_command(["run", "r.yaml", "train.seed=1"]) == 1
     assert capsys.readouterr().err.startswith("distill: runs/r: another run began there while this one was loading")
     assert figures(workplace / "runs/r") == figures(workplace / "runs/whole")
@@ -175,20 +175,18 @@ def test_damaged_figures_from_before_are_made_again(workplace, finished, text, c
     assert [key for key in first if again[key] != first[key] and key not in of_the_start] == []
 
 
-def test_a_resumed_run_launches_kernels_as_it_did(workplace, monkeypatch):
+def test_a_resumed_run_launches_kernels_as_it_did(workplace, hardware):
     from distill_kernels import tuning
 
     folder, imposed = workplace / "runs/whole", []
     (folder / "kernels.json").write_text('{"attention dq 64": "32 64 4 2"}')
     shutil.rmtree(folder / "checkpoint-4")
     (folder / "result.json").unlink()
-    monkeypatch.setattr(tuning, "_preset", {})
+    hardware.setattr(tuning, "_preset", {})
     impose = tuning.preset_choices
-    monkeypatch.setattr(
-        tuning, "preset_choices", lambda choices: (impose(choices), imposed.append(dict(tuning._preset)))
-    )
-    monkeypatch.setattr(tuning, "_used", {"attention dq 64": "32 64 4 2", "logits 4096": "0 0 8 3"})
-    monkeypatch.setattr(tuning, "_record_path", [])
+    hardware.setattr(tuning, "preset_choices", lambda choices: (impose(choices), imposed.append(dict(tuning._preset))))
+    hardware.setattr(tuning, "_used", {"attention dq 64": "32 64 4 2", "logits 4096": "0 0 8 3"})
+    hardware.setattr(tuning, "_record_path", [])
     assert resume() == 0
     assert imposed == [{"attention dq 64": "32 64 4 2"}]
     assert tuning.read_choices(folder / "kernels.json") == tuning._used

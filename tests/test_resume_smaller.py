@@ -28,7 +28,6 @@ from distill.recipe import dump, load, parse
 from distill.training.progress import read_metrics
 from distill.training.resuming import ResumePlan, resume_plan, smaller_batch
 from distill.training.step_listeners import RolloutBatches
-from distill.training.trainer import DistillationTrainer
 from distill.training.transformers_compat import without_known_warnings
 
 STEPS, TAKEN = 8, 8  # of 18 rows an epoch takes steps of 8, 8 and 2 rows: 8 steps end within the third
@@ -228,18 +227,16 @@ def test_a_run_resumes_with_smaller_micro_batches(stopped, finished, capsys):
 
 
 @pytest.mark.full
-def test_advice_for_out_of_memory_works(finished, tmp_path, monkeypatch, capsys):
+def test_advice_for_out_of_memory_works(finished, tmp_path, monkeypatch, capsys, at_step):
     folder = shutil.copytree(finished, tmp_path / "copy")
     shutil.rmtree(folder / "runs")
     monkeypatch.chdir(folder)
-    step = DistillationTrainer.training_step
 
-    def full(self, model, inputs, *args, **kwargs):
-        if self.state.global_step == 4 and len(inputs["input_ids"]) > 2:
+    def full(arguments):
+        if arguments.per_device_train_batch_size > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return step(self, model, inputs, *args, **kwargs)
 
-    monkeypatch.setattr(DistillationTrainer, "training_step", full)
+    at_step(4, full)
     assert run_command(["run", "r.yaml"]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "runs/r/checkpoint-3 is kept: continue with the same command and --name r" in err

@@ -201,8 +201,8 @@ def test_gradients_are_deterministic(kernel_device):
         assert torch.equal(one, other)
 
 
-def test_every_program_of_backward_takes_several_rows(kernel_device, monkeypatch):
-    monkeypatch.setattr(module, "one_sum_rows", lambda *_: RowConfig(2, 1, programs=1, stages=1, twice=True))
+def test_every_program_of_backward_takes_several_rows(kernel_device, hardware):
+    hardware.setattr(module, "one_sum_rows", lambda *_: RowConfig(2, 1, programs=1, stages=1, twice=True))
     for dtype in (torch.float32, torch.bfloat16):
         check_layer(rms_norm, reference_rms_norm, make(kernel_device, 45, 33, dtype, "llama"), dtype)
 

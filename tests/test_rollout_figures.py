@@ -75,8 +75,8 @@ def test_overlap_is_that_of_dense_logits():
     assert len(set(shares.tolist())) > 1
 
 
-def test_an_engine_that_draws_from_something_else_is_seen(workplace, monkeypatch):
-    monkeypatch.setattr(sequence_slots, "at_least_float32", lambda scores: scores.float() * 1.2)
+def test_an_engine_that_draws_from_something_else_is_seen(workplace, fault):
+    fault.setattr(sequence_slots, "at_least_float32", lambda scores: scores.float() * 1.2)
     assert all(row["rollout_gap"] > 0.01 for row in rows_of())
 
 

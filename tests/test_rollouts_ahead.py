@@ -137,19 +137,26 @@ def test_a_checkpoint_of_two_processes_is_one_of_all_answers(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_a_remote_teacher_is_queried_for_all_steps_of_a_group_at_once(tmp_path, monkeypatch, cut):
+def test_a_remote_teacher_is_queried_for_all_steps_of_a_group_at_once(tmp_path, cut):
     """Requests hold the micro-batches that will train, as in a run without a server; a step's logs are its own."""
 
     def followed(folder, asks):
         asked, order = [], []
-        if asks:  # a trainer looks once, when it is made, whether its teacher prefetches
-            for name, value in {
-                "prefetch_depth": 1,
-                "submit": staticmethod(asked.append),
-                "fault_of": staticmethod(lambda batches: order.append((list(batches), len(asked)))),
-            }.items():
-                monkeypatch.setattr(LoadedTeacher, name, value, raising=False)
-        made = ahead(folder, 2, logging_steps=1, **({"save_strategy": "steps", "save_steps": 1} if not cut else {}))
+
+        class Prefetching(LoadedTeacher):
+            """Teacher that notes what it is asked beforehand."""
+
+            prefetch_depth = 1
+
+            def submit(self, batch):
+                asked.append(batch)
+
+            def fault_of(self, batches):
+                order.append((list(batches), len(asked)))
+
+        teacher = (Prefetching if asks else LoadedTeacher)(tiny_model(seed=1, hidden=64, dtype=torch.float64))
+        saving = {} if cut else {"save_strategy": "steps", "save_steps": 1}
+        made = ahead(folder, 2, teacher=teacher, logging_steps=1, **saving)
         made.train(resume_from_checkpoint=str(tmp_path / "plain/checkpoint-1") if cut and asks else None)
         keys = ("step", "loss", "rollouts", "rollout_lag", "rollout_length", "rollout_truncated")
         return made, asked, order, [[r[key] for key in keys] for r in made.state.log_history if "rollouts" in r]
@@ -182,9 +189,9 @@ def test_a_training_that_ends_early_draws_no_more(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_a_copy_of_a_patched_student_has_fused_layers_and_equal_outputs(monkeypatch, kind):
+def test_a_copy_of_a_patched_student_has_fused_layers_and_equal_outputs(monkeypatch, hardware, kind):
     """Also after it took other weights; siblings are one product each."""
-    monkeypatch.setattr("distill.models.patch.snapshot.runs_our_kernels", lambda device: True)
+    hardware.setattr("distill.models.patch.snapshot.runs_our_kernels", lambda device: True)
     student = tiny_model(kind=kind, dtype=torch.float64)
     prompts = [row["input_ids"][:4] for row in pairs(6)]
     patch(student, "student", attention=None)

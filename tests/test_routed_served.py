@@ -1,5 +1,6 @@
 """Routed teachers of which some are served or cached: the same bits as with all of them loaded."""
 
+import contextlib
 import json
 import shutil
 
@@ -12,13 +13,12 @@ from tiny import save_models
 
 from distill.caching.make import load, make_cache
 from distill.commands.validate import path_notes
-from distill.core.errors import RunError, TeacherUnavailableError
+from distill.core.errors import RunError
 from distill.data.collator import Collator
 from distill.doctor.examine import examine
 from distill.recipe import RecipeError, dump, parse
 from distill.run import run
 from distill.serving.open import open_engine
-from distill.teachers.backends.served import client
 from distill.teachers.backends.stored.settings import Settings
 from distill.teachers.capabilities import first_batch_lines, prefetching_of
 from distill.teachers.registry import source_of
@@ -41,18 +41,18 @@ def place(tmp_path_factory):
     return folder
 
 
+def engine_of(place, name):
+    """Return the engine of one of the teachers."""
+    recipe = parse(
+        f"{{teacher: {{model: {place}/{name}}}, student: {{model: {place}/student}}, "
+        f"data: {{source: {place}/rows.jsonl}}, train: {{steps: 1, device: cpu}}}}"
+    )
+    return open_engine(recipe, 4096)
+
+
 @pytest.fixture(scope="module")
 def urls(place):
-    one = [
-        open_engine(
-            parse(
-                f"{{teacher: {{model: {place}/{name}}}, student: {{model: {place}/student}}, "
-                f"data: {{source: {place}/rows.jsonl}}, train: {{steps: 1, device: cpu}}}}"
-            ),
-            4096,
-        )
-        for name in TEACHERS
-    ]
+    one = [engine_of(place, name) for name in TEACHERS]
     with serving(one[0]) as math, serving(one[1]) as talk:
         yield {"math": math, "talk": talk}
 
@@ -214,20 +214,14 @@ def test_validate_looks_at_the_paths_of_every_route(place, tmp_path, name):
     assert [note for note in notes if note.startswith(f"teachers.1.{name}: ")], notes
 
 
-def test_a_server_that_is_gone_ends_the_run_in_a_line(place, urls, monkeypatch):
+def test_a_server_that_is_gone_ends_the_run_in_a_line(place, urls, at_step):
     source = source_of(recipe_of(place, urls))
     assert source.title().count("(served)") == 2 and not source.sections
-    asked, fetch = [], client.Servers.fetch
-
-    def until(self, method, path, *more):
-        asked.append(path)
-        if len(asked) > 30:
-            raise TeacherUnavailableError("teacher.url: no response within 1 s")
-        return fetch(self, method, path, *more)
-
-    monkeypatch.setattr(client.Servers, "fetch", until)
-    with pytest.raises(RunError, match="no response within 1 s"):
-        trained(recipe_of(place, {"talk": urls["talk"]}, "train.steps=40"), "dies")
+    with contextlib.ExitStack() as server:
+        url = server.enter_context(serving(engine_of(place, "talk")))
+        at_step(2, lambda arguments: server.close())
+        with pytest.raises(RunError, match="no response within 1 s"):
+            trained(recipe_of(place, {"talk": url}, "train.steps=40", "teachers.1.timeout=1"), "dies")
     assert list((place / "runs" / "dies").glob("checkpoint-*/manifest.json"))
 
 

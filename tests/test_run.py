@@ -10,11 +10,11 @@ from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.core.folders import RUN_LOCK
+from distill.core.launch import command_line
 from distill.models.precision import dtypes as precision
 from distill.planning import steps as steps_of_a_run
 from distill.recipe import Data, Train, dump, load, parse
 from distill.run import run
-from distill.teachers.objective import DistillationObjective
 from distill.training.progress import read_metrics
 
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(80))
@@ -43,8 +43,8 @@ def recipe(*overrides):
     )
 
 
-def test_a_run_writes_everything_and_the_student_loads(workplace, curves, capsys, monkeypatch):
-    monkeypatch.setattr("distill.run_results.command_line", [])
+def test_a_run_writes_everything_and_the_student_loads(workplace, curves, capsys):
+    command_line.clear()  # of a test before this one
     result = run(recipe("train.save_every=4", "train.eval_every=3"))
     assert result.folder.as_posix() == "runs/tiny" and result.steps == 6
     written = (
@@ -95,22 +95,10 @@ def test_lora_and_another_loss(workplace):
     assert AutoModelForCausalLM.from_pretrained(result.folder / "student").config.vocab_size == 259
 
 
-def test_interrupted_and_resumed_equals_uninterrupted(workplace, monkeypatch):
+def test_interrupted_and_resumed_equals_uninterrupted(workplace, interrupted):
     overrides = ("train.save_every=2", "data.packing=true")
     whole = run(recipe(*overrides), name="whole")
-    forward, calls = DistillationObjective.student_inputs, []
-
-    def dies(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) > 9 * 2:
-            raise KeyboardInterrupt
-        return forward(self, *args, **kwargs)
-
-    monkeypatch.setattr(DistillationObjective, "student_inputs", dies)
-    with pytest.raises(KeyboardInterrupt):
-        run(recipe(*overrides), name="parts")
-    monkeypatch.undo()
-    monkeypatch.chdir(workplace)
+    interrupted(lambda: run(recipe(*overrides), name="parts"), step=3, micro_batches=1)
     assert (workplace / "runs/parts/checkpoint-2").exists() and not (workplace / "runs/parts/student").exists()
     with pytest.raises(ValueError, match=r"--resume: .* differs from"):
         run(recipe(*overrides, "train.learning_rate=1e-3"), name="parts", resume=True)

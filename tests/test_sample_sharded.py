@@ -16,7 +16,7 @@ from tiny import save_models, save_tiny, tiny_model
 from two_ranks import run_as_two
 
 from distill.cli import run_command
-from distill.core import launch, ranks
+from distill.core import ranks
 from distill.evaluation.targets import find_target, needs_sharding
 
 RECIPE = """
@@ -69,7 +69,7 @@ def made_by_two(folder, device):
     (folder / "tiny.yaml").write_text(RECIPE)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(launch, "visible_gpus", lambda: 1)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
         alone = {case: said_by(sample(case, device, f"one-{case}.jsonl", "--json")) for case in CASES}
         assert run_command(["run", "tiny.yaml", *ON[device], "--name", "mine", "generate.prompts=[]"]) == 0
         alone |= {name: said_by(["eval", "mine", "--json", *more]) for name, more in JUDGED.items()}
@@ -146,13 +146,11 @@ def test_what_several_processes_cannot_do_is_one_line(made, name, expected):
 
 
 @pytest.mark.parametrize("how, started", [("sharded", True), ("copied", False)])
-def test_several_gpus_are_taken_where_shards_are(made, monkeypatch, how, started):
+def test_several_gpus_are_taken_where_shards_are(made, monkeypatch, torchrun, how, started):
     folder, _, _ = made
     monkeypatch.chdir(folder)
     gpu_of(monkeypatch, 80)
-    starts = []
-    monkeypatch.setattr(launch, "visible_gpus", lambda: 4)
-    monkeypatch.setattr(launch, "start", lambda *given: starts.append(given) or 0)
+    starts = torchrun(gpus=4)
     command = ["sample", "tiny.yaml", f"parallel.teacher={how}", *sample("drawn", "cuda", f"{how}.jsonl")[2:]]
     command = [part for part in command if not part.startswith("train.")]
     assert run_command(command) == 0
@@ -163,13 +161,11 @@ def test_several_gpus_are_taken_where_shards_are(made, monkeypatch, how, started
         assert again == command
 
 
-def test_judging_takes_several_gpus_where_shards_are_and_tasks_none(made, monkeypatch, capsys):
+def test_judging_takes_several_gpus_where_shards_are_and_tasks_none(made, monkeypatch, torchrun, capsys):
     folder, _, _ = made
     monkeypatch.chdir(folder)
     gpu_of(monkeypatch, 80)
-    starts = []
-    monkeypatch.setattr(launch, "visible_gpus", lambda: 4)
-    monkeypatch.setattr(launch, "start", lambda *given: starts.append(given) or 0)
+    starts = torchrun(gpus=4)
     for more in (["--before", "student"], ["--data", "text.txt", "--max-length", "16"]):
         starts.clear()
         assert run_command(["eval", "mine", *more]) == 0

@@ -59,9 +59,9 @@ def own_ends(url):
 # ------------------------------------------------------------------ connections
 
 
-def test_idle_connections_block_no_others(engine, monkeypatch):
+def test_idle_connections_block_no_others(engine, limit):
     """More of them than may be open: those that have waited longest make room, and one that was answered goes last."""
-    monkeypatch.setattr(connections, "MOST_OPEN", 128)
+    limit.setattr(connections, "MOST_OPEN", 128)
     query = question(1)
     with serving(engine, TOKEN, Patience(headers=60.0)) as url, contextlib.ExitStack() as stack:
         kept = stack.enter_context(connect(url))
@@ -151,7 +151,7 @@ def test_a_client_that_does_not_read_is_dropped_and_its_answer_with_it(engine, m
 
 
 @pytest.mark.full
-def test_unread_answers_of_a_server_are_bounded_in_memory(engine, monkeypatch):
+def test_unread_answers_of_a_server_are_bounded_in_memory(engine, monkeypatch, limit):
     """A third one waits until the first two are dropped; a small one does not."""
     held, answer = [], engine.answer
     large = torch.zeros(4096, 4096)
@@ -162,7 +162,7 @@ def test_unread_answers_of_a_server_are_bounded_in_memory(engine, monkeypatch):
 
     monkeypatch.setattr(engine, "answer", answered)
     size = large.nbytes
-    monkeypatch.setattr(
+    limit.setattr(
         "distill.serving.engine.Job.answer_bytes", lambda job, identity: size if job.query.ids.size > 100 else 1000
     )
     body = question(1, rows=4, length=40).body()
@@ -276,11 +276,11 @@ def test_whatever_a_body_holds_it_is_read_or_a_wire_error(seed):
     assert refused > 400
 
 
-def test_json_answers_are_small_and_every_error_is_json(url, engine, monkeypatch):
+def test_json_answers_are_small_and_every_error_is_json(url, engine, limit):
     query = question(6, rows=4, packed=False)
     body = {"input_ids": query.ids.tolist(), "rows": query.rows.tolist()}
     assert HTTP.post(f"{url}/v1/targets", json=body).status_code == 200
-    monkeypatch.setattr("distill.serving.app.JSON_ANSWER", 1000)
+    limit.setattr("distill.serving.app.JSON_ANSWER", 1000)
     answer = HTTP.post(f"{url}/v1/targets", json=body)
     assert answer.status_code == 422 and "at most 1000 bytes in JSON" in answer.json()["error"]
     assert HTTP.post(f"{url}/v1/targets", json=body | {"rows": 0}).status_code == 422

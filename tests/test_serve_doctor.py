@@ -58,7 +58,7 @@ def test_another_tokenizer_or_template_fails(place, subject_of):
     assert finding.passed is False and "the template differs from the server's" in finding.detail
 
 
-def test_a_teacher_that_changes_under_its_name_on_resume_fails(subject_of, engine, monkeypatch):
+def test_a_teacher_that_changes_under_its_name_on_resume_fails(subject_of, engine, monkeypatch, fault):
     made = subject_of()
     assert invariants_runs.resume_is_exact(made).passed
     load, alone = DistillationTrainer._load_optimizer_and_scheduler, engine._alone
@@ -68,6 +68,6 @@ def test_a_teacher_that_changes_under_its_name_on_resume_fails(subject_of, engin
         if checkpoint is not None:
             monkeypatch.setattr(engine, "_alone", lambda job: alone(job).flip(-1))
 
-    monkeypatch.setattr(DistillationTrainer, "_load_optimizer_and_scheduler", changed)
+    fault.setattr(DistillationTrainer, "_load_optimizer_and_scheduler", changed)
     finding = invariants_runs.resume_is_exact(made)
     assert not finding.passed and "weights" in finding.detail

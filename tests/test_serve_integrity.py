@@ -5,14 +5,13 @@ import random
 
 import pytest
 import torch
-from served import HTTP, expected_hidden, question, serving
+from served import HTTP, expected_hidden, question
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from distill.core.errors import TeacherUnavailableError
-from distill.serving import app
 from distill.serving.open import running
 from distill.teachers.backends.served.client import ServerConfig, Servers
 from distill.teachers.backends.served.integrity import CHECKSUM, QUESTION, checksum, question_hash
@@ -41,19 +40,15 @@ def test_every_answer_bears_both_sums(url):
     assert refused.status_code == 400 and refused.headers[QUESTION] == question_hash(PATH, b"?")
 
 
-@pytest.mark.parametrize("damage", ["checksum", "question_hash"])
-def test_a_damaged_response_is_requested_again_on_a_new_connection(engine, damage, monkeypatch, caplog):
-    query, original = question(3), getattr(app, damage)
-    count, connected = [0], []
+@pytest.mark.parametrize("damage", [CHECKSUM, QUESTION])
+def test_a_damaged_response_is_requested_again_on_a_new_connection(url, engine, damage, caplog):
+    query, answers, connected = question(3), [], set()
 
-    def wrong_at_first(*given):
-        count[0] += 1
-        return "0" * 32 if count[0] in (2, 5, 6) else original(*given)
+    def wrong_at_first(headers, content):
+        answers.append(content)
+        return headers | ({damage: "0" * 32} if len(answers) in (2, 5, 6) else {}), content
 
-    monkeypatch.setattr(app, damage, wrong_at_first)
-    connection = Servers._connection
-    monkeypatch.setattr(Servers, "_connection", lambda own, at: (connected.append(at), connection(own, at))[1])
-    with serving(engine) as address:
+    with running(proxy(url, wrong_at_first, connected)) as address:
         servers = Servers(ServerConfig((address,), wait=20.0))
         expected = expected_hidden(engine, query)
         assert torch.equal(asked(servers, query), expected) and len(connected) == 1
@@ -61,19 +56,19 @@ def test_a_damaged_response_is_requested_again_on_a_new_connection(engine, damag
             assert torch.equal(asked(servers, query), expected) and len(connected) == 2  # the second and third answer
         assert "requesting it once more on a new connection" in caplog.text
         assert torch.equal(asked(servers, query), expected)
-        told = (
-            "a damaged response: expected the checksum 0" if damage == "checksum" else "a response to another request"
-        )
+        told = "a damaged response: expected the checksum 0" if damage == CHECKSUM else "a response to another request"
         with pytest.raises(TeacherUnavailableError, match=f"teacher.url: {address}: twice in a row {told}") as gone:
             asked(servers, query)
         assert "\n" not in str(gone.value)
         servers.close()
 
 
-def proxy(url, change):
-    """A proxy that hands on what `change` makes of an answer's headers and body."""
+def proxy(url, change, connected=None):
+    """A proxy that hands on what `change` makes of an answer's headers and body; `connected` takes clients' ports."""
 
     async def pass_on(request):
+        if connected is not None:
+            connected.add(request.client.port)
         body = await request.body()
         target = f"{url}{request.url.path}?{request.url.query}".rstrip("?")
         answer = await run_in_threadpool(lambda: HTTP.request(request.method, target, content=body))

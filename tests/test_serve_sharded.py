@@ -159,12 +159,12 @@ def test_where_the_first_is_gone_the_other_ends_too(tmp_path, serve):
     assert "rank 0 (process " in lines[0]
 
 
-def test_sharded_serving_requires_several_processes(tmp_path, monkeypatch):
+def test_sharded_serving_requires_several_processes(tmp_path, monkeypatch, torchrun):
     sharded, plain = recipe_in(tmp_path, *SHARDED), recipe_in(tmp_path)
     with pytest.raises(ValueError, match="torchrun --nproc-per-node N -m distill serve"):
         processes_of(sharded)
     assert processes_of(plain) == 1
-    monkeypatch.setattr("distill.serving.open.visible_gpus", lambda: 4)
+    torchrun(gpus=4)
     assert processes_of(recipe_in(tmp_path, "parallel.teacher=sharded", "train.device=cuda")) == 4
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)

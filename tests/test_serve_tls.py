@@ -97,8 +97,8 @@ def test_tls_files_are_looked_at_before_anything_is_loaded(certificate, capsys, 
     assert "--ssl-keyfile: expected a key without a passphrase" in told(pem, certificate / "locked.key")
 
 
-def test_tls_handshakes_count_and_have_a_time_limit(engine, certificate, monkeypatch):
-    monkeypatch.setattr(connections, "MOST_OPEN", 128)
+def test_tls_handshakes_count_and_have_a_time_limit(engine, certificate, limit):
+    limit.setattr(connections, "MOST_OPEN", 128)
     tls = {"ssl_certfile": certificate / "one.pem", "ssl_keyfile": certificate / "one.key"}
     with serving(engine, patience=Patience(headers=2.0), tls=tls) as url, contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(connect(url)) for _ in range(300)]

@@ -67,10 +67,10 @@ def test_a_server_is_not_chosen_without_auto_or_known_rates(overrides, gpu):
     assert chosen(lora_70b(*overrides), gpu).teacher_gpus is None
 
 
-def test_a_launch_chooses_on_gpus_and_a_resumed_run_keeps_what_it_began_with(tmp_path, monkeypatch):
+def test_a_launch_chooses_on_gpus_and_a_resumed_run_keeps_what_it_began_with(tmp_path, hardware):
     recipe, device = lora_70b("teacher.dtype=fp8"), find_device("H100")
-    monkeypatch.setattr(planning.DevicePlan, "on_cuda", staticmethod(lambda *_: device_plan(recipe, device, 4)))
-    monkeypatch.setattr(planning, "find_device", lambda _: device)
+    hardware.setattr(planning.DevicePlan, "on_cuda", staticmethod(lambda *_: device_plan(recipe, device, 4)))
+    hardware.setattr(planning, "find_device", lambda _: device)
     training, chosen = planning.assign_gpus(recipe, 4, None)
     assert (training, chosen.parallel.teacher, chosen.parallel.teacher_gpus) == (2, "served", 2)
     begun = tmp_path / "recipe.yaml"

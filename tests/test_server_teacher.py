@@ -20,7 +20,9 @@ from distill.objectives.top_k_encoding import Encoding, encode
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
 from distill.run import run
+from distill.serving.app import Limits, make_app
 from distill.serving.engine import Engine
+from distill.serving.open import running
 from distill.serving.worker import Full
 from distill.teachers.backends.served import client
 from distill.teachers.backends.served.client import Servers
@@ -131,12 +133,17 @@ def test_no_query_is_sent_where_the_loss_needs_none(place, url):
     assert _requests(url) == before and teacher.prefetch_depth == 2
 
 
-def test_check_asks_once_who_it_is_whatever_it_advises(place, url, monkeypatch):
-    calls, identity = [], Servers.identity
-    monkeypatch.setattr(Servers, "identity", lambda servers: (calls.append(servers), identity(servers))[1])
-    report = check(recipe_in(place, *from_server(url)), find_device("cpu"))
+def test_check_asks_once_who_it_is_whatever_it_advises(place, engine):
+    app, paths = make_app(engine, None, Limits(4096, 2048, 1 << 16)), []
+
+    async def noted(scope, receive, send):
+        paths.append(scope.get("path"))
+        await app(scope, receive, send)
+
+    with running(noted) as url:
+        report = check(recipe_in(place, *from_server(url)), find_device("cpu"))
     assert not report.problems and "bytes per trained token come from there" in report.teacher_text
-    assert len(calls) == 1
+    assert paths.count("/v1/identity") == 1
 
 
 def _requests(url):

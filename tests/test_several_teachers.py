@@ -408,13 +408,12 @@ def test_another_vocabulary_is_refused(folders, tmp_path, monkeypatch):
         run_recipe(folders, tmp_path, monkeypatch, f"teachers.1.model={tmp_path / 'other'}")
 
 
-def test_each_teacher_has_its_own_attention(monkeypatch):
+def test_each_teacher_has_its_own_attention(hardware):
     """Back ends are chosen by a model's heads, so one teacher's choice is not the next one's."""
     text = "teachers: [{model: a}, {model: b, attention: sdpa}, {model: c}]\nstudent: {model: s}\n"
     recipe = parse(text + "data: {source: x.jsonl}\ntrain: {steps: 3}\n")
     names = iter(("first", "third", "student"))
-    monkeypatch.setattr(attention_choice.attention, "choose_attention", lambda *_, **__: (next(names), {}))
-    monkeypatch.setattr(attention_choice, "broadcast_object_list", lambda values: values)
+    hardware.setattr(attention_choice.attention, "choose_attention", lambda *_, **__: (next(names), {}))
     choices = attention_choice.AttentionChoices(recipe)
     found = [choices.of(None, "teacher", number) for number in (0, 1, 2, 0, 2)]
     assert [*found, choices.of(None, "student")] == ["first", None, "third", "first", "third", "student"]

@@ -278,7 +278,7 @@ def two_compiled(request, tmp_path_factory):
     return start(tmp_path_factory.mktemp("two"), request.param, "compiled")
 
 
-def test_row_counts_are_exchanged_again_for_a_new_group_of_the_same_name(monkeypatch):
+def test_row_counts_are_exchanged_again_for_a_new_group_of_the_same_name(hardware):
     asked, groups = [], ["the first", "the second"]
 
     class Ranks:
@@ -289,8 +289,8 @@ def test_row_counts_are_exchanged_again_for_a_new_group_of_the_same_name(monkeyp
             asked.append(self.group)
             return torch.stack([own, own])
 
-    monkeypatch.setattr(sharded_heads, "Ranks", Ranks)
-    monkeypatch.setattr(sharded_heads, "process_group_by_name", lambda name: groups[0])
+    hardware.setattr(sharded_heads, "Ranks", Ranks)
+    hardware.setattr(sharded_heads, "process_group_by_name", lambda name: groups[0])
     weight = torch.ones(5, 2)
     assert [sharded_heads._row_counts(weight, "0") for _ in range(2)] == [[5, 5]] * 2 and asked == ["the first"]
     del groups[0]

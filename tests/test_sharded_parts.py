@@ -110,11 +110,11 @@ def test_parts_of_minus_infinity(kernel_device, path):
 
 
 @pytest.mark.full
-def test_all_ranks_plan_the_same_groups_of_chunks(kernel_device, monkeypatch):
+def test_all_ranks_plan_the_same_groups_of_chunks(kernel_device, limit):
     from distill_kernels.losses import plan as planning
 
-    monkeypatch.setattr(planning, "ROW_MULTIPLE", 16)
-    monkeypatch.setattr(planning, "CHUNK_ROWS", 16)
+    limit.setattr(planning, "ROW_MULTIPLE", 16)
+    limit.setattr(planning, "CHUNK_ROWS", 16)
     spans = ((0, 40), (40, 64))
     outcomes = whole_and_cut(kernel_device, torch.bfloat16, MIXED[:1], spans, rows=40)
     check_parts(*outcomes, torch.bfloat16)

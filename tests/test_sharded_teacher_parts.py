@@ -271,11 +271,11 @@ def test_parts_of_teachers_with_zero_probability_on_a_rank(kernel_device, path, 
 @pytest.mark.few(2)
 @PATHS
 @pytest.mark.parametrize("kind", ["bucket", "mixture"])
-def test_all_ranks_plan_the_same_chunks(kernel_device, monkeypatch, path, kind):
+def test_all_ranks_plan_the_same_chunks(kernel_device, monkeypatch, limit, path, kind):
     monkeypatch.setattr(sys.modules[__name__], "ROWS", 40)
-    monkeypatch.setattr(planning, "ROW_MULTIPLE", 16)
-    monkeypatch.setattr(planning, "CHUNK_ROWS", 16)
-    monkeypatch.setattr(linear, "REFERENCE_CHUNK_ELEMENTS", 16 * 40)
+    limit.setattr(planning, "ROW_MULTIPLE", 16)
+    limit.setattr(planning, "CHUNK_ROWS", 16)
+    limit.setattr(linear, "REFERENCE_CHUNK_ELEMENTS", 16 * 40)
     settings = {"spans": ((0, 40), (40, 64)), "path": path, "rows": True, "temperature": 2.0}
     if kind == "mixture":
         outcomes = cut_mixture(kernel_device, torch.bfloat16, MIXED[:1], **settings)

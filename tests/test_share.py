@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import kernels_launched
 from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
@@ -56,27 +57,21 @@ def test_generate_prints_student_and_teacher(folder, capsys):
 
 
 @pytest.mark.full
-def test_triton_alone_answers_the_same_tokens(folder, capsys, kernel_device, monkeypatch):
-    from distill_kernels.primitives import split_k
-
-    from distill.evaluation import targets
-
-    monkeypatch.setattr(targets, "default_device", lambda: kernel_device)
-    products, launch = [], split_k._launch
-    monkeypatch.setattr(split_k, "_launch", lambda *a, **k: products.append(1) or launch(*a, **k))
+def test_triton_alone_answers_the_same_tokens(folder, capsys, kernel_device):
     said = {}
     for kernels in ("auto", "triton"):
         command = ["generate", "mine", "-p", "What?", "--teacher", "teacher", "--max-new-tokens", "3", "--json"]
-        assert run_command([*command, "--kernels", kernels]) == 0
+        with kernels_launched() as launched:
+            assert run_command([*command, "--kernels", kernels]) == 0
         said[kernels] = json.loads(capsys.readouterr().out)
-        assert bool(products) == (kernels == "triton")
+        assert any("split_k" in name for name in launched) == (kernels == "triton")
     assert said["triton"] == said["auto"] and set(said["auto"][0]) == {"prompt", "student", "teacher"}
 
 
 def test_triton_alone_is_refused_where_it_cannot_be(folder, capsys, monkeypatch):
     assert run_command(["generate", "mine", "-p", "x", "--kernels", "cuda"]) == 2
     assert "--kernels: expected auto or triton, got 'cuda'" in capsys.readouterr().err
-    monkeypatch.setattr("distill.evaluation.targets.default_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run_command(["generate", "mine", "-p", "x", "--kernels", "triton"]) == 2
     assert "--kernels: triton needs a CUDA device" in capsys.readouterr().err
 

@@ -243,7 +243,7 @@ def test_nothing_is_kept_without_gradients_or_while_compiling(autocast):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text"])
-def test_norms_that_write_what_autocast_casts_to_keep_the_bits(kind, monkeypatch):
+def test_norms_that_write_what_autocast_casts_to_keep_the_bits(kind, without):
     model = tiny_model(kind=kind, **({"query_pre_attn_scalar": 8} if kind == "gemma3_text" else {})).train()
     report = patch(model, "student", attention=None)
     assert "casts" in report.verdicts.values()
@@ -252,7 +252,7 @@ def test_norms_that_write_what_autocast_casts_to_keep_the_bits(kind, monkeypatch
     norm.register_forward_hook(lambda *a: seen.append(a[2][0].dtype))
     hidden, gradients, shared = run(model, autocast=True)
     assert shared == 4
-    monkeypatch.setattr(residual_norms, "cast_dtype", lambda *_: None)
+    without.setattr(residual_norms, "cast_dtype", lambda *_: None)
     wide, exact, _ = run(model, autocast=True)
     assert seen == [torch.bfloat16, torch.float32]
     assert torch.equal(hidden, wide)
@@ -313,7 +313,7 @@ def test_kernel_equals_the_reference_on_shapes_of_real_models(sizes, weights_in,
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_model_on_a_gpu_keeps_the_bits(device, monkeypatch, checkpointed):
+def test_a_model_on_a_gpu_keeps_the_bits(device, without, checkpointed):
     """Under autocast: norms that write bf16, and one node of several projections, against each by itself."""
     model = tiny_model(kind="qwen2", hidden=256, dtype=torch.float32).to(device).train()
     assert "casts" in patch(model, "student").verdicts.values()
@@ -330,7 +330,7 @@ def test_a_model_on_a_gpu_keeps_the_bits(device, monkeypatch, checkpointed):
         return hidden.detach(), gradients, nodes(hidden.grad_fn)
 
     hidden, gradients, shared = step()
-    monkeypatch.setattr(residual_norms, "cast_dtype", lambda *_: None)
+    without.setattr(residual_norms, "cast_dtype", lambda *_: None)
     for module in model.modules():
         if GROUP in module.__dict__:
             module.__dict__[GROUP].wasted = True

@@ -92,12 +92,12 @@ def test_loaded_models_apply_it(kind, tmp_path):
 
 
 @pytest.mark.parametrize("in_shards", [False, True])
-def test_random_models_apply_it(in_shards, tmp_path, monkeypatch):
+def test_random_models_apply_it(in_shards, tmp_path, hardware):
     config = tiny_config("gemma2", attn_logit_softcapping=1.0, query_pre_attn_scalar=1, initializer_range=0.15)
     config.to_json_file(tmp_path / "config.json")
     section, looked_at = Teacher(init="random", config=str(tmp_path)), []
     if in_shards:
-        monkeypatch.setattr(sharded, "shard_teacher", lambda model: None)  # one process holds all of it
+        hardware.setattr(sharded, "shard_teacher", lambda model: None)  # one process holds all of it
         teacher, _ = sharded.load_sharded_teacher(
             section, device=torch.device("cpu"), dtype=torch.float32, attention=looked_at.append
         )
@@ -163,9 +163,9 @@ def test_decoding_equals_full_forwards(kind):
     assert found != [whole_forwards(dropped, prompt, 6) for prompt in prompts]
 
 
-def test_a_decode_loop_without_the_cap_is_rejected(monkeypatch):
+def test_a_decode_loop_without_the_cap_is_rejected(fault):
     attend = ragged_cache.ragged_attention
-    monkeypatch.setattr(
+    fault.setattr(
         support_check, "attention_for_ragged_cache", lambda model: ragged_cache.implementations(model, "careless")
     )
     ragged_cache.AttentionInterface.register(

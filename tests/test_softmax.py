@@ -24,8 +24,8 @@ WAYS = {
 
 
 @pytest.fixture(params=WAYS)
-def way(request, monkeypatch):
-    monkeypatch.setattr(module, "plan", lambda n_rows, n_cols, *_: WAYS[request.param](n_cols))
+def way(request, hardware):
+    hardware.setattr(module, "plan", lambda n_rows, n_cols, *_: WAYS[request.param](n_cols))
     return request.param
 
 

@@ -122,7 +122,7 @@ LIMITS = [60, 50, 1, 46, 57, 0, 80, 2, 70, 41, 1, 55, 8]
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("strings", [["éé"], ["ééé", "nothing", "éé\ufffdé"]])
-def test_the_loop_ends_them_whenever_it_looks(monkeypatch, strings):
+def test_the_loop_ends_them_whenever_it_looks(limit, strings):
     """Every answer is what the model says alone, up to the first token that completes a string; slots become free."""
     model, stop = tiny_model(dtype=torch.float64), StopStrings(Pairs(), strings)
     settings = EngineSettings(2, [*range(0, 259, 97)], log_probs=True)
@@ -133,7 +133,7 @@ def test_the_loop_ends_them_whenever_it_looks(monkeypatch, strings):
     assert 4 <= sum(cut is not None for cut in cuts) < 13
     steps = {}
     for looks in (1, 2, 5, 16):
-        monkeypatch.setattr(decode_loop, "STEPS_PER_REPLAY", looks)
+        limit.setattr(decode_loop, "STEPS_PER_REPLAY", looks)
         for batch_size in (3, 64):
             loop = Looks(model, settings._replace(stop=stop))
             found = loop.generate(MANY, **asked, batch_size=batch_size)
@@ -143,7 +143,7 @@ def test_the_loop_ends_them_whenever_it_looks(monkeypatch, strings):
                 assert ours == pytest.approx(whole[:cut], abs=1e-9)
             steps[looks, batch_size] = loop.steps
     for looks in (1, 5):
-        monkeypatch.setattr(decode_loop, "STEPS_PER_REPLAY", looks)
+        limit.setattr(decode_loop, "STEPS_PER_REPLAY", looks)
         plain = Looks(model, settings)
         plain.generate(MANY, **asked, batch_size=3)
         assert steps[looks, 3] < 0.9 * plain.steps, (steps, plain.steps)

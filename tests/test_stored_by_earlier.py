@@ -17,8 +17,6 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from distill.cli import run_command
 from distill.recipe import parse
 from distill.run import run
-from distill.teachers.backends import local as model
-from distill.teachers.backends.local import ModelSource
 from distill.teachers.backends.stored.read import TeacherCache
 from distill.training.progress import read_metrics
 
@@ -58,22 +56,17 @@ def losses_of(*overrides, name):
         ("teacher.online_cache=hidden", HIDDEN),
     ],
 )
-def test_a_complete_folder_is_read_as_it_was(here, monkeypatch, teacher, losses):
-    def refuse(*_):
-        raise AssertionError("the teacher's weights were loaded")
-
-    monkeypatch.setattr(ModelSource, "load", refuse)
+def test_a_complete_folder_is_read_as_it_was(here, unread, teacher, losses):
+    unread("teacher")
     assert losses_of(teacher, name="read") == pytest.approx(losses, rel=1e-5)
 
 
-def test_a_run_that_was_begun_is_gone_on_with(here, monkeypatch):
-    calls, last_hidden = [], model.last_hidden
-    monkeypatch.setattr(model, "last_hidden", lambda *given: calls.append(1) or last_hidden(*given))
+def test_a_run_that_was_begun_is_gone_on_with(here, teacher_batches):
     assert losses_of("teacher.online_cache=kept-begun", name="gone-on") == pytest.approx(HIDDEN, rel=1e-5)
-    some = len(calls)
+    some = len(teacher_batches)
     shutil.rmtree("kept-begun")
     losses_of("teacher.online_cache=kept-begun", name="anew")
-    assert 0 < some < len(calls) - some and TeacherCache("kept-begun").stored == TeacherCache("kept").stored
+    assert 0 < some < len(teacher_batches) - some and TeacherCache("kept-begun").stored == TeacherCache("kept").stored
 
 
 def documents(folder):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from distill_kernels import FusedDistillationLoss, FusedStudentTopKKLLoss, LossTerm, fused_student_top_k_kl_loss
-from distill_kernels.losses import fused as fused_path
 from distill_kernels.losses import plan as planning
 from distill_kernels.losses.operator import linear_divergence_op
 from distill_kernels.losses.projection import TILE, Logits
@@ -14,6 +13,7 @@ from helpers import (
     assert_as_good_as_torch,
     assert_captures,
     assert_rounded_once,
+    kernels_launched,
     realistic_heads,
     relative_error,
     round_gradient,
@@ -72,8 +72,8 @@ def gradients(function, tensors, dtype):
         }
     )
 )
-def test_values_and_gradients_equal_fp64(where, monkeypatch, dtype, direction, tail, k, more, vocab):
-    monkeypatch.setattr("distill_kernels.losses.linear.REFERENCE_CHUNK_ELEMENTS", 5 * V)
+def test_values_and_gradients_equal_fp64(where, limit, dtype, direction, tail, k, more, vocab):
+    limit.setattr("distill_kernels.losses.linear.REFERENCE_CHUNK_ELEMENTS", 5 * V)
     student, teacher, labels = draw(where, dtype, 9, vocab)
     loss = FusedStudentTopKKLLoss(k, direction, tail, **more)
     made = gradients(lambda leaves: loss(*leaves, *teacher, labels), student, dtype)
@@ -155,19 +155,16 @@ def test_all_columns_are_the_full_divergence(where, tail):
             assert relative_error(one, other) < 2e-5
 
 
-def test_one_pass_of_each_projection(kernel_device, monkeypatch):
+def test_one_pass_of_each_projection(kernel_device):
     student, teacher, labels = draw(kernel_device, torch.bfloat16)
-    calls, inner = [], fused_path.project
-    monkeypatch.setattr(
-        fused_path, "project", lambda head, *a, **k: calls.append(head.weight.shape[1]) or inner(head, *a, **k)
-    )
     leaves = [t.requires_grad_() for t in student]
-    FusedStudentTopKKLLoss(8)(*leaves, *teacher, labels).backward()
-    assert sorted(calls) == [24, 40]
+    with kernels_launched() as launched:
+        FusedStudentTopKKLLoss(8)(*leaves, *teacher, labels).backward()
+    assert launched.count("_project_kernel") == 2
 
 
-def test_chunks_named_rows_padding_bias_lora_and_items(where, monkeypatch):
-    monkeypatch.setattr(planning, "ROW_MULTIPLE", 16)
+def test_chunks_named_rows_padding_bias_lora_and_items(where, limit):
+    limit.setattr(planning, "ROW_MULTIPLE", 16)
     (x, w), (x_t, w_t), labels = draw(where, torch.float32, rows=90)
     labels.clamp_(max=269)
     a, b = torch.randn(3, 24, device=where) * 0.2, torch.randn(V, 3, device=where)

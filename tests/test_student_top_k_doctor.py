@@ -44,18 +44,18 @@ def test_every_invariant_holds_of_it_on_the_students_answers(make, tail):
         assert finding.passed, finding
 
 
-def test_doctor_detects_a_missing_tail(monkeypatch):
+def test_doctor_detects_a_missing_tail(fault):
     assert fused_equals_reference(one(ALONE)).passed
     plain = StudentTopKLoss.__init__
 
     def without(self, term, *args):
         plain(self, term.model_copy(update={"tail": "renormalize"}), *args)
 
-    monkeypatch.setattr(StudentTopKLoss, "__init__", without)
+    fault.setattr(StudentTopKLoss, "__init__", without)
     assert fused_equals_reference(one(ALONE)).passed is False
 
 
-def passes_with(monkeypatch, faulty):
+def passes_with(fault, faulty):
     """Return True where doctor passes the loss with other tokens and log-probabilities.
 
     `faulty(z_s, z_t, temperature)` returns logits to take the K tokens from, and the teacher's log-probabilities.
@@ -67,7 +67,7 @@ def passes_with(monkeypatch, faulty):
         top = TopK(ids, log_t.gather(-1, ids), student_top.tail)
         return reference_top_k_rows(student_raw, None, objective, request, top=top)
 
-    monkeypatch.setattr(linear, "reference_student_top_k_rows", rows)
+    fault.setattr(linear, "reference_student_top_k_rows", rows)
     return fused_equals_reference(one(ALONE)).passed
 
 
@@ -81,8 +81,8 @@ def test_doctor_detects_a_teacher_at_another_temperature(monkeypatch):
     assert passes_with(monkeypatch, lambda z_s, z_t, t: (z_s, z_t.log_softmax(-1))) is False
 
 
-def test_doctor_detects_rows_of_other_tokens(monkeypatch):
+def test_doctor_detects_rows_of_other_tokens(monkeypatch, limit):
     """Many small chunks change nothing; the teacher's log-probabilities of other rows do."""
-    monkeypatch.setattr(linear, "REFERENCE_CHUNK_ELEMENTS", 1000)
+    limit.setattr(linear, "REFERENCE_CHUNK_ELEMENTS", 1000)
     assert fused_equals_reference(one(ALONE)).passed and workspace_changes_nothing(one(ALONE)).passed
     assert passes_with(monkeypatch, lambda z_s, z_t, t: (z_s, (z_t / t).log_softmax(-1).flip(0))) is False

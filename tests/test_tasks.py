@@ -89,8 +89,8 @@ def test_a_model_alone_needs_no_teacher(folder, harness, capsys):
         (["mine", "--limit", "3"], "expected together with --tasks"),
     ],
 )
-def test_mistakes_are_found_before_models_are_loaded(arguments, message, folder, harness, capsys, monkeypatch):
-    monkeypatch.setattr("distill.evaluation.targets.load_student", None)
+def test_mistakes_are_found_before_models_are_loaded(arguments, message, folder, harness, capsys, unread):
+    unread("teacher"), unread("runs/mine/student")
     assert run_command(["eval", *arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -26,15 +26,15 @@ WAYS, CPU = (Way(64, 64, 4, 2), Way(32, 64, 4, 2), Way(32, 64, 8, 2)), torch.dev
 
 
 @pytest.fixture
-def clock(monkeypatch, tmp_path):
+def clock(monkeypatch, hardware, tmp_path):
     """A family without measured tables, and a timer that gives what it is told: `clock.times`, `clock.asked`."""
     pytest.importorskip("triton")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("DISTILL_TUNE", raising=False)
     monkeypatch.setitem(FAMILIES, INTERPRETER, FAMILIES[INTERPRETER]._replace(measured=False))
     for name in ("_used", "_preset"):
-        monkeypatch.setattr(tuning, name, {})
-    monkeypatch.setattr(tuning, "_record_path", [])
+        hardware.setattr(tuning, name, {})
+    hardware.setattr(tuning, "_record_path", [])
 
     def timer(launches):
         timer.asked += 1
@@ -43,7 +43,7 @@ def clock(monkeypatch, tmp_path):
         return timer.times or [2.0, 1.0, *[3.0] * (len(launches) - 2)]
 
     timer.times, timer.asked = None, 0
-    monkeypatch.setattr(tuning, "median_milliseconds", timer)
+    hardware.setattr(tuning, "median_milliseconds", timer)
     return timer
 
 
@@ -51,8 +51,8 @@ def choose(shape=(64, 2048), ways=WAYS):
     return tuning.autotune("attention dq", shape, ways, lambda way: None, CPU)
 
 
-def another_process(monkeypatch):
-    monkeypatch.setattr(tuning, "_used", {})
+def another_process(hardware):
+    hardware.setattr(tuning, "_used", {})
 
 
 def test_the_fastest_candidate_is_cached(clock, monkeypatch, caplog):
@@ -86,7 +86,7 @@ def test_a_malformed_cache_file_is_ignored(clock, monkeypatch, text):
     assert tuning.read_choices(tuning.cache_file(CPU)) == {"attention dq 64 2048": "32 64 4 2"}
 
 
-def test_autotuning_is_disabled_by_settings(clock, monkeypatch):
+def test_autotuning_is_disabled_by_settings(clock, monkeypatch, hardware):
     monkeypatch.setenv("DISTILL_TUNE", "0")
     assert choose() == WAYS[0]
     monkeypatch.delenv("DISTILL_TUNE")
@@ -97,7 +97,7 @@ def test_autotuning_is_disabled_by_settings(clock, monkeypatch):
         torch.use_deterministic_algorithms(False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     gpu = launch.device_facts(CPU)
-    monkeypatch.setattr(tuning, "device_facts", lambda device: gpu)
+    hardware.setattr(tuning, "device_facts", lambda device: gpu)
     assert tuning.autotune("attention dq", (64, 2048), WAYS, lambda way: None, torch.device("cuda", 0)) == WAYS[0]
     assert clock.asked == 0 and not tuning.cache_file(CPU).exists()
     assert choose() == WAYS[1], "nothing of this stays"
@@ -124,11 +124,11 @@ def test_without_a_writable_cache_nothing_is_timed(clock, monkeypatch, tmp_path,
     ]
 
 
-def test_cache_file_depends_on_triton_release_and_source(clock, monkeypatch):
+def test_cache_file_depends_on_triton_release_and_source(clock, monkeypatch, hardware):
     files = {tuning.cache_file(CPU)}
-    monkeypatch.setattr(tuning, "source_hash", lambda: "other")
+    hardware.setattr(tuning, "source_hash", lambda: "other")
     files.add(tuning.cache_file(CPU))
-    monkeypatch.setattr(tuning.triton, "__version__", "9.9")
+    monkeypatch.setattr("triton.__version__", "9.9")
     files.add(tuning.cache_file(CPU))
     monkeypatch.setenv("DISTILL_FAMILY", "sm_80")
     files.add(tuning.cache_file(CPU))

@@ -70,9 +70,9 @@ def counted(model):
     return seen
 
 
-def apart(monkeypatch):
+def apart(without):
     """Have every prompt computed by itself from now on."""
-    monkeypatch.setattr(
+    without.setattr(
         shared_prefixes,
         "shared_prefixes",
         lambda prompts, held=(): {prompt: shared_prefixes.SharedPrefix(None, 0) for prompt in [*held, *prompts]},
@@ -82,7 +82,7 @@ def apart(monkeypatch):
 @pytest.mark.few(6)
 @pytest.mark.parametrize("batch_size", [64, 5, 1])
 @pytest.mark.parametrize("kind", ["llama", "mistral-window", "gemma2", "gpt2"])
-def test_answers_are_those_of_prompts_computed_alone(kind, batch_size, monkeypatch):
+def test_answers_are_those_of_prompts_computed_alone(kind, batch_size, without):
     """Turns of chats, chats with one opening, the same prompt again; in fewer sequence slots than prompts."""
     model = tiny_model(**KINDS[kind], dtype=torch.float32 if kind == "gemma2" else torch.float64)
     keep_soft_cap(model)
@@ -91,7 +91,7 @@ def test_answers_are_those_of_prompts_computed_alone(kind, batch_size, monkeypat
     more = {"max_new_tokens": 6, "sampling": Sampling(1.0), "batch_size": batch_size}
     loop = DecodeLoop(model, EngineSettings(2, [0], log_probs=True))
     shared = loop.generate(prompts, **more)
-    apart(monkeypatch)
+    apart(without)
     alone = loop.generate(prompts, **more)
     assert shared.tokens == alone.tokens and len(set(map(tuple, shared.tokens))) > 10
     for one, other in zip(shared.log_probs, alone.log_probs, strict=True):
@@ -121,8 +121,8 @@ def test_a_prefix_that_a_seat_holds_is_not_computed_again():
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["mistral-window", "llama"])
-def test_kernels_attend_to_shared_prefixes(kernel_device, kind, monkeypatch):
-    monkeypatch.setattr(shared_prefixes, "MIN_SHARED_TOKENS", 5)
+def test_kernels_attend_to_shared_prefixes(kernel_device, kind, limit):
+    limit.setattr(shared_prefixes, "MIN_SHARED_TOKENS", 5)
     prompts = conversations(2, turns=2, step=6, opening=[5, 6, 7, 8, 9, 10, 11])
     model = tiny_model(**KINDS[kind])
     expected = DecodeLoop(model, EngineSettings(2, [])).generate(prompts, max_new_tokens=3)
@@ -211,7 +211,7 @@ def test_every_turn_is_a_place_to_answer(workplace):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("more", [(), ("data.packing=false",), ("data.on_policy.engine=transformers",)])
-def test_a_run_answers_all_turns_and_computes_what_they_share_once(workplace, more, monkeypatch):
+def test_a_run_answers_all_turns_and_computes_what_they_share_once(workplace, more, watch):
     calls = []
     whole = DecodeLoop.run
 
@@ -221,7 +221,7 @@ def test_a_run_answers_all_turns_and_computes_what_they_share_once(workplace, mo
         calls.append((sum(map(len, request.prompts)), next((count for count in seen if count > 1), 0)))
         return result
 
-    monkeypatch.setattr(DecodeLoop, "run", noted)
+    watch.setattr(DecodeLoop, "run", noted)
     result = run(parse(RECIPE, more))
     metrics = read_metrics(result.folder / "metrics.jsonl")
     assert all(row["rollouts"] >= 4 and 0 <= row["rollout_gap"] < 1e-5 for row in metrics)

@@ -8,13 +8,11 @@ from collections import namedtuple
 import psutil
 import pytest
 from tiny import save_models
-from transformers import TrainerCallback
 
 from distill.cli import run_command
 from distill.recipe import parse
 from distill.run import run
 from distill.training.progress import read_metrics
-from distill.training.trainer import DistillationTrainer
 
 RECIPE = """
 teacher: {model: teacher}
@@ -86,27 +84,12 @@ def test_a_teacher_that_follows_the_student_is_measured_before_it_does(place, ca
     assert said.index(MEASURED) < said.index(FIRST)
 
 
-class Ends(TrainerCallback):
-    """Ends the run by SIGTERM during its first step."""
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        """Send the signal."""
-        if state.global_step == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_a_run_that_ends_before_the_measurement_makes_it_when_it_is_resumed(place, capsys, monkeypatch):
+def test_a_run_that_ends_before_the_measurement_makes_it_when_it_is_resumed(place, capsys, at_step):
     assert run_command(["run", "r.yaml", "--name", "whole"]) == 0
-    with pytest.MonkeyPatch.context() as patch:
-        init = DistillationTrainer.__init__
-
-        def ends(self, *args, **settings):
-            init(self, *args, **settings)
-            self.add_callback(Ends())
-
-        patch.setattr(DistillationTrainer, "__init__", ends)
-        with pytest.raises(SystemExit, match=r"^0$"):
-            run_command(["run", "r.yaml", "--name", "ended"])
+    at_step(0, lambda arguments: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit, match=r"^0$"):
+        run_command(["run", "r.yaml", "--name", "ended"])
+    at_step(None, None)
     assert not (place / "runs/ended/before.json").exists() and (place / "runs/ended/checkpoint-1").exists()
     capsys.readouterr()
     assert run_command(["run", "r.yaml", "--name", "ended", "--resume"]) == 0

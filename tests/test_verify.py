@@ -163,9 +163,9 @@ def stored(models, tmp_path_factory):  # noqa: F811
     """A complete store of two shards, and what a run over it comes to."""
     folder = tmp_path_factory.mktemp("stored")
     shutil.copytree(models, folder, dirs_exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr("distill.teachers.backends.stored.store.SHARD_BYTES", 100_000)
+    with pytest.MonkeyPatch.context() as limit:
+        limit.chdir(folder)
+        limit.setattr("distill.teachers.backends.stored.store.SHARD_BYTES", 100_000)
         run(recipe(), name="first")
         assert len(list(Path("kept").glob("shard-0*"))) >= 2
         return folder, losses(run(recipe(), name="whole"))

@@ -108,12 +108,12 @@ def test_each_call_is_answered_by_the_weights_as_they_are(tie, dtype, vllm):
     assert vllm[0].settings["dtype"] == str(dtype).removeprefix("torch.")
 
 
-def test_an_engine_that_holds_other_weights_ends_the_run(vllm, monkeypatch):
+def test_an_engine_that_holds_other_weights_ends_the_run(vllm, fault):
     """The engine behaves like a vLLM whose head is not reloaded."""
     from distill.generation import vllm_engine
     from distill.models.load.loading import save_student
 
-    monkeypatch.setattr(vllm_engine, "save_untied", save_student)
+    fault.setattr(vllm_engine, "save_untied", save_student)
     model = tiny_model(tie=True)
     made = engine_for("vllm", model, EngineSettings(2, [0], max_length=32), tokenizer=tiny_tokenizer(), trains=True)
     assert made.generate(PROMPTS, max_new_tokens=4).log_probs == []

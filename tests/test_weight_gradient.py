@@ -47,12 +47,12 @@ def test_rare_tokens_keep_their_digits(kernel_device):
     assert exact.norm(dim=1)[0] < 1e-8 * exact.norm(dim=1)[-1] and error[:50].mean() < 1.1 * error[-50:].mean()
 
 
-def test_plain_sums_round_every_time(kernel_device, monkeypatch):
+def test_plain_sums_round_every_time(kernel_device, limit):
     """The measure of what the scaled sum saves, and proof that it is what runs."""
     weight = torch.empty(300, 64, dtype=torch.bfloat16, device=kernel_device)
     scaled, exact = summed(12, 24, weight, 300)
     few, right = summed(PLAIN_GROUPS, 24, weight, 300)
-    monkeypatch.setattr(accumulate, "PLAIN_GROUPS", 100)
+    limit.setattr(accumulate, "PLAIN_GROUPS", 100)
     plain, _ = summed(12, 24, weight, 300)
     assert torch.equal(few, summed(PLAIN_GROUPS, 24, weight, 300)[0])
     assert relative_error(few, right) > 1.2 * relative_error(scaled, exact)
@@ -70,8 +70,8 @@ def test_a_row_that_is_not_finite_stays_alone(kernel_device):
     assert wrong.nonzero().flatten().tolist() == [7] and (total.total[~wrong] == 48).all()
 
 
-def test_a_small_workspace_keeps_the_error_of_a_large_one(kernel_device, monkeypatch):
-    monkeypatch.setattr(planning, "ROW_MULTIPLE", 16)
+def test_a_small_workspace_keeps_the_error_of_a_large_one(kernel_device, limit):
+    limit.setattr(planning, "ROW_MULTIPLE", 16)
     x, w, x_t, w_t = realistic_heads(400, 300, 32, 48, dtype=torch.bfloat16, device=kernel_device)
     exact = [t.double().requires_grad_() for t in (x, w)]
     FusedKLLoss()(*exact, x_t.double(), w_t.double()).backward()

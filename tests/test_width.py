@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+import uvicorn
 from forked import free_port
 from test_newcomers import a_newcomers_folder
 
@@ -88,12 +89,9 @@ def test_lines_of_doctor_fit_the_terminal(words, finished, monkeypatch, capsys):
 
 
 def test_a_servers_lines_fit(finished, monkeypatch, capsys):
-    import types
-
     monkeypatch.chdir(finished[0])
     monkeypatch.setenv("COLUMNS", str(WIDTH))
-    server = types.SimpleNamespace(run=lambda: None, started=True)
-    monkeypatch.setattr("distill.serving.connections.Server", lambda *_, **__: server)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server, sockets: setattr(server, "started", True))
     assert run_command(["serve", "my.yaml", "--port", str(free_port())]) == 0
     printed = capsys.readouterr().out
     assert "serving" in printed and not too_wide(printed)
