@@ -1,13 +1,20 @@
 """A backend that another package registers takes contexts, stores and routes like those of this package."""
 
 import importlib.metadata
+from dataclasses import replace
 
 import pytest
+import subjects
 from test_compositions import MIXED, TOLD
 from test_golden_runs import INFORMED, PAIRS, STUDENT, TWO_TERMS, Golden, alone, figures_of
 from test_golden_runs import place as place
+from tiny import tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
+from distill.doctor.invariants import fused_equals_reference
+from distill.teachers.capabilities import HoldsHead
+from distill.teachers.interface import Teacher
+from scripts.examples.backend import BigramTeacher
 
 PLUGIN = "type: plugin, backend: bigram, model: teacher"
 
@@ -39,6 +46,29 @@ def test_plugin_backend_serves_a_route(place):
     routed = STUDENT + TWO_TERMS + PAIRS % (", teacher: domain", "")
     found = figures(f"teachers: [{{{PLUGIN}, route: even}}, {{model: other, route: odd}}]\n{routed}", place)
     assert found["after"]["forward_kl"] < found["before"]["forward_kl"]
+
+
+def bigram_setup(teacher):
+    tokenizer = tiny_tokenizer()
+    return replace(subjects.one(), teacher=teacher, student=tiny_model(tokenizer), rows=subjects.rows(3))
+
+
+@pytest.mark.parametrize("shift, passes", [(0.0, True), (0.1, False)])
+def test_doctor_compares_a_plugin_backend_with_its_reference_logits(shift, passes):
+    class Shifted(BigramTeacher):
+        def targets(self, batch):
+            return super().targets(batch) + shift
+
+    found = fused_equals_reference(bigram_setup(Shifted(259)))
+    assert found.passed is passes, found
+
+
+def test_doctor_names_the_method_that_a_plugin_backend_lacks():
+    class Lacking(Teacher, HoldsHead):
+        __init__, targets, fingerprint = BigramTeacher.__init__, BigramTeacher.targets, BigramTeacher.fingerprint
+
+    with pytest.raises(ValueError, match=r"teacher: expected Lacking to have reference_logits\(input_ids\)"):
+        fused_equals_reference(bigram_setup(Lacking(259)))
 
 
 def test_commands_accept_or_name_a_plugin_backend(place, capsys):

@@ -1,7 +1,8 @@
 """Access to the outputs of teachers whose weights are not in this process, without the teacher's `targets`.
 
 The outputs of a cache come from the states and the head in its files; those of a server are logits that the server
-computes by the model's own forward, a code path independent of the one that serves training.
+computes by the model's own forward, a code path independent of the one that serves training. A backend of another
+package has a method for them, `reference_logits`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from distill.teachers.backends.stored.archived import ArchivedTeacher
 from distill.teachers.backends.stored.format import HEAD
 from distill.teachers.backends.stored.read import PREFIX
 from distill.teachers.backends.stored.teacher import StoredTeacher, documents_in
+from distill.teachers.capabilities import reference_logits
 from distill.teachers.interface import Teacher
 from distill.teachers.rows.reading import ReadingTeacher
 
@@ -84,7 +86,9 @@ def store_filler(teacher: Teacher) -> Teacher:
 def remote_logits(teacher: Teacher, rows: Sequence[Row], batch: Batch) -> torch.Tensor:
     """Return the logits [N, V] of the trained positions of a teacher without a model in this process."""
     own = store_filler(teacher)
-    return OUTPUT_READERS[type(own)].logits(own, rows, batch)
+    if (reader := OUTPUT_READERS.get(type(own))) is None:
+        return reference_logits(own, batch["input_ids"]).flatten(0, 1)[batch["valid_rows"]]
+    return reader.logits(own, rows, batch)
 
 
 def remote_tokens(teacher: Teacher, rows: Sequence[Row], batch: Batch) -> Stored:

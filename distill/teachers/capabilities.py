@@ -160,6 +160,27 @@ def truncated_copy(teacher: Teacher, layers: Sequence[int]) -> Teacher:
     return teacher.truncated_copy(layers) if isinstance(teacher, CopiesTruncated) else copy.copy(teacher)
 
 
+@runtime_checkable
+class HasReferenceLogits(Protocol):
+    """A teacher whose model is not in this process, with logits that the doctor compares its `targets` with."""
+
+    def reference_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return logits [B, S, V] of token ids [B, S], in float64 where possible, without calling `targets`."""
+        ...
+
+
+def reference_logits(teacher: Teacher, input_ids: torch.Tensor) -> torch.Tensor:
+    """Return logits [B, S, V] of a backend of another package, computed independently of its `targets`.
+
+    Raises:
+        ValueError: the backend has no such method.
+    """
+    if isinstance(teacher, HasReferenceLogits):
+        return teacher.reference_logits(input_ids)
+    name = type(teacher).__name__
+    raise ValueError(f"teacher: expected {name} to have reference_logits(input_ids), got no such method; add it")
+
+
 # ---------------------------------------------------------------- queries
 
 

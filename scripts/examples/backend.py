@@ -19,14 +19,14 @@ from distill.objectives.hidden import HiddenFormat, StoredHead
 from distill.objectives.targets import Batch
 from distill.recipe import ModelSection, Recipe
 from distill.recipe import Teacher as TeacherSection
-from distill.teachers.capabilities import HoldsHead
+from distill.teachers.capabilities import HasReferenceLogits, HoldsHead
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.interface import LoadContext, Teacher, TeacherSource
 from distill.teachers.source_capabilities import NamesFiles, shapes_of
 from distill.teachers.vocabulary import Vocabulary
 
 
-class BigramTeacher(Teacher, HoldsHead):
+class BigramTeacher(Teacher, HoldsHead, HasReferenceLogits):
     """A teacher whose hidden state of a token [H] is a row of a table; its logits follow from a head [V, H]."""
 
     def __init__(self, vocabulary: int, hidden: int = 16) -> None:
@@ -38,6 +38,9 @@ class BigramTeacher(Teacher, HoldsHead):
 
     def targets(self, batch: Batch) -> torch.Tensor:
         return self.table[batch["input_ids"]]
+
+    def reference_logits(self, input_ids: torch.Tensor) -> torch.Tensor:  # `distill doctor` compares targets with these
+        return self.table[input_ids].double() @ self.stored_head.weights.weight.double().T
 
     def fingerprint(self) -> dict[str, object]:
         return {"bigram": len(self.table), "seed": 0}
