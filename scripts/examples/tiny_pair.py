@@ -1,8 +1,11 @@
-"""Write two tiny models, a student with another tokenizer, 80 chats and `tiny.yaml`: the guides' examples, on any CPU.
+"""Write tiny models (a pair, a second teacher, a student with another tokenizer), 80 chats and `tiny.yaml`.
+
+The guides' examples run with them on any CPU.
 
 python scripts/examples/tiny_pair.py [FOLDER]        # then, in the folder: distill run tiny.yaml
 """
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -26,12 +29,13 @@ generate: {prompts: []}
 
 
 def chats() -> list[dict]:
-    """Return questions on sums of two numbers, with answers."""
-    pairs = [(a, b) for a in range(2, 12) for b in range(3, 11)]
-    texts = [(f"What is {a} plus {b}?", f"If you add {b} to {a}, you get {a + b}.") for a, b in pairs]
-    return [
-        {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": say}]} for ask, say in texts
-    ]
+    """Return questions on sums of two numbers, with answers, a hint for each, and the domain `small` or `large`."""
+    rows = []
+    for a, b in itertools.product(range(2, 12), range(3, 11)):
+        question, answer = f"What is {a} plus {b}?", f"If you add {b} to {a}, you get {a + b}."
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        rows.append({"messages": messages, "hint": f"the sum is {a + b}", "domain": "small" if a + b < 12 else "large"})
+    return rows
 
 
 def byte_tokenizer(size: int, text: str) -> PreTrainedTokenizerFast:
@@ -67,11 +71,12 @@ def main(folder: Path = Path()) -> None:
     text = "\n".join(message["content"] for row in rows for message in row["messages"])
     plain = byte_tokenizer(256 + len(SPECIALS), text)
     save_model(folder / "tiny-teacher", plain, 64, 4, seed=1)
+    save_model(folder / "tiny-second-teacher", plain, 64, 4, seed=4)
     save_model(folder / "tiny-student", plain, 32, 2, seed=2)
     save_model(folder / "tiny-other", byte_tokenizer(300, text), 32, 2, seed=3)
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "tiny.yaml").write_text(RECIPE)
-    print(f"wrote tiny-teacher, tiny-student, tiny-other, chats.jsonl and tiny.yaml into {folder.resolve()}")
+    print(f"wrote four tiny models, chats.jsonl and tiny.yaml into {folder.resolve()}")
 
 
 if __name__ == "__main__":
