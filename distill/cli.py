@@ -34,6 +34,7 @@ from distill.commands.arguments import (
     load_recipe,
     plugin_override,
     print_json,
+    rename_options,
 )
 from distill.core import console, launch, ranks
 from distill.core.errors import RunError, disk_line
@@ -112,7 +113,7 @@ app = typer.Typer(
     distill eval quickstart                    held-out metrics with intervals
     distill compare quickstart quickstart-2    compare runs
     distill generate quickstart -p "Hello"     generate with the student
-    distill chat quickstart --beside-teacher   chat with the student
+    distill chat quickstart --with-teacher   chat with the student
     distill export quickstart -o student       export the student
     distill quantise quickstart -o control     round it without training
     distill verify quickstart                  verify checksums of all files
@@ -277,7 +278,7 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
     or an error of the disk prints one line; the code is 1. Any other exception prints one line that names a file with
     the traceback; the code is 1. With DISTILL_TRACE=1 in the environment exceptions are raised instead.
     """
-    launch.command_line[:] = sys.argv[1:] if arguments is None else arguments
+    launch.command_line[:] = rename_options(sys.argv[1:] if arguments is None else arguments)
     try:
         code = app(args=launch.command_line, prog_name="distill", standalone_mode=False)
         return code if isinstance(code, int) else 0

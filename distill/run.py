@@ -50,7 +50,7 @@ from distill.models.precision.dtypes import resolve_device, resolve_precision
 from distill.planning.run_plan import plan_run
 from distill.planning.steps import require_settings
 from distill.recipe import Recipe, dump
-from distill.recipe.usual import unusual_settings
+from distill.recipe.unusual_values import unusual_settings
 from distill.recipe.yaml_text import to_yaml
 from distill.reports.first_batch_report import first_batch_report
 from distill.reports.run_manifest import record_start
@@ -120,7 +120,7 @@ def run(
     """
     transformers.utils.logging.disable_progress_bar()
     if recipe.runs_code or plugin is not None:  # refused before a folder is chosen
-        resolve_name(ALLOWED_PLUGIN)(recipe.loss, plugin, recipe.data.own_answers)
+        resolve_name(ALLOWED_PLUGIN)(recipe.loss, plugin, recipe.data.active_on_policy)
     drop_accelerate_settings(os.environ)
     process = PartialState(cpu=resolve_device(recipe.train).type == "cpu", **restart_store())
     runs = runs_folder(recipe.output_dir)
@@ -151,7 +151,7 @@ def _run_one(
     """Run a recipe without stages in `folder`; a stage that has not begun is not resumed."""
     user_code = None
     if recipe.runs_code or plugin is not None:
-        user_code = resolve_name(ALLOWED_PLUGIN)(recipe.loss, plugin, recipe.data.own_answers)
+        user_code = resolve_name(ALLOWED_PLUGIN)(recipe.loss, plugin, recipe.data.active_on_policy)
     begun = bool(resume) and broadcast_from_rank0((folder / RECIPE_FILE).is_file)
     with translate_errors(recipe, folder), RunLock(folder) as run_lock, contextlib.ExitStack() as resources:
         phases = Run(recipe, Start(resume if begun else False, lock, user_code), run_lock, resources, process)
@@ -207,7 +207,7 @@ class Run:
         if not plan.placement.student_sharded:  # a launcher or an earlier run may have set it; the recipe decides
             os.environ.pop("ACCELERATE_USE_FSDP", None)
         calibration = calibration_of(recipe, splits)
-        if recipe.data.own_answers is not None:
+        if recipe.data.active_on_policy is not None:
             resolve_name(REQUIRE_PROMPTS)(recipe, vocabulary.tokenizer, splits.report.format)
         attention, precision = AttentionChoices(recipe, recorded), resolve_precision(recipe, device)
         context = LoadContext(device, precision, plan.placement, attention, calibration)
@@ -235,7 +235,7 @@ class Run:
         with console.spinner("patching the models, trying the first batch"):
             lines = self._prepare_models(prepared, pair, trainer)
         rollouts = None
-        if recipe.data.own_answers is not None:
+        if recipe.data.active_on_policy is not None:
             rollouts = resolve_name(ROLLOUTS)(
                 recipe,
                 pair.student,

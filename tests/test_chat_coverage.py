@@ -8,7 +8,7 @@ from test_chat_data import all_rows, learned, load, own_cache, write  # noqa: F4
 from tiny import CHAT_TEMPLATE, save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
-from distill.data import rendering, turns
+from distill.data import assistant_turns, rendering
 from distill.data.chat import ChatOptions, ChatTemplate, load_template
 from distill.data.rendering import Renderer
 from distill.data.sources import RowFault
@@ -374,7 +374,7 @@ def test_a_long_conversation_is_rendered_in_linear_time_and_to_the_same_spans(mo
         template = ChatTemplate(source, tiny_tokenizer())
         windows = template.for_training(chat)
         with monkeypatch.context() as limit:
-            limit.setattr(turns, "WHOLE", 1000)
+            limit.setattr(assistant_turns, "WHOLE", 1000)
             assert ChatTemplate(source, tiny_tokenizer()).for_training(chat) == windows
         assert len(windows.examples[0].spans) == 75
 

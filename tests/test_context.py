@@ -333,8 +333,8 @@ def test_recipes_with_a_context():
     assert Context(template="Braces {{}}, {column}").parts == [("Braces {", None), ("}", None), (", ", "column")]
     for teacher, told in (
         ("{type: student}", "type: student needs context"),
-        ("{type: student, model: m, context: {template: a}}", "leave model, config and adapter out"),
-        ("{model: m, ema: 0.9, context: {template: a}}", "a running average needs type: student"),
+        ("{type: student, model: m, context: {template: a}}", "got model; leave model out"),
+        ("{model: m, ema: 0.9, context: {template: a}}", "expected type: student, weights of 16 or 32 bits"),
         ("{type: student, ema: 1.0, context: {template: a}}", "teacher.ema"),
         ("{model: m, context: {template: 'a {b'}}", "a brace of the text itself is written twice"),
         ("{model: m, context: {template: 'a {}'}}", "where a row's column stands"),

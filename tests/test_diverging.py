@@ -16,7 +16,7 @@ from distill.planning.devices import find_device
 from distill.planning.preflight import check
 from distill.recipe import RecipeError, load, parse
 from distill.recipe.shipped import shipped_recipes
-from distill.recipe.usual import unusual_settings
+from distill.recipe.unusual_values import unusual_settings
 from distill.run import run
 from distill.training.divergence_monitor import DivergenceMonitor
 

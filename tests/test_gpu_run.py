@@ -159,7 +159,7 @@ def test_eval_agrees_with_the_run(there, undisturbed, capsys):
 
 
 def test_generate_answers(there, undisturbed, capsys):
-    (answer,) = as_json(capsys, "generate", "whole", "-p", "The teacher", "--beside-teacher", "--max-new-tokens", "16")
+    (answer,) = as_json(capsys, "generate", "whole", "-p", "The teacher", "--with-teacher", "--max-new-tokens", "16")
     assert answer["prompt"] == "The teacher" and {"student", "teacher"} < set(answer)
     again = as_json(capsys, "generate", "whole", "-p", "The teacher", "--max-new-tokens", "16")
     assert again[0]["student"] == answer["student"], "the likeliest token is the same every time"
@@ -268,6 +268,6 @@ def test_attention_across_documents_is_seen(subject, machine, fault):
 
     fault.setattr(attention, "flash_attention", leaking)
     # a patch tries it out, and would leave the model's own attention in place, which has no fault
-    fault.setattr(patching, "keeps_apart", lambda model: True)
+    fault.setattr(patching, "isolates_documents", lambda model: True)
     finding = examined(invariants.patching_changes_nothing, subject)
     assert not finding.passed and re.search(r"differ by \d", finding.detail), finding

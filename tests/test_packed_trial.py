@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from distill.models.patch import packed
 from distill.models.patch.forward_comparison import compare_forwards
-from distill.models.patch.packed import keeps_apart, lowered_limits, packing_problem
+from distill.models.patch.packed import isolates_documents, lowered_limits, packing_problem
 from distill.models.patch.patching import patch
 from distill.models.patch.swaps import Mismatch
 from distill.recipe import dump, parse
@@ -83,7 +83,7 @@ def test_a_selection_shows_in_documents_that_exceed_it():
     model = tiny_model(kind="deepseek_v32", **MLA, index_topk=64, index_n_heads=2)
     assert packing_problem(model) == packed.SHIFTS and packing_problem(model, longest=64) is None
     assert model.model.layers[0].self_attn.indexer.index_topk == 64
-    assert keeps_apart(tiny_model(kind="deepseek_v32", **MLA, index_topk=64, index_n_heads=32))
+    assert isolates_documents(tiny_model(kind="deepseek_v32", **MLA, index_topk=64, index_n_heads=32))
 
 
 def test_packed_rows_whose_padding_has_no_gradient_are_refused_by_name():

@@ -12,10 +12,10 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from distill import AutoFusedModelForCausalLM
-from distill.models.patch.packed import keeps_apart
+from distill.models.patch.packed import isolates_documents
 from distill.models.patch.patching import patch, unpatch
 from distill.recipe import dump, parse
-from distill.teachers.opening import check_packing, keeps_apart_by_ours
+from distill.teachers.opening import check_packing, isolates_documents_with_kernels
 
 # model type -> what must be swapped in two layers, and settings that make the tiny model exercise its particulars
 LAYERS = {"glu": 2, "rope": 2, "shared_input": 4, "residual_norm": 2}  # of most
@@ -197,7 +197,7 @@ def test_models_with_other_layers_keep_their_outputs(kind):
     tokens, positions = ids(2, 14), torch.tensor([[*range(6), *range(8)]] * 2)
     inputs = [{"input_ids": tokens}] + [{"input_ids": tokens, "position_ids": positions}] * (kind not in CARRY)
     expected = [model(**one, use_cache=False).logits for one in inputs]
-    assert keeps_apart(model) == (kind not in CARRY)
+    assert isolates_documents(model) == (kind not in CARRY)
     patch(model)
     for one, logits in zip(inputs, expected, strict=True):
         assert_same(model(**one, use_cache=False).logits, logits)
@@ -224,15 +224,15 @@ def test_rounding_that_depends_on_the_other_rows_is_not_taken_for_documents_that
         return output * (1 + 0.03 * torch.randn(output.shape, generator=generator))
 
     model.model.layers[0].register_forward_hook(rounds)
-    assert keeps_apart(model) == (kind == "llama")
+    assert isolates_documents(model) == (kind == "llama")
 
 
 def test_fused_attention_separates_documents_where_a_models_own_does_not():
     model = tiny_model(kind="opt", ffn_dim=32, word_embed_proj_dim=32, do_layer_norm_before=True)
     before = model.config._attn_implementation
-    assert not keeps_apart(model) and keeps_apart_by_ours(model)
-    assert model.config._attn_implementation == before and not keeps_apart(model)
-    assert not keeps_apart_by_ours(tiny_model(kind="lfm2", layer_types=["conv", "full_attention"]))
+    assert not isolates_documents(model) and isolates_documents_with_kernels(model)
+    assert model.config._attn_implementation == before and not isolates_documents(model)
+    assert not isolates_documents_with_kernels(tiny_model(kind="lfm2", layer_types=["conv", "full_attention"]))
     recipe = parse("{teacher: {model: a}, student: {model: a}, data: {source: a}, train: {steps: 1}}")
     with pytest.raises(ValueError, match=r"data\.packing: expected false"):  # on a CPU ours is not put in
         check_packing(recipe, model, "teacher")

@@ -14,7 +14,7 @@ from distill.models.patch.patching import patch, unpatch
 from distill.models.prune.importance import LayerTrial, positions_of, select_parts, shape_for
 from distill.models.prune.narrow import Selection, embedding_scale
 from distill.models.prune.width_layout import entries
-from distill.models.prune.width_trial import proven_layout
+from distill.models.prune.width_trial import verified_layout
 from distill.models.prune.widths import target_widths, widths_of
 from distill.recipe import FromTeacher, Student
 
@@ -96,7 +96,7 @@ def test_hidden_channels_that_are_zero_can_be_dropped(kind, tie):
     norms keep the scale of what is left, and a factor on the embeddings that follows from the width is put right."""
     teacher = made(kind, tie=tie, **KINDS[kind])
     kept = sorted(torch.randperm(32, generator=torch.Generator().manual_seed(3))[:20].tolist())
-    layout = proven_layout(teacher.config, ["hidden"])
+    layout = verified_layout(teacher.config, ["hidden"])
     norms = {f"{name}.weight" for name, _, _ in layout.norms(teacher)}
     with torch.no_grad():
         for name, parameter in teacher.named_parameters():

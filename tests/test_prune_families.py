@@ -5,7 +5,7 @@ import torch
 from test_prune import logits, student_of
 from transformers import AutoModelForCausalLM
 
-from distill.models.prune.width_trial import proven_layout
+from distill.models.prune.width_trial import verified_layout
 from scripts.families.configs import tiny_config
 
 ALL = ("hidden", "heads", "intermediate")
@@ -20,7 +20,7 @@ ALL = ("hidden", "heads", "intermediate")
     ],
 )
 def test_all_widths_can_be_cut(family):
-    layout = proven_layout(tiny_config(family), ALL)
+    layout = verified_layout(tiny_config(family), ALL)
     axes = {block.axis for dims in layout.dims.values() for blocks in dims for block in blocks}
     assert axes >= set(ALL)
 
@@ -98,11 +98,11 @@ def test_layers_that_take_keys_of_others_are_not_chosen_by_the_loss_without_them
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "granitemoe"])
 def test_mixtures_of_experts_are_cut_outside_of_their_experts(family):
-    layout = proven_layout(tiny_config(family), ("hidden", "heads"))
+    layout = verified_layout(tiny_config(family), ("hidden", "heads"))
     assert any("experts" in name for name in layout.on("hidden")), "experts read and write hidden channels"
     assert not any("experts" in name for name in layout.on("heads"))
     with pytest.raises(ValueError, match=r"^student\.from_teacher\.intermediate: "):
-        proven_layout(tiny_config(family), ALL)
+        verified_layout(tiny_config(family), ALL)
 
 
 @pytest.mark.parametrize(
@@ -117,5 +117,5 @@ def test_mixtures_of_experts_are_cut_outside_of_their_experts(family):
 )
 def test_other_families_are_refused_in_a_line(family, axes, said):
     with pytest.raises(ValueError, match=r"^student\.from_teacher") as raised:
-        proven_layout(tiny_config(family), axes)
+        verified_layout(tiny_config(family), axes)
     assert said in str(raised.value) and "\n" not in str(raised.value)

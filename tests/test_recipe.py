@@ -1,6 +1,8 @@
 """Recipes: what is accepted, what each mistake is answered with, and that nothing else can come out."""
 
+import json
 import os
+import re
 import string
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distill.recipe import OWNED_ARGUMENTS, Recipe, RecipeError, dump, load, parse
+from distill.recipe.fields import PATTERNS
 
 MINIMAL = """
 teacher: {model: big}
@@ -60,6 +63,11 @@ def test_dump_reads_back_as_the_same_recipe(overrides):
     assert dump(parse(dump(recipe))) == dump(recipe)
 
 
+def test_each_pattern_of_a_field_has_an_expectation_in_words():
+    found = re.findall(r'"pattern": ("(?:[^"\\\\]|\\\\.)*")', json.dumps(Recipe.model_json_schema()))
+    assert found and {json.loads(pattern) for pattern in found} <= PATTERNS.keys()
+
+
 def test_recipes_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         parse(MINIMAL).train.steps = 3
@@ -81,8 +89,8 @@ def test_recipes_cannot_be_changed():
         ("train.steps=0", "my.yaml: train.steps: expected a number at least 1, got 0"),
         ("train.learning_rate=.nan", "my.yaml: train.learning_rate: expected a finite number, got nan"),
         ("train.learning_rate=.inf", "my.yaml: train.learning_rate: expected a finite number, got inf"),
-        ("train.warmup=1.5", "a whole number of steps, or a share of them between 0 and 1, got 1.5"),
-        ("train.warmup=-1", "a whole number of steps, or a share of them between 0 and 1, got -1"),
+        ("train.warmup=1.5", "a whole number of steps, or a fraction of all steps between 0 and 1, got 1.5"),
+        ("train.warmup=-1", "a whole number of steps, or a fraction of all steps between 0 and 1, got -1"),
         ("loss.temperature=0", "my.yaml: loss.temperature: expected a number above 0, got 0"),
         ("loss.temperature=-1.5", "my.yaml: loss.temperature: expected a number above 0, got -1.5"),
         ("train.schedule=cosin", "got 'cosin'; did you mean cosine?"),
@@ -102,7 +110,7 @@ def test_recipes_cannot_be_changed():
             "my.yaml: student.lora.targets: expected text or a list of texts, got a list of 0",
         ),
         ("student.lora.dropout=1", "my.yaml: student.lora.dropout: expected a number below 1, got 1"),
-        ("loss.terms=[]", "my.yaml: loss.terms: expected at least 1 of them, got a list of 0"),
+        ("loss.terms=[]", "my.yaml: loss.terms: expected a list of at least 1, got a list of 0"),
         ("loss.terms=[{weight: 1}]", "my.yaml: loss.terms.0: type is missing; known: forward_kl, reverse_kl"),
         ("loss.terms.0.weight=-1", "my.yaml: loss.terms.0.weight: expected a number at least 0, got -1"),
         ("loss.terms.0.weight=0", "my.yaml: loss: every term has weight 0"),
@@ -115,6 +123,19 @@ def test_recipes_cannot_be_changed():
         ("name=a/b", "my.yaml: name: expected letters, digits"),
         ("name=..", "my.yaml: name: expected letters, digits"),
         ("train.steps" + "=1" + "0" * 40, "got a number of more than 30 digits"),
+        ("teacher.offload=gpu", "my.yaml: teacher.offload: expected one of cpu, got 'gpu'"),
+        ("train.cuda_graph=yess", "my.yaml: train.cuda_graph: expected one of auto, true, false, got 'yess'"),
+        ("teacher.fp8_skip=[x]", "my.yaml: teacher.fp8_skip.0: expected a decoder layer, such as 29, or a module"),
+        (
+            "data.on_policy={environment: dice.py}",
+            "expected FILE.py:FUNCTION, such as rewards.py:exact_match, got 'dice.py'",
+        ),
+        ("teacher.type=plugin", "my.yaml: teacher: backend is missing: name under which an installed package"),
+        ("teacher.backend=mine", "my.yaml: teacher: backend belongs to type: plugin; got type: model"),
+        ("teacher.url=http://x", "my.yaml: teacher: url: belongs to type: server; got type: model"),
+        ("teacher.ema=0.9", "16 or 32 bits and no offload; got type: model, dtype: auto, offload: null"),
+        ("data.source=", "my.yaml: data.source: expected text, got null"),
+        ("loss.terms=[{type: policy_gradient}]", "without top_k, top_p and min_p; got no data.on_policy"),
         ("train.log_every", "expected an override key.sub=value"),
         ("=3", "expected an override key.sub=value"),
         ("train..steps=3", "expected an override key.sub=value"),

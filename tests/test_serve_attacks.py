@@ -19,7 +19,7 @@ from served import HTTP, post, question, serving
 
 from distill.serving import connections
 from distill.serving.connections import Patience, most_connections
-from distill.serving.room import Room
+from distill.serving.memory_budget import MemoryBudget
 from distill.teachers.backends.served.protocol import ProtocolError, read_body
 from scripts.hostile_wire import crafted_body, damaged_body, read_answer
 
@@ -184,7 +184,7 @@ def test_unread_answers_of_a_server_are_bounded_in_memory(engine, monkeypatch, l
 
 def test_room_is_given_to_the_first_that_fits_and_given_back():
     async def use():
-        room = Room(10)
+        room = MemoryBudget(10)
         assert room.try_take(8) and not room.try_take(3) and room.try_take(2)
         waits = [asyncio.create_task(room.take(size, 5.0)) for size in (9, 100, 1)]
         await asyncio.sleep(0.01)

@@ -43,7 +43,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_generate_prints_student_and_teacher(folder, capsys):
-    assert run_command(["generate", "mine", "-p", "What?", "--beside-teacher", "--max-new-tokens", "6"]) == 0
+    assert run_command(["generate", "mine", "-p", "What?", "--with-teacher", "--max-new-tokens", "6"]) == 0
     out = capsys.readouterr().out
     tokenizer = AutoTokenizer.from_pretrained("teacher")
     for name, path in (("teacher", "teacher"), ("student", "runs/mine/student")):
@@ -124,8 +124,12 @@ def test_a_run_without_student_and_a_model_without_teacher(folder, capsys):
     Path("runs/half/recipe.yaml").write_text(RECIPE)
     assert run_command(["generate", "half", "-p", "x"]) == 2
     assert "has no student yet" in capsys.readouterr().err
-    assert run_command(["generate", "teacher", "-p", "x", "--beside-teacher"]) == 2
+    assert run_command(["generate", "teacher", "-p", "x", "--with-teacher"]) == 2
     assert "--teacher: required for a model" in capsys.readouterr().err
+    assert run_command(["generate", "teacher", "-p", "x", "--beside-teacher"]) == 2
+    named, required = capsys.readouterr().err.splitlines()
+    assert named == "distill: --beside-teacher: is the former name of --with-teacher, and is read until 1.0"
+    assert "--teacher: required for a model" in required
 
 
 @pytest.mark.parametrize(
@@ -140,7 +144,7 @@ def test_a_run_without_student_and_a_model_without_teacher(folder, capsys):
 )
 def test_a_run_whose_teacher_is_not_one_model_asks_for_its_name(teacher, message, folder, capsys):
     Path("runs/mine/recipe.yaml").write_text("{" + RECIPE[1:].replace("teacher: {model: teacher}", teacher, 1))
-    assert run_command(["generate", "mine", "-p", "x", "--beside-teacher"]) == 2
+    assert run_command(["generate", "mine", "-p", "x", "--with-teacher"]) == 2
     assert message in capsys.readouterr().err
     assert run_command(["generate", "mine", "-p", "x", "--teacher", "teacher", "--max-new-tokens", "2"]) == 0
     assert "--- teacher" in capsys.readouterr().out

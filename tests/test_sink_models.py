@@ -14,9 +14,9 @@ from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.ragged_cache import ragged_attention
 from distill.generation.support_check import unsupported_reason
 from distill.models.patch.attention import choose_attention, fused_attention
-from distill.models.patch.packed import keeps_apart
+from distill.models.patch.packed import isolates_documents
 from distill.models.patch.patching import patch, unpatch
-from distill.teachers.opening import keeps_apart_by_ours
+from distill.teachers.opening import isolates_documents_with_kernels
 from scripts.bench import gpt_oss
 from scripts.bench.harness import time_in_turn
 
@@ -109,8 +109,8 @@ def test_on_the_kernels_themselves(kind, kernel_device):
 
 def test_gpt_oss_is_packed_by_our_attention_alone():
     model = make("gpt_oss")
-    assert not keeps_apart(model)  # transformers' own masks are not told of positions
-    assert keeps_apart_by_ours(model)
+    assert not isolates_documents(model)  # transformers' own masks are not told of positions
+    assert isolates_documents_with_kernels(model)
 
 
 def test_the_loss_of_a_patched_model():

@@ -35,7 +35,7 @@ COMMANDS = (
     ["compare", "one", "two", "--anyway"],
     ["compare", "one", "two", "--plot", "curves.html"],
     ["report", "one"],
-    ["generate", "one", "-p", "What is 4?", "--beside-teacher", "--max-new-tokens", "8"],
+    ["generate", "one", "-p", "What is 4?", "--with-teacher", "--max-new-tokens", "8"],
     ["export", "one", "-o", "exported", "--gguf", "q8_0"],
     ["verify", "one"],
 )

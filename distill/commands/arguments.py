@@ -49,10 +49,18 @@ TargetArgument = Annotated[
     typer.Argument(metavar="RUN_OR_MODEL", help="A run, or a model's folder or hub id.", autocompletion=complete_run),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-BesideModel = Annotated[str | None, typer.Option(metavar="MODEL", help="Generate with this teacher too.")]
-BesideTeacher = Annotated[bool, typer.Option("--beside-teacher", help="Generate with the run's teacher too.")]
+TeacherModel = Annotated[str | None, typer.Option(metavar="MODEL", help="Generate with this teacher too.")]
+WithTeacher = Annotated[bool, typer.Option("--with-teacher", help="Generate with the run's teacher too.")]
+RENAMED_OPTIONS = {"--beside-teacher": "--with-teacher"}  # former name: present name
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of new tokens.")]
 Temperature = Annotated[float, typer.Option(metavar="T", min=0.0, help="Sampling temperature; 0 for greedy.")]
+
+
+def rename_options(arguments: Sequence[str]) -> list[str]:
+    """Return a command line with the present names of its options; a line names each former one, read until 1.0."""
+    for former in RENAMED_OPTIONS.keys() & set(arguments):
+        console.print_error(f"{former}: is the former name of {RENAMED_OPTIONS[former]}, and is read until 1.0")
+    return [RENAMED_OPTIONS.get(argument, argument) for argument in arguments]
 
 
 def load_recipe(argument: str, overrides: Sequence[str] | None) -> tuple[Path, Recipe]:
@@ -89,14 +97,14 @@ def plugin_override(plugin: Path | None) -> list[str]:
     return [f"loss.plugin={{file: {json.dumps(str(plugin))}, sha256: '{hashlib.sha256(code).hexdigest()}'}}"]
 
 
-def load_models(target: str, teacher: str | None, beside: bool) -> tuple[dict[str, Any], Any]:
+def load_models(target: str, teacher: str | None, with_teacher: bool) -> tuple[dict[str, Any], Any]:
     """Return a target's student, preceded by its teacher if requested, and the student's tokenizer."""
     from distill.evaluation.targets import find_target, load_target, load_teacher_of
 
     source = find_target(target)
     with console.spinner("loading"):
         student, tokenizer = load_target(source)
-        models = {"teacher": load_teacher_of(source, teacher)} if teacher is not None or beside else {}
+        models = {"teacher": load_teacher_of(source, teacher)} if teacher is not None or with_teacher else {}
     return {**models, "student": student}, tokenizer
 
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from distill.commands.arguments import (
-    BesideModel,
-    BesideTeacher,
     MaxNewTokens,
     TargetArgument,
+    TeacherModel,
     Temperature,
+    WithTeacher,
     load_models,
 )
 from distill.core import console
@@ -27,8 +27,8 @@ NEW = "/new"
 
 def chat(
     target: TargetArgument,
-    teacher: BesideModel = None,
-    beside: BesideTeacher = False,
+    teacher: TeacherModel = None,
+    with_teacher: WithTeacher = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.7,
@@ -40,10 +40,10 @@ def chat(
 
     \b
     distill chat support-bot
-    distill chat support-bot --beside-teacher --temperature 0
+    distill chat support-bot --with-teacher --temperature 0
     printf 'Hello!\\nAnd who are you?\\n' | distill chat support-bot
     """
-    models, tokenizer = load_models(target, teacher, beside)
+    models, tokenizer = load_models(target, teacher, with_teacher)
     remembers = bool(getattr(tokenizer, "chat_template", None))
     if not remembers:
         console.print_error("the tokenizer has no chat template: each line is continued as text, without history")

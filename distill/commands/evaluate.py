@@ -82,7 +82,7 @@ def evaluate(
     from distill.evaluation.evaluate_documents import evaluate_documents, evaluate_spans
     from distill.models.load.loading import load_tokenizer
     from distill.models.load.vocabulary import compare as compare_vocabularies
-    from distill.models.patch.packed import keeps_apart
+    from distill.models.patch.packed import isolates_documents
     from distill.objectives.measure import metric_text as format_figure
     from distill.teachers.rows.retokenised.vocabularies import compare_by_bytes, readers_of
 
@@ -104,7 +104,7 @@ def evaluate(
         large = targets.load_teacher_of(found, teacher, in_shards=world > 1)
         tokenizer = load_tokenizer(targets.tokenizer_section(found, teacher))
         student, own = targets.load_target(found)
-        packing = all(keeps_apart(model) for model in (student, large))
+        packing = all(isolates_documents(model) for model in (student, large))
         if by_spans:
             assert found.recipe is not None
             readers = readers_of(own, tokenizer, found.recipe.data.chat_template)

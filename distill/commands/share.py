@@ -11,12 +11,12 @@ import typer
 
 from distill.commands.arguments import (
     AsJson,
-    BesideModel,
-    BesideTeacher,
     MaxNewTokens,
     RunArgument,
     TargetArgument,
+    TeacherModel,
     Temperature,
+    WithTeacher,
     load_models,
     print_json,
 )
@@ -26,8 +26,8 @@ from distill.core import console
 def generate(
     target: TargetArgument,
     prompt: Annotated[list[str], typer.Option("--prompt", "-p", metavar="TEXT", help="Prompt; may be repeated.")],
-    teacher: BesideModel = None,
-    beside: BesideTeacher = False,
+    teacher: TeacherModel = None,
+    with_teacher: WithTeacher = False,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     kernels: Annotated[
@@ -39,7 +39,7 @@ def generate(
 
     \b
     distill generate support-bot --prompt "How do I reset my password?"
-    distill generate support-bot -p "Why is the sky blue?" --beside-teacher
+    distill generate support-bot -p "Why is the sky blue?" --with-teacher
     distill generate ./student -p "1, 2, 3," \\
       --teacher HuggingFaceTB/SmolLM2-135M-Instruct
     distill generate support-bot -p "Why is the sky blue?" --kernels triton
@@ -48,7 +48,7 @@ def generate(
 
     if kernels not in ("auto", "triton"):
         raise ValueError(f"--kernels: expected auto or triton, got {kernels!r}")
-    models, tokenizer = load_models(target, teacher, beside)
+    models, tokenizer = load_models(target, teacher, with_teacher)
     answerers = {
         name: TritonGenerator(model, tokenizer) if kernels == "triton" else partial(stream, model, tokenizer)
         for name, model in models.items()

@@ -15,7 +15,7 @@ from distill.data.sources import STDLIB, local_path, missing_file
 from distill.models.load.source import PACKAGE_PREFIX, resolve_model_source
 from distill.recipe import ModelSection, Recipe, dump
 from distill.recipe.teachers import teacher_sections
-from distill.recipe.usual import unusual_settings
+from distill.recipe.unusual_values import unusual_settings
 
 
 def validate(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJson = False) -> None:

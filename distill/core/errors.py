@@ -12,19 +12,20 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, NamedTuple, get_args, get_origin
+from typing import Annotated, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from distill.core.files import mount_of
 
+IN_QUOTES = " (put it in quotes)"  # a cure for values that YAML reads as something else than text
 EXPECTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",
-    "string_type": "text (put it in quotes)",
+    "string_type": f"text{IN_QUOTES}",
     "list_type": "a list",
     "dict_type": "a section of key: value lines",
     "model_type": "a section of key: value lines",
@@ -164,11 +165,13 @@ class Names(NamedTuple):
         fields: our field, by their name or by section and name.
         values: our value, by the last part of our field and their value.
         short: sections that other tools write as one value: our spelling, and the value to show where none is given.
+        patterns: texts that match a field's pattern, in words, by the pattern.
     """
 
     fields: Mapping[str, Alias]
     values: Mapping[str, Mapping[str, str]]
     short: Mapping[str, tuple[str, str]]
+    patterns: Mapping[str, str]
 
 
 def explain(error: ValidationError, model: type[BaseModel], names: Names) -> list[str]:
@@ -227,11 +230,11 @@ def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
         limit = next(context[key] for key in ("gt", "ge", "lt", "le") if key in context)
         return head + expected_got(f"a number {BOUNDS[kind]} {limit:g}", came)
     if kind == "string_pattern_mismatch":
-        return head + expected_got("letters, digits, '.', '_' and '-' (at most 100, first a letter or digit)", came)
+        return head + expected_got(names.patterns[context["pattern"]], came)
     if kind == "too_short":
-        return head + expected_got(f"at least {context['min_length']} of them", came)
+        return head + expected_got(f"a list of at least {context['min_length']}", came)
     if kind in EXPECTED:
-        error = head + expected_got(EXPECTED[kind], came)
+        error = head + expected_got(EXPECTED[kind].removesuffix(IN_QUOTES) if came is None else EXPECTED[kind], came)
         section_path = ".".join(part for part in path if not part.isdigit())
         pair = re.match(r"(\w+):([^\s:/]+)", came) if isinstance(came, str) else None
         if pair and EXPECTED[kind].startswith(("a section", "a list")) and pair[1] in str(_paths(model)):
@@ -255,7 +258,7 @@ def _annotation_parts(annotation: object) -> list[object]:
     """Return the alternatives of a union, the items of a list and the type inside Annotated."""
     if get_origin(annotation) is Annotated:
         return _annotation_parts(get_args(annotation)[0])
-    if isinstance(annotation, types.UnionType) or get_origin(annotation) is list:
+    if isinstance(annotation, types.UnionType) or get_origin(annotation) in (list, Union):
         return [part for inner in get_args(annotation) for part in _annotation_parts(inner)]
     return [annotation]
 
@@ -270,7 +273,8 @@ def _literals(model: type[BaseModel], path: list[str]) -> list[str]:
     for name in (part for part in path[:-1] if not part.isdigit()):
         sections = [s for m in sections if name in m.model_fields for s in _sections(m.model_fields[name].annotation)]
     fields = [section.model_fields[path[-1]] for section in sections if path[-1] in section.model_fields]
-    return [str(v) for f in fields for p in _annotation_parts(f.annotation) for v in get_args(p)]
+    values = [value for field in fields for part in _annotation_parts(field.annotation) for value in get_args(part)]
+    return [value if isinstance(value, str) else quote(value) for value in values]
 
 
 def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[list[str], list[str]]:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from distill.data.assistant_turns import RenderedChat, Turns
 from distill.data.messages import Adapter, content_of, without_reasoning
 from distill.data.rendering import FROZEN_DAY, Message, Renderer, Span, TemplateError, Tools, freeze_date
 from distill.data.rows import RowFault
-from distill.data.turns import RenderedChat, Turns
 
 if TYPE_CHECKING:
-    from distill.data.coverage import Omission
+    from distill.data.template_coverage import Omission
 
 __all__ = [
     "FROZEN_DAY",
@@ -46,7 +46,7 @@ class ChatOptions(NamedTuple):
     @classmethod
     def of(cls, data: Any) -> ChatOptions:
         """Those of a recipe's `data`."""
-        return cls("each" if data.answers_every_turn else data.train_on, data.reasoning, data.empty_answers)
+        return cls("each" if data.generates_every_turn else data.train_on, data.reasoning, data.empty_answers)
 
 
 class TrainingChat(NamedTuple):
@@ -142,7 +142,7 @@ class ChatTemplate(Renderer):
                 content of them.
             TemplateError: The assistant's text cannot be located in the template's output.
         """
-        from distill.data import coverage
+        from distill.data import template_coverage
 
         roles = [message.get("role") for message in messages]
         turns = [turn for turn, role in enumerate(roles) if role == "assistant" and turn >= first_trained]
@@ -155,18 +155,25 @@ class ChatTemplate(Renderer):
             made = self._examples(messages, tools, turns, options.train_on == "each", fits)
             if not made.examples:
                 return made
-            losses = self._losses(messages, tools, turns) or coverage.Omission()
+            losses = self._losses(messages, tools, turns) or template_coverage.Omission()
             if losses.fault is not None:
-                raise RowFault(coverage.omission_fault(losses.fault, self.name), self._example_of(messages, turns))
+                raise RowFault(
+                    template_coverage.omission_fault(losses.fault, self.name), self._example_of(messages, turns)
+                )
             taken = [turn for example in made.examples for turn in example.turns]
-            thoughts = coverage.check_words(made.examples, messages, tools, taken, self.name) and not losses.thought
+            thoughts = (
+                template_coverage.check_words(made.examples, messages, tools, taken, self.name) and not losses.thought
+            )
         named = losses.named
         if not thoughts:
             if options.reasoning == "require":
-                raise RowFault(coverage.omission_fault(coverage.THOUGHT, self.name), self._example_of(messages, turns))
-            named = (coverage.THOUGHT, *named)
+                raise RowFault(
+                    template_coverage.omission_fault(template_coverage.THOUGHT, self.name),
+                    self._example_of(messages, turns),
+                )
+            named = (template_coverage.THOUGHT, *named)
         if options.empty_answers == "drop" and any(
-            coverage.is_empty(content_of(messages[turn]), thoughts) for turn in taken
+            template_coverage.is_empty(content_of(messages[turn]), thoughts) for turn in taken
         ):
             raise RowFault("empty", "an assistant message without content; data.empty_answers: keep trains on it")
         return made._replace(named=named)
@@ -188,9 +195,9 @@ class ChatTemplate(Renderer):
 
     def _losses(self, messages: Sequence[Message], tools: Tools, turns: list[int]) -> Omission | None:
         """Return the content that the template omits from conversations of this shape; None where it refuses them."""
-        from distill.data import coverage
+        from distill.data import template_coverage
 
-        shape, kept = coverage.chat_shape(messages[: turns[-1] + 1], tools, turns)
+        shape, kept = template_coverage.chat_shape(messages[: turns[-1] + 1], tools, turns)
         if not kept:
             return None
         if shape not in self._probed:
@@ -200,7 +207,7 @@ class ChatTemplate(Renderer):
             def rendered(filled: Sequence[Message], offered: Tools, chosen: list[int]) -> list[RenderedChat]:
                 return self._examples(filled, offered, chosen, each=False).examples
 
-            self._probed[shape] = coverage.find_omission(rendered, [messages[n] for n in kept], tools, learned)
+            self._probed[shape] = template_coverage.find_omission(rendered, [messages[n] for n in kept], tools, learned)
         return self._probed[shape]
 
     def _example_of(self, messages: Sequence[Message], turns: Sequence[int]) -> str:

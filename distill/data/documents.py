@@ -24,9 +24,9 @@ from distill.core import console
 from distill.core.errors import RunError
 from distill.core.tokenizer_limits import MOST_BYTES, may_grow
 from distill.data.packing import Documents, Ragged
+from distill.data.row_counts import RowCounts
 from distill.data.rows import row_size
 from distill.data.sources import Row, RowFault, Source
-from distill.data.tally import Tally
 from distill.data.token_cache import cache_key, cached_folder
 from distill.data.tokenise import Batch, Document, RowEncoder
 
@@ -38,7 +38,7 @@ BATCH_CHARACTERS = 1 << 22
 
 def tokenise_documents(
     source: Source, encoder: RowEncoder, *, max_rows: int | None = None, workers: int = 0, cache: bool = True
-) -> tuple[Documents, Tally, str, bool]:
+) -> tuple[Documents, RowCounts, str, bool]:
     """Return all documents of a source, memory-mapped.
 
     Args:
@@ -57,8 +57,8 @@ def tokenise_documents(
         (folder / "tally.json").write_text(json.dumps(vars(tally)))
 
     folder, cached = cached_folder(key, build, cache=cache)
-    tally = Tally()
-    tally.add(Tally(**json.loads((folder / "tally.json").read_text())))
+    tally = RowCounts()
+    tally.add(RowCounts(**json.loads((folder / "tally.json").read_text())))
     names = encoder.columns
     bounds = {name: np.load(folder / f"{name}.npy") for name in names}
     columns = {  # an empty file cannot be mapped
@@ -83,7 +83,9 @@ def _batches(rows: Iterable[tuple[int, Row | RowFault]]) -> Iterator[Batch]:
         yield batch
 
 
-def _encoded(batches: Iterator[Batch], encoder: RowEncoder, workers: int) -> Iterator[tuple[Iterable[Document], Tally]]:
+def _encoded(
+    batches: Iterator[Batch], encoder: RowEncoder, workers: int
+) -> Iterator[tuple[Iterable[Document], RowCounts]]:
     """Yield each batch's documents in order, with a tally that is complete once they are read.
 
     With several processes, at most two batches per worker are in flight.
@@ -91,13 +93,13 @@ def _encoded(batches: Iterator[Batch], encoder: RowEncoder, workers: int) -> Ite
     bounded = _may_grow(encoder)
     if workers < 2 and not bounded:
         for batch in batches:
-            tally = Tally()
+            tally = RowCounts()
             yield encoder.documents(batch, tally), tally
         return
     workers = max(workers, 1)
     most = MOST_BYTES if bounded else None
     with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_set_encoder, initargs=(encoder, most)) as pool:
-        waiting: deque[Future[tuple[list[Document], Tally]]] = deque()
+        waiting: deque[Future[tuple[list[Document], RowCounts]]] = deque()
         try:
             for batch in batches:
                 waiting.append(pool.submit(_encode_here, batch))
@@ -134,14 +136,14 @@ def _set_encoder(encoder: RowEncoder, most: int | None) -> None:
     _encoder_here = encoder
 
 
-def _encode_here(batch: Batch) -> tuple[list[Document], Tally]:
+def _encode_here(batch: Batch) -> tuple[list[Document], RowCounts]:
     assert _encoder_here is not None
     return _encoder_here(batch)
 
 
-def _write(folder: Path, names: tuple[str, ...], encoded: Iterable[tuple[Iterable[Document], Tally]]) -> Tally:
+def _write(folder: Path, names: tuple[str, ...], encoded: Iterable[tuple[Iterable[Document], RowCounts]]) -> RowCounts:
     """Write a file of int32 per column, its offsets, and the documents' origins."""
-    tally, origins = Tally(), []
+    tally, origins = RowCounts(), []
     lengths: dict[str, list[int]] = {name: [0] for name in names}
     with ExitStack() as stack:
         files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in names}

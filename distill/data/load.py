@@ -28,8 +28,8 @@ from distill.data.formats import Format, detect
 from distill.data.packing import BLOCK, Documents, Ragged, shuffle_into_rows
 from distill.data.rendering import NOT_RENDERED
 from distill.data.report import DataReport
+from distill.data.row_counts import RowCounts
 from distill.data.sources import Source, open_source, prompt_lines
-from distill.data.tally import Tally
 from distill.data.token_cache import cache_key, cached_folder
 from distill.data.tokenise import Encoder, RowEncoder
 
@@ -205,7 +205,7 @@ def columns_of(source: Source) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _check(documents: Documents, tally: Tally, source: Source, field: str) -> None:
+def _check(documents: Documents, tally: RowCounts, source: Source, field: str) -> None:
     """Raise for data without usable documents; warn where much is lost."""
     lost = Counter({reason: count for reason, count in tally.dropped.items() if NOT_RENDERED in reason})
     if lost.total() * 2 > tally.rows_read:
@@ -299,9 +299,9 @@ def _pack(
         )
     key, section = settings
     decided = (key, data.packing, data.max_length, section.model_dump())
-    own = data.own_answers if data.packing else None
+    own = data.active_on_policy if data.packing else None
     new = 0 if own is None else own.max_new_tokens
-    whole = data.answers_every_turn
+    whole = data.generates_every_turn
     key = cache_key("train", seed, *decided, *[new] * (new > 0), *["together"] * whole)
     train = _dataset(key, trained, data, seed, new, together=whole)
     validation = _dataset(cache_key("validation", *decided), held_out, data, data.validation.seed)

@@ -11,12 +11,12 @@ import numpy as np
 from distill.core.units import plural
 from distill.data.packing import IDS, Documents
 from distill.data.rendering import NOT_RENDERED
-from distill.data.tally import Tally
+from distill.data.row_counts import RowCounts
 from distill.data.token_cache import cache_key
 
 
 @dataclass
-class DataReport(Tally):
+class DataReport(RowCounts):
     """Report of the data that were read.
 
     Attributes:
@@ -69,7 +69,7 @@ class DataReport(Tally):
         total.from_cache = all(part.from_cache for part in parts)
         total.longest = max(part.longest for part in parts)
         total.answer_room = parts[0].answer_room
-        apart = {"max_length", "longest", "answer_room", *(one.name for one in fields(Tally))}
+        apart = {"max_length", "longest", "answer_room", *(one.name for one in fields(RowCounts))}
         for part, count in zip(parts, epoch_rows, strict=True):
             total.add(part)
             part.epoch_rows = count

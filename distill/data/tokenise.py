@@ -18,8 +18,8 @@ import numpy as np
 
 from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import ChatOptions, ChatTemplate, RenderedChat, Span, TrainingChat
+from distill.data.row_counts import RowCounts
 from distill.data.rows import Row, RowFault
-from distill.data.tally import Tally
 from distill.data.token_cache import tokenizer_hash
 
 if TYPE_CHECKING:
@@ -94,12 +94,12 @@ class RowEncoder:
     format: Format
     columns: Mapping[str, tuple[str, ...]]
 
-    def __call__(self, batch: Batch) -> tuple[list[Document], Tally]:
+    def __call__(self, batch: Batch) -> tuple[list[Document], RowCounts]:
         """Return the documents of numbered rows, and the tally of the rows."""
-        tally = Tally()
+        tally = RowCounts()
         return list(self.documents(batch, tally)), tally
 
-    def documents(self, batch: Batch, tally: Tally) -> Iterator[Document]:
+    def documents(self, batch: Batch, tally: RowCounts) -> Iterator[Document]:
         """Yield the documents of numbered rows; rows that cannot be used are counted, never raised.
 
         Raises:
@@ -111,7 +111,7 @@ class RowEncoder:
         """Return everything that affects the result, as plain JSON."""
         raise NotImplementedError
 
-    def sample(self, row: Row | RowFault, tally: Tally) -> Sample:
+    def sample(self, row: Row | RowFault, tally: RowCounts) -> Sample:
         """Read one row; raises RowFault if it cannot be used."""
         tally.rows_read += 1
         if isinstance(row, RowFault):
@@ -151,7 +151,7 @@ class Encoder(RowEncoder):
         template = self.template.settings() if self.template else None
         return [tokenizer_hash(self.tokenizer), template, asdict(self.format), self.max_length, *self.options]
 
-    def documents(self, batch: Batch, tally: Tally) -> Iterator[Document]:
+    def documents(self, batch: Batch, tally: RowCounts) -> Iterator[Document]:
         """Yield the documents of numbered rows; rows that cannot be used are counted."""
         texts: list[tuple[int, str]] = []
         waiting, held = list[MaskedText](), 0
@@ -173,7 +173,7 @@ class Encoder(RowEncoder):
             yield from self._cut(number, text, (ids for _, ids in blocks), tally)
         yield from self._pieces(waiting, tally)
 
-    def _pieces(self, parts: Sequence[MaskedText], tally: Tally) -> Iterator[Piece]:
+    def _pieces(self, parts: Sequence[MaskedText], tally: RowCounts) -> Iterator[Piece]:
         """Yield chats and pairs as documents, without examples that are too long, which are counted."""
         kept, faults = set[int](), dict[int, list[RowFault]]()
         for part, ids, labels in self.encode_partly(parts, tally):
@@ -186,7 +186,7 @@ class Encoder(RowEncoder):
         self.count_faults(kept, faults, tally)
 
     @staticmethod
-    def count_faults(kept: set[int], faults: Mapping[int, Sequence[RowFault]], tally: Tally) -> None:
+    def count_faults(kept: set[int], faults: Mapping[int, Sequence[RowFault]], tally: RowCounts) -> None:
         """Count rows without usable examples as dropped, and unusable examples of other rows."""
         for number, found in faults.items():
             if number in kept:
@@ -271,7 +271,7 @@ class Encoder(RowEncoder):
         made = self.tokenizer.backend_tokenizer.encode_batch_fast(parts, add_special_tokens=False)
         return [encoding.ids for encoding in made]
 
-    def _cut(self, number: int, text: str, parts: Iterable[np.ndarray], tally: Tally) -> Iterator[Piece]:
+    def _cut(self, number: int, text: str, parts: Iterable[np.ndarray], tally: RowCounts) -> Iterator[Piece]:
         """Yield the pieces of one text from the ids of its blocks."""
         origin, room = text_hash(text), self.max_length - len(self.beginning)
         beginning, ids = np.array(self.beginning, dtype=np.int32), np.zeros(0, dtype=np.int32)
@@ -297,7 +297,7 @@ class Encoder(RowEncoder):
         yield from pieces(len(ids))
 
     def encode_partly(
-        self, parts: Sequence[MaskedText], tally: Tally
+        self, parts: Sequence[MaskedText], tally: RowCounts
     ) -> Iterator[tuple[MaskedText, np.ndarray, np.ndarray]]:
         """Yield the whole int32 ids and labels of each text; texts without trained tokens are counted and left out."""
         if not parts:

@@ -22,7 +22,7 @@ from distill.doctor.rewards import advantages_of
 from distill.doctor.rollouts import StudentRollouts
 from distill.doctor.rows import Row, join_rows, split_row
 from distill.generation.documents import Readers
-from distill.models.patch.packed import keeps_apart
+from distill.models.patch.packed import isolates_documents
 from distill.objectives.losses import is_soft
 from distill.recipe.loss import Loss
 from distill.teachers.interface import Teacher
@@ -107,7 +107,7 @@ class CheckSetup:
         Always, except for a recipe with one document per row whose model does not separate them (its attention ignores
         positions), which is trained correctly all the same.
         """
-        return self.packs or all(map(keeps_apart, self.models))
+        return self.packs or all(map(isolates_documents, self.models))
 
     def in_eval_mode(self) -> contextlib.AbstractContextManager[None]:
         """Put all models in eval mode (no dropout) inside the block."""

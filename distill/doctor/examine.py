@@ -224,7 +224,7 @@ def _in_float32(recipe: Recipe) -> Recipe:
 
 def _with_rollouts(subject: CheckSetup, recipe: Recipe, pair: ModelPair, format: str) -> CheckSetup:
     """Return the subject with the student's rollouts as rows, where the recipe trains on-policy."""
-    if recipe.data.own_answers is None:
+    if recipe.data.active_on_policy is None:
         return subject
     require_prompts(recipe, pair.tokenizer, format)
     objective = subject.objective()

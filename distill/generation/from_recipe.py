@@ -24,7 +24,7 @@ def require_prompts(recipe: Recipe, tokenizer: Any, format: str) -> None:
     Raises:
         ValueError: they are random tokens or running text.
     """
-    if recipe.data.own_answers is not None and (tokenizer is None or format.startswith("text")):
+    if recipe.data.active_on_policy is not None and (tokenizer is None or format.startswith("text")):
         raise ValueError(
             f"data.on_policy: expected data with prompts, got {format or 'random tokens'}; give chats, or "
             "prompts with completions (whose completions are not used where fraction is 1)"
@@ -65,7 +65,7 @@ def rollouts_from_recipe(
     Raises:
         ValueError: data without prompts, vLLM absent.
     """
-    if (section := recipe.data.own_answers) is None:
+    if (section := recipe.data.active_on_policy) is None:
         return None
     from distill.generation.engines import engine_for, settings_for
     from distill.generation.on_policy import OnPolicyRollouts

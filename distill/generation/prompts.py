@@ -7,8 +7,8 @@ from typing import Any
 
 from distill.data.chat import ChatTemplate
 from distill.data.formats import CHAT_COLUMNS, PAIR_COLUMNS, FieldMap, Format, Sample
+from distill.data.row_counts import RowCounts
 from distill.data.sources import Row, RowFault, open_source, prompt_lines
-from distill.data.tally import Tally
 from distill.data.tokenise import tokens_before_text
 
 
@@ -41,7 +41,7 @@ class Prompt:
 
 
 @dataclass
-class Prompts(Tally):
+class Prompts(RowCounts):
     """The usable prompts of a file, in its order, and a tally of the others."""
 
     prompts: list[Prompt] = field(default_factory=list)

@@ -23,8 +23,8 @@ from distill.data.documents import tokenise_documents
 from distill.data.formats import Format, detect
 from distill.data.load import columns_of
 from distill.data.packing import Documents, Ragged
+from distill.data.row_counts import RowCounts
 from distill.data.sources import open_source
-from distill.data.tally import Tally
 from distill.data.tokenise import Batch, Encoder, RowEncoder
 from distill.data.tokenise import Document as Encoded
 from distill.generation.documents import Document
@@ -81,7 +81,7 @@ class RowRecordEncoder(RowEncoder):
     def settings(self) -> list[object]:
         return ["rows for rewards", *self.encoder.settings()]
 
-    def documents(self, batch: Batch, tally: Tally) -> Iterator[Encoded]:
+    def documents(self, batch: Batch, tally: RowCounts) -> Iterator[Encoded]:
         for number, row in batch:
             found, text, turns = list(self.encoder.documents([(number, row)], tally)), b"", list[int]()
             for document in found:

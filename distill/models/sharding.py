@@ -112,7 +112,7 @@ def use_fsdp2(accelerator: Any, settings: dict[str, Any]) -> None:
     state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=computes, reduce_dtype=torch.float32)
 
 
-def keeps_nothing(optimizer: Any) -> bool:
+def has_no_state(optimizer: Any) -> bool:
     """Return whether an optimizer has no state: plain SGD without momentum.
 
     torch cannot load the state of such a one into shards ("Expected device to be set": it takes the device from the

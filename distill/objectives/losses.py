@@ -121,14 +121,14 @@ class HeldOutLoss(nn.Module):
     """The forward divergence with its statistics, and the reverse one as one statistic more.
 
     Args:
-        of: makes the loss of one term.
-        reverse: whether the targets determine the reverse divergence; else it is NaN.
+        loss_of: Function that makes the loss of one term.
+        reverse: Whether the targets determine the reverse divergence; else it is NaN.
     """
 
-    def __init__(self, of: Callable[[LossTerm], Any], reverse: bool = True) -> None:
+    def __init__(self, loss_of: Callable[[LossTerm], Any], reverse: bool = True) -> None:
         super().__init__()
-        self.forward_kl = of(LossTerm("forward_kl", 1.0))
-        self.reverse = of(LossTerm("reverse_kl", 1.0)) if reverse else None
+        self.forward_kl = loss_of(LossTerm("forward_kl", 1.0))
+        self.reverse = loss_of(LossTerm("reverse_kl", 1.0)) if reverse else None
         self.terms, self.objective = self.forward_kl.terms, self.forward_kl.objective
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -163,7 +163,7 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
         workspace += student.head * compute
     teacher_weights = teacher.held(world, sharded=teacher_sharded)
     rollouts = _rollout_cache(plan, student, compute)
-    own = recipe.data.own_answers
+    own = recipe.data.active_on_policy
     answering = student.parameters * weight if own is not None and sharded else 0.0
     held = teacher_weights + weights + states + layers.projections + buckets + rollouts + answering
     accumulated = gradients if accumulation > 1 else 0.0
@@ -204,7 +204,7 @@ def step_memory(plan: DevicePlan, *, sharded: bool = False, teacher_sharded: boo
 
 def _rollout_cache(plan: DevicePlan, student: Shape, compute: int) -> float:
     """Return the bytes of the KV cache of on-policy rollouts, which is kept for the last two batch sizes."""
-    section, length = plan.recipe.data.own_answers, plan.recipe.data.max_length
+    section, length = plan.recipe.data.active_on_policy, plan.recipe.data.max_length
     if section is None or section.engine != "distill":
         return 0.0
     if plan.longest:

@@ -40,7 +40,7 @@ from distill.planning.step_time import StepTokens, step_time
 from distill.planning.steps import FUSED, report_to_problem, require_arguments, small_data_warnings, total_steps
 from distill.planning.teacher_server import choose_teacher_server, teacher_server_problem, training_gpus
 from distill.recipe import Lora, ModelSection, Recipe
-from distill.recipe.usual import unusual_settings
+from distill.recipe.unusual_values import unusual_settings
 from distill.teachers.interface import TeacherSource
 from distill.teachers.registry import source_of
 from distill.teachers.source_capabilities import (

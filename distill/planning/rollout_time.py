@@ -37,7 +37,7 @@ class RolloutEstimate(NamedTuple):
 def estimate_rollouts(plan: DevicePlan, device: Device, data: DataReport, rows: float) -> RolloutEstimate | None:
     """Return the rollouts in a step of `rows` rows of the data; None without on-policy data."""
     recipe, student = plan.recipe, plan.student.shape
-    section, length = recipe.data.own_answers, recipe.data.max_length
+    section, length = recipe.data.active_on_policy, recipe.data.max_length
     if section is None:
         return None
     documents = max(data.documents, 1)

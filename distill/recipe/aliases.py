@@ -15,6 +15,7 @@ import re
 from collections import defaultdict
 
 from distill.core.errors import Alias, Names
+from distill.recipe.fields import PATTERNS
 from distill.recipe.train import OWNED_ARGUMENTS
 
 TOOLS = ("TRL", "torchtune", "axolotl")
@@ -369,4 +370,4 @@ SHORT: dict[str, tuple[str, str]] = {
     "parallel": ("{{strategy: {}}}", "fsdp"),
     "generate": ("{{prompts: []}}", ""),
 }
-NAMES = Names(ALIASES, VALUES, SHORT)
+NAMES = Names(ALIASES, VALUES, SHORT, PATTERNS)

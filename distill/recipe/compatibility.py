@@ -237,12 +237,14 @@ class Requirement(NamedTuple):
 REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         "data.on_policy",
-        lambda recipe: recipe.data.own_answers is not None,
+        lambda recipe: recipe.data.active_on_policy is not None,
         ("new rows", "prompts"),
     ),
     Requirement(
         "data.on_policy.environment",
-        lambda recipe: recipe.data.own_answers is not None and recipe.data.own_answers.environment is not None,
+        lambda recipe: (
+            recipe.data.active_on_policy is not None and recipe.data.active_on_policy.environment is not None
+        ),
         ("text", "student's tokens"),
     ),
     Requirement(
@@ -340,7 +342,7 @@ class Apart(NamedTuple):
 APART: tuple[Apart, ...] = (
     Apart(
         "data.on_policy",
-        lambda recipe: recipe.data.own_answers is not None and recipe.loss.has("cross_entropy"),
+        lambda recipe: recipe.data.active_on_policy is not None and recipe.loss.has("cross_entropy"),
         "the labels of a cross_entropy term would be the student's own responses; set its weight to 0 "
         "and keep a divergence such as reverse_kl or jsd",
     ),

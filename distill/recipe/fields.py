@@ -17,6 +17,19 @@ NotNegative = Annotated[float, Field(ge=0)]
 Every = Annotated[Annotated[int, Field(ge=0, le=2**53)] | None, AfterValidator(lambda steps: steps or None)]
 
 
+NAME, ROUTE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+FUNCTION, SHA256 = r"^.+\.py:[A-Za-z_]\w*$", r"^[0-9a-f]{64}$"
+PART = r"^\d{1,5}(\.\w+)*$"  # a decoder layer, `29`, or a module inside one, `29.mlp`
+# what a text that matches is, for error messages
+PATTERNS = {
+    NAME: "letters, digits, '.', '_' and '-' (at most 100, first a letter or digit)",
+    ROUTE: "letters, digits, '.', '_' and '-' (at most 63, first a letter or digit)",
+    FUNCTION: "FILE.py:FUNCTION, such as rewards.py:exact_match",
+    SHA256: "64 hexadecimal digits, the SHA-256 of the file",
+    PART: "a decoder layer, such as 29, or a module inside one, such as 29.mlp",
+}
+
+
 class Usual(NamedTuple):
     """Annotation with the range of a field's values in published recipes; warned about at ten times outside of it.
 
@@ -56,9 +69,9 @@ def no_code(value: str) -> str:
 def steps_or_ratio(value: object) -> object:
     """Return a whole number of steps from 1 as an int, or a fraction of all steps below 1 as a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(expected_got("a number of steps, or a share of them below 1", value))
+        raise ValueError(expected_got("a number of steps, or a fraction of all steps below 1", value))
     if not 0 <= value <= 2**53 or (value >= 1 and value != int(value)):
-        raise ValueError(expected_got("a whole number of steps, or a share of them between 0 and 1", value))
+        raise ValueError(expected_got("a whole number of steps, or a fraction of all steps between 0 and 1", value))
     return int(value) if value >= 1 else float(value)
 
 

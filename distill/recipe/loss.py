@@ -24,7 +24,7 @@ from distill_kernels.losses import with_parameter
 from pydantic import Field, ValidationError, model_validator
 
 from distill.core.errors import Section
-from distill.recipe.fields import NotNegative, Text, Usual
+from distill.recipe.fields import FUNCTION, SHA256, NotNegative, Text, Usual
 from distill.recipe.layer_terms import LAYERED, AttentionRelationTerm, HiddenStateTerm, LayerTerm, pairs_of
 
 
@@ -99,7 +99,7 @@ class PolicyGradientTerm(Section):
     importance: bool = False
     clip: Annotated[float, Field(gt=0, lt=1)] | None = None
     discount: Annotated[float, Field(ge=0, le=1)] = 0.0
-    reward: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")] | None = None
+    reward: Annotated[str, Field(pattern=FUNCTION)] | None = None
     reward_scale: Literal["group", "none"] = "group"
     reward_timeout: Annotated[float, Field(gt=0, le=86400)] = 10.0
     teacher_weight: NotNegative = 1.0
@@ -167,7 +167,7 @@ class PluginFile(Section):
     """
 
     file: Text
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Annotated[str, Field(pattern=SHA256)]
 
 
 class Schedule(Section):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
 from distill.core.errors import Section, expected_got
-from distill.recipe.fields import Count, NotNegative, Text, Usual, no_code, text_or_list
+from distill.recipe.fields import PART, ROUTE, Count, NotNegative, Text, Usual, no_code, text_or_list
 from distill.recipe.from_teacher import FromTeacher
 from distill.recipe.quantise import Quantise
 
@@ -21,8 +21,7 @@ def sort_parts(parts: list[str]) -> list[str]:
     return sorted(set(parts), key=lambda part: (int(part.partition(".")[0]), part))
 
 
-# a decoder layer, `29`, or a module inside one, `29.mlp`
-Part = Annotated[str, BeforeValidator(str), StringConstraints(pattern=r"^\d{1,5}(\.\w+)*$")]
+Part = Annotated[str, BeforeValidator(str), StringConstraints(pattern=PART)]
 Parts = Annotated[list[Part], AfterValidator(sort_parts)]
 SERVED = ("url", "protocol", "folder", "top_k", "prefetch", "transfer_dtype", "deterministic", "timeout", "token_file")
 
@@ -206,8 +205,10 @@ class Teacher(ModelSection):
             if self.is_cached:
                 raise ValueError("path is missing: the folder that distill cache wrote")
             raise ValueError("path belongs to type: cache; a model is named by model")
-        if (self.type == "plugin") != (self.backend is not None):
-            raise ValueError(expected_got("backend with type: plugin, and with it alone", self.backend))
+        if self.type == "plugin" and self.backend is None:
+            raise ValueError("backend is missing: name under which an installed package registers a teacher backend")
+        if self.type != "plugin" and self.backend is not None:
+            raise ValueError(f"backend belongs to type: plugin; got type: {self.type}")
         if not self.is_loaded and self.dtype in EIGHT_BITS:
             why = "the cache was made in its own dtype" if self.is_cached else "give it to distill serve"
             raise ValueError(f"dtype: {self.dtype} has no meaning with type: {self.type}; {why}")
@@ -228,11 +229,13 @@ class Teacher(ModelSection):
     def _is_the_student_itself(self) -> Self:
         itself = self.type == "student"
         if itself and (self.model or self.config or self.adapter or self.revision):
-            raise ValueError("type: student is the student's own checkpoint: leave model, config and adapter out")
+            given = ", ".join(name for name in ("model", "config", "adapter", "revision") if getattr(self, name))
+            raise ValueError(f"type: student loads the student's own checkpoint; got {given}; leave {given} out")
         if itself and self.context is None:
             raise ValueError("type: student needs context: without it, teacher and student output the same")
         if self.ema is not None and (not itself or self.dtype in EIGHT_BITS or self.offload is not None):
-            raise ValueError("ema: a running average needs type: student, weights of 16 or 32 bits and no offload")
+            given = f"type: {self.type}, dtype: {self.dtype}, offload: {self.offload or 'null'}"
+            raise ValueError(f"ema: expected type: student, weights of 16 or 32 bits and no offload; got {given}")
         return self
 
     @model_validator(mode="after")
@@ -248,7 +251,7 @@ class Teacher(ModelSection):
                 ),
                 None,
             ):
-                raise ValueError(f"{given}: belongs to type: server")
+                raise ValueError(f"{given}: belongs to type: server; got type: {self.type}")
             return self
         if not self.urls:
             raise ValueError("url is missing: address of a teacher server, such as http://127.0.0.1:8765")
@@ -294,7 +297,7 @@ class WeightedTeacher(Teacher):
     """
 
     weight: NotNegative = 1.0
-    route: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] | None = None
+    route: Annotated[str, Field(pattern=ROUTE)] | None = None
 
     def alone(self) -> Teacher:
         """Return the same model as the only teacher."""

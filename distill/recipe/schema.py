@@ -26,7 +26,7 @@ from distill.core.errors import RecipeError, Section, explain
 from distill.core.folders import STAGES
 from distill.recipe.compatibility import conflicts
 from distill.recipe.data import Data, Part
-from distill.recipe.fields import Text
+from distill.recipe.fields import NAME, Text
 from distill.recipe.loss import Loss
 from distill.recipe.models import Student, Teacher, WeightedTeacher
 from distill.recipe.renamed import rename_overrides, rename_settings
@@ -73,7 +73,7 @@ class Recipe(Section):
             that it names, and starts from the student of the stage before. The last one's folder is that of the run.
     """
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    name: Annotated[str, Field(pattern=NAME)]
     output_dir: Text = "runs"
     teacher: Teacher
     teachers: list[WeightedTeacher] = Field(default_factory=list)
@@ -89,7 +89,7 @@ class Recipe(Section):
     @property
     def runs_code(self) -> bool:
         """Return whether a run calls functions of a file: terms of the loss, a reward or an environment."""
-        answers = self.data.own_answers
+        answers = self.data.active_on_policy
         has_environment = answers is not None and answers.environment is not None
         return self.loss.plugin is not None or self.loss.rewarded is not None or has_environment
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from distill.core.errors import Section
+from distill.recipe.fields import ROUTE
 from distill.recipe.yaml_text import merge
 
 Settings = Annotated[dict[str, object], Field(default_factory=dict)]
@@ -30,7 +31,7 @@ class Stage(Section):
         generate: settings of `generate`.
     """
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "stage"
+    name: Annotated[str, Field(pattern=ROUTE)] = "stage"
     teacher: Settings
     student: Settings
     data: Settings

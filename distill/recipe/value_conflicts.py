@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from distill.recipe.data import OnPolicy
 from distill.recipe.teachers import Sections
 
 
@@ -13,13 +14,14 @@ def value_conflicts(recipe: Sections) -> Iterator[str]:
     whole = own is not None and (own.fraction, own.temperature, own.top_k, own.top_p, own.min_p) == (1, 1, 0, 1, 0)
     if recipe.loss.has("policy_gradient") and not whole:
         yield (
-            "loss.terms: policy_gradient is of tokens that the student drew from its present distribution: expected "
-            "data.on_policy with fraction 1 and temperature 1, without top_k, top_p and min_p"
+            "loss.terms: policy_gradient needs tokens sampled from the student's distribution: expected data.on_policy "
+            f"with fraction 1 and temperature 1, without top_k, top_p and min_p; got {_sampling_of(own)}"
         )
     if recipe.loss.tailed is not None and not whole:
         yield (
-            "loss.terms: top_k_reverse_kl with tail: sampled needs tokens that the student drew: expected "
-            "data.on_policy with fraction 1 and temperature 1, without top_k, top_p and min_p"
+            "loss.terms: top_k_reverse_kl with tail: sampled needs tokens sampled from the student's distribution: "
+            "expected data.on_policy with fraction 1 and temperature 1, without top_k, top_p and min_p; got "
+            f"{_sampling_of(own)}"
         )
     samples, rows = recipe.data.samples, recipe.train.batch_size
     if recipe.loss.rewarded is not None and whole and samples < 2:
@@ -38,7 +40,13 @@ def value_conflicts(recipe: Sections) -> Iterator[str]:
             "data.on_policy.turns: all replays the replies of logged chats: expected last with "
             "data.on_policy.environment, got all"
         )
-    if recipe.data.answers_every_turn and any(part.data.train_on == "last" for part in recipe.data.parts):
+    if recipe.data.generates_every_turn and any(part.data.train_on == "last" for part in recipe.data.parts):
         yield "data.on_policy.turns: all answers every turn: expected data.train_on all or each, got last"
     if recipe.teacher.urls and recipe.student.is_cut and recipe.teacher.model is None:
         yield "student.from_teacher: its layers are with the server; name the model it serves by teacher.model as well"
+
+
+def _sampling_of(own: OnPolicy | None) -> str:
+    """Return the settings of `data.on_policy` that decide how tokens are sampled, as text."""
+    names = ("fraction", "temperature", "top_k", "top_p", "min_p")
+    return "no data.on_policy" if own is None else ", ".join(f"{name} {getattr(own, name):g}" for name in names)

@@ -67,7 +67,7 @@ def teacher_agreement_line(objective: DistillationObjective, batch: Batch) -> li
 
 def room_for_rollouts_line(rows: Sequence[Mapping[str, Sequence[int]]], collate: Collator, data: Data) -> list[str]:
     """Return a line on how many prompts leave room for the longest rollout; none without on-policy data."""
-    if (section := data.own_answers) is None:
+    if (section := data.active_on_policy) is None:
         return []
     from distill.generation.documents import documents_of
 

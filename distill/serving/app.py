@@ -5,7 +5,7 @@ one that is too large; 422 one whose content is invalid; 500 the teacher failed;
 full, or a process of a sharded teacher is gone; 504 a timeout. Errors are JSON of one line: `{"error": ...}`.
 
 The server's memory that clients can occupy is bounded: connections and their time by `connections.py`, bodies of
-requests and of responses by a `Room` each.
+requests and of responses by a `MemoryBudget` each.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from starlette.types import Receive, Scope, Send
 
 from distill.core.errors import TeacherUnavailableError
 from distill.serving.engine import Answer, Engine, Job, Options
-from distill.serving.room import Room
+from distill.serving.memory_budget import MemoryBudget
 from distill.serving.worker import Full, Worker
 from distill.teachers.backends.served.integrity import CHECKSUM, QUESTION, checksum, question_hash
 from distill.teachers.backends.served.protocol import (
@@ -172,7 +172,7 @@ class Service:
         self._token = None if token is None else f"Bearer {token}".encode()
         self._headers = {TEACHER: engine.identity.hash}
         largest = limits.tokens * engine.identity.hidden * getattr(torch, engine.identity.dtype).itemsize
-        self._bodies, self._answers = Room(limits.bodies), Room(max(limits.answers, 4 * largest))
+        self._bodies, self._answers = MemoryBudget(limits.bodies), MemoryBudget(max(limits.answers, 4 * largest))
         self._readers = CapacityLimiter(READERS)
 
     async def _read(self, function: Callable[..., T], *arguments: Any) -> T:

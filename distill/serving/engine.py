@@ -26,7 +26,7 @@ from distill.core.environment import environment
 from distill.data.packing import best_fit
 from distill.data.token_cache import tokenizer_hash
 from distill.models.head import HeadWeights, bare
-from distill.models.patch.packed import keeps_apart
+from distill.models.patch.packed import isolates_documents
 from distill.models.precision.host_copy import HostCopy, to_device
 from distill.objectives.top_k_encoding import Encoding, encode, log_probabilities
 from distill.recipe import Teacher as TeacherSection
@@ -165,7 +165,7 @@ class Engine:
         self.weights = HeadWeights(weight, bias, None)
         self.transform = teacher.hidden.transform
         self.device = self.weights.weight.device
-        self.packs = keeps_apart(self.model)
+        self.packs = isolates_documents(self.model)
         named = {"weight": self.weights.weight} | ({} if self.weights.bias is None else {"bias": self.weights.bias})
         self.head = {name: tensor.cpu().contiguous() for name, tensor in named.items()}
         self.files = _files(self.model, tokenizer)

@@ -146,11 +146,11 @@ def check_packing(recipe: Recipe, model: Any, field: str) -> None:
         return
     # there our attention will take the place of the model's own
     on_gpu = runs_our_kernels(find_head(model).linear.weight.device)  # type: ignore[arg-type]
-    if not (on_gpu and attention == "auto" and keeps_apart_by_ours(model, recipe.data.max_length)):
+    if not (on_gpu and attention == "auto" and isolates_documents_with_kernels(model, recipe.data.max_length)):
         raise ValueError(f"data.packing: expected false, since the {field} ({type(bare(model)).__name__}) {problem}")
 
 
-def keeps_apart_by_ours(model: Any, longest: int | None = None) -> bool:
+def isolates_documents_with_kernels(model: Any, longest: int | None = None) -> bool:
     """Return whether our attention, where `patch` can install it, keeps documents apart; the model is not changed.
 
     Some models do not pass document boundaries to their own attention, but do to ours (AFMoE, OPT).

@@ -27,7 +27,7 @@ from distill.core.files import sync
 from distill.core.labels import count_trained_tokens
 from distill.core.manifest import write_manifest
 from distill.data.packing import BLOCK
-from distill.models.sharding import keeps_nothing, use_fsdp2
+from distill.models.sharding import has_no_state, use_fsdp2
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, lacks_evaluation, rotate_checkpoints, without_rotation
 from distill.training.module_cache import cached_parameters
 from distill.training.step_guard import clip_in_optimizer, ignore_signals_in_workers
@@ -170,7 +170,7 @@ class TransformersCompat(Trainer):
         if checkpoint is None:
             return
         self.restore_listeners(Path(checkpoint))
-        if not (self.is_fsdp_enabled and keeps_nothing(self.optimizer)):
+        if not (self.is_fsdp_enabled and has_no_state(self.optimizer)):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         assert self.optimizer is not None and self.lr_scheduler is not None

@@ -29,7 +29,7 @@ from distill.models.layers import find_layers
 from distill.models.patch import output_rows
 from distill.models.patch.attention import leave_padded_batches, stop_fused_attention, use_fused_attention
 from distill.models.patch.forward_comparison import FORWARD_ERRORS
-from distill.models.patch.packed import distances, keeps_apart, lowered_limits
+from distill.models.patch.packed import distances, isolates_documents, lowered_limits
 from distill.models.patch.padding import hidden_of_padded
 from distill.models.patch.swaps import (
     OTHER,
@@ -219,10 +219,10 @@ def _attention_mismatch(model: nn.Module, decoder: nn.Module, backend: str) -> s
         raise
     except FORWARD_ERRORS as error:
         return f"the model does not run with another one ({first_line(error):.120})"
-    packs = keeps_apart(model)
+    packs = isolates_documents(model)
     stop_fused_attention(model, decoder)
     try:
-        own, own_packs = hidden(), packs or keeps_apart(model)
+        own, own_packs = hidden(), packs or isolates_documents(model)
         differs = not (ours - own).norm() <= NEAR * own.norm()
         # where rounding alone changes which experts some tokens get, most of the tokens still tell
         if differs and (most := rounding(own)):

@@ -40,7 +40,7 @@ from distill.models.prune.experts import largest_experts, router_weights
 from distill.models.prune.narrow import Selection
 from distill.models.prune.routing import routing_of
 from distill.models.prune.width_layout import Layout
-from distill.models.prune.width_trial import axes_of, proven_layout
+from distill.models.prune.width_trial import axes_of, verified_layout
 from distill.models.prune.widths import Widths, target_widths, widths_of
 from distill.recipe import FromTeacher, Importance
 
@@ -72,7 +72,7 @@ def shape_for(cut: FromTeacher, config: PreTrainedConfig) -> Shape:
     if widths is None:
         return Shape(layers, None, None)
     axes = axes_of(widths_of(config), widths)
-    return Shape(layers, widths, proven_layout(config, axes) if axes else None)
+    return Shape(layers, widths, verified_layout(config, axes) if axes else None)
 
 
 def select_parts(model: nn.Module, cut: FromTeacher, rows: Sequence[Row]) -> Selection:

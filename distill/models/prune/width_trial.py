@@ -33,7 +33,7 @@ ORDERS: tuple[Order, ...] = ("blocks", "interleaved")
 _proven: dict[tuple[str, str, tuple[str, ...]], Layout | str] = {}
 
 
-def proven_layout(config: PreTrainedConfig, axes: Collection[Axis]) -> Layout:
+def verified_layout(config: PreTrainedConfig, axes: Collection[Axis]) -> Layout:
     """Return the layout of a configuration's model for these axes, tried out on a small model.
 
     Args:
@@ -48,7 +48,7 @@ def proven_layout(config: PreTrainedConfig, axes: Collection[Axis]) -> Layout:
         if len(_proven) >= 32:
             _proven.clear()
         try:
-            _proven[key] = _prove(config, axes)
+            _proven[key] = _verify(config, axes)
         except ValueError as error:
             _proven[key] = str(error)
     found = _proven[key]
@@ -66,7 +66,7 @@ def axes_of(full: Widths, widths: Widths) -> list[Axis]:
     return [*cut, "heads"] if heads else cut
 
 
-def _prove(config: PreTrainedConfig, axes: Collection[Axis]) -> Layout:
+def _verify(config: PreTrainedConfig, axes: Collection[Axis]) -> Layout:
     tried: list[str] = []
     several = [axis for axis in ("heads", "intermediate") if axis in axes]
     found: list[Layout] = []

@@ -22,8 +22,8 @@ import torch
 
 from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.data.collator import BatchColumns, Collator, Row
+from distill.data.row_counts import RowCounts
 from distill.data.rows import RowFault
-from distill.data.tally import Tally
 from distill.data.tokenise import Batch, Document, Encoder, RowEncoder
 from distill.teachers.rows.context.data import ContextColumns
 from distill.teachers.rows.reading import PREFIX
@@ -95,7 +95,7 @@ class RoutedEncoder(Encoder):
         readers = [[route, reader.settings()] for route, reader in self.readers.items()]
         return [*super().settings(), self.column, list(self.routes), *filter(None, [self.route]), *readers]
 
-    def documents(self, batch: Batch, tally: Tally) -> Iterator[Document]:
+    def documents(self, batch: Batch, tally: RowCounts) -> Iterator[Document]:
         groups: list[Batch] = [[] for _ in self.routes]
         for number, row in batch:
             with tally.row(number):

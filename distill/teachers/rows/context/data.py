@@ -20,9 +20,9 @@ from distill.data.collator import Collator, Row
 from distill.data.formats import Format, Sample
 from distill.data.load import Splits, load_rows
 from distill.data.report import DataReport
+from distill.data.row_counts import RowCounts
 from distill.data.rows import RowFault
 from distill.data.sources import Row as DataRow
-from distill.data.tally import Tally
 from distill.data.tokenise import TOO_LONG, Batch, Document, Encoder, MaskedText, encodable
 from distill.recipe import Data, Part
 from distill.recipe.models import Context
@@ -69,7 +69,7 @@ class ContextEncoder(Encoder):
     def settings(self) -> list[object]:
         return [*super().settings(), self.context.model_dump()]
 
-    def documents(self, batch: Batch, tally: Tally) -> Iterator[Document]:
+    def documents(self, batch: Batch, tally: RowCounts) -> Iterator[Document]:
         rows: list[MaskedText] = []
         others: list[MaskedText] = []
         for number, row in batch:
@@ -112,7 +112,9 @@ class ContextEncoder(Encoder):
             before, last = ([], []) if part.templated else self.around(ids)
             yield np.array([*before, *ids, *last], dtype=np.int32)
 
-    def _both(self, ids: np.ndarray, labels: np.ndarray, other: np.ndarray, origin: int, tally: Tally) -> TwoPrompts:
+    def _both(
+        self, ids: np.ndarray, labels: np.ndarray, other: np.ndarray, origin: int, tally: RowCounts
+    ) -> TwoPrompts:
         """Return both readings, cut where one of them has no more room."""
         answer = ids[int((labels != IGNORE_INDEX).argmax()) :]
         if len(other) <= len(answer) or not np.array_equal(other[len(other) - len(answer) :], answer):

@@ -17,8 +17,8 @@ import numpy as np
 from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import ChatOptions, ChatTemplate, RenderedChat, TrainingChat
 from distill.data.formats import Format, Sample
+from distill.data.row_counts import RowCounts
 from distill.data.rows import RowFault
-from distill.data.tally import Tally
 from distill.data.token_cache import tokenizer_hash
 from distill.data.tokenise import TOO_LONG, Batch, RowEncoder, encodable, split_text, text_hash, tokens_before_text
 from distill.teachers.rows.retokenised.alignment import common_boundaries, matching_ends, token_bytes, token_ends
@@ -200,7 +200,7 @@ class PairEncoder(RowEncoder):
             *self.options,
         ]
 
-    def documents(self, batch: Batch, tally: Tally) -> Iterator[TokenizedPair]:
+    def documents(self, batch: Batch, tally: RowCounts) -> Iterator[TokenizedPair]:
         for number, row in batch:
             with tally.row(number):
                 sample = self.sample(row, tally)
@@ -277,7 +277,7 @@ class PairEncoder(RowEncoder):
         answer = np.array(begun[-1:], dtype=np.int32).reshape(-1)
         return TokenizedPair(student, teacher, spans[learned].astype(np.int32), answer, origin)
 
-    def _completion(self, prompt: str, completion: str, tally: Tally) -> TokenizedPair:
+    def _completion(self, prompt: str, completion: str, tally: RowCounts) -> TokenizedPair:
         """Return the pair of a prompt, masked from the loss, and its completion."""
         text = prompt + completion
         (ids_s, ends_s), (ids_t, ends_t) = (side.read(text) for side in self.sides)
@@ -291,7 +291,7 @@ class PairEncoder(RowEncoder):
         starts = [(first + len(before[0]), other + len(before[1]))]
         return self._partly(ids, [run + [len(own) for own in before]], text, tally, starts)
 
-    def _chat(self, sample: Sample, tally: Tally) -> list[TokenizedPair]:
+    def _chat(self, sample: Sample, tally: RowCounts) -> list[TokenizedPair]:
         """Return the pairs of a chat by both templates; one example per turn where one of them needs that."""
         made = [side.chat(sample, self.options, self.max_length) for side in self.sides]
         if any(chat.rewritten for chat in made):
@@ -317,7 +317,7 @@ class PairEncoder(RowEncoder):
         tally.left_out += len(student.examples) - len(pairs)
         return pairs
 
-    def _example(self, example: RenderedChat, other_example: RenderedChat, tally: Tally) -> TokenizedPair:
+    def _example(self, example: RenderedChat, other_example: RenderedChat, tally: RowCounts) -> TokenizedPair:
         text, other_text = encodable(example.text), encodable(other_example.text)
         parts, other_parts = self.sides[0].parts(example), self.sides[1].parts(other_example)
         if len(parts) != len(other_parts):
@@ -342,7 +342,7 @@ class PairEncoder(RowEncoder):
             runs.append(run)
         return self._partly([ids_s, ids_t], runs, text, tally, begins)
 
-    def _prompt(self, sample: Sample, tally: Tally) -> TokenizedPair:
+    def _prompt(self, sample: Sample, tally: RowCounts) -> TokenizedPair:
         """Return the pair of a prompt and, in place of the answer, the token that ends a text."""
         made = []
         for side in self.sides:
@@ -361,7 +361,12 @@ class PairEncoder(RowEncoder):
         return self._partly(both, [run], sample.prompt or str(sample.messages), tally, [tuple(starts[0].tolist())])
 
     def _partly(
-        self, ids: list[np.ndarray], runs: list[np.ndarray], text: str, tally: Tally, starts: Sequence[tuple[int, int]]
+        self,
+        ids: list[np.ndarray],
+        runs: list[np.ndarray],
+        text: str,
+        tally: RowCounts,
+        starts: Sequence[tuple[int, int]],
     ) -> TokenizedPair:
         pair = self._cut(ids, runs, text_hash(text), starts)
         if pair is None:

@@ -18,7 +18,7 @@ MOST_ROLES = 20
 
 
 @dataclass
-class Tally:
+class RowCounts:
     """Counts of rows.
 
     Attributes:
@@ -66,7 +66,7 @@ class Tally:
         self.left_out += made.left_out
         self.unrendered.update(made.named)
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: RowCounts) -> None:
         """Add the counts of later rows."""
         self.rows_read += other.rows_read
         self.dropped.update(other.dropped)

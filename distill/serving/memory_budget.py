@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 
-class Room:
+class MemoryBudget:
     """Memory budget in bytes.
 
     A request that does not fit waits, and the first waiting one that fits continues, so that a small response does not

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from distill.data.assistant_turns import RenderedChat
 from distill.data.messages import REASONING, MessageContent, content_of
 from distill.data.rendering import NOT_RENDERED, Message, TemplateError, Tools
 from distill.data.rows import RowFault
-from distill.data.turns import RenderedChat
 
 CALLS, PARALLEL, BESIDE, TEXT, THOUGHT = (
     "tool_calls",
