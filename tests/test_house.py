@@ -25,7 +25,6 @@ MOST_ANY = {"distill/recipe": 0, "distill/core": 0, "distill": 689}
 # over six today; the list only gets shorter
 LONG_SIGNATURES = {
     "distill/cli.py:run",
-    "distill/evaluation/evaluate_documents.py:evaluate_documents",
     "distill/evaluation/targets.py:held_out_rows",
     "distill/generation/from_recipe.py:rollouts_from_recipe",
     "distill/models/patch/attention.py:autotune_attention",

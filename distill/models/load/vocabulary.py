@@ -100,10 +100,10 @@ class VocabularyComparison:
 
     def _fault(self) -> str:
         for found, what in (
-            (self.differing, "are different tokens"),
-            (self.teacher_only, "are known to the teacher only"),
-            (self.student_only, "are known to the student only"),
-            (self.cut, "have no row in one of the models"),
+            (self.differing, "with different tokens"),
+            (self.teacher_only, "known to the teacher only"),
+            (self.student_only, "known to the student only"),
+            (self.cut, "without a row in one of the models"),
         ):
             if found:
                 first = "; ".join(map(str, found[:SHOWN]))
