@@ -140,7 +140,7 @@ def test_completion_offers_recipes(folder):
             "student.config: expected a config.json, a folder with one, or a shipped architecture, got 'lama-3.2-1b'; "
             "did you mean llama-3.2-1b?",
         ),
-        (["run", "mine.yaml", "--name", "../x"], "--name: expected letters, digits"),
+        (["run", "mine.yaml", "--name", "../x"], "--name: expected 1 to 100 letters, digits"),
         (["run", "mine.yaml", "--resume"], "--resume: no run of mine in runs to resume"),
         (["run", "mine.yaml", "--resume", "--name", "x"], "--resume: runs/x holds no run to resume"),
         (["run"], "Missing argument 'RECIPE'. (see distill run --help)"),

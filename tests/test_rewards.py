@@ -361,7 +361,7 @@ def test_code_runs_only_where_it_was_allowed(workplace):
         (["data.on_policy.samples=1"], "data.on_policy.samples: expected 2 or more with a reward"),
         (["loss.terms.1.reward=mine"], "loss.terms.1"),
         (["loss.terms.1.reward=null"], "teacher_weight: expected a number above 0 without a reward"),
-        (["data.on_policy=null"], "policy_gradient is of tokens that the student drew"),
+        (["data.on_policy=null"], "policy_gradient needs tokens sampled from the student's distribution"),
         (
             ["loss.terms=[{type: policy_gradient, reward: 'a.py:b'}, {type: policy_gradient, reward: 'a.py:c'}]"],
             "one reward at most",

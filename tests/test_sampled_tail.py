@@ -235,5 +235,5 @@ def test_recipes_that_draw_nothing_are_refused():
     parse(text)
     parse(text, ["teacher={type: server, url: 'http://localhost:1', top_k: 64}"])
     for override in ("data.on_policy=null", "data.on_policy.temperature=0.7", "data.on_policy.top_k=5"):
-        with pytest.raises(RecipeError, match="tail: sampled needs tokens that the student drew"):
+        with pytest.raises(RecipeError, match="tail: sampled needs tokens sampled from the student's distribution"):
             parse(text, [override])

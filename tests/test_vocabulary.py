@@ -89,7 +89,7 @@ def test_a_students_own_token_is_refused(base):
 def test_a_real_token_without_a_row_is_refused(base):
     verdict = compare(base, base, student_vocab_size=len(base) - 2)
     assert [item.id for item in verdict.cut] == [len(base) - 2, len(base) - 1]
-    with pytest.raises(ValueError, match="2 ids have no row"):
+    with pytest.raises(ValueError, match="2 ids without a row"):
         verdict.require()
 
 
