@@ -175,7 +175,9 @@ def _student(folder: Path) -> str:
     from distill.training.checkpoint_validation import not_finite, shapes_of
 
     result = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")) if (folder / RESULT_FILE).is_file() else {}
-    if result and (fault := first_damaged_file(folder / "student", result.get("files"))):
+    if result and "files" not in result:
+        raise ValueError(f"{RESULT_FILE}: expected files, the checksums of the student's files, got none")
+    if result and (fault := first_damaged_file(folder / "student", result["files"])):
         raise ValueError(fault)
     there: dict[str, Any] = {}
     for path in sorted((folder / "student").glob("*.safetensors")):

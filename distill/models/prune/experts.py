@@ -77,27 +77,24 @@ def _owner(name: str) -> str:
 
 
 class RouterWeights:
-    """Sums of the router's weights for each expert of a layer, float64 [experts], over tokens.
+    """Sums of the router's weights for each expert of a layer over tokens.
 
     Attributes:
-        total: Sums; None before the first tokens.
+        total: Sums, float64 [experts].
         tokens: Number of tokens.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count, self.tokens = count, 0
-        self.total: torch.Tensor | None = None
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.total = torch.zeros(count, dtype=torch.float64, device=device)
+        self.tokens = 0
 
     def add(self, index: torch.Tensor, weights: torch.Tensor) -> None:
         """Add the experts of each token and their weights, both [tokens, experts per token]."""
-        total = torch.zeros(self.count, dtype=torch.float64, device=index.device)
-        total.index_add_(0, index.flatten().long(), weights.flatten().double())
-        self.total = total if self.total is None else self.total + total
+        self.total.index_add_(0, index.flatten().long(), weights.flatten().double())
         self.tokens += index.shape[0]
 
     def mean(self) -> torch.Tensor:
         """Return the score of each expert, on the CPU."""
-        assert self.total is not None
         return (self.total / self.tokens).cpu()
 
 
@@ -124,7 +121,7 @@ def _hook(found: dict[int, RouterWeights], layer: int, count: int, kind: str) ->
                 f"student.from_teacher.experts: expected the experts of {kind} to be given each token's experts and "
                 f"their weights, got {[tuple(value.shape) for value in given]}; leave experts out"
             )
-        found.setdefault(layer, RouterWeights(count)).add(*given)
+        found.setdefault(layer, RouterWeights(count, given[0].device)).add(*given)
 
     return hook
 
