@@ -180,7 +180,7 @@ def fake_quantise_into(
     Args:
         out: Gets the values of the file, in its own dtype; of the shape of `weight`.
         weight: [..., K], fp32, bf16 or fp16, K divisible by the format's block.
-        name: A key of `formats.FORMATS`, or a format. By name and without scales, `nvfp4` has the host wait for a range.
+        name: A key of `formats.FORMATS`, or a format. By name and without scales, `nvfp4` has the host wait once.
         scales: The blocks' scales, as `Format.snap` rounds them to those of a file; None for the format's own.
 
     Raises:
