@@ -15,12 +15,13 @@ from transformers import TrainerCallback, TrainingArguments
 
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import decoder_of
-from distill.models.patch import forward_comparison, output_rows, packed, shared_input
+from distill.models.patch import forward_comparison, packed, shared_input
 from distill.models.patch.joined_projections import join_projections
 from distill.models.patch.patching import patch
 from distill.models.precision import fp8_student
+from distill.recipe.loss import Loss
 from distill.teachers.combination.mixture import MixtureTeacher
-from distill.training.cuda_graphs import CAPTURE, TIMED, WARM_UP, CudaGraphCallback
+from distill.training.cuda_graphs import CudaGraphCallback
 from distill.training.trainer import DistillationTrainer
 
 VOCABULARY, LENGTH = 259, 64
@@ -72,6 +73,7 @@ def train(folder, graphed, *, data=None, then=None, autocast=False, steps=16, ch
     accumulation = more.pop("accumulation", 1)
     checkpointing = more.pop("checkpointing", False)
     joined, fp8 = more.pop("joined", False), more.pop("fp8", False)
+    loss = Loss.model_validate({"terms": [{"type": "forward_kl"}, *more.pop("terms", [])]})
     teacher, student = models(dtype=torch.float32 if autocast else torch.bfloat16, **more)
     if checkpointing:
         student.gradient_checkpointing_enable({"use_reentrant": False})
@@ -104,7 +106,7 @@ def train(folder, graphed, *, data=None, then=None, autocast=False, steps=16, ch
             [LoadedTeacher(teacher, field="teachers.0"), LoadedTeacher(other, field="teachers.1")], [1.0, 2.0]
         )
     watch, said = Steps(then), []
-    trainer = DistillationTrainer(student, taught, args, train_dataset=data or rows(), callbacks=[watch])
+    trainer = DistillationTrainer(student, taught, args, loss=loss, train_dataset=data or rows(), callbacks=[watch])
     if change is not None:
         change(trainer)
     steps_of = None
@@ -115,6 +117,13 @@ def train(folder, graphed, *, data=None, then=None, autocast=False, steps=16, ch
     trainer.train()
     weights = {name: p.detach().clone() for name, p in student.named_parameters() if p.requires_grad}
     return watch.losses, weights, steps_of, said, trainer
+
+
+LAYER_TERMS = [
+    {"type": "hidden_state", "weight": 0.1},
+    {"type": "hidden_state", "weight": 0.1, "metric": "cosine", "projection": "learned", "layers": [[1, 1]]},
+    {"type": "attention_relation", "weight": 0.1},
+]
 
 
 def same(folder, **more):
@@ -196,6 +205,26 @@ def test_the_bits_of_launched_steps(tmp_path, more, limit, watch):
     assert set(calls) == (
         set() if {"lora", "fp8"} & {*more} else {torch.bfloat16}
     )  # as norms write it, under autocast too
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "more",
+    [
+        *({"terms": [term]} for term in LAYER_TERMS),
+        {"terms": LAYER_TERMS, "autocast": True, "accumulation": 2, "data": rows(packed=True)},
+        {"terms": LAYER_TERMS, "lora": True},
+        {"terms": LAYER_TERMS, "checkpointing": True},
+    ],
+    ids=["hidden_state", "projected", "relation", "autocast-packed", "lora", "checkpointing"],
+)
+def test_terms_that_compare_layers_have_the_bits_of_launched_steps(tmp_path, more):
+    """The states of both models are outputs of the graphs, and their gradients reach the student's weights."""
+    _, said, trainer = same(tmp_path, **more)
+    assert "runs eagerly" not in said[0]
+    logged = trainer.state.log_history
+    for term in more["terms"]:
+        assert any(row.get(term["type"], 0) > 0 for row in logged), term
 
 
 @pytest.mark.gpu
@@ -363,58 +392,3 @@ def test_replays_outlive_the_workspaces_of_others():
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", AFTER_OTHERS], capture_output=True, text=True, cwd=root, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-class Clock:
-    """The state of a training, for a callback that is tried without a GPU."""
-
-    def __init__(self, steps):
-        self.global_step, self.max_steps = 0, steps
-
-
-@pytest.mark.parametrize(("replayed", "kept"), [(0.02, True), (0.05, False)])
-def test_the_faster_way_is_kept(monkeypatch, hardware, replayed, kept):
-    """A clock of our own: launched steps take 50 ms."""
-    now = [0.0]
-
-    class Stand:
-        def __init__(self):
-            self.refused, self.replays, self.enabled, self.released = {}, 1, False, False
-
-        def add(self, *args, **kwargs):
-            pass
-
-        def release(self):
-            self.released = True
-
-    hardware.setattr("distill.training.cuda_graphs.DecoderGraphs", Stand)
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    said = []
-    steps, state = CudaGraphCallback([("student", tiny_model())], say=said.append), Clock(100)
-    for _ in range(WARM_UP + CAPTURE + 2 * TIMED):
-        steps.on_step_begin(None, state, None)
-        now[0] += replayed if steps.graphs is not None else 0.05
-        steps.on_step_end(None, state, None)
-        state.global_step += 1
-    assert (steps.graphs is not None) == kept
-    expected = "the step runs from CUDA graphs: 20.0 ms" if kept else "off, since the gain is too small: 50.0 ms"
-    assert said[0].startswith(expected)
-
-
-def test_a_wide_model_with_output_rows_is_not_captured_by_default():
-    small, wide = tiny_model(), tiny_model()
-    decoder_of(wide).__dict__[output_rows.MARK] = object()
-    assert [name for name, _ in CudaGraphCallback([("teacher", wide), ("student", small)]).models] == ["student"]
-    assert CudaGraphCallback([("student", wide)])._decided
-    assert len(CudaGraphCallback([("teacher", wide), ("student", small)], always=True).models) == 2
-    assert output_rows.MARK not in decoder_of(wide).__dict__
-
-
-def test_a_short_run_tries_nothing():
-    said = []
-    steps, state = CudaGraphCallback([("student", tiny_model())], say=said.append), Clock(20)
-    for _ in range(20):
-        steps.on_step_begin(None, state, None)
-        steps.on_step_end(None, state, None)
-    assert steps.graphs is None and not said

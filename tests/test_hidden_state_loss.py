@@ -290,7 +290,6 @@ TERMS = "loss.terms=[{type: forward_kl}, {type: hidden_state}]"
         (["parallel={teacher: served, teacher_gpus: 1}"], "got parallel.teacher: served"),
         (["student.vocabulary=cross"], "requires a teacher of the student's tokenizer"),
         (["teacher.context={template: 'Be brief.'}"], "requires a teacher that reads the student's prompts"),
-        (["train.cuda_graph=true"], "requires layers that are called one by one; got train.cuda_graph: true"),
         (["teacher=null", "teachers=[{model: t}, {model: u}]"], "requires one teacher; got teachers"),
         (["loss.terms=[{type: hidden_state}]"], "expected a divergence or cross_entropy of weight above 0 beside"),
         (["loss.terms=[{type: forward_kl}, {type: hidden_state, layers: [[0, 1], [0, 1]]}]"], "each pair once"),

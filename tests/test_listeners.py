@@ -14,7 +14,7 @@ from distill.training import trainer as trainer_module
 from distill.training.listeners import StepListener
 from distill.training.phases import PAUSED
 from distill.training.step_guard import StepGuard
-from distill.training.step_listeners import LISTENERS, replays_graphs
+from distill.training.step_listeners import LISTENERS
 from distill.training.trainer import DistillationTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -174,12 +174,3 @@ def test_the_trainer_knows_no_listener_by_name():
     own = {node.attr for node in attributes if ast.unparse(node.value) == "self"}
     assert not own & {"meter", "schedule", "prefetcher", "step_guard", "on_policy", "phases"}
     assert issubclass(DistillationTrainer, trainer_module.TransformersCompat)
-
-
-def test_graphs_that_a_loss_on_layers_turns_off_are_logged(caplog):
-    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    assert replays_graphs(True, gpu, compares_layers=False)
-    assert not replays_graphs(False, gpu, compares_layers=True) and not replays_graphs(True, cpu, compares_layers=True)
-    assert not caplog.text
-    assert not replays_graphs(True, gpu, compares_layers=True)
-    assert caplog.text.count("train.cuda_graph: off, since hidden_state and attention_relation") == 1

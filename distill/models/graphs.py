@@ -14,6 +14,9 @@ its backward its activations lie in the pool; a call that comes in between is la
 copies. Gradients are handed out as views of the pool, where any later replay may write: those that are still in use
 then (accumulation; a teacher that is asked before the optimizer's step) are copied first.
 
+States of layers that are recorded (layer_states.py) are outputs of the graph like its hidden states: they are handed
+out as copies, and their gradients are inputs of the backward's graph.
+
 A graph repeats what the host decided when it was captured. Hence a decoder is refused, with the reason in `refused`, if
 it waits for the device, draws random numbers on the host, has hooks of other libraries, parameters that are sharded or
 not on the GPU, or returns more than hidden states. Random numbers on the device are those of a launched step.
@@ -38,6 +41,7 @@ from torch.func import functional_call
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from distill.core.errors import first_line
+from distill.models.layer_states import Recording, recording_of
 from distill.models.patch import output_rows
 
 SHAPES = 4  # of batches that a decoder is captured for; each holds its own graphs
@@ -127,9 +131,11 @@ class _GraphedDecoder:
         others = {key: value for key, value in kwargs.items() if value is not None and key not in tensors}
         if others != {"use_cache": False} or any(tensor.requires_grad for tensor in tensors.values()):
             return self.launched(**kwargs)
+        recording = recording_of(self.decoder)
         key = (
             tuple((name, tensor.shape, tensor.dtype) for name, tensor in sorted(tensors.items())),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+            recording and (recording.outputs, recording.attention),
         )
         if key not in self._captured:
             if len(self._captured) < SHAPES:
@@ -137,16 +143,19 @@ class _GraphedDecoder:
             return self.launched(**kwargs)
         captured = self._captured[key]
         if captured is None or captured.addresses != [p.data_ptr() for p in captured.parameters]:  # they have moved
-            captured = self._captured[key] = self._capture(tensors)
+            captured = self._captured[key] = self._capture(tensors, recording)
         if captured is None:
             return self.launched(**kwargs)
         graphs.replays += 1
-        return BaseModelOutputWithPast(last_hidden_state=captured(tensors))
+        hidden, *states = captured(tensors)
+        if recording is not None:
+            recording.fill(states)
+        return BaseModelOutputWithPast(last_hidden_state=hidden)
 
-    def _capture(self, tensors: dict[str, torch.Tensor]) -> _Captured | None:
+    def _capture(self, tensors: dict[str, torch.Tensor], recording: Recording | None) -> _Captured | None:
         self._captures = True
         try:
-            return _Captured(self.graphs, self.decoder, tensors, self.trains)
+            return _Captured(self.graphs, self.decoder, tensors, recording, self.trains)
         except torch.OutOfMemoryError:
             why = "its graph does not fit into the GPU's memory beside the launched step"
         except (RuntimeError, TypeError, ValueError) as error:
@@ -161,10 +170,15 @@ class _GraphedDecoder:
 
 
 class _Captured:
-    """The graphs of one decoder for batches of one shape."""
+    """The graphs of one decoder for batches of one shape, with the layers' states that are recorded."""
 
     def __init__(
-        self, graphs: DecoderGraphs, decoder: nn.Module, tensors: dict[str, torch.Tensor], trains: bool
+        self,
+        graphs: DecoderGraphs,
+        decoder: nn.Module,
+        tensors: dict[str, torch.Tensor],
+        recording: Recording | None,
+        trains: bool,
     ) -> None:
         self.graphs = graphs
         trained = {name: p for name, p in decoder.named_parameters() if p.requires_grad} if trains else {}
@@ -179,31 +193,43 @@ class _Captured:
         with torch.inference_mode(False), torch.set_grad_enabled(trains), autocast:
             self.inputs = {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
-            def call() -> Any:
-                return functional_call(decoder, stand_ins, (), {**self.inputs, "use_cache": False})
+            def call() -> list[torch.Tensor]:
+                output = functional_call(decoder, stand_ins, (), {**self.inputs, "use_cache": False})
+                if more := {name for name, value in output.items() if value is not None} - {"last_hidden_state"}:
+                    raise RuntimeError(f"its decoder returns more than hidden states: {', '.join(sorted(more))}")
+                return [output.last_hidden_state, *(recording.tensors() if recording is not None else ())]
 
             with _random_numbers_kept(), _without_random_state_of_checkpoints(decoder):
                 self._warm_up(call)
                 self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
                 with own_workspace():
                     with self._capturing(self.forward):
-                        output = call().last_hidden_state
+                        outputs = call()
+                    self.has_gradient = [output.requires_grad for output in outputs]
                     if trains:
-                        self.upstream = torch.empty_like(output)
+                        differentiated = [output for output in outputs if output.requires_grad]
+                        self.upstream = [torch.empty_like(output) for output in differentiated]
                         with self._capturing(self.backward):
-                            gradients = torch.autograd.grad(output, self._leaves, self.upstream, allow_unused=True)
+                            gradients = torch.autograd.grad(
+                                differentiated, self._leaves, self.upstream, allow_unused=True
+                            )
                         self.gradients: Sequence[torch.Tensor | None] = gradients
-            self.output = output.detach()
+            self.outputs = [output.detach() for output in outputs]
 
-    def __call__(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    def __call__(self, tensors: dict[str, torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the hidden states and the recorded states of a batch."""
         with torch.no_grad():
             for name, tensor in tensors.items():
                 self.inputs[name].copy_(tensor)
         if self.parameters:
-            hidden: torch.Tensor = _Replay.apply(self, *self.parameters)
-            return hidden
+            replayed: tuple[torch.Tensor, ...] = _Replay.apply(self, *self.parameters)
+            return replayed
+        return self.run_forward()
+
+    def run_forward(self) -> tuple[torch.Tensor, ...]:
+        """Replay the forward's graph and return copies of its outputs."""
         self.graphs.replay(self.forward)
-        return self.output.clone()
+        return tuple(output.clone() for output in self.outputs)
 
     def keep_gradients_in_use(self) -> None:
         """Copy the parameters' gradients that lie in the graph's memory."""
@@ -219,7 +245,7 @@ class _Captured:
             for p, copy in zip(used, torch._foreach_mul([p.grad for p in used], 1), strict=True):  # type: ignore[misc]
                 p.grad = copy
 
-    def _warm_up(self, call: Callable[[], Any]) -> None:
+    def _warm_up(self, call: Callable[[], list[torch.Tensor]]) -> None:
         """Two calls on the graphs' stream: what is compiled, tuned or allocated once is not captured.
 
         Raises:
@@ -233,14 +259,13 @@ class _Captured:
                 for number in range(2):
                     if number:
                         torch.cuda.set_sync_debug_mode("error")
-                    output = call()
-                    if more := {name for name, value in output.items() if value is not None} - {"last_hidden_state"}:
-                        raise RuntimeError(f"its decoder returns more than hidden states: {', '.join(sorted(more))}")
+                    outputs = call()
                     if self.parameters:
-                        hidden = output.last_hidden_state
-                        torch.autograd.grad(hidden, self._leaves, torch.zeros_like(hidden), allow_unused=True)
-                        del hidden
-                    del output
+                        outputs = [output for output in outputs if output.requires_grad]
+                        upstream = [torch.zeros_like(output) for output in outputs]
+                        torch.autograd.grad(outputs, self._leaves, upstream, allow_unused=True)
+                        del upstream
+                    del outputs
             finally:
                 torch.cuda.set_sync_debug_mode(before)
         current.wait_stream(self.graphs.stream)
@@ -256,22 +281,27 @@ class _Captured:
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, captured: _Captured, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, captured: _Captured, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.captured, ctx.alive = captured, _Forward()
         captured.graphs._unfinished = weakref.ref(ctx.alive)
-        captured.graphs.replay(captured.forward)
-        return captured.output.clone()
+        outputs = captured.run_forward()
+        ctx.mark_non_differentiable(
+            *(output for output, has in zip(outputs, captured.has_gradient, strict=True) if not has)
+        )
+        return outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         captured = ctx.captured
         if ctx.alive is None:
             raise RuntimeError(
                 "backward: expected one backward a forward, got a second; a graph's activations are gone"
             )
         ctx.alive = None
-        captured.upstream.copy_(upstream)
+        given = (gradient for gradient, has in zip(upstream, captured.has_gradient, strict=True) if has)
+        for own, gradient in zip(captured.upstream, given, strict=True):
+            own.copy_(gradient)
         captured.graphs.replay(captured.backward)
         captured.graphs._handed_out = captured
         # fresh views, which autograd makes the parameters' gradients without a copy

@@ -7,22 +7,25 @@
 Nothing else is kept, unlike with `output_hidden_states`. Hooks are on the layers' own modules and exist inside the
 block alone, within the forward of whatever wraps the model (DDP, FSDP): a layer that is computed a second time, for its
 gradient, is not recorded again. Queries, keys and values are taken where transformers' layers call their attention
-function, so they are the same for every form of the projections and for every attention back end.
+function, so they are the same for every form of the projections and for every attention back end. A CUDA graph of the
+decoder (graphs.py) runs no hooks when it is replayed: it finds the recording by `recording_of` and fills it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from distill.models.head import bare
+from distill.models.head import bare, decoder_of
 from distill.models.layers import find_layers
+
+RECORDING = "_distill_recording"  # attribute of a decoder whose states are recorded
 
 
 class AttentionInputs(NamedTuple):
@@ -50,6 +53,38 @@ class LayerStates(NamedTuple):
     attention: dict[int, AttentionInputs]
 
 
+class Recording(NamedTuple):
+    """A recording that is under way.
+
+    Attributes:
+        states: States of the present forward.
+        outputs: Numbers of the layers whose outputs are recorded.
+        attention: Numbers of the layers whose attention's inputs are recorded.
+    """
+
+    states: LayerStates
+    outputs: tuple[int, ...]
+    attention: tuple[int, ...]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the states of the present forward: outputs of layers, then queries, keys and values."""
+        outputs = [self.states.outputs[number] for number in self.outputs]
+        return outputs + [each for number in self.attention for each in self.states.attention[number]]
+
+    def fill(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Put the states of a forward that ran no hook in place, in the order of `tensors()`."""
+        found = iter(tensors)
+        for number in self.outputs:
+            self.states.outputs[number] = next(found)
+        for number in self.attention:
+            self.states.attention[number] = AttentionInputs(next(found), next(found), next(found))
+
+
+def recording_of(decoder: nn.Module) -> Recording | None:
+    """Return the recording of a decoder's states that is under way; None without one."""
+    return decoder.__dict__.get(RECORDING)
+
+
 @contextlib.contextmanager
 def record_states(
     model: nn.Module, outputs: Collection[int] = (), attention: Collection[int] = ()
@@ -64,14 +99,16 @@ def record_states(
         ValueError: On exit, where a layer did not run, has outputs of another form than [B, S, hidden], or does not
             attend through transformers' attention interface.
     """
-    states = LayerStates({}, {})
+    states, decoder = LayerStates({}, {}), decoder_of(model)
     _, layers = find_layers(model)
     hooks = [layers[number].register_forward_hook(functools.partial(_keep, states, number)) for number in outputs]
     owners = {id(module): number for number in attention for module in layers[number].modules()}
+    decoder.__dict__[RECORDING] = Recording(states, tuple(outputs), tuple(attention))
     try:
         with _recorded_attention(states, owners) if owners else contextlib.nullcontext():
             yield states
     finally:
+        del decoder.__dict__[RECORDING]
         for hook in hooks:
             hook.remove()
     name = type(bare(model)).__name__

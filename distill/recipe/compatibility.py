@@ -134,12 +134,6 @@ PROPERTIES: dict[str, Property] = {
         _without_layers,
         "set teacher.type to model, without keep, and parallel.teacher to auto, copied or sharded",
     ),
-    "eager steps": Property(
-        "layers that are called one by one",
-        # layers run inside a graph, where their states cannot be read
-        _or_none(lambda recipe: recipe.train.cuda_graph is True, "train.cuda_graph: true"),
-        "leave train.cuda_graph at auto",
-    ),
     "one teacher": Property(
         "one teacher", _or_none(lambda recipe: bool(recipe.teachers), "teachers"), "give teacher in its place"
     ),
@@ -260,7 +254,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         f"loss.terms: {' and '.join(LAYERED)}",
         lambda recipe: recipe.loss.reads_layers,
-        ("one teacher", "hidden states of layers", "student's tokens", "student's prompts", "eager steps"),
+        ("one teacher", "hidden states of layers", "student's tokens", "student's prompts"),
     ),
     Requirement("loss.label_smoothing", lambda recipe: recipe.loss.label_smoothing > 0, ("student's tokens",)),
     Requirement("loss.z_loss", lambda recipe: recipe.loss.z_loss > 0, ("student's tokens",)),

