@@ -38,6 +38,7 @@ from distill.evaluation.evaluate_documents import EvaluationResult, evaluate_doc
 from distill.models.gpu_specs import runs_our_kernels
 from distill.models.load.loading import load_student, load_tokenizer
 from distill.models.patch.patching import patch
+from distill.models.patch.swaps import is_patched
 from distill.models.precision.gptq import calibration_batches, round_weights
 from distill.models.precision.quantised_formats import formats_of
 from distill.models.precision.quantised_student import quantise_student
@@ -118,7 +119,7 @@ def trainer_of(setup: Setup, student: Any, teacher: Any, loss: Any, arguments: T
     """Return a trainer of a student, with our kernels where the device runs them."""
     if runs_our_kernels(setup.device):
         for model, role in ((student, "student"), (teacher, "teacher")):
-            if "_distill_undo" not in model.__dict__:
+            if not is_patched(model):
                 patch(model, role, log_it=False)
     return DistillationTrainer(
         student, teacher, arguments, loss=loss, train_dataset=setup.train, processing_class=setup.tokenizer
