@@ -145,6 +145,12 @@ def test_a_first_token_is_not_learned_whatever_label_a_row_brings():
     assert batch["valid_rows"].tolist() == [0, 1, 3]
 
 
+@pytest.mark.parametrize("mask", [[1, 0, 1], [0, 0, 0]])
+def test_a_row_whose_mask_has_gaps_is_refused(mask):
+    with pytest.raises(ValueError, match=r"^attention_mask: expected zeros at a row's ends only, got "):
+        Collator(0)([{"input_ids": [5, 6, 7], "attention_mask": mask}])
+
+
 def test_the_collator_draws_no_random_numbers():
     state = torch.get_rng_state()
     rows = [{"input_ids": [5, 6], "labels": [-100, 6], "position_ids": [0, 1]}]

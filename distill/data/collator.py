@@ -60,15 +60,22 @@ class Collator:
     def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         """Return a batch of `rows`, each with `input_ids`, `labels` (not shifted) and `position_ids`.
 
-        A row without `labels` is trained on whole, and one without `position_ids` is one document. An empty list gives
-        a row of padding, for a process that has no rows left.
+        A row without `labels` is trained on whole, and one without `position_ids` is one document. Tokens at a row's
+        ends that its `attention_mask` masks are left out, and in a custom batch a token that follows masked ones is
+        not trained on. An empty list gives a row of padding, for a process that has no rows left.
+
+        Raises:
+            ValueError: a row's `attention_mask` has zeros between its ones, or ones nowhere.
 
         Returns:
             `input_ids`, `labels`, `position_ids`: int64 [B, S]; `valid_rows`: int64 [M], the flat indices
             `b * S + i` whose next token is trained on (`labels[b, i + 1] != -100`); and the further columns. There is
             no attention mask.
         """
-        return self.extend(rows, self._padded(rows) if self.custom is None or not rows else self.custom(list(rows)))
+        if self.custom is not None and rows:
+            return self.extend(rows, _mask_after_padding(self.custom(list(rows))))
+        rows = [_without_padding(row) if "attention_mask" in row else row for row in rows]
+        return self.extend(rows, self._padded(rows))
 
     def extend(self, rows: Sequence[Row], batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the batch of `rows` with the further columns."""
@@ -108,6 +115,25 @@ class Collator:
             del batch["position_ids"]
         batch["valid_rows"] = valid_rows(batch["labels"])
         return batch
+
+
+def _without_padding(row: Row) -> Row:
+    """Return a row without the padding that its `attention_mask` [S] masks at its ends."""
+    mask = np.asarray(row["attention_mask"]) != 0
+    (kept,) = mask.nonzero()
+    if not len(kept) or not mask[kept[0] : kept[-1]].all():
+        raise ValueError(f"attention_mask: expected zeros at a row's ends only, got {mask.astype(int).tolist()}")
+    lists = {name: row[name][kept[0] : kept[-1] + 1] for name in ("input_ids", "labels", "position_ids") if name in row}
+    return {**row, **lists}
+
+
+def _mask_after_padding(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a batch without the labels of tokens that follow padding, as with padding on the left."""
+    labels, mask = batch.get("labels"), batch.get("attention_mask")
+    if not isinstance(labels, torch.Tensor) or not isinstance(mask, torch.Tensor) or mask.shape != labels.shape:
+        return batch
+    follows = torch.nn.functional.pad(mask[:, :-1] == 0, (1, 0))
+    return {**batch, "labels": labels.masked_fill(follows, IGNORE_INDEX)}
 
 
 def _is_one_document(row: Row) -> bool:

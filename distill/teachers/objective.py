@@ -62,6 +62,17 @@ def as_teacher(teacher: nn.Module | Teacher) -> Teacher:
     return LoadedTeacher(teacher)
 
 
+def refuse_shared(teacher: nn.Module, student: nn.Module) -> None:
+    """Raise ValueError where the teacher, which is frozen, has parameters that the student trains."""
+    frozen = {id(parameter) for parameter in teacher.parameters()}
+    shared = [name for name, each in student.named_parameters() if each.requires_grad and id(each) in frozen]
+    if shared:
+        raise ValueError(
+            f"teacher: expected weights of its own, got {len(shared)} that the student trains ({shared[0]}), and that "
+            "would be frozen; use copy.deepcopy"
+        )
+
+
 class LossWatcher(Protocol):
     """Observer of each loss as it is computed, inside the student's forward."""
 
@@ -122,7 +133,8 @@ class DistillationObjective:
         vocab_size: Both models' logits are cut to this many columns; None for the smaller of the two heads.
 
     Raises:
-        ValueError: for a head that the fused loss would read wrongly, an unknown loss, a vocabulary too large.
+        ValueError: for a head that the fused loss would read wrongly, an unknown loss, a vocabulary too large, a
+            teacher that shares trained weights with the student.
     """
 
     def __init__(
@@ -136,6 +148,8 @@ class DistillationObjective:
         self._forward = StudentForward(self)
         if (reason := self._forward.applies(student)) is not None:
             raise ValueError(reason)
+        if isinstance(teacher, nn.Module):
+            refuse_shared(teacher, student)
         self.teacher = as_teacher(teacher)
         rows = len(find_head(student).linear.weight)  # type: ignore[arg-type]
         self.pairing: VocabularyAlignment = self.teacher.format.pair(probe_logits(student, "student"), rows, vocab_size)
@@ -184,7 +198,12 @@ class DistillationObjective:
 
     def targets(self, inputs: Batch) -> Targets | None:
         """Return the teacher's targets of a batch, for the student's forward; None where the loss needs none."""
-        return self.teacher.targets(inputs) if self.needs_targets else None
+        if not self.needs_targets:
+            return None
+        for model in self.teacher.models.values():
+            if model.training:  # by `train()` of a module that contains it
+                model.eval()
+        return self.teacher.targets(inputs)
 
     def prefetch(self, batches: Iterable[B], least: int = 0) -> Iterator[B]:
         """Yield the batches in their order, while those that follow are submitted to the teacher, where it prefetches.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,17 @@ log = logging.getLogger(__name__)
 NOT_IN_SHARDS = {
     "adagrad": "it creates its states before the student is sharded",
     "adafactor": "it adds unsharded tensors to shards",
+}
+
+# arguments of `Trainer` that only methods read which `DistillationTrainer` overrides, and what to use in their place
+NOT_READ = {
+    "compute_loss_func": "loss=",
+    "compute_metrics": "the metrics of evaluate(), since no logits are computed",
+    "preprocess_logits_for_metrics": "the metrics of evaluate(), since no logits are computed",
+    "label_smoothing_factor": "label_smoothing of loss=Loss(...)",
+    "bf16_full_eval": "bf16, or models in bfloat16",
+    "fp16_full_eval": "fp16, or models in float16",
+    "use_liger_kernel": "nothing: the loss is fused already, and Liger's forward would replace it",
 }
 
 
@@ -147,8 +159,15 @@ def training_arguments(
     return made
 
 
-def overwrite_arguments(args: TrainingArguments) -> None:
-    """Set the arguments whose other values would train wrongly with `DistillationTrainer`."""
+def overwrite_arguments(args: TrainingArguments, more: Mapping[str, Any]) -> None:
+    """Set the arguments whose other values would train wrongly with `DistillationTrainer`.
+
+    Raises:
+        ValueError: `args`, or `more` that `Trainer` is given, have an argument that would have no effect.
+    """
+    for name, instead in NOT_READ.items():
+        if more.get(name) or getattr(args, name, None):
+            raise ValueError(f"{name}: expected none, since DistillationTrainer does not read it; use {instead}")
     args.remove_unused_columns = False
     args.logging_nan_inf_filter = False
     args.ddp_find_unused_parameters = False

@@ -61,7 +61,7 @@ class DistillationTrainer(TransformersCompat):
         more: Further arguments of `Trainer`.
 
     Raises:
-        ValueError: The models cannot be compared; see `DistillationObjective`.
+        ValueError: The models cannot be compared (see `DistillationObjective`), or an argument has no effect here.
     """
 
     loss_is_scaled_for_ga = True
@@ -81,7 +81,7 @@ class DistillationTrainer(TransformersCompat):
         callbacks: list[TrainerCallback] | None = None,
         **more: Any,
     ) -> None:
-        overwrite_arguments(args)
+        overwrite_arguments(args, more)
         loaded = {"teacher": teacher} if isinstance(teacher, nn.Module) else teacher.models
         for role, loaded_model in {"student": model, **loaded}.items():
             keep_soft_cap(loaded_model, field=f"{role}'s attention")
@@ -209,6 +209,10 @@ class DistillationTrainer(TransformersCompat):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise ValueError: `Trainer` would return sums of statistics as predictions, and means over batches."""
+        raise ValueError("predict: no logits are computed; for metrics use evaluate(rows, metric_key_prefix='test')")
 
     def _held_out(self, batches: Any) -> dict[str, float]:
         model, objective = self.model_wrapped if self.is_in_train else self.model, self.objective
