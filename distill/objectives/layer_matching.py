@@ -118,7 +118,8 @@ class StepStates:
 
     def record(self, name: str, values: torch.Tensor) -> None:
         """Add a term's losses of the trained tokens to the metrics."""
-        self.sums[name] = torch.stack([values.detach().sum().float(), values.new_tensor(len(values)).float()])
+        count = torch.full((), len(values), dtype=torch.float32, device=values.device)
+        self.sums[name] = torch.stack([values.detach().sum().float(), count])
 
     def unused(self) -> torch.Tensor | float:
         """Return a 0 whose gradient reaches the projections that no term of the step has used.

